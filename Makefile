@@ -1,0 +1,31 @@
+# Everything a fresh machine needs lies behind these targets: Python >= 3.11, make and g++ are enough.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: setup demo test check soak clean
+
+setup: .venv/ready
+
+# torch first and by its pinned version: whatever is installed after it finds it there.
+.venv/ready: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[vision,dev]"
+	touch $@
+
+demo: setup
+	$(BIN)/meshwright train jobs/mnist.yaml
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: check
+	$(BIN)/python -m pytest -m "not soak"
+
+soak: setup
+	$(BIN)/python -m pytest -m soak
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
