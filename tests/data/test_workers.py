@@ -1,0 +1,133 @@
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import Dataset
+
+from meshwright.data import workers
+from meshwright.data.loading import Loading, Share, train_batches
+from tests.data.sources import Augmented, Stream, as_list
+
+DEADLINE_S = 30
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def assert_they_end(pids: list[int]) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while left := [pid for pid in pids if running(pid)]:
+        assert time.monotonic() < end, f"still running: {left}"
+        time.sleep(0.02)
+
+
+def endless(dataset: Any) -> Any:
+    loading = Loading(workers=2, collate=as_list)
+    return train_batches(dataset, seed=0, global_batch=2, share=Share(), loading=loading)
+
+
+def workers_now() -> list[int]:
+    return [child.pid for child in multiprocessing.active_children() if child.pid]
+
+
+@pytest.mark.parametrize("dataset", [Augmented(100), Stream(100)])
+@pytest.mark.parametrize("how", ["closed", "dropped"])
+def test_no_worker_is_left_behind(dataset: Any, how: str) -> None:
+    batches = endless(dataset)
+    next(batches)
+    pids = workers_now()
+    assert len(pids) == 2
+    if how == "closed":
+        batches.close()
+    del batches
+    assert_they_end(pids)
+
+
+def test_signals_to_the_group_do_not_take_workers_away() -> None:
+    batches = endless(Augmented(1000))
+    next(batches)
+    pids = workers_now()
+    for number in ("INT", "TERM"):  # from a process that is not their rank, as a scheduler or a terminal is
+        subprocess.run(["kill", f"-{number}", *map(str, pids)], check=True)
+    for _ in range(20):  # more than had been fetched ahead
+        next(batches)
+    assert all(running(pid) for pid in pids)
+    batches.close()
+
+
+def test_signals_do_not_hit_workers_that_are_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = workers._begin
+
+    def hit_first(worker: int) -> None:
+        for number in ("INT", "TERM"):
+            subprocess.run(["kill", f"-{number}", str(os.getpid())], check=True)
+        begin(worker)
+
+    monkeypatch.setattr(workers, "_begin", hit_first)
+    batches = endless(Augmented(100))
+    for _ in range(20):
+        next(batches)
+    batches.close()
+
+
+RANK = """
+import os, signal, sys
+from multiprocessing import active_children
+from tests.data.test_workers import Slow, endless
+batches = endless(Slow())
+next(batches)
+print(*[child.pid for child in active_children()], flush=True)
+{end}
+"""
+
+ENDS = {
+    "returns": "",
+    "raises": "raise SystemExit(3)",
+    "waits": "sys.stdin.read()",
+}
+
+
+class Slow(Dataset[Any]):
+    """The first batches come at once, the next one not within this test."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> bytes:
+        count = getattr(self, "count", 0)
+        self.count = count + 1
+        if count >= 2:
+            time.sleep(10 * DEADLINE_S)
+        return bytes(200_000)  # more than a pipe holds: a worker that writes into one nobody reads must end too
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_busy_workers_end_with_their_rank(end: str) -> None:
+    rank = subprocess.Popen(
+        [sys.executable, "-c", RANK.format(end=ENDS[end])],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    try:
+        assert rank.stdout is not None
+        pids = [int(pid) for pid in rank.stdout.readline().split()]
+        assert len(pids) == 2
+        if end == "waits":
+            os.kill(rank.pid, signal.SIGKILL)
+        rank.wait(timeout=DEADLINE_S)
+        assert_they_end(pids)
+    finally:
+        rank.kill()
+        rank.communicate()
