@@ -1,0 +1,23 @@
+"""Meshwright: plan, prove and run distributed training of any PyTorch model."""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+# Loaded when first used: `import meshwright` and `meshwright --help` do not wait for torch.
+_WHERE = {
+    "Job": "meshwright.job",
+    "Plan": "meshwright.plan",
+    "Session": "meshwright.train.session",
+    "load_job": "meshwright.job",
+    "load_plan": "meshwright.job",
+    "parallelize": "meshwright.train.parallelize",
+}
+__all__ = ["Job", "Plan", "Session", "__version__", "load_job", "load_plan", "parallelize"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'meshwright' has no attribute '{name}'")
+    return getattr(import_module(_WHERE[name]), name)

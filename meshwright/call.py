@@ -67,13 +67,11 @@ def bind(call: Call, role: str) -> Callable[..., Any]:
         made = target(**arguments)
         if not callable(made):
             raise InputError(f"{role}: {call.call} makes a {type(made).__name__}, which cannot be called")
-        return made  # type: ignore[no-any-return]
+        return made
     unknown = [name for name in arguments if not _accepts(target, name)]
     if unknown:
-        raise InputError(
-            f"{role}: {call.call} takes no '{unknown[0]}'{did_you_mean(unknown[0], _names(target))}"
-        )
-    return partial(target, **arguments) if arguments else target  # type: ignore[no-any-return]
+        raise InputError(f"{role}: {call.call} takes no '{unknown[0]}'{did_you_mean(unknown[0], _names(target))}")
+    return partial(target, **arguments) if arguments else target
 
 
 def check_arguments(
@@ -136,9 +134,7 @@ def _import_module(module: str, path: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name and (module == error.name or module.startswith(error.name + ".")):
             raise InputError(f"'{path}': there is no module '{error.name}'") from None
-        raise InputError(
-            f"'{path}': importing {module} needs '{error.name}', which is not installed"
-        ) from None
+        raise InputError(f"'{path}': importing {module} needs '{error.name}', which is not installed") from None
 
 
 def _import_file(file: Path, path: str) -> Any:

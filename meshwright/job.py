@@ -126,9 +126,7 @@ class Job(_Section):
                 f"checkpoint.best is '{best}', but metrics has no such one{did_you_mean(best, self.metrics)}"
             )
         if best and self.data.eval is None:
-            raise ValueError(
-                f"checkpoint.best is '{best}', but data.eval is missing, on which it is measured"
-            )
+            raise ValueError(f"checkpoint.best is '{best}', but data.eval is missing, on which it is measured")
         return self
 
     def to_yaml(self) -> str:
@@ -207,9 +205,7 @@ def _override(raw: dict[str, Any], setting: str) -> None:
         if inner is None or inner == "auto":  # `plan: auto` gives way to what is set inside a plan
             inner = {}
         if not isinstance(inner, dict):
-            raise InputError(
-                f"--set {setting}: {'.'.join(path[: depth + 1])} is {inner!r}, it has no '{last}'"
-            )
+            raise InputError(f"--set {setting}: {'.'.join(path[: depth + 1])} is {inner!r}, it has no '{last}'")
         section[part] = section = dict(inner)
     section[last] = value
 

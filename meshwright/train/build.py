@@ -1,0 +1,162 @@
+"""The parts of a run made from its job: data, model, loss, metrics, optimizer and schedule."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from meshwright.call import bind, build
+from meshwright.data.loading import Loading
+from meshwright.errors import InputError, did_you_mean
+from meshwright.job import Job, Weights
+from meshwright.launch.world import World
+from meshwright.parallel.initialize import initialized
+from meshwright.plan import Plan
+from meshwright.train.metrics import Metric
+from meshwright.train.optimizer import build_optimizer, matches
+from meshwright.train.session import Report, Session
+
+
+def build_data(job: Job) -> tuple[Any, Any]:
+    """The training set and, where the job has one, the evaluation set."""
+    offered = {"root": job.data.root, "synthetic": job.data.synthetic, "seed": job.train.seed}
+    train = build(job.data.train, offered=offered, role="data.train")
+    evaluation = build(job.data.eval, offered=offered, role="data.eval") if job.data.eval else None
+    for role, dataset in (("data.train", train), ("data.eval", evaluation)):
+        if dataset is not None and not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")):
+            raise InputError(f"{role} makes a {type(dataset).__name__}, which is no data set")
+        if dataset is not None and hasattr(dataset, "__len__") and len(dataset) == 0:
+            raise InputError(f"{role} is empty: there is nothing to train on or to evaluate")
+    return train, evaluation
+
+
+def build_loading(job: Job, device: torch.device) -> Loading:
+    pin = job.data.pin_memory if job.data.pin_memory is not None else device.type == "cuda"
+    collate = bind(job.data.collate, "data.collate") if job.data.collate else None
+    return Loading(workers=job.data.workers, pin_memory=pin and device.type == "cuda", collate=collate)
+
+
+def build_metrics(job: Job) -> dict[str, Metric]:
+    return {name: bind(call, f"metrics.{name}") for name, call in job.metrics.items()}
+
+
+def build_model(job: Job) -> nn.Module:
+    """The model with its initial or pretrained weights, some of its parameters frozen."""
+    model = initialized(lambda: make_model(job), job.train.seed)
+    if job.train.weights:
+        load_weights(model, job.train.weights)
+    freeze(model, job.train.freeze)
+    return model
+
+
+def make_model(job: Job) -> nn.Module:
+    model = build(job.model, role="model")
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model: {job.model.call} makes a {type(model).__name__}, not an nn.Module")
+    return model
+
+
+def freeze(model: nn.Module, patterns: list[str]) -> tuple[str, ...]:
+    """Stops the training of what the patterns name; returns the modules that are frozen as a whole."""
+    parameters = dict(model.named_parameters())
+    for pattern in patterns:
+        matched = [name for name in parameters if matches(name, pattern)]
+        if not matched:
+            known = [*parameters, *(name for name, _ in model.named_modules() if name)]
+            raise InputError(f"train.freeze: '{pattern}' matches no parameter{did_you_mean(pattern, known)}")
+        for name in matched:
+            parameters[name].requires_grad_(False)
+    return frozen_modules(model) if patterns else ()
+
+
+def frozen_modules(model: nn.Module) -> tuple[str, ...]:
+    """Modules with parameters of which none is trained."""
+    return tuple(
+        name
+        for name, module in model.named_modules()
+        if name and any(True for _ in module.parameters()) and not any(p.requires_grad for p in module.parameters())
+    )
+
+
+def load_weights(model: nn.Module, weights: Weights) -> None:
+    """Pretrained weights by name: all of the model's must be there, but for those the job skips."""
+    found = {name: v for name, v in _read_weights(Path(weights.path)).items() if not _skipped(name, weights)}
+    own = model.state_dict()
+    wanted = [name for name in own if not _skipped(name, weights)]
+    missing = [name for name in wanted if name not in found]
+    if missing:
+        raise InputError(
+            f"train.weights: {weights.path} has no {missing[0]}{did_you_mean(missing[0], found)};"
+            " name what shall keep its fresh values in train.weights.skip"
+        )
+    for name in wanted:
+        if found[name].shape != own[name].shape:
+            raise InputError(
+                f"train.weights: {name} is {tuple(found[name].shape)} in {weights.path}, but"
+                f" {tuple(own[name].shape)} in the model; name it in train.weights.skip to start it fresh"
+            )
+    unknown = [name for name in found if name not in own]
+    if unknown:
+        raise InputError(
+            f"train.weights: {weights.path} holds {unknown[0]}, which the model has not"
+            f"{did_you_mean(unknown[0], own)}; name it in train.weights.skip to leave it out"
+        )
+    model.load_state_dict(found, strict=False)
+
+
+def build_session(job: Job, plan: Plan, world: World, report: Report) -> Session:
+    model = build_model(job)
+    schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None
+    if job.schedule:
+        spec = job.schedule
+
+        def schedule(optimizer: torch.optim.Optimizer) -> LRScheduler:
+            return build(spec, optimizer, role="schedule")
+
+    return Session(
+        model,
+        lambda module: build_optimizer(job.optimizer, module),
+        loss=bind(job.loss, "loss") if job.loss else None,
+        plan=plan,
+        world=world,
+        make_schedule=schedule,
+        schedule_per=schedule_unit(job),
+        clip_norm=job.train.clip_norm,
+        seed=job.train.seed,
+        target=job.data.target,
+        frozen=frozen_modules(model) if job.train.freeze else (),
+        report=report,
+    )
+
+
+def schedule_unit(job: Job) -> Any:
+    if job.schedule and job.schedule.per:
+        return job.schedule.per
+    return "epoch" if job.train.epochs else "step"
+
+
+def _skipped(name: str, weights: Weights) -> bool:
+    return any(matches(name, pattern) for pattern in weights.skip)
+
+
+def _read_weights(path: Path) -> dict[str, torch.Tensor]:
+    if not path.is_file():
+        raise InputError(f"train.weights: there is no file {path}")
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(path)
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(f"train.weights: {path} cannot be read as weights: {reason}") from None
+    for key in ("state_dict", "model"):  # how other trainers wrap them
+        if isinstance(loaded, dict) and isinstance(loaded.get(key), dict):
+            loaded = loaded[key]
+    if not isinstance(loaded, dict) or not all(isinstance(v, torch.Tensor) for v in loaded.values()):
+        raise InputError(f"train.weights: {path} holds no mapping of names to tensors")
+    return loaded

@@ -1,0 +1,78 @@
+"""Whether a job can start at all, found out before any rank is started and anything is written."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from meshwright.call import bind, build, check_arguments, load
+from meshwright.cluster.cluster import Cluster
+from meshwright.errors import InputError, MeshwrightError
+from meshwright.job import Job
+from meshwright.parallel.apply import check_runnable
+from meshwright.plan import Plan
+from meshwright.train.build import build_data, build_loading, build_metrics, freeze, make_model
+from meshwright.train.loss import understand
+from meshwright.train.optimizer import build_optimizer
+
+
+def check(job: Job, plan: Plan, cluster: Cluster) -> None:
+    """Raises the one line that the user needs to mend the job."""
+    check_runnable(plan)
+    check_devices(plan, cluster)
+    check_batch(job, plan)
+    _check_model(job)
+    build_metrics(job)
+    build_loading(job, torch.device("cpu"))
+    if job.loss:
+        understand(bind(job.loss, "loss"))
+    build_data(job)
+
+
+def check_devices(plan: Plan, cluster: Cluster) -> None:
+    if plan.world_size > cluster.devices:
+        axes = " × ".join(f"{name}({size})" for name, size in plan.axes.model_dump().items() if size > 1)
+        kind = "GPUs" if cluster.device == "cuda" else "CPU cores"
+        shared = f", or --cluster {plan.world_size}xcpu to share the cores" if cluster.device == "cpu" else ""
+        raise InputError(
+            f"{axes} = {plan.world_size} ranks, but the cluster '{cluster.name}' has {cluster.devices} devices"
+            f" ({kind}): choose axes whose product is at most {cluster.devices}{shared}"
+        )
+
+
+def check_batch(job: Job, plan: Plan) -> None:
+    least = plan.world_size * plan.memory.accumulation
+    if job.train.global_batch < least:
+        raise InputError(
+            f"train.global_batch is {job.train.global_batch}, smaller than {plan.world_size} ranks ×"
+            f" {plan.memory.accumulation} microbatches = {least}: raise it, or use fewer ranks"
+        )
+
+
+def _check_model(job: Job) -> None:
+    """Builds the model without memory, to see that names in the job are names in the model."""
+    target = load(job.model.call)
+    check_arguments(target, (), job.model.arguments, f"model: {job.model.call}")
+    load(job.optimizer.call)
+    if job.schedule:
+        load(job.schedule.call)
+    try:
+        with torch.device("meta"):
+            model = make_model(job)
+    except MeshwrightError:
+        raise
+    except Exception:  # some models cannot be built without memory: the ranks will build and check them
+        return
+    freeze(model, job.train.freeze)
+    optimizer = _said(lambda: build_optimizer(job.optimizer, model), "optimizer")
+    if job.schedule:
+        spec = job.schedule
+        _said(lambda: build(spec, optimizer, role="schedule"), "schedule")
+
+
+def _said(make: Callable[[], Any], role: str) -> Any:
+    """A constructor's own complaint about its arguments (`Invalid learning rate: -1`) is the user's to read."""
+    try:
+        return make()
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{role}: {error}") from None

@@ -1,0 +1,117 @@
+"""What a loss is a mean over, so that ranks, microbatches and ignored targets are weighted right.
+
+A loss is called as `loss(output, target)` and returns one of
+
+- a scalar: the mean over the batch's samples;
+- a pair (sum, count): the mean is the sum over the count, both taken over the whole global batch.
+
+torch's cross entropy and negative log likelihood are known to divide by the number (or class weight) of
+targets that are not ignored, and any torch loss with `reduction="sum"` to be a sum.
+"""
+
+from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.errors import InputError
+
+LossFunction = Callable[[Any, Any], Any]
+Kind = Literal["samples", "targets", "sum"]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss function and what it is a mean over.
+
+    `samples`: `function` returns a batch's mean. `targets`: it returns the sum over the targets that are not
+    ignored (a mean over none of them would be 0/0). `sum`: the job wants the sum over the global batch.
+    """
+
+    function: LossFunction
+    kind: Kind
+    ignore_index: int = -100
+    class_weight: Tensor | None = None
+
+    def count(self, target: Any, samples: int) -> Tensor | float:
+        """How many samples or targets (or how much class weight) a batch brings; told before its forward."""
+        if self.kind != "targets" or not isinstance(target, Tensor) or not samples:
+            return float(samples)
+        if target.is_floating_point():  # class probabilities: nothing is ignored
+            return float(target.numel() / target.shape[-1 if target.dim() == 1 else 1])
+        valid = target != self.ignore_index
+        if self.class_weight is None:
+            return valid.sum()
+        return self.class_weight.to(target.device)[target[valid]].sum()
+
+    def term(self, output: Any, target: Any, samples: int, count: Tensor | float) -> "Term":
+        """A batch's part of the global sum and count. A borrowed sample (`samples` = 0) adds nothing."""
+        value, own_count = _value_and_count(self.function(output, target))
+        if own_count is not None:
+            present = 1.0 if samples else 0.0
+            return Term(value * present, own_count.double() * present, paired=True)
+        weight = samples if self.kind == "samples" else float(samples > 0)
+        counted = torch.as_tensor(count, dtype=torch.float64, device=value.device)
+        return Term(value if weight == 1 else value * weight, counted, paired=False)
+
+
+@dataclass(frozen=True)
+class Term:
+    sum: Tensor
+    count: Tensor
+    paired: bool  # the loss told its own count, after its forward pass
+
+
+def models_own() -> Loss:
+    """For models that return their loss: as a scalar, as `output.loss`, or under the key `loss`."""
+
+    def pick(output: Any, target: Any) -> Any:
+        found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+        if isinstance(found, Tensor) and found.numel() == 1:
+            return found
+        raise InputError(f"the job has no loss, and the model returned {type(output).__name__} without one")
+
+    return Loss(pick, "samples")
+
+
+def understand(function: LossFunction) -> Loss:
+    """Finds out what a loss is a mean over; a function we do not know is taken as a mean over samples."""
+    keywords: dict[str, Any] = {}
+    inner: Any = function
+    while isinstance(inner, partial):
+        keywords = {**inner.keywords, **keywords}
+        inner = inner.func
+    if isinstance(inner, nn.Module):
+        keywords = {name: getattr(inner, name, None) for name in ("reduction", "ignore_index", "weight")}
+    reduction = keywords.get("reduction")
+    if reduction == "none":
+        raise InputError("the loss has reduction='none': a loss must return one number, use 'mean' or 'sum'")
+    if reduction == "sum":
+        return Loss(function, "sum")
+    ignored = keywords.get("ignore_index")
+    ignore_index = -100 if ignored is None else int(ignored)
+    if isinstance(inner, nn.CrossEntropyLoss | nn.NLLLoss):
+        summed: Any = copy(inner)
+        summed.reduction = "sum"
+        return Loss(summed, "targets", ignore_index, keywords.get("weight"))
+    if inner in (F.cross_entropy, F.nll_loss):
+        summed = partial(cast(Any, function), reduction="sum")
+        return Loss(summed, "targets", ignore_index, keywords.get("weight"))
+    return Loss(function, "samples")
+
+
+def _value_and_count(result: Any) -> tuple[Tensor, Tensor | None]:
+    """What a loss function returned: (its number, None) or (sum, count)."""
+    if isinstance(result, Tensor) and result.numel() == 1:
+        return result.reshape(()), None
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor):
+        total, count = result
+        if total.numel() == 1:
+            return total.reshape(()), torch.as_tensor(count, device=total.device).reshape(())
+    shape = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+    raise InputError(f"the loss returned {shape}: return one number, or a pair (sum, count)")

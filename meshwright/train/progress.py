@@ -1,0 +1,73 @@
+"""What a person sees of a run: a progress bar on a terminal, plain lines elsewhere."""
+
+from typing import Any, Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class Display(Protocol):
+    def step(self, step: int, loss: float, samples_per_s: float | None) -> None: ...
+
+    def line(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Silent:
+    """For ranks that do not speak."""
+
+    def step(self, step: int, loss: float, samples_per_s: float | None) -> None: ...
+
+    def line(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Lines:
+    def __init__(self, stream: TextIO, total: int | None) -> None:
+        self._stream = stream
+        self._total = f" of {total}" if total else ""
+
+    def step(self, step: int, loss: float, samples_per_s: float | None) -> None:
+        rate = f", {samples_per_s:,.0f} samples/s" if samples_per_s else ""
+        self.line(f"step {step}{self._total}: loss {loss:.4f}{rate}")
+
+    def line(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+    def close(self) -> None: ...
+
+
+class Bar:
+    def __init__(self, stream: TextIO, total: int | None, start: int) -> None:
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("loss {task.fields[loss]}"),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(),
+            console=Console(file=stream),
+        )
+        self._task = self._progress.add_task("train", total=total, completed=start, loss="–", rate="")
+        self._progress.start()
+
+    def step(self, step: int, loss: float, samples_per_s: float | None) -> None:
+        rate = f"{samples_per_s:,.0f} samples/s" if samples_per_s else ""
+        self._progress.update(self._task, completed=step, loss=f"{loss:.4f}", rate=rate)
+
+    def line(self, text: str) -> None:
+        self._progress.console.print(text, highlight=False)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def display(stream: TextIO, total: int | None, start: int) -> Display:
+    return Bar(stream, total, start) if stream.isatty() else Lines(stream, total)
+
+
+def describe_metrics(metrics: dict[str, Any]) -> str:
+    """`accuracy 0.9871, loss 0.0412`."""
+    return ", ".join(f"{name} {value:.4f}" for name, value in sorted(metrics.items()))

@@ -1,0 +1,39 @@
+"""One rank of a run: `python -m meshwright.train.rank RUN_FOLDER DEVICE`, started by `run`."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from meshwright.job import Job, load_job, load_plan
+from meshwright.launch.place import Place
+from meshwright.launch.rank import run_rank
+from meshwright.launch.signals import StopRequest
+from meshwright.launch.world import World
+from meshwright.plan import Plan
+from meshwright.train.build import build_session
+from meshwright.train.folder import RunFolder
+from meshwright.train.trainer import Trainer
+
+
+def train_rank(job: Job, plan: Plan, folder: RunFolder, world: World, place: Place) -> bool:
+    """Trains as this rank of the world; True when the run is finished."""
+    if job.train.deterministic:
+        torch.use_deterministic_algorithms(True)
+    with StopRequest() as stop:
+        session = build_session(job, plan, world, lambda doing: place.at(session.steps, doing))
+        return Trainer(job, session, world, folder, place).run(stop)
+
+
+def main() -> None:
+    folder, device = RunFolder(Path(sys.argv[1])), sys.argv[2]
+    job, plan = load_job(folder.job), load_plan(folder.plan)
+    run_rank(lambda world, place: _train(job, plan, folder, world, place), device, job.train.timeout_s)
+
+
+def _train(job: Job, plan: Plan, folder: RunFolder, world: World, place: Place) -> None:
+    train_rank(job, plan, folder, world, place)
+
+
+if __name__ == "__main__":
+    main()

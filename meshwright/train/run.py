@@ -1,0 +1,46 @@
+"""`meshwright train`: checks the job, claims a run folder, starts the ranks, and brings home their result."""
+
+import shutil
+from typing import Any
+
+from meshwright.cluster.cluster import Cluster
+from meshwright.errors import InputError, Stopped
+from meshwright.job import Job
+from meshwright.launch.local import Ranks, launch
+from meshwright.plan import Plan
+from meshwright.train.check import check
+from meshwright.train.folder import claim, read_result, record
+
+# cuBLAS is deterministic only with a workspace of its own, which it is told of before it starts.
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+
+def train(job: Job, plan: Plan, cluster: Cluster, resume: str = "auto") -> dict[str, Any]:
+    """Trains on this machine; returns the run's result as the command line's JSON has it."""
+    check(job, plan, cluster)
+    claimed = claim(job, resume)
+    folder = claimed.folder
+    record(folder, job, plan)
+    threads = plan.compute.threads or max(1, cluster.cores // plan.world_size)
+    ranks = Ranks(plan.world_size, cluster.device, threads, job.train.restarts)
+    try:
+        launch(
+            "meshwright.train.rank",
+            [str(folder.path.resolve()), cluster.device],
+            ranks,
+            folder.logs,
+            DETERMINISTIC if job.train.deterministic else {},
+        )
+    except InputError:
+        if claimed.fresh and not folder.checkpoints.exists():
+            shutil.rmtree(folder.path)  # wrong input leaves nothing behind
+        raise
+    except Stopped:
+        if read_result(folder) is None:
+            raise Stopped(f"{folder.path}: stopped before the end; the same command goes on with it") from None
+    finally:
+        claimed.lock.close()
+    result = read_result(folder)
+    if result is None:
+        raise Stopped(f"{folder.path}: the ranks were asked to stop; the same command goes on with it")
+    return {**result, "run": str(folder.path)}

@@ -1,0 +1,289 @@
+"""`Session`: a model under a plan, trained step by step, by the trainer or in a user's own loop."""
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from meshwright.checkpoint.load import load
+from meshwright.checkpoint.manifest import verify
+from meshwright.checkpoint.save import save_at
+from meshwright.checkpoint.state import State, model_state, optimizer_state
+from meshwright.data.loading import Batch, Loading, Microbatch, Share, eval_batches, train_batches
+from meshwright.data.order import derive
+from meshwright.errors import InputError
+from meshwright.launch.world import World
+from meshwright.parallel.apply import apply
+from meshwright.plan import Plan
+from meshwright.train.batch import Example, chunks, move, samples_in, split
+from meshwright.train.loss import Loss, LossFunction, models_own, understand
+from meshwright.train.metrics import Metric, Tally
+
+Report = Callable[[str], None]
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+MakeSchedule = Callable[[torch.optim.Optimizer], LRScheduler]
+
+
+class Session:
+    """Holds what changes while training: weights, optimizer, schedule, and the position in the data."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: MakeOptimizer,
+        *,
+        loss: LossFunction | None,
+        plan: Plan,
+        world: World,
+        make_schedule: MakeSchedule | None = None,
+        schedule_per: Literal["step", "epoch"] = "step",
+        clip_norm: float | None = None,
+        seed: int = 0,
+        target: str | None = None,
+        frozen: tuple[str, ...] = (),
+        report: Report = lambda doing: None,
+    ) -> None:
+        self.plan = plan
+        self.world = world
+        self.seed = seed
+        self._parallel = apply(plan, model, world.device, world.size)
+        self.optimizer = make_optimizer(self._parallel.module)
+        self.schedule = make_schedule(self.optimizer) if make_schedule else None
+        self._schedule_per = schedule_per
+        self._loss: Loss = understand(loss) if loss else models_own()
+        self._clip_norm = clip_norm
+        self._target = target
+        self._frozen = frozen
+        self._report = report
+        self.steps = 0
+        self.position = (0, 0)  # the epoch and batch that come next
+        self._train_mode()
+
+    @property
+    def module(self) -> nn.Module:
+        """The caller's model, with the trained weights in it."""
+        return self._parallel.module
+
+    # ---- training
+
+    def batches(
+        self,
+        dataset: Any,
+        epochs: int | None = None,
+        global_batch: int = 128,
+        loading: Loading | None = None,
+        drop_last: bool = False,
+    ) -> Iterator[Batch]:
+        """This rank's part of every global batch, from the session's position on."""
+        if global_batch < self.world.size * self.plan.memory.accumulation:
+            raise InputError(
+                f"train.global_batch is {global_batch}, fewer than the {self.world.size} ranks × "
+                f"{self.plan.memory.accumulation} microbatches of the plan: raise it or use fewer ranks"
+            )
+        return train_batches(
+            dataset,
+            seed=self.seed,
+            global_batch=global_batch,
+            share=self._share(),
+            loading=loading or Loading(),
+            accumulation=self.plan.memory.accumulation,
+            start=self.position,
+            epochs=epochs,
+            drop_last=drop_last,
+        )
+
+    def step(self, batch: Any) -> Tensor:
+        """One optimizer step on a `Batch` of ours, or on this rank's share of a global batch as any loader
+        gives it. Returns the mean loss of the global batch, the same on every rank."""
+        # Randomness is a function of (seed, step, rank): evaluations and restarts leave no trace in it.
+        _seed_all(derive(self.seed, "step", self.steps, self.world.rank))
+        self.optimizer.zero_grad(set_to_none=True)
+        ours = isinstance(batch, Batch)
+        parts = batch.parts if ours else self._microbatches(batch)
+        examples = [(self._example(part.data), part.samples) for part in parts]
+        loss = self._forward_backward(examples, batch.samples if ours else None)
+        self._report("optimizer")
+        if self._clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.module.parameters(), self._clip_norm)
+        self.optimizer.step()
+        self.steps += 1
+        if ours:
+            self.position = (batch.epoch + 1, 0) if batch.last else (batch.epoch, batch.index + 1)
+        if self.schedule and (self._schedule_per == "step" or (ours and batch.last)):
+            self.schedule.step()
+        return loss
+
+    def _forward_backward(self, examples: list[tuple[Example, int]], global_samples: int | None) -> Tensor:
+        """Leaves the mean gradient over the global batch in the parameters, and returns the mean loss.
+
+        Ranks' gradients are averaged, so each rank's sum is multiplied by ranks / global count. The count is
+        known beforehand or summed up while the forward pass runs; the loss's own sum travels beside backward.
+        """
+        counts = [self._loss.count(example.target, samples) for example, samples in examples]
+        total = self._start_total(counts, global_samples)
+        sums, paired = torch.zeros(2, dtype=torch.float64, device=self.world.device), False
+        for number, ((example, samples), count) in enumerate(zip(examples, counts, strict=True)):
+            last = number == len(examples) - 1
+            with self._parallel.combining(last):
+                self._report("forward")
+                output = self._parallel.forward(example.arguments, example.keywords, training=True)
+                term = self._loss.term(output, example.target, samples, count)
+                sums = sums + torch.stack([term.sum.detach().double(), term.count])
+                paired = paired or term.paired
+                if last:
+                    reduced = self._start_sum(sums)
+                self._report("backward")
+                (term.sum * (self.world.size / total())).backward()
+        loss_sum, count_sum = reduced().unbind()
+        if self._loss.kind == "sum":
+            return loss_sum
+        if paired:  # the loss told its count only now
+            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+            torch._foreach_mul_(gradients, float(total() / count_sum) if count_sum else 0.0)
+        return loss_sum / count_sum
+
+    def _start_total(self, counts: list[Tensor | float], global_samples: int | None) -> Callable[[], Any]:
+        """The global count that the sums are divided by, once it is asked for."""
+        if self._loss.kind == "sum":
+            return lambda: 1.0
+        if self._loss.kind == "samples" and global_samples is not None:
+            return lambda: global_samples
+        local = torch.as_tensor(sum(counts), dtype=torch.float64, device=self.world.device)
+        waiting = self._start_sum(local)
+        return lambda: torch.where((total := waiting()) > 0, total, 1.0)  # no target at all: a gradient of zero
+
+    def _start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Adds a small tensor over all ranks while other work goes on; the result waits for it."""
+        if self.world.size == 1:
+            return lambda: tensor
+        total = tensor.clone()
+        work = dist.all_reduce(total, async_op=True)
+
+        def result() -> Tensor:
+            work.wait()
+            return total
+
+        return result
+
+    # ---- evaluation
+
+    def evaluate(
+        self,
+        dataset: Any,
+        metrics: Mapping[str, Metric] | None = None,
+        batch: int = 128,
+        loading: Loading | None = None,
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> dict[str, float] | None:
+        """The loss and the metrics over every sample once, the same on every rank.
+
+        `interrupted` is asked before each batch; where any rank says yes, all give up and return None.
+        """
+        self._report("evaluate")
+        self._parallel.align_buffers()
+        self.module.eval()
+        tally = Tally({**(metrics or {})}, self.world.device)
+        gave_up = False
+        parts = eval_batches(
+            dataset, batch=max(1, batch // self.world.size), share=self._share(), loading=loading or Loading()
+        )
+        with torch.inference_mode():
+            for part in parts:
+                if gave_up := interrupted():
+                    break
+                example = self._example(part.data)
+                output = self._parallel.forward(example.arguments, example.keywords, training=False)
+                count = self._loss.count(example.target, part.samples)
+                term = self._loss.term(output, example.target, part.samples, count)
+                tally.add_value("loss", (term.sum, term.count), part.samples)
+                tally.add(output, example.target, part.samples)
+        self._train_mode()
+        self._report("evaluate (combining)")
+        return combine(tally, gave_up, self.world.size)
+
+    # ---- weights and checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Full, ordinary weights that load into the untouched model."""
+        self._parallel.align_buffers()
+        return self.module.state_dict()
+
+    def state(self) -> State:
+        """What a checkpoint keeps of the model, the optimizer and the schedule."""
+        self._parallel.align_buffers()
+        schedule = self.schedule.state_dict() if self.schedule else None
+        return {
+            **model_state(self.module),
+            **optimizer_state(self.module, self.optimizer),
+            "schedule": schedule,
+        }
+
+    def about(self) -> dict[str, Any]:
+        """What a checkpoint's manifest says: the position, and the seed that with the step makes all
+        randomness."""
+        return {"step": self.steps, "position": list(self.position), "seed": self.seed}
+
+    def save(self, path: str | Path) -> Path:
+        """A whole checkpoint in the folder `path`; all ranks call it."""
+        return save_at(self.state(), Path(path), self.steps, self.about())
+
+    def load(self, path: str | Path) -> None:
+        """Goes on from a checkpoint of this or of any other plan."""
+        manifest = verify(Path(path))
+        self.restore(Path(path), manifest.about)
+
+    def restore(self, path: Path, about: Mapping[str, Any]) -> None:
+        """`load` for a checkpoint that has been verified."""
+        objects = load(path, self.module, self.optimizer)
+        if self.schedule and objects["schedule"] is not None:
+            self.schedule.load_state_dict(objects["schedule"])
+        self.steps = int(about["step"])
+        self.position = (int(about["position"][0]), int(about["position"][1]))
+
+    # ---- parts
+
+    def _share(self) -> Share:
+        return Share(self.world.rank, self.world.size)
+
+    def _example(self, data: Any) -> Example:
+        channels_last = self.plan.compute.layout == "channels_last"
+        moved = move(data, self.world.device, channels_last=channels_last)
+        return split(moved, self._target)
+
+    def _microbatches(self, data: Any) -> list[Microbatch]:
+        return [Microbatch(chunk, samples_in(chunk)) for chunk in chunks(data, self.plan.memory.accumulation)]
+
+    def _train_mode(self) -> None:
+        """Frozen modules stay in evaluation mode: neither their weights nor their statistics change."""
+        self._parallel.runner.train()
+        for name in self._frozen:
+            self.module.get_submodule(name).eval()
+
+
+def combine(tally: Tally, gave_up: bool, ranks: int) -> dict[str, float] | None:
+    """One rank's totals with those of the others. A rank that evaluated nothing knows no names, so the names
+    travel with the totals."""
+    if ranks == 1:
+        return None if gave_up else tally.finish(tally.totals())
+    mine = (gave_up, {name: total.cpu() for name, total in tally.totals().items()})
+    parts: list[Any] = [None] * ranks
+    dist.all_gather_object(parts, mine)
+    if any(part[0] for part in parts):
+        return None
+    totals: dict[str, Tensor] = {}
+    for _, part in parts:
+        for name, total in part.items():
+            totals[name] = totals[name] + total if name in totals else total
+    return tally.finish(totals)
+
+
+def _seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
