@@ -1,0 +1,52 @@
+"""Where a rank's words go: each rank has a log file, and only rank 0 speaks to the terminal."""
+
+import faulthandler
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TextIO
+
+_terminal: TextIO | None = None
+_log: TextIO | None = None
+
+
+def log_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.log"
+
+
+def redirect(folder: Path, rank: int, attempt: int) -> None:
+    """Sends the output of this process to its log; of rank 0, stdout and `terminal()` stay visible.
+
+    It works on file descriptors, because C++ libraries write there too. A second call changes nothing.
+    """
+    global _terminal, _log
+    if _log is not None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    _log = log_file(folder, rank).open("a", buffering=1, errors="replace")
+    _log.write(f"--- attempt {attempt}, process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')} ---\n")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if rank == 0:
+        _terminal = os.fdopen(os.dup(2), "w", buffering=1, errors="replace")
+    else:
+        _terminal = _log
+        os.dup2(_log.fileno(), 1)
+    os.dup2(_log.fileno(), 2)
+    faulthandler.enable(file=2)
+    handler = logging.StreamHandler(_log)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger().addHandler(handler)
+    logging.getLogger().setLevel(logging.INFO)
+
+
+def terminal() -> TextIO:
+    """What a person sees: the original stderr on rank 0, the log on other ranks."""
+    return _terminal or sys.stderr
+
+
+def log() -> TextIO | None:
+    """The log of this rank, where it has one."""
+    return _log

@@ -1,0 +1,92 @@
+"""Of several failing ranks the one that explains the others is told."""
+
+import dataclasses
+import signal
+from pathlib import Path
+
+import pytest
+
+from meshwright.errors import CheckpointError, CollectiveError, InputError, RankError
+from meshwright.launch.failure import Failure, first_cause, of_exception, read_record, to_error, write_record
+from meshwright.launch.place import Place
+
+
+def fail(folder: Path, rank: int, error: Exception, time: float, completed: int = 1, attempt: int = 0) -> Failure:
+    place = Place.in_folder(folder, rank, attempt)
+    place.at(57, "backward")
+    for _ in range(completed):
+        place.finish_step()
+    failure = dataclasses.replace(of_exception(error, rank, attempt, place), time=time)
+    write_record(folder, failure)
+    return failure
+
+
+def test_records_survive_and_belong_to_an_attempt(tmp_path: Path) -> None:
+    failure = fail(tmp_path, 1, ValueError("no"), 5.0)
+    assert read_record(tmp_path, 1, attempt=0) == failure
+    assert read_record(tmp_path, 1, attempt=1) is None
+    assert [file.name for file in tmp_path.glob("*failure*")] == ["rank-1.failure.json"]
+
+
+def test_a_lost_connection_is_never_the_cause(tmp_path: Path) -> None:
+    fail(tmp_path, 0, CollectiveError("rank 0, step 57, …"), 1.0)
+    later = fail(tmp_path, 1, ValueError("no"), 2.0)
+    assert first_cause(tmp_path, 0, {0: 1, 1: 1}) == later
+
+
+def test_the_earliest_of_equals(tmp_path: Path) -> None:
+    fail(tmp_path, 0, ValueError("late"), 2.0)
+    early = fail(tmp_path, 1, ValueError("early"), 1.0)
+    assert first_cause(tmp_path, 0, {0: 1, 1: 1}) == early
+
+
+def test_a_killed_rank_goes_before_what_others_make_of_it(tmp_path: Path) -> None:
+    fail(tmp_path, 0, RuntimeError("something odd"), 1.0)
+    cause = first_cause(tmp_path, 0, {0: 1, 2: -signal.SIGKILL})
+    assert cause is not None
+    assert cause.line == "rank 2 was killed by SIGKILL in start-up"
+    assert not cause.final
+
+
+def test_an_exit_without_a_word(tmp_path: Path) -> None:
+    cause = first_cause(tmp_path, 0, {0: 0, 1: 3})
+    assert cause is not None
+    assert cause.line == "rank 1 exited with code 3 in start-up"
+    assert cause.final
+
+
+@pytest.mark.parametrize(
+    ("error", "completed", "final"),
+    [
+        (ValueError("no"), 0, True),
+        (ValueError("no"), 1, False),
+        (InputError("no"), 1, True),
+        (CollectiveError("no"), 0, False),
+    ],
+)
+def test_what_is_final(tmp_path: Path, error: Exception, completed: int, final: bool) -> None:
+    assert fail(tmp_path, 0, error, 1.0, completed).final is final
+
+
+def test_what_the_user_is_told(tmp_path: Path) -> None:
+    told = to_error(fail(tmp_path, 2, ValueError("a\n  b"), 1.0), tmp_path)
+    assert isinstance(told, RankError)
+    assert str(told) == (f"rank 2 failed at step 57 (backward): ValueError: a b\nits log: {tmp_path / 'rank-2.log'}")
+    assert "ValueError: a" in told.__notes__[0]
+    ours = to_error(fail(tmp_path, 2, CheckpointError("the disk is full"), 1.0), tmp_path)
+    assert str(ours).startswith("rank 2 failed at step 57 (backward): the disk is full\n")
+    assert isinstance(to_error(fail(tmp_path, 2, InputError("wrong"), 1.0), tmp_path), InputError)
+
+
+def test_an_abort_by_the_watchdog_of_nccl_is_a_collective_that_got_no_answer(tmp_path: Path) -> None:
+    place = Place.in_folder(tmp_path, 0, 0)
+    place.at(57, "backward")
+    (tmp_path / "rank-0.log").write_text(
+        "--- attempt 0, process 7, … ---\n[rank0]:[E ProcessGroupNCCL.cpp:616] [Rank 0] Watchdog caught"
+        " collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE, NumelIn=8, NumelOut=8,"
+        " Timeout(ms)=30000) ran for 30010 milliseconds before timing out.\n"
+    )
+    cause = first_cause(tmp_path, 0, {0: -signal.SIGABRT})
+    assert cause is not None
+    assert cause.kind == "CollectiveError"
+    assert cause.line == "rank 0, step 57, allreduce (backward): no answer within 30 s"

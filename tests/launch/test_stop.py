@@ -1,0 +1,78 @@
+"""Asking a launcher to stop, politely and not: its ranks save, or die, but never stay behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.launch.processes import is_alive, tree, wait_until
+
+
+def stages(folder: Path) -> list[str]:
+    return [json.loads(file.read_text())["stage"] for file in sorted(folder.glob("report-*.json"))]
+
+
+@contextmanager
+def launcher(case: str, folder: Path, grace_s: float = 30) -> Iterator[subprocess.Popen[str]]:
+    """A launcher in a process group of its own, as a shell would start it."""
+    command = [sys.executable, "-m", "tests.launch.parent", case, str(folder), str(grace_s)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    pids: set[int] = {process.pid}
+    try:
+        wait_until(lambda: stages(folder) == ["stepping"] * 2 or process.poll() is not None, "ranks stepping")
+        assert process.poll() is None, process.communicate()
+        pids |= tree(process.pid)
+        assert len(pids) >= 3
+        yield process
+        process.communicate(timeout=60)
+        wait_until(lambda: not any(map(is_alive, pids)), "no process left")
+    finally:
+        for pid in pids:
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_sigterm_lets_the_ranks_save(tmp_path: Path) -> None:
+    with launcher("until_stopped", tmp_path) as process:
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+    assert (out, err) == ("Stopped: stopped by SIGTERM\n", "")
+    assert stages(tmp_path) == ["saved"] * 2
+
+
+def test_ctrl_c_reaches_the_whole_group_and_lets_the_ranks_save(tmp_path: Path) -> None:
+    with launcher("until_stopped", tmp_path) as process:
+        for pid in tree(process.pid):  # also the ranks, as if they shared the terminal
+            os.kill(pid, signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (out, err) == ("Stopped: stopped by SIGINT\n", "")
+    assert stages(tmp_path) == ["saved"] * 2
+
+
+def test_ranks_that_do_not_listen_are_killed_after_the_grace(tmp_path: Path) -> None:
+    with launcher("deaf", tmp_path, grace_s=0.5) as process:
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=60)[0] == "Stopped: stopped by SIGTERM\n"
+
+
+def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
+    with launcher("deaf", tmp_path, grace_s=1000) as process:
+
+        def insist() -> bool:
+            process.send_signal(signal.SIGINT)
+            return process.poll() is not None
+
+        wait_until(insist, "killed in spite of the long grace")
+        assert process.communicate(timeout=60)[0] == "Stopped: stopped by SIGINT\n"
+
+
+def test_killing_the_launcher_leaves_no_process(tmp_path: Path) -> None:
+    with launcher("until_stopped", tmp_path) as process:
+        process.kill()

@@ -1,0 +1,57 @@
+"""Joining: under torchrun, and alone."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from meshwright.launch.place import Place
+from meshwright.launch.rank import run_rank
+from meshwright.launch.world import World, is_launched, join, leave
+
+
+def torchrun(case: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--log-dir", str(folder / "elastic")]
+    return subprocess.run(
+        [*command, "-m", "tests.launch.worker", case, str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_torchrun_ranks_join(tmp_path: Path) -> None:
+    run = torchrun("plain", tmp_path)
+    assert run.returncode == 0, run.stderr
+    sizes = [json.loads((tmp_path / f"report-{rank}-0.json").read_text())["size"] for rank in (0, 1)]
+    assert sizes == [2, 2]
+    assert not list(tmp_path.glob("*.log"))
+
+
+def test_a_failure_under_torchrun_is_told_in_one_line(tmp_path: Path) -> None:
+    run = torchrun("early", tmp_path)
+    assert run.returncode != 0
+    assert "rank 1 failed in start-up: KeyError: 'head.weight'\n" in run.stderr
+
+
+def test_alone_there_is_no_group() -> None:
+    assert not is_launched()
+    world = join("cpu", 5)
+    assert (world.rank, world.size, world.store) == (0, 1, None)
+    assert not dist.is_initialized()
+    leave()
+    leave()
+
+
+def test_alone_a_rank_runs_here() -> None:
+    seen: list[int] = []
+
+    def main(world: World, place: Place) -> None:
+        place.at(3, "forward")
+        seen.append(place.step)
+
+    run_rank(main, "cpu", 5)
+    assert seen == [3]
