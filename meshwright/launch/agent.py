@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from meshwright.errors import Stopped
-from meshwright.launch.failure import Failure, first_cause, is_consequence, to_error
+from meshwright.launch.failure import Failure, first_cause, is_consequence, repeats, to_error
 from meshwright.launch.loopback import ADDRESS
 from meshwright.launch.signals import StopRequest
 
@@ -88,9 +88,9 @@ class Agent(LocalElasticAgent):
             self._stop_ranks()
         exits = self._exits()
         if any(exits.values()):
-            self.failure = self._find_cause()
+            before, self.failure = self.failure, self._find_cause()
             self._kill_ranks()
-            if self.failure is not None and self.failure.final:
+            if self.failure is not None and (self.failure.final or repeats(self.failure, before)):
                 self._remaining_restarts = 0
         elif None in exits.values():
             return RunResult(state=WorkerState.HEALTHY)

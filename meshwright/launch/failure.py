@@ -93,6 +93,13 @@ def is_consequence(failure: Failure) -> bool:
     return failure.kind == CollectiveError.__name__
 
 
+def repeats(failure: Failure, before: Failure | None) -> bool:
+    """Whether a restart led to the same exception at the same step: another one would too."""
+    if before is None or failure.kind == SIGNAL or is_consequence(failure):
+        return False
+    return (failure.kind, failure.message, failure.step) == (before.kind, before.message, before.step)
+
+
 def to_error(failure: Failure, folder: Path) -> MeshwrightError:
     """What the user is told: the rank's own words first, then where to read more."""
     if failure.kind == InputError.__name__:

@@ -60,7 +60,7 @@ def test_ranks_listen_on_loopback_only_and_only_rank_0_is_seen(
 
 def test_the_failing_rank_speaks_first_and_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RankError) as caught:
-        start("raising", tmp_path, restarts=1)
+        start("raising", tmp_path, restarts=3)  # one is enough to see that it comes again
     line, rest = str(caught.value).split("\n")
     assert line == "rank 1 failed at step 2 (forward): ValueError: the seventh sample is odd"
     assert rest == f"after 1 restart; its log: {tmp_path / 'rank-1.log'}"
