@@ -39,8 +39,6 @@ def load(path: str) -> Any:
         module, _, name = path.partition(":")
         return _attribute(_import_module(module, path), name, path)
     module, _, name = path.rpartition(".")
-    if not module:
-        raise InputError(f"'{path}' is not an import path: write 'package.module:name' or 'file.py:name'")
     return _attribute(_import_module(module, path), name, path)
 
 
@@ -52,7 +50,7 @@ def build(call: Call, *positional: Any, offered: Mapping[str, Any] | None = None
     target = load(call.call)
     arguments = _build_nested(call.arguments, role)
     for name, value in (offered or {}).items():
-        if name not in arguments and _accepts(target, name):
+        if name not in arguments and name in _names(target):
             arguments[name] = value
     check_arguments(target, positional, arguments, f"{role}: {call.call}")
     return target(*positional, **arguments)
@@ -68,6 +66,8 @@ def bind(call: Call, role: str) -> Callable[..., Any]:
         if not callable(made):
             raise InputError(f"{role}: {call.call} makes a {type(made).__name__}, which cannot be called")
         return made
+    if not callable(target):
+        raise InputError(f"{role}: {call.call} is a {type(target).__name__}, which cannot be called")
     unknown = [name for name in arguments if not _accepts(target, name)]
     if unknown:
         raise InputError(f"{role}: {call.call} takes no '{unknown[0]}'{did_you_mean(unknown[0], _names(target))}")
@@ -94,10 +94,9 @@ def check_arguments(
 
 def _build_nested(value: Any, role: str) -> Any:
     if isinstance(value, Mapping):
-        built = {key: _build_nested(item, role) for key, item in value.items()}
-        if "call" in value:
-            return build(Call(**built), role=role)
-        return built
+        if isinstance(value.get("call"), str):
+            return build(Call.model_validate(value), role=role)
+        return {key: _build_nested(item, role) for key, item in value.items()}
     if isinstance(value, list):
         return [_build_nested(item, role) for item in value]
     return value
@@ -124,6 +123,8 @@ def _accepts(target: Callable[..., Any], name: str) -> bool:
 
 
 def _import_module(module: str, path: str) -> Any:
+    if not module or module.startswith("."):
+        raise InputError(f"'{path}' is not an import path: write 'package.module:name' or 'file.py:name'")
     # Console scripts do not have the working folder on the path, where users keep their modules.
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -135,6 +136,8 @@ def _import_module(module: str, path: str) -> Any:
         if error.name and (module == error.name or module.startswith(error.name + ".")):
             raise InputError(f"'{path}': there is no module '{error.name}'") from None
         raise InputError(f"'{path}': importing {module} needs '{error.name}', which is not installed") from None
+    except SyntaxError as error:
+        raise InputError(f"'{path}': {error.filename}, line {error.lineno}: {error.msg}") from None
 
 
 def _import_file(file: Path, path: str) -> Any:
@@ -152,8 +155,13 @@ def _import_file(file: Path, path: str) -> Any:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except SyntaxError as error:
-        raise InputError(f"'{path}': {file}, line {error.lineno}: {error.msg}") from None
+    except BaseException as error:
+        del sys.modules[name]  # or the next one to ask would get half a module
+        if isinstance(error, SyntaxError):
+            raise InputError(f"'{path}': {error.filename}, line {error.lineno}: {error.msg}") from None
+        if isinstance(error, ModuleNotFoundError):
+            raise InputError(f"'{path}': {file} needs '{error.name}', which is not installed") from None
+        raise
     return module
 
 

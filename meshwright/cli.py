@@ -68,23 +68,49 @@ def train(
         _print_result(result, as_json)
 
 
+@bench.command()
+def strategies(
+    job: JobFile,
+    cluster: ClusterName = None,
+    steps: Annotated[int, typer.Option(min=2, help="Steps of one measurement.")] = 30,
+    rounds: Annotated[int, typer.Option(min=1, help="Alternating rounds; medians are reported.")] = 5,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train a job in several ways, beside a bare PyTorch loop."""
+    from dataclasses import asdict
+
+    from meshwright.bench.strategies import compare
+    from meshwright.cluster.detect import find
+    from meshwright.job import load_job
+
+    read = load_job(job, settings or [])
+    rows = compare(read, find(cluster or read.cluster), steps, rounds)
+    summary = {row.strategy: round(row.ratio, 4) for row in rows}
+    if as_json:
+        print(json.dumps({"rows": [asdict(row) for row in rows], "summary": summary}), flush=True)
+        return
+    for row in rows:
+        rate = f"{row.samples_per_s:10,.0f} samples/s  ratio {row.ratio:.3f}"
+        print(f"{row.strategy:20} {row.ranks} rank(s) {rate}  spread {row.spread:.1%} over {row.rounds} rounds")
+
+
 def _print_result(result: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(result), flush=True)
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(show_header=False, box=None)
+    rows = {}
     for name, value in result["metrics"].items():
-        table.add_row(f"test {name}", f"{value:.2%}" if name == "accuracy" else f"{value:.4f}")
+        rows[f"test {name}"] = f"{value:.2%}" if name == "accuracy" else f"{value:.4f}"
     if result["samples_per_s"]:
-        table.add_row("samples/s", f"{result['samples_per_s']:,.0f}")
-    table.add_row("steps", str(result["steps"]))
+        rows["samples/s"] = f"{result['samples_per_s']:,.0f}"
+    rows["steps"] = str(result["steps"])
     if result["restarts"]:
-        table.add_row("restarts", str(result["restarts"]))
-    table.add_row("run", result["run"])
-    Console(soft_wrap=True).print(table)
+        rows["restarts"] = str(result["restarts"])
+    rows["run"] = result["run"]
+    width = max(map(len, rows))
+    for name, text in rows.items():  # not a rich table, which would cut a long path and read [..] in it as markup
+        print(f"{name:<{width}}  {text}", flush=True)
 
 
 def main() -> None:

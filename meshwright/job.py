@@ -54,6 +54,9 @@ class Schedule(Call):
     per: Literal["step", "epoch"] | None = None
 
 
+CALLS = tuple(kind.__name__ for kind in (Call, Optimizer, Schedule))
+
+
 class Weights(_Section):
     """Pretrained weights to start from; parameters that match `skip` keep their fresh values."""
 
@@ -120,6 +123,8 @@ class Job(_Section):
     def _fits_together(self) -> Self:
         if self.train.epochs is None and self.train.steps is None:
             raise ValueError("train needs 'epochs' or 'steps': how long shall it train?")
+        if "loss" in self.metrics:
+            raise ValueError("metrics.loss: evaluations measure the loss already under this name, choose another")
         best = self.checkpoint.best
         if best and best != "loss" and best not in self.metrics:
             raise ValueError(
@@ -130,7 +135,7 @@ class Job(_Section):
         return self
 
     def to_yaml(self) -> str:
-        return yaml.safe_dump(self.model_dump(), sort_keys=False, allow_unicode=True)
+        return yaml.dump(self.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def load_job(path: str | Path, settings: Sequence[str] = ()) -> Job:
@@ -165,11 +170,16 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.1 reads `1e-3` as a word; people who write it mean a number."""
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"),
-    list("-+0123456789."),
-)
+class _Dumper(yaml.SafeDumper):
+    """Quotes the words that `_Loader` would read as numbers."""
+
+
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"),
+        list("-+0123456789."),
+    )
 
 
 def _read_mapping(file: Path, what: str) -> dict[str, Any]:
@@ -265,7 +275,8 @@ def _one_line(kind: type[BaseModel], problem: Any, prefix: str) -> str:
     if problem["type"] == "value_error":
         return str(problem["ctx"]["error"])
     given = problem["input"]
-    hint = ": write {call: package.module:name, ...}" if problem["type"] == "model_type" else ""
+    callable_wanted = problem["type"] == "model_type" and problem["ctx"]["class_name"] in CALLS
+    hint = ": write {call: package.module:name, ...}" if callable_wanted else ""
     return f"{where} is {given!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}{hint}"
 
 

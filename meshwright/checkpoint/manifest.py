@@ -22,7 +22,7 @@ class File(BaseModel):
 class Manifest(BaseModel):
     """`about` is what the trainer wants to know before it loads: position, schedule, metrics, plan."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")  # a loss may be either
     step: int
     files: dict[str, File]
     about: dict[str, Any]

@@ -35,7 +35,8 @@ def save_at(state: State, final: Path, step: int, about: dict[str, Any]) -> Path
         dcp.save(
             state,
             storage_writer=dcp.FileSystemWriter(aside, sync_files=True),
-            planner=dcp.DefaultSavePlanner(flatten_state_dict=False),  # its keys are flat already
+            # The keys are flat already, and flattening turns the keys of small objects into words.
+            planner=dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             no_dist=alone,
         )
     # Each rank sums up what it wrote itself: reading back is spread over the ranks, as writing was.
@@ -51,10 +52,11 @@ def save_at(state: State, final: Path, step: int, about: dict[str, Any]) -> Path
     return final
 
 
-def prune(folder: Path, keep: int, also: Path | None = None) -> None:
-    """Deletes all but the newest `keep` checkpoints and the one in `also`; called by one rank."""
-    for old in sorted(folder.glob("step-*"))[:-keep]:
-        if old != also:
+def prune(folder: Path, keep: int, newest: str, also: str | None = None) -> None:
+    """Deletes all but the `keep` checkpoints up to the one called `newest`, and the one called `also`; called
+    by one rank. Beyond `newest` lie only damaged ones: counting them would delete a good one in their place."""
+    for old in sorted(path for path in folder.glob("step-*") if path.name <= newest)[:-keep]:
+        if old.name != also:
             _discard(old)
 
 

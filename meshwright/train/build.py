@@ -22,7 +22,9 @@ from meshwright.train.session import Report, Session
 
 def build_data(job: Job) -> tuple[Any, Any]:
     """The training set and, where the job has one, the evaluation set."""
-    offered = {"root": job.data.root, "synthetic": job.data.synthetic, "seed": job.train.seed}
+    offered: dict[str, Any] = {"synthetic": job.data.synthetic, "seed": job.train.seed}
+    if job.data.root is not None:  # otherwise a data set's own default holds
+        offered["root"] = job.data.root
     train = build(job.data.train, offered=offered, role="data.train")
     evaluation = build(job.data.eval, offered=offered, role="data.eval") if job.data.eval else None
     for role, dataset in (("data.train", train), ("data.eval", evaluation)):

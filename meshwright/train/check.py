@@ -1,5 +1,6 @@
 """Whether a job can start at all, found out before any rank is started and anything is written."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from meshwright.errors import InputError, MeshwrightError
 from meshwright.job import Job
 from meshwright.parallel.apply import check_runnable
 from meshwright.plan import Plan
-from meshwright.train.build import build_data, build_loading, build_metrics, freeze, make_model
+from meshwright.train.build import build_data, build_loading, build_metrics, freeze, load_weights, make_model
 from meshwright.train.loss import understand
 from meshwright.train.optimizer import build_optimizer
 
@@ -63,11 +64,16 @@ def _check_model(job: Job) -> None:
         raise
     except Exception:  # some models cannot be built without memory: the ranks will build and check them
         return
+    if job.train.weights:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that nothing is copied into a model without memory
+            load_weights(model, job.train.weights)
     freeze(model, job.train.freeze)
     optimizer = _said(lambda: build_optimizer(job.optimizer, model), "optimizer")
     if job.schedule:
         spec = job.schedule
-        _said(lambda: build(spec, optimizer, role="schedule"), "schedule")
+        schedule = _said(lambda: build(spec, optimizer, role="schedule"), "schedule")
+        check_arguments(schedule.step, (), {}, f"schedule: {spec.call} is stepped without a value, but its step()")
 
 
 def _said(make: Callable[[], Any], role: str) -> Any:

@@ -125,8 +125,9 @@ def write_text(path: Path, text: str) -> None:
 
 def _claim_named(job: Job, path: Path) -> Claim:
     folder = RunFolder(path)
-    if not folder.job.is_file():
-        raise InputError(f"--resume {path}: this is no run folder, it has no job.yaml")
+    for part in (folder.job, folder.plan, folder.logs):  # a folder of jobs has a job.yaml, too
+        if not part.exists():
+            raise InputError(f"--resume {path}: this is no run folder, it has no {part.name}")
     changed = differences(job, folder)
     if changed:
         raise InputError(f"--resume {path}: that run trains something else: {changed[0]}")

@@ -9,12 +9,13 @@ from meshwright.train.folder import RunFolder, write_text
 
 class Logbook:
     """Opened at the step a run starts or goes on from; what lies beyond it is of a future that did not happen,
-    and is taken out, so that a restarted run's curves are those of an undisturbed one."""
+    and is taken out, so that a restarted run's curves are those of an undisturbed one. So is an evaluation of
+    that very step, unless the checkpoint knows of it (`evaluated`): it will be made again."""
 
-    def __init__(self, folder: RunFolder, step: int, tensorboard: bool) -> None:
+    def __init__(self, folder: RunFolder, step: int, tensorboard: bool, evaluated: bool = True) -> None:
         if folder.metrics.exists():
             lines = folder.metrics.read_text().splitlines(keepends=True)
-            write_text(folder.metrics, "".join(line for line in lines if _step_of(line) <= step))
+            write_text(folder.metrics, "".join(line for line in lines if _step_of(line, evaluated) <= step))
         self._metrics = folder.metrics.open("a", buffering=1)
         self._events: Any = None
         if tensorboard:
@@ -37,9 +38,10 @@ class Logbook:
             self._events.close()
 
 
-def _step_of(line: str) -> float:
-    """A line that a kill cut short belongs to no step."""
+def _step_of(line: str, evaluated: bool) -> float:
+    """The last step that a line tells of; one that a kill cut short tells of none."""
     try:
-        return float(json.loads(line)["step"])
+        entry = json.loads(line)
+        return float(entry["step"]) + (0.5 if entry["kind"] == "eval" and not evaluated else 0)
     except (ValueError, KeyError, TypeError):
         return float("inf")

@@ -25,6 +25,11 @@ def build_optimizer(spec: Optimizer, module: nn.Module) -> torch.optim.Optimizer
     made = build(spec, [_with_parameters(group, trainable) for group in groups], role="optimizer")
     if not isinstance(made, torch.optim.Optimizer):
         raise InputError(f"optimizer: {spec.call} makes a {type(made).__name__}, not a torch optimizer")
+    for word in words:  # torch takes any key in a group
+        for option in word if isinstance(word, Mapping) else ():
+            if option != "match" and option not in made.defaults:
+                near = did_you_mean(option, made.defaults)
+                raise InputError(f"optimizer.groups: {spec.call} has no option '{option}'{near}")
     return made
 
 

@@ -7,6 +7,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class Display(Protocol):
+    """`advance` after every step, `step` where its loss was read."""
+
+    def advance(self, step: int) -> None: ...
+
     def step(self, step: int, loss: float, samples_per_s: float | None) -> None: ...
 
     def line(self, text: str) -> None: ...
@@ -16,6 +20,8 @@ class Display(Protocol):
 
 class Silent:
     """For ranks that do not speak."""
+
+    def advance(self, step: int) -> None: ...
 
     def step(self, step: int, loss: float, samples_per_s: float | None) -> None: ...
 
@@ -28,6 +34,8 @@ class Lines:
     def __init__(self, stream: TextIO, total: int | None) -> None:
         self._stream = stream
         self._total = f" of {total}" if total else ""
+
+    def advance(self, step: int) -> None: ...
 
     def step(self, step: int, loss: float, samples_per_s: float | None) -> None:
         rate = f", {samples_per_s:,.0f} samples/s" if samples_per_s else ""
@@ -53,12 +61,15 @@ class Bar:
         self._task = self._progress.add_task("train", total=total, completed=start, loss="–", rate="")
         self._progress.start()
 
+    def advance(self, step: int) -> None:
+        self._progress.update(self._task, completed=step)
+
     def step(self, step: int, loss: float, samples_per_s: float | None) -> None:
         rate = f"{samples_per_s:,.0f} samples/s" if samples_per_s else ""
         self._progress.update(self._task, completed=step, loss=f"{loss:.4f}", rate=rate)
 
     def line(self, text: str) -> None:
-        self._progress.console.print(text, highlight=False)
+        self._progress.console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
     def close(self) -> None:
         self._progress.stop()

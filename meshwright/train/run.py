@@ -1,6 +1,8 @@
 """`meshwright train`: checks the job, claims a run folder, starts the ranks, and brings home their result."""
 
 import shutil
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from meshwright.cluster.cluster import Cluster
@@ -18,6 +20,8 @@ DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 def train(job: Job, plan: Plan, cluster: Cluster, resume: str = "auto") -> dict[str, Any]:
     """Trains on this machine; returns the run's result as the command line's JSON has it."""
     check(job, plan, cluster)
+    output = Path(job.output)
+    absent = [path for path in (output, *output.parents) if not path.exists()]
     claimed = claim(job, resume)
     folder = claimed.folder
     record(folder, job, plan)
@@ -34,6 +38,9 @@ def train(job: Job, plan: Plan, cluster: Cluster, resume: str = "auto") -> dict[
     except InputError:
         if claimed.fresh and not folder.checkpoints.exists():
             shutil.rmtree(folder.path)  # wrong input leaves nothing behind
+            with suppress(OSError):  # somebody else trains there by now
+                for path in absent:
+                    path.rmdir()
         raise
     except Stopped:
         if read_result(folder) is None:

@@ -193,7 +193,7 @@ class Session:
         parts = eval_batches(
             dataset, batch=max(1, batch // self.world.size), share=self._share(), loading=loading or Loading()
         )
-        with torch.inference_mode():
+        with torch.no_grad():  # not inference_mode: what a model caches in here, training could not use
             for part in parts:
                 if gave_up := interrupted():
                     break
@@ -244,6 +244,7 @@ class Session:
         if self.schedule and objects["schedule"] is not None:
             self.schedule.load_state_dict(objects["schedule"])
         self.steps = int(about["step"])
+        self.seed = int(about["seed"])  # the order and the randomness to come are the saved run's
         self.position = (int(about["position"][0]), int(about["position"][1]))
 
     # ---- parts

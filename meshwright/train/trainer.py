@@ -1,6 +1,7 @@
 """`Trainer`: runs a job's session from its newest checkpoint to its end: steps, evaluations, checkpoints, logs."""
 
 import json
+import math
 import resource
 from contextlib import closing
 from dataclasses import dataclass
@@ -57,7 +58,9 @@ class Trainer:
         """Trains to the end, or until a stop was asked for; says which."""
         resumed = self._resume()
         speaks = self.world.rank == 0
-        self.logbook = Logbook(self.folder, self.session.steps, self.job.log.tensorboard) if speaks else None
+        log = self.job.log
+        known = self._evaluated_now()
+        self.logbook = Logbook(self.folder, self.session.steps, log.tensorboard, known) if speaks else None
         self.display: Display = display(terminal(), self.total_steps(), self.session.steps) if speaks else Silent()
         try:
             self.display.line(resumed)
@@ -100,6 +103,7 @@ class Trainer:
                 self.last_loss = self.session.step(batch)
                 self.place.finish_step()
                 self.meter.step(batch.samples)
+                self.display.advance(self.session.steps)
                 self._log(batch)
                 if self._evaluation_due(batch) and not self._evaluate(stop):
                     self._save()
@@ -160,10 +164,12 @@ class Trainer:
     # ---- evaluation
 
     def _evaluation_due(self, batch: Batch | None) -> bool:
-        """After every so many steps or every epoch. `batch` is None where a run is taken up: the evaluation of
-        the step it was saved at may have been cut short."""
+        """After every so many steps or every epoch, and at the end. `batch` is None where a run is taken up: the
+        evaluation of the step it was saved at may have been cut short."""
         if self.eval_set is None or self._evaluated_now() or self.session.steps == 0:
             return False
+        if self._at_end():
+            return True
         every = self.job.log.eval_every_steps
         if every:
             return self.session.steps % every == 0
@@ -197,6 +203,8 @@ class Trainer:
         return True
 
     def _is_better(self, value: float) -> bool:
+        if math.isnan(value):
+            return False
         if self.best is None:
             return True
         name, better = self.job.checkpoint.best or "", self.job.checkpoint.better
@@ -228,7 +236,8 @@ class Trainer:
             best = self.folder.checkpoints / "best"
             if self.best and self.best.step == step:
                 _link(best, path.name)
-            prune(self.folder.checkpoints, self.job.checkpoint.keep, best.resolve() if best.exists() else None)
+            kept = best.readlink().name if best.is_symlink() else None
+            prune(self.folder.checkpoints, self.job.checkpoint.keep, path.name, kept)
 
     def _resume(self) -> str:
         """Goes on from the newest good checkpoint; says from where, and which ones were damaged."""

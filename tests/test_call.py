@@ -1,0 +1,181 @@
+"""Anything callable is named by import path, also a user's own file, and a mistake in it is one line."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.call import Call, bind, build, load
+from meshwright.errors import InputError
+
+
+@pytest.fixture(autouse=True)
+def _import_state() -> Iterator[None]:
+    """User files are imported for good in a run; tests take them out again."""
+    path, modules = list(sys.path), set(sys.modules)
+    yield
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        if name.startswith(("meshwright_user_", "users_")):
+            del sys.modules[name]
+
+
+def pair(first: Any, second: Any = 2, **others: Any) -> tuple[Any, Any, dict[str, Any]]:
+    return first, second, others
+
+
+def plain(size: int, root: str = "own default", seed: int = 7) -> tuple[int, str, int]:
+    return size, root, seed
+
+
+class Scale:
+    def __init__(self, by: float = 1.0) -> None:
+        self.by = by
+
+    def __call__(self, value: float) -> float:
+        return self.by * value
+
+
+class Plain:
+    pass
+
+
+def call(path: str, **arguments: Any) -> Call:
+    return Call.model_validate({"call": path, **arguments})
+
+
+@pytest.mark.parametrize("path", ["collections:OrderedDict", "collections.OrderedDict"])
+def test_modules_are_named_with_a_colon_or_a_dot(path: str) -> None:
+    from collections import OrderedDict
+
+    assert load(path) is OrderedDict
+
+
+def test_attributes_of_attributes_can_be_named() -> None:
+    assert load("pathlib:Path.home") == Path.home
+
+
+def test_a_file_is_imported_once_and_finds_its_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "users_neighbour.py").write_text("value = 3")
+    (tmp_path / "users_model.py").write_text("from users_neighbour import value\ndef build(): return value")
+    path = f"{tmp_path}/users_model.py:build"
+    assert build(call(path), role="model") == 3
+    assert load(path) is load(path)
+
+
+def test_two_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "users_model.py").write_text(f"value = {number}")
+    assert [load(f"{tmp_path}/{number}/users_model.py:value") for number in (1, 2)] == [1, 2]
+
+
+def test_modules_in_the_working_folder_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "users_here.py").write_text("value = 5")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    assert load("users_here:value") == 5
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("no_such_package.module:name", "there is no module 'no_such_package'"),
+        ("collections.nothing:name", "there is no module 'collections.nothing'"),
+        ("collections:OrderdDict", "collections has no 'OrderdDict': did you mean 'OrderedDict'?"),
+        ("collections:OrderedDict.popp", "OrderedDict has no 'popp': did you mean 'pop'?"),
+        ("nowhere/model.py:build", "there is no file nowhere/model.py"),
+        ("Net", "is not an import path"),
+        (":Net", "is not an import path"),
+        (".models:Net", "is not an import path"),
+    ],
+)
+def test_a_path_that_names_nothing_is_told_in_one_line(path: str, words: str) -> None:
+    with pytest.raises(InputError) as refusal:
+        load(path)
+    assert words in str(refusal.value)
+    assert f"'{path}'" in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("def build(:\n  pass", "users_broken.py, line 1: "),
+        ("import no_such_package", "users_broken.py needs 'no_such_package', which is not installed"),
+    ],
+)
+def test_a_user_file_that_cannot_be_imported_is_told_in_one_line(tmp_path: Path, source: str, words: str) -> None:
+    (tmp_path / "users_broken.py").write_text(source)
+    for _ in range(2):  # the second time, too: no half module is kept
+        with pytest.raises(InputError) as refusal:
+            load(f"{tmp_path}/users_broken.py:build")
+        assert words in str(refusal.value)
+        assert "\n" not in str(refusal.value)
+
+
+def test_a_module_with_a_missing_import_names_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "users_needy.py").write_text("import no_such_package")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InputError, match="importing users_needy needs 'no_such_package', which is not installed"):
+        load("users_needy:build")
+
+
+def test_arguments_may_be_calls_themselves_at_any_depth() -> None:
+    inner = {"call": "tests.test_call:pair", "first": {"call": "fractions:Fraction", "numerator": 3}}
+    made = build(call("tests.test_call:pair", first=[inner, 1], second={"plain": inner}), role="model")
+    assert made[0] == [(3, 2, {}), 1]
+    assert made[1] == {"plain": (3, 2, {})}
+
+
+def test_what_an_inner_call_makes_is_passed_as_it_is() -> None:
+    inner = {"call": "collections:OrderedDict"}
+    assert type(build(call("tests.test_call:pair", first=inner), role="model")[0]).__name__ == "OrderedDict"
+
+
+def test_a_mistake_in_an_inner_call_is_told() -> None:
+    with pytest.raises(InputError, match=r"model: tests\.test_call:plain takes no 'sise': did you mean 'size'\?"):
+        build(call("tests.test_call:pair", first={"call": "tests.test_call:plain", "sise": 3}), role="model")
+
+
+def test_offered_arguments_reach_only_who_names_them() -> None:
+    offered = {"seed": 5, "synthetic": True}
+    assert build(call("tests.test_call:plain", size=1), offered=offered, role="data") == (1, "own default", 5)
+    assert build(call("tests.test_call:plain", size=1, seed=9), offered=offered, role="data")[2] == 9
+    assert build(call("tests.test_call:pair", first=1), offered=offered, role="data") == (1, 2, {})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"size": 1, "roots": "x"}, "data: tests.test_call:plain takes no 'roots': did you mean 'root'?"),
+        ({}, "data: tests.test_call:plain: missing a required argument: 'size'"),
+    ],
+)
+def test_arguments_are_checked_before_the_call(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError) as refusal:
+        build(call("tests.test_call:plain", **arguments), role="data")
+    assert str(refusal.value) == words
+
+
+def test_binding_constructs_classes_and_fixes_arguments_of_functions() -> None:
+    assert bind(call("tests.test_call:Scale", by=3), "metric")(2) == 6
+    assert bind(call("tests.test_call:pair", second=5), "metric")(1) == (1, 5, {})
+    assert bind(call("tests.test_call:pair"), "metric") is pair
+
+
+@pytest.mark.parametrize(
+    ("path", "arguments", "words"),
+    [
+        ("tests.test_call:plain", {"sizes": 1}, "loss: tests.test_call:plain takes no 'sizes'"),
+        ("tests.test_call:Scale", {"bye": 1}, "loss: tests.test_call:Scale takes no 'bye': did you mean 'by'?"),
+        ("tests.test_call:Plain", {}, "loss: tests.test_call:Plain makes a Plain, which cannot be called"),
+        ("math:pi", {}, "loss: math:pi is a float, which cannot be called"),
+    ],
+)
+def test_what_cannot_be_bound_is_told(path: str, arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError) as refusal:
+        bind(call(path, **arguments), "loss")
+    assert words in str(refusal.value)

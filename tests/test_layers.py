@@ -1,0 +1,146 @@
+"""The design's table of levels: imports flow down only, and rooms on one level do not import each other."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import meshwright
+
+PACKAGE = Path(meshwright.__file__).parent
+
+LEVELS = {
+    "cli": 7,
+    "report": 6,
+    "proof": 5,
+    "compat": 5,
+    "bench": 5,
+    "planner": 4,
+    "train": 4,
+    "checkpoint": 3,
+    "simulator": 2,
+    "parallel": 2,
+    "workloads": 2,
+    "cluster": 1,
+    "profile": 1,
+    "collectives": 1,
+    "data": 1,
+    "launch": 1,
+    "job": 1,
+    "plan": 0,
+    "call": 0,
+    "errors": 0,
+}
+ENTRY_POINTS = ("__init__", "__main__")  # they may name anything, and nothing may name them
+EVERYBODYS = "errors"  # what a user may be told is also said by its neighbours on level 0
+PREDICTING, EXECUTING = {"simulator", "planner"}, {"parallel", "checkpoint", "train"}
+WITHOUT_TORCH = ("plan", "job", "errors", "call")
+
+
+def problems(package: Path) -> list[str]:
+    """Every breach of the table in a package called meshwright."""
+    found: list[str] = []
+    for file in sorted(package.rglob("*.py")):
+        inside = file.relative_to(package).with_suffix("").parts
+        room = inside[0]
+        where = f"{package.name}/{file.relative_to(package)}"
+        tree = ast.parse(file.read_text())
+        if room != "launch":
+            found += [f"{where}:{line} reads the environment" for line in _environment(tree)]
+        if inside[0] in WITHOUT_TORCH:
+            names = [name for name in _imported(tree.body, inside) if name.split(".")[0] == "torch"]
+            found += [f"{where} imports torch when it is loaded"] * bool(names)
+        if room in ENTRY_POINTS:
+            continue
+        if room not in LEVELS:
+            found.append(f"{where}: '{room}' is not in the design's table")
+            continue
+        for name in _imported(ast.walk(tree), inside):
+            found += [f"{where}: {reason}" for reason in _breach(room, name)]
+    return found
+
+
+def _breach(room: str, name: str) -> Iterator[str]:
+    package, _, rest = name.partition(".")
+    other = rest.split(".")[0]
+    if package != "meshwright" or other == room:
+        return
+    if other in ENTRY_POINTS or not other:
+        yield "imports an entry point"
+    elif other not in LEVELS:
+        yield f"imports '{other}', which is not in the design's table"
+    elif {room, other} & PREDICTING and {room, other} & EXECUTING:
+        yield f"{room} and {other}: predicting and executing meet in the plan only"
+    elif LEVELS[other] >= LEVELS[room] and other != EVERYBODYS:
+        yield f"{room} (level {LEVELS[room]}) imports {other} (level {LEVELS[other]})"
+
+
+def _imported(nodes: Iterator[ast.AST] | list[ast.stmt], inside: tuple[str, ...]) -> Iterator[str]:
+    """Dotted names; `from meshwright import errors` is meshwright.errors."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ["meshwright", *inside[: len(inside) - node.level]] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                yield f"{module}.{alias.name}" if module == "meshwright" else module
+
+
+def _environment(tree: ast.AST) -> Iterator[int]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv", "putenv"):
+            yield node.lineno
+        if isinstance(node, ast.ImportFrom) and node.module == "os":
+            for alias in node.names:
+                if alias.name in ("environ", "environb", "getenv", "putenv"):
+                    yield node.lineno
+
+
+def test_imports_flow_down_only() -> None:
+    assert problems(PACKAGE) == []
+
+
+def test_every_room_has_a_level() -> None:
+    rooms = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert rooms - set(ENTRY_POINTS) <= set(LEVELS)
+    assert {"job", "plan", "call", "errors", "cli", "train", "launch", "parallel", "checkpoint"} <= rooms
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "complaint"),
+    [
+        ("data/order.py", "from meshwright.train.session import Session", "data (level 1) imports train (level 4)"),
+        ("data/order.py", "from meshwright import train", "data (level 1) imports train (level 4)"),
+        ("data/order.py", "from ..train import session", "data (level 1) imports train (level 4)"),
+        ("data/order.py", "import meshwright.launch.world", "data (level 1) imports launch (level 1)"),
+        ("data/order.py", "def late():\n    from meshwright.job import Job", "data (level 1) imports job (level 1)"),
+        ("planner/search.py", "from meshwright.parallel.apply import apply", "predicting and executing"),
+        ("train/trainer.py", "from meshwright.simulator.memory import peak", "predicting and executing"),
+        ("train/trainer.py", "from meshwright.cli import app", "train (level 4) imports cli (level 7)"),
+        ("plan.py", "from meshwright.call import Call", "plan (level 0) imports call (level 0)"),
+        ("plan.py", "import torch", "imports torch when it is loaded"),
+        ("job.py", "from torch import nn", "imports torch when it is loaded"),
+        ("train/run.py", "import os\nhome = os.environ['HOME']", "train/run.py:2 reads the environment"),
+        ("cli.py", "from os import getenv", "reads the environment"),
+        ("utils/text.py", "", "'utils' is not in the design's table"),
+        ("data/order.py", "from meshwright.utils import text", "imports 'utils'"),
+        ("data/order.py", "import meshwright", "imports an entry point"),
+    ],
+)
+def test_a_breach_is_caught(tmp_path: Path, file: str, line: str, complaint: str) -> None:
+    planted = tmp_path / "meshwright" / file
+    planted.parent.mkdir(parents=True)
+    planted.write_text(line)
+    assert complaint in "\n".join(problems(tmp_path / "meshwright"))
+
+
+def test_what_the_table_allows_is_not_caught(tmp_path: Path) -> None:
+    package = tmp_path / "meshwright"
+    (package / "launch").mkdir(parents=True)
+    (package / "launch" / "environment.py").write_text("import os\nrank = os.environ['RANK']")
+    (package / "call.py").write_text("from meshwright.errors import InputError\ndef late():\n    import torch")
+    (package / "cli.py").write_text("from meshwright.planner.search import best\nfrom meshwright.train.run import t")
+    (package / "__init__.py").write_text("from meshwright.train.session import Session")
+    assert problems(package) == []

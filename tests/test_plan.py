@@ -1,0 +1,98 @@
+"""A plan is complete, validated when it is made, prints as one line, and goes through YAML unchanged."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
+
+from meshwright.errors import InputError
+from meshwright.job import load_plan
+from meshwright.plan import Plan
+
+SIZES = st.integers(1, 8)
+PLANS = st.fixed_dictionaries(
+    {
+        "axes": st.fixed_dictionaries(dict.fromkeys(("replicate", "shard", "tensor", "pipeline"), SIZES)),
+        "memory": st.fixed_dictionaries({"accumulation": SIZES}),
+        "numerics": st.fixed_dictionaries({"precision": st.sampled_from(["fp32", "bf16"])}),
+        "gradients": st.fixed_dictionaries({"bucket_bytes": st.integers(1, 2**40)}),
+        "compute": st.fixed_dictionaries(
+            {"layout": st.sampled_from(["contiguous", "channels_last"]), "threads": st.none() | SIZES}
+        ),
+    }
+).map(Plan.model_validate)
+
+
+@settings(deadline=None)
+@given(PLANS)
+def test_a_plan_goes_through_its_file_unchanged(tmp_path_factory: pytest.TempPathFactory, plan: Plan) -> None:
+    file = tmp_path_factory.mktemp("plan") / "plan.yaml"
+    plan.save(file)
+    assert load_plan(file) == plan
+
+
+@settings(deadline=None)
+@given(PLANS)
+def test_the_product_of_the_axes_is_the_number_of_ranks(plan: Plan) -> None:
+    axes = plan.axes
+    assert plan.world_size == axes.replicate * axes.shard * axes.tensor * axes.pipeline
+
+
+@pytest.mark.parametrize(
+    ("groups", "line"),
+    [
+        ({}, "one rank · fp32"),
+        ({"axes": {"replicate": 4, "tensor": 2}, "numerics": {"precision": "bf16"}}, "replicate 4 × tensor 2 · bf16"),
+        ({"memory": {"accumulation": 2}}, "one rank · fp32 · accumulate 2"),
+        ({"compute": {"layout": "channels_last"}}, "one rank · fp32 · channels_last"),
+    ],
+)
+def test_a_plan_prints_as_one_line(groups: dict[str, Any], line: str) -> None:
+    assert Plan.model_validate(groups).summary() == line
+
+
+def test_every_choice_is_marked_with_what_it_does_to_the_numbers() -> None:
+    def leaves(kind: type[BaseModel]) -> list[Any]:
+        found: list[Any] = []
+        for field in kind.model_fields.values():
+            inner = field.annotation
+            found += leaves(inner) if isinstance(inner, type) and issubclass(inner, BaseModel) else [field]
+        return found
+
+    marks = [field.json_schema_extra["numerics"] for field in leaves(Plan)]
+    assert len(marks) >= 8
+    assert set(marks) <= {"same", "rounding", "changes"}
+
+
+def test_a_plan_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError):
+        Plan().axes.replicate = 2
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        ({"axis": {}}, "plan.axis is not a field: did you mean 'axes'?"),
+        ({"axes": {"replica": 2}}, "plan.axes.replica is not a field: did you mean 'replicate'?"),
+        ({"axes": {"replicate": 0}}, "plan.axes.replicate is 0: input should be greater than 0"),
+        ({"numerics": {"precision": "fp12"}}, "plan.numerics.precision is 'fp12'"),
+        (7, "plan is 7: write 'auto', a file, or the plan's groups"),
+    ],
+)
+def test_a_wrong_plan_is_refused_in_one_line(groups: Any, words: str) -> None:
+    with pytest.raises(InputError) as refusal:
+        load_plan(groups)
+    assert words in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_wrong_plan_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"nowhere\.yaml: there is no such plan file"):
+        load_plan(tmp_path / "nowhere.yaml")
+    file = tmp_path / "plan.yaml"
+    file.write_text("- replicate\n")
+    with pytest.raises(InputError, match=r"plan\.yaml: a plan file is a YAML mapping, this one is list"):
+        load_plan(file)

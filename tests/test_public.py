@@ -1,0 +1,54 @@
+"""What `import meshwright` gives, and that it waits for torch only where torch is needed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import meshwright
+from meshwright.errors import did_you_mean
+
+MNIST = Path(meshwright.__file__).parent.parent / "jobs" / "mnist.yaml"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import meshwright; meshwright.Plan(); meshwright.Job",
+        f"import meshwright; assert meshwright.load_job({str(MNIST)!r}).train.epochs == 3",
+        "import sys; sys.argv = ['meshwright', '--help']\n"
+        "from meshwright.cli import main\n"
+        "try: main()\nexcept SystemExit as end: assert not end.code",
+        "import sys; sys.argv = ['meshwright', 'train', '--help']\n"
+        "from meshwright.cli import main\n"
+        "try: main()\nexcept SystemExit as end: assert not end.code",
+    ],
+    ids=["import", "load a job", "--help", "train --help"],
+)
+def test_torch_is_not_imported_before_it_is_needed(code: str) -> None:
+    check = "\nimport sys\nassert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code + check], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_names_the_commands_and_options() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "meshwright", "train", "--help"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0
+    for word in ("JOB", "--plan", "--cluster", "--resume", "--set", "--json"):
+        assert word in done.stdout
+
+
+def test_every_public_name_can_be_loaded() -> None:
+    for name in meshwright.__all__:
+        assert getattr(meshwright, name) is not None
+    with pytest.raises(AttributeError, match="'paralelize'"):
+        _ = meshwright.paralelize
+
+
+def test_the_nearest_known_name_is_offered() -> None:
+    assert did_you_mean("epoch", ["steps", "epochs"]) == ": did you mean 'epochs'?"
+    assert did_you_mean("zzz", ["b", "a"]) == ": known are a, b"
+    assert did_you_mean("zzz", []) == ""

@@ -1,0 +1,63 @@
+"""A job that cannot start is refused before ranks are started, also where only one part is looked at."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshwright.cluster.cluster import Cluster
+from meshwright.errors import InputError
+from meshwright.plan import Plan
+from meshwright.train.check import check, check_batch, check_devices
+from tests.train.alone import EVALUATED, toy_job
+
+TWO = Cluster(name="2xcpu", device="cpu", devices=2, cores=2)
+
+
+class NeedsMemory(nn.Module):
+    """Reads values while it is built, which tensors without memory do not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(20, 5)
+        self.scale = float(self.layer.weight.detach().sum())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * x
+
+
+def plan(replicate: int = 1, accumulation: int = 1) -> Plan:
+    return Plan.model_validate({"axes": {"replicate": replicate}, "memory": {"accumulation": accumulation}})
+
+
+def test_a_good_job_is_let_through_and_nothing_is_drawn_or_left_behind() -> None:
+    before = torch.get_rng_state()
+    check(toy_job(**EVALUATED, checkpoint={"best": "accuracy"}), plan(2), TWO)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_model_that_cannot_be_built_without_memory_is_let_through() -> None:
+    check(toy_job(model={"call": "tests.train.test_check:NeedsMemory"}), plan(), TWO)
+
+
+def test_every_rank_needs_a_device() -> None:
+    check_devices(plan(2), TWO)
+    with pytest.raises(InputError, match=r"replicate\(3\) = 3 ranks, but the cluster '2xcpu' has 2 devices"):
+        check_devices(plan(3), TWO)
+
+
+def test_every_microbatch_needs_a_sample() -> None:
+    check_batch(toy_job(train={"global_batch": 6}), plan(2, 3))
+    with pytest.raises(InputError, match=r"global_batch is 5, smaller than 2 ranks × 3 microbatches = 6"):
+        check_batch(toy_job(train={"global_batch": 5}), plan(2, 3))
+
+
+@pytest.mark.parametrize("axis", ["shard", "tensor", "pipeline"])
+def test_axes_of_later_versions_are_refused(axis: str) -> None:
+    with pytest.raises(InputError, match=rf"plan\.axes\.{axis} is 2: this version runs the replicate axis only"):
+        check(toy_job(), Plan.model_validate({"axes": {axis: 2}}), TWO)
+
+
+def test_a_schedule_that_wants_a_value_is_refused() -> None:
+    schedule = {"call": "torch.optim.lr_scheduler:ReduceLROnPlateau"}
+    with pytest.raises(InputError, match=r"ReduceLROnPlateau is stepped without a value.*'metrics'"):
+        check(toy_job(schedule=schedule), plan(), TWO)
