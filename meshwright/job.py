@@ -105,7 +105,7 @@ class Log(_Section):
 
 
 class Job(_Section):
-    name: str = "job"
+    name: str = Field(default="job", pattern=r"^[\w.-]+$")  # runs are folders of this name
     model: Call
     data: Data
     loss: Call | None = None  # null: the model returns its own loss
@@ -142,7 +142,7 @@ def load_job(path: str | Path, settings: Sequence[str] = ()) -> Job:
     """Reads a job file and applies `--set a.b=c` overrides."""
     file = Path(path)
     raw = _read_mapping(file, "job")
-    raw.setdefault("name", file.stem)
+    raw.setdefault("name", re.sub(r"[^\w.-]", "-", file.stem))
     for setting in settings:
         _override(raw, setting)
     return parse_job(raw, folder=file.parent, source=str(path))

@@ -228,3 +228,11 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InputError, match="cannot be read as a job file"):
         load_job(tmp_path / "binary.yaml")
+
+
+def test_a_name_is_a_folders_name(tmp_path: Path) -> None:
+    file = tmp_path / "my [job].yaml"
+    file.write_text(yaml.safe_dump(LEAST))
+    assert load_job(file).name == "my--job-"
+    with pytest.raises(InputError, match="name is 'a/b'"):
+        load_job(file, ["name=a/b"])

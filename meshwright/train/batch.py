@@ -46,18 +46,19 @@ def _split_mapping(data: Mapping[str, Any], target_key: str | None) -> Example:
     return Example((), {name: value for name, value in data.items() if name != key}, data[key])
 
 
-def move(data: Any, device: torch.device, *, pinned: bool = False, channels_last: bool = False) -> Any:
-    """The batch on the device; images in the layout that the plan asks for."""
+def move(data: Any, device: torch.device, *, channels_last: bool = False) -> Any:
+    """The batch on the device; images in the layout that the plan asks for. Copies from pinned memory go on while
+    the program does."""
+    if device.type == "cpu" and not channels_last:
+        return data
 
     def place(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         if channels_last and value.dim() == 4:
-            return value.to(device, non_blocking=pinned, memory_format=torch.channels_last)
-        return value.to(device, non_blocking=pinned)
+            return value.to(device, non_blocking=True, memory_format=torch.channels_last)
+        return value.to(device, non_blocking=True)
 
-    if device.type == "cpu" and not channels_last:
-        return data
     return tree_map(place, data)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from meshwright.call import bind, build
+from meshwright.call import Call, bind, build
 from meshwright.data.loading import Loading
 from meshwright.errors import InputError, did_you_mean
 from meshwright.job import Job, Weights
@@ -25,14 +25,21 @@ def build_data(job: Job) -> tuple[Any, Any]:
     offered: dict[str, Any] = {"synthetic": job.data.synthetic, "seed": job.train.seed}
     if job.data.root is not None:  # otherwise a data set's own default holds
         offered["root"] = job.data.root
-    train = build(job.data.train, offered=offered, role="data.train")
-    evaluation = build(job.data.eval, offered=offered, role="data.eval") if job.data.eval else None
+    train = _build_dataset(job.data.train, offered, "data.train")
+    evaluation = _build_dataset(job.data.eval, offered, "data.eval") if job.data.eval else None
     for role, dataset in (("data.train", train), ("data.eval", evaluation)):
         if dataset is not None and not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")):
             raise InputError(f"{role} makes a {type(dataset).__name__}, which is no data set")
         if dataset is not None and hasattr(dataset, "__len__") and len(dataset) == 0:
             raise InputError(f"{role} is empty: there is nothing to train on or to evaluate")
     return train, evaluation
+
+
+def _build_dataset(call: Call, offered: dict[str, Any], role: str) -> Any:
+    try:
+        return build(call, offered=offered, role=role)
+    except OSError as error:  # a folder that is not there, a file that is no image
+        raise InputError(f"{role}: {call.call}: {error}") from None
 
 
 def build_loading(job: Job, device: torch.device) -> Loading:

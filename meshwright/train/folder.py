@@ -12,7 +12,7 @@ runs/mnist-0001/
 import fcntl
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -65,11 +65,13 @@ class RunFolder:
 
 @dataclass(frozen=True)
 class Claim:
-    """A run folder that this process works in; `lock` keeps others out for as long as it is open."""
+    """A run folder that this process works in; `lock` keeps others out for as long as it is open. `note` says
+    why an unfinished run was left alone."""
 
     folder: RunFolder
     fresh: bool
     lock: TextIO
+    note: str = ""
 
 
 def claim(job: Job, resume: str) -> Claim:
@@ -78,13 +80,16 @@ def claim(job: Job, resume: str) -> Claim:
     if resume not in ("auto", "never"):
         return _claim_named(job, Path(resume))
     output = Path(job.output)
-    if resume == "auto":
-        earlier = _runs(output, job.name)
-        if earlier and not earlier[-1].result.exists() and not differences(job, earlier[-1]):
-            lock = _lock(earlier[-1])
-            if lock:
-                return Claim(earlier[-1], False, lock)
-    return _new(output, job.name)
+    earlier = _runs(output, job.name)
+    if resume == "never" or not earlier or earlier[-1].result.exists():
+        return _new(output, job.name)
+    unfinished = earlier[-1]
+    changed = differences(job, unfinished)
+    lock = None if changed else _lock(unfinished)
+    if lock:
+        return Claim(unfinished, False, lock)
+    why = changed[0] if changed else "another process is training there"
+    return replace(_new(output, job.name), note=f"not going on with {unfinished.path}: {why}")
 
 
 def record(folder: RunFolder, job: Job, plan: Plan) -> None:

@@ -1,6 +1,7 @@
 """What is written down about a run while it goes: metrics.jsonl and TensorBoard events; by rank 0 alone."""
 
 import json
+import math
 import time
 from typing import Any
 
@@ -25,7 +26,8 @@ class Logbook:
             self._events = SummaryWriter(str(folder.events), purge_step=step + 1 if step else None)
 
     def write(self, kind: str, step: int, epoch: int, values: dict[str, Any]) -> None:
-        entry = {"kind": kind, "step": step, "epoch": epoch, **values, "time": round(time.time(), 3)}
+        numbers = {name: finite(value) for name, value in values.items()}
+        entry = {"kind": kind, "step": step, "epoch": epoch, **numbers, "time": round(time.time(), 3)}
         self._metrics.write(json.dumps(entry) + "\n")
         if self._events is not None:
             for name, value in values.items():
@@ -36,6 +38,11 @@ class Logbook:
         self._metrics.close()
         if self._events is not None:
             self._events.close()
+
+
+def finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _step_of(line: str, evaluated: bool) -> float:

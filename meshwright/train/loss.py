@@ -49,22 +49,28 @@ class Loss:
             return valid.sum()
         return self.class_weight.to(target.device)[target[valid]].sum()
 
-    def term(self, output: Any, target: Any, samples: int, count: Tensor | float) -> "Term":
-        """A batch's part of the global sum and count. A borrowed sample (`samples` = 0) adds nothing."""
+    def term(self, output: Any, target: Any, samples: int) -> "Term":
+        """A batch's part of the global sum. A borrowed sample (`samples` = 0) has no weight."""
         value, own_count = _value_and_count(self.function(output, target))
+        present = 1.0 if samples else 0.0
         if own_count is not None:
-            present = 1.0 if samples else 0.0
-            return Term(value * present, own_count.double() * present, paired=True)
-        weight = samples if self.kind == "samples" else float(samples > 0)
-        counted = torch.as_tensor(count, dtype=torch.float64, device=value.device)
-        return Term(value if weight == 1 else value * weight, counted, paired=False)
+            return Term(value, present, own_count * present)
+        return Term(value, float(samples) if self.kind == "samples" else present, None)
 
 
 @dataclass(frozen=True)
 class Term:
-    sum: Tensor
-    count: Tensor
-    paired: bool  # the loss told its own count, after its forward pass
+    """`value` times `weight` is a batch's part of the sum; `own_count` is what a loss that returns pairs told."""
+
+    value: Tensor
+    weight: float
+    own_count: Tensor | None
+
+    @property
+    def sum(self) -> Tensor:
+        """Without its graph."""
+        value = self.value.detach()
+        return value if self.weight == 1.0 else value * self.weight
 
 
 def models_own() -> Loss:

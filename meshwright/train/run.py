@@ -1,6 +1,7 @@
 """`meshwright train`: checks the job, claims a run folder, starts the ranks, and brings home their result."""
 
 import shutil
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ def train(job: Job, plan: Plan, cluster: Cluster, resume: str = "auto") -> dict[
     absent = [path for path in (output, *output.parents) if not path.exists()]
     claimed = claim(job, resume)
     folder = claimed.folder
+    if claimed.note:
+        print(claimed.note, file=sys.stderr, flush=True)
     record(folder, job, plan)
     threads = plan.compute.threads or max(1, cluster.cores // plan.world_size)
     ranks = Ranks(plan.world_size, cluster.device, threads, job.train.restarts)

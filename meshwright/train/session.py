@@ -1,7 +1,8 @@
 """`Session`: a model under a plan, trained step by step, by the trainer or in a user's own loop."""
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -102,7 +103,7 @@ class Session:
         """One optimizer step on a `Batch` of ours, or on this rank's share of a global batch as any loader
         gives it. Returns the mean loss of the global batch, the same on every rank."""
         # Randomness is a function of (seed, step, rank): evaluations and restarts leave no trace in it.
-        _seed_all(derive(self.seed, "step", self.steps, self.world.rank))
+        _seed_all(derive(self.seed, "step", self.steps, self.world.rank), self.world.device)
         self.optimizer.zero_grad(set_to_none=True)
         ours = isinstance(batch, Batch)
         parts = batch.parts if ours else self._microbatches(batch)
@@ -125,49 +126,60 @@ class Session:
         Ranks' gradients are averaged, so each rank's sum is multiplied by ranks / global count. The count is
         known beforehand or summed up while the forward pass runs; the loss's own sum travels beside backward.
         """
-        counts = [self._loss.count(example.target, samples) for example, samples in examples]
-        total = self._start_total(counts, global_samples)
-        sums, paired = torch.zeros(2, dtype=torch.float64, device=self.world.device), False
-        for number, ((example, samples), count) in enumerate(zip(examples, counts, strict=True)):
+        ranks = self.world.size
+        total = self._start_total(examples, global_samples)
+        loss_sum: Any = 0.0
+        own_count: Any = None
+        for number, (example, samples) in enumerate(examples):
             last = number == len(examples) - 1
             with self._parallel.combining(last):
                 self._report("forward")
                 output = self._parallel.forward(example.arguments, example.keywords, training=True)
-                term = self._loss.term(output, example.target, samples, count)
-                sums = sums + torch.stack([term.sum.detach().double(), term.count])
-                paired = paired or term.paired
+                term = self._loss.term(output, example.target, samples)
+                loss_sum = loss_sum + term.sum
+                if term.own_count is not None:
+                    own_count = term.own_count if own_count is None else own_count + term.own_count
                 if last:
-                    reduced = self._start_sum(sums)
+                    reduced = self._start_sum([loss_sum] if own_count is None else [loss_sum, own_count])
                 self._report("backward")
-                (term.sum * (self.world.size / total())).backward()
-        loss_sum, count_sum = reduced().unbind()
-        if self._loss.kind == "sum":
-            return loss_sum
-        if paired:  # the loss told its count only now
-            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-            torch._foreach_mul_(gradients, float(total() / count_sum) if count_sum else 0.0)
-        return loss_sum / count_sum
+                scale = term.weight * ranks / total()
+                (term.value if isinstance(scale, float) and scale == 1.0 else term.value * scale).backward()
+        sums = reduced()
+        if own_count is None:
+            return sums[0] / total()
+        # The loss told its count only after its forward pass: the gradients were divided by another one.
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        torch._foreach_mul_(gradients, float(total() / sums[1]) if sums[1] else 0.0)
+        return sums[0] / sums[1]
 
-    def _start_total(self, counts: list[Tensor | float], global_samples: int | None) -> Callable[[], Any]:
+    def _start_total(self, examples: list[tuple[Example, int]], global_samples: int | None) -> Callable[[], Any]:
         """The global count that the sums are divided by, once it is asked for."""
         if self._loss.kind == "sum":
             return lambda: 1.0
         if self._loss.kind == "samples" and global_samples is not None:
             return lambda: global_samples
-        local = torch.as_tensor(sum(counts), dtype=torch.float64, device=self.world.device)
-        waiting = self._start_sum(local)
-        return lambda: torch.where((total := waiting()) > 0, total, 1.0)  # no target at all: a gradient of zero
+        count = sum(self._loss.count(example.target, samples) for example, samples in examples)
+        if self.world.size == 1 and not isinstance(count, Tensor):
+            return lambda: count
+        reduced = self._start_sum([torch.as_tensor(count, device=self.world.device)])
 
-    def _start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Adds a small tensor over all ranks while other work goes on; the result waits for it."""
+        @cache
+        def total() -> Tensor:
+            found = reduced()[0]
+            return found + (found == 0)  # no target at all: a gradient of zero, not of 0/0
+
+        return total
+
+    def _start_sum(self, values: list[Tensor]) -> Callable[[], Sequence[Tensor]]:
+        """Adds a few numbers over all ranks while other work goes on; the result waits for them."""
         if self.world.size == 1:
-            return lambda: tensor
-        total = tensor.clone()
+            return lambda: values
+        total = torch.stack([value.double() for value in values])
         work = dist.all_reduce(total, async_op=True)
 
-        def result() -> Tensor:
+        def result() -> Sequence[Tensor]:
             work.wait()
-            return total
+            return total.unbind()
 
         return result
 
@@ -199,9 +211,9 @@ class Session:
                     break
                 example = self._example(part.data)
                 output = self._parallel.forward(example.arguments, example.keywords, training=False)
+                term = self._loss.term(output, example.target, part.samples)
                 count = self._loss.count(example.target, part.samples)
-                term = self._loss.term(output, example.target, part.samples, count)
-                tally.add_value("loss", (term.sum, term.count), part.samples)
+                tally.add_value("loss", (term.sum, count if term.own_count is None else term.own_count), part.samples)
                 tally.add(output, example.target, part.samples)
         self._train_mode()
         self._report("evaluate (combining)")
@@ -284,7 +296,10 @@ def combine(tally: Tally, gave_up: bool, ranks: int) -> dict[str, float] | None:
     return tally.finish(totals)
 
 
-def _seed_all(seed: int) -> None:
-    torch.manual_seed(seed)
+def _seed_all(seed: int, device: torch.device) -> None:
+    """As `torch.manual_seed`, for the devices in use: on the others that remembers every call, with its stack."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)

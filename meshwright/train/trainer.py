@@ -24,7 +24,7 @@ from meshwright.launch.world import World
 from meshwright.train.agreement import StopAgreement
 from meshwright.train.build import build_data, build_loading, build_metrics
 from meshwright.train.folder import RunFolder, write_text
-from meshwright.train.logbook import Logbook
+from meshwright.train.logbook import Logbook, finite
 from meshwright.train.meter import Meter
 from meshwright.train.progress import Display, Silent, describe_metrics, display
 from meshwright.train.session import Session
@@ -53,6 +53,7 @@ class Trainer:
         self.evaluated: tuple[int, dict[str, float]] | None = None  # the step, and what was measured
         self.saved_step: int | None = None
         self.best: Best | None = None
+        self.warned = False
 
     def run(self, stop: StopRequest) -> bool:
         """Trains to the end, or until a stop was asked for; says which."""
@@ -130,8 +131,8 @@ class Trainer:
             result = {
                 "run": str(self.folder.path),
                 "steps": self.session.steps,
-                "loss": loss,
-                "metrics": self.evaluated[1] if self.evaluated else {},
+                "loss": finite(loss),
+                "metrics": {k: finite(v) for k, v in self.evaluated[1].items()} if self.evaluated else {},
                 "samples_per_s": self.meter.samples_per_s,
                 "restarts": self.world.attempt,
                 "predicted_step_s": None,
@@ -157,6 +158,9 @@ class Trainer:
         loss = float(self.last_loss)
         rate = self.meter.read()
         self.display.step(steps, loss, rate)
+        if not math.isfinite(loss) and not self.warned:
+            self.warned = True
+            self.display.line(f"the loss is {loss} since step {steps} at the latest: lower the learning rate or clip")
         assert self.logbook is not None
         values = {"loss": loss, "lr": self.session.optimizer.param_groups[0]["lr"], "samples_per_s": rate}
         self.logbook.write("train", steps, batch.epoch, values)

@@ -180,3 +180,13 @@ def test_a_schedule_counts_epochs_or_optimizer_steps(accumulation: int) -> None:
 def test_a_schedule_counts_what_the_job_counts() -> None:
     assert rates(None, {"epochs": 2}) == [1, 1, 0.5, 0.5]
     assert rates(None, {"epochs": None, "steps": 4}) == [1, 0.5, 0.25, 0.125]
+
+
+def a_folder_that_is_not_there() -> list[int]:
+    raise FileNotFoundError("Couldn't find any class folder in /nowhere")
+
+
+def test_a_data_set_that_finds_no_files_says_so_in_one_line() -> None:
+    job = toy_job(data={"train": {"call": "tests.train.test_build:a_folder_that_is_not_there"}})
+    with pytest.raises(InputError, match=r"^data.train: .*Couldn't find any class folder in /nowhere"):
+        build_data(job)

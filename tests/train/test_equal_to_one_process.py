@@ -130,7 +130,7 @@ def bare_loop(case: Case) -> tuple[dict[str, Tensor], list[float]]:
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
     return model.state_dict(), losses
 
 

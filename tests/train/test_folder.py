@@ -142,3 +142,14 @@ def test_a_text_is_replaced_in_one_go(tmp_path: Path) -> None:
     write_text(folder.result, '{"steps": 1}')
     assert read_result(folder) == {"steps": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+
+
+def test_an_unfinished_run_that_is_left_alone_is_spoken_of(tmp_path: Path) -> None:
+    start(toy_job(output=str(tmp_path)))
+    other = start(toy_job(output=str(tmp_path), optimizer={"call": "torch.optim:SGD", "lr": 9.0}))
+    assert "toy-0001" in other.note
+    assert "9.0" in other.note
+    held = claim(toy_job(output=str(tmp_path), optimizer={"call": "torch.optim:SGD", "lr": 9.0}), "auto")
+    beside = start(toy_job(output=str(tmp_path), optimizer={"call": "torch.optim:SGD", "lr": 9.0}))
+    held.lock.close()
+    assert "another process" in beside.note

@@ -64,3 +64,12 @@ def test_tensorboard_shows_each_step_once_after_a_restart(tmp_path: Path) -> Non
 def test_without_tensorboard_no_events_are_written(tmp_path: Path) -> None:
     write(RunFolder(tmp_path), 0, range(1, 3))
     assert not RunFolder(tmp_path).events.exists()
+
+
+def test_a_loss_that_is_no_number_is_null_in_json(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    logbook = Logbook(folder, 0, False)
+    logbook.write("train", 1, 0, {"loss": float("nan"), "lr": float("inf")})
+    logbook.close()
+    assert "NaN" not in folder.metrics.read_text()
+    assert (lines(folder)[0]["loss"], lines(folder)[0]["lr"]) == (None, None)
