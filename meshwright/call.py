@@ -128,7 +128,7 @@ def _import_module(module: str, path: str) -> Any:
     # Console scripts do not have the working folder on the path, where users keep their modules.
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-    if module.split(".")[0] == "torchvision":
+    if module.split(".")[0] in ("torchvision", "timm", "transformers"):  # the latter two import the first
         _define_torchvision_operators()
     try:
         return importlib.import_module(module)

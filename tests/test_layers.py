@@ -30,6 +30,7 @@ LEVELS = {
     "job": 1,
     "plan": 0,
     "call": 0,
+    "batch": 0,
     "errors": 0,
 }
 ENTRY_POINTS = ("__init__", "__main__")  # they may name anything, and nothing may name them

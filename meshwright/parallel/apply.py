@@ -9,9 +9,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from meshwright.batch import at_least_fp32
 from meshwright.errors import InputError
 from meshwright.parallel.mesh import build_mesh
-from meshwright.parallel.precision import at_least_fp32, forward_precision
+from meshwright.parallel.precision import forward_precision
 from meshwright.parallel.replicate import align_buffers, replicate
 from meshwright.plan import Plan
 

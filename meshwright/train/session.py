@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from meshwright.batch import Example, split
 from meshwright.checkpoint.load import load
 from meshwright.checkpoint.manifest import verify
 from meshwright.checkpoint.save import save_at
@@ -22,7 +23,7 @@ from meshwright.errors import InputError
 from meshwright.launch.world import World
 from meshwright.parallel.apply import apply
 from meshwright.plan import Plan
-from meshwright.train.batch import Example, chunks, move, samples_in, split
+from meshwright.train.batch import chunks, move, samples_in
 from meshwright.train.loss import Loss, LossFunction, models_own, understand
 from meshwright.train.metrics import Metric, Tally
 
@@ -136,6 +137,7 @@ class Session:
                 self._report("forward")
                 output = self._parallel.forward(example.arguments, example.keywords, training=True)
                 term = self._loss.term(output, example.target, samples)
+                del output  # the scores of a large vocabulary are gigabytes, and backward does not need them
                 loss_sum = loss_sum + term.sum
                 if term.own_count is not None:
                     own_count = term.own_count if own_count is None else own_count + term.own_count

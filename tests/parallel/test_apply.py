@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from meshwright.batch import at_least_fp32
 from meshwright.errors import InputError
 from meshwright.parallel.apply import apply, check_runnable
-from meshwright.parallel.precision import at_least_fp32
 from meshwright.plan import Plan
 from tests.ranks import run_ranks
 

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.batch import split
 from meshwright.errors import InputError
-from meshwright.train.batch import chunks, move, samples_in, split
+from meshwright.train.batch import chunks, move, samples_in
 
 X, Y, Z = torch.zeros(4, 2), torch.ones(4), torch.full((4, 3), 2.0)
 

@@ -1,0 +1,26 @@
+"""Learning-rate schedules that torch has no single class for."""
+
+import math
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from meshwright.errors import InputError
+
+
+def warmup_cosine(optimizer: Optimizer, warmup: int, total: int, floor: float = 0.0) -> LambdaLR:
+    """Rises evenly to the optimizer's rate over `warmup` steps (or epochs, as the job counts), then falls along
+    half a cosine to the share `floor` of it at `total`, and stays there. The first step is taken at 1/`warmup`
+    of the rate, not at none of it."""
+    if not 0 <= warmup < total:
+        raise InputError(f"schedule: warmup is {warmup} and total is {total}: warmup must end before total does")
+    if not 0 <= floor <= 1:
+        raise InputError(f"schedule: floor is {floor}: it is a share of the learning rate, from 0 to 1")
+
+    def share(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        done = min(1.0, (step - warmup) / (total - warmup))
+        return floor + (1 - floor) * (1 + math.cos(math.pi * done)) / 2
+
+    return LambdaLR(optimizer, share)

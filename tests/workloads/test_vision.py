@@ -1,0 +1,153 @@
+"""torchvision's models as jobs name them, mean IoU, and pictures from which something can be learned."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from meshwright.errors import InputError
+from meshwright.train.loss import understand
+from meshwright.train.metrics import Tally
+from meshwright.workloads import vision
+
+META = torch.device("meta")
+
+
+def on_meta(make: Any, **keywords: Any) -> nn.Module:
+    with META:
+        model: nn.Module = make(**keywords)
+    return model
+
+
+# ---- models
+
+
+@pytest.mark.parametrize(
+    ("make", "millions"),
+    [
+        (vision.vgg16, 138.357544),
+        (vision.vgg19, 143.667240),
+        (vision.resnet18, 11.689512),
+        (vision.resnet50, 25.557032),
+    ],
+)
+def test_classifiers_are_torchvisions(make: Any, millions: float) -> None:
+    assert sum(p.numel() for p in on_meta(make).parameters()) == round(millions * 1e6)
+    few = on_meta(make, classes=7)
+    assert few(torch.empty(2, 3, 32, 32, device=META)).shape == (2, 7)
+
+
+def test_deeplab_gives_a_score_a_class_and_pixel() -> None:
+    model = on_meta(vision.deeplab)
+    assert model(torch.empty(2, 3, 64, 48, device=META)).shape == (2, 21, 64, 48)
+
+
+def test_deeplabs_auxiliary_head_is_trained_and_then_left_out() -> None:
+    model = on_meta(vision.deeplab, auxiliary=True)
+    assert sum(p.numel() for p in model.parameters()) == 60_996_202  # torchvision's own figure
+    images = torch.empty(2, 3, 64, 64, device=META)
+    scores, auxiliary = model(images)
+    assert scores.shape == auxiliary.shape == (2, 21, 64, 64)
+    assert model.eval()(images).shape == (2, 21, 64, 64)
+
+
+def test_deeplabs_weights_have_torchvisions_names() -> None:
+    names = set(on_meta(vision.deeplab).state_dict())
+    assert {"backbone.conv1.weight", "classifier.4.bias"} <= names
+    assert not [name for name in names if name.startswith("aux")]
+
+
+# ---- losses and metrics
+
+
+def test_the_auxiliary_loss_is_added_and_ignored_pixels_are_not() -> None:
+    scores, auxiliary, target = torch.randn(2, 5, 4, 4), torch.randn(2, 5, 4, 4), torch.randint(5, (2, 4, 4))
+    target[0] = 255
+    loss, plain = vision.SegmentationLoss(auxiliary_weight=0.5), nn.CrossEntropyLoss(ignore_index=255)
+    assert torch.allclose(loss(scores, target), plain(scores, target))
+    assert torch.allclose(loss((scores, auxiliary), target), plain(scores, target) + 0.5 * plain(auxiliary, target))
+    known = understand(loss)
+    assert (known.kind, int(known.count(target, 2))) == ("targets", 16)
+
+
+def test_mean_iou_of_a_small_picture() -> None:
+    # Class 0: 2 of 4 pixels agree. Class 1: 1 of 3. Class 2 is there once and never predicted. Class 3 is nowhere.
+    truth = torch.tensor([[[0, 0, 0, 1], [1, 2, 255, 255]]])
+    guess = torch.tensor([[[0, 0, 1, 1], [0, 1, 0, 3]]])
+    metric = vision.MeanIoU(classes=4)
+    scores = nn.functional.one_hot(guess, 4).permute(0, 3, 1, 2).float()
+    expected = (2 / 4 + 1 / 4 + 0) / 3
+    assert metric.finish(metric(scores, truth).double()) == pytest.approx(expected)
+    right, counted = vision.pixel_accuracy(scores, truth)
+    assert (int(right), int(counted)) == (3, 6)
+
+
+def test_mean_iou_is_that_of_all_batches_together() -> None:
+    scores, truth = torch.randn(6, 3, 5, 5), torch.randint(3, (6, 5, 5))
+    metric = vision.MeanIoU(classes=3)
+    tally = Tally({"mean_iou": metric}, torch.device("cpu"))
+    for part in (slice(0, 1), slice(1, 6)):
+        tally.add(scores[part], truth[part], 1)
+    assert tally.finish(tally.totals())["mean_iou"] == pytest.approx(metric.finish(metric(scores, truth).double()))
+
+
+# ---- generated pictures
+
+
+def test_a_picture_is_a_function_of_seed_split_and_index() -> None:
+    for make in (vision.images, vision.segmentation):
+
+        def first(make: Any = make, **keywords: Any) -> Tensor:
+            image: Tensor = make(size=16, **keywords)[0][0]
+            return image
+
+        assert torch.equal(first(), first(samples=10**12))
+        assert not torch.equal(first(), first(split="test"))
+        assert not torch.equal(first(), first(seed=1))
+
+
+def test_images_of_a_class_share_its_pattern_in_every_split() -> None:
+    def means(split: str) -> Tensor:
+        dataset: Any = vision.images(split, size=8, classes=4, samples=80)
+        found = [dataset[index] for index in range(80)]
+        return torch.stack([torch.stack([image for image, label in found if label == c]).mean(0) for c in range(4)])
+
+    train, test = means("train").flatten(1), means("test").flatten(1)
+    assert torch.cdist(train, test).argmin(dim=1).tolist() == [0, 1, 2, 3]
+
+
+def test_masks_have_objects_and_ignored_edges() -> None:
+    dataset: Any = vision.segmentation(size=32, classes=21)
+    image, mask = dataset[0]
+    assert (image.shape, image.dtype, mask.shape, mask.dtype) == ((3, 32, 32), torch.float32, (32, 32), torch.int64)
+    seen = set(torch.stack([dataset[index][1] for index in range(40)]).flatten().tolist())
+    assert {0, 255} < seen <= {*range(21), 255}
+    assert len(seen) > 15
+
+
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [({"split": "val"}, "split is 'val'"), ({"size": 4}, "size is 4"), ({"samples": 0}, "samples is 0")],
+)
+def test_a_mistake_is_told(keywords: dict[str, Any], words: str) -> None:
+    for make in (vision.images, vision.segmentation):
+        with pytest.raises(InputError, match=words):
+            make(**keywords)
+
+
+def test_a_resnet_learns_the_generated_images() -> None:
+    torch.manual_seed(0)
+    model = vision.resnet18(classes=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    dataset: Any = vision.images(size=8, classes=4, samples=8)
+    images, labels = default_collate([dataset[index] for index in range(8)])
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
