@@ -1,0 +1,49 @@
+"""A model and a batch without memory: twins whose tensors have shapes and types but no bytes."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from meshwright.errors import InputError
+
+
+def fake_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """A copy of the model's structure, tied weights still tied, on fake CPU tensors; the model is left alone."""
+    memo: dict[int, Any] = {}
+    with mode:
+        for parameter in model.parameters():
+            twin = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+            memo[id(parameter)] = nn.Parameter(twin, requires_grad=parameter.requires_grad)
+        for buffer in model.buffers():
+            memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+    return copy.deepcopy(model, memo)
+
+
+def batch_size(sample: Any) -> int:
+    """The leading size that the batch's tensors share."""
+    sizes = [leaf.shape[0] for leaf in tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    if not sizes:
+        raise InputError("the sample batch holds no tensor with a batch dimension")
+    return max(set(sizes), key=sizes.count)
+
+
+def fake_batch(sample: Any, size: int, mode: FakeTensorMode) -> Any:
+    """The sample batch with another number of samples, without memory."""
+    own = batch_size(sample)
+
+    def twin(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        shape = (size, *value.shape[1:]) if value.dim() > 0 and value.shape[0] == own else value.shape
+        return torch.empty(shape, dtype=value.dtype, device="cpu")
+
+    with mode:
+        return tree_map(twin, sample)
+
+
+def bytes_in(batch: Any) -> int:
+    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))

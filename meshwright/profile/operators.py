@@ -1,0 +1,135 @@
+"""What one operator costs: its class, the shape that decides its speed, its FLOPs and the bytes it moves.
+
+FLOPs count a multiplication and an addition as two. They are torch's own formulas (`torch.utils.flop_counter`)
+where it has one, so matrix products, convolutions and attention count and everything else is zero:
+
+    matmul (m×k)·(k×n)          2·m·n·k
+    attention, forward          4·batch·heads·queries·keys·dim
+    attention, backward         10·batch·heads·queries·keys·dim      (five products)
+
+Bytes are those of every distinct tensor read or written; a view moves nothing.
+"""
+
+from collections.abc import Callable, Iterable
+from math import prod
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+Kind = Literal["matmul", "convolution", "attention", "norm", "embedding", "reduction", "elementwise", "copy", "view"]
+
+aten = torch.ops.aten
+_FLOPS: dict[Any, Callable[..., int]] = dict(flop_registry)
+
+_MATMUL = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._scaled_mm}
+_CONVOLUTION = {aten.convolution, aten.convolution_backward, aten.cudnn_convolution}
+_NORM = (
+    "native_layer_norm",
+    "native_batch_norm",
+    "native_group_norm",
+    "fused_rms_norm",
+    "_fused_rms_norm",
+    "batch_norm",
+)
+_REDUCTION = (
+    "sum",
+    "mean",
+    "softmax",
+    "nll_loss",
+    "max",
+    "min",
+    "norm",
+    "argmax",
+    "topk",
+    "var",
+    "pool",
+    "cumsum",
+    "amax",
+)
+_COPY = (
+    "copy_",
+    "clone",
+    "_to_copy",
+    "cat",
+    "stack",
+    "contiguous",
+    "fill",
+    "zero",
+    "new_",
+    "empty",
+    "index_put",
+    "slice_scatter",
+)
+
+
+def kind_of(func: Any) -> Kind:
+    """The operator class, by which efficiency is measured and looked up."""
+    packet = func._overloadpacket
+    name = packet.__name__
+    if packet in _MATMUL:
+        return "matmul"
+    if packet in _CONVOLUTION:
+        return "convolution"
+    if "attention" in name:
+        return "attention"
+    if name.startswith(_NORM):
+        return "norm"
+    if "embedding" in name:
+        return "embedding"
+    if func.is_view:
+        return "view"
+    if any(word in name for word in _REDUCTION):
+        return "reduction"
+    if any(word in name for word in _COPY):
+        return "copy"
+    return "elementwise"
+
+
+def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    packet = func._overloadpacket
+    if "attention" in packet.__name__:
+        return _attention_flops(packet.__name__, args)
+    count = _FLOPS.get(packet)
+    return int(count(*args, **kwargs, out_val=result)) if count else 0
+
+
+def shape_of(kind: Kind, func: Any, args: tuple[Any, ...], result: Any) -> tuple[int, ...]:
+    """(batch, m, n, k) of a product, (batch, heads, queries, keys, dim) of attention, the input's, weight's and
+    output's sizes of a convolution, else the elements of the result."""
+    if kind == "matmul":
+        left, right = [value for value in args if isinstance(value, Tensor)][-2:]
+        *batch, m, k = left.shape
+        return (prod(batch), m, right.shape[-1], k)
+    if kind == "attention":
+        return _attention_shape(args)
+    if kind == "convolution":
+        tensors = [value for value in args if isinstance(value, Tensor)]
+        return tuple(size for tensor in tensors[:2] for size in tensor.shape)
+    leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    return (leaves[0].numel(),) if leaves else ()
+
+
+def bytes_of(kind: Kind, arguments: Iterable[Any], result: Any) -> int:
+    if kind == "view":
+        return 0
+    seen: dict[int, int] = {}
+    for leaf in (*tree_leaves(tuple(arguments)), *tree_leaves(result)):
+        if isinstance(leaf, Tensor):
+            seen[id(leaf)] = leaf.numel() * leaf.element_size()
+    return sum(seen.values())
+
+
+def _attention_shape(args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Queries and keys are the first two four-dimensional tensors, in backward after the output's gradient."""
+    tensors = [value for value in args if isinstance(value, Tensor) and value.dim() == 4]
+    query, key = tensors[-3:-1] if len(tensors) == 3 else tensors[1:3]
+    batch, heads, queries, dim = query.shape
+    return (batch, heads, queries, key.shape[2], dim)
+
+
+def _attention_flops(name: str, args: tuple[Any, ...]) -> int:
+    products = 5 if "backward" in name else 2
+    return 2 * products * prod(_attention_shape(args))

@@ -1,0 +1,129 @@
+"""Predicted memory is what GPUs and CPU ranks were measured to need, and its parts add up."""
+
+import json
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshwright.bench.memory import MEASURED, cases, predict
+from meshwright.launch.world import World
+from meshwright.plan import Plan
+from meshwright.profile.optimizer import optimizer_cost
+from meshwright.profile.trace import profile
+from meshwright.simulator.memory import CPU_MEMORY, CUDA_MEMORY, DeviceMemory, predict_memory
+from meshwright.train.session import Session
+from tests.profile.models import make
+
+MEDIAN, WORST = 0.03, 0.06
+A_FEW = ("vgg16-32-bf16", "resnet18-128-bf16", "gpt2-16-bf16", "gpt2-4-fp32", "gpt2-xl-1-bf16", "llama-1b-4-bf16")
+
+
+def errors(names: tuple[str, ...] | None = None) -> dict[str, float]:
+    measured: dict[str, Any] = json.loads(MEASURED.read_text())
+    found = {row["name"]: row["allocated_bytes"] for row in measured["rows"]}
+    chosen = [case for case in cases() if names is None or case["name"] in names]
+    return {c["name"]: predict(c, measured["holds_output"]).allocated_bytes / found[c["name"]] - 1 for c in chosen}
+
+
+def test_a_few_steps_measured_on_an_h200_are_predicted() -> None:
+    off = errors(A_FEW)
+    assert len(off) == len(A_FEW)
+    assert median(map(abs, off.values())) <= MEDIAN, off
+    assert max(map(abs, off.values())) <= WORST, off
+
+
+@pytest.mark.soak
+def test_all_steps_measured_on_an_h200_are_predicted() -> None:
+    pytest.importorskip("transformers")
+    off = errors()
+    assert len(off) == len(cases()) >= 17
+    assert median(map(abs, off.values())) <= MEDIAN, off
+    assert max(map(abs, off.values())) <= WORST, off
+
+
+def held_bytes(model: nn.Module, session: Session, batch: Any) -> dict[str, int]:
+    """What a real rank holds after a step."""
+    session.step(batch)
+    state = [v for entry in session.optimizer.state.values() for v in entry.values() if v.numel() > 1]
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return {
+        "weights": sum(p.numel() * p.element_size() for p in model.parameters()),
+        "gradients": sum(g.numel() * g.element_size() for g in gradients),
+        "optimizer state": sum(v.numel() * v.element_size() for v in state),
+    }
+
+
+@pytest.mark.parametrize("name", ["mnist", "resnet18", "gpt"])
+def test_a_cpu_rank_holds_what_was_predicted(name: str) -> None:
+    model, batch, loss = make(name)
+    adam = optimizer_cost(lambda parameters: torch.optim.Adam(parameters), at_once=False)
+    found = profile(model, batch, loss, on_gpu=False)
+    at_step = predict_memory(found, Plan(), 0, adam, CPU_MEMORY)  # without samples the optimizer step is the peak
+    world = World(0, 0, 1, 1, 0, torch.device("cpu"), None)
+    session = Session(model, lambda m: torch.optim.Adam(m.parameters()), loss=loss, plan=Plan(), world=world)
+    for part, size in held_bytes(model, session, batch).items():
+        assert at_step.breakdown[part] == pytest.approx(size, rel=0.05), part
+
+
+def test_the_parts_add_up_and_the_figures_are_kept_apart() -> None:
+    model, batch, loss = make("gpt")
+    sgd = optimizer_cost(lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), at_once=True)
+    found = predict_memory(profile(model, batch, loss), Plan(), 64, sgd, CUDA_MEMORY)
+    assert sum(found.breakdown.values()) == found.allocated_bytes
+    assert found.allocated_bytes <= found.reserved_bytes < found.device_bytes
+    assert found.peak_at.startswith("backward of")
+
+
+def test_buckets_and_accumulated_gradients_are_there_from_the_start() -> None:
+    model, batch, loss = make("mnist")
+    found = profile(model, batch, loss, on_gpu=False)
+    sgd = optimizer_cost(lambda parameters: torch.optim.SGD(parameters, lr=0.1), at_once=False)
+
+    def peak(**groups: Any) -> Any:
+        return predict_memory(found, Plan.model_validate(groups), 64, sgd, CPU_MEMORY)
+
+    alone, replicated = peak(), peak(axes={"replicate": 2})
+    assert replicated.breakdown["gradient buckets"] == found.parameter_bytes
+    assert "gradient buckets" not in alone.breakdown
+    assert replicated.allocated_bytes > alone.allocated_bytes
+    assert peak(memory={"accumulation": 2}).allocated_bytes == replicated.allocated_bytes
+
+
+@pytest.mark.parametrize(
+    ("make_optimizer", "state", "temporary"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), 0, 0),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 1, 0),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1), 1, 1),
+        (lambda p: torch.optim.AdamW(p), 2, 1),
+        (lambda p: torch.optim.AdamW(p, fused=True), 2, 0),
+        (lambda p: torch.optim.Adam(p, amsgrad=True), 3, 1),
+    ],
+)
+def test_an_optimizer_is_known_by_watching_it(make_optimizer: Any, state: float, temporary: float) -> None:
+    cost = optimizer_cost(make_optimizer, at_once=True)
+    assert (cost.state, cost.temporary) == (state, temporary)
+
+
+def test_large_tensors_are_rounded_to_their_segment_where_little_is_left() -> None:
+    mib = 2**20
+    assert DeviceMemory().rounding(12345) == 0
+    assert CUDA_MEMORY.rounding(1000) == 24
+    assert CUDA_MEMORY.rounding(39.5 * mib) == 0.5 * mib
+    assert CUDA_MEMORY.rounding(38.5 * mib) == 0  # a MiB and a half is left: another tensor gets it
+
+
+def test_recording_is_undisturbed_by_what_the_caller_holds() -> None:
+    model, (x, y), _ = make("mnist")
+    held: list[Any] = []
+
+    def holding(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        held[:] = [output]
+        return F.cross_entropy(output, target)
+
+    kept = profile(model, (x, y), holding, on_gpu=False)
+    assert kept.flops(4) == profile(model, (x, y), F.cross_entropy, on_gpu=False).flops(4)
