@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import InputError, MeshwrightError
 
 app = typer.Typer(
     help="Plan, prove and run distributed training of any PyTorch model.",
@@ -26,7 +26,7 @@ Settings = Annotated[
 ]
 PlanFile = Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="Train with this plan.")]
 ClusterName = Annotated[
-    str | None, typer.Option("--cluster", metavar="C", help="local, or 3xcpu for three ranks on these cores.")
+    str | None, typer.Option("--cluster", metavar="C", help="local, 3xcpu, 8xH100, or a YAML file.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="End with one line of JSON on stdout.")]
 
@@ -93,6 +93,29 @@ def strategies(
     for row in rows:
         rate = f"{row.samples_per_s:10,.0f} samples/s  ratio {row.ratio:.3f}"
         print(f"{row.strategy:20} {row.ranks} rank(s) {rate}  spread {row.spread:.1%} over {row.rounds} rounds")
+
+
+@app.command()
+def doctor(
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure every class of operators and write the device's file.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where --calibrate writes; else the user's cache.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show this machine's devices and links as measured, and what stands in the way of training."""
+    from meshwright.cluster.doctor import examine, examine_thoroughly, lines
+
+    if output and not calibrate:
+        raise InputError(f"--output {output}: only --calibrate writes a file")
+    told = examine_thoroughly(output) if calibrate else examine()
+    if as_json:
+        print(json.dumps(told), flush=True)
+        return
+    for line in lines(told):
+        print(line, flush=True)
 
 
 def _print_result(result: dict[str, Any], as_json: bool) -> None:

@@ -1,72 +1,120 @@
-"""Which cluster a name means: this machine as it is, or as several CPU devices."""
+"""Which cluster a name means: this machine as it is, some of its CPU cores, catalog devices, or a file."""
 
-import os
-import re
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
 
-from meshwright.cluster.cluster import Cluster
+from meshwright.cluster.cache import calibrated_device, load_measured, save_measured
+from meshwright.cluster.catalog import entry_reported_as, find_link
+from meshwright.cluster.cluster import Cluster, Device, Link, Node
+from meshwright.cluster.cores import usable_cores
+from meshwright.cluster.file import is_file, load_cluster
+from meshwright.cluster.graphics import list_gpus
+from meshwright.cluster.names import named, parse
+from meshwright.cluster.processor import memory_bytes, read_processor
 from meshwright.errors import InputError
 
+Measure = Callable[[Cluster], Cluster]
 
-def find(name: str) -> Cluster:
-    """`local`: every GPU, or else one device a usable core; `3xcpu`: three CPU devices sharing the cores."""
-    cores = usable_cores()
+
+def find(name: str, measure: Measure | None = None) -> Cluster:
+    """`local`: every GPU, or else one device a usable core; `3xcpu`: three CPU devices sharing the cores; a catalog
+    name; a YAML file.
+
+    This machine is only looked at, or taken as it was measured before; with `measure` (`probe.measure`) it is measured
+    where it has not been yet.
+    """
+    if is_file(name):
+        return load_cluster(name)
     if name == "local":
-        gpus = torch.cuda.device_count()
-        if gpus:
-            return Cluster(name=name, device="cuda", devices=gpus, cores=cores)
-        return Cluster(name=name, device="cpu", devices=cores, cores=cores)
-    several = re.fullmatch(r"([1-9]\d{0,3})x(cpu|CPU)", name)
-    if several:
-        return Cluster(name=name, device="cpu", devices=int(several[1]), cores=cores)
-    raise InputError(
-        f"cluster '{name}' is not known: write 'local' for this machine as it is,"
-        " or '3xcpu' for three CPU devices on it"
+        return _measured(detect(), measure)
+    counts, word, links = parse(name)
+    if word.lower() == "cpu":
+        if len(counts) > 1 or links:
+            raise InputError(f"cluster '{name}' is not known: cpu is a core of this machine, write '3xcpu' for three")
+        return _sharing(_measured(detect_cpu(), measure), counts[0] if counts else 1, name)
+    return named(name)
+
+
+def detect() -> Cluster:
+    """This machine, nothing measured."""
+    return _detect_gpus(torch.cuda.device_count()) if torch.cuda.device_count() else detect_cpu()
+
+
+def detect_cpu() -> Cluster:
+    """This machine's cores, each a device with its share of the memory."""
+    cores = usable_cores()
+    processor = read_processor()
+    device = Device(
+        name=processor.name,
+        kind="cpu",
+        memory_bytes=memory_bytes() // cores,
+        instructions=processor.instructions,
+        sources={"memory_bytes": "detected: its share of this machine's", "instructions": "detected: /proc/cpuinfo"},
     )
+    node = Node(device=device, count=cores, link=Link(name="Loopback"), cores=cores)
+    return Cluster(name="local", nodes=(node,), based_on="detected")
 
 
-def usable_cores(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """The cores this process may run on, within the CPU quota of its container."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, int(min([allowed, *_quotas(cgroups, _own_groups())])))
+def _detect_gpus(count: int) -> Cluster:
+    """GPUs that the catalog knows by the driver's name have its constants; others have none until measured."""
+    gpus = list_gpus()
+    gpu = min(gpus, key=lambda gpu: gpu.memory_bytes) if gpus else None
+    entry = entry_reported_as(gpu.name) if gpu else None
+    if entry:
+        node = Node(device=entry.device, count=count, link=find_link(entry.within), cores=usable_cores())
+        return Cluster(name="local", nodes=(node,), based_on="datasheet")
+    device = Device(
+        name=gpu.name if gpu else "GPU",
+        kind="cuda",
+        memory_bytes=gpu.memory_bytes if gpu else 0,
+        sources={"memory_bytes": "detected: nvidia-smi"} if gpu else {},
+    )
+    node = Node(device=device, count=count, link=Link(name="unknown"), cores=usable_cores())
+    return Cluster(name="local", nodes=(node,), based_on="detected")
 
 
-def _own_groups() -> list[str]:
-    """The paths of this process in the cgroup trees, such as `/user.slice/session-1.scope`."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    groups = [line.split(":", 2) for line in lines]
-    return [path for _, controllers, path in groups if not controllers or "cpu" in controllers.split(",")]
+def _measured(detected: Cluster, measure: Measure | None) -> Cluster:
+    cluster = load_measured(detected)
+    if cluster is None:
+        if measure is None:
+            return detected
+        cluster = measure(detected)
+        save_measured(detected, cluster)
+    return _calibrated(cluster)
 
 
-def _quotas(cgroups: Path, groups: list[str]) -> Iterator[float]:
-    """Cores' worth of CPU time allowed by each group around this process, in cgroup v2 and in v1."""
-    for root in (cgroups, cgroups / "cpu", cgroups / "cpu,cpuacct"):
-        # Inside a container the own group is mounted as the root, whatever path the kernel tells.
-        folders = {root}
-        for group in groups:
-            own = root / group.lstrip("/")
-            folders.update(folder for folder in (own, *own.parents) if folder.is_relative_to(root))
-        for folder in sorted(folders):
-            yield from _quota(folder)
+def _calibrated(cluster: Cluster) -> Cluster:
+    """The measured machine with what `doctor --calibrate` found out about its device, memory shares as they are."""
+    (node,) = cluster.nodes
+    known = calibrated_device(node.device.name)
+    if known is None or known.kind != node.device.kind:
+        return cluster
+    device = known.model_copy(update={"memory_bytes": node.device.memory_bytes})
+    return cluster.model_copy(update={"nodes": (node.model_copy(update={"device": device}),), "based_on": "calibrated"})
 
 
-def _quota(folder: Path) -> Iterator[float]:
-    limit = _words(folder / "cpu.max") or [
-        *_words(folder / "cpu.cfs_quota_us"),
-        *_words(folder / "cpu.cfs_period_us"),
-    ]
-    if len(limit) == 2 and limit[0] not in ("max", "-1") and float(limit[1]) > 0:
-        yield float(limit[0]) / float(limit[1])
+def _sharing(cluster: Cluster, count: int, name: str) -> Cluster:
+    """So many CPU devices on the same cores: each has its share of the machine's memory and bandwidth."""
+    (node,) = cluster.nodes
+    device = node.device.model_copy(
+        update={
+            "memory_bytes": node.device.memory_bytes * node.count // count,
+            "bandwidth_bytes_per_s": node.device.bandwidth_bytes_per_s * node.count / count,
+        }
+    )
+    shared = node.model_copy(update={"device": device, "count": count})
+    return cluster.model_copy(update={"name": name, "nodes": (shared,)})
 
 
-def _words(file: Path) -> list[str]:
-    try:
-        return file.read_text().split()
-    except OSError:
-        return []
+def check_here(cluster: Cluster) -> None:
+    """Refuses a cluster that this machine is not: it can be planned for, but ranks cannot be started on it here."""
+    nodes = sum(node.number for node in cluster.nodes)
+    there = f"{nodes} nodes" if nodes > 1 else f"{cluster.devices} GPUs" if cluster.kind == "cuda" else "other CPUs"
+    gpus, cores = torch.cuda.device_count(), usable_cores()
+    fits = cluster.devices <= gpus if cluster.kind == "cuda" else cluster.cores <= cores
+    if nodes > 1 or not fits:
+        raise InputError(
+            f"cluster '{cluster.name}' has {there}, this machine has {gpus} GPUs and {cores} cores: train with"
+            " --cluster local, or start the ranks of several machines with torchrun"
+        )

@@ -33,8 +33,8 @@ def check(job: Job, plan: Plan, cluster: Cluster) -> None:
 def check_devices(plan: Plan, cluster: Cluster) -> None:
     if plan.world_size > cluster.devices:
         axes = " × ".join(f"{name}({size})" for name, size in plan.axes.model_dump().items() if size > 1)
-        kind = "GPUs" if cluster.device == "cuda" else "CPU cores"
-        shared = f", or --cluster {plan.world_size}xcpu to share the cores" if cluster.device == "cpu" else ""
+        kind = "GPUs" if cluster.kind == "cuda" else "CPU cores"
+        shared = f", or --cluster {plan.world_size}xcpu to share the cores" if cluster.kind == "cpu" else ""
         raise InputError(
             f"{axes} = {plan.world_size} ranks, but the cluster '{cluster.name}' has {cluster.devices} devices"
             f" ({kind}): choose axes whose product is at most {cluster.devices}{shared}"

@@ -25,7 +25,7 @@ def train_joined(job: Job, plan: Plan | None, cluster: Cluster, resume: str) -> 
     def main(world: World, place: Place) -> None:
         results.append(_train(job, plan, cluster, resume, world))
 
-    run_rank(main, cluster.device, job.train.timeout_s)
+    run_rank(main, cluster.kind, job.train.timeout_s)
     return results[0]
 
 
@@ -52,7 +52,7 @@ def _agree_on_folder(
     news: list[Any] = [None]
     if world.rank == 0:
         try:
-            check(job, plan, cluster.model_copy(update={"devices": world.size}))
+            check(job, plan, cluster.with_devices(world.size))
             claimed = claim(job, resume)
             record(claimed.folder, job, plan)
             news = [claimed.folder]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cluster.cluster import Cluster
+from meshwright.cluster.detect import check_here
 from meshwright.errors import InputError, Stopped
 from meshwright.job import Job
 from meshwright.launch.local import Ranks, launch
@@ -20,6 +21,7 @@ DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 def train(job: Job, plan: Plan, cluster: Cluster, resume: str = "auto") -> dict[str, Any]:
     """Trains on this machine; returns the run's result as the command line's JSON has it."""
+    check_here(cluster)
     check(job, plan, cluster)
     output = Path(job.output)
     absent = [path for path in (output, *output.parents) if not path.exists()]
@@ -29,11 +31,11 @@ def train(job: Job, plan: Plan, cluster: Cluster, resume: str = "auto") -> dict[
         print(claimed.note, file=sys.stderr, flush=True)
     record(folder, job, plan)
     threads = plan.compute.threads or max(1, cluster.cores // plan.world_size)
-    ranks = Ranks(plan.world_size, cluster.device, threads, job.train.restarts)
+    ranks = Ranks(plan.world_size, cluster.kind, threads, job.train.restarts)
     try:
         launch(
             "meshwright.train.rank",
-            [str(folder.path.resolve()), cluster.device],
+            [str(folder.path.resolve()), cluster.kind],
             ranks,
             folder.logs,
             DETERMINISTIC if job.train.deterministic else {},

@@ -1,4 +1,4 @@
-"""Names of clusters."""
+"""Which cluster a name means, and this machine as it was measured before."""
 
 import os
 from pathlib import Path
@@ -6,50 +6,146 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.cluster.detect import find, usable_cores
+from meshwright.cluster import detect
+from meshwright.cluster.cache import calibrated_file, save_device
+from meshwright.cluster.cluster import Cluster, Device, Link, OperatorTime
+from meshwright.cluster.detect import check_here, find
+from meshwright.cluster.graphics import Gpu
 from meshwright.errors import InputError
+
+LINK = Link(name="Loopback", bandwidth_bytes_per_s=1e9, latency_s=1e-4)
+
+
+def measured(cluster: Cluster) -> Cluster:
+    """A measurement made up."""
+    (node,) = cluster.nodes
+    device = node.device.model_copy(
+        update={"memory_bytes": 2**34, "bandwidth_bytes_per_s": 1e10, "rates": {"fp32": 5e10}, "launch_s": 1e-6}
+    )
+    node = node.model_copy(update={"device": device, "link": LINK})
+    return cluster.model_copy(update={"nodes": (node,), "based_on": "measured"})
+
+
+def with_gpus(monkeypatch: pytest.MonkeyPatch, count: int, name: str) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(detect, "list_gpus", lambda: [Gpu(name, 10 * 2**30, 0)] * count)
 
 
 def test_local_has_a_device_a_core_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     cluster = find("local")
-    assert (cluster.device, cluster.devices) == ("cpu", cluster.cores)
+    assert (cluster.kind, cluster.devices, cluster.based_on) == ("cpu", cluster.cores, "detected")
     assert 1 <= cluster.cores <= len(os.sched_getaffinity(0))
+    assert cluster.nodes[0].device.memory_bytes > 0
 
 
 def test_local_takes_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert (find("local").device, find("local").devices) == ("cuda", 4)
+    assert (find("local").kind, find("local").devices) == ("cuda", 4)
+
+
+def test_a_gpu_that_the_catalog_knows_has_its_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, 2, "NVIDIA A100-SXM4-80GB")
+    cluster = find("local")
+    assert (cluster.nodes[0].device.name, cluster.based_on) == ("A100-80GB", "datasheet")
+    assert cluster.nodes[0].device.rates["bf16"] == 312e12
+
+
+def test_an_unknown_gpu_is_measured_and_never_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, 2, "NVIDIA Z900")
+    cluster = find("local")
+    assert (cluster.nodes[0].device.name, cluster.nodes[0].device.rates) == ("NVIDIA Z900", {})
+    assert cluster.based_on == "detected"
+    assert find("local", measured).nodes[0].device.rates == {"fp32": 5e10}
 
 
 @pytest.mark.parametrize("name", ["3xcpu", "3xCPU"])
 def test_more_devices_than_cores(name: str) -> None:
     cluster = find(name)
-    assert (cluster.device, cluster.devices, cluster.cores) == ("cpu", 3, find("local").cores)
+    assert (cluster.kind, cluster.devices, cluster.cores, cluster.name) == ("cpu", 3, find("1xcpu").cores, name)
 
 
-@pytest.mark.parametrize("name", ["8xH100", "0xcpu", "lokal", ""])
-def test_unknown_clusters_are_refused_in_one_line(name: str) -> None:
-    with pytest.raises(InputError, match=r"^cluster '.*' is not known: write 'local' .*$") as caught:
-        find(name)
-    assert "\n" not in str(caught.value)
+def test_devices_share_the_memory_and_bandwidth_of_the_cores() -> None:
+    few, many = find("2xcpu", measured).nodes[0].device, find("8xcpu", measured).nodes[0].device
+    assert many.memory_bytes == few.memory_bytes // 4
+    assert many.bandwidth_bytes_per_s == few.bandwidth_bytes_per_s / 4
+    assert many.rates == few.rates
+
+
+def test_a_machine_is_measured_once(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    calls = []
+
+    def count(cluster: Cluster) -> Cluster:
+        calls.append(cluster.name)
+        return measured(cluster)
+
+    first = find("local", count)
+    assert (first.based_on, calls) == ("measured", ["local"])
+    assert find("local", count) == first == find("local")
+    assert find("3xcpu", count).based_on == "measured"
+    assert calls == ["local"]
+    next(own_cache.glob("machine-*.yaml")).write_text("nodes: [")
+    assert find("local").based_on == "detected"
+    assert find("local", count) == first
+    assert calls == ["local", "local"]
+
+
+def test_another_torch_is_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    find("local", measured)
+    monkeypatch.setattr(torch, "__version__", "99.0")
+    assert find("local").based_on == "detected"
+
+
+def test_a_calibrated_device_is_picked_up_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    row = OperatorTime(operator="matmul", dtype="fp32", shape=(2, 3, 4), flops=48, bytes=104, seconds=1e-6)
+    for device in (find("local", measured).nodes[0].device, find("1xH200").nodes[0].device):
+        found = device.model_copy(update={"operators": (row,), "launch_s": 9e-6})
+        save_device(found, calibrated_file(device.name))
+    local, eight = find("local"), find("8xH200")
+    assert (local.based_on, local.nodes[0].device.operators) == ("calibrated", (row,))
+    assert (eight.based_on, eight.nodes[0].device.launch_s) == ("calibrated", 9e-6)
+    assert find("8xH100").based_on == "datasheet"
 
 
 @pytest.mark.parametrize(
-    ("files", "most"),
+    ("name", "said"),
     [
-        ({"cpu.max": "150000 100000\n"}, 1),
-        ({"cpu.max": "max 100000\n"}, 1000),
-        ({"cpu/cpu.cfs_quota_us": "50000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1),
-        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1000),
-        ({}, 1000),
+        ("8xH10O", "there is no device 'H10O': did you mean 'H100'?"),
+        ("8xa100-80g", "there is no device 'a100-80g': did you mean 'A100-80GB'?"),
+        ("0xcpu", "there is no device '0xcpu': did you mean 'cpu'?"),
+        ("lokal", "there is no device 'lokal': did you mean 'local'?"),
+        ("8xQuantum", "there is no device 'Quantum': docs/cluster.md lists them, and a YAML file describes any other"),
+        ("", "write 'local' for this machine, a name such as 8xH100 or 4x8xA100-80GB@200G, or a YAML file"),
+        ("2x2x8xH100", "write 'local' for this machine, a name such as 8xH100"),
+        ("2x3xcpu", "cpu is a core of this machine, write '3xcpu' for three"),
+        ("2x8xH100@InfiniBand-NRD", "there is no link 'InfiniBand-NRD' in the catalog: did you mean 'InfiniBand-NDR'?"),
+        ("2x8xH100@0G", "there is no link '0G' in the catalog"),
+        ("8xH100@", "write 'local' for this machine"),
     ],
 )
-def test_the_quota_of_the_container_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], most: int
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(1000)))
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert usable_cores(tmp_path) == most
+def test_unknown_clusters_are_refused_in_one_line(name: str, said: str) -> None:
+    with pytest.raises(InputError) as caught:
+        find(name)
+    assert str(caught.value).startswith(f"cluster '{name}' is not known: {said}")
+    assert "\n" not in str(caught.value)
+
+
+def test_ranks_are_started_on_this_machine_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    check_here(find("local"))
+    check_here(find("64xcpu"))
+    for name, said in (("8xH100", "has 8 GPUs"), ("2x1xCore", "has 2 nodes"), ("999xCore", "has other CPUs")):
+        with pytest.raises(
+            InputError, match=rf"^cluster '{name}' {said}, this machine has 0 GPUs and .* --cluster local"
+        ):
+            check_here(find(name))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    check_here(find("8xH100"))
+
+
+def test_a_device_knows_what_its_instructions_speed_up() -> None:
+    device = Device(name="a", kind="cpu", instructions=("amx-bf16", "avx512-fp32"))
+    assert (device.accelerates("bf16"), device.accelerates("fp16")) == (True, False)

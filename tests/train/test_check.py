@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.cluster.cluster import Cluster
+from meshwright.cluster.detect import find
 from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.train.check import check, check_batch, check_devices
 from tests.train.alone import EVALUATED, toy_job
 
-TWO = Cluster(name="2xcpu", device="cpu", devices=2, cores=2)
+TWO = find("2xcpu")
 
 
 class NeedsMemory(nn.Module):

@@ -1,0 +1,54 @@
+"""Which cluster a name means: `8xH100`, `4x8xA100-80GB` (nodes × devices), `16x8xH100@400G` (and the link)."""
+
+import re
+
+from meshwright.cluster.cache import calibrated_device
+from meshwright.cluster.catalog import find_entry, find_link, is_within, nearest_device
+from meshwright.cluster.cluster import BasedOn, Cluster, Device, Node
+from meshwright.errors import InputError
+
+_NAME = re.compile(r"((?:[1-9]\d{0,5}x)*)([^@]+)((?:@[^@]+)*)")
+
+
+def parse(name: str) -> tuple[list[int], str, list[str]]:
+    """The counts, the device and the links of a name: `4x8xA100@400G` is [4, 8], A100, [400G]."""
+    match = _NAME.fullmatch(name.strip())
+    counts = [int(count) for count in match[1].split("x") if count] if match else []
+    if match is None or len(counts) > 2:
+        raise InputError(f"cluster '{name}' is not known: {WRITE}")
+    return counts, match[2], [link for link in match[3].split("@") if link]
+
+
+WRITE = "write 'local' for this machine, a name such as 8xH100 or 4x8xA100-80GB@200G, or a YAML file"
+
+
+def named(name: str) -> Cluster:
+    """A cluster of catalog devices, one node unless the name says more, joined as such machines usually are.
+
+    `@` changes a link: one within nodes (`@PCIe3-x16`), or the network between them, whose rate is per device.
+    """
+    counts, word, links = parse(name)
+    nodes, devices = [1, 1, *counts][-2:]
+    try:
+        entry = find_entry(word)
+    except InputError:
+        hint = nearest_device(word, "local", "cpu")
+        raise InputError(f"cluster '{name}' is not known: there is no device '{word}'{hint}") from None
+    within, between = entry.within, entry.between
+    for link in links:
+        if is_within(link):
+            within = link
+        else:
+            between = link
+    try:
+        inside, network = find_link(within), find_link(between)
+    except InputError as error:
+        raise InputError(f"cluster '{name}' is not known: {error}") from None
+    device = calibrated_device(entry.device.name) or entry.device
+    node = Node(device=device, count=devices, link=inside, cores=entry.cores * devices, number=nodes)
+    return Cluster(name=name, nodes=(node,), link=network, based_on=basis(device))
+
+
+def basis(*devices: Device) -> BasedOn:
+    """A cluster is calibrated where each of its devices is."""
+    return "calibrated" if all(device.operators for device in devices) else "datasheet"

@@ -1,0 +1,61 @@
+"""Which processor this is, how much memory it has, and which of its instructions matter for training."""
+
+import os
+import platform
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from meshwright.cluster.catalog import CATALOG, entry_reported_as
+from meshwright.cluster.yaml_file import read_mapping
+
+
+@dataclass(frozen=True)
+class Processor:
+    """`name` is the catalog's where it knows this processor, the processor's own otherwise."""
+
+    name: str
+    instructions: tuple[str, ...]
+
+
+def read_processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> Processor:
+    try:
+        text = cpuinfo.read_text()
+    except OSError:
+        text = ""
+    flags = (_field(text, "flags") or _field(text, "Features")).split()
+    reported = _field(text, "model name") or _arm_part(text) or platform.processor() or platform.machine() or "CPU"
+    entry = entry_reported_as(reported)
+    known = _instructions()
+    return Processor(
+        name=entry.device.name if entry else re.sub(r"\((R|TM)\)|CPU|Processor|@.*", "", reported).strip(),
+        instructions=tuple(instruction for flag, instruction in known.items() if flag in flags),
+    )
+
+
+def memory_bytes() -> int:
+    """What this machine has, or what its container may use of it."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            total = min(total, int(Path(limit).read_text()))
+        except (OSError, ValueError):  # absent, or the word "max"
+            continue
+    return total
+
+
+def _field(text: str, name: str) -> str:
+    found = re.search(rf"^{name}\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1].strip() if found else ""
+
+
+def _arm_part(text: str) -> str:
+    """Arm names no model, but numbers who made which part: `ARM 0x41 0xd0c`."""
+    maker, part = _field(text, "CPU implementer"), _field(text, "CPU part")
+    return f"ARM {maker} {part}" if maker and part else ""
+
+
+@lru_cache
+def _instructions() -> dict[str, str]:
+    return read_mapping(CATALOG / "instructions.yaml", "catalog")

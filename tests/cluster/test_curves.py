@@ -1,0 +1,80 @@
+"""Times read off measured curves: through the points, rising with the size, silent where nothing was measured."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.cluster.catalog import find_link, links_between, links_within
+from meshwright.cluster.cluster import Curve, Link
+from meshwright.cluster.curves import curve_time, rising
+
+WITH_CURVES = [
+    *(name for name in links_within() if find_link(name).curves),
+    *("EFA-50G", "EFA-400G", "EFAv4-400G", "Ethernet-40G", "InfiniBand-NDR-SHARP"),
+]
+
+
+def link(*curves: Curve) -> Link:
+    return Link(name="a", bandwidth_bytes_per_s=1e9, latency_s=1e-5, curves={"all_reduce": curves})
+
+
+def curve(ranks: int, nodes: int = 1, slower: float = 1.0) -> Curve:
+    points = ((1000, 2e-5 * slower), (10_000, 4e-5 * slower), (1_000_000, 1e-3 * slower))
+    return Curve(ranks=ranks, nodes=nodes, points=points, source="made up")
+
+
+@pytest.mark.parametrize("name", WITH_CURVES)
+def test_the_catalogs_curves_go_through_their_points_and_rise(name: str) -> None:
+    found = find_link(name)
+    for collective, curves in found.curves.items():
+        for one in curves:
+            for size, seconds in one.points:
+                assert curve_time(found, collective, size, one.ranks, one.nodes) == pytest.approx(seconds)
+            times = [curve_time(found, collective, 1.3**power, one.ranks, one.nodes) or 0 for power in range(100)]
+            assert times == sorted(times)
+            assert times[0] > 0
+
+
+def test_the_catalog_has_curves_for_the_links_that_were_measured() -> None:
+    assert {"NVLink2", "NVLink3", "NVLink4", "NVLink5"} <= set(WITH_CURVES)
+    assert set(find_link("NVLink4").curves) == {"all_reduce", "all_gather", "reduce_scatter"}
+    assert not find_link("PCIe4-x16").curves
+    assert "Ethernet-40G" in links_between()
+
+
+@given(st.lists(st.floats(1, 1e10), min_size=2, max_size=20))
+def test_a_larger_message_never_takes_less(sizes: list[float]) -> None:
+    times = [curve_time(link(curve(2), curve(8, slower=3)), "all_reduce", size, 5) or 0 for size in sorted(sizes)]
+    assert all(earlier <= later * (1 + 1e-12) for earlier, later in pairwise(times))
+
+
+def test_beyond_the_points_it_ends_in_latency_and_in_bandwidth() -> None:
+    assert curve_time(link(curve(2)), "all_reduce", 1e-9, 2) == pytest.approx(1e-5)
+    assert curve_time(link(curve(2)), "all_reduce", 5e6, 2) == pytest.approx(5e-3)
+
+
+def test_between_two_numbers_of_ranks_and_not_outside() -> None:
+    two_and_eight = link(curve(2), curve(8, slower=4))
+    assert curve_time(two_and_eight, "all_reduce", 1000, 4) == pytest.approx(4e-5)
+    assert curve_time(two_and_eight, "all_reduce", 1000, 16) is None
+    assert curve_time(two_and_eight, "all_gather", 1000, 4) is None
+
+
+def test_over_nodes_only_curves_with_as_many_ranks_a_node_speak() -> None:
+    pair = link(curve(16, nodes=2), curve(64, nodes=8, slower=2))
+    assert curve_time(pair, "all_reduce", 1000, 32, nodes=4) == pytest.approx(2e-5 * 2**0.5)
+    assert curve_time(pair, "all_reduce", 1000, 16, nodes=16) is None
+    assert curve_time(pair, "all_reduce", 1000, 16) is None
+
+
+def test_measured_points_are_made_to_rise() -> None:
+    assert rising([(4, 3.0), (1, 5.0), (2, 2.0)]) == ((1, 2.0), (2, 2.0), (4, 3.0))
+
+
+def test_a_curve_that_falls_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"\(10, 0.002\) comes before \(20, 0.001\)"):
+        Curve(ranks=2, points=((10, 2e-3), (20, 1e-3)), source="made up")
+    with pytest.raises(ValueError, match="two all_reduce curves for 2 ranks"):
+        link(curve(2), curve(2))

@@ -1,0 +1,56 @@
+"""This machine measured for real: everything positive, and a device that can be predicted with."""
+
+import pytest
+import torch
+
+from meshwright.cluster import probe
+from meshwright.cluster.calibrate import cases, measure_operators
+from meshwright.cluster.cluster import OperatorTime
+from meshwright.cluster.curves import curve_time
+from meshwright.cluster.detect import detect_cpu
+from meshwright.cluster.probe import measure
+from meshwright.errors import MeshwrightError
+
+
+def test_this_machine_is_measured() -> None:
+    detected = detect_cpu()
+    cluster = measure(detected)
+    (node,) = cluster.nodes
+    assert cluster.based_on == "measured"
+    assert (cluster.devices, node.cores) == (detected.devices, detected.cores)
+    assert node.device.is_known
+    assert {"fp64", "fp32"} <= set(node.device.rates)
+    assert min(node.device.rates.values()) > 0
+    assert 0 < node.device.launch_s < 1
+    assert node.device.context_bytes > 0
+    assert node.device.sources["rates"].startswith("measured: torch")
+    assert node.link.latency_s > 0
+    (curve,) = node.link.curves["all_reduce"]
+    assert curve.ranks == 2
+    assert (curve_time(node.link, "all_reduce", 2**20, 2) or 0) > 0
+    assert type(cluster).model_validate(cluster.model_dump()) == cluster
+
+
+def test_a_rank_that_fails_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe.sys, "executable", "/bin/false")
+    with pytest.raises(MeshwrightError, match=r"^this machine could not be measured: it left no word$"):
+        measure(detect_cpu())
+
+
+def test_every_class_of_operators_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    smallest = {case.operator: case for case in sorted(cases("cpu"), key=lambda case: -case.elements)}
+    monkeypatch.setattr("meshwright.cluster.calibrate.cases", lambda kind: smallest.values())
+    monkeypatch.setattr("meshwright.cluster.calibrate.BUDGET_S", {"cpu": 1e-3})
+    rows = [OperatorTime.model_validate(row) for row in measure_operators(torch.device("cpu"), {"fp32": 1e10})]
+    assert len(smallest) == 8
+    assert {row.operator for row in rows} == set(smallest)
+    backward = {row.operator for row in rows if row.direction == "backward"}
+    assert backward == set(smallest) - {"optimizer"}
+    assert {row.dtype for row in rows} == {"fp32"}
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_no_shape_is_asked_for_twice(kind: str) -> None:
+    shapes = [(case.operator, case.shape) for case in cases(kind)]
+    assert len(shapes) == len(set(shapes))
+    assert all(case.elements > 0 for case in cases(kind))
