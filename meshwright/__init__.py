@@ -13,8 +13,9 @@ _WHERE = {
     "load_job": "meshwright.job",
     "load_plan": "meshwright.job",
     "parallelize": "meshwright.train.parallelize",
+    "predict": "meshwright.simulator.predict",
 }
-__all__ = ["Job", "Plan", "Session", "__version__", "load_job", "load_plan", "parallelize"]
+__all__ = ["Job", "Plan", "Session", "__version__", "load_job", "load_plan", "parallelize", "predict"]
 
 
 def __getattr__(name: str) -> Any:

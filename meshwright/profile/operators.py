@@ -4,6 +4,7 @@ FLOPs count a multiplication and an addition as two. They are torch's own formul
 where it has one, so matrix products, convolutions and attention count and everything else is zero:
 
     matmul (m×k)·(k×n)          2·m·n·k
+    convolution                 2·outputs·weights of a filter; each gradient as much again
     attention, forward          4·batch·heads·queries·keys·dim
     attention, backward         10·batch·heads·queries·keys·dim      (five products)
 
@@ -92,6 +93,11 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
     packet = func._overloadpacket
     if "attention" in packet.__name__:
         return _attention_flops(packet.__name__, args)
+    if packet is aten.convolution_backward:
+        wanted = sum(bool(flag) for flag in args[10][:2])  # the gradients of the input and of the weight
+        return wanted * _convolution_flops(args[1], args[2], args[0], transposed=args[7])
+    if packet is aten.convolution:
+        return _convolution_flops(args[0], args[1], result, transposed=args[6])
     count = _FLOPS.get(packet)
     return int(count(*args, **kwargs, out_val=result)) if count else 0
 
@@ -128,6 +134,12 @@ def _attention_shape(args: tuple[Any, ...]) -> tuple[int, ...]:
     query, key = tensors[-3:-1] if len(tensors) == 3 else tensors[1:3]
     batch, heads, queries, dim = query.shape
     return (batch, heads, queries, key.shape[2], dim)
+
+
+def _convolution_flops(input: Tensor, weight: Tensor, output: Tensor, transposed: bool) -> int:
+    """Two a weight of a filter and position; torch's own formula takes the backward pass of groups for whole."""
+    positions = input.numel() if transposed else output.numel()
+    return 2 * positions * prod(weight.shape[1:])
 
 
 def _attention_flops(name: str, args: tuple[Any, ...]) -> int:

@@ -94,6 +94,17 @@ def test_flops_of_convolutional_nets_are_the_closed_form(name: str) -> None:
     assert found.flops(8, "backward") == pytest.approx(8 * (2 * forward - unneeded), rel=1e-3)
 
 
+@pytest.mark.parametrize("groups", [1, 8])
+def test_grouped_convolutions_cost_their_groups_only(groups: int) -> None:
+    model = nn.Sequential(nn.Conv2d(8, 8, 3, groups=groups), nn.Conv2d(8, 8, 3, groups=groups), nn.Flatten())
+    sample = (torch.zeros(2, 8, 7, 7), torch.zeros(2, dtype=torch.long))
+    per_filter = 2 * 9 * 8 // groups
+    first, second = 8 * 5 * 5 * per_filter, 8 * 3 * 3 * per_filter
+    found = profile(model, sample, scores_loss)
+    assert found.flops(1, "forward") == first + second
+    assert found.flops(1, "backward") == first + 2 * second
+
+
 def test_flops_of_gpt2_are_the_closed_form() -> None:
     with torch.device("meta"):
         model = decoder("gpt2")

@@ -1,0 +1,112 @@
+"""Models that people bring: of torchvision, timm and transformers, built small, are profiled or refused by name."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.call import load
+from meshwright.errors import InputError
+from meshwright.profile.trace import profile
+
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": 200,
+    "max_position_embeddings": 80,
+}
+GROUPED = {**SMALL, "num_key_value_heads": 2, "use_cache": False}
+LANGUAGE: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"n_layer": 6, "n_embd": 64, "n_head": 4, "use_cache": False}),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", GROUPED),
+    "mistral": ("MistralForCausalLM", "MistralConfig", GROUPED),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", GROUPED),
+    "bert": ("BertForMaskedLM", "BertConfig", SMALL),
+    "roberta": ("RobertaForMaskedLM", "RobertaConfig", SMALL),
+    "distilbert": ("DistilBertForMaskedLM", "DistilBertConfig", {"dim": 64, "n_heads": 4, "hidden_dim": 128}),
+    "albert": ("AlbertForMaskedLM", "AlbertConfig", {**SMALL, "embedding_size": 32}),
+    "bloom": ("BloomForCausalLM", "BloomConfig", {"hidden_size": 64, "n_layer": 6, "n_head": 4, "use_cache": False}),
+    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {**SMALL, "use_cache": False}),
+}
+VISION = {
+    "torchvision.models.alexnet": 224,
+    "torchvision.models.vgg11": 224,
+    "torchvision.models.resnet18": 64,
+    "torchvision.models.mobilenet_v3_small": 64,
+    "torchvision.models.efficientnet_b0": 64,
+    "torchvision.models.convnext_tiny": 64,
+    "torchvision.models.swin_t": 64,
+    "torchvision.models.vit_b_16": 224,
+    "torchvision.models.shufflenet_v2_x1_0": 64,
+    "torchvision.models.squeezenet1_0": 64,
+    "timm.mixer_s32_224": 224,
+    "timm.deit_tiny_patch16_224": 224,
+    "timm.resnetv2_50": 64,
+    "timm.poolformer_s12": 64,
+}
+QUICK = {"gpt2", "llama", "bert", "torchvision.models.squeezenet1_0", "timm.deit_tiny_patch16_224"}
+
+
+def either(names: Any) -> list[Any]:
+    """The quick ones always, the others in the soak."""
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.soak) for name in names]
+
+
+def scores(output: Any, target: Tensor) -> Tensor:
+    found = getattr(output, "logits", output)
+    return (
+        F.cross_entropy(found.flatten(0, 1), target.flatten()) if found.dim() == 3 else F.cross_entropy(found, target)
+    )
+
+
+def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+def language_model(name: str, **changes: Any) -> nn.Module:
+    pytest.importorskip("transformers")
+    model, config, settings = LANGUAGE[name]
+    return on_meta(lambda: load(f"transformers.{model}")(load(f"transformers.{config}")(**{**settings, **changes})))
+
+
+@pytest.mark.parametrize("name", either(LANGUAGE))
+def test_language_models_of_transformers(name: str) -> None:
+    tokens = torch.empty(2, 32, dtype=torch.long, device="meta")
+    model = language_model(name)
+    found = profile(model, {"input_ids": tokens, "labels": tokens}, scores)
+    elements = sum(p.numel() for p in model.parameters())
+    assert found.parameter_count == elements
+    assert 2 * found.flops(1, "forward") == pytest.approx(found.flops(1, "backward"), rel=0.2)
+    assert found.saved_bytes(4) > found.saved_bytes(2) > 0
+
+
+@pytest.mark.parametrize("name", either(VISION))
+def test_vision_models(name: str) -> None:
+    if name.startswith("timm."):
+        pytest.importorskip("timm")
+        model = on_meta(lambda: load("timm.create_model")(name.removeprefix("timm.")))
+    else:
+        model = on_meta(load(name))
+    size = VISION[name]
+    images = torch.empty(2, 3, size, size, device="meta")
+    found = profile(model, (images, torch.empty(2, dtype=torch.long, device="meta")), scores)
+    assert found.parameter_count == sum(p.numel() for p in model.parameters())
+    assert found.flops(6, "forward") == pytest.approx(3 * found.flops(2, "forward"))
+    assert found.saved_bytes(4) > found.saved_bytes(2) > 0
+
+
+def test_a_model_that_looks_at_its_values_is_refused_with_the_operator_and_the_module() -> None:
+    pytest.importorskip("transformers")
+    config = load("transformers.OPTConfig")(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, ffn_dim=128, word_embed_proj_dim=64, use_cache=False
+    )
+    model = on_meta(lambda: load("transformers.OPTForCausalLM")(config))
+    tokens = torch.empty(2, 32, dtype=torch.long, device="meta")
+    with pytest.raises(InputError, match=r"model\.decoder \(OPTDecoder\): aten\._local_scalar_dense"):
+        profile(model, {"input_ids": tokens, "labels": tokens}, scores)

@@ -1,0 +1,53 @@
+"""`predict` from Python: any cluster by name, a model without memory, and one line for what does not fit."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import meshwright as mw
+from meshwright.errors import InputError
+from meshwright.workloads.decoder_sizes import decoder
+from tests.profile.models import make, scores_loss
+
+
+def gpt2() -> tuple[nn.Module, Any]:
+    with torch.device("meta"):
+        tokens = torch.empty(2, 256, dtype=torch.long)
+        return decoder("gpt2"), (tokens, tokens)
+
+
+def test_a_cluster_nobody_owns_is_predicted_on_a_laptop() -> None:
+    model, batch = gpt2()
+    adamw = torch.optim.AdamW(model.parameters())
+    found = mw.predict(model, batch, global_batch=64, loss=scores_loss, optimizer=adamw, cluster="8xH100")
+    weights = sum(p.numel() for p in model.parameters()) * 4
+    assert found.batch_per_rank == 8
+    assert found.memory.breakdown["weights"] == weights
+    assert found.memory.breakdown["optimizer state"] == 2 * weights
+    assert found.memory.breakdown["gradient buckets"] == weights
+    assert found.memory_bytes == sum(found.memory.breakdown.values())
+    assert found.based_on == "datasheet"
+
+
+def test_bf16_needs_less_and_a_larger_batch_more() -> None:
+    model, batch = gpt2()
+
+    def needs(samples: int, precision: str) -> int:
+        plan = mw.Plan.model_validate({"numerics": {"precision": precision}})
+        found = mw.predict(model, batch, global_batch=samples, loss=scores_loss, plan=plan, cluster="H100")
+        return int(found.memory_bytes)
+
+    assert needs(8, "bf16") < needs(8, "fp32") < needs(16, "fp32")
+
+
+def test_what_does_not_fit_is_one_line() -> None:
+    model, batch, loss = make("mnist")
+    plan = mw.Plan.model_validate({"axes": {"replicate": 4}})
+    with pytest.raises(InputError, match="is for 4 ranks, but the cluster '2xcpu' has 2 devices"):
+        mw.predict(model, batch, global_batch=8, loss=loss, plan=plan, cluster="2xcpu")
+    with pytest.raises(InputError, match="H101"):
+        mw.predict(model, batch, global_batch=8, loss=loss, cluster="8xH101")
+    with pytest.raises(InputError, match="cannot be traced in"):
+        mw.predict(model, (torch.zeros(2, 5), batch[1]), global_batch=8, loss=loss, cluster="2xcpu")
