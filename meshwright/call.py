@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from zlib import crc32
 
 from pydantic import BaseModel, ConfigDict
 
-from meshwright.errors import InputError, did_you_mean
+from meshwright.errors import InputError, MeshwrightError, did_you_mean
 
 
 class Call(BaseModel):
@@ -92,6 +93,12 @@ def check_arguments(
         raise InputError(f"{role}: {error}") from None
 
 
+def complaint(error: Exception) -> str:
+    """What code that is not ours said when it failed, and where, in one line."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {' '.join(str(error).split())} ({where.filename}, line {where.lineno})"
+
+
 def _build_nested(value: Any, role: str) -> Any:
     if isinstance(value, Mapping):
         if isinstance(value.get("call"), str):
@@ -138,6 +145,10 @@ def _import_module(module: str, path: str) -> Any:
         raise InputError(f"'{path}': importing {module} needs '{error.name}', which is not installed") from None
     except SyntaxError as error:
         raise InputError(f"'{path}': {error.filename}, line {error.lineno}: {error.msg}") from None
+    except MeshwrightError:
+        raise
+    except Exception as error:
+        raise InputError(f"'{path}': importing {module} failed: {complaint(error)}") from error
 
 
 def _import_file(file: Path, path: str) -> Any:
@@ -161,6 +172,8 @@ def _import_file(file: Path, path: str) -> Any:
             raise InputError(f"'{path}': {error.filename}, line {error.lineno}: {error.msg}") from None
         if isinstance(error, ModuleNotFoundError):
             raise InputError(f"'{path}': {file} needs '{error.name}', which is not installed") from None
+        if isinstance(error, Exception) and not isinstance(error, MeshwrightError):
+            raise InputError(f"'{path}': importing it failed: {complaint(error)}") from error
         raise
     return module
 

@@ -77,6 +77,7 @@ class Train(_Section):
     deterministic: bool = False
     timeout_s: PositiveFloat = 600  # how long a rank waits for the others
     restarts: NonNegativeInt = 3  # how often failed ranks are started again
+    grace_s: PositiveFloat = 30  # how long ranks may take to save when asked to stop
 
     @model_validator(mode="before")
     @classmethod

@@ -116,6 +116,14 @@ def test_a_user_file_that_cannot_be_imported_is_told_in_one_line(tmp_path: Path,
         assert "\n" not in str(refusal.value)
 
 
+def test_a_module_that_fails_while_it_is_imported_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "failing_neighbour.py").write_text("x = 1\nraise NameError('no such\\nname')\n")
+    monkeypatch.chdir(tmp_path)
+    for path in ("failing_neighbour.py:X", "failing_neighbour:X"):
+        with pytest.raises(InputError, match=r"failed: NameError: no such name \(.*failing_neighbour\.py, line 2\)$"):
+            load(path)
+
+
 def test_a_module_with_a_missing_import_names_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "users_needy.py").write_text("import no_such_package")
     monkeypatch.syspath_prepend(tmp_path)

@@ -16,6 +16,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from meshwright.errors import Stopped
 from meshwright.launch.failure import Failure, first_cause, is_consequence, repeats, to_error
 from meshwright.launch.loopback import ADDRESS
+from meshwright.launch.output import clear_progress, tell
 from meshwright.launch.signals import StopRequest
 
 _POLL_S = 0.02
@@ -81,6 +82,9 @@ class Agent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         self.restarts += 1
+        if self.failure is not None:
+            most = self._worker_group.spec.max_restarts
+            tell(f"{self.failure.line}: all ranks start again ({self.restarts} of at most {most} times)")
         super()._restart_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -138,6 +142,7 @@ class Agent(LocalElasticAgent):
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
         self._wait_for_ranks(_REAP_S)
+        clear_progress()
 
     def _wait_for_ranks(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
         deadline = time.monotonic() + seconds

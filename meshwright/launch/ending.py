@@ -34,7 +34,7 @@ def fail(error: BaseException, here: Environment, place: Place) -> NoReturn:
             write_record(here.folder, failure)
     with suppress(OSError, ValueError):
         _tell(failure, launched_here=here.agent is not None)
-    for stream in (sys.stdout, sys.stderr, output.terminal()):
+    for stream in (sys.stdout, sys.stderr, output.stderr()):
         with suppress(OSError, ValueError):
             stream.flush()
     os._exit(error.exit_code if isinstance(error, MeshwrightError) else 1)
@@ -46,4 +46,4 @@ def _tell(failure: Failure, launched_here: bool) -> None:
         log.write(f"{failure.line}\n{failure.traceback}")
         log.flush()
     if not launched_here:  # our own launcher tells the first cause itself
-        print(failure.line, file=output.terminal())
+        print(failure.line, file=output.stderr())

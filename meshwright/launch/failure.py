@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import sysconfig
 import time
 import traceback
 from collections.abc import Mapping
@@ -15,9 +16,12 @@ from meshwright.errors import CollectiveError, InputError, MeshwrightError, Rank
 from meshwright.launch.output import log_file
 from meshwright.launch.place import START_UP, Place, Seen, describe, place_file, read_place
 
+NO_ANSWER = "no answer within"  # what a message about a timeout says
 SIGNAL, EXIT = "signal", "exit"  # kinds of failures without an exception
 
 _LONGEST_MESSAGE = 1000
+_INSTALLED = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+_NOT_THE_USERS = (Path(errors.__file__).parent, *map(Path, _INSTALLED))
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ def of_exception(error: BaseException, rank: int, attempt: int, place: Place) ->
         rank=rank,
         attempt=attempt,
         kind=type(error).__name__,
-        message=_one_line(str(error)),
+        message=_one_line(_own_words(error)) + _where_raised(error),
         traceback="".join(traceback.format_exception(error)),
         step=place.step,
         doing=place.doing,
@@ -94,10 +98,12 @@ def is_consequence(failure: Failure) -> bool:
 
 
 def repeats(failure: Failure, before: Failure | None) -> bool:
-    """Whether a restart led to the same exception at the same step: another one would too."""
-    if before is None or failure.kind == SIGNAL or is_consequence(failure):
+    """Whether a restart led to the same exception, or to the same silence, at the same step: another one would too."""
+    if before is None or failure.kind == SIGNAL or (failure.kind, failure.step) != (before.kind, before.step):
         return False
-    return (failure.kind, failure.message, failure.step) == (before.kind, before.message, before.step)
+    if is_consequence(failure):  # a broken connection may be anything; who is late again hangs
+        return NO_ANSWER in failure.message and NO_ANSWER in before.message
+    return failure.message == before.message
 
 
 def to_error(failure: Failure, folder: Path) -> MeshwrightError:
@@ -150,7 +156,7 @@ def _nccl_timeout(log: Path, rank: int, seen: Seen) -> str | None:
         return None
     operation, timeout_s = found[1].strip("_").lower().replace("_", "-"), int(found[2]) / 1000
     step = f"step {seen.step}, " if seen.step >= 0 else ""
-    return f"rank {rank}, {step}{operation} ({seen.doing}): no answer within {timeout_s:g} s"
+    return f"rank {rank}, {step}{operation} ({seen.doing}): {NO_ANSWER} {timeout_s:g} s"
 
 
 def _signal_name(number: int) -> str:
@@ -158,6 +164,29 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def _own_words(error: BaseException) -> str:
+    """The message; of an exception in a data loader's worker, which carries a whole traceback, what it said there."""
+    text = str(error)
+    _, worker, original = text.partition("Original Traceback (most recent call last):\n")
+    if not worker:
+        return text
+    lines = original.splitlines()
+    last = next((at for at, line in enumerate(lines) if line and not line[0].isspace()), len(lines))
+    return "\n".join(lines[last:]).removeprefix(f"{type(error).__name__}: ") or text
+
+
+def _where_raised(error: BaseException) -> str:
+    """` (my_model.py, line 12)`: the innermost line that is neither ours nor installed, which a user can mend."""
+    if isinstance(error, MeshwrightError):
+        return ""
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    frames += re.findall(r'^  File "(.+)", line (\d+), in ', str(error), re.MULTILINE)  # a data loader's worker
+    for file, line in reversed(frames):
+        if not file.startswith("<") and not any(Path(file).is_relative_to(place) for place in _NOT_THE_USERS):
+            return f" ({Path(file).name}, line {line})"
+    return ""
 
 
 def _one_line(message: str) -> str:

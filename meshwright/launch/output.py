@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import TextIO
 
+_stderr: TextIO | None = None
 _terminal: TextIO | None = None
 _log: TextIO | None = None
 
@@ -21,7 +22,7 @@ def redirect(folder: Path, rank: int, attempt: int) -> None:
 
     It works on file descriptors, because C++ libraries write there too. A second call changes nothing.
     """
-    global _terminal, _log
+    global _stderr, _terminal, _log
     if _log is not None:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -29,8 +30,9 @@ def redirect(folder: Path, rank: int, attempt: int) -> None:
     _log.write(f"--- attempt {attempt}, process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')} ---\n")
     sys.stdout.flush()
     sys.stderr.flush()
+    _stderr = os.fdopen(os.dup(2), "w", buffering=1, errors="replace")
     if rank == 0:
-        _terminal = os.fdopen(os.dup(2), "w", buffering=1, errors="replace")
+        _terminal = _stderr
     else:
         _terminal = _log
         os.dup2(_log.fileno(), 1)
@@ -42,9 +44,25 @@ def redirect(folder: Path, rank: int, attempt: int) -> None:
     logging.getLogger().setLevel(logging.INFO)
 
 
+def clear_progress() -> None:
+    """A killed rank cannot put away its progress bar: takes off what it left of it, and shows the cursor again."""
+    if sys.stderr.isatty():
+        print("\r\x1b[2K\x1b[?25h", end="", file=sys.stderr, flush=True)
+
+
+def tell(text: str) -> None:
+    """A line from the launcher to the person who waits for its ranks."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def terminal() -> TextIO:
     """What a person sees: the original stderr on rank 0, the log on other ranks."""
     return _terminal or sys.stderr
+
+
+def stderr() -> TextIO:
+    """The original stderr on every rank: for last words that no launcher of ours will pass on."""
+    return _stderr or sys.stderr
 
 
 def log() -> TextIO | None:

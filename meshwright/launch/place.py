@@ -32,6 +32,7 @@ class Place:
         self.step = -1
         self.doing = START_UP
         self.completed = 0
+        self.folder: Path | None = None
         self._attempt = attempt
         self._memory = memory
         self._pid = os.getpid()
@@ -40,15 +41,23 @@ class Place:
 
     @classmethod
     def in_folder(cls, folder: Path, rank: int, attempt: int) -> "Place":
-        path = place_file(folder, rank)
-        with path.open("w+b") as file:
-            file.truncate(_WHOLE.size)
-            return cls(mmap.mmap(file.fileno(), _WHOLE.size), attempt)
+        place = cls.nowhere(attempt)
+        place.move_to(folder, rank)
+        return place
 
     @classmethod
-    def nowhere(cls) -> "Place":
+    def nowhere(cls, attempt: int = 0) -> "Place":
         """A place that nobody else can read, for a world without a folder."""
-        return cls(bytearray(_WHOLE.size), 0)
+        return cls(bytearray(_WHOLE.size), attempt)
+
+    def move_to(self, folder: Path, rank: int) -> None:
+        """From now on others can read it in this folder; torchrun's ranks agree on one only after they joined."""
+        folder.mkdir(parents=True, exist_ok=True)
+        with place_file(folder, rank).open("w+b") as file:
+            file.truncate(_WHOLE.size)
+            self._memory = mmap.mmap(file.fileno(), _WHOLE.size)
+        self.folder = folder
+        self._write()
 
     def at(self, step: int, doing: str) -> None:
         self.step = step

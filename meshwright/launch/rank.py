@@ -24,7 +24,7 @@ def run_rank(main: Callable[[World, Place], None], device: str, timeout_s: float
         redirect(here.folder, here.rank, here.attempt)
         place = Place.in_folder(here.folder, here.rank, here.attempt)
     else:
-        place = Place.nowhere()
+        place = Place.nowhere(here.attempt)
     world = World(here.rank, here.local_rank, here.size, here.local_size, here.attempt, torch.device("cpu"), None)
     try:
         world = join(device, timeout_s)
@@ -33,7 +33,7 @@ def run_rank(main: Callable[[World, Place], None], device: str, timeout_s: float
     except SystemExit:
         raise
     except BaseException as error:
-        told = explain(error, world, place, timeout_s, here.folder)
+        told = explain(error, world, place, timeout_s, place.folder)
         if told is not None and told is not error:
             told.__cause__ = error
         fail(told or error, here, place)

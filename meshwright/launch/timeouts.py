@@ -8,12 +8,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from meshwright.errors import CollectiveError
+from meshwright.launch.failure import NO_ANSWER
 from meshwright.launch.place import Place, Seen, describe, place_file, read_place
 from meshwright.launch.world import World
 
 _LATE = re.compile(r"timed? ?out", re.IGNORECASE)
 _COMMUNICATION = re.compile(
-    r"gloo|nccl|ProcessGroup|connectFullMesh|TCPStore|c10d"
+    r"gloo|nccl|ProcessGroup|connectFullMesh|TCPStore|c10d|timeout caused pair closure"
     r"|Connection (closed by peer|reset|refused)|Broken pipe|Socket closed|Timed out waiting",
     re.IGNORECASE,
 )
@@ -31,7 +32,7 @@ def explain(
         return None
     step = f"step {place.step}, " if place.step >= 0 else ""
     late = isinstance(root, TimeoutError) or bool(_LATE.search(str(root)))
-    what = f"no answer within {timeout_s:g} s" if late else "the connection broke"
+    what = f"{NO_ANSWER} {timeout_s:g} s" if late else "the connection broke"
     return CollectiveError(
         f"rank {world.rank}, {step}{_operation(error, place.doing)} ({place.doing}): {what}"
         f"{_others(world, place, folder)}"
@@ -64,7 +65,7 @@ def _operation(error: BaseException, doing: str) -> str:
 
 def _others(world: World, place: Place, folder: Path | None) -> str:
     """Who is gone, or else who is behind, as far as their places can be read on this machine."""
-    if folder is None or world.size == 1:
+    if folder is None or world.size == 1 or world.local_size < world.size:
         return ""
     gone: list[str] = []
     apart: list[tuple[int, str]] = []

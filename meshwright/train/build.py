@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from meshwright.call import Call, bind, build
+from meshwright.call import Call, bind, build, complaint
 from meshwright.data.loading import Loading
-from meshwright.errors import InputError, did_you_mean
+from meshwright.errors import InputError, MeshwrightError, did_you_mean
 from meshwright.job import Job, Weights
 from meshwright.launch.world import World
 from meshwright.parallel.initialize import initialized
@@ -40,6 +40,10 @@ def _build_dataset(call: Call, offered: dict[str, Any], role: str) -> Any:
         return build(call, offered=offered, role=role)
     except OSError as error:  # a folder that is not there, a file that is no image
         raise InputError(f"{role}: {call.call}: {error}") from None
+    except MeshwrightError:
+        raise
+    except Exception as error:
+        raise InputError(f"{role}: {call.call} failed: {complaint(error)}") from error
 
 
 def build_loading(job: Job, device: torch.device) -> Loading:

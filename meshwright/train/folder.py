@@ -26,7 +26,7 @@ from meshwright.plan import Plan
 MAY_CHANGE = {
     "": ("name", "metrics", "checkpoint", "log", "plan", "cluster", "output"),
     "data": ("eval", "workers", "pin_memory"),
-    "train": ("epochs", "steps", "timeout_s", "restarts", "deterministic", "weights"),
+    "train": ("epochs", "steps", "timeout_s", "restarts", "grace_s", "deterministic", "weights"),
 }
 
 

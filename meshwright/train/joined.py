@@ -23,13 +23,15 @@ def train_joined(job: Job, plan: Plan | None, cluster: Cluster, resume: str) -> 
     results: list[dict[str, Any] | None] = []
 
     def main(world: World, place: Place) -> None:
-        results.append(_train(job, plan, cluster, resume, world))
+        results.append(_train(job, plan, cluster, resume, world, place))
 
     run_rank(main, cluster.kind, job.train.timeout_s)
     return results[0]
 
 
-def _train(job: Job, plan: Plan | None, cluster: Cluster, resume: str, world: World) -> dict[str, Any] | None:
+def _train(
+    job: Job, plan: Plan | None, cluster: Cluster, resume: str, world: World, place: Place
+) -> dict[str, Any] | None:
     chosen = plan or Plan(axes=Axes(replicate=world.size))
     if chosen.world_size != world.size:
         raise InputError(
@@ -38,7 +40,8 @@ def _train(job: Job, plan: Plan | None, cluster: Cluster, resume: str, world: Wo
     torch.set_num_threads(chosen.compute.threads or max(1, cluster.cores // world.local_size))
     folder, claimed = _agree_on_folder(job, chosen, cluster, "auto" if world.attempt else resume, world)
     redirect(folder.logs, world.rank, world.attempt)
-    finished = train_rank(job, chosen, folder, world, Place.in_folder(folder.logs, world.rank, world.attempt))
+    place.move_to(folder.logs, world.rank)
+    finished = train_rank(job, chosen, folder, world, place)
     if claimed:
         claimed.lock.close()
     return read_result(folder) if finished and world.rank == 0 else None

@@ -31,7 +31,7 @@ def train(job: Job, plan: Plan, cluster: Cluster, resume: str = "auto") -> dict[
         print(claimed.note, file=sys.stderr, flush=True)
     record(folder, job, plan)
     threads = plan.compute.threads or max(1, cluster.cores // plan.world_size)
-    ranks = Ranks(plan.world_size, cluster.kind, threads, job.train.restarts)
+    ranks = Ranks(plan.world_size, cluster.kind, threads, job.train.restarts, job.train.grace_s)
     try:
         launch(
             "meshwright.train.rank",

@@ -1,13 +1,15 @@
 """Of several failing ranks the one that explains the others is told."""
 
 import dataclasses
+import re
 import signal
 from pathlib import Path
 
 import pytest
+from torch.utils.data import DataLoader, Dataset
 
 from meshwright.errors import CheckpointError, CollectiveError, InputError, RankError
-from meshwright.launch.failure import Failure, first_cause, of_exception, read_record, to_error, write_record
+from meshwright.launch.failure import Failure, first_cause, of_exception, read_record, repeats, to_error, write_record
 from meshwright.launch.place import Place
 
 
@@ -78,6 +80,22 @@ def test_what_the_user_is_told(tmp_path: Path) -> None:
     assert isinstance(to_error(fail(tmp_path, 2, InputError("wrong"), 1.0), tmp_path), InputError)
 
 
+class Unreadable(Dataset[int]):
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        raise ValueError("13.png\nis no picture")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_users_exception_is_told_with_its_line_also_from_a_worker(tmp_path: Path, workers: int) -> None:
+    with pytest.raises(ValueError) as caught:
+        next(iter(DataLoader(Unreadable(), num_workers=workers)))
+    line = fail(tmp_path, 0, caught.value, 1.0).line
+    assert re.search(r"ValueError: 13\.png is no picture \(test_failure\.py, line \d+\)$", line), line
+
+
 def test_an_abort_by_the_watchdog_of_nccl_is_a_collective_that_got_no_answer(tmp_path: Path) -> None:
     place = Place.in_folder(tmp_path, 0, 0)
     place.at(57, "backward")
@@ -90,3 +108,19 @@ def test_an_abort_by_the_watchdog_of_nccl_is_a_collective_that_got_no_answer(tmp
     assert cause is not None
     assert cause.kind == "CollectiveError"
     assert cause.line == "rank 0, step 57, allreduce (backward): no answer within 30 s"
+
+
+def test_the_same_again_is_not_worth_a_third_try(tmp_path: Path) -> None:
+    late = CollectiveError("rank 0, step 57, all-reduce (backward): no answer within 6 s; rank 1 was last seen …")
+    broken = CollectiveError("rank 0, step 57, all-reduce (backward): the connection broke")
+    wrong, other = ValueError("odd"), ValueError("even")
+
+    def again(error: Exception, before: Exception) -> bool:
+        return repeats(fail(tmp_path, 0, error, 2.0, attempt=1), fail(tmp_path, 1, before, 1.0))
+
+    assert again(wrong, wrong)
+    assert again(late, late)
+    assert not again(wrong, other)
+    assert not again(broken, broken)
+    assert not again(late, broken)
+    assert not repeats(fail(tmp_path, 0, wrong, 1.0), None)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -62,16 +63,17 @@ def test_the_failing_rank_speaks_first_and_in_one_line(tmp_path: Path, capfd: py
     with pytest.raises(RankError) as caught:
         start("raising", tmp_path, restarts=3)  # one is enough to see that it comes again
     line, rest = str(caught.value).split("\n")
-    assert line == "rank 1 failed at step 2 (forward): ValueError: the seventh sample is odd"
+    said = r"rank 1 failed at step 2 \(forward\): ValueError: the seventh sample is odd \(worker\.py, line \d+\)"
+    assert re.fullmatch(said, line)
     assert rest == f"after 1 restart; its log: {tmp_path / 'rank-1.log'}"
-    assert capfd.readouterr() == ("", "")
+    assert capfd.readouterr() == ("", f"{line}: all ranks start again (1 of at most 3 times)\n")
     log = (tmp_path / "rank-1.log").read_text()
     assert log.count("Traceback") == 2
     assert "attempt 1" in log
 
 
 def test_a_failure_before_the_first_step_is_not_tried_again(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match=r"^rank 1 failed in start-up: KeyError: 'head.weight'\nits log"):
+    with pytest.raises(RankError, match=r"^rank 1 failed in start-up: KeyError: 'head.weight' \(.*\)\nits log"):
         start("early", tmp_path)
     assert not reports(tmp_path, 1)
 
@@ -91,11 +93,19 @@ def test_a_module_that_cannot_be_imported_is_told_in_one_line(
     assert capfd.readouterr() == ("", "")
 
 
-def test_one_kill_costs_one_restart(tmp_path: Path) -> None:
+def test_one_kill_costs_one_restart_and_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "kills").write_text("1")
     assert start("killed", tmp_path) == 1
+    told = "rank 1 was killed by SIGKILL at step 2 (backward): all ranks start again (1 of at most 2 times)\n"
+    assert told in capfd.readouterr().err
     assert [facts["attempt"] for facts in reports(tmp_path, 1)] == [1, 1]
     assert (tmp_path / "rank-0.log").read_text().count("--- attempt") == 2
+
+
+def test_a_crash_after_the_end_costs_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert start("crashing_at_exit", tmp_path, restarts=0) == 0
+    assert capfd.readouterr().out == "last words of rank 0\n"
+    assert "last words of rank 1\n" in (tmp_path / "rank-1.log").read_text()
 
 
 def test_kills_up_to_the_limit_are_survived(tmp_path: Path) -> None:

@@ -35,6 +35,13 @@ def test_nowhere_remembers_too() -> None:
     assert (place.step, place.doing) == (4, "evaluate")
 
 
+def test_a_place_can_move_to_a_folder(tmp_path: Path) -> None:
+    place = Place.nowhere(attempt=1)
+    place.at(4, "evaluate")
+    place.move_to(tmp_path / "logs", 0)
+    assert read_place(place_file(tmp_path / "logs", 0)) == Seen(os.getpid(), 1, 4, "evaluate", 0)
+
+
 def test_places_in_words() -> None:
     assert describe(57, "backward") == " at step 57 (backward)"
     assert describe(-1, "start-up") == " in start-up"

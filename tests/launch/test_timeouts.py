@@ -1,5 +1,6 @@
 """Errors of communication become one line with names; all others are left alone."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -52,6 +53,19 @@ def test_who_is_gone_is_named(tmp_path: Path) -> None:
 
 def test_without_a_folder_only_the_own_place_is_known() -> None:
     told = explain(dist.DistStoreError("wait timeout after 2000ms, keys: /zz"), HERE, Place.nowhere(), 2, None)
+    assert str(told) == "rank 1, communication (start-up): no answer within 2 s"
+
+
+def test_ranks_of_other_machines_are_not_looked_for_among_the_processes_here(tmp_path: Path) -> None:
+    own = at(tmp_path, 1, 57, "backward")
+    far = dataclasses.replace(HERE, size=6)
+    told = explain(RuntimeError("Timed out waiting 30000ms: gloo"), far, own, 30, tmp_path)
+    assert str(told) == "rank 1, step 57, gradient all-reduce (backward): no answer within 30 s"
+
+
+def test_what_follows_a_timeout_of_another_operation_is_one_too() -> None:
+    """Gloo's words where the first of several operations under way timed out, and the second is waited for."""
+    told = explain(RuntimeError("Application timeout caused pair closure"), HERE, Place.nowhere(), 2, None)
     assert str(told) == "rank 1, communication (start-up): no answer within 2 s"
 
 

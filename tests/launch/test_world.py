@@ -34,7 +34,7 @@ def test_torchrun_ranks_join(tmp_path: Path) -> None:
 def test_a_failure_under_torchrun_is_told_in_one_line(tmp_path: Path) -> None:
     run = torchrun("early", tmp_path)
     assert run.returncode != 0
-    assert "rank 1 failed in start-up: KeyError: 'head.weight'\n" in run.stderr
+    assert "rank 1 failed in start-up: KeyError: 'head.weight' (worker.py, line " in run.stderr
 
 
 def test_alone_there_is_no_group() -> None:

@@ -118,17 +118,34 @@ def deaf(world: World, place: Place, folder: Path) -> None:
 
 
 def stuck(world: World, place: Place, folder: Path) -> None:
-    """Rank 1 never comes to the second exchange."""
+    """Rank 1 never comes to the second exchange, while another one is under way, as in a training step."""
     step(world, place, 0)
     if world.rank == 1:
         place.at(1, "evaluate")
         wait_for(folder / "never")
+    under_way = dist.all_reduce(torch.zeros(1), async_op=True)
     step(world, place, 1)
+    under_way.wait()
+
+
+class Bomb:
+    """Goes off when the interpreter takes down its modules."""
+
+    def __del__(self) -> None:
+        os.abort()
+
+
+def crashing_at_exit(world: World, place: Place, folder: Path) -> None:
+    """Rank 1 finishes, and crashes while its process ends, as torch's threads may."""
+    step(world, place, 0)
+    print(f"last words of rank {world.rank}")
+    if world.rank == 1:
+        sys.modules["torch"].__dict__["bomb"] = Bomb()
 
 
 if __name__ == "__main__":
     case, where, *rest = sys.argv[1:]
-    cases = (plain, raising, early, mistaken, killed, until_stopped, deaf, stuck)
+    cases = (plain, raising, early, mistaken, killed, until_stopped, deaf, stuck, crashing_at_exit)
     chosen = {function.__name__: function for function in cases}[case]
     if case == "killed" and (Path(where) / "kill-start-up").exists() and os.environ["RANK"] == "1":
         (Path(where) / "kill-start-up").unlink()

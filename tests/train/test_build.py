@@ -190,3 +190,13 @@ def test_a_data_set_that_finds_no_files_says_so_in_one_line() -> None:
     job = toy_job(data={"train": {"call": "tests.train.test_build:a_folder_that_is_not_there"}})
     with pytest.raises(InputError, match=r"^data.train: .*Couldn't find any class folder in /nowhere"):
         build_data(job)
+
+
+def unhappy() -> None:
+    raise ValueError("the split is\nunknown")
+
+
+def test_a_data_set_that_fails_says_so_in_one_line() -> None:
+    job = toy_job(data={"train": {"call": "tests.train.test_build:unhappy"}})
+    with pytest.raises(InputError, match=r"^data.train: .*ValueError: the split is unknown \(.*test_build\.py, line"):
+        build_data(job)
