@@ -54,11 +54,12 @@ def profile(
 
     try:
         recordings = [_record(model, sample, run, size, runs) for size in BATCHES]
-    except IndexError:  # a model that counts its blocks itself misses those that were left out
-        if not runs:
-            raise
+        cuts = _cuts(recordings[0], runs)
+    except LookupError:
+        # A model that counts its blocks itself misses those that were left out; blocks that are never called, or
+        # frozen, have no place in a pass.
         return profile(model, sample, loss, precision=precision, on_gpu=on_gpu, target=target, repeats=False)
-    stretches = _combine(recordings, BATCHES, _cuts(recordings[0], runs))
+    stretches = _combine(recordings, BATCHES, cuts)
     found = ModelProfile(
         precision=precision,
         parameters=_parameters(model),
@@ -68,7 +69,7 @@ def profile(
         traced_batches=BATCHES,
     )
     if _has_squares(found):
-        _check_fourth(found, _record(model, sample, run, CHECK, runs), _cuts(recordings[0], runs))
+        _check_fourth(found, _record(model, sample, run, CHECK, runs), cuts)
     return found
 
 
@@ -84,9 +85,11 @@ def _record(
     try:
         with mode:
             return record_step(twin, lambda module: run(module, batch), batch, names, blocks)
-    except (IndexError, InputError):
+    except InputError:
         raise
     except Exception as error:
+        if runs and isinstance(error, LookupError):
+            raise  # it may only miss the blocks that were left out
         raise InputError(f"{_culprit(error, names)}: {str(error).splitlines()[0]}") from error
 
 
@@ -134,12 +137,16 @@ def _between(edges: list[tuple[int, str, int]], end: int, phase: Phase) -> list[
 
 
 def _first_of(recording: Recording, block: str, turn: int) -> int:
-    return next(n for n in range(turn, len(recording.operators)) if _within(recording.operators[n].layer, block))
+    return _backward_of(recording, block, turn)[0]
 
 
 def _last_of(recording: Recording, block: str, turn: int) -> int:
-    backwards = range(len(recording.operators) - 1, turn - 1, -1)
-    return next(n for n in backwards if _within(recording.operators[n].layer, block))
+    return _backward_of(recording, block, turn)[-1]
+
+
+def _backward_of(recording: Recording, block: str, turn: int) -> list[int]:
+    operators = recording.operators
+    return [number for number in range(turn, len(operators)) if _within(operators[number].layer, block)]
 
 
 def _within(layer: str, block: str) -> bool:

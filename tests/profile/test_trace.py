@@ -148,6 +148,15 @@ def test_a_model_that_counts_its_blocks_itself_is_traced_block_by_block() -> Non
     assert profile(Counting(), sample, F.cross_entropy).flops(2, "forward") == 8 * 2 * 2 * 16
 
 
+def test_frozen_blocks_are_traced_one_by_one() -> None:
+    model = tiny_decoder(layers=8)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("norm."))
+    found = profile(model, meta_tokens(16), scores_loss)
+    assert found.flops(1, "backward") < found.flops(1, "forward") / 2
+    assert sum(p.trainable for p in found.parameters) == 2
+
+
 def test_samples_that_are_compared_with_each_other_cost_by_the_square() -> None:
     model = nn.Linear(8, 8, bias=False)
     sample = (torch.zeros(4, 8), torch.zeros(4, dtype=torch.long))
