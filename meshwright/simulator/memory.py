@@ -2,10 +2,12 @@
 
     allocated = max over the step of  weights + buffers + inputs + optimizer state + workspace        (always there)
                                     + gradients + saved activations + temporaries + rounding          (replayed)
-    reserved  = allocated, rounded up to the segments the allocator takes from the device
+    reserved  ≥ allocated, rounded up to the segments the allocator takes from the device
     device    = reserved + context
 
-Every figure is bytes on one rank. On CUDA each tensor is rounded up to the allocator's granule.
+Every figure is bytes on one rank. On CUDA each tensor is rounded up to the allocator's granule. The reserved and device
+figures are the least there can be: what fragments and what convolutions try out is not replayed, and on an H200
+cost 3% to 69% more than was allocated (bench/memory_h200.json).
 """
 
 from dataclasses import dataclass, replace
@@ -40,7 +42,8 @@ class DeviceMemory:
 
 
 CPU_MEMORY = DeviceMemory()
-# measured: H200, torch 2.11, cuda 13: the same 72 MiB in every case of bench/memory_cases.yaml that ends in a product
+# measured: H200, torch 2.11: the workspace is what the two bf16 rows of VGG16 in bench/memory_h200.json leave
+# unexplained, the context what the device shows beside the allocator's.
 CUDA_MEMORY = DeviceMemory(granule=512, segment=2 * MIB, workspace_bytes=72 * MIB, context_bytes=780 * MIB)
 
 
