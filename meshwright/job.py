@@ -3,23 +3,15 @@
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
-import yaml
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from yaml import YAMLError
 
 from meshwright.call import Call
 from meshwright.errors import InputError, did_you_mean
 from meshwright.plan import Plan
+from meshwright.yaml_file import dump, parse, read_mapping, validated
 
 
 class _Section(BaseModel):
@@ -54,7 +46,7 @@ class Schedule(Call):
     per: Literal["step", "epoch"] | None = None
 
 
-CALLS = tuple(kind.__name__ for kind in (Call, Optimizer, Schedule))
+_HINTS = {kind.__name__: ": write {call: package.module:name, ...}" for kind in (Call, Optimizer, Schedule)}
 
 
 class Weights(_Section):
@@ -136,13 +128,13 @@ class Job(_Section):
         return self
 
     def to_yaml(self) -> str:
-        return yaml.dump(self.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+        return dump(self.model_dump())
 
 
 def load_job(path: str | Path, settings: Sequence[str] = ()) -> Job:
     """Reads a job file and applies `--set a.b=c` overrides."""
     file = Path(path)
-    raw = _read_mapping(file, "job")
+    raw = read_mapping(file, "job")
     raw.setdefault("name", re.sub(r"[^\w.-]", "-", file.stem))
     for setting in settings:
         _override(raw, setting)
@@ -155,50 +147,16 @@ def parse_job(raw: Mapping[str, Any], folder: Path = Path(), source: str = "job"
     plan = resolved.get("plan", "auto")
     if plan != "auto":
         resolved["plan"] = load_plan(_find(plan, folder) if isinstance(plan, str) else plan, source)
-    return _validated(Job, resolved, source)
+    return validated(Job, resolved, source, hints=_HINTS)
 
 
 def load_plan(plan: str | Path | Mapping[str, Any], source: str = "plan") -> Plan:
     """A plan from a YAML file or from plain data; a wrong field is named with its nearest known one."""
     if isinstance(plan, Mapping):
-        return _validated(Plan, dict(plan), source, prefix="plan")
+        return validated(Plan, dict(plan), source, prefix="plan")
     if not isinstance(plan, str | Path):
         raise InputError(f"{source}: plan is {plan!r}: write 'auto', a file, or the plan's groups")
-    return _validated(Plan, _read_mapping(Path(plan), "plan"), str(plan))
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads `1e-3` as a word; people who write it mean a number."""
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes the words that `_Loader` would read as numbers."""
-
-
-for _kind in (_Loader, _Dumper):
-    _kind.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"),
-        list("-+0123456789."),
-    )
-
-
-def _read_mapping(file: Path, what: str) -> dict[str, Any]:
-    try:
-        text = file.read_text()
-    except FileNotFoundError:
-        raise InputError(f"{file}: there is no such {what} file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{file}: cannot be read as a {what} file: {error}") from None
-    try:
-        raw = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark else ""
-        raise InputError(f"{file}{where}: not YAML: {getattr(error, 'problem', None) or error}") from None
-    if not isinstance(raw, dict):
-        raise InputError(f"{file}: a {what} file is a YAML mapping, this one is {type(raw).__name__}")
-    return raw
+    return validated(Plan, read_mapping(Path(plan), "plan"), str(plan))
 
 
 def _override(raw: dict[str, Any], setting: str) -> None:
@@ -206,8 +164,8 @@ def _override(raw: dict[str, Any], setting: str) -> None:
     if not equals or not key:
         raise InputError(f"--set {setting}: write --set a.b=c")
     try:
-        value = yaml.load(text, _Loader)
-    except yaml.YAMLError:
+        value = parse(text)
+    except YAMLError:
         raise InputError(f"--set {setting}: '{text}' is not YAML") from None
     *path, last = key.split(".")
     section = raw
@@ -251,41 +209,3 @@ def _resolve_calls(value: Any, folder: Path) -> Any:
         file, _, name = call.rpartition(":")
         resolved["call"] = f"{_find(file, folder)}:{name}"
     return resolved
-
-
-Model = TypeVar("Model", bound=BaseModel)
-
-
-def _validated(kind: type[Model], raw: dict[str, Any], source: str, prefix: str = "") -> Model:
-    try:
-        return kind.model_validate(raw)
-    except ValidationError as error:
-        problems = error.errors()
-        line = _one_line(kind, problems[0], prefix)
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise InputError(f"{source}: {line}{more}") from None
-
-
-def _one_line(kind: type[BaseModel], problem: Any, prefix: str) -> str:
-    location = tuple(part for part in problem["loc"] if part != "Plan")
-    where = ".".join(str(part) for part in ((prefix,) if prefix else ()) + location)
-    if problem["type"] == "extra_forbidden":
-        return f"{where} is not a field{did_you_mean(str(location[-1]), _fields_around(kind, location))}"
-    if problem["type"] == "missing":
-        return f"{where} is missing"
-    if problem["type"] == "value_error":
-        return str(problem["ctx"]["error"])
-    given = problem["input"]
-    callable_wanted = problem["type"] == "model_type" and problem["ctx"]["class_name"] in CALLS
-    hint = ": write {call: package.module:name, ...}" if callable_wanted else ""
-    return f"{where} is {given!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}{hint}"
-
-
-def _fields_around(kind: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
-    """The fields known where an unknown one was found."""
-    for part in location[:-1]:
-        field = kind.model_fields.get(str(part))
-        inner = field.annotation if field else None
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            kind = inner
-    return list(kind.model_fields)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from meshwright.call import build
@@ -80,6 +80,7 @@ def test_every_section_goes_through_yaml_unchanged(tmp_path: Path) -> None:
 
 @settings(deadline=None)
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(), st.lists))
+@example("one\x85line")
 def test_any_argument_goes_through_yaml_unchanged(tmp_path_factory: pytest.TempPathFactory, value: Any) -> None:
     job = parse_job(changed("model.anything", value))
     file = write(tmp_path_factory.mktemp("job"), job.to_yaml())

@@ -31,12 +31,13 @@ LEVELS = {
     "plan": 0,
     "call": 0,
     "batch": 0,
+    "yaml_file": 0,
     "errors": 0,
 }
 ENTRY_POINTS = ("__init__", "__main__")  # they may name anything, and nothing may name them
 EVERYBODYS = "errors"  # what a user may be told is also said by its neighbours on level 0
 PREDICTING, EXECUTING = {"simulator", "planner"}, {"parallel", "checkpoint", "train"}
-WITHOUT_TORCH = ("plan", "job", "errors", "call")
+WITHOUT_TORCH = ("plan", "job", "errors", "call", "yaml_file")
 
 
 def problems(package: Path) -> list[str]:

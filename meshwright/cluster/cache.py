@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from meshwright.cluster.cluster import Cluster, Device
-from meshwright.cluster.yaml_file import read_mapping, validated
 from meshwright.errors import InputError
+from meshwright.yaml_file import read_mapping, validated
 
 
 def cache_folder() -> Path:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cluster.cluster import Device, Link
-from meshwright.cluster.yaml_file import read_mapping, validated
 from meshwright.errors import InputError, did_you_mean
+from meshwright.yaml_file import read_mapping, validated
 
 CATALOG = Path(__file__).parent / "catalog"
 

@@ -7,8 +7,8 @@ from meshwright.cluster.cache import calibrated_device
 from meshwright.cluster.catalog import Entry, find_entry, find_link
 from meshwright.cluster.cluster import Cluster, Device
 from meshwright.cluster.names import basis
-from meshwright.cluster.yaml_file import read_mapping, validated
 from meshwright.errors import InputError
+from meshwright.yaml_file import read_mapping, validated
 
 
 def is_file(name: str) -> bool:

@@ -1,5 +1,7 @@
-"""YAML files of this room as checked values: every mistake in one is one line that names the file and the field."""
+"""YAML files as checked values: every mistake in one is one line that names the file and the field."""
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -9,37 +11,75 @@ from pydantic import BaseModel, ValidationError
 from meshwright.errors import InputError, did_you_mean
 
 Value = TypeVar("Value", bound=BaseModel)
-_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+# Of libyaml where it is there: fast, and the only writer that keeps a text's \x85 ("next line") as it is.
+_FastLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_FastDumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+
+class _Loader(_FastLoader):
+    """YAML 1.1 reads `1e-3` as a word; people who write it mean a number."""
+
+
+class _Dumper(_FastDumper):
+    """Quotes the words that `_Loader` would read as numbers."""
+
+
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"),
+        list("-+0123456789."),
+    )
+
+
+def parse(text: str) -> Any:
+    return yaml.load(text, _Loader)
+
+
+def dump(raw: Any) -> str:
+    """Text that `parse` reads back as it was."""
+    return yaml.dump(raw, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def read_mapping(file: Path, what: str) -> dict[str, Any]:
+    """`what` says in messages which kind of file this is."""
     try:
-        raw = yaml.load(file.read_text(), _Loader)
+        text = file.read_text()
     except FileNotFoundError:
         raise InputError(f"{file}: there is no such {what} file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{file}: cannot be read as a {what} file: {error}") from None
+    try:
+        raw = parse(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
-        raise InputError(f"{file}{where}: not YAML: {getattr(error, 'problem', None) or 'cannot be read'}") from None
+        problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
+        raise InputError(f"{file}{where}: not YAML: {problem}") from None
     if not isinstance(raw, dict):
         raise InputError(f"{file}: a {what} file is a YAML mapping, this one is {type(raw).__name__}")
     return raw
 
 
-def validated(kind: type[Value], raw: dict[str, Any], source: str) -> Value:
+def validated(
+    kind: type[Value],
+    raw: dict[str, Any],
+    source: str,
+    prefix: str = "",
+    hints: Mapping[str, str] | None = None,
+) -> Value:
+    """`source` and `prefix` say where the data stands; `hints`, by the name of a class, how to write one."""
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
         problems = error.errors()
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise InputError(f"{source}: {_one_line(kind, problems[0])}{more}") from None
+        raise InputError(f"{source}: {_one_line(kind, problems[0], prefix, hints or {})}{more}") from None
 
 
-def _one_line(kind: type[BaseModel], problem: Any) -> str:
+def _one_line(kind: type[BaseModel], problem: Any, prefix: str, hints: Mapping[str, str]) -> str:
     location = problem["loc"]
-    where = ".".join(str(part) for part in location if part != "[key]")
+    where = ".".join(str(part) for part in (prefix, *location) if part not in ("", "[key]"))
     if problem["type"] == "extra_forbidden":
         return f"{where} is not a field{did_you_mean(str(location[-1]), _fields_around(kind, location[:-1]))}"
     if problem["type"] == "missing":
@@ -47,7 +87,8 @@ def _one_line(kind: type[BaseModel], problem: Any) -> str:
     if problem["type"] == "value_error":
         return f"{where}: {problem['ctx']['error']}" if where else str(problem["ctx"]["error"])
     given, message = repr(problem["input"]), problem["msg"]
-    return f"{where} is {given if len(given) < 80 else given[:77] + '...'}: {message[0].lower()}{message[1:]}"
+    hint = hints.get(problem["ctx"]["class_name"], "") if problem["type"] == "model_type" else ""
+    return f"{where} is {given if len(given) < 80 else given[:77] + '...'}: {message[0].lower()}{message[1:]}{hint}"
 
 
 def _fields_around(kind: Any, location: tuple[int | str, ...]) -> list[str]:
