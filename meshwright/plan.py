@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 Numerics = Literal["same", "rounding", "changes"]
 MIB = 2**20
+# From the axis whose ranks lie furthest apart to the one whose ranks are neighbours: those that exchange the most.
+MESH_ORDER = ("pipeline", "replicate", "shard", "tensor")
+STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "zbv": 2}  # the other schedules run any number
 
 
 def _choice(default: Any, numerics: Numerics, **limits: Any) -> Any:
@@ -31,16 +34,56 @@ class Axes(_Group):
     pipeline: PositiveInt = _choice(1, "same")
 
 
-class Memory(_Group):
-    """`accumulation`: microbatches that a rank computes one after another before gradients are combined."""
+class Split(_Group):
+    """One layer's split. Over the `replicate` axis the batch is gathered before the layer and scattered behind it,
+    so a few huge layers are divided while the rest of the model is replicated."""
 
+    kind: Literal["column", "row", "vocabulary", "none"]
+    axis: Literal["tensor", "replicate"] = "tensor"
+
+
+class Modules(_Group):
+    """`splits` by module name, where `*` stands for one part of it; what is not named is split along the tensor axis
+    as the model's structure says. `sequence`: between the split layers activations are divided along the sequence.
+    `loss`: scores stay divided by vocabulary up to the loss."""
+
+    splits: dict[str, Split] = _choice({}, "same")
+    sequence: bool = _choice(False, "same")
+    loss: bool = _choice(False, "same")
+
+    def split_of(self, module: str) -> Split | None:
+        parts = module.split(".")
+        for pattern, split in self.splits.items():
+            asked = pattern.split(".")
+            if len(asked) == len(parts) and all(a in ("*", b) for a, b in zip(asked, parts, strict=True)):
+                return split
+        return None
+
+
+class Pipeline(_Group):
+    """`microbatches` of a rank's share of a step go through the stages. A stage begins behind each module of `cuts`;
+    with all schedules but `gpipe` and `1f1b` a rank may have several (cuts = ranks × stages of a rank - 1)."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"] = _choice("1f1b", "same")
+    microbatches: PositiveInt = _choice(1, "same")
+    cuts: tuple[str, ...] = _choice((), "same")
+
+
+class Memory(_Group):
+    """`sharding`: what the shard axis divides, each level with those before it. `recompute`: activations of a block
+    are computed again in the backward pass, all of them or (`selective`) all but those of matrix products and
+    attention. `accumulation`: microbatches that a rank computes one after another before gradients are combined."""
+
+    sharding: Literal["optimizer", "gradients", "parameters"] = _choice("parameters", "same")
+    recompute: Literal["none", "selective", "full"] = _choice("none", "same")
     accumulation: PositiveInt = _choice(1, "same")
 
 
 class NumericsGroup(_Group):
-    """`fp32` runs the model in the types it was built with; `bf16` computes its forward pass under autocast."""
+    """`fp32` runs the model in the types it was built with, `tf32` too but with products of shorter mantissas; `bf16`
+    and `fp16` compute its forward pass under autocast."""
 
-    precision: Literal["fp32", "bf16"] = _choice("fp32", "changes")
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = _choice("fp32", "changes")
 
 
 class Gradients(_Group):
@@ -60,19 +103,55 @@ class Plan(_Group):
     """Complete: applying it decides nothing."""
 
     axes: Axes = Axes()
+    modules: Modules = Modules()
+    pipeline: Pipeline = Pipeline()
     memory: Memory = Memory()
     numerics: NumericsGroup = NumericsGroup()
     gradients: Gradients = Gradients()
     compute: Compute = Compute()
+
+    @model_validator(mode="after")
+    def _stages_fit_the_axis(self) -> Self:
+        stages, ranks, schedule = len(self.pipeline.cuts) + 1, self.axes.pipeline, self.pipeline.schedule
+        if stages == 1:
+            return self
+        if stages % ranks:
+            raise ValueError(f"{stages - 1} cuts make {stages} stages, which {ranks} pipeline ranks do not divide")
+        wanted = STAGES_PER_RANK.get(schedule, stages // ranks)
+        if stages != wanted * ranks:
+            raise ValueError(
+                f"{schedule} runs {wanted} {'stage' if wanted == 1 else 'stages'} a rank, but {stages - 1} cuts make"
+                f" {stages} stages for {ranks} ranks"
+            )
+        return self
+
+    @property
+    def stages_per_rank(self) -> int:
+        return max(1, (len(self.pipeline.cuts) + 1) // self.axes.pipeline)
+
+    @property
+    def shares(self) -> int:
+        """Into how many microbatches all ranks together divide a global batch."""
+        return self.axes.replicate * self.axes.shard * self.memory.accumulation * self.pipeline.microbatches
 
     @property
     def world_size(self) -> int:
         return self.axes.replicate * self.axes.shard * self.axes.tensor * self.axes.pipeline
 
     def summary(self) -> str:
-        """One line: `replicate 4 × tensor 2 · bf16 · accumulate 2`."""
+        """One line: `replicate 4 × tensor 2 · bf16 · 1f1b/8 · recompute full`."""
         axes = [f"{name} {size}" for name, size in self.axes.model_dump().items() if size > 1]
         parts = [" × ".join(axes) or "one rank", self.numerics.precision]
+        if any(split.axis == "replicate" for split in self.modules.splits.values()):
+            parts.append("wide layers split")
+        if self.modules.sequence:
+            parts.append("sequence")
+        if self.axes.pipeline > 1:
+            parts.append(f"{self.pipeline.schedule}/{self.pipeline.microbatches}")
+        if self.axes.shard > 1 and self.memory.sharding != "parameters":
+            parts.append(f"shard {self.memory.sharding}")
+        if self.memory.recompute != "none":
+            parts.append(f"recompute {self.memory.recompute}")
         if self.memory.accumulation > 1:
             parts.append(f"accumulate {self.memory.accumulation}")
         if self.compute.layout != "contiguous":
@@ -80,7 +159,7 @@ class Plan(_Group):
         return " · ".join(parts)
 
     def to_yaml(self) -> str:
-        return yaml.safe_dump(self.model_dump(), sort_keys=False)
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
     def save(self, path: Path) -> Self:
         path.write_text(self.to_yaml())

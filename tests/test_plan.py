@@ -16,8 +16,22 @@ SIZES = st.integers(1, 8)
 PLANS = st.fixed_dictionaries(
     {
         "axes": st.fixed_dictionaries(dict.fromkeys(("replicate", "shard", "tensor", "pipeline"), SIZES)),
-        "memory": st.fixed_dictionaries({"accumulation": SIZES}),
-        "numerics": st.fixed_dictionaries({"precision": st.sampled_from(["fp32", "bf16"])}),
+        "modules": st.fixed_dictionaries(
+            {
+                "splits": st.dictionaries(st.sampled_from(["fc1", "blocks.*.up"]), st.just({"kind": "column"})),
+                "sequence": st.booleans(),
+                "loss": st.booleans(),
+            }
+        ),
+        "pipeline": st.fixed_dictionaries({"schedule": st.sampled_from(["gpipe", "1f1b"]), "microbatches": SIZES}),
+        "memory": st.fixed_dictionaries(
+            {
+                "sharding": st.sampled_from(["optimizer", "gradients", "parameters"]),
+                "recompute": st.sampled_from(["none", "selective", "full"]),
+                "accumulation": SIZES,
+            }
+        ),
+        "numerics": st.fixed_dictionaries({"precision": st.sampled_from(["fp32", "tf32", "bf16", "fp16"])}),
         "gradients": st.fixed_dictionaries({"bucket_bytes": st.integers(1, 2**40)}),
         "compute": st.fixed_dictionaries(
             {"layout": st.sampled_from(["contiguous", "channels_last"]), "threads": st.none() | SIZES}
@@ -47,6 +61,14 @@ def test_the_product_of_the_axes_is_the_number_of_ranks(plan: Plan) -> None:
         ({}, "one rank · fp32"),
         ({"axes": {"replicate": 4, "tensor": 2}, "numerics": {"precision": "bf16"}}, "replicate 4 × tensor 2 · bf16"),
         ({"memory": {"accumulation": 2}}, "one rank · fp32 · accumulate 2"),
+        (
+            {"axes": {"pipeline": 2, "shard": 2}, "pipeline": {"microbatches": 8}, "memory": {"sharding": "gradients"}},
+            "shard 2 × pipeline 2 · fp32 · 1f1b/8 · shard gradients",
+        ),
+        (
+            {"modules": {"splits": {"fc": {"kind": "row", "axis": "replicate"}}}, "memory": {"recompute": "full"}},
+            "one rank · fp32 · wide layers split · recompute full",
+        ),
         ({"compute": {"layout": "channels_last"}}, "one rank · fp32 · channels_last"),
     ],
 )
@@ -79,6 +101,14 @@ def test_a_plan_cannot_be_changed() -> None:
         ({"axes": {"replica": 2}}, "plan.axes.replica is not a field: did you mean 'replicate'?"),
         ({"axes": {"replicate": 0}}, "plan.axes.replicate is 0: input should be greater than 0"),
         ({"numerics": {"precision": "fp12"}}, "plan.numerics.precision is 'fp12'"),
+        (
+            {"axes": {"pipeline": 2}, "pipeline": {"cuts": ["a", "b"]}},
+            "2 cuts make 3 stages, which 2 pipeline ranks do not divide",
+        ),
+        (
+            {"axes": {"pipeline": 2}, "pipeline": {"cuts": ["a", "b", "c"]}},
+            "1f1b runs 1 stage a rank, but 3 cuts make 4 stages for 2 ranks",
+        ),
         (7, "plan is 7: write 'auto', a file, or the plan's groups"),
     ],
 )

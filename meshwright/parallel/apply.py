@@ -15,6 +15,7 @@ from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.precision import forward_precision
 from meshwright.parallel.replicate import align_buffers, replicate
 from meshwright.plan import Plan
+from meshwright.profile.recompute import recompute_blocks
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ def apply(plan: Plan, module: nn.Module, device: torch.device, world_size: int) 
     if plan.compute.layout == "channels_last":
         # Before wrapping: DDP's buckets take the strides that the parameters have then.
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    # Before wrapping: DDP looks for the parameters that a whole forward pass, with all its blocks, has used.
+    recompute_blocks(module, plan.memory.recompute)
     runner = module if mesh is None else replicate(module, mesh, plan.gradients.bucket_bytes)
     return ParallelModel(plan, module, runner, mesh, device)
 
@@ -61,3 +64,8 @@ def check_runnable(plan: Plan) -> None:
     for axis, size in plan.axes.model_dump().items():
         if axis != "replicate" and size > 1:
             raise InputError(f"plan.axes.{axis} is {size}: this version runs the replicate axis only, set {axis} to 1")
+    for name, split in plan.modules.splits.items():
+        if split.axis == "replicate" and split.kind != "none":
+            raise InputError(f"plan.modules.splits.{name}: this version splits no layer over the replicate axis")
+    if plan.numerics.precision not in ("fp32", "bf16"):
+        raise InputError(f"plan.numerics.precision is {plan.numerics.precision}: this version runs fp32 and bf16")

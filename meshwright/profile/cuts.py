@@ -40,13 +40,14 @@ class Crossing:
 @dataclass(frozen=True)
 class Cut:
     """Between two pieces. `inputs` are the model's inputs that are used behind it, `shared` the parameters that are
-    used on both sides."""
+    used on both sides. `call` says which call of the module `after`, where it runs more than once."""
 
     after: str
     before: str
     crossing: tuple[Crossing, ...]
     inputs: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
+    call: int = 0
 
     @property
     def bytes_per_sample(self) -> int:
@@ -119,7 +120,8 @@ def _cut(pieces: Pieces, larger: Flow, sizes: tuple[int, int], piece: int) -> Cu
     shared = tuple(
         sorted(_on_both_sides(pieces, time) | {name for name in weights if _used_before(pieces, name, time)})
     )
-    return Cut(pieces.names[piece], pieces.names[piece + 1], crossing, tuple(sorted(inputs)), shared)
+    after, before = pieces.names[piece : piece + 2]
+    return Cut(after, before, crossing, tuple(sorted(inputs)), shared, call=pieces.names[:piece].count(after))
 
 
 def _live(pieces: Pieces, time: int) -> list[int]:

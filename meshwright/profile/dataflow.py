@@ -118,6 +118,10 @@ class FlowRecorder(TorchDispatchMode):
     def know(self, tensor: Tensor, source: str, name: str) -> None:
         self._value(tensor, None, source, name)
 
+    def know_all(self, tree: Any, source: str) -> None:
+        for place, leaf in enumerate(_leaves(tree)):
+            self.know(leaf, source, str(place))
+
     def values_in(self, tree: Any) -> tuple[int, ...]:
         return tuple(self._value(leaf, None) for leaf in _leaves(tree))
 
@@ -212,7 +216,7 @@ def record_flow(
             recorder.know(leaf, "input", name if len(leaves) == 1 else f"{name}.{place}")
     try:
         # With gradients, as in training: without, some modules take another way.
-        with mode, torch.enable_grad(), GpuRules(), recorder, _following(names, recorder):
+        with mode, torch.enable_grad(), GpuRules(), recorder, following(names, recorder):
             twin(*example.arguments, **example.keywords)
     except (IndexError, InputError):  # a model that counts its blocks itself misses those that were left out
         raise
@@ -224,7 +228,7 @@ def record_flow(
 
 
 @contextmanager
-def _following(names: dict[nn.Module, str], recorder: FlowRecorder) -> Iterator[None]:
+def following(names: dict[nn.Module, str], recorder: FlowRecorder) -> Iterator[None]:
     handles = []
     for module, name in names.items():
 

@@ -2,7 +2,12 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from meshwright.profile.dataflow import Flow, Op, Ref
+
+# What a weight may go through on its way into a product; autocast makes copies.
+_CARRIES = ("t", "transpose", "expand", "unsqueeze", "view", "_unsafe_view", "permute", "alias", "_to_copy")
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ def _weight_of(flow: Flow, op: Op) -> tuple[str, int] | None:
     value, turned = operands(op)[1], False
     while (made := flow.values[value].op) is not None:
         maker = flow.ops[made]
-        if maker.name not in ("t", "transpose", "expand", "unsqueeze", "view", "_unsafe_view", "permute", "alias"):
+        if maker.name not in _CARRIES:
             return None
         old, new = flow.values[maker.inputs[0]].shape, flow.values[value].shape
         if maker.name in ("t", "transpose", "permute"):
@@ -59,6 +64,48 @@ def _weight_of(flow: Flow, op: Op) -> tuple[str, int] | None:
 def operands(op: Op) -> tuple[int, int]:
     left, right = [arg.value for arg in op.args if isinstance(arg, Ref)][-2:]
     return left, right
+
+
+def has_own_bias(flow: Flow, op: Op, linear: Linear) -> bool:
+    """Whether what is added to the product comes from the layer's own module, so that it is divided with the weight."""
+    added = [arg.value for arg in op.args if isinstance(arg, Ref)][:-2]
+    owners = {name.rpartition(".")[0] for value in added for name in _held(flow, value)}
+    return owners <= {linear.module} and (not added or bool(owners))
+
+
+def _held(flow: Flow, value: int) -> set[str]:
+    """The parameters and buffers that a value is computed of."""
+    found: set[str] = set()
+    todo, seen = [value], {value}
+    while todo:
+        source = flow.values[todo.pop()]
+        if source.op is None:
+            found.add(source.name)
+        else:
+            fresh = {*flow.ops[source.op].inputs, *flow.ops[source.op].mutated} - seen
+            seen |= fresh
+            todo += fresh
+    return found
+
+
+def tables(flow: Flow, linears: dict[str, Linear], value: int) -> list[str]:
+    """The parameters that a value shows, looks rows up in, or is computed of element by element; the nearest first."""
+    found: dict[str, None] = {}
+    todo, seen = [value], {value}
+    while todo:
+        source = flow.values[todo.pop(0)]
+        if source.source == "parameter" and source.name not in linears:
+            found[source.name] = None
+        elif source.op is not None and _keeps_elements(flow.ops[source.op]):
+            fresh = [v for v in flow.ops[source.op].inputs if v not in seen]
+            seen.update(fresh)
+            todo += fresh
+    return list(found)
+
+
+def _keeps_elements(op: Op) -> bool:
+    looks_up = op.name in ("embedding", "index", "clone", "_to_copy", "_unsafe_view")
+    return looks_up or bool(op.func.is_view) or torch.Tag.pointwise in op.func.tags
 
 
 def origins(flow: Flow, linears: dict[str, Linear], value: int) -> list[str]:

@@ -8,6 +8,8 @@ where it has one, so matrix products, convolutions and attention count and every
     attention, forward          4·batch·heads·queries·keys·dim
     attention, backward         10·batch·heads·queries·keys·dim      (five products)
 
+    grouped product             2·tokens·n·k: each token is multiplied with one of the matrices
+
 Bytes are those of every distinct tensor read or written; a view moves nothing.
 """
 
@@ -25,7 +27,7 @@ Kind = Literal["matmul", "convolution", "attention", "norm", "embedding", "reduc
 aten = torch.ops.aten
 _FLOPS: dict[Any, Callable[..., int]] = dict(flop_registry)
 
-_MATMUL = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._scaled_mm}
+_MATMUL = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._scaled_mm, aten._grouped_mm}
 _CONVOLUTION = {aten.convolution, aten.convolution_backward, aten.cudnn_convolution}
 _NORM = (
     "native_layer_norm",
@@ -98,6 +100,9 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
         return wanted * _convolution_flops(args[1], args[2], args[0], transposed=args[7])
     if packet is aten.convolution:
         return _convolution_flops(args[0], args[1], result, transposed=args[6])
+    if packet is aten._grouped_mm:
+        left, right = args[:2]
+        return int(2 * left.shape[-2] * left.shape[-1] * right.shape[-1])
     count = _FLOPS.get(packet)
     return int(count(*args, **kwargs, out_val=result)) if count else 0
 
@@ -116,6 +121,24 @@ def shape_of(kind: Kind, func: Any, args: tuple[Any, ...], result: Any) -> tuple
         return tuple(size for tensor in tensors[:2] for size in tensor.shape)
     leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
     return (leaves[0].numel(),) if leaves else ()
+
+
+def workspace_of(kind: Kind, func: Any, args: tuple[Any, ...], result: Any) -> int:
+    """What a convolution takes on a GPU for the time it runs: its images and filters once more, with the channels
+    last, as tensor cores want them (bench/convolution_workspaces.json). Images that have them last already, filters
+    of one pixel on rows of whole 16 bytes, and convolutions of each channel by itself need none."""
+    if kind != "convolution":
+        return 0
+    back = func._overloadpacket is aten.convolution_backward
+    grad, image, weight = args[0], args[1 if back else 0], args[2 if back else 1]
+    stride, groups = args[4 if back else 3], args[9 if back else 8]
+    output = grad if back else result
+    if image.dim() < 4 or groups == image.shape[1] or image.is_contiguous(memory_format=torch.channels_last):
+        return 0
+    pixels = prod(image.shape[2:]) * image.element_size()
+    if prod(weight.shape[2:]) == 1 and all(step == 1 for step in stride) and pixels % 16 == 0:
+        return 0
+    return sum(tensor.numel() * tensor.element_size() for tensor in (image, weight, output))
 
 
 def bytes_of(kind: Kind, arguments: Iterable[Any], result: Any) -> int:

@@ -1,13 +1,14 @@
 """Runs one training step on fake tensors and writes down every operator and every change of memory.
 
-An operator of the backward pass is put down to the module whose forward operator made its autograd node: both
-carry the same sequence number. A tensor's memory is followed through its storage: it is taken by the operator that
-returns a storage not seen before, and given back when nobody holds the storage any more.
+An operator of the backward pass is put down to the forward operator that made its autograd node: both carry the same
+sequence number. One that is computed again is put down to the one it repeats. A tensor's memory is followed through
+its storage: it is taken by the operator that returns a storage not seen before, and given back when nobody holds the
+storage any more.
 """
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,18 +18,32 @@ from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.profile.operators import Kind, bytes_of, flops_of, kind_of, shape_of
+from meshwright.profile.operators import Kind, bytes_of, flops_of, kind_of, shape_of, workspace_of
+from meshwright.profile.recompute import Recompute, recompute_blocks
+
+Rules = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an operator belongs: the number of the forward operator that it is, repeats or differentiates (-1: none),
+    the module that ran that one, and whether it computes a gradient."""
+
+    forward: int
+    layer: str
+    gradient: bool
 
 
 @dataclass
 class OperatorSeen:
-    layer: str
     name: str
     kind: Kind
     dtype: str
     flops: int
     bytes: int
     shape: tuple[int, ...]
+    workspace: int
+    place: Place
 
 
 @dataclass
@@ -37,7 +52,7 @@ class MemorySeen:
 
     operator: int
     bytes: int
-    layer: str
+    place: Place
     taken: int | None = None
 
 
@@ -49,7 +64,7 @@ class Recording:
     memory: list[MemorySeen] = field(default_factory=list)
     marks: list[tuple[int, str]] = field(default_factory=list)
     saved: set[int] = field(default_factory=set)  # memory entries that autograd keeps
-    gradients: set[int] = field(default_factory=set)  # memory entries that became a parameter's gradient
+    gradients: dict[int, str] = field(default_factory=dict)  # memory entries that became a parameter's gradient
 
     def mark(self, word: str) -> None:
         self.marks.append((len(self.operators), word))
@@ -58,13 +73,17 @@ class Recording:
 class Recorder(TorchDispatchMode):
     """State of one recording: who runs, and which storage is whose."""
 
-    def __init__(self, names: Mapping[nn.Module, str], blocks: Set[str]) -> None:
+    def __init__(self, names: Mapping[nn.Module, str], blocks: Set[str], rules: Rules = nullcontext) -> None:
         super().__init__()
+        self._rules = rules
         self.recording = Recording()
         self._names = names
         self._blocks = blocks
         self._stack: list[str] = [""]
-        self._node_layers: dict[int, str] = {}
+        self._forward: list[Place] = []  # forward operators, views included, by number
+        self._forward_names: list[str] = []
+        self._node_places: dict[int, Place] = {}
+        self._next_again: int | None = None  # while a block is computed again: which operator comes next
         self._entries: dict[int, int] = {}  # storage -> memory entry; -1 for what was there before the step
         self._refs: dict[int, weakref.ref[Any]] = {}
         self.backward = False
@@ -87,41 +106,81 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":  # questions about a tensor, such as its device
             return func(*args, **kwargs)
-        layer = self._layer()
+        name = func._overloadpacket.__name__
+        place = self._place(name)
         result = func(*args, **kwargs)
         kind = kind_of(func)
         if kind != "view":
             self.recording.operators.append(
                 OperatorSeen(
-                    layer=layer,
-                    name=func._overloadpacket.__name__,
+                    name=name,
                     kind=kind,
                     dtype=_dtype(args, result),
                     flops=flops_of(func, args, kwargs, result),
                     bytes=bytes_of(kind, (args, kwargs), result),
                     shape=shape_of(kind, func, args, result),
+                    workspace=workspace_of(kind, func, args, result),
+                    place=place,
                 )
             )
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                self._follow(leaf, layer)
+                self._follow(leaf, place)
         return result
 
-    def _layer(self) -> str:
-        if not self.backward:
-            # Below autograd the node of this operator exists already and was the last to be numbered.
-            self._node_layers.setdefault(torch.autograd._get_sequence_nr() - 1, self._stack[-1])
-            return self._stack[-1]
-        node = torch._C._current_autograd_node()
-        return self._node_layers.get(node._sequence_nr(), "") if node is not None else ""
+    def _place(self, name: str) -> Place:
+        if self._next_again is not None:
+            return self._place_again(name)
+        if self.backward:
+            node = torch._C._current_autograd_node()
+            place = self._node_places.get(node._sequence_nr()) if node is not None else None
+            return Place(place.forward, place.layer, True) if place else Place(-1, "", True)
+        place = Place(len(self._forward), self._stack[-1], False)
+        # Below autograd the node of this operator exists already and was the last to be numbered.
+        self._node_places.setdefault(torch.autograd._get_sequence_nr() - 1, place)
+        if name != "detach":  # recomputation that keeps some results adds these
+            self._forward.append(place)
+            self._forward_names.append(name)
+        return place
 
-    def _follow(self, tensor: Tensor, layer: str) -> None:
+    def _place_again(self, name: str) -> Place:
+        """The same operators in the same order, but for those whose results were kept."""
+        number = self._next_again or 0
+        while number < len(self._forward) and self._forward_names[number] != name:
+            number += 1
+        if number == len(self._forward):
+            return Place(-1, self._stack[-1], False)
+        self._next_again = number + 1
+        return self._forward[number]
+
+    def around(self, _: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """The contexts of a block's first and second pass."""
+        begin = 0
+
+        @contextmanager
+        def first() -> Iterator[None]:
+            nonlocal begin
+            begin = len(self._forward)
+            yield
+
+        @contextmanager
+        def second() -> Iterator[None]:
+            self._next_again = begin
+            try:
+                with self._rules():  # a call of `backward` leaves those of the first pass
+                    yield
+            finally:
+                self._next_again = None
+
+        return first(), second()
+
+    def _follow(self, tensor: Tensor, place: Place) -> None:
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self._entries:
             return
         recording, entry = self.recording, len(self.recording.memory)
-        recording.memory.append(MemorySeen(len(recording.operators), storage.nbytes(), layer))
+        recording.memory.append(MemorySeen(len(recording.operators), storage.nbytes(), place))
         self._entries[key] = entry
 
         def given_back(_: Any) -> None:
@@ -130,7 +189,7 @@ class Recorder(TorchDispatchMode):
             if self.finished:  # what the caller held on to dies after the step
                 return
             size = recording.memory[entry].bytes
-            recording.memory.append(MemorySeen(len(recording.operators), -size, layer, taken=entry))
+            recording.memory.append(MemorySeen(len(recording.operators), -size, place, taken=entry))
 
         self._refs[key] = weakref.ref(storage, given_back)
 
@@ -145,6 +204,10 @@ class Recorder(TorchDispatchMode):
         left = self._stack.pop()
         if left in self._blocks and not self.backward:
             self.recording.mark(f"leave {left}")
+
+    def keep_what_lives(self) -> None:
+        """What blocks keep to start from again, autograd's hooks do not see."""
+        self.recording.saved.update(entry for entry in self._entries.values() if entry >= 0)
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Called by autograd for every tensor it saves."""
@@ -173,24 +236,30 @@ def record_step(
     inputs: Any,
     names: Mapping[nn.Module, str],
     blocks: Set[str] = frozenset(),
+    recompute: Recompute = "none",
+    rules: Rules = nullcontext,
 ) -> Recording:
-    """One forward and backward pass of a fake model; `run` computes the loss. Entering and leaving the modules in
-    `blocks` is marked."""
-    recorder = Recorder(names, blocks)
+    """One forward and backward pass of a fake model; `run` computes the loss, under `rules`. Entering and leaving the
+    modules in `blocks` is marked."""
+    recorder = Recorder(names, blocks, rules)
     recorder.know([*model.parameters(), *model.buffers(), inputs])
+    recompute_blocks(model, recompute, keep_random=False, around=recorder.around)
     recording = recorder.recording
     with recorder, recording_modules(recorder):
         recording.mark("forward")
-        loss = run(model)
+        with rules():
+            loss = run(model)
         recording.mark("backward")
         recorder.backward = True
+        if recompute != "none":
+            recorder.keep_what_lives()
         loss.backward()
     recorder.finished = True
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            entry = recorder.entry_of(parameter.grad)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            entry = None if parameter.grad is None else recorder.entry_of(parameter.grad)
             if entry is not None:
-                recording.gradients.add(entry)
+                recording.gradients.setdefault(entry, f"{names[module]}.{name}".lstrip("."))
     recording.mark("end")
     _order_ends(recording)
     return recording

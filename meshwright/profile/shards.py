@@ -47,7 +47,7 @@ _WORDS = {
     "bernoulli_ uniform_ normal_",
     "moved": "t transpose permute expand repeat",
     "sliced": "slice select split split_with_sizes unsafe_split unsafe_split_with_sizes chunk unbind",
-    "reduced": "mean sum amax amin var std linalg_vector_norm _softmax _log_softmax softmax cumsum",
+    "reduced": "mean sum amax amin var std linalg_vector_norm _softmax _log_softmax softmax _safe_softmax cumsum",
 }
 _RULES = {name: rule for rule, names in _WORDS.items() for name in names.split()}
 
@@ -81,6 +81,8 @@ def follow(flow: Flow, op: Op, shards: dict[int, Shard]) -> dict[int, Shard]:
         return {op.outputs[0]: _product(flow, op, shards)}
     if "scaled_dot_product" in name:
         return _attention(flow, op, shards)
+    if name in ("embedding", "index") and first in shards:
+        return {op.outputs[0]: _looked_up(flow, op, shards[first])}
     raise Refused(f"{name} needs the whole dimension")
 
 
@@ -253,10 +255,20 @@ def _attention(flow: Flow, op: Op, shards: dict[int, Shard]) -> dict[int, Shard]
         found = replace(found, count=count, inner=found.count * found.inner // count)
     for mask in op.inputs[3:]:
         shape = _shape(flow, mask)
-        if len(shape) > 2 and shape[-3] != 1 and mask not in shards:
+        if mask in shards:
+            found = join(found, replace(shards[mask], dim=shards[mask].dim + 4 - len(shape)))
+        elif len(shape) > 2 and shape[-3] != 1:
             raise Partner(mask)
     heads = _shape(flow, trio[0])[1]
     return {value: found for value in op.outputs if len(_shape(flow, value)) >= 3 and _shape(flow, value)[1] == heads}
+
+
+def _looked_up(flow: Flow, op: Op, shard: Shard) -> Shard:
+    """Rows of a table, as many as there are indices: what lies behind the rows keeps its place from the end."""
+    rows = 1 if op.name == "embedding" else len(op.args[1])
+    if shard.dim < rows or (op.name == "index" and None in op.args[1]):
+        raise Refused(f"{op.name} looks the parts up")
+    return replace(shard, dim=shard.dim + len(_shape(flow, op.outputs[0])) - len(_shape(flow, _first(op))))
 
 
 def _first(op: Op) -> int:

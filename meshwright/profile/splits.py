@@ -2,8 +2,8 @@
 
 A group starts at a linear layer whose output features are divided (`column`). The parts are followed through every
 operator that works on each part alone, until linear layers sum them up again (`row`). Whatever meets them on the way
-must be divided likewise, so gates join, and queries, keys and values join at attention. If a part ends anywhere else,
-the layer is not split.
+must be divided likewise, so gates join, queries, keys and values join at attention, and so does a table that holds
+something for every head (a bias by relative position). If a part ends anywhere else, the layer is not split.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from math import gcd
 from typing import Literal
 
 from meshwright.profile.dataflow import Flow, Op
-from meshwright.profile.linears import Linear, find_linears, operands, origins
+from meshwright.profile.linears import Linear, find_linears, has_own_bias, operands, origins, tables
 from meshwright.profile.shards import Partner, Refused, Shard, follow
 
 SplitKind = Literal["column", "row", "heads", "vocabulary"]
@@ -52,14 +52,19 @@ class SplitGroup:
 
 def find_splits(flow: Flow) -> tuple[SplitGroup, ...]:
     """Columns to rows, and attention by heads; `vocabulary` finds the others."""
+    return tuple(group for group, _ in splits_with_values(flow))
+
+
+def splits_with_values(flow: Flow) -> tuple[tuple[SplitGroup, frozenset[int]], ...]:
+    """Each group with the values that are divided when it is."""
     linears = find_linears(flow)
-    found: list[SplitGroup] = []
+    found: list[tuple[SplitGroup, frozenset[int]]] = []
     taken: set[str] = set()
     for name in linears:
-        group = None if name in taken else _grow(flow, linears, name, taken)
-        if group is not None:
-            found.append(group)
-            taken.update(split.parameter for split in group.splits)
+        grown = None if name in taken else _grow(flow, linears, name, taken)
+        if grown is not None:
+            found.append(grown)
+            taken.update(split.parameter for split in grown[0].splits)
     return tuple(found)
 
 
@@ -68,36 +73,68 @@ class _Attempt:
     """What following a set of divided layers has found so far."""
 
     columns: dict[str, int]  # weight -> how many layers it is made of
+    tables: dict[str, int]  # parameter that is no layer's weight -> its divided dimension
     rows: dict[str, int]
     slices: dict[str, set[tuple[int, int]]]
+    values: frozenset[int] = frozenset()
     degree: int = 0
     heads: int | None = None
     kv_heads: int | None = None
 
 
-def _grow(flow: Flow, linears: dict[str, Linear], seed: str, taken: set[str]) -> SplitGroup | None:
+def _grow(
+    flow: Flow, linears: dict[str, Linear], seed: str, taken: set[str]
+) -> tuple[SplitGroup, frozenset[int]] | None:
     for fused in _FUSED:
         if fused > 1 and linears[seed].outputs % fused:
             continue
-        columns = {seed: fused}
-        while True:
-            try:
-                return _group(linears, _followed(flow, linears, columns, taken))
-            except Refused:
-                break
-            except Partner as partner:
-                more = [name for name in origins(flow, linears, partner.value) if name not in columns]
-                if not more or any(name in taken for name in more):
-                    break
-                columns.update({name: fused if linears[name].outputs % max(fused, 1) == 0 else 1 for name in more})
+        attempt = _joined(flow, linears, {seed: fused}, {}, taken)
+        if attempt is not None:
+            return _group(flow, linears, attempt), attempt.values
     return None
 
 
-def _followed(flow: Flow, linears: dict[str, Linear], columns: dict[str, int], taken: set[str]) -> _Attempt:
-    attempt = _Attempt(columns, {}, {})
+def _joined(
+    flow: Flow, linears: dict[str, Linear], columns: dict[str, int], along: dict[str, int], taken: set[str]
+) -> _Attempt | None:
+    """Follows the parts, with whatever must be divided likewise, until they fit."""
+    seed, fused = next(iter(columns.items()))
+    while True:
+        try:
+            return _followed(flow, linears, columns, along, taken)
+        except Refused:
+            return None
+        except Partner as partner:
+            value = partner.value
+        more = [name for name in origins(flow, linears, value) if name not in columns]
+        if not more:
+            break
+        if any(name in taken for name in more):
+            return None
+        columns |= {name: fused if linears[name].outputs == linears[seed].outputs else 1 for name in more}
+    table = next((name for name in tables(flow, linears, value) if name not in along), None)
+    if table is None or table in taken:
+        return None
+    shape = flow.values[_number(flow, table)].shape
+    for dim in reversed([dim for dim, size in enumerate(shape) if size > 1]):  # tables have their heads last
+        found = _joined(flow, linears, dict(columns), {**along, table: dim}, taken)
+        if found is not None:
+            return found
+    return None
+
+
+def _followed(
+    flow: Flow, linears: dict[str, Linear], columns: dict[str, int], along: dict[str, int], taken: set[str]
+) -> _Attempt:
+    attempt = _Attempt(columns, along, {}, {})
     shards: dict[int, Shard] = {}
     by_op = {number: linear for linear in linears.values() for number in linear.ops}
-    queue = sorted(number for name in columns for number in linears[name].ops)
+    queue = [number for name in columns for number in linears[name].ops]
+    for name, dim in along.items():
+        value = _number(flow, name)
+        shards[value] = Shard(dim, 1, flow.values[value].shape[dim], 1)
+        queue += flow.consumers.get(value, ())
+    queue.sort()
     seen = set(queue)
     fed: set[int] = set()  # uses of row layers whose input is split
     while queue:
@@ -108,6 +145,8 @@ def _followed(flow: Flow, linears: dict[str, Linear], columns: dict[str, int], t
             if linear.parameter in columns:
                 if split_input is not None:
                     raise Refused("a split output feeds a layer of its own group")
+                if not has_own_bias(flow, op, linear):
+                    raise Refused("its bias is another module's")
                 made = {op.outputs[0]: _column(flow, op, linear, columns[linear.parameter])}
             else:
                 attempt.rows[linear.parameter] = _row(flow, op, split_input)
@@ -136,7 +175,12 @@ def _followed(flow: Flow, linears: dict[str, Linear], columns: dict[str, int], t
     if attempt.degree < 2:
         raise Refused("nothing to divide")
     _note_slices(flow, linears, shards, attempt)
+    attempt.values = frozenset(shards)
     return attempt
+
+
+def _number(flow: Flow, parameter: str) -> int:
+    return next(n for n, v in enumerate(flow.values) if v.source == "parameter" and v.name == parameter)
 
 
 def _column(flow: Flow, op: Op, linear: Linear, fused: int) -> Shard:
@@ -196,18 +240,20 @@ def _note_slices(flow: Flow, linears: dict[str, Linear], shards: dict[int, Shard
         attempt.slices[name] = set(enumerate(sizes[: len(sizes) // len(linears[name].ops)]))
 
 
-def _group(linears: dict[str, Linear], attempt: _Attempt) -> SplitGroup:
+def _group(flow: Flow, linears: dict[str, Linear], attempt: _Attempt) -> SplitGroup:
     first = linears[next(iter(attempt.columns))]
     name = first.module
-    heads = attempt.heads is not None
+    kind: SplitKind = "column" if attempt.heads is None else "heads"
     splits = []
     for weight, fused in attempt.columns.items():
         linear = linears[weight]
         parts = (linear.outputs // fused,) * fused if fused > 1 else ()
         if not fused:
             parts = tuple(size for _, size in sorted(attempt.slices[weight]))
-        kind: SplitKind = "heads" if heads else "column"
         splits.append(Split(linear.module, weight, kind, linear.dim, linear.outputs, name, parts))
+    for table, dim in attempt.tables.items():
+        size = flow.values[_number(flow, table)].shape[dim]
+        splits.append(Split(table.rpartition(".")[0], table, kind, dim, size, name))
     for weight, size in attempt.rows.items():
         linear = linears[weight]
         splits.append(Split(linear.module, weight, "row", 1 - linear.dim, size, name, crosses="all_reduce"))

@@ -38,7 +38,7 @@ class Tie:
 @dataclass(frozen=True)
 class Structure:
     """`pieces` are the modules that stages are made of, in the order they run. Where there are no cuts, `reason`
-    says why."""
+    says why. With `evaluated` it was found in evaluation: in training, chance or data decide what runs."""
 
     splits: tuple[SplitGroup, ...]
     wide: tuple[WideChain, ...]
@@ -48,6 +48,7 @@ class Structure:
     reason: str
     branches: tuple[Branches, ...]
     ties: tuple[Tie, ...]
+    evaluated: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, words and numbers, for YAML."""
@@ -60,19 +61,21 @@ def structure(model: nn.Module, sample: Any, *, target: str | None = None, repea
     on the meta device; it is left as it is."""
     runs = find_runs(model) if repeats else ()
     try:
-        flow, larger = _flows(model, sample, runs, target)
+        flow, larger, evaluated = _flows(model, sample, runs, target)
     except IndexError as error:  # a model that counts its blocks itself misses those that were left out
         if not runs:
             raise InputError(f"the model cannot be traced: {error}") from error
         return structure(model, sample, target=target, repeats=False)
-    if [op.name for op in flow.ops] != [op.name for op in larger.ops]:
+    if not _same_operators(flow, larger):
         raise InputError("the model runs other operators for other batch sizes: its structure cannot be told")
     pieces = find_pieces(model, flow)
     cuts, no_cuts = find_cuts(pieces, larger, _BATCHES)
     groups = find_splits(flow)
     groups = (*find_vocabulary(flow, groups), *groups)
-    if any(_reaches_far(cut, run) for cut in cuts for run in runs) or any(
-        _spans_blocks(group, run) for group in groups for run in runs
+    if (
+        any(_reaches_far(cut, run) for cut in cuts for run in runs)
+        or any(_spans_blocks(group, run) for group in groups for run in runs)
+        or any(_runs_between(name, pieces.names, run) for name in set(pieces.names) for run in runs)
     ):
         return structure(model, sample, target=target, repeats=False)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -86,20 +89,30 @@ def structure(model: nn.Module, sample: Any, *, target: str | None = None, repea
         reason=_reason(pieces.names, cuts, no_cuts),
         branches=tuple(_whole(found, names, runs) for found in find_branches(pieces)),
         ties=tuple(_ties(model)),
+        evaluated=evaluated,
     )
 
 
-def _flows(model: nn.Module, sample: Any, runs: tuple[Run, ...], target: str | None) -> tuple[Flow, Flow]:
+def _flows(model: nn.Module, sample: Any, runs: tuple[Run, ...], target: str | None) -> tuple[Flow, Flow, bool]:
     """For two batch sizes, in training. Where chance decides what runs (layers dropped at random), in evaluation."""
-    small, large = _BATCHES
+
+    def both(evaluating: bool) -> tuple[Flow, Flow, bool]:
+        small, large = (record_flow(model, sample, size, runs, target, evaluating) for size in _BATCHES)
+        if not _same_operators(small, large):  # a scripted function runs others the first time
+            small = record_flow(model, sample, _BATCHES[0], runs, target, evaluating)
+        return small, large, evaluating
+
     try:
-        return record_flow(model, sample, small, runs, target), record_flow(model, sample, large, runs, target)
+        return both(evaluating=False)
     except InputError as in_training:
         try:
-            flows = [record_flow(model, sample, size, runs, target, evaluating=True) for size in _BATCHES]
+            return both(evaluating=True)
         except InputError:
             raise in_training from None
-        return flows[0], flows[1]
+
+
+def _same_operators(flow: Flow, other: Flow) -> bool:
+    return [op.name for op in flow.ops] == [op.name for op in other.ops]
 
 
 def _reason(pieces: tuple[str, ...], cuts: tuple[Cut, ...], no_cuts: tuple[NoCut, ...]) -> str:
@@ -178,6 +191,14 @@ def _reaches_far(cut: Cut, run: Run) -> bool:
         if home is not None and not _within(cut.after, home):
             return True
     return False
+
+
+def _runs_between(name: str, order: tuple[str, ...], run: Run) -> bool:
+    """Whether a module outside of the blocks runs between them, as often as there are blocks."""
+    if any(_within(name, block) for block in run.blocks):
+        return False
+    places = [place for place, other in enumerate(order) if _within(other, run.middle)]
+    return bool(places) and name in order[: places[0]] and name in order[places[-1] + 1 :]
 
 
 def _whole(found: Branches, names: tuple[str, ...], runs: tuple[Run, ...]) -> Branches:

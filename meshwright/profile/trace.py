@@ -6,7 +6,8 @@ lie on; where it does not, samples are compared with each other, and it is a par
 
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,9 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.errors import InputError
 from meshwright.profile.fake import bytes_in, fake_batch, fake_model
-from meshwright.profile.record import MemorySeen, OperatorSeen, Recording, record_step
+from meshwright.profile.gpu_rules import GpuRules
+from meshwright.profile.marks import Marks, find_marks
+from meshwright.profile.recompute import Recompute, find_blocks
+from meshwright.profile.record import MemorySeen, OperatorSeen, Recording, Rules, record_step
 from meshwright.profile.repeats import Run, find_runs, shorten
 from meshwright.profile.step import LossFunction, loss_of
+from meshwright.profile.structure import structure
 from meshwright.profile.values import Change, Growth, ModelProfile, Operator, Parameter, Phase, Role, Stretch
 
 BATCHES = (2, 3, 5)
@@ -26,13 +31,17 @@ CHECK = 7
 
 @dataclass(frozen=True)
 class _Cut:
-    """Operators [begin, end) of a recording, that stand for `count` equal blocks."""
+    """Operators [begin, end) of a recording, that stand for all of `blocks`."""
 
     unit: str
     phase: Phase
-    count: int
+    blocks: tuple[str, ...]
     begin: int
     end: int
+
+    @property
+    def count(self) -> int:
+        return len(self.blocks) or 1
 
 
 def profile(
@@ -43,38 +52,69 @@ def profile(
     precision: str = "fp32",
     on_gpu: bool = True,
     target: str | None = None,
+    recompute: Recompute = "none",
+    structured: bool = False,
     repeats: bool = True,
 ) -> ModelProfile:
-    """The profile of a model on batches like `sample`, whose leading dimension may be any. With `repeats` off, every
-    block is traced. The model may lie on the meta device; it is left as it is."""
+    """The profile of a model on batches like `sample`, whose leading dimension may be any. With `structured` it knows
+    how the model can be split and cut, with `repeats` off every block is traced. The model may lie on the meta
+    device; it is left as it is."""
     runs = find_runs(model) if repeats else ()
 
     def run(module: nn.Module, batch: Any) -> Tensor:
-        return loss_of(module, batch, loss, precision, on_gpu, target)
+        return loss_of(module, batch, loss, precision, target)
+
+    rules: Rules = GpuRules if on_gpu else nullcontext
+
+    def record(size: int) -> Recording:
+        return _record(model, sample, run, size, runs, recompute, rules)
 
     try:
-        recordings = [_record(model, sample, run, size, runs) for size in BATCHES]
+        recordings = [record(size) for size in BATCHES]
         cuts = _cuts(recordings[0], runs)
     except LookupError:
         # A model that counts its blocks itself misses those that were left out; blocks that are never called, or
         # frozen, have no place in a pass.
-        return profile(model, sample, loss, precision=precision, on_gpu=on_gpu, target=target, repeats=False)
-    stretches = _combine(recordings, BATCHES, cuts)
+        return profile(
+            model,
+            sample,
+            loss,
+            precision=precision,
+            on_gpu=on_gpu,
+            target=target,
+            recompute=recompute,
+            structured=structured,
+            repeats=False,
+        )
+    marks = Marks({}, {}, {}, {})
+    if structured:
+        with rules():
+            marks = find_marks(model, sample, run, BATCHES[0], runs)
+    stretches = _combine(recordings, BATCHES, cuts, marks)
     found = ModelProfile(
         precision=precision,
-        parameters=_parameters(model),
+        parameters=parameters_of(model),
         buffer_bytes=sum(b.numel() * b.element_size() for b in model.buffers()),
         input_bytes=_input_bytes(sample),
         stretches=stretches,
         traced_batches=BATCHES,
+        recompute=recompute,
+        blocks=find_blocks(model),
+        structure=structure(model, sample, target=target, repeats=repeats) if structured else None,
     )
     if _has_squares(found):
-        _check_fourth(found, _record(model, sample, run, CHECK, runs), cuts)
+        _check_fourth(found, record(CHECK), cuts)
     return found
 
 
 def _record(
-    model: nn.Module, sample: Any, run: Callable[[nn.Module, Any], Tensor], size: int, runs: tuple[Run, ...]
+    model: nn.Module,
+    sample: Any,
+    run: Callable[[nn.Module, Any], Tensor],
+    size: int,
+    runs: tuple[Run, ...],
+    recompute: Recompute,
+    rules: Rules,
 ) -> Recording:
     mode = FakeTensorMode()
     twin = fake_model(model, mode)
@@ -84,7 +124,7 @@ def _record(
     blocks = {name for run in runs for name in (run.first, run.middle, run.last)}
     try:
         with mode:
-            return record_step(twin, lambda module: run(module, batch), batch, names, blocks)
+            return record_step(twin, lambda module: run(module, batch), batch, names, blocks, recompute, rules)
     except InputError:
         raise
     except Exception as error:
@@ -107,33 +147,39 @@ def _culprit(error: Exception, names: dict[nn.Module, str]) -> str:
 # ---- cutting a step into stretches
 
 
+_Edge = tuple[int, tuple[str, ...]]  # where a stretch begins, and its blocks
+
+
 def _cuts(recording: Recording, runs: tuple[Run, ...]) -> list[_Cut]:
     marks = {word: operators for operators, word in recording.marks}
     turn, end = marks["backward"], marks["end"]
     forward = [(marks[f"enter {run.first}"], run) for run in runs]
-    edges: list[tuple[int, str, int]] = [(0, "", 1)]
+    edges: list[_Edge] = [(0, ())]
     for begin, run in sorted(forward, key=lambda item: item[0]):
         edges += [
-            (begin, run.first, 1),
-            (marks[f"enter {run.middle}"], run.middle, run.middle_count),
-            (marks[f"enter {run.last}"], run.last, 1),
-            (marks[f"leave {run.last}"], "", 1),
+            (begin, (run.first,)),
+            (marks[f"enter {run.middle}"], run.blocks[1:-1]),
+            (marks[f"enter {run.last}"], (run.last,)),
+            (marks[f"leave {run.last}"], ()),
         ]
     cuts = _between(edges, turn, "forward")
-    back: list[tuple[int, str, int]] = [(turn, "", 1)]
+    back: list[_Edge] = [(turn, ())]
     for _, run in sorted(forward, key=lambda item: -item[0]):
         back += [
-            (_first_of(recording, run.last, turn), run.last, 1),
-            (_first_of(recording, run.middle, turn), run.middle, run.middle_count),
-            (_first_of(recording, run.first, turn), run.first, 1),
-            (_last_of(recording, run.first, turn) + 1, "", 1),
+            (_first_of(recording, run.last, turn), (run.last,)),
+            (_first_of(recording, run.middle, turn), run.blocks[1:-1]),
+            (_first_of(recording, run.first, turn), (run.first,)),
+            (_last_of(recording, run.first, turn) + 1, ()),
         ]
     return cuts + _between(back, end, "backward")
 
 
-def _between(edges: list[tuple[int, str, int]], end: int, phase: Phase) -> list[_Cut]:
-    closed = [*edges, (end, "", 1)]
-    return [_Cut(unit, phase, count, begin, after[0]) for (begin, unit, count), after in pairwise(closed)]
+def _between(edges: list[_Edge], end: int, phase: Phase) -> list[_Cut]:
+    closed = [*edges, (end, ())]
+    return [
+        _Cut(blocks[0] if blocks else "", phase, blocks, begin, after)
+        for (begin, blocks), (after, _) in pairwise(closed)
+    ]
 
 
 def _first_of(recording: Recording, block: str, turn: int) -> int:
@@ -146,7 +192,7 @@ def _last_of(recording: Recording, block: str, turn: int) -> int:
 
 def _backward_of(recording: Recording, block: str, turn: int) -> list[int]:
     operators = recording.operators
-    return [number for number in range(turn, len(operators)) if _within(operators[number].layer, block)]
+    return [number for number in range(turn, len(operators)) if _within(operators[number].place.layer, block)]
 
 
 def _within(layer: str, block: str) -> bool:
@@ -156,7 +202,9 @@ def _within(layer: str, block: str) -> bool:
 # ---- three recordings become one profile
 
 
-def _combine(recordings: list[Recording], sizes: tuple[int, ...], cuts: list[_Cut]) -> tuple[Stretch, ...]:
+def _combine(
+    recordings: list[Recording], sizes: tuple[int, ...], cuts: list[_Cut], marks: Marks
+) -> tuple[Stretch, ...]:
     first = recordings[0]
     for other in recordings[1:]:
         same = [o.name for o in other.operators] == [o.name for o in first.operators]
@@ -165,9 +213,12 @@ def _combine(recordings: list[Recording], sizes: tuple[int, ...], cuts: list[_Cu
                 "the model runs other operators for other batch sizes: its cost cannot be told from small batches"
             )
     operators = [
-        _operator([recording.operators[n] for recording in recordings], sizes) for n in range(len(first.operators))
+        _operator([recording.operators[n] for recording in recordings], sizes, marks)
+        for n in range(len(first.operators))
     ]
-    changes = [_change(first, n, [r.memory[n].bytes for r in recordings], sizes) for n in range(len(first.memory))]
+    changes = [
+        _change(first, n, [r.memory[n].bytes for r in recordings], sizes, marks) for n in range(len(first.memory))
+    ]
     homes = [next(cut for cut in cuts if _holds(cut, seen)) for seen in first.memory]
     inside: dict[_Cut, list[Change]] = {cut: [] for cut in cuts}
     for number, (change, home) in enumerate(zip(changes, homes, strict=True)):
@@ -176,9 +227,9 @@ def _combine(recordings: list[Recording], sizes: tuple[int, ...], cuts: list[_Cu
         outside = not home.unit and taken is not None
         count = homes[taken].count if outside and taken is not None else 1
         place = change.operator - home.begin
-        inside[home].append(Change(place, change.bytes, change.role, change.layer, count))
+        inside[home].append(replace(change, operator=place, times=count))
     return tuple(
-        Stretch(cut.unit, cut.phase, cut.count, tuple(operators[cut.begin : cut.end]), tuple(inside[cut]))
+        Stretch(cut.unit, cut.phase, cut.blocks, tuple(operators[cut.begin : cut.end]), tuple(inside[cut]))
         for cut in cuts
     )
 
@@ -188,20 +239,22 @@ def _holds(cut: _Cut, seen: MemorySeen) -> bool:
     return cut.begin < seen.operator <= cut.end or (seen.operator == 0 and cut.begin == 0)
 
 
-def _operator(seen: list[OperatorSeen], sizes: tuple[int, ...]) -> Operator:
+def _operator(seen: list[OperatorSeen], sizes: tuple[int, ...], marks: Marks) -> Operator:
     first = seen[0]
     return Operator(
-        layer=first.layer,
+        layer=first.place.layer,
         name=first.name,
         kind=first.kind,
         dtype=first.dtype,
         flops=fit([o.flops for o in seen], sizes),
         bytes=fit([o.bytes for o in seen], sizes),
         shape=tuple(fit(list(values), sizes) for values in zip(*(o.shape for o in seen), strict=True)),
+        split=marks.operators.get(first.place.forward, ""),
+        workspace=fit([o.workspace for o in seen], sizes),
     )
 
 
-def _change(recording: Recording, number: int, sizes_seen: list[int], sizes: tuple[int, ...]) -> Change:
+def _change(recording: Recording, number: int, sizes_seen: list[int], sizes: tuple[int, ...], marks: Marks) -> Change:
     seen: MemorySeen = recording.memory[number]
     taken = number if seen.taken is None else seen.taken
     role: Role = "temporary"
@@ -209,7 +262,12 @@ def _change(recording: Recording, number: int, sizes_seen: list[int], sizes: tup
         role = "gradient"
     elif taken in recording.saved:
         role = "saved"
-    return Change(seen.operator, fit(sizes_seen, sizes), role, recording.memory[taken].layer)
+    place = recording.memory[taken].place
+    if role == "gradient":
+        split = marks.parameters.get(recording.gradients[taken], "")
+    else:
+        split = (marks.given if place.gradient else marks.results).get(place.forward, "")
+    return Change(seen.operator, fit(sizes_seen, sizes), role, place.layer, split=split)
 
 
 def fit(values: list[int], sizes: tuple[int, ...]) -> Growth:
@@ -236,7 +294,7 @@ def _check_fourth(found: ModelProfile, recording: Recording, cuts: list[_Cut]) -
                 )
 
 
-def _parameters(model: nn.Module) -> tuple[Parameter, ...]:
+def parameters_of(model: nn.Module) -> tuple[Parameter, ...]:
     names: dict[int, list[str]] = {}
     tensors: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -10,6 +10,7 @@ from math import prod
 from typing import Literal
 
 from meshwright.profile.operators import Kind
+from meshwright.profile.structure import Structure
 
 Phase = Literal["forward", "backward"]
 Role = Literal["saved", "gradient", "temporary"]
@@ -30,7 +31,9 @@ class Growth:
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator of a step. `layer` is the module that ran it, in backward the one whose gradient it computes."""
+    """One operator of a step. `layer` is the module that ran it, in backward the one whose gradient it computes.
+    `split` is the group of modules it is divided with, if it is; `workspace` is what it takes on a GPU while it
+    runs."""
 
     layer: str
     name: str
@@ -39,6 +42,8 @@ class Operator:
     flops: Growth
     bytes: Growth
     shape: tuple[Growth, ...]
+    split: str = ""
+    workspace: Growth = Growth(0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -54,15 +59,23 @@ class Change:
     role: Role
     layer: str
     times: int = 1
+    split: str = ""
 
 
 @dataclass(frozen=True)
 class Stretch:
+    """`blocks` are the equal blocks in a row that it stands for, in the order of the forward pass; none between
+    blocks."""
+
     unit: str
     phase: Phase
-    count: int  # how many equal blocks in a row it stands for
+    blocks: tuple[str, ...]
     operators: tuple[Operator, ...]
     changes: tuple[Change, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.blocks) or 1
 
 
 @dataclass(frozen=True)
@@ -78,12 +91,18 @@ class Parameter:
 
 @dataclass(frozen=True)
 class ModelProfile:
+    """`blocks` are what is computed again, or gathered, one after another. `structure` is there where it was asked
+    for: splits and stages need it."""
+
     precision: str
     parameters: tuple[Parameter, ...]
     buffer_bytes: int
     input_bytes: Growth
     stretches: tuple[Stretch, ...]
     traced_batches: tuple[int, ...]
+    recompute: str = "none"
+    blocks: tuple[str, ...] = ()
+    structure: Structure | None = None
 
     @property
     def parameter_count(self) -> int:

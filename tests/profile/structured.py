@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -95,6 +96,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "BertForMaskedLM": {"max_position_embeddings": 32},
     "Phi3ForCausalLM": {"num_key_value_heads": 2, "pad_token_id": 0},
     "GPTNeoXForCausalLM": {},
+    "DebertaV2ForMaskedLM": {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
 }
 
 
@@ -115,6 +117,23 @@ def transformer(name: str) -> nn.Module:
     )
     model: nn.Module = load(f"transformers.{name}")(config)
     return model
+
+
+def biased(name: str, layers: int = 2) -> tuple[nn.Module, Any]:
+    """A model that adds something for every head to its attention scores, and a batch."""
+    torch.manual_seed(0)
+    if name == "t5":
+        pytest.importorskip("transformers")
+        sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "vocab_size": 100, "num_layers": layers}
+        config = load("transformers.T5Config")(**sizes, decoder_start_token_id=0, use_cache=False)
+        model: nn.Module = load("transformers.T5ForConditionalGeneration")(config)
+        return model, {**ids(), "decoder_input_ids": ids()["input_ids"]}
+    library = "torchvision.models.swin_transformer"
+    windows = {"patch_size": [4, 4], "embed_dim": 24, "depths": [2, 2], "num_heads": [2, 4], "window_size": [4, 4]}
+    parts = {"block": "SwinTransformerBlockV2", "downsample_layer": "PatchMergingV2"} if name == "swin2" else {}
+    second = {key: load(f"{library}.{part}") for key, part in parts.items()}
+    swin: nn.Module = load(f"{library}.SwinTransformer")(**windows, **second, num_classes=5)
+    return swin, (torch.randn(4, 3, 32, 32), torch.zeros(4))
 
 
 def ids(batch: int = 4, length: int = 16) -> dict[str, Tensor]:

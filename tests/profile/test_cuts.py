@@ -111,6 +111,48 @@ def test_a_module_that_runs_on_both_sides_forbids_the_cut() -> None:
     assert structure(Twice(), torch.zeros(2, 4)).reason == "no cut between a and a: a runs on both sides"
 
 
+class Shared(nn.Module):
+    """Runs one activation, which has no weights, behind every layer."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
+        self.activation = nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.activation(layer(x))
+        return x
+
+
+def test_a_cut_behind_a_module_that_runs_twice_says_behind_which_call() -> None:
+    found = structure(Shared(3), torch.zeros(2, 4))
+    assert [(cut.after, cut.call, cut.before) for cut in found.cuts if cut.after == "activation"] == [
+        ("activation", 0, "layers.1"),
+        ("activation", 1, "layers.2"),
+    ]
+    assert [value.call for cut in found.cuts if cut.after == "activation" for value in cut.crossing] == [0, 1]
+    assert structure(Shared(7), torch.zeros(2, 4)) == structure(Shared(7), torch.zeros(2, 4), repeats=False)
+
+
+def test_what_could_only_be_found_in_evaluation_says_so() -> None:
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                if not self.training or torch.rand(()) > 0.1:
+                    x = layer(x)
+            return x
+
+    found = structure(Dropping(), torch.zeros(2, 4))
+    assert found.evaluated
+    assert [cut.after for cut in found.cuts] == ["layers.0", "layers.1"]
+    assert not structure(Shared(3), torch.zeros(2, 4)).evaluated
+
+
 def test_a_value_handed_on_behind_the_forward_pass_forbids_the_cut() -> None:
     class Hides(nn.Module):
         def __init__(self) -> None:
@@ -257,7 +299,7 @@ def prepared(name: str) -> tuple[nn.Module, Any]:
 
 
 HERE = ("gpt", "llama", "encoder", "resnet18", "vgg", "mnist", "unet", "residual", "towers", "tasks", "deep")
-THERE = ("GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM")
+THERE = ("GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM", "DebertaV2ForMaskedLM")
 
 
 @pytest.mark.parametrize("name", [*HERE, *THERE])

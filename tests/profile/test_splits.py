@@ -14,7 +14,7 @@ from meshwright.call import load
 from meshwright.profile.splits import Split, SplitGroup
 from meshwright.profile.structure import Structure, structure
 from tests.profile.models import make, tiny_decoder, tokens
-from tests.profile.structured import Unsplittable, ids, transformer
+from tests.profile.structured import Unsplittable, biased, ids, transformer
 
 
 def group_of(found: Structure, module: str) -> SplitGroup:
@@ -92,6 +92,57 @@ def test_models_of_the_transformers_library() -> None:
     assert (uneven.splits[0].parts, uneven.degree) == ((32, 16, 16), 2)
 
 
+@pytest.mark.parametrize("name", ["swin", "swin2"])
+def test_what_a_window_has_for_every_head_is_split_with_its_heads(name: str) -> None:
+    group = group_of(structure(*biased(name)), "features.3.1.attn.qkv")
+    found = {split.parameter.removeprefix("features.3.1.attn."): (split.kind, split.dim) for split in group.splits}
+    by_name = {"swin": {"relative_position_bias_table": 1}, "swin2": {"logit_scale": 0, "cpb_mlp.2.weight": 0}}
+    assert found.pop("qkv.weight") == ("heads", 0)
+    assert found.pop("proj.weight") == ("row", 1)
+    assert found == {parameter: ("heads", dim) for parameter, dim in by_name[name].items()}
+    assert (group.heads, group.degree, group.splits[0].parts) == (4, 4, (48, 48, 48))
+
+
+@pytest.mark.parametrize("layers", [2, 7])
+def test_attention_that_shares_a_bias_by_position_is_split_together(layers: int) -> None:
+    model, batch = biased("t5", layers)
+    group = group_of(structure(model, batch), "encoder.block.0.layer.0.SelfAttention.relative_attention_bias")
+    assert kinds(group).pop("encoder.block.0.layer.0.SelfAttention.relative_attention_bias") == "heads"
+    assert sum(split.kind == "row" for split in group.splits) == layers
+    assert len(group.splits) == 4 * layers + 1
+    assert next(split.dim for split in group.splits if "relative" in split.parameter) == 1
+
+
+def test_a_bias_for_every_head_that_no_parameter_holds_is_not_split() -> None:
+    class Slopes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (layer(x).unflatten(-1, (4, 2)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+            slopes = torch.arange(4.0).view(1, 4, 1, 1) * torch.arange(float(x.shape[1]))
+            mixed = (q @ k.transpose(-1, -2) + slopes).softmax(-1) @ v
+            out: Tensor = self.o(mixed.transpose(1, 2).flatten(-2))
+            return out
+
+    assert not any(group.heads for group in structure(Slopes(), torch.zeros(4, 3, 8)).splits)
+
+
+def test_a_layer_whose_bias_is_kept_elsewhere_is_not_split() -> None:
+    class Elsewhere(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 16, bias=False), nn.Linear(16, 8)
+            self.added = nn.Parameter(torch.zeros(16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.down(nn.functional.linear(x, self.up.weight, self.added))
+            return out
+
+    assert structure(Elsewhere(), torch.zeros(4, 8)).splits == ()
+
+
 def test_a_models_own_published_splits_are_used() -> None:
     pytest.importorskip("transformers")
     found = structure(transformer("LlamaForCausalLM"), ids())
@@ -158,11 +209,13 @@ def test_the_classifier_of_vgg16_holds_the_weights_and_does_not_do_the_work() ->
 
 
 class Sums(TorchDispatchMode):
-    """The outputs of the products with one weight."""
+    """The outputs of the products with one weight. Those with other weights may be `given`: what all ranks added up
+    to."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, given: dict[int, list[Tensor]]) -> None:
         super().__init__()
         self.weight = weight
+        self.given = {pointer: iter(results) for pointer, results in given.items()}
         self.seen: list[Tensor] = []
 
     def __torch_dispatch__(
@@ -170,9 +223,12 @@ class Sums(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         pointers = [arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)]
-        is_product = func._overloadpacket.__name__ in ("mm", "addmm", "bmm")
-        if is_product and self.weight.untyped_storage().data_ptr() in pointers:
+        if func._overloadpacket.__name__ not in ("mm", "addmm", "bmm"):
+            return result
+        if self.weight.untyped_storage().data_ptr() in pointers:
             self.seen.append(result.clone())
+        for pointer in self.given.keys() & set(pointers):
+            return next(self.given[pointer]).clone()
         return result
 
 
@@ -194,7 +250,15 @@ def bias_of(model: nn.Module, split: Split) -> Tensor | None:
     return bias
 
 
-def contribution(model: nn.Module, batch: Any, group: SplitGroup, row: Split, rank: int, degree: int) -> Tensor:
+def contribution(
+    model: nn.Module,
+    batch: Any,
+    group: SplitGroup,
+    row: Split,
+    rank: int,
+    degree: int,
+    given: dict[int, list[Tensor]],
+) -> Tensor:
     """What one rank adds to the row layer's output: what it does not hold is random in the columns, zero in rows."""
     weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     with torch.no_grad():
@@ -211,44 +275,60 @@ def contribution(model: nn.Module, batch: Any, group: SplitGroup, row: Split, ra
                 bias[gone] = torch.randn_like(bias[gone])
             elif bias is not None and rank:
                 bias.zero_()
-    result = row_output(model, batch, row)
+    result = row_outputs(model, batch, row, given)[0]
     model.load_state_dict(weights)
     return result
 
 
-def row_output(model: nn.Module, batch: Any, row: Split) -> Tensor:
+def row_outputs(model: nn.Module, batch: Any, row: Split, given: dict[int, list[Tensor]] | None = None) -> list[Tensor]:
     example = batches.split(batch)
-    with Sums(model.get_parameter(row.parameter)) as sums:  # with gradients, or torch's encoder takes a fused path
+    # With gradients, or torch's encoder takes a fused path.
+    with Sums(model.get_parameter(row.parameter), given or {}) as sums:
         model(*example.arguments, **example.keywords)
-    return sums.seen[0].detach()
+    return [result.detach() for result in sums.seen]
 
 
 def largest_error(model: nn.Module, batch: Any, group: SplitGroup) -> float:
     degree = 2 if group.degree % 2 == 0 else group.degree
     worst = 0.0
-    for row in (split for split in group.splits if split.kind == "row"):
-        whole = row_output(model, batch, row)
-        parts = [contribution(model, batch, group, row, rank, degree) for rank in range(degree)]
+    rows = [split for split in group.splits if split.kind == "row"]
+    wholes = {row.parameter: row_outputs(model, batch, row) for row in rows}
+    pointers = {row.parameter: model.get_parameter(row.parameter).untyped_storage().data_ptr() for row in rows}
+    for row in rows:
+        whole = wholes[row.parameter][0]
+        given = {pointers[name]: results for name, results in wholes.items() if name != row.parameter}
+        parts = [contribution(model, batch, group, row, rank, degree, given) for rank in range(degree)]
         worst = max(worst, float((torch.stack(parts).sum(0) - whole).abs().max() / whole.abs().max()))
     return worst
 
 
 HERE = ("gpt", "llama", "encoder", "mnist", "vgg")
-THERE = ("GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM", "Phi3ForCausalLM", "GPTNeoXForCausalLM")
+THERE = (
+    "GPT2LMHeadModel",
+    "LlamaForCausalLM",
+    "BertForMaskedLM",
+    "Phi3ForCausalLM",
+    "GPTNeoXForCausalLM",
+    "DebertaV2ForMaskedLM",
+)
+BIASED = ("swin", "swin2", "t5")
 
 
-@pytest.mark.parametrize("name", [*HERE, *THERE])
+@pytest.mark.parametrize("name", [*HERE, *THERE, *BIASED])
 def test_the_parts_of_every_group_add_up_to_the_whole(name: str) -> None:
     if name in THERE:
         pytest.importorskip("transformers")
         torch.manual_seed(0)
         model, batch = transformer(name), ids()
+    elif name in BIASED:
+        model, batch = biased(name)
     else:
         model, batch, _ = make(name)
     model = model.eval().double()
     batch = tuple(t.double() if t.is_floating_point() else t for t in batch) if isinstance(batch, tuple) else batch
     groups = [group for group in structure(model, batch).splits if any(s.kind == "row" for s in group.splits)]
     assert groups
+    assert name not in BIASED or any(group.heads for group in groups)
     for group in groups:
         assert largest_error(model, batch, group) < 1e-10, group.name
 

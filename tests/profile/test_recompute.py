@@ -1,0 +1,89 @@
+"""Computing activations again changes nothing but the memory: not a bit of loss, gradients or running statistics."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshwright.errors import InputError
+from meshwright.plan import Plan
+from meshwright.profile.optimizer import OptimizerCost
+from meshwright.profile.recompute import Recompute, find_blocks, recompute_blocks
+from meshwright.profile.trace import profile
+from meshwright.simulator.memory import CUDA_MEMORY, predict_memory
+from tests.profile.models import make
+
+MODELS = ("gpt", "llama", "encoder", "resnet18")
+KINDS: tuple[Recompute, ...] = ("selective", "full")
+NOTHING = OptimizerCost(0.0, 0.0, False)
+
+
+class Dropping(nn.Module):
+    """Blocks with dropout and BatchNorm, whose statistics a second pass must not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5)) for _ in range(3))
+        )
+        self.blocks[0].register_module("1", nn.BatchNorm1d(8, momentum=None))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.blocks(x)
+        return y
+
+
+def two_steps(model: nn.Module, run: Callable[[nn.Module], Tensor]) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    for _ in range(2):
+        loss = run(model)
+        loss.backward()
+    gradients = {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **gradients, **dict(model.named_buffers())}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", [*MODELS, "dropping"])
+def test_a_step_is_the_same_to_the_bit(name: str, kind: Recompute) -> None:
+    def fresh() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+        torch.manual_seed(0)
+        if name == "dropping":
+            x = torch.randn(6, 8)
+            return Dropping(), lambda model: model(x).square().mean()
+        model, batch, loss = make(name, batch=4)
+        return model, lambda model: loss(model(batch[0]), batch[1])
+
+    plain = two_steps(*fresh())
+    model, run = fresh()
+    recompute_blocks(model, kind)
+    again = two_steps(model, run)
+    assert plain.keys() == again.keys()
+    for key, value in plain.items():
+        assert torch.equal(value, again[key]), key
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_less_is_kept_and_more_is_computed(name: str) -> None:
+    model, batch, loss = make(name)
+    none, selective, full = (profile(model, batch, loss, recompute=k) for k in ("none", "selective", "full"))
+    assert full.saved_bytes(8) < selective.saved_bytes(8) < none.saved_bytes(8)
+    assert none.flops(8) == selective.flops(8) < full.flops(8)
+    assert none.flops(8, "forward") == full.flops(8, "forward")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_equal_blocks_traced_once_need_what_all_of_them_do(name: str, kind: Recompute) -> None:
+    model, batch, loss = make(name)
+    once, all_of_them = (profile(model, batch, loss, recompute=kind, repeats=repeats) for repeats in (True, False))
+    assert once.flops(8) == all_of_them.flops(8)
+    peaks = [predict_memory(found, Plan(), 8, NOTHING, CUDA_MEMORY).allocated_bytes for found in (once, all_of_them)]
+    assert peaks[0] == peaks[1]
+
+
+def test_blocks_are_found_and_a_model_without_any_is_refused() -> None:
+    assert find_blocks(make("resnet18")[0])[:3] == ("layer1.0", "layer1.1", "layer2.0")
+    assert find_blocks(make("gpt")[0])[0] == "blocks.0"
+    with pytest.raises(InputError, match=r"memory.recompute is full, but Linear has no blocks to compute again"):
+        recompute_blocks(nn.Linear(2, 2), "full")
