@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from meshwright.call import Call, build, load
 from meshwright.launch.world import World
-from meshwright.plan import NumericsGroup, Plan
+from meshwright.plan import Plan
 from meshwright.profile.optimizer import optimizer_cost
 from meshwright.profile.trace import profile
 from meshwright.simulator.memory import CUDA_MEMORY, MemoryPrediction, predict_memory
@@ -78,17 +78,25 @@ def hf_gpt2(layers: int = 12, hidden: int = 768, heads: int = 12, dropout: float
     return model
 
 
+def plan_of(case: dict[str, Any]) -> Plan:
+    return Plan.model_validate(
+        {
+            "numerics": {"precision": case["precision"]},
+            "memory": {"recompute": case.get("recompute", "none"), "accumulation": case.get("accumulation", 1)},
+        }
+    )
+
+
 def measure(case: dict[str, Any]) -> dict[str, Any]:
     """The peak of the second and third step: optimizer state is there by then."""
     device = torch.device("cuda", 0)
     with device:
         model = make_model(case)
-    plan = Plan(numerics=NumericsGroup(precision=case["precision"]))
     session = Session(
         model,
         lambda module: OPTIMIZERS[case["optimizer"]](module.parameters()),
         loss=case_loss,
-        plan=plan,
+        plan=plan_of(case),
         world=World(0, 0, 1, 1, 0, device, None),
     )
     batch = make_batch(case, "cuda")
@@ -106,20 +114,20 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def predict(case: dict[str, Any], holds_output: bool = False) -> MemoryPrediction:
-    """The same figure without a GPU. `holds_output`: as in steps that keep the model's output while backward runs."""
+def predict(case: dict[str, Any]) -> MemoryPrediction:
+    """The same figure without a GPU."""
     with torch.device("meta"):
         model = make_model(case)
-    held: list[Any] = []
-
-    def loss(output: Any, target: Tensor) -> Tensor:
-        if holds_output:
-            held[:] = [output]
-        return case_loss(output, target)
-
-    found = profile(model, make_batch(case, "meta"), loss, precision=case["precision"])
+    plan = plan_of(case)
+    found = profile(
+        model,
+        make_batch(case, "meta"),
+        case_loss,
+        precision=plan.numerics.precision,
+        recompute=plan.memory.recompute,
+    )
     optimizer = optimizer_cost(OPTIMIZERS[case["optimizer"]], at_once=True)
-    return predict_memory(found, Plan(), case["batch"], optimizer, CUDA_MEMORY)
+    return predict_memory(found, plan, case["batch"] // plan.memory.accumulation, optimizer, CUDA_MEMORY)
 
 
 def main() -> None:

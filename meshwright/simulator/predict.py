@@ -12,9 +12,9 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find
 from meshwright.errors import InputError
 from meshwright.plan import Axes, Plan
+from meshwright.profile.measured import profile_or_measure
 from meshwright.profile.optimizer import OptimizerCost, optimizer_cost
 from meshwright.profile.step import LossFunction
-from meshwright.profile.trace import profile
 from meshwright.simulator.memory import CPU_MEMORY, CUDA_MEMORY, DeviceMemory, MemoryPrediction, predict_memory
 
 
@@ -39,16 +39,26 @@ def predict(
     cluster: str | Cluster = "local",
     target: str | None = None,
 ) -> Prediction:
-    """What training this model needs. The model and the batch may lie on the meta device. `optimizer` is a template,
-    plain SGD where it is left out; without a plan every device is a replica."""
+    """What training this model needs. The model and the batch may lie on the meta device; a model whose shapes depend
+    on its data is run for a step where it lies. `optimizer` is a template, plain SGD where it is left out; without a
+    plan every device is a replica."""
     found = find(cluster) if isinstance(cluster, str) else cluster
     chosen = plan or Plan(axes=Axes(replicate=min(found.devices, global_batch)))
     _check(chosen, found, global_batch)
     on_gpu = found.kind == "cuda"
-    traced = profile(model, sample_batch, loss, precision=chosen.numerics.precision, on_gpu=on_gpu, target=target)
-    batch = -(-global_batch // (chosen.axes.replicate * chosen.memory.accumulation))
+    traced, how = profile_or_measure(
+        model,
+        sample_batch,
+        loss,
+        precision=chosen.numerics.precision,
+        on_gpu=on_gpu,
+        target=target,
+        recompute=chosen.memory.recompute,
+        structured=chosen.axes.tensor * chosen.axes.pipeline > 1 or bool(chosen.modules.splits),
+    )
+    batch = -(-global_batch // chosen.shares)
     memory = predict_memory(traced, chosen, batch, _cost(optimizer, on_gpu), device_memory(found))
-    return Prediction(memory.allocated_bytes, memory, batch, found.based_on)
+    return Prediction(memory.allocated_bytes, memory, batch, f"{found.based_on}; {how}")
 
 
 def device_memory(cluster: Cluster) -> DeviceMemory:
@@ -65,12 +75,10 @@ def _check(plan: Plan, cluster: Cluster, global_batch: int) -> None:
             f"the plan ({plan.summary()}) is for {plan.world_size} ranks, but the cluster '{cluster.name}' has"
             f" {cluster.devices} devices"
         )
-    if plan.world_size != plan.axes.replicate:
-        raise InputError(f"the plan ({plan.summary()}) uses axes that cannot be predicted yet: replicate only")
-    if global_batch < plan.axes.replicate * plan.memory.accumulation:
+    if global_batch < plan.shares:
         raise InputError(
-            f"global_batch is {global_batch}, smaller than {plan.axes.replicate} ranks ×"
-            f" {plan.memory.accumulation} microbatches"
+            f"global_batch is {global_batch}, smaller than the {plan.shares} parts that the plan ({plan.summary()})"
+            " makes of it: raise it, or use fewer ranks or microbatches"
         )
 
 

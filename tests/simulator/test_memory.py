@@ -1,6 +1,7 @@
 """Predicted memory is what GPUs and CPU ranks were measured to need, and its parts add up."""
 
 import json
+from functools import cache
 from statistics import median
 from typing import Any
 
@@ -9,24 +10,28 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from meshwright.bench import memory_sharded
 from meshwright.bench.memory import MEASURED, cases, predict
+from meshwright.errors import InputError
 from meshwright.launch.world import World
 from meshwright.plan import Plan
 from meshwright.profile.optimizer import optimizer_cost
 from meshwright.profile.trace import profile
+from meshwright.profile.values import ModelProfile
 from meshwright.simulator.memory import CPU_MEMORY, CUDA_MEMORY, DeviceMemory, predict_memory
 from meshwright.train.session import Session
-from tests.profile.models import make
+from meshwright.workloads.decoder import Decoder
+from tests.profile.models import make, scores_loss
 
 MEDIAN, WORST = 0.03, 0.06
-A_FEW = ("vgg16-32-bf16", "resnet18-128-bf16", "gpt2-16-bf16", "gpt2-4-fp32", "gpt2-xl-1-bf16", "llama-1b-4-bf16")
+A_FEW = ("vgg16-32-bf16", "resnet18-128-bf16", "gpt2-4-fp32", "gpt2-xl-1-bf16", "llama-1b-4-bf16-full")
 
 
 def errors(names: tuple[str, ...] | None = None) -> dict[str, float]:
     measured: dict[str, Any] = json.loads(MEASURED.read_text())
     found = {row["name"]: row["allocated_bytes"] for row in measured["rows"]}
     chosen = [case for case in cases() if names is None or case["name"] in names]
-    return {c["name"]: predict(c, measured["holds_output"]).allocated_bytes / found[c["name"]] - 1 for c in chosen}
+    return {c["name"]: predict(c).allocated_bytes / found[c["name"]] - 1 for c in chosen}
 
 
 def test_a_few_steps_measured_on_an_h200_are_predicted() -> None:
@@ -40,9 +45,68 @@ def test_a_few_steps_measured_on_an_h200_are_predicted() -> None:
 def test_all_steps_measured_on_an_h200_are_predicted() -> None:
     pytest.importorskip("transformers")
     off = errors()
-    assert len(off) == len(cases()) >= 17
+    assert len(off) == len(cases()) >= 30
     assert median(map(abs, off.values())) <= MEDIAN, off
     assert max(map(abs, off.values())) <= WORST, off
+
+
+@pytest.mark.soak
+def test_sharded_ranks_measured_on_an_h200_are_predicted() -> None:
+    rows = json.loads(memory_sharded.MEASURED.read_text())["rows"]
+    off = [memory_sharded.predict(row).allocated_bytes / row["allocated_bytes"] - 1 for row in rows]
+    assert {row["sharding"] for row in rows} == {"gradients", "parameters"}
+    assert max(map(abs, off)) <= MEDIAN, off
+
+
+@cache
+def eight_blocks() -> ModelProfile:
+    with torch.device("meta"):
+        model = Decoder(layers=8, hidden=64, heads=8, sequence=64, vocabulary=128, tied=False)
+        tokens = torch.empty(2, 64, dtype=torch.long)
+    return profile(model, (tokens, tokens), scores_loss, structured=True)
+
+
+def decoder_needs(batch: int = 4, **groups: Any) -> Any:
+    adam = optimizer_cost(lambda parameters: torch.optim.Adam(parameters), at_once=True)
+    return predict_memory(eight_blocks(), Plan.model_validate(groups), batch, adam, CUDA_MEMORY)
+
+
+def test_each_axis_divides_what_it_should() -> None:
+    alone = decoder_needs().breakdown
+    shard = decoder_needs(axes={"shard": 4}).breakdown
+    tensor = decoder_needs(axes={"tensor": 4}).breakdown
+    stage = decoder_needs(axes={"pipeline": 2}, pipeline={"cuts": ["blocks.3"], "microbatches": 2}).breakdown
+    assert shard["weights"] == pytest.approx(alone["weights"] / 4)
+    assert shard["optimizer state"] == pytest.approx(alone["optimizer state"] / 4)
+    assert shard["activations"] == pytest.approx(alone["activations"], rel=0.05)
+    assert alone["weights"] / 4 < tensor["weights"] < alone["weights"] / 3
+    assert alone["activations"] / 4 < tensor["activations"] < alone["activations"] * 0.7
+    assert stage["weights"] == pytest.approx(alone["weights"] / 2, rel=0.1)
+    for parts in (shard, tensor, stage):
+        assert parts["optimizer state"] == pytest.approx(2 * parts["weights"], rel=0.01)
+
+
+def test_levels_of_sharding_hold_less_and_less() -> None:
+    needs = {
+        level: decoder_needs(axes={"shard": 4}, memory={"sharding": level, "accumulation": 2}, batch=1).allocated_bytes
+        for level in ("optimizer", "gradients", "parameters")
+    }
+    assert needs["optimizer"] > needs["gradients"] > needs["parameters"]
+
+
+def test_a_pipeline_holds_as_many_microbatches_as_it_runs_ahead() -> None:
+    def held(schedule: str, microbatches: int, cuts: list[str] | None = None) -> int:
+        pipeline = {"schedule": schedule, "microbatches": microbatches, "cuts": cuts or ["blocks.3"]}
+        return int(decoder_needs(axes={"pipeline": 2}, pipeline=pipeline).breakdown["activations"])
+
+    assert held("1f1b", 2) == held("1f1b", 16)
+    assert held("gpipe", 16) > 5 * held("1f1b", 16)
+    assert held("interleaved_1f1b", 16, ["blocks.1", "blocks.3", "blocks.5"]) > held("1f1b", 16)
+
+
+def test_a_pipeline_without_cuts_is_refused() -> None:
+    with pytest.raises(InputError, match="a pipeline of 2 ranks but no cuts"):
+        decoder_needs(axes={"pipeline": 2})
 
 
 def held_bytes(model: nn.Module, session: Session, batch: Any) -> dict[str, int]:
