@@ -6,15 +6,16 @@ can be interpolated. Shapes that would take this device too long, or more memory
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.cluster.cluster import Dtype, Operator
+from meshwright.cluster.cluster import Dtype, Layout, Operator
 from meshwright.cluster.reach import TORCH_DTYPES, float32_products
-from meshwright.cluster.timing import seconds
+from meshwright.cluster.timing import device_seconds
 
 LONGEST_S = {"cpu": 0.08, "cuda": 0.05}  # of one run, as its rate foretells
 BUDGET_S = {"cpu": 0.04, "cuda": 0.02}
@@ -31,6 +32,7 @@ class Case:
     elements: float  # read and written
     build: Callable[[torch.dtype, torch.device], Callable[[], Tensor]]
     backward: bool = True
+    layout: Layout = "contiguous"
 
 
 def measure_operators(device: torch.device, rates: dict[Dtype, float]) -> list[dict[str, Any]]:
@@ -53,14 +55,16 @@ def _measure(case: Case, dtype: Dtype, device: torch.device) -> Iterator[dict[st
     kind, budget_s = TORCH_DTYPES[dtype], BUDGET_S[device.type]
     try:
         run = case.build(kind, device)
-        yield _row(case, dtype, "forward", 1, seconds(run, device, budget_s))
+        yield _row(case, dtype, "forward", 1, device_seconds(run, device, budget_s))
         if case.backward:
             # Starting autograd costs more than a small operator: several are taken back at once, as in a model.
             copies = 16 if case.elements < 2**20 else 1
             results = [run(), *(case.build(kind, device)() for _ in range(copies - 1))]
             inputs = [tensor for result in results for tensor in _leaves(result)]
             ones = [torch.ones_like(result) for result in results]
-            taken = seconds(lambda: torch.autograd.grad(results, inputs, ones, retain_graph=True), device, budget_s)
+            taken = device_seconds(
+                lambda: torch.autograd.grad(results, inputs, ones, retain_graph=True), device, budget_s
+            )
             yield _row(case, dtype, "backward", 2, taken / copies)
     except (RuntimeError, NotImplementedError):  # no such kernel on this device, or too little memory
         return
@@ -72,6 +76,7 @@ def _row(case: Case, dtype: Dtype, direction: str, times: int, taken: float) -> 
         "direction": direction,
         "dtype": dtype,
         "shape": case.shape,
+        "layout": case.layout,
         "flops": float(times * case.flops),
         "bytes": float(times * case.elements * TORCH_DTYPES[dtype].itemsize),
         "seconds": taken,
@@ -156,34 +161,55 @@ def _convolutions(large: bool) -> Iterator[Case]:
     # n, c_in, h, w, c_out, kernel, stride, groups
     shapes = [
         (24, 3, 192, 192, 48, 7, 2, 1),
+        (96, 3, 192, 192, 48, 3, 1, 1),
         (24, 48, 96, 96, 96, 3, 1, 1),
+        (96, 48, 192, 192, 48, 3, 1, 1),
         (24, 96, 48, 48, 192, 3, 2, 1),
+        (96, 96, 96, 96, 96, 3, 1, 1),
         (96, 192, 24, 24, 192, 3, 1, 1),
+        (12, 192, 48, 48, 192, 3, 1, 1),
         (96, 384, 24, 24, 96, 1, 1, 1),
         (24, 768, 12, 12, 768, 3, 1, 1),
+        (96, 384, 12, 12, 384, 3, 1, 1),
+        (12, 384, 48, 48, 384, 3, 1, 1),
+        (12, 1536, 48, 48, 192, 3, 1, 1),
         (96, 96, 48, 48, 384, 1, 1, 1),
+        (12, 1536, 48, 48, 384, 1, 1, 1),
+        (96, 768, 12, 12, 1536, 1, 2, 1),
+        (96, 1536, 6, 6, 384, 1, 1, 1),
         (24, 192, 48, 48, 192, 3, 1, 192),
     ]
     small = [
         (6, 1, 24, 24, 12, 5, 1, 1),
+        (48, 1, 24, 24, 24, 3, 1, 1),
         (24, 3, 24, 24, 24, 3, 1, 1),
         (12, 24, 12, 12, 48, 3, 1, 1),
+        (48, 24, 24, 24, 48, 3, 1, 1),
         (3, 48, 24, 24, 48, 3, 2, 1),
         (6, 96, 12, 12, 48, 1, 1, 1),
         (3, 96, 12, 12, 96, 3, 1, 96),
     ]
-    for shape in shapes if large else small:
+    layouts: tuple[Layout, ...] = ("contiguous", "channels_last")
+    for shape, layout in product(shapes if large else small, layouts):
         n, c_in, h, w, c_out, kernel, stride, groups = shape
 
-        def build(dtype: torch.dtype, device: torch.device, shape: tuple[int, ...] = shape) -> Callable[[], Tensor]:
+        def build(
+            dtype: torch.dtype, device: torch.device, shape: tuple[int, ...] = shape, layout: Layout = layout
+        ) -> Callable[[], Tensor]:
             n, c_in, h, w, c_out, kernel, stride, groups = shape
             images = _random(n, c_in, h, w)(dtype, device)
             weight = _random(c_out, c_in // groups, kernel, kernel)(dtype, device)
+            if layout == "channels_last":
+                images, weight = (
+                    tensor.detach().to(memory_format=torch.channels_last).requires_grad_()
+                    for tensor in (images, weight)
+                )
             return lambda: F.conv2d(images, weight, stride=stride, padding=kernel // 2, groups=groups)
 
         out = n * c_out * -(-h // stride) * -(-w // stride)
         per_output = c_in // groups * kernel * kernel
-        yield Case("convolution", shape, 2 * out * per_output, n * c_in * h * w + c_out * per_output + out, build)
+        moved = n * c_in * h * w + c_out * per_output + out
+        yield Case("convolution", shape, 2 * out * per_output, moved, build, layout=layout)
 
 
 def _norms(large: bool) -> Iterator[Case]:

@@ -25,6 +25,7 @@ Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all",
 Operator = Literal[
     "matmul", "batched_matmul", "attention", "convolution", "norm", "elementwise", "embedding", "optimizer"
 ]
+Layout = Literal["contiguous", "channels_last"]
 BasedOn = Literal["measured", "calibrated", "datasheet", "detected"]
 
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
@@ -44,12 +45,14 @@ class OperatorTime(_Value):
     """One operator as it was measured. `shape` by operator: matmul m n k; batched_matmul b m n k; attention batch
     heads sequence head_dim (causal); convolution n c_in h w c_out kernel stride groups; norm rows columns (LayerNorm),
     or n c h w (BatchNorm); elementwise elements; embedding rows columns lookups; optimizer tensors elements (AdamW).
+    Seconds are those that the device is busy; what its host takes to start an operator is `launch_s`.
     """
 
     operator: Operator
     direction: Literal["forward", "backward"] = "forward"
     dtype: Dtype
     shape: tuple[PositiveInt, ...]
+    layout: Layout = "contiguous"
     flops: NonNegativeFloat
     bytes: PositiveFloat
     seconds: PositiveFloat

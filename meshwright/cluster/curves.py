@@ -19,16 +19,20 @@ def curve_time(link: Link, collective: Collective, size_bytes: float, ranks: int
 
     Over several nodes only curves with as many ranks a node speak: eight ranks behind one network card are not one.
     """
-    curves = sorted(_alike(link.curves.get(collective, ()), ranks, nodes), key=lambda curve: curve.ranks)
-    below = [curve for curve in curves if curve.ranks <= ranks]
-    above = [curve for curve in curves if curve.ranks >= ranks]
-    if not below or not above:
+    around = _around(link, collective, ranks, nodes)
+    if around is None:
         return None
-    fewer, more = below[-1], above[0]
+    fewer, more = around
     start = _time(fewer, size_bytes, link.latency_s)
     if fewer.ranks == more.ranks:
         return start
     return _between(ranks, (fewer.ranks, start), (more.ranks, _time(more, size_bytes, link.latency_s)))
+
+
+def measured_from(link: Link, collective: Collective, ranks: int, nodes: int = 1) -> int | None:
+    """The smallest size that `curve_time` answers from measurements alone."""
+    around = _around(link, collective, ranks, nodes)
+    return None if around is None else max(curve.points[0][0] for curve in around)
 
 
 def rising(points: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
@@ -37,6 +41,14 @@ def rising(points: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]
     for size, seconds in sorted(points, reverse=True):
         kept.append((size, min(seconds, kept[-1][1]) if kept else seconds))
     return tuple(reversed(kept))
+
+
+def _around(link: Link, collective: Collective, ranks: int, nodes: int) -> tuple[Curve, Curve] | None:
+    """The measured curves for the next fewer and the next more ranks; twice the same where one fits."""
+    curves = sorted(_alike(link.curves.get(collective, ()), ranks, nodes), key=lambda curve: curve.ranks)
+    below = [curve for curve in curves if curve.ranks <= ranks]
+    above = [curve for curve in curves if curve.ranks >= ranks]
+    return (below[-1], above[0]) if below and above else None
 
 
 def _alike(curves: Iterable[Curve], ranks: int, nodes: int) -> list[Curve]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from meshwright.cluster.catalog import find_link, links_between, links_within
 from meshwright.cluster.cluster import Curve, Link
-from meshwright.cluster.curves import curve_time, rising
+from meshwright.cluster.curves import curve_time, measured_from, rising
 
 WITH_CURVES = [
     *(name for name in links_within() if find_link(name).curves),
@@ -60,6 +60,13 @@ def test_between_two_numbers_of_ranks_and_not_outside() -> None:
     assert curve_time(two_and_eight, "all_reduce", 1000, 4) == pytest.approx(4e-5)
     assert curve_time(two_and_eight, "all_reduce", 1000, 16) is None
     assert curve_time(two_and_eight, "all_gather", 1000, 4) is None
+
+
+def test_it_says_from_which_size_on_it_was_measured() -> None:
+    later = Curve(ranks=8, points=((4000, 1e-4), (8000, 2e-4)), source="made up")
+    assert measured_from(link(curve(2)), "all_reduce", 2) == 1000
+    assert measured_from(link(curve(2), later), "all_reduce", 4) == 4000
+    assert measured_from(link(curve(2)), "all_gather", 2) is None
 
 
 def test_over_nodes_only_curves_with_as_many_ranks_a_node_speak() -> None:

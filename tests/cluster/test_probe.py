@@ -51,6 +51,6 @@ def test_every_class_of_operators_is_measured(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_no_shape_is_asked_for_twice(kind: str) -> None:
-    shapes = [(case.operator, case.shape) for case in cases(kind)]
+    shapes = [(case.operator, case.shape, case.layout) for case in cases(kind)]
     assert len(shapes) == len(set(shapes))
     assert all(case.elements > 0 for case in cases(kind))

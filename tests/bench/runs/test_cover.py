@@ -1,0 +1,125 @@
+"""Every published row is a case or has a reason, and known runs are read as they were."""
+
+from collections import Counter
+from functools import cache
+
+import pytest
+
+from meshwright.bench.runs.case import Case
+from meshwright.bench.runs.cover import Coverage, cover
+from meshwright.bench.runs.rows import origins, rows
+from meshwright.cluster.names import named
+
+
+@cache
+def coverage() -> Coverage:
+    return cover()
+
+
+@cache
+def cases() -> dict[str, Case]:
+    return {case.id: case for case in coverage().cases}
+
+
+def test_every_row_is_a_case_or_has_a_reason() -> None:
+    covered, reasons = set(cases()), coverage().reasons
+    assert len(rows()) == 6161
+    assert covered | set(reasons) == {row.id for row in rows()}
+    assert not covered & set(reasons)
+    assert all(reason and "\n" not in reason for reason in reasons.values())
+
+
+def test_every_row_has_an_origin() -> None:
+    assert all("repo" in origins()[row.origin] for row in rows())
+
+
+def test_every_source_with_a_stated_plan_has_cases() -> None:
+    count = Counter(case.source for case in coverage().cases)
+    assert count["vtrain_single"] == 370
+    assert count["vtrain_multi"] == 69
+    assert count["megatron_sc21_table1"] == 5
+    assert count["korthikanti22_table5"] == 4
+    assert count["bigscience_a100"] == 94
+    assert count["llm_foundry"] == 136
+
+
+def test_a_case_has_a_step_time_or_was_out_of_memory() -> None:
+    for case in coverage().cases:
+        assert (case.step_s is None) == case.oom, case.id
+        assert case.step_s is None or case.step_s > 0, case.id
+    assert sum(case.oom for case in coverage().cases) == 7
+
+
+def test_the_plan_fills_the_cluster_and_divides_the_batch() -> None:
+    devices = {name: named(name).devices for name in {case.cluster for case in coverage().cases}}
+    for case in coverage().cases:
+        assert case.plan.world_size == devices[case.cluster], case.id
+        data = case.plan.axes.replicate * case.plan.axes.shard
+        times = case.plan.pipeline.microbatches * case.plan.memory.accumulation
+        assert case.global_batch == data * times * case.micro_batch, case.id
+
+
+def test_cuts_lie_between_blocks() -> None:
+    for case in coverage().cases:
+        cuts, layers = case.plan.pipeline.cuts, case.model.arguments.get("layers", 10**6)
+        places = [int(cut.removeprefix("blocks.")) for cut in cuts]
+        assert places == sorted(set(places)), case.id
+        assert all(place < layers - 1 for place in places), case.id
+        assert bool(cuts) == (case.plan.axes.pipeline > 1), case.id
+
+
+@pytest.mark.parametrize(
+    ("row", "axes", "cluster", "layers"),
+    [
+        ("megatron_sc21_table1-0006", {"replicate": 32, "tensor": 8, "pipeline": 4}, "128x8xA100-80GB", 60),
+        ("megatron_sc21_table1-0007", {"replicate": 24, "tensor": 8, "pipeline": 8}, "192x8xA100-80GB", 80),
+    ],
+)
+def test_the_published_76b_and_145b_runs(row: str, axes: dict[str, int], cluster: str, layers: int) -> None:
+    case = cases()[row]
+    assert {name: size for name, size in case.plan.axes.model_dump().items() if size > 1} == axes
+    assert case.cluster == f"{cluster}@InfiniBand-HDR"
+    assert case.model.arguments["layers"] == layers
+    assert case.plan.memory.recompute == "full"
+    assert case.plan.pipeline.schedule == "interleaved_1f1b"
+    assert any("stages a rank" in word for word in case.defaults)
+
+
+def test_sharding_levels_come_from_the_words_for_them() -> None:
+    assert cases()["bigscience_a100-0099"].plan.memory.sharding == "optimizer"
+    assert cases()["bigscience_a100-0099"].plan.axes.shard == 8
+    assert cases()["llm_foundry-0001"].plan.axes.shard == 512
+    hybrid = cases()["fms_fsdp-0001"].plan
+    assert (hybrid.axes.replicate, hybrid.axes.shard, hybrid.memory.sharding) == (16, 8, "parameters")
+
+
+def test_stages_that_count_embedding_and_head_are_read_as_blocks() -> None:
+    cuts = cases()["sailor_clariden-0010"].plan.pipeline.cuts
+    assert cuts == tuple(f"blocks.{last}" for last in (1, 6, 11, 16, 20, 24, 28))
+
+
+def test_batches_of_all_gpus_together_are_divided_among_them() -> None:
+    found = [case for case in coverage().cases if case.source == "lambda_v1" and case.plan.world_size == 8]
+    assert {case.micro_batch for case in found if case.model.call.endswith("resnet50")} <= {
+        96,
+        128,
+        256,
+        320,
+        640,
+        1280,
+    }
+
+
+def test_accumulation_of_tensorflow_rows_makes_one_global_batch() -> None:
+    half, single = cases()["nvidia_dle-0670"], cases()["nvidia_dle-0671"]
+    assert (half.micro_batch, half.plan.memory.accumulation) == (16, 4096)
+    assert (single.micro_batch, single.plan.memory.accumulation) == (8, 8192)
+    assert half.global_batch == single.global_batch
+
+
+def test_what_is_out_of_scope_says_so() -> None:
+    reasons = coverage().reasons
+    assert reasons["megatron_bridge-0001"] == "mixture of experts"
+    assert reasons["torchtitan_h100-0009"] == "context parallel"
+    assert reasons["torchtitan_h100-0003"] == "fp8 or fp4: a plan has no such precision"
+    assert reasons["nanogpt-0001"].startswith("batch not stated")
