@@ -21,8 +21,9 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Two at a time, a file at a time: what a file has traced or started once serves all its tests.
 test: check
-	$(BIN)/python -m pytest -m "not soak"
+	$(BIN)/python -m pytest -m "not soak" -n 2 --dist loadfile
 
 soak: setup
 	$(BIN)/python -m pytest -m soak

@@ -82,7 +82,7 @@ def kind_of(func: Any) -> Kind:
         return "norm"
     if "embedding" in name:
         return "embedding"
-    if func.is_view:
+    if func.is_view or name == "_unsafe_view":
         return "view"
     if any(word in name for word in _REDUCTION):
         return "reduction"
@@ -108,17 +108,16 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
 
 
 def shape_of(kind: Kind, func: Any, args: tuple[Any, ...], result: Any) -> tuple[int, ...]:
-    """(batch, m, n, k) of a product, (batch, heads, queries, keys, dim) of attention, the input's, weight's and
-    output's sizes of a convolution, else the elements of the result."""
+    """(batch, m, n, k) of a product; (batch, heads, queries, keys, dim, 1 where it is causal) of attention; (n, c_in,
+    h, w, c_out, kernel, stride, groups) of a convolution; else the elements of the result."""
     if kind == "matmul":
         left, right = [value for value in args if isinstance(value, Tensor)][-2:]
         *batch, m, k = left.shape
         return (prod(batch), m, right.shape[-1], k)
     if kind == "attention":
-        return _attention_shape(args)
+        return (*_attention_shape(args), int(_is_causal(func, args)))
     if kind == "convolution":
-        tensors = [value for value in args if isinstance(value, Tensor)]
-        return tuple(size for tensor in tensors[:2] for size in tensor.shape)
+        return _convolution_shape(func, args)
     leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
     return (leaves[0].numel(),) if leaves else ()
 
@@ -149,6 +148,22 @@ def bytes_of(kind: Kind, arguments: Iterable[Any], result: Any) -> int:
         if isinstance(leaf, Tensor):
             seen[id(leaf)] = leaf.numel() * leaf.element_size()
     return sum(seen.values())
+
+
+def _is_causal(func: Any, args: tuple[Any, ...]) -> bool:
+    names = [argument.name for argument in func._schema.arguments]
+    place = names.index("is_causal") if "is_causal" in names else len(args)
+    return place < len(args) and bool(args[place])
+
+
+def _convolution_shape(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Of other than two dimensions, those of images with as many pixels, and filters with as many weights."""
+    back = func._overloadpacket is aten.convolution_backward
+    image, weight = args[1:3] if back else args[:2]
+    stride, groups = (args[4], args[9]) if back else (args[3], args[8])
+    height, width = image.shape[2:] if image.dim() == 4 else (prod(image.shape[2:]), 1)
+    kernel = round(prod(weight.shape[2:]) ** 0.5)
+    return (image.shape[0], image.shape[1], height, width, weight.shape[0], kernel, max(stride), groups)
 
 
 def _attention_shape(args: tuple[Any, ...]) -> tuple[int, ...]:

@@ -72,9 +72,11 @@ def profile(
     try:
         recordings = [record(size) for size in BATCHES]
         cuts = _cuts(recordings[0], runs)
-    except LookupError:
+    except (InputError, LookupError):
         # A model that counts its blocks itself misses those that were left out; blocks that are never called, or
         # frozen, have no place in a pass.
+        if not runs:
+            raise
         return profile(
             model,
             sample,
@@ -128,8 +130,6 @@ def _record(
     except InputError:
         raise
     except Exception as error:
-        if runs and isinstance(error, LookupError):
-            raise  # it may only miss the blocks that were left out
         raise InputError(f"{_culprit(error, names)}: {str(error).splitlines()[0]}") from error
 
 

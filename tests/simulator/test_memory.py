@@ -1,6 +1,7 @@
 """Predicted memory is what GPUs and CPU ranks were measured to need, and its parts add up."""
 
 import json
+from dataclasses import replace
 from functools import cache
 from statistics import median
 from typing import Any
@@ -102,6 +103,19 @@ def test_a_pipeline_holds_as_many_microbatches_as_it_runs_ahead() -> None:
     assert held("1f1b", 2) == held("1f1b", 16)
     assert held("gpipe", 16) > 5 * held("1f1b", 16)
     assert held("interleaved_1f1b", 16, ["blocks.1", "blocks.3", "blocks.5"]) > held("1f1b", 16)
+
+
+@pytest.mark.parametrize("groups", [{}, {"axes": {"shard": 2}}, {"axes": {"replicate": 2}}])
+def test_equal_blocks_are_replayed_as_if_one_by_one(groups: dict[str, Any]) -> None:
+    found = eight_blocks()
+    apart = [replace(s, blocks=(block,)) for s in found.stretches for block in s.blocks or ("",)]
+    one_by_one = replace(found, stretches=tuple(replace(s, blocks=s.blocks if s.unit else ()) for s in apart))
+    assert len(one_by_one.stretches) > len(found.stretches)
+    adam = optimizer_cost(lambda parameters: torch.optim.Adam(parameters), at_once=True)
+    plan = Plan.model_validate(groups)
+    for batch in (1, 64):
+        needs = [predict_memory(p, plan, batch, adam, CUDA_MEMORY) for p in (found, one_by_one)]
+        assert needs[0] == needs[1]
 
 
 def test_a_pipeline_without_cuts_is_refused() -> None:
