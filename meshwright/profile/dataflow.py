@@ -21,7 +21,7 @@ from meshwright.errors import InputError
 from meshwright.profile.fake import fake_batch, fake_model
 from meshwright.profile.gpu_rules import GpuRules
 from meshwright.profile.operators import flops_of
-from meshwright.profile.repeats import Run, shorten
+from meshwright.profile.repeats import Run, left_out, shorten
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def record_flow(
 ) -> Flow:
     """The flow of one forward pass with `size` samples. Of each run three blocks are there, under their own names."""
     mode = FakeTensorMode()
-    twin = fake_model(model, mode)
+    twin = fake_model(model, mode, left_out(runs))
     names = {module: name for name, module in twin.named_modules()}
     parameters = dict(twin.named_parameters())
     buffers = dict(twin.named_buffers())

@@ -1,6 +1,7 @@
 """A model and a batch without memory: twins whose tensors have shapes and types but no bytes."""
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,15 +12,20 @@ from torch.utils._pytree import tree_leaves, tree_map
 from meshwright.errors import InputError
 
 
-def fake_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A copy of the model's structure, tied weights still tied, on fake CPU tensors; the model is left alone."""
-    memo: dict[int, Any] = {}
+def fake_model(model: nn.Module, mode: FakeTensorMode, left_out: Iterable[str] = ()) -> nn.Module:
+    """A copy of the model's structure, tied weights still tied, on fake CPU tensors; the model is left alone. Modules
+    that are left out are not copied: something empty stands in their place."""
+    memo: dict[int, Any] = {id(model.get_submodule(name)): nn.Identity() for name in left_out}
+    gone = {id(module) for name in left_out for module in model.get_submodule(name).modules()}
     with mode:
-        for parameter in model.parameters():
-            twin = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
-            memo[id(parameter)] = nn.Parameter(twin, requires_grad=parameter.requires_grad)
-        for buffer in model.buffers():
-            memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+        for module in model.modules():
+            if id(module) in gone:
+                continue
+            for parameter in module.parameters(recurse=False):
+                twin = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+                memo.setdefault(id(parameter), nn.Parameter(twin, requires_grad=parameter.requires_grad))
+            for buffer in module.buffers(recurse=False):
+                memo.setdefault(id(buffer), torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu"))
     return copy.deepcopy(model, memo)
 
 

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.profile.dataflow import Flow, FlowRecorder, following
 from meshwright.profile.fake import fake_batch, fake_model
-from meshwright.profile.repeats import Run, shorten
+from meshwright.profile.repeats import Run, left_out, shorten
 from meshwright.profile.splits import splits_with_values
 from meshwright.profile.vocabulary import find_vocabulary
 
@@ -55,7 +55,12 @@ def find_marks(
     for op in flow.ops:
         into = next((divided[value] for value in op.outputs if value in divided), None)
         if into and "mm" in op.name and not any(value in divided for value in op.inputs):
-            whole.update({flow.root(value): into for value in op.inputs if flow.values[value].source != "parameter"})
+            whole.update({flow.root(value): into for value in op.inputs if not _sources(flow, value)})
+    # What autocast made of a divided weight is divided with it.
+    for op in flow.ops:
+        name = next((divided[value] for value in (*op.outputs, *op.inputs) if value in divided), None)
+        copies = [flow.root(value) for value in op.inputs if name and "mm" in op.name and _sources(flow, value)]
+        divided.update({value: parameters[p] for value in copies for p in _sources(flow, value) if p in parameters})
     kept = [number for number, op in enumerate(flow.ops) if op.name != "detach"]
     operators, results, given = {}, {}, {}
     for place, number in enumerate(kept):
@@ -76,7 +81,7 @@ def _flow_of_step(
     model: nn.Module, sample: Any, run: Callable[[nn.Module, Any], Any], size: int, runs: tuple[Run, ...]
 ) -> Flow:
     mode = FakeTensorMode()
-    twin = fake_model(model, mode)
+    twin = fake_model(model, mode, left_out(runs))
     names = {module: name for name, module in twin.named_modules()}
     recorder = FlowRecorder()
     for name, parameter in twin.named_parameters():

@@ -34,8 +34,9 @@ class Run:
         return self.blocks[-1]
 
     @property
-    def middle_count(self) -> int:
-        return len(self.blocks) - 2
+    def left_out(self) -> tuple[str, ...]:
+        """The blocks that the middle one stands for."""
+        return self.blocks[2:-1]
 
 
 def find_runs(model: nn.Module) -> tuple[Run, ...]:
@@ -50,11 +51,15 @@ def find_runs(model: nn.Module) -> tuple[Run, ...]:
     return tuple(runs)
 
 
+def left_out(runs: tuple[Run, ...]) -> tuple[str, ...]:
+    return tuple(name for run in runs for name in run.left_out)
+
+
 def shorten(model: nn.Module, runs: tuple[Run, ...]) -> None:
     """Takes all but three blocks of each run out of the model, in place."""
     for run in runs:
         container = model.get_submodule(run.container)
-        gone = {name.rpartition(".")[2] for name in run.blocks[2:-1]}
+        gone = {name.rpartition(".")[2] for name in run.left_out}
         stay = [(key, child) for key, child in container._modules.items() if key not in gone]
         numbered = all(key.isdigit() for key, _ in stay)
         container._modules.clear()

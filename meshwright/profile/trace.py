@@ -20,7 +20,7 @@ from meshwright.profile.gpu_rules import GpuRules
 from meshwright.profile.marks import Marks, find_marks
 from meshwright.profile.recompute import Recompute, find_blocks
 from meshwright.profile.record import MemorySeen, OperatorSeen, Recording, Rules, record_step
-from meshwright.profile.repeats import Run, find_runs, shorten
+from meshwright.profile.repeats import Run, find_runs, left_out, shorten
 from meshwright.profile.step import LossFunction, loss_of
 from meshwright.profile.structure import structure
 from meshwright.profile.values import Change, Growth, ModelProfile, Operator, Parameter, Phase, Role, Stretch
@@ -119,7 +119,7 @@ def _record(
     rules: Rules,
 ) -> Recording:
     mode = FakeTensorMode()
-    twin = fake_model(model, mode)
+    twin = fake_model(model, mode, left_out(runs))
     names = {module: name for name, module in twin.named_modules()}
     shorten(twin, runs)
     batch = fake_batch(sample, size, mode)

@@ -117,4 +117,16 @@ def test_precision_does_not_hide_a_split() -> None:
         low = profile(Decoder(**WIDE), tokens(), scores_loss, structured=True, precision="bf16")
     divided = {o.split for s in found.stretches for o in s.operators}
     assert {o.split for s in low.stretches for o in s.operators} == divided
-    assert split_profile(low, plan(axes={"tensor": 2})).flops(4) == pytest.approx(low.flops(4) / 2)
+    half = split_profile(low, plan(axes={"tensor": 2}))
+    assert half.flops(4) == pytest.approx(low.flops(4) / 2)
+    copies = [sum(_constants(found)) for found in (low, half)]  # weights that autocast has cast
+    assert copies[1] < 0.6 * copies[0]
+
+
+def _constants(found: Any) -> list[float]:
+    return [
+        c.bytes.constant * s.count
+        for s in found.stretches
+        for c in s.changes
+        if s.phase == "forward" and c.role == "saved" and c.bytes.constant > 0 and not c.bytes.linear
+    ]
