@@ -12,6 +12,8 @@ from meshwright.cluster.cluster import Cluster, Device
 from meshwright.errors import InputError
 from meshwright.yaml_file import read_mapping, validated
 
+MEASURED = "rates, curves, operators"
+
 
 def cache_folder() -> Path:
     """`$XDG_CACHE_HOME/meshwright`, which is `~/.cache/meshwright` where nobody says otherwise."""
@@ -21,9 +23,10 @@ def cache_folder() -> Path:
 
 
 def fingerprint(cluster: Cluster) -> str:
-    """Changes with whatever makes old measurements wrong: the processor, the cores, the GPUs, torch."""
+    """Changes with whatever makes old measurements wrong: processor, cores, GPUs, torch, what we measure."""
     (node,) = cluster.nodes
     words = [node.device.kind, node.device.name, node.count, node.cores, node.device.instructions, torch.__version__]
+    words.append(MEASURED)
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:16]
 
 

@@ -23,7 +23,20 @@ Kind = Literal["cpu", "cuda"]
 Dtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8"]
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "point_to_point"]
 Operator = Literal[
-    "matmul", "batched_matmul", "attention", "convolution", "norm", "elementwise", "embedding", "optimizer"
+    "matmul",
+    "batched_matmul",
+    "attention",
+    "convolution",
+    "norm",
+    "pooling",
+    "bias",
+    "softmax",
+    "loss",
+    "reduction",
+    "elementwise",
+    "copy",
+    "embedding",
+    "optimizer",
 ]
 Layout = Literal["contiguous", "channels_last"]
 BasedOn = Literal["measured", "calibrated", "datasheet", "detected"]
@@ -44,7 +57,9 @@ class _Value(BaseModel):
 class OperatorTime(_Value):
     """One operator as it was measured. `shape` by operator: matmul m n k; batched_matmul b m n k; attention batch
     heads sequence head_dim (causal); convolution n c_in h w c_out kernel stride groups; norm rows columns (LayerNorm),
-    or n c h w (BatchNorm); elementwise elements; embedding rows columns lookups; optimizer tensors elements (AdamW).
+    or n c h w (BatchNorm); pooling (2 × 2 maxima) and bias (of a convolution) n c h w; softmax, loss and reduction rows
+    columns; elementwise and copy (transposing) elements; embedding rows columns lookups; optimizer tensors elements and
+    states (2 of AdamW, 1 of SGD with momentum; all tensors at once).
     Seconds are those that the device is busy; what its host takes to start an operator is `launch_s`.
     """
 
@@ -61,7 +76,7 @@ class OperatorTime(_Value):
 class Device(_Value):
     """One GPU, or one CPU core: a rank that has several cores has as many such devices' rates.
 
-    `rates` are dense peaks; `launch_s` is the least time from one small operator to the next; `instructions` end in
+    `rates` are dense peaks; `launch_s` is what the host takes for one operator; `instructions` end in
     the dtype they speed up (`tensor-bf16`, `amx-bf16`); `context_bytes` is what a process takes before any tensor.
     The memory and bandwidth of a CPU device are its share of the machine's. `sources` says where each constant
     comes from, by field, or by `rates.bf16` for one of several.

@@ -1,4 +1,4 @@
-"""What this machine reaches, measured in a few seconds by processes of their own, which leave no trace in the caller.
+"""What this machine reaches, measured in some seconds by processes of their own, which leave no trace in the caller.
 
 The first rank measures the device while the others wait, then all of them measure how they exchange data: two CPU
 ranks over Gloo on the loopback interface, or every GPU over NCCL.
@@ -29,7 +29,7 @@ TIME_LIMIT_S = 600.0
 
 
 def measure(detected: Cluster) -> Cluster:
-    """This machine with measured constants, in a few seconds."""
+    """This machine with measured constants, and operators of a CPU core, in some ten seconds."""
     return _measure(detected, thorough=False)
 
 
@@ -147,7 +147,8 @@ def _measure_device(device: torch.device, asked: dict[str, Any]) -> dict[str, An
     torch.set_num_threads(1)
     launch = launch_latency(device)
     rates = matrix_rates(device)
-    operators = measure_operators(device, rates) if asked["thorough"] else []
+    # A core's shapes are few and small; a GPU's take a minute.
+    operators = measure_operators(device, rates) if asked["thorough"] or device.type == "cpu" else []
     torch.set_num_threads(asked["cores"])
     bandwidth = copy_bandwidth(device)
     if device.type == "cpu":

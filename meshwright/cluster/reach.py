@@ -9,9 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from meshwright.cluster.cluster import DTYPES, Dtype
 from meshwright.cluster.timing import seconds
+
+_LAYERS = 32
 
 TORCH_DTYPES: dict[Dtype, torch.dtype] = {
     "fp64": torch.float64,
@@ -94,14 +97,19 @@ def copy_bandwidth(device: torch.device, largest_bytes: int = 2**27) -> float:
 
 
 def launch_latency(device: torch.device) -> float:
-    """Seconds from one operator on a single number to the next, thousands of them in a row."""
-    number = torch.zeros(1, device=device)
+    """Seconds that the host takes for one operator of a training step: both passes of a row of layers that are too
+    small to matter. A layer starts a product and an activation, and in backward the gradients of its activation,
+    input, weight and bias."""
+    layers = [nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(_LAYERS)]
+    model = nn.Sequential(*layers).to(device)
+    sample = torch.zeros(4, 16, device=device)
 
-    def many() -> None:
-        for _ in range(1000):
-            number.add_(1)
+    def step() -> None:
+        model(sample).sum().backward()
 
-    return seconds(many, device, budget_s=0.1) / 1000
+    for _ in range(10):  # kernels are loaded when they are first asked for
+        step()
+    return seconds(step, device, budget_s=0.1) / (6 * _LAYERS)
 
 
 def context_bytes(device: torch.device, used_before: int) -> int:

@@ -1,13 +1,16 @@
 """How long something takes on a device: the median of repeated runs, after runs that warm up."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import cycle, islice, pairwise
 from statistics import median
 
 import torch
 
 ROUNDS = 5
-_LEAD_CYCLES = 20_000_000  # a GPU that first waits about 10 ms is behind its host for as long
+_CYCLES_PER_S = 2e9  # of a GPU, at most: how long it is told to wait is counted in these
+_LONGEST_LEAD_S = 0.012
+_ENQUEUED = 8  # of each round
 
 
 def seconds(run: Callable[[], object], device: torch.device, budget_s: float = 0.1) -> float:
@@ -20,26 +23,35 @@ def seconds(run: Callable[[], object], device: torch.device, budget_s: float = 0
     return median(elapsed(run, device, runs) / runs for _ in range(rounds))
 
 
-def device_seconds(run: Callable[[], object], device: torch.device, budget_s: float = 0.1) -> float:
-    """Seconds that the device itself is busy with one run. A GPU is kept waiting until it has a row of them to do, so
-    that what its host takes to start each does not count."""
+def device_seconds(turns: Sequence[Callable[[], object]], device: torch.device, budget_s: float = 0.1) -> float:
+    """Seconds that the device itself is busy with one run, where several that are alike take turns. A GPU is kept
+    waiting until it has a row of them to do, so that what its host takes to start each does not count."""
+    in_turn = cycle(turns)
+    elapsed(next(in_turn), device, 1)  # pays for what is set up once
+    once = elapsed(next(in_turn), device, 1)
     if device.type != "cuda":
-        return seconds(run, device, budget_s)
-    once = min(elapsed(run, device, 1) for _ in range(3))
-    runs = max(1, min(20, int(budget_s / ROUNDS / once)))
-    return median(_behind(run, device, runs) / runs for _ in range(ROUNDS))
+        rounds = min(ROUNDS, int(budget_s / once))
+        runs = max(1, min(200, int(budget_s / ROUNDS / once)))
+        return median([once, *(elapsed(lambda: next(in_turn)(), device, runs) / runs for _ in range(rounds))])
+    for run in islice(in_turn, len(turns)):
+        once = min(once, elapsed(run, device, 1))
+    rounds = max(2, min(ROUNDS, int(budget_s / once)))
+    runs = max(1, min(_ENQUEUED, int(budget_s / rounds / once)))
+    return _behind(lambda: next(in_turn)(), device, rounds, runs, once)
 
 
-def _behind(run: Callable[[], object], device: torch.device, runs: int) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+def _behind(run: Callable[[], object], device: torch.device, rounds: int, runs: int, once: float) -> float:
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
     _wait(device)
-    torch.cuda._sleep(_LEAD_CYCLES)
-    begin.record()
-    for _ in range(runs):
-        run()
-    end.record()
+    torch.cuda._sleep(int(min(_LONGEST_LEAD_S, rounds * runs * once + 1e-3) * _CYCLES_PER_S))
+    marks[0].record()
+    for mark in marks[1:]:
+        for _ in range(runs):
+            run()
+        mark.record()
     _wait(device)
-    return float(begin.elapsed_time(end)) / 1e3
+    taken = [before.elapsed_time(after) for before, after in pairwise(marks)]
+    return float(median(taken)) / 1e3 / runs
 
 
 def elapsed(run: Callable[[], object], device: torch.device, runs: int) -> float:

@@ -1,4 +1,4 @@
-"""`predict`: what to expect of a plan, without touching a device. So far its memory; its time comes with the rest."""
+"""`predict`: what to expect of a plan, its time and its memory, without touching a device."""
 
 import inspect
 from collections.abc import Iterable
@@ -15,17 +15,45 @@ from meshwright.plan import Axes, Plan
 from meshwright.profile.measured import profile_or_measure
 from meshwright.profile.optimizer import OptimizerCost, optimizer_cost
 from meshwright.profile.step import LossFunction
+from meshwright.profile.values import ModelProfile
+from meshwright.simulator.engine import Engine, find_engine
 from meshwright.simulator.memory import CPU_MEMORY, CUDA_MEMORY, DeviceMemory, MemoryPrediction, predict_memory
+from meshwright.simulator.step import predict_step
+from meshwright.simulator.timeline import Timeline
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """`memory_bytes` is the allocated peak of the worst rank; `memory` has its parts."""
+    """`breakdown` has the seconds that add up to `step_s`. `memory_bytes` is the allocated peak of the worst rank;
+    `memory` has its parts."""
 
+    step_s: float
+    breakdown: dict[str, float]
     memory_bytes: int
     memory: MemoryPrediction
     batch_per_rank: int
     based_on: str
+    timeline: Timeline | None = None
+
+
+def predict_plan(
+    cluster: Cluster,
+    profile: ModelProfile,
+    plan: Plan,
+    global_batch: int,
+    optimizer: OptimizerCost,
+    *,
+    engine: str | Engine = "meshwright",
+) -> Prediction:
+    """What a plan needs on a cluster that has the devices for it."""
+    _check(plan, cluster, global_batch)
+    chosen = find_engine(engine) if isinstance(engine, str) else engine
+    batch = -(-global_batch // plan.shares)
+    memory = predict_memory(profile, plan, batch, optimizer, device_memory(cluster))
+    step = predict_step(cluster, profile, plan, global_batch / plan.shares, optimizer, chosen)
+    return Prediction(
+        step.step_s, step.breakdown, memory.allocated_bytes, memory, batch, cluster.based_on, step.timeline
+    )
 
 
 def predict(
@@ -56,9 +84,8 @@ def predict(
         recompute=chosen.memory.recompute,
         structured=chosen.axes.tensor * chosen.axes.pipeline > 1 or bool(chosen.modules.splits),
     )
-    batch = -(-global_batch // chosen.shares)
-    memory = predict_memory(traced, chosen, batch, _cost(optimizer, on_gpu), device_memory(found))
-    return Prediction(memory.allocated_bytes, memory, batch, f"{found.based_on}; {how}")
+    predicted = predict_plan(found, traced, chosen, global_batch, cost_of(optimizer, on_gpu))
+    return replace(predicted, based_on=f"{found.based_on}; {how}")
 
 
 def device_memory(cluster: Cluster) -> DeviceMemory:
@@ -82,7 +109,7 @@ def _check(plan: Plan, cluster: Cluster, global_batch: int) -> None:
         )
 
 
-def _cost(template: torch.optim.Optimizer | None, on_gpu: bool) -> OptimizerCost:
+def cost_of(template: torch.optim.Optimizer | None, on_gpu: bool) -> OptimizerCost:
     if template is None:
         return OptimizerCost(state=0.0, temporary=0.0, at_once=False)
     kind = type(template)

@@ -1,0 +1,71 @@
+"""What the program that runs a plan adds to what the hardware takes: a named calibration. Ours adds nothing; those of
+published measurements (engines.yaml) say how they differ from eager PyTorch, and their `compute` and `launch` are
+fitted on other rows than they are judged by."""
+
+from functools import lru_cache
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from meshwright.errors import InputError, did_you_mean
+from meshwright.yaml_file import read_mapping, validated
+
+FILE = Path(__file__).with_name("engines.yaml")
+
+
+class Engine(BaseModel):
+    """What runs (engine_profile.py, engine_memory.py):
+    `half_weights` weights and activations lie in the type of the products, beside fp32 copies for the optimizer;
+    `fused`        dropout, residual sums and casts are part of other kernels;
+    `scores`       attention writes out the scores of all pairs of tokens;
+    `attention`    how many times longer its attention takes than the reference GPU's share of the peak;
+    `again`        under selective recomputation, the share of the products that are computed again;
+    `again_scores` under selective recomputation, attention is computed again;
+    `pads`         a divided vocabulary is filled up to a multiple of so many words a rank.
+
+    What it keeps beside: `buffers_bytes` for exchange where anything is sharded.
+
+    What is sent: bytes of `weight` and `gradient` for each of a parameter (fp32); `scatters`: of what crosses a
+    pipeline's cut each tensor rank sends its part, and the next stage gathers it.
+
+    Parts of a pass behind which exchange can hide: `overlaps` gradients, `gathers` weights, `tensor_overlaps` of the
+    tensor exchange itself.
+
+    Factors on seconds: of `compute`, of `communication`, of the host's `launch`; `step_s` is spent once a step."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    half_weights: bool = False
+    fused: bool = False
+    scores: bool = False
+    attention: PositiveFloat = 1.0
+    again: NonNegativeFloat = 0.0
+    again_scores: bool = False
+    pads: PositiveInt = 1
+    buffers_bytes: NonNegativeFloat = 0.0
+    weight: PositiveFloat = 1.0
+    gradient: PositiveFloat = 1.0
+    scatters: bool = False
+    overlaps: NonNegativeFloat = 1.0
+    gathers: NonNegativeFloat = 1.0
+    tensor_overlaps: NonNegativeFloat = 0.0
+    compute: PositiveFloat = 1.0
+    communication: PositiveFloat = 1.0
+    launch: NonNegativeFloat = 1.0
+    step_s: NonNegativeFloat = 0.0
+
+
+@lru_cache(maxsize=1)
+def engines() -> dict[str, Engine]:
+    raw = read_mapping(FILE, "engines")
+    named = {name: values for name, values in raw.items() if not name.startswith("_")}
+    return {
+        name: validated(Engine, {"name": name, **values}, f"engines.yaml: {name}") for name, values in named.items()
+    }
+
+
+def find_engine(name: str) -> Engine:
+    if name not in engines():
+        raise InputError(f"there is no engine '{name}'{did_you_mean(name, engines())}")
+    return engines()[name]

@@ -1,0 +1,145 @@
+"""A model's profile as an engine runs it: the operators of eager PyTorch, less those that it does not run.
+
+half weights   no casts of weights and activations; what blocks move in fp32 moves in half as many bytes    _halved
+fused          dropout is part of the residual sum behind it, masks and all                                 _kept
+scores         attention = q kᵀ, softmax, dropout, p v: products over all pairs, and 4 + 5 bytes a pair;
+               backward = four products, and 5 + 6 bytes a pair                                             _scores
+casts          of a weight that is split, each rank's part                                                  _cast
+"""
+
+from dataclasses import replace
+
+from meshwright.profile.values import Growth, ModelProfile, Operator, Stretch
+from meshwright.simulator.engine import Engine
+
+_DROPOUT = ("empty_like", "bernoulli_", "div_", "mul", "native_dropout")
+_LIKED = 8  # tensor cores take sizes of 16 bytes, eight numbers in half precision
+# Bytes a pair of tokens that softmax and dropout move in half precision, with a mask of one byte.
+_PAIR_FORWARD, _PAIR_BACKWARD = 9.0, 11.0
+
+
+def run_by(profile: ModelProfile, engine: Engine) -> ModelProfile:
+    """Operators alone, for their time: what memory an engine needs is engine_memory.py's."""
+    homes = _split_homes(profile)
+    stretches = [
+        replace(stretch, operators=tuple(_operators(stretch, profile, engine, homes)), changes=())
+        for stretch in profile.stretches
+    ]
+    if profile.recompute == "selective" and (engine.again or engine.again_scores):
+        stretches = _again(stretches, engine)
+    return replace(profile, stretches=tuple(stretches))
+
+
+def padded(profile: ModelProfile, engine: Engine) -> ModelProfile:
+    """Sizes of products that the matrix library likes: those of a vocabulary are the only ones that need it."""
+    if engine.pads == 1:
+        return profile
+
+    def pad(size: Growth) -> Growth:
+        odd = size.constant > engine.pads and size.constant % _LIKED
+        return Growth(-(-size.constant // engine.pads) * engine.pads, 0.0) if odd else size
+
+    def fill(operator: Operator) -> Operator:
+        return replace(operator, shape=tuple(map(pad, operator.shape))) if operator.kind == "matmul" else operator
+
+    stretches = tuple(replace(s, operators=tuple(map(fill, s.operators))) for s in profile.stretches)
+    return replace(profile, stretches=stretches)
+
+
+def _again(stretches: list[Stretch], engine: Engine) -> list[Stretch]:
+    """What a block's forward pass computes, in part once more before its backward pass."""
+    forward = {
+        stretch.blocks: stretch.operators for stretch in stretches if stretch.blocks and stretch.phase == "forward"
+    }
+    made = []
+    for stretch in stretches:
+        before: list[Operator] = []
+        for operator in forward.get(stretch.blocks[::-1], forward.get(stretch.blocks, ())):
+            attends = operator.name in ("bmm", "softmax") or operator.kind == "attention"
+            share = float(engine.again_scores) if attends else engine.again * (operator.kind == "matmul")
+            if share:
+                before.append(_more(operator, share))
+        made.append(
+            replace(stretch, operators=(*before, *stretch.operators)) if stretch.phase == "backward" else stretch
+        )
+    return made
+
+
+def _split_homes(profile: ModelProfile) -> dict[str, str]:
+    """The group that a module is split with."""
+    splits = profile.structure.splits if profile.structure else ()
+    return {member.module: group.name for group in splits for member in group.splits}
+
+
+def _operators(stretch: Stretch, profile: ModelProfile, engine: Engine, homes: dict[str, str]) -> list[Operator]:
+    found: list[Operator] = []
+    half = engine.half_weights and profile.precision in ("bf16", "fp16")
+    for operator in stretch.operators:
+        if operator.name == "empty_like" or (engine.fused and not _kept(operator, stretch)):
+            continue
+        if _is_cast(operator):
+            if not half:
+                found.append(_cast(operator, homes))
+            continue
+        if operator.kind == "attention" and engine.scores:
+            found += _scores(operator, stretch.phase == "backward")
+            continue
+        if operator.kind == "attention" and engine.attention != 1:
+            operator = _more(operator, engine.attention)
+        found.append(_halved(operator) if half and stretch.blocks else operator)
+    return found
+
+
+def _kept(operator: Operator, stretch: Stretch) -> bool:
+    return not (operator.layer.endswith("dropout") and operator.name in _DROPOUT and stretch.phase == "forward")
+
+
+def _is_cast(operator: Operator) -> bool:
+    return operator.kind == "copy" and operator.name == "_to_copy"
+
+
+def _cast(operator: Operator, homes: dict[str, str]) -> Operator:
+    of_weight = all(not size.linear and not size.square for size in operator.shape)
+    if not of_weight or operator.split or operator.layer not in homes:
+        return operator
+    return replace(operator, split=homes[operator.layer])
+
+
+def _halved(operator: Operator) -> Operator:
+    if operator.dtype != "float32" or operator.kind not in ("norm", "elementwise", "reduction", "copy"):
+        return operator
+    return replace(operator, bytes=_times(operator.bytes, 0.5))
+
+
+def _scores(operator: Operator, backward: bool) -> list[Operator]:
+    batch, heads, queries, keys, width = operator.shape[:5]
+    many = _times(batch, heads.constant)
+    pairs = queries.constant * keys.constant
+    across = (many, queries, keys, width)  # scores, or their gradient
+    along = (many, queries, width, keys)  # values mixed, or a gradient of q, k or v
+    flops = _times(many, 2 * pairs * width.constant)
+    sizes = (2 * width.constant * queries.constant + pairs) * 2  # bytes of one product, in half precision
+    products = (across, along) if not backward else (across, along, along, along)
+    made = [
+        replace(operator, name="bmm", kind="matmul", flops=flops, bytes=_times(many, sizes), shape=shape)
+        for shape in products
+    ]
+    moved = _PAIR_BACKWARD if backward else _PAIR_FORWARD
+    between = replace(
+        operator,
+        name="softmax",
+        kind="elementwise",
+        flops=Growth(0.0, 0.0),
+        bytes=_times(many, moved * pairs),
+        shape=(_times(many, pairs),),
+    )
+    return [*made, between]
+
+
+def _more(operator: Operator, factor: float) -> Operator:
+    """As many times the work, in the same shape."""
+    return replace(operator, flops=_times(operator.flops, factor), bytes=_times(operator.bytes, factor))
+
+
+def _times(growth: Growth, factor: float) -> Growth:
+    return Growth(growth.constant * factor, growth.linear * factor, growth.square * factor)

@@ -1,0 +1,134 @@
+"""How long one operator keeps a device busy: the least its shape allows, times how much longer such shapes took.
+
+    least    = max(FLOPs / rate of the dtype, bytes / bandwidth)                                    operator_s
+    class    = what it was measured as, and the sizes that decide how fast it is                    lookup.looked_up
+    slowdown = measured / least, interpolated between the measured shapes around it                 Table.slowdown
+    seconds  = max(least × slowdown, the shortest that was measured) + that of a convolution's bias operator_s
+
+Shapes come from the device's own calibration (`doctor --calibrate`; of a CPU core, whatever measures this machine). A
+GPU without one is taken to be like the reference GPU: an operator that its peak rate would finish in the same time is
+slowed down as much there, so sizes are scaled by the ratio of the rates before they are looked up, and datasheet peaks
+by what the reference reaches of its own.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import log
+from pathlib import Path
+
+import numpy as np
+
+from meshwright.cluster.catalog import CATALOG, find_entry
+from meshwright.cluster.cluster import Device, Dtype, OperatorTime
+from meshwright.cluster.file import load_device
+from meshwright.profile.values import Operator
+from meshwright.simulator.lookup import bias_of, looked_up, measured_as
+from meshwright.simulator.table import Table
+
+REFERENCE: Path = CATALOG / "reference_gpu.yaml"
+_DTYPES: dict[str, Dtype] = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_PRODUCTS = ("matmul", "convolution", "attention")
+_LIKE = {"fp16": ("fp16", "bf16", "fp32"), "bf16": ("bf16", "fp16", "fp32"), "tf32": ("tf32", "fp32")}
+_ARRANGED = ("convolution", "batch_norm", "pooling", "bias")  # that read images, and care how they lie
+_Key = tuple[str, str, str, str]  # operator, direction, dtype, layout
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What operators are priced with. `scale` is how many times slower the device is than the one in the tables."""
+
+    rates: Mapping[str, float]
+    bandwidth_bytes_per_s: float
+    tables: dict[_Key, Table]
+    scale: float
+    layout: str = "contiguous"
+
+    def table(self, name: str, direction: str, dtype: str) -> Table | None:
+        """That of the dtype, or of the one that is most like it; forward where backward was not measured apart."""
+        layouts = (self.layout, "contiguous") if name in _ARRANGED else ("contiguous",)
+        for way in (direction, "forward"):
+            for kind in _LIKE.get(dtype, ("fp32", "bf16")):
+                for arranged in layouts:
+                    if (key := (name, way, kind, arranged)) in self.tables:
+                        return self.tables[key]
+        return None
+
+
+def speeds(device: Device, dtype: Dtype, cores: int = 1, layout: str = "contiguous") -> Speeds:
+    """Of a device that computes its products in `dtype`; of a CPU rank that has so many cores."""
+    rates: dict[str, float] = {name: rate * cores for name, rate in device.rates.items()}
+    bandwidth = device.bandwidth_bytes_per_s * cores
+    if device.operators:
+        return Speeds(rates, bandwidth, tables(device), 1.0, layout)
+    if device.kind == "cpu":
+        return Speeds(rates, bandwidth, {}, 1.0, layout)
+    reference, datasheet = reference_gpu()
+    known: dict[str, float] = {str(name): rate for name, rate in reference.rates.items()}
+    printed: dict[str, float] = {str(name): rate for name, rate in datasheet.rates.items()}
+    reached = {
+        name: rate * known[name] / printed[name] for name, rate in rates.items() if name in known and name in printed
+    }
+    bandwidth *= reference.bandwidth_bytes_per_s / datasheet.bandwidth_bytes_per_s
+    used = dtype if dtype in reached else "fp32"
+    return Speeds({**rates, **reached}, bandwidth, tables(reference), known[used] / reached[used], layout)
+
+
+def operator_s(operator: Operator, batch: float, speeds: Speeds, backward: bool, tf32: bool = False) -> float:
+    """Seconds that the device is busy with it."""
+    dtype = _DTYPES.get(operator.dtype, "fp32")
+    # Torch lets a GPU's convolutions of fp32 take shorter mantissas unless told otherwise.
+    shorter = _PRODUCTS if tf32 else ("convolution",)
+    used = "tf32" if dtype == "fp32" and operator.kind in shorter and "tf32" in speeds.rates else dtype
+    found = looked_up(operator, batch, speeds.scale, backward)
+    if found is None:
+        return 0.0
+    rate = speeds.rates.get(used) or speeds.rates["fp32"]
+    least = max(found.flops / rate, found.bytes / speeds.bandwidth_bytes_per_s)
+    table = speeds.table(found.name, "backward" if backward else "forward", used)
+    taken = max(least * table.slowdown(found.sizes), table.shortest_s) if table and least else least
+    if found.name == "convolution" and (size := bias_of(operator, batch, backward)):
+        taken += _moved_s("bias", size, used, speeds, backward)
+    return taken
+
+
+def _moved_s(name: str, size: float, dtype: str, speeds: Speeds, backward: bool) -> float:
+    """Of something that only moves so many bytes; nothing where it was not measured, as it takes no time of its own."""
+    table = speeds.table(name, "backward" if backward else "forward", dtype)
+    if table is None:
+        return 0.0
+    least = size / speeds.bandwidth_bytes_per_s
+    return max(least * table.slowdown((log(size * speeds.scale, 2),)), table.shortest_s)
+
+
+# ---- tables from measured operators
+
+
+@lru_cache(maxsize=8)
+def _tables(
+    rows: tuple[OperatorTime, ...], rates: tuple[tuple[str, float], ...], bandwidth: float
+) -> dict[_Key, Table]:
+    grouped: dict[_Key, list[tuple[tuple[float, ...], float, float]]] = {}
+    by_dtype = dict(rates)
+    for row in rows:
+        name, sizes = measured_as(row)
+        least = max(row.flops / by_dtype[row.dtype], row.bytes / bandwidth) if row.dtype in by_dtype else 0.0
+        if least:
+            key = (name, row.direction, row.dtype, row.layout)
+            grouped.setdefault(key, []).append((sizes, log(row.seconds / least), row.seconds))
+    return {key: _table(sorted(found)) for key, found in grouped.items()}
+
+
+def _table(found: list[tuple[tuple[float, ...], float, float]]) -> Table:
+    return Table(np.array([s for s, _, _ in found]), np.array([v for _, v, _ in found]), min(t for *_, t in found))
+
+
+def tables(device: Device) -> dict[_Key, Table]:
+    return _tables(device.operators, tuple(device.rates.items()), device.bandwidth_bytes_per_s)
+
+
+@lru_cache(maxsize=1)
+def reference_gpu() -> tuple[Device, Device]:
+    """The GPU that others are taken to be like, as it was measured and as its datasheet has it."""
+    measured = load_device(REFERENCE)
+    return measured, find_entry(measured.name).device

@@ -1,0 +1,96 @@
+"""What ranks send each other: the closed forms of a GPT block, and of data parallel training."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.cluster.names import named
+from meshwright.plan import Plan
+from meshwright.profile.trace import profile
+from meshwright.profile.values import ModelProfile
+from meshwright.simulator.communication import collective_s
+from meshwright.simulator.engine import Engine
+from meshwright.simulator.exchange import Message, gradient_exchange, tensor_exchange, transfer_s
+from meshwright.simulator.placement import group
+from meshwright.workloads.decoder import Decoder
+from tests.profile.models import scores_loss
+
+LAYERS, HIDDEN, LENGTH, BATCH = 6, 64, 32, 4
+ONE = BATCH * LENGTH * HIDDEN * 4  # bytes of b · s · h in fp32
+EAGER = Engine(name="eager")
+
+
+@cache
+def traced(recompute: str = "none") -> ModelProfile:
+    with torch.device("meta"):
+        tokens = torch.empty(2, LENGTH, dtype=torch.long)
+        model = Decoder(layers=LAYERS, hidden=HIDDEN, heads=8, sequence=LENGTH, vocabulary=96, tied=False)
+    kind: Any = recompute
+    return profile(model, (tokens, tokens), scores_loss, recompute=kind, structured=True)
+
+
+def plan(**groups: Any) -> Plan:
+    return Plan.model_validate(groups)
+
+
+def of_blocks(messages: list[Message], collective: str, forward: bool) -> int:
+    """How often b · s · h is sent in the blocks: the table's and the head's are sent once."""
+    return sum(m.times for m in messages if (m.collective, m.forward) == (collective, forward) and m.bytes == ONE) - 1
+
+
+@pytest.mark.parametrize(("recompute", "backward"), [("none", 2), ("full", 4)])
+def test_a_block_sums_twice_forward_and_twice_backward(recompute: str, backward: int) -> None:
+    chosen = plan(axes={"tensor": 4}, modules={"loss": True}, memory={"recompute": recompute})
+    along, wide = tensor_exchange(traced(recompute), chosen, BATCH)
+    assert wide == []
+    assert of_blocks(along, "all_reduce", True) == 2 * LAYERS
+    assert of_blocks(along, "all_reduce", False) == backward * LAYERS
+
+
+def test_a_divided_sequence_gathers_and_scatters_instead() -> None:
+    along, _ = tensor_exchange(traced(), plan(axes={"tensor": 4}, modules={"sequence": True, "loss": True}), BATCH)
+    for forward in (True, False):
+        for collective in ("all_gather", "reduce_scatter"):
+            found = sum(m.times for m in along if (m.collective, m.forward, m.bytes) == (collective, forward, ONE))
+            assert found == 2 * LAYERS
+
+
+def test_without_a_tensor_axis_nothing_is_sent() -> None:
+    assert tensor_exchange(traced(), plan(axes={"replicate": 4}), BATCH) == ([], [])
+
+
+def test_layers_split_over_replicas_gather_the_samples_of_all() -> None:
+    splits = {"blocks.*.feedforward.up": {"kind": "column", "axis": "replicate"},
+              "blocks.*.feedforward.down": {"kind": "row", "axis": "replicate"}}  # fmt: skip
+    along, wide = tensor_exchange(traced(), plan(axes={"replicate": 4}, modules={"splits": splits}), BATCH)
+    assert along == []
+    assert {m.bytes for m in wide} == {4 * ONE}
+    assert sum(m.times for m in wide if m.forward) == 2 * LAYERS
+
+
+def test_gradients_are_summed_in_buckets() -> None:
+    cluster, chosen = named("8xA100-80GB"), plan(axes={"replicate": 8}, gradients={"bucket_bytes": 2**20})
+    found = gradient_exchange(8 * 2**20, LAYERS, chosen, cluster, EAGER)
+    bucket_s = collective_s("all_reduce", 2**20, group(chosen.axes, ("replicate",), cluster), cluster)
+    assert found.pieces == 8
+    assert found.replicate_s == pytest.approx(8 * bucket_s)
+    assert found.scatter_s == found.gather_s == 0
+
+
+def test_shards_send_what_engines_keep() -> None:
+    cluster, chosen = named("2x8xA100-80GB"), plan(axes={"shard": 16})
+    whole = gradient_exchange(2**32, LAYERS, chosen, cluster, EAGER)
+    halves = gradient_exchange(2**32, LAYERS, chosen, cluster, Engine(name="half", weight=0.5, gradient=0.5))
+    assert whole.gather_s / halves.gather_s == pytest.approx(2, rel=0.1)
+    assert whole.scatter_s / halves.scatter_s == pytest.approx(2, rel=0.1)
+
+
+def test_what_crosses_a_cut_is_divided_for_the_way() -> None:
+    cluster = named("2x8xA100-80GB")
+    chosen = plan(axes={"tensor": 8, "pipeline": 2}, numerics={"precision": "bf16"})
+    size = 2.0**30
+    scattered = transfer_s(size, chosen, cluster, Engine(name="scatters", scatters=True))
+    assert scattered < transfer_s(size, chosen, cluster, EAGER) / 2
+    assert transfer_s(size, plan(axes={"tensor": 8}), cluster, EAGER) == 0

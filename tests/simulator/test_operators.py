@@ -1,0 +1,141 @@
+"""Seconds of one operator: from measured shapes where there are some, never less than the shortest of them."""
+
+from math import log2
+
+import pytest
+
+from meshwright.cluster.catalog import find_entry
+from meshwright.cluster.cluster import Device, OperatorTime
+from meshwright.profile.values import Growth, Operator
+from meshwright.simulator.lookup import bias_of, looked_up
+from meshwright.simulator.operators import operator_s, reference_gpu, speeds
+
+
+def _fixed(*sizes: float) -> tuple[Growth, ...]:
+    return tuple(Growth(size, 0.0) for size in sizes)
+
+
+def _operator(kind: str, name: str, shape: tuple[Growth, ...], flops: float, moved: float, dtype: str) -> Operator:
+    return Operator("", name, kind, dtype, Growth(flops, 0.0), Growth(moved, 0.0), shape)  # type: ignore[arg-type]
+
+
+def _product(m: float, n: float, k: float, dtype: str = "bfloat16") -> Operator:
+    size = 4 if dtype == "float32" else 2
+    return _operator("matmul", "mm", _fixed(1, m, n, k), 2 * m * n * k, size * (m * k + k * n + m * n), dtype)
+
+
+def _device(*rows: tuple[str, tuple[int, ...], float, float]) -> Device:
+    operators = tuple(
+        OperatorTime(operator=name, dtype="fp32", shape=shape, flops=0, bytes=moved, seconds=seconds)  # type: ignore[arg-type]
+        for name, shape, moved, seconds in rows
+    )
+    return Device(
+        name="one", kind="cuda", memory_bytes=1, bandwidth_bytes_per_s=1e9, rates={"fp32": 1e12}, operators=operators
+    )
+
+
+def test_between_two_measured_sizes_the_slowdown_lies_between_theirs() -> None:
+    device = _device(("elementwise", (1,), 1e6, 2e-3), ("elementwise", (1,), 4e6, 16e-3))
+    prices = speeds(device, "fp32")
+    taken = [
+        operator_s(_operator("elementwise", "relu", _fixed(1), 0, moved, "float32"), 1, prices, False)
+        for moved in (1e6, 2e6, 4e6, 64e6, 1e3)
+    ]
+    assert taken[0] == pytest.approx(2e-3)
+    assert taken[1] == pytest.approx(2e-3 * 8**0.5)  # slowdowns of 2 and 4, in logarithms
+    assert taken[2] == pytest.approx(16e-3)
+    assert taken[3] == pytest.approx(16 * 16e-3)  # beyond what was measured the last slowdown goes on
+    assert taken[4] == 2e-3  # and nothing is shorter than the shortest
+
+
+def test_what_is_written_over_is_read_too() -> None:
+    fresh = looked_up(_operator("elementwise", "relu", _fixed(1e6), 0, 8e6, "float32"), 1, 1.0, False)
+    inplace = looked_up(_operator("elementwise", "relu_", _fixed(1e6), 0, 4e6, "float32"), 1, 1.0, False)
+    filled = looked_up(_operator("elementwise", "bernoulli_", _fixed(1e6), 0, 4e6, "float32"), 1, 1.0, False)
+    assert fresh is not None
+    assert inplace is not None
+    assert filled is not None
+    assert fresh.bytes == inplace.bytes == 8e6
+    assert filled.bytes == 4e6
+    assert looked_up(_operator("copy", "empty_like", _fixed(1e6), 0, 8e6, "float32"), 1, 1.0, False) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "expected"),
+    [
+        ("reduction", "_log_softmax_backward_data", "softmax"),
+        ("reduction", "nll_loss_forward", "loss"),
+        ("reduction", "max_pool2d_with_indices", "pooling"),
+        ("reduction", "sum", "reduction"),
+        ("copy", "clone", "copy"),
+        ("copy", "_to_copy", "elementwise"),
+        ("norm", "native_layer_norm", "norm"),
+        ("norm", "native_batch_norm", "batch_norm"),
+    ],
+)
+def test_operators_are_looked_up_as_what_they_are(kind: str, name: str, expected: str) -> None:
+    found = looked_up(_operator(kind, name, _fixed(10), 0, 2400, "float32"), 1, 1.0, False)
+    assert found is not None
+    assert found.name == expected
+
+
+def test_channels_are_what_does_not_grow_with_the_batch() -> None:
+    norm = Operator(
+        "", "native_batch_norm", "norm", "float32", Growth(0, 0), Growth(24.0 * 64, 8000.0), (Growth(0, 1000),)
+    )
+    found = looked_up(norm, 10, 1.0, False)
+    assert found is not None
+    assert found.sizes[1] == log2(64)
+
+
+def test_rows_that_loads_do_not_fit_are_far_slower_on_tensor_cores() -> None:
+    prices = speeds(reference_gpu()[0], "bf16")
+    even, odd = (operator_s(_product(16000, n, 800), 1, prices, False) for n in (50304, 50257))
+    assert 4 < odd / even < 12
+    growing = Operator(
+        "",
+        "mm",
+        "matmul",
+        "bfloat16",
+        Growth(0, 2.0 * 800 * 800),
+        Growth(0, 3200.0),
+        (Growth(1, 0), Growth(0, 1), Growth(800, 0), Growth(800, 0)),
+    )
+    one_more = [operator_s(growing, batch, prices, False) for batch in (16000, 16001)]
+    assert one_more[0] == pytest.approx(one_more[1], rel=0.01)  # rows are not what is loaded at once
+
+
+def test_a_bias_is_told_by_the_bytes_of_a_convolution() -> None:
+    shape = _fixed(8, 16, 32, 32, 24, 3, 1, 1)
+    image, filters, out = 8 * 16 * 1024, 24 * 16 * 9, 8 * 24 * 1024
+    flops = 2.0 * out * 16 * 9
+    for back, moved, gradients in ((False, image + filters + out, 1), (True, 2 * image + 2 * filters + out, 2)):
+        bare, biased = (
+            _operator("convolution", "convolution", shape, flops * gradients, 2.0 * (moved + more), "bfloat16")
+            for more in (0, 24)
+        )
+        assert bias_of(bare, 1, back) == 0
+        assert bias_of(biased, 1, back) == 2.0 * out * (1 if back else 2)
+        prices = speeds(reference_gpu()[0], "bf16")
+        assert operator_s(biased, 1, prices, back) > operator_s(bare, 1, prices, back)
+
+
+def test_a_gpu_without_a_calibration_is_taken_to_be_like_the_reference() -> None:
+    other = find_entry("A100-80GB").device
+    product = _product(8192, 8192, 8192)
+    ratio = operator_s(product, 1, speeds(other, "bf16"), False) / operator_s(
+        product, 1, speeds(reference_gpu()[0], "bf16"), False
+    )
+    printed = reference_gpu()[1].rates["bf16"] / other.rates["bf16"]
+    assert ratio == pytest.approx(printed, rel=0.1)
+
+
+def test_channels_last_convolutions_are_faster_on_tensor_cores() -> None:
+    shape = _fixed(64, 128, 56, 56, 128, 3, 1, 1)
+    moved = 2.0 * (2 * 64 * 128 * 56 * 56 + 128 * 128 * 9)
+    operator = _operator("convolution", "convolution", shape, 2.0 * 64 * 56 * 56 * 128 * 128 * 9, moved, "bfloat16")
+    device = reference_gpu()[0]
+    slow, fast = (
+        operator_s(operator, 1, speeds(device, "bf16", 1, layout), False) for layout in ("contiguous", "channels_last")
+    )
+    assert fast < slow

@@ -1,0 +1,107 @@
+"""A step's seconds: they add up, and move the way the parts of a plan push them."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.cluster.names import named
+from meshwright.plan import Plan
+from meshwright.profile.optimizer import OptimizerCost
+from meshwright.profile.trace import profile
+from meshwright.profile.values import ModelProfile
+from meshwright.simulator.engine import Engine, engines, find_engine
+from meshwright.simulator.engine_profile import run_by
+from meshwright.simulator.step import StepTime, predict_step
+from meshwright.simulator.tensor import split_profile
+from meshwright.workloads.decoder import Decoder
+from tests.profile.models import scores_loss
+
+ADAMW = OptimizerCost(state=2.0, temporary=0.0, at_once=True)
+PARTS = {"compute", "launch", "tensor", "pipeline", "shard", "replicate", "bubble", "optimizer", "input"}
+
+
+@cache
+def traced(recompute: str = "none") -> ModelProfile:
+    with torch.device("meta"):
+        tokens = torch.empty(2, 512, dtype=torch.long)
+        model = Decoder(layers=8, hidden=1024, heads=16, sequence=512, vocabulary=4096, tied=False)
+    kind: Any = recompute
+    return profile(model, (tokens, tokens), scores_loss, precision="bf16", recompute=kind, structured=True)
+
+
+def step(engine: Engine | None = None, batch: float = 8.0, cluster: str = "8xA100-80GB", **groups: Any) -> StepTime:
+    plan = Plan.model_validate({"numerics": {"precision": "bf16"}, **groups})
+    return predict_step(
+        named(cluster), traced(plan.memory.recompute), plan, batch, ADAMW, engine or find_engine("meshwright")
+    )
+
+
+def pipeline(microbatches: int) -> dict[str, Any]:
+    cuts = [f"blocks.{last}" for last in (1, 3, 5)]
+    return {"axes": {"pipeline": 4}, "pipeline": {"microbatches": microbatches, "cuts": cuts}}
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        {},
+        {"axes": {"replicate": 8}},
+        {"axes": {"shard": 8}},
+        {"axes": {"shard": 8}, "memory": {"sharding": "optimizer", "accumulation": 4}},
+        {"axes": {"tensor": 4, "replicate": 2}, "modules": {"sequence": True}},
+        pipeline(8),
+    ],
+)
+def test_the_breakdown_adds_up_to_the_step(groups: dict[str, Any]) -> None:
+    found = step(**groups)
+    assert set(found.breakdown) == PARTS
+    assert sum(found.breakdown.values()) == pytest.approx(found.step_s)
+    assert min(found.breakdown.values()) >= 0
+
+
+def test_more_microbatches_leave_less_of_a_pipeline_idle() -> None:
+    idle = [(found := step(**pipeline(many))).breakdown["bubble"] / found.step_s for many in (4, 8, 32)]
+    assert idle[0] > idle[1] > idle[2] > 0
+
+
+def test_a_long_pipeline_is_a_short_one_and_its_rounds() -> None:
+    shorter, longer = step(**pipeline(96)).step_s, step(**pipeline(100)).step_s
+    assert (longer - shorter) / 4 == pytest.approx((longer - step(**pipeline(20)).step_s) / 80, rel=0.02)
+
+
+def test_weights_are_gathered_for_every_microbatch_only_where_they_are_divided() -> None:
+    def shard(level: str, rounds: int) -> float:
+        memory = {"sharding": level, "accumulation": rounds}
+        return step(axes={"shard": 16}, memory=memory, cluster="2x8xA100-80GB").breakdown["shard"]
+
+    assert shard("parameters", 4) == pytest.approx(4 * shard("parameters", 1))
+    assert shard("optimizer", 4) == pytest.approx(shard("optimizer", 1))
+    assert shard("optimizer", 4) < shard("gradients", 4) < shard("parameters", 4)
+
+
+def test_a_host_is_waited_for_only_behind_all_that_the_device_does() -> None:
+    slow = step(Engine(name="slow", launch=10.0), batch=1.0)
+    assert slow.breakdown["launch"] > 0
+    assert step(Engine(name="no host", launch=0.0), batch=1.0).breakdown["launch"] == 0
+    computing = step(Engine(name="slower too", launch=10.0, compute=2.0), batch=1.0)
+    assert computing.step_s == pytest.approx(slow.step_s)
+
+
+def test_engines_run_less_than_eager_pytorch() -> None:
+    eager = step().step_s
+    assert step(find_engine("megatron")).step_s < eager
+    assert step(Engine(name="scores", scores=True)).step_s > eager
+    assert all(name == engine.name for name, engine in engines().items())
+
+
+def test_casts_of_split_weights_are_each_ranks_own() -> None:
+    run = run_by(traced(), find_engine("meshwright"))
+
+    def cast(found: ModelProfile) -> float:
+        operators = [o for stretch in found.stretches for o in stretch.operators if o.layer.endswith("feedforward.up")]
+        return max(o.bytes.at(1) for o in operators if o.name == "_to_copy" and not o.shape[0].linear)
+
+    split = split_profile(run, Plan.model_validate({"axes": {"tensor": 8}}))
+    assert cast(split) == pytest.approx(cast(run) / 8)
