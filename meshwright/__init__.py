@@ -10,12 +10,13 @@ _WHERE = {
     "Job": "meshwright.job",
     "Plan": "meshwright.plan",
     "Session": "meshwright.train.session",
+    "best_plan": "meshwright.planner.search",
     "load_job": "meshwright.job",
     "load_plan": "meshwright.job",
     "parallelize": "meshwright.train.parallelize",
     "predict": "meshwright.simulator.predict",
 }
-__all__ = ["Job", "Plan", "Session", "__version__", "load_job", "load_plan", "parallelize", "predict"]
+__all__ = ["Job", "Plan", "Session", "__version__", "best_plan", "load_job", "load_plan", "parallelize", "predict"]
 
 
 def __getattr__(name: str) -> Any:

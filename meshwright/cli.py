@@ -4,11 +4,18 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from meshwright.errors import InputError, MeshwrightError
+
+if TYPE_CHECKING:  # rooms are loaded by the command that needs them
+    from meshwright.cluster.cluster import Cluster
+    from meshwright.job import Job
+    from meshwright.plan import Plan
+    from meshwright.planner.profiles import Profiles
+    from meshwright.planner.question import Question
 
 app = typer.Typer(
     help="Plan, prove and run distributed training of any PyTorch model.",
@@ -50,7 +57,6 @@ def train(
     from meshwright.cluster.detect import find
     from meshwright.job import load_job, load_plan
     from meshwright.launch.world import is_launched
-    from meshwright.planner.search import best_plan
 
     read = load_job(job, settings or [])
     found = find(cluster or read.cluster)
@@ -62,10 +68,105 @@ def train(
     else:
         from meshwright.train.run import train as run
 
-        chosen = best_plan(found.devices, read.train.global_batch) if given == "auto" else given
+        chosen = _auto_plan(read, found) if given == "auto" else given
         result = run(read, chosen, found, resume)
     if result is not None:
         _print_result(result, as_json)
+
+
+@app.command()
+def plan(
+    job: JobFile,
+    cluster: ClusterName = None,
+    plan: Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="Predict this plan alone.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="How many plans to show.")] = 5,
+    exact: Annotated[bool, typer.Option("--exact", help="Only plans that leave the numbers as they are.")] = False,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the report as a page.")] = None,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the fastest plan for a job on any cluster, without it: ranked plans, and why the others were rejected."""
+    from time import perf_counter
+
+    from rich.console import Console
+
+    from meshwright.cluster.detect import find
+    from meshwright.cluster.probe import measure
+    from meshwright.job import load_job, load_plan
+    from meshwright.planner.answer import answer, of_one, show
+    from meshwright.planner.search import search
+
+    if html:
+        raise InputError(f"--html {html}: pages are not written yet, use --json")
+    begun = perf_counter()
+    read = load_job(job, settings or [])
+    given = load_plan(plan) if plan else None
+    question, profiles = _asked(read, find(cluster or read.cluster, measure), exact=exact, top=top)
+    answered = of_one(given, question, profiles) if given else answer(search(question, profiles), question, profiles)
+    told = {**answered.to_dict(), "seconds": round(perf_counter() - begun, 3)}
+    if as_json:
+        print(json.dumps(told), flush=True)
+    else:
+        show(answered, question, Console(width=None if sys.stdout.isatty() else 200), told["seconds"])
+
+
+def _asked(job: "Job", cluster: "Cluster", *, exact: bool = False, top: int = 1) -> "tuple[Question, Profiles]":
+    """A job's model, batch and optimizer, as the planner takes them: without memory, where the model allows it."""
+    import torch
+    from torch.utils.data import default_collate
+
+    from meshwright.call import bind
+    from meshwright.planner.profiles import Profiles
+    from meshwright.planner.question import Question
+    from meshwright.simulator.predict import cost_of as optimizer_of
+    from meshwright.train.build import build_data, freeze, make_model
+    from meshwright.train.optimizer import build_optimizer
+
+    data, _ = build_data(job)
+    samples = [data[index % len(data)] for index in range(2)] if hasattr(data, "__getitem__") else _first(data)
+    sample = (bind(job.data.collate, "data.collate") if job.data.collate else default_collate)(samples)
+    try:
+        with torch.device("meta"):
+            model = make_model(job)
+    except MeshwrightError:
+        raise
+    except Exception:  # some models cannot be built without memory
+        model = make_model(job)
+    freeze(model, job.train.freeze)
+    loss = bind(job.loss, "loss") if job.loss else None
+    on_gpu = cluster.kind == "cuda"
+    question = Question(
+        cluster,
+        job.train.global_batch,
+        optimizer_of(build_optimizer(job.optimizer, model), on_gpu),
+        exact=exact,
+        top=top,
+        samples=len(data) if hasattr(data, "__len__") else None,
+    )
+    return question, Profiles(model, sample, loss, job.data.target, on_gpu)
+
+
+def _first(stream: Any) -> list[Any]:
+    items = iter(stream)
+    return [next(items), next(items)]
+
+
+def _auto_plan(job: "Job", cluster: "Cluster") -> "Plan":
+    """The best of what this version runs and what leaves the numbers as they are; every device a replica on a machine
+    that nobody has measured, or for a model that cannot be predicted."""
+    from dataclasses import replace
+
+    from meshwright.parallel.apply import check_runnable
+    from meshwright.planner.search import replicas, search
+
+    plain = replicas(cluster.devices, job.train.global_batch)
+    if not all(node.device.is_known for node in cluster.nodes):
+        return plain
+    try:
+        question, profiles = _asked(job, cluster, exact=True)
+        return search(replace(question, even=False, refuses=check_runnable), profiles).ranked[0].plan
+    except MeshwrightError:
+        return plain  # the checks before a run say what is wrong with a job
 
 
 @bench.command()
@@ -93,6 +194,23 @@ def strategies(
     for row in rows:
         rate = f"{row.samples_per_s:10,.0f} samples/s  ratio {row.ratio:.3f}"
         print(f"{row.strategy:20} {row.ranks} rank(s) {rate}  spread {row.spread:.1%} over {row.rounds} rounds")
+
+
+@bench.command()
+def predictions(
+    everything: Annotated[bool, typer.Option("--all", help="Every published row: this takes an hour.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Score the predictor on published training runs, each source by factors from the others."""
+    from meshwright.bench.predictions.report import as_json as told
+    from meshwright.bench.predictions.report import lines, report
+
+    made = report(everything, progress=lambda line: print(line, file=sys.stderr, flush=True))
+    if as_json:
+        print(json.dumps(told(made)), flush=True)
+        return
+    for line in lines(made):
+        print(line, flush=True)
 
 
 @app.command()

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 import meshwright.train.run
 from meshwright import cli
 from meshwright.cli import main
+from meshwright.cluster.detect import find
 from meshwright.errors import InputError
 from meshwright.job import load_job
 from meshwright.plan import Plan
@@ -50,10 +51,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def refused(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def refused(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    *arguments: str,
+    command: str = "train",
+) -> str:
     """The one line that the command line ends with; it left everything as it was."""
     before = tree(folder)
-    monkeypatch.setattr(sys, "argv", ["meshwright", "train", *arguments])
+    monkeypatch.setattr(sys, "argv", ["meshwright", command, *arguments])
     with pytest.raises(SystemExit) as end:
         main()
     told = capsys.readouterr()
@@ -288,3 +295,87 @@ def test_people_are_told_accuracy_speed_and_the_whole_run_path(capsys: pytest.Ca
     assert "98.71%" in told
     assert "1,234" in told
     assert RESULT["run"] in told
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    monkeypatch.setattr(sys, "argv", ["meshwright", "plan", *arguments, "--json"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert not end.value.code
+    answer: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return answer
+
+
+def test_plan_answers_with_what_scripts_rely_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = planned(monkeypatch, capsys, "job.yaml", "--cluster", "2xA100-80GB", "--top", "2")
+    assert set(answer) == {"best", "ranked", "explanation", "rejected", "candidates", "seconds"}
+    assert answer["best"] == answer["ranked"][0]
+    assert len(answer["ranked"]) == 2
+    for entry in answer["ranked"]:
+        assert set(entry) == {"plan", "summary", "step_s", "memory_bytes", "breakdown", "based_on"}
+        assert sum(entry["breakdown"].values()) == pytest.approx(entry["step_s"])
+        assert Plan.model_validate(entry["plan"]).summary() == entry["summary"]
+    assert all(set(entry) == {"plan", "reason"} for entry in answer["rejected"])
+    assert tree(folder) == {"job.yaml"}
+
+
+def test_people_get_a_table_and_a_plan_that_can_be_trained_with(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["meshwright", "plan", "job.yaml", "--cluster", "2xA100-80GB"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert not end.value.code
+    told = capsys.readouterr().out
+    _, _, text = told.partition("# the best plan")
+    plan = Plan.model_validate(yaml.safe_load("#" + text))
+    assert plan.summary() in told
+
+
+def test_a_given_plan_alone_is_predicted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "mine.yaml").write_text("axes: {replicate: 2}")
+    answer = planned(monkeypatch, capsys, "job.yaml", "--cluster", "2xA100-80GB", "--plan", "mine.yaml")
+    assert [entry["summary"] for entry in answer["ranked"]] == ["replicate 2 · fp32"]
+    assert answer["candidates"] == 1
+    told = refused(
+        folder, monkeypatch, capsys, "job.yaml", "--cluster", "8xA100-80GB", "--plan", "mine.yaml", command="plan"
+    )
+    assert "the plan (replicate 2 · fp32) is for 2 ranks, but the cluster '8xA100-80GB' has 8 devices" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--cluster", "8xA100-80GB", "--set", "train.global_batch=257"], "train.global_batch is 257, which no axis"),
+        (["--cluster", "2xA100-80GB", "--html", "page.html"], "--html page.html: pages are not written yet"),
+        (["--cluster", "64xH9000"], "cluster '64xH9000' is not known"),
+        (["--cluster", "2xA100-80GB", "--set", "model.hidden=200000"], "fits no plan on '2xA100-80GB'"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    words: str,
+) -> None:
+    assert words in refused(folder, monkeypatch, capsys, "job.yaml", *arguments, command="plan")
+
+
+@pytest.mark.parametrize("batch", [30, 33])
+def test_train_takes_a_plan_that_it_runs_and_that_leaves_the_numbers_as_they_are(folder: Path, batch: int) -> None:
+    job = load_job("job.yaml", [f"train.global_batch={batch}"])
+    (node,) = find("2xcpu").nodes
+    known = node.device.model_copy(
+        update={"memory_bytes": 2**33, "bandwidth_bytes_per_s": 1e10, "rates": {"fp32": 5e10, "bf16": 1e11}}
+    )
+    link = node.link.model_copy(update={"bandwidth_bytes_per_s": 1e9, "latency_s": 1e-4})
+    measured = find("2xcpu").model_copy(
+        update={"nodes": (node.model_copy(update={"device": known, "link": link}),), "based_on": "measured"}
+    )
+    for cluster in (find("2xcpu"), measured):
+        assert cli._auto_plan(job, cluster) == Plan.model_validate({"axes": {"replicate": 2}})

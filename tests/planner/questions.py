@@ -1,0 +1,66 @@
+"""Models and questions that the planner's tests ask about."""
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshwright.cluster.cluster import Cluster
+from meshwright.cluster.detect import find
+from meshwright.planner.profiles import Profiles
+from meshwright.planner.question import Question
+from meshwright.planner.search import Found, search
+from meshwright.profile.optimizer import OptimizerCost
+from meshwright.workloads import vision
+from meshwright.workloads.decoder import Decoder, NextTokenLoss
+from meshwright.workloads.decoder_sizes import decoder
+
+ADAMW = OptimizerCost(state=2.0, temporary=1.0, at_once=True)
+MOMENTUM = OptimizerCost(state=1.0, temporary=0.0, at_once=True)
+
+
+@cache
+def images(name: str) -> Profiles:
+    with torch.device("meta"):
+        model = getattr(vision, name)(classes=1000)
+        batch = torch.empty(2, 3, 224, 224), torch.empty(2, dtype=torch.long)
+    return Profiles(model, batch, F.cross_entropy)
+
+
+def one_layer() -> Profiles:
+    """It can be neither split nor cut."""
+    return Profiles(nn.Linear(16, 4), (torch.zeros(2, 16), torch.zeros(2, dtype=torch.long)), F.cross_entropy)
+
+
+@cache
+def small_decoder(layers: int = 8, hidden: int = 1024) -> Profiles:
+    with torch.device("meta"):
+        model = Decoder(layers=layers, hidden=hidden, heads=16, sequence=256, vocabulary=1000, tied=False)
+        tokens = torch.empty(2, 256, dtype=torch.long)
+    return Profiles(model, (tokens, tokens), NextTokenLoss())
+
+
+@cache
+def published_decoder(size: str, sequence: int = 2048, **keywords: Any) -> Profiles:
+    with torch.device("meta"):
+        model = decoder(size, sequence=sequence, **keywords)
+        tokens = torch.empty(2, sequence, dtype=torch.long)
+    return Profiles(model, (tokens, tokens), NextTokenLoss())
+
+
+def faster_links(name: str, times: float) -> Cluster:
+    """The cluster with other links within its nodes; what was measured of the old ones does not hold for them."""
+    cluster = find(name)
+    (node,) = cluster.nodes
+    link = node.link.model_copy(
+        update={"bandwidth_bytes_per_s": times * node.link.bandwidth_bytes_per_s, "name": "NVLink2", "curves": {}}
+    )
+    return cluster.model_copy(update={"nodes": (node.model_copy(update={"link": link}),)})
+
+
+def ask(cluster: str | Cluster, profiles: Profiles, batch: int, **more: Any) -> tuple[Question, Found]:
+    found = find(cluster) if isinstance(cluster, str) else cluster
+    question = Question(found, batch, more.pop("optimizer", ADAMW), **more)
+    return question, search(question, profiles)
