@@ -3,11 +3,15 @@
     slowest(S) = min over cuts of max over stages of the stage's cost                       balanced
     a bound B holds if stages filled up to B, from the last piece to the first, are at most S     _filled
 
+    and of all cuts with that slowest stage, those with the least sum of squared costs            _even
+
 Pieces keep their order and cuts lie only where the model can be cut, so the least B that holds is found by bisection.
-Filling from the end leaves what is left over to the first stage, which keeps the most microbatches.
+Even stages wait less for each other where a rank has several.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
+from math import inf
 
 _HALVINGS = 24
 
@@ -25,8 +29,7 @@ def balanced(costs: Sequence[float], cuttable: Sequence[bool], stages: int) -> t
             high = middle
         else:
             low = middle
-    ends = _filled(lumps, high)
-    return tuple(_more(lumps, ends, stages)[:-1])
+    return _even(lumps, high, stages)
 
 
 _Lump = tuple[int, float]  # the last of pieces that no cut parts, and their cost
@@ -55,23 +58,24 @@ def _filled(lumps: Sequence[_Lump], bound: float) -> list[int]:
     return ends[::-1]
 
 
-def _more(lumps: Sequence[_Lump], ends: list[int], stages: int) -> list[int]:
-    """As many stages as asked for: the costliest that can be parted are, in halves."""
-    found = list(ends)
-    while len(found) < stages:
-        options = []
-        begin = 0
-        for end in found:
-            inside = [lump for lump in lumps if begin <= lump[0] <= end]
-            if len(inside) > 1:
-                options.append((sum(cost for _, cost in inside), inside))
-            begin = end + 1
-        _, inside = max(options, key=lambda option: option[0])
-        half, cost = sum(c for _, c in inside) / 2, 0.0
-        for piece, own in inside[:-1]:
-            cost += own
-            if cost >= half or piece == inside[-2][0]:
-                found.append(piece)
-                break
-        found.sort()
-    return found
+def _even(lumps: Sequence[_Lump], bound: float, stages: int) -> tuple[int, ...]:
+    """The ends of all stages but the last, none of which costs more than the bound."""
+    sums = [0.0, *accumulate(cost for _, cost in lumps)]
+    least = [0.0] + [inf] * len(lumps)  # of the squares, with the lumps before each in so many stages
+    chosen: list[list[int]] = []
+    for stage in range(1, stages + 1):
+        now, begins = [inf] * (len(lumps) + 1), [0] * (len(lumps) + 1)
+        for end in range(stage, len(lumps) + 1):
+            for begin in range(end - 1, stage - 2, -1):
+                cost = sums[end] - sums[begin]
+                if cost > bound * (1 + 1e-9):
+                    break
+                if least[begin] + cost * cost < now[end]:
+                    now[end], begins[end] = least[begin] + cost * cost, begin
+        least = now
+        chosen.append(begins)
+    ends, end = [], len(lumps)
+    for begins in reversed(chosen[1:]):
+        end = begins[end]
+        ends.append(lumps[end - 1][0])
+    return tuple(reversed(ends))
