@@ -29,7 +29,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, PositiveFloat
 
-from meshwright.cluster.catalog import CATALOG
+from meshwright.cluster.catalog import CATALOG, find_link
 from meshwright.cluster.cluster import Cluster, Collective, Kind, Link, Node
 from meshwright.cluster.curves import curve_time, measured_from
 from meshwright.errors import InputError
@@ -292,7 +292,9 @@ def _within(group: Group, cluster: Cluster, shares: Reached) -> _Tier:
         full *= reach.rings.get(group.per_node, 1.0)
     bandwidth = full * reach.ring * (1 - reach.few / max(2, group.per_node))
     if group.beside and node.link.name in reach.bridge:
-        bandwidth = min(bandwidth, reach.bridge[node.link.name] / group.beside)
+        # A link that is said to be faster than the catalog's of its name comes with a bridge that is, too.
+        faster = _known(node.link) / find_link(node.link.name).bandwidth_bytes_per_s
+        bandwidth = min(bandwidth, faster * reach.bridge[node.link.name] / group.beside)
     multicast = reach.multicast * full if node.link.name in reach.multicast_links else 0.0
     return _Tier(bandwidth, node.link.latency_s, reach.hop * node.link.latency_s, reach.softness, multicast)
 

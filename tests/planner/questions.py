@@ -51,12 +51,10 @@ def published_decoder(size: str, sequence: int = 2048, **keywords: Any) -> Profi
 
 
 def faster_links(name: str, times: float) -> Cluster:
-    """The cluster with other links within its nodes; what was measured of the old ones does not hold for them."""
+    """The cluster with faster links of the same name within its nodes."""
     cluster = find(name)
     (node,) = cluster.nodes
-    link = node.link.model_copy(
-        update={"bandwidth_bytes_per_s": times * node.link.bandwidth_bytes_per_s, "name": "NVLink2", "curves": {}}
-    )
+    link = node.link.model_copy(update={"bandwidth_bytes_per_s": times * node.link.bandwidth_bytes_per_s})
     return cluster.model_copy(update={"nodes": (node.model_copy(update={"link": link}),)})
 
 

@@ -29,9 +29,12 @@ def step_s(choice: Choice) -> float:
 
 
 def gain_of_splitting(found: Found) -> float:
-    """By how much of the replicated step the one with the wide layers split is shorter."""
-    best = {choice.candidate.layout.family: step_s(choice) for choice in (*found.others, *found.ranked[::-1])}
-    return 1 - best["replicate × wide layers split"] / best["replicate"]
+    """By how much the best plan with the wide layers split is shorter than the best of all that split none."""
+    choices = (*found.ranked, *found.others)
+    split, whole = (
+        [step_s(c) for c in choices if bool(c.plan.modules.splits) == is_split] for is_split in (True, False)
+    )
+    return 1 - min(split) / min(whole)
 
 
 def test_vgg16_over_pcie_splits_the_fully_connected_layers() -> None:
@@ -49,16 +52,14 @@ def test_vgg16_over_pcie_splits_the_fully_connected_layers() -> None:
     assert "PCIe3-x16" in said
 
 
-def test_what_splitting_gains_follows_the_links() -> None:
-    """In fp16 what is left on fast links is not the links': fewer weights are read, and stepped by the optimizer."""
-
-    def gain(links: float, exact: bool) -> float:
-        cluster = faster_links(PCIE, links) if links > 1 else find(PCIE)
-        return gain_of_splitting(ask(cluster, images("vgg16"), 256, optimizer=MOMENTUM, exact=exact)[1])
-
-    assert gain(10, exact=True) < 0.05
-    assert gain(10, exact=True) < gain(1, exact=True) / 2
-    assert gain(10, exact=False) < gain(1, exact=False) / 4
+@pytest.mark.parametrize("exact", [True, False])
+def test_what_splitting_gains_follows_the_links(exact: bool) -> None:
+    gains = [
+        gain_of_splitting(ask(cluster, images("vgg16"), 256, optimizer=MOMENTUM, exact=exact)[1])
+        for cluster in (find(PCIE), faster_links(PCIE, 10))
+    ]
+    assert gains[1] < 0.05
+    assert gains[1] < gains[0] / 3
 
 
 def test_resnet50_is_not_split() -> None:
