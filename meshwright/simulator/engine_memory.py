@@ -49,10 +49,19 @@ def _stretch(stretch: Stretch, profile: ModelProfile, engine: Engine, half: bool
     changes = stretch.changes
     if half:
         outside = _LOSS_KEPT if engine.fused else 1.0
-        changes = tuple(_less(c, _KEPT if stretch.blocks or c.role == "gradient" else outside) for c in changes)
+        changes = tuple(
+            _less(c, _KEPT if stretch.blocks or c.role == "gradient" else outside)
+            for c in changes
+            if not _of_weights(c)
+        )
     if engine.scores and stretch.blocks:
         changes = (*changes, *_scores(stretch, profile.recompute))
     return replace(stretch, changes=tuple(sorted(changes, key=lambda change: change.operator)))
+
+
+def _of_weights(change: Change) -> bool:
+    """Casts of weights, which autocast keeps: the only large values that do not grow with the batch."""
+    return change.role != "gradient" and not change.bytes.linear and not change.bytes.square
 
 
 def _less(change: Change, part: float) -> Change:

@@ -1,10 +1,14 @@
 """How long a step takes under a plan, and where the time goes.
 
     stage pass   = compute of a microbatch + its tensor exchange + what gathering weights adds to it
-    pipeline     = the timeline of all stages and microbatches (timeline.py); without one, accumulation × both passes
-    gradients    = what combining them adds to the last microbatch's backward pass          (communication.overlap)
-    step         = pipeline + gradients + optimizer
+                   + what the host takes beyond all of that                                          _stage, _sharded
+    pipeline     = the timeline of all stages and microbatches (timeline.py); without one, accumulation × both
+                   passes                                                                                        _run
+    gradients    = what combining them adds to the last microbatch's backward pass, and gathering weights that
+                   stay whole to the first forward pass                                                          _end
+    step         = pipeline + gradients + optimizer                                                      predict_step
 
+The model is taken as the engine runs it (engine_profile.py), so that a rank's share of it is priced.
 The breakdown is that of the busiest pipeline rank: compute, launch, tensor, pipeline, shard, replicate, bubble, input
 and optimizer add up to the step.
 """

@@ -1,0 +1,125 @@
+"""A published case, predicted: its model traced once for all rows that share it, its engine found by name."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache, lru_cache
+
+import torch
+
+from meshwright.bench.runs.build import make_batch, make_loss, make_model
+from meshwright.bench.runs.case import Case, Sample
+from meshwright.bench.runs.hardware import device_of
+from meshwright.call import Call
+from meshwright.cluster.cluster import Cluster
+from meshwright.cluster.names import named as named_cluster
+from meshwright.plan import Plan
+from meshwright.planner.question import MARGIN
+from meshwright.profile.optimizer import OptimizerCost
+from meshwright.profile.recompute import Recompute
+from meshwright.profile.trace import profile
+from meshwright.profile.values import ModelProfile
+from meshwright.simulator.engine import Engine, find_engine
+from meshwright.simulator.engine_memory import engine_memory
+from meshwright.simulator.predict import device_memory
+from meshwright.simulator.step import StepTime, predict_step
+
+Profiles = Callable[[Case], ModelProfile]
+_NO_STEP = OptimizerCost(state=0.0, temporary=0.0, at_once=True)
+_COSTS = {"SGD": OptimizerCost(1.0, 0.0, at_once=True), "AdamW": OptimizerCost(2.0, 0.0, at_once=True)}
+# Which kernel computed attention where its scores are not written out, and how many times longer it takes than the
+# reference GPU's, by generation (engines.yaml has the sources). NeMo's and Megatron-Core's is the reference's own.
+_FLASH = {
+    "llm-foundry": "first",
+    **dict.fromkeys(("torchtitan", "torchtune", "fms-fsdp", "nanotron", "colossalai"), "second"),
+}
+_SLOWER = {("first", "Ampere"): 1.7, ("first", "Hopper"): 2.9, ("second", "Hopper"): 1.7}
+_GENERATIONS = {
+    "Pascal": ("P100", "TitanXp", "GTX10"),
+    "Volta": ("V100", "TitanV"),
+    "Turing": ("T4", "RTX20", "TitanRTX", "RTX8000"),
+    "Ampere": ("A100", "A10", "A6000", "RTX30"),
+    "Ada": ("RTX40", "RTX6000-Ada", "L4"),
+    "Hopper": ("H100", "H200", "GH200"),
+    "Blackwell": ("B200", "B300", "GB"),
+}
+
+
+def generation(cluster: str) -> str:
+    """Of the GPUs of a cluster."""
+    name = device_of(cluster).name
+    return next((made for made, names in _GENERATIONS.items() if name.startswith(names)), name)
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Seconds, and what they are spent on."""
+
+    case: Case
+    step_s: float
+    breakdown: dict[str, float]
+
+
+def predict_case(case: Case, profiles: Profiles, factor: float = 1.0, launch: float = 1.0) -> Predicted:
+    """`factor` and `launch` multiply the engine's own."""
+    engine = engine_of(case, factor, launch)
+    step = step_of(case, profiles(case), engine)
+    return Predicted(case, step.step_s, step.breakdown)
+
+
+def engine_of(case: Case, factor: float = 1.0, launch: float = 1.0) -> Engine:
+    """As engines.yaml has it, with what the row says: whether scores are written out, and whether it was compiled."""
+    named = find_engine(case.engine)
+    told: dict[str, object] = {"compute": named.compute * factor, "launch": named.launch * launch}
+    if case.attention == "scores":
+        told["scores"] = True
+    told["attention"] = _SLOWER.get((_FLASH.get(case.engine, ""), generation(case.cluster)), 1.0)
+    if case.compiled:
+        told |= {"fused": True, "launch": 0.25 * named.launch * launch}
+    if case.plan.numerics.precision == "bf16" and case.engine in ("megatron", "megatron-deepspeed"):
+        told["gradient"] = 1.0  # --bf16 turns on --accumulate-allreduce-grads-in-fp32
+    return named.model_copy(update=told)
+
+
+def fits(case: Case, profiles: Profiles) -> bool:
+    """Whether a rank's memory holds it, with the driver's context and the margin that the planner keeps free."""
+    cluster, plan = cluster_of(case.cluster), _runnable(case.plan)
+    batch = -(-case.global_batch // plan.shares)
+    cost = _COSTS[case.optimizer.call.rpartition(":")[2]] if case.optimizer else _NO_STEP
+    found = engine_memory(profiles(case), plan, batch, cost, device_memory(cluster), engine_of(case))
+    return found.device_bytes <= cluster.nodes[0].device.memory_bytes * (1 - MARGIN)
+
+
+def step_of(case: Case, found: ModelProfile, engine: Engine) -> StepTime:
+    plan = _runnable(case.plan)
+    cost = _COSTS[case.optimizer.call.rpartition(":")[2]] if case.optimizer else _NO_STEP
+    return predict_step(cluster_of(case.cluster), found, plan, case.global_batch / plan.shares, cost, engine)
+
+
+def _runnable(plan: Plan) -> Plan:
+    """PyTorch's 1F1B wants as many microbatches as ranks; with fewer it would be GPipe."""
+    if plan.pipeline.schedule != "1f1b" or plan.pipeline.microbatches >= plan.axes.pipeline:
+        return plan
+    return plan.model_copy(update={"pipeline": plan.pipeline.model_copy(update={"schedule": "gpipe"})})
+
+
+@lru_cache(maxsize=512)
+def cluster_of(name: str) -> Cluster:
+    return named_cluster(name)
+
+
+def traced(case: Case) -> ModelProfile:
+    """One for all rows of a model, precision and recomputation."""
+    split = case.plan.axes.tensor * case.plan.axes.pipeline > 1
+    what = [case.model.model_dump(), asdict(case.sample), case.loss.model_dump()]
+    return _traced(json.dumps(what, sort_keys=True), case.precision, case.plan.memory.recompute, split)
+
+
+@cache
+def _traced(what: str, precision: str, recompute: Recompute, structured: bool) -> ModelProfile:
+    model, sample, loss = json.loads(what)
+    with torch.device("meta"):
+        made = make_model(Call(**model))
+        batch = make_batch(Sample(**{**sample, "size": tuple(sample["size"])}), 2)
+        criterion = make_loss(Call(**loss))
+    return profile(made, batch, criterion, precision=precision, recompute=recompute, structured=structured)

@@ -1,0 +1,174 @@
+"""All cases predicted, fitted and scored, per source; and every row that is not.
+
+A case is predicted three times: without any factor, with those that `fit` reads off other sources, and by the guess of
+bench/runs/baseline.py (`alike`), which also goes without the source it is judged on. `skill` is the guess's median
+error over ours. A short run takes every n-th row of a source, at most `MOST`, and `FEW` where nearly every row has a
+model of its own to trace (`LONG`).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from meshwright.bench.predictions.fit import Factors, fit
+from meshwright.bench.predictions.predict import Predicted, Profiles, fits, predict_case, traced
+from meshwright.bench.predictions.score import Alarms, Errors, Order, alarms, errors_of, order_of
+from meshwright.bench.runs.baseline import guess, points
+from meshwright.bench.runs.case import Case
+from meshwright.bench.runs.cover import Coverage, cover
+from meshwright.errors import MeshwrightError
+
+LONG = ("ryujaehun_cnn", "llm_foundry", "bigscience_a100")
+MOST, FEW = 60, 12
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class SourceScore:
+    """`fitted` is ours, `plain` ours without any factor, `guessed` the constant rate's."""
+
+    source: str
+    rows: int
+    fitted: Errors
+    plain: Errors
+    guessed: Errors
+    order: Order | None
+    alarms: Alarms
+
+    @property
+    def skill(self) -> float:
+        return self.guessed.median / max(self.fitted.median, 1e-9)
+
+
+@dataclass(frozen=True)
+class Report:
+    """`reasons` by row: why it was not predicted. `factors` by case."""
+
+    scores: tuple[SourceScore, ...]
+    predicted: tuple[Predicted, ...]
+    factors: dict[str, Factors]
+    reasons: dict[str, str]
+
+    def overall(self) -> dict[str, float]:
+        """All rows together; the middle source; false alarms and calls of all."""
+        errors = errors_of([one.case for one in self.predicted], {one.case.id: one.step_s for one in self.predicted})
+        told = [score.alarms for score in self.scores]
+        return {
+            "median": errors.median,
+            "p90": errors.p90,
+            "median_of_sources": median(score.fitted.median for score in self.scores),
+            "false_alarms": sum(one.false_alarms for one in told) / max(1, sum(one.ran for one in told)),
+            "called": sum(one.called for one in told) / max(1, sum(one.failed for one in told)),
+            "sets": len({factor.key for factor in self.factors.values()}),
+        }
+
+    def counted_reasons(self) -> Counter[str]:
+        return Counter(f"{row.rpartition('-')[0]}: {reason}" for row, reason in self.reasons.items())
+
+
+def report(
+    everything: bool = False,
+    coverage: Coverage | None = None,
+    profiles: Profiles = traced,
+    progress: Progress = lambda _: None,
+) -> Report:
+    found = coverage or cover()
+    reasons = dict(found.reasons)
+    chosen = _chosen(found.cases, everything, reasons)
+    plain: list[Predicted] = []
+    holds: dict[str, bool] = {}
+    for number, case in enumerate(chosen):
+        progress(f"{number + 1} of {len(chosen)}: {case.id}")
+        try:
+            if case.step_s is not None:
+                plain.append(predict_case(case, profiles))
+            if _is_judged(case):
+                holds[case.id] = fits(case, profiles)
+        except MeshwrightError as error:
+            reasons[case.id] = str(error)
+    factors = fit(plain)
+    fitted = tuple(
+        predict_case(one.case, profiles, factors[one.case.id].compute, factors[one.case.id].launch) for one in plain
+    )
+    return Report(tuple(_scores(chosen, plain, fitted, holds)), fitted, factors, reasons)
+
+
+def _chosen(cases: Sequence[Case], everything: bool, reasons: dict[str, str]) -> list[Case]:
+    if everything:
+        return list(cases)
+    counts = Counter(case.source for case in cases)
+    seen: Counter[str] = Counter()
+    short = []
+    for case in cases:
+        every = -(-counts[case.source] // (FEW if case.source in LONG else MOST))
+        if case.oom or seen[case.source] % every == 0:
+            short.append(case)
+        else:
+            reasons[case.id] = "not among the rows of a short run: only with --all"
+        seen[case.source] += 1
+    return short
+
+
+def _is_judged(case: Case) -> bool:
+    """Whether it ran is known of all; what it needed, only where its recomputation is stated and a plan can say it."""
+    return case.sample.kind == "tokens" and not any("recompu" in default for default in case.defaults)
+
+
+def _scores(
+    cases: Sequence[Case], plain: Sequence[Predicted], fitted: Sequence[Predicted], holds: dict[str, bool]
+) -> list[SourceScore]:
+    known = points([one.case for one in plain])
+    seconds = [
+        {one.case.id: one.step_s for one in fitted},
+        {one.case.id: one.step_s for one in plain},
+        guess(known, "alike"),
+    ]
+    made = []
+    for source in dict.fromkeys(one.case.source for one in plain):
+        timed = [one.case for one in plain if one.case.source == source]
+        ours, plainly, guessed = (errors_of(timed, predicted) for predicted in seconds)
+        called = alarms([case for case in cases if case.source == source], holds)
+        made.append(SourceScore(source, len(timed), ours, plainly, guessed, order_of(timed, seconds[0]), called))
+    return made
+
+
+def as_json(made: Report) -> dict[str, Any]:
+    """`rows` by case, `summary` by source, `reasons` counted."""
+    rows = [
+        {
+            "id": one.case.id,
+            "measured_s": one.case.step_s,
+            "predicted_s": one.step_s,
+            "breakdown": one.breakdown,
+            "factors": asdict(made.factors[one.case.id]),
+            "defaults": one.case.defaults,
+        }
+        for one in made.predicted
+    ]
+    summary = {score.source: {**asdict(score), "skill": score.skill} for score in made.scores}
+    return {"rows": rows, "summary": {"all": made.overall(), **summary}, "not_covered": dict(made.counted_reasons())}
+
+
+def lines(made: Report) -> list[str]:
+    head = f"{'source':22}{'rows':>5}{'ours':>9}{'p90':>8}{'unfitted':>10}{'p90':>8}{'guess':>9}{'p90':>9}{'skill':>7}"
+    found = [f"{head}{'tau':>7}{'false alarms':>15}{'called':>9}"]
+    for score in made.scores:
+        tau = f"{score.order.tau:7.2f}" if score.order else " " * 7
+        told = score.alarms
+        pairs = ((score.fitted, 9, 8), (score.plain, 10, 8), (score.guessed, 9, 9))
+        shown = "".join(f"{errors.median:{wide}.1%}{errors.p90:{next_}.1%}" for errors, wide, next_ in pairs)
+        ran = f"{told.false_alarms} of {told.ran}" if told.ran else ""
+        failed = f"{told.called} of {told.failed}" if told.failed else ""
+        found.append(f"{score.source:22}{score.rows:5}{shown}{score.skill:7.1f}{tau}{ran:>15}{failed:>9}")
+    whole = made.overall()
+    found += [
+        f"all rows: median {whole['median']:.1%}, p90 {whole['p90']:.1%}",
+        f"the middle source: median {whole['median_of_sources']:.1%}",
+        f"out of memory: {whole['false_alarms']:.1%} false alarms, {whole['called']:.0%} called",
+        f"factors from {whole['sets']} sets of rows, each of other sources than it is used on",
+        "",
+        "not covered:",
+    ]
+    return found + [f"{count:6}  {reason}" for reason, count in made.counted_reasons().most_common()]

@@ -1,0 +1,93 @@
+"""`bench predictions`: published plans are predicted, ordered and left out of their own calibration."""
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.bench.predictions.fit import fit, keys, kind_of
+from meshwright.bench.predictions.predict import Predicted, engine_of, fits, generation, predict_case, traced
+from meshwright.bench.predictions.report import as_json, lines, report
+from meshwright.bench.predictions.score import alarms, errors_of, order_of
+from meshwright.bench.runs.case import Case
+from meshwright.bench.runs.cover import Coverage, case_of
+from meshwright.bench.runs.rows import rows
+
+
+def case(name: str) -> Case:
+    return case_of(next(row for row in rows() if row.id == name))
+
+
+def guessed(name: str, source: str, ratio: float, waiting: float = 0.0) -> Predicted:
+    """One whose measured step is so many times the predicted."""
+    made = replace(case(name), id=f"{source}-{name}", source=source)
+    assert made.step_s is not None
+    step_s = made.step_s / ratio
+    return Predicted(made, step_s, {"launch": waiting * step_s})
+
+
+@pytest.mark.parametrize("name", ["megatron_sc21_table1-0006", "megatron_sc21_table1-0007"])
+def test_the_published_76b_and_145b_runs_are_predicted_without_any_factor(name: str) -> None:
+    found = case(name)
+    assert found.step_s is not None
+    assert predict_case(found, traced).step_s == pytest.approx(found.step_s, rel=0.15)
+
+
+def test_factors_come_from_other_sources_alone() -> None:
+    name = "megatron_sc21_table1-0006"
+    known = [guessed(name, "one", 1.2), guessed(name, "two", 1.2), guessed(name, "three", 1.5)]
+    found = fit(known)
+    assert found[f"three-{name}"].compute == pytest.approx(1.2)
+    assert found[f"one-{name}"].compute == pytest.approx(1.2)
+    assert fit(known[:1])[f"one-{name}"].compute == 1.0
+
+
+def test_a_single_source_is_believed_by_half_and_hosts_have_a_factor_of_their_own() -> None:
+    name = "megatron_sc21_table1-0006"
+    found = fit([guessed(name, "one", 1.44), guessed(name, "two", 1.0), guessed(name, "two", 2.25, waiting=0.5)])
+    assert found[f"two-{name}"].compute == pytest.approx(1.2)
+    assert found[f"one-{name}"].launch == pytest.approx(1.5)
+
+
+def test_engines_are_what_rows_say() -> None:
+    old, new = case("megatron_sc21_table1-0006"), case("torchtitan_h100-0002")
+    assert engine_of(old).scores
+    assert not engine_of(new).scores
+    assert engine_of(new).fused, "it was compiled"
+    assert engine_of(new).attention > 1, "the second FlashAttention on Hopper"
+    assert kind_of("nemo") == kind_of("megatron-core")
+    assert generation(new.cluster) == "Hopper"
+    assert keys(old)[-1] == ()
+
+
+def test_orders_and_errors() -> None:
+    members = [replace(case(f"vtrain_multi-00{number}"), family="one") for number in (14, 17, 18)]
+    measured = {member.id: member.step_s or 0.0 for member in members}
+    order = order_of(members, measured)
+    assert order is not None
+    assert order.tau == order.median_tau == 1.0
+    backwards = order_of(members, {name: 1 / step_s for name, step_s in measured.items()})
+    assert backwards is not None
+    assert backwards.tau == -1.0
+    errors = errors_of(members, {name: 1.1 * step_s for name, step_s in measured.items()})
+    assert errors.median == pytest.approx(errors.p90) == pytest.approx(0.1)
+
+
+def test_alarms_are_counted_on_rows_that_ran() -> None:
+    ran, failed = case("bigscience_a100-0095"), case("bigscience_a100-0092")
+    found = alarms([ran, failed], {ran.id: False, failed.id: False})
+    assert (found.ran, found.false_alarms, found.failed, found.called) == (1, 1, 1, 1)
+
+
+def test_the_report_names_every_row_that_is_left_out() -> None:
+    chosen = tuple(map(case, ("vtrain_single-0023", "vtrain_single-0064", "sailor_clariden-0013")))
+    made = report(coverage=Coverage(chosen, {"other-1": "a reason"}))
+    assert [score.rows for score in made.scores] == [2, 1]
+    assert made.reasons == {"other-1": "a reason"}
+    assert set(as_json(made)) == {"rows", "summary", "not_covered"}
+    assert any("a reason" in line for line in lines(made))
+
+
+@pytest.mark.soak
+def test_what_was_out_of_memory_is_called() -> None:
+    assert not fits(case("bigscience_a100-0092"), traced)
+    assert fits(case("bigscience_a100-0095"), traced)
