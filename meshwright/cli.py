@@ -135,10 +135,14 @@ def _asked(job: "Job", cluster: "Cluster", *, exact: bool = False, top: int = 1)
     freeze(model, job.train.freeze)
     loss = bind(job.loss, "loss") if job.loss else None
     on_gpu = cluster.kind == "cuda"
+    try:
+        optimizer = build_optimizer(job.optimizer, model)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"optimizer: {error}") from error
     question = Question(
         cluster,
         job.train.global_batch,
-        optimizer_of(build_optimizer(job.optimizer, model), on_gpu),
+        optimizer_of(optimizer, on_gpu),
         exact=exact,
         top=top,
         samples=len(data) if hasattr(data, "__len__") else None,
@@ -165,8 +169,8 @@ def _auto_plan(job: "Job", cluster: "Cluster") -> "Plan":
     try:
         question, profiles = _asked(job, cluster, exact=True)
         return search(replace(question, even=False, refuses=check_runnable), profiles).ranked[0].plan
-    except MeshwrightError:
-        return plain  # the checks before a run say what is wrong with a job
+    except Exception:  # whatever a job's own code raises: the checks before a run say what is wrong with it
+        return plain
 
 
 @bench.command()

@@ -32,7 +32,7 @@ class RankPool:
 
     def __init__(self, world_size: int, timeout_s: float = 120) -> None:
         self.world_size = world_size
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder: Path | None = None
@@ -46,7 +46,7 @@ class RankPool:
         try:
             for pipe in self._pipes:
                 pipe.send_bytes(work)
-            self._collect(answers, time.monotonic() + self._timeout_s)
+            self._collect(answers, time.monotonic() + self.timeout_s)
         except BaseException:
             self.close()
             raise
@@ -74,7 +74,7 @@ class RankPool:
                 ours, theirs = context.Pipe()
                 process = context.Process(
                     target=_serve,
-                    args=(rank, self.world_size, rendezvous, self._timeout_s, theirs),
+                    args=(rank, self.world_size, rendezvous, self.timeout_s, theirs),
                     daemon=True,
                 )
                 process.start()
@@ -93,7 +93,7 @@ class RankPool:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready and not failed:
                 self._show_stacks(list(waiting.values()))
-                raise TimeoutError(f"ranks {sorted(waiting.values())} gave no answer in {self._timeout_s} s")
+                raise TimeoutError(f"ranks {sorted(waiting.values())} gave no answer in {self.timeout_s} s")
             if not ready:
                 break
             for pipe in ready:

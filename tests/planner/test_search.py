@@ -62,6 +62,7 @@ def test_what_splitting_gains_follows_the_links(exact: bool) -> None:
     assert gains[1] < gains[0] / 3
 
 
+@pytest.mark.soak
 def test_resnet50_is_not_split() -> None:
     _, found = ask(PCIE, images("resnet50"), 256, optimizer=MOMENTUM)
     best = found.ranked[0].plan

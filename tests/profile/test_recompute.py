@@ -63,7 +63,7 @@ def test_a_step_is_the_same_to_the_bit(name: str, kind: Recompute) -> None:
         assert torch.equal(value, again[key]), key
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["gpt", "resnet18"])
 def test_less_is_kept_and_more_is_computed(name: str) -> None:
     model, batch, loss = make(name)
     none, selective, full = (profile(model, batch, loss, recompute=k) for k in ("none", "selective", "full"))

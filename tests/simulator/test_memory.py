@@ -25,7 +25,7 @@ from meshwright.workloads.decoder import Decoder
 from tests.profile.models import make, scores_loss
 
 MEDIAN, WORST = 0.03, 0.06
-A_FEW = ("vgg16-32-bf16", "resnet18-128-bf16", "gpt2-4-fp32", "gpt2-xl-1-bf16", "llama-1b-4-bf16-full")
+A_FEW = ("vgg16-32-bf16", "gpt2-xl-1-bf16", "llama-1b-4-bf16-full")
 
 
 def errors(names: tuple[str, ...] | None = None) -> dict[str, float]:
