@@ -31,9 +31,11 @@ SMALL = {"cpu": 2**13, "cuda": 2**20}  # elements, below which as many are taken
 def measure_operators(device: torch.device, rates: dict[Dtype, float]) -> list[dict[str, Any]]:
     """Rows of `OperatorTime`."""
     rows: list[dict[str, Any]] = []
+    # A type that a core only emulates is worth no plan, and takes longer to measure than all others.
+    slow = {dtype for dtype, rate in rates.items() if device.type == "cpu" and rate < rates["fp32"] / 4}
     for case in cases(device.type):
         for dtype in case.dtypes:
-            if dtype in rates and not _too_much(case, rates[dtype], device):
+            if dtype in rates and dtype not in slow and not _too_much(case, rates[dtype], device):
                 with float32_products(dtype):
                     rows += _measure(case, dtype, device)
     return rows
