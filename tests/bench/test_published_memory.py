@@ -91,9 +91,10 @@ class Summed(nn.Module):
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(7200)
-def test_all_covered_rows() -> None:
-    found = outcomes(rows())
+@pytest.mark.timeout(900)
+def test_every_eighth_row() -> None:
+    """All of them take 25 minutes: `python -m meshwright.bench.published_memory`."""
+    found = outcomes(rows()[::8])
     told = summary(found)
-    assert told["rows"] >= 300
+    assert told["rows"] >= 40
     assert median(abs(outcome.error) for outcome in found) <= MEDIAN, told
