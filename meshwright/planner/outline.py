@@ -9,6 +9,7 @@ from math import gcd
 from meshwright.cluster.cluster import Device
 from meshwright.plan import Axes, Modules, Plan, Split
 from meshwright.planner.cuts import balanced
+from meshwright.profile.names import within
 from meshwright.profile.splits import SplitGroup
 from meshwright.profile.structure import Structure
 from meshwright.profile.values import ModelProfile, Stretch
@@ -241,7 +242,7 @@ def _pieces(profile: ModelProfile) -> tuple[Piece, ...]:
             saved=saved[place],
             sent=sent.get(name, 0.0),
             cuttable=name in sent,
-            again=any(_within(name, block) for block in blocks),
+            again=any(within(name, block) for block in blocks),
         )
         for place, name in enumerate(names)
     )
@@ -265,8 +266,4 @@ def _saved(stretch: Stretch) -> Iterable[tuple[str, float]]:
 
 
 def _renamed(layer: str, unit: str, block: str) -> str:
-    return block + layer[len(unit) :] if _within(layer, unit) else layer
-
-
-def _within(name: str, block: str) -> bool:
-    return name == block or name.startswith(f"{block}.")
+    return block + layer[len(unit) :] if within(layer, unit) else layer

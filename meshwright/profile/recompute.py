@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshwright.errors import InputError
+from meshwright.profile.names import within
 from meshwright.profile.operators import kind_of
 
 Recompute = Literal["none", "selective", "full"]
@@ -23,7 +24,7 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
     own children that are."""
     found: list[str] = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList | nn.Sequential) and not any(_within(name, block) for block in found):
+        if isinstance(module, nn.ModuleList | nn.Sequential) and not any(within(name, block) for block in found):
             prefix = f"{name}." if name else ""
             found += [f"{prefix}{key}" for key, child in module.named_children() if _is_block(child)]
     return tuple(found) or tuple(name for name, child in model.named_children() if _is_block(child))
@@ -93,7 +94,3 @@ def _statistics_stay(block: nn.Module) -> Iterator[None]:
     finally:
         for norm, (momentum, count) in zip(norms, before, strict=True):
             norm.momentum, norm.num_batches_tracked = momentum, count
-
-
-def _within(name: str, block: str) -> bool:
-    return name == block or name.startswith(f"{block}.")

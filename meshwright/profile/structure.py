@@ -16,6 +16,7 @@ from meshwright.errors import InputError
 from meshwright.profile.branches import Branches, collapsed, find_branches
 from meshwright.profile.cuts import Cut, NoCut, find_cuts
 from meshwright.profile.dataflow import Flow, record_flow
+from meshwright.profile.names import within
 from meshwright.profile.pieces import find_pieces
 from meshwright.profile.published import with_published
 from meshwright.profile.repeats import Run, find_runs
@@ -141,7 +142,7 @@ def _spread(
     """What was found in the traced middle block, once for every block it stands for, in the order they run."""
 
     def home(item: T) -> Run | None:
-        return next((run for run in runs if _within(name_of(item), run.middle)), None)
+        return next((run for run in runs if within(name_of(item), run.middle)), None)
 
     found: list[T] = []
     for run, together in groupby(items, key=home):
@@ -179,7 +180,7 @@ def _no_cut(found: NoCut, names: dict[str, str]) -> NoCut:
 
 def _spans_blocks(group: SplitGroup, run: Run) -> bool:
     """Whether modules of several blocks are split together: then the blocks between would be too."""
-    homes = {next((b for b in run.blocks if _within(s.module, b)), None) for s in group.splits}
+    homes = {next((b for b in run.blocks if within(s.module, b)), None) for s in group.splits}
     return len(homes) > 1
 
 
@@ -187,17 +188,17 @@ def _reaches_far(cut: Cut, run: Run) -> bool:
     """Whether a block's result is used behind its neighbour: then the blocks between would count too."""
     traced = (run.first, run.middle, run.last)
     for value in cut.crossing:
-        home = next((block for block in traced if _within(value.module, block)), None)
-        if home is not None and not _within(cut.after, home):
+        home = next((block for block in traced if within(value.module, block)), None)
+        if home is not None and not within(cut.after, home):
             return True
     return False
 
 
 def _runs_between(name: str, order: tuple[str, ...], run: Run) -> bool:
     """Whether a module outside of the blocks runs between them, as often as there are blocks."""
-    if any(_within(name, block) for block in run.blocks):
+    if any(within(name, block) for block in run.blocks):
         return False
-    places = [place for place, other in enumerate(order) if _within(other, run.middle)]
+    places = [place for place, other in enumerate(order) if within(other, run.middle)]
     return bool(places) and name in order[: places[0]] and name in order[places[-1] + 1 :]
 
 
@@ -211,13 +212,9 @@ def _whole(found: Branches, names: tuple[str, ...], runs: tuple[Run, ...]) -> Br
 
 def _renamed(name: str, names: dict[str, str]) -> str:
     for old, new in names.items():
-        if _within(name, old):
+        if within(name, old):
             return new + name[len(old) :]
     return name
-
-
-def _within(name: str, block: str) -> bool:
-    return name == block or name.startswith(f"{block}.")
 
 
 def _plain(value: Any) -> Any:

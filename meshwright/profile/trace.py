@@ -18,6 +18,7 @@ from meshwright.errors import InputError
 from meshwright.profile.fake import bytes_in, fake_batch, fake_model
 from meshwright.profile.gpu_rules import GpuRules
 from meshwright.profile.marks import Marks, find_marks
+from meshwright.profile.names import within
 from meshwright.profile.recompute import Recompute, find_blocks
 from meshwright.profile.record import MemorySeen, OperatorSeen, Recording, Rules, record_step
 from meshwright.profile.repeats import Run, find_runs, left_out, shorten
@@ -192,11 +193,7 @@ def _last_of(recording: Recording, block: str, turn: int) -> int:
 
 def _backward_of(recording: Recording, block: str, turn: int) -> list[int]:
     operators = recording.operators
-    return [number for number in range(turn, len(operators)) if _within(operators[number].place.layer, block)]
-
-
-def _within(layer: str, block: str) -> bool:
-    return layer == block or layer.startswith(f"{block}.")
+    return [number for number in range(turn, len(operators)) if within(operators[number].place.layer, block)]
 
 
 # ---- three recordings become one profile

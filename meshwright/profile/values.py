@@ -14,6 +14,7 @@ from meshwright.profile.structure import Structure
 
 Phase = Literal["forward", "backward"]
 Role = Literal["saved", "gradient", "temporary"]
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # by the dtype of an operator
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,9 @@ class Growth:
 
     def at(self, batch: float) -> float:
         return self.constant + (self.linear + self.square * batch) * batch
+
+    def times(self, factor: float) -> "Growth":
+        return Growth(self.constant * factor, self.linear * factor, self.square * factor)
 
 
 @dataclass(frozen=True)

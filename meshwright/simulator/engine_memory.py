@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from meshwright.plan import Plan
 from meshwright.profile.optimizer import OptimizerCost
-from meshwright.profile.values import Change, Growth, ModelProfile, Parameter, Stretch
+from meshwright.profile.values import Change, ModelProfile, Parameter, Stretch
 from meshwright.simulator.engine import Engine
 from meshwright.simulator.memory import DeviceMemory, MemoryPrediction, predict_memory
 
@@ -65,7 +65,7 @@ def _of_weights(change: Change) -> bool:
 
 
 def _less(change: Change, part: float) -> Change:
-    return replace(change, bytes=_times(change.bytes, part))
+    return replace(change, bytes=change.bytes.times(part))
 
 
 def _scores(stretch: Stretch, recompute: str) -> list[Change]:
@@ -75,8 +75,8 @@ def _scores(stretch: Stretch, recompute: str) -> list[Change]:
         return []
     operator = stretch.operators[places[0]]
     batch, heads, queries, keys = operator.shape[:4]
-    size = _times(batch, _PAIR_BYTES * heads.constant * queries.constant * keys.constant)
-    back = _times(size, -1.0)
+    size = batch.times(_PAIR_BYTES * heads.constant * queries.constant * keys.constant)
+    back = size.times(-1.0)
     if recompute == "none":
         place, bytes_ = (places[0] + 1, size) if stretch.phase == "forward" else (places[-1] + 1, back)
         return [Change(place, bytes_, "saved", operator.layer, split=operator.split)]
@@ -86,7 +86,3 @@ def _scores(stretch: Stretch, recompute: str) -> list[Change]:
         Change(places[0] + 1, size, "temporary", operator.layer, split=operator.split),
         Change(places[-1] + 1, back, "temporary", operator.layer, split=operator.split),
     ]
-
-
-def _times(growth: Growth, factor: float) -> Growth:
-    return Growth(growth.constant * factor, growth.linear * factor, growth.square * factor)

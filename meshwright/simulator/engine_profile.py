@@ -108,20 +108,20 @@ def _cast(operator: Operator, homes: dict[str, str]) -> Operator:
 def _halved(operator: Operator) -> Operator:
     if operator.dtype != "float32" or operator.kind not in ("norm", "elementwise", "reduction", "copy"):
         return operator
-    return replace(operator, bytes=_times(operator.bytes, 0.5))
+    return replace(operator, bytes=operator.bytes.times(0.5))
 
 
 def _scores(operator: Operator, backward: bool) -> list[Operator]:
     batch, heads, queries, keys, width = operator.shape[:5]
-    many = _times(batch, heads.constant)
+    many = batch.times(heads.constant)
     pairs = queries.constant * keys.constant
     across = (many, queries, keys, width)  # scores, or their gradient
     along = (many, queries, width, keys)  # values mixed, or a gradient of q, k or v
-    flops = _times(many, 2 * pairs * width.constant)
+    flops = many.times(2 * pairs * width.constant)
     sizes = (2 * width.constant * queries.constant + pairs) * 2  # bytes of one product, in half precision
     products = (across, along) if not backward else (across, along, along, along)
     made = [
-        replace(operator, name="bmm", kind="matmul", flops=flops, bytes=_times(many, sizes), shape=shape)
+        replace(operator, name="bmm", kind="matmul", flops=flops, bytes=many.times(sizes), shape=shape)
         for shape in products
     ]
     moved = _PAIR_BACKWARD if backward else _PAIR_FORWARD
@@ -130,16 +130,12 @@ def _scores(operator: Operator, backward: bool) -> list[Operator]:
         name="softmax",
         kind="elementwise",
         flops=Growth(0.0, 0.0),
-        bytes=_times(many, moved * pairs),
-        shape=(_times(many, pairs),),
+        bytes=many.times(moved * pairs),
+        shape=(many.times(pairs),),
     )
     return [*made, between]
 
 
 def _more(operator: Operator, factor: float) -> Operator:
     """As many times the work, in the same shape."""
-    return replace(operator, flops=_times(operator.flops, factor), bytes=_times(operator.bytes, factor))
-
-
-def _times(growth: Growth, factor: float) -> Growth:
-    return Growth(growth.constant * factor, growth.linear * factor, growth.square * factor)
+    return replace(operator, flops=operator.flops.times(factor), bytes=operator.bytes.times(factor))

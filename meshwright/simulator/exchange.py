@@ -16,13 +16,11 @@ from dataclasses import dataclass
 from meshwright.cluster.cluster import Cluster, Collective
 from meshwright.plan import Plan
 from meshwright.profile.marks import INTO, LOSS
-from meshwright.profile.values import ModelProfile, Operator
+from meshwright.profile.values import ITEM_BYTES, ModelProfile, Operator
 from meshwright.simulator.communication import collective_s
 from meshwright.simulator.engine import Engine
 from meshwright.simulator.placement import Group, group, place
 from meshwright.simulator.tensor import Share, shares
-
-_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ def _gathered(size: float, share: Share, count: int) -> list[Message]:
 
 def _looked_up(operator: Operator, batch: float, share: Share, count: int, plan: Plan) -> list[Message]:
     if operator.kind == "embedding":
-        size = operator.shape[0].at(batch) * _BYTES.get(operator.dtype, 4)
+        size = operator.shape[0].at(batch) * ITEM_BYTES.get(operator.dtype, 4)
         return [Message("all_reduce", size, count, True)]
     messages = [Message("all_reduce", _input(operator, batch), count, False)]
     if not plan.modules.loss:
@@ -103,12 +101,12 @@ def _looked_up(operator: Operator, batch: float, share: Share, count: int, plan:
 
 def _result(operator: Operator, batch: float) -> float:
     many, m, n, _ = (size.at(batch) for size in operator.shape)
-    return many * m * n * _BYTES.get(operator.dtype, 4)
+    return many * m * n * ITEM_BYTES.get(operator.dtype, 4)
 
 
 def _input(operator: Operator, batch: float) -> float:
     many, m, _, k = (size.at(batch) for size in operator.shape)
-    return many * m * k * _BYTES.get(operator.dtype, 4)
+    return many * m * k * ITEM_BYTES.get(operator.dtype, 4)
 
 
 def messages_s(messages: list[Message], on: Group, cluster: Cluster, forward: bool | None = None) -> float:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.errors import InputError, did_you_mean
 from meshwright.profile.cuts import Cut
+from meshwright.profile.names import within
 from meshwright.profile.structure import Structure
 from meshwright.profile.values import Change, Growth, ModelProfile, Operator, Parameter, Stretch
 
@@ -129,7 +130,7 @@ def _parts(profile: ModelProfile, home: Callable[[str], int | None], stages: int
 
 def _lives(change: Change, profile: ModelProfile, home: Callable[[str], int | None]) -> int | None:
     """The stage of what a block gives back though no block took it."""
-    if any(stretch.blocks and _within(change.layer, stretch.unit) for stretch in profile.stretches):
+    if any(stretch.blocks and within(change.layer, stretch.unit) for stretch in profile.stretches):
         return None
     return home(change.layer)
 
@@ -162,7 +163,7 @@ def _place(
     """How often a change happens on which stage: what all blocks of a stretch took goes where each of them is, and
     what was taken between pieces is given back where it was taken."""
     if change.times > 1:
-        blocks = next(s.blocks for s in profile.stretches if s.blocks and _within(change.layer, s.unit))
+        blocks = next(s.blocks for s in profile.stretches if s.blocks and within(change.layer, s.unit))
         return Counter(home(block) or 0 for block in blocks)
     at = home(change.layer)
     if at is None:
@@ -174,10 +175,6 @@ def _place(
         at = operators[place] if operators else start
         taken.setdefault(key, []).append(at)
     return {at: 1}
-
-
-def _within(name: str, block: str) -> bool:
-    return name == block or name.startswith(f"{block}.")
 
 
 def _restricted(stretch: Stretch, numbers: list[int], changes: list[Change]) -> Stretch:

@@ -18,9 +18,8 @@ from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.profile.marks import INTO, LOSS
 from meshwright.profile.splits import SplitGroup
-from meshwright.profile.values import Change, Growth, ModelProfile, Operator, Parameter
+from meshwright.profile.values import ITEM_BYTES, Change, Growth, ModelProfile, Operator, Parameter
 
-_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _DIVIDED_BY_SEQUENCE = ("norm", "elementwise", "copy", "reduction")
 
 
@@ -121,7 +120,7 @@ def _change(change: Change, active: Mapping[str, Share], sequence: int, loss: bo
         part = 1 / sequence
     else:
         part = 1.0
-    return change if part == 1.0 else replace(change, bytes=_times(change.bytes, part))
+    return change if part == 1.0 else replace(change, bytes=change.bytes.times(part))
 
 
 def _operator(
@@ -135,7 +134,7 @@ def _operator(
         sizes = {split.size for split in groups[operator.split.removeprefix(LOSS)].splits}
         return _product(operator, share, sizes)
     if operator.kind == "attention" and share.work < 1:
-        shape = tuple(_times(size, share.work) if place == 1 else size for place, size in enumerate(operator.shape))
+        shape = tuple(size.times(share.work) if place == 1 else size for place, size in enumerate(operator.shape))
         return replace(_lessened(operator, share.work), shape=shape)
     return _lessened(operator, share.work) if share.work < 1 else operator
 
@@ -147,24 +146,20 @@ def _product(operator: Operator, share: Share, sizes: set[int]) -> Operator:
     fixed = [place for place, size in enumerate(mnk) if not size.linear and not size.square]
     place = next((p for p in (1, 2, 0) if p in fixed and int(mnk[p].constant) in sizes), None)
     if place is None:
-        return _lessened(replace(operator, shape=(_times(batch, share.work), *mnk)), share.work)
-    made = [_times(size, share.parameters) if p == place else size for p, size in enumerate(mnk)]
-    made = [_times(size, share.input) if p not in fixed else size for p, size in enumerate(made)]
+        return _lessened(replace(operator, shape=(batch.times(share.work), *mnk)), share.work)
+    made = [size.times(share.parameters) if p == place else size for p, size in enumerate(mnk)]
+    made = [size.times(share.input) if p not in fixed else size for p, size in enumerate(made)]
     m, n, k = made
-    item = _BYTES.get(operator.dtype, 4)
+    item = ITEM_BYTES.get(operator.dtype, 4)
     bytes_moved = _sum(_multiplied(m, k), _multiplied(k, n), _multiplied(m, n))
     return replace(
-        operator, flops=_times(operator.flops, share.work), bytes=_times(bytes_moved, item), shape=(batch, *made)
+        operator, flops=operator.flops.times(share.work), bytes=bytes_moved.times(item), shape=(batch, *made)
     )
 
 
 def _lessened(operator: Operator, part: float) -> Operator:
-    shape = operator.shape if len(operator.shape) != 1 else (_times(operator.shape[0], part),)
-    return replace(operator, flops=_times(operator.flops, part), bytes=_times(operator.bytes, part), shape=shape)
-
-
-def _times(growth: Growth, factor: float) -> Growth:
-    return Growth(growth.constant * factor, growth.linear * factor, growth.square * factor)
+    shape = operator.shape if len(operator.shape) != 1 else (operator.shape[0].times(part),)
+    return replace(operator, flops=operator.flops.times(part), bytes=operator.bytes.times(part), shape=shape)
 
 
 def _multiplied(one: Growth, other: Growth) -> Growth:
