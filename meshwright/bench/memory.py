@@ -1,6 +1,7 @@
 """Peak memory of training steps, measured on a GPU: what predictions are held against.
 
-`python -m meshwright.bench.memory > FILE` measures every case of memory_cases.yaml and prints one JSON list.
+`python -m meshwright.bench.memory` compares predictions with the peaks that memory_h200.json carries. On a GPU it
+measures every case of memory_cases.yaml anew and prints one JSON object; `--carried` compares there, too.
 """
 
 import gc
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 import yaml
 from torch import Tensor, nn
 
+from meshwright.bench.compared import Compared, head, line, summary
 from meshwright.call import Call, build, load
 from meshwright.launch.world import World
 from meshwright.plan import Plan
@@ -130,7 +132,23 @@ def predict(case: dict[str, Any]) -> MemoryPrediction:
     return predict_memory(found, plan, case["batch"] // plan.memory.accumulation, optimizer, CUDA_MEMORY)
 
 
-def main() -> None:
+def compare() -> list[Compared]:
+    """Every carried row, as it is predicted here."""
+    known = {row["name"]: row for row in json.loads(MEASURED.read_text())["rows"]}
+    found = []
+    print(head())
+    for case in cases():
+        measured = known.get(case["name"], {}).get("allocated_bytes")
+        if measured is None:
+            print(f"{case['name']:44} not measured")
+            continue
+        found.append(Compared(case["name"], predict(case).allocated_bytes, measured))
+        print(line(found[-1]), flush=True)
+    print(summary(found))
+    return found
+
+
+def measure_all() -> None:
     rows = []
     for case in cases():
         try:
@@ -147,4 +165,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if torch.cuda.is_available() and "--carried" not in sys.argv:
+        measure_all()
+    else:
+        compare()

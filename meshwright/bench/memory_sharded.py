@@ -1,7 +1,8 @@
 """Peak memory of sharded ranks, measured on one GPU that they share over Gloo: what predictions are held against.
 
-`python -m meshwright.bench.memory_sharded > FILE` measures every case and prints one JSON list. The model is given to
-FSDP2 by hand, block by block, as a plan's shard axis will.
+`python -m meshwright.bench.memory_sharded` compares predictions with the peaks that memory_sharded_h200.json carries.
+On a GPU it measures every row anew and prints one JSON object; `--carried` compares there, too. The model is given to
+FSDP2 by hand, block by block, as a plan's shard axis does.
 """
 
 import json
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import spawn
 
+from meshwright.bench.compared import Compared, head, line, summary
 from meshwright.bench.memory import OPTIMIZERS, case_loss, make_batch, make_model
 from meshwright.plan import Plan
 from meshwright.profile.optimizer import optimizer_cost
@@ -91,13 +93,34 @@ def _rank(rank: int, row: dict[str, Any], folder: str) -> None:
     dist.destroy_process_group()
 
 
-def main() -> None:
-    rows = json.loads(MEASURED.read_text())["rows"]
-    for row in rows:
+def rows() -> list[dict[str, Any]]:
+    return list(json.loads(MEASURED.read_text())["rows"])
+
+
+def compare() -> list[Compared]:
+    """Every carried row, as it is predicted here."""
+    found = []
+    print(head())
+    for row in rows():
+        name = (
+            f"{row['size']} {row['precision']}, {row['ranks']} × {row['batch']}, {row['sharding']}, {row['recompute']}"
+        )
+        found.append(Compared(name, predict(row).allocated_bytes, row["allocated_bytes"]))
+        print(line(found[-1]), flush=True)
+    print(summary(found))
+    return found
+
+
+def measure_all() -> None:
+    found = rows()
+    for row in found:
         row["allocated_bytes"] = measure(row)
         print(row, file=sys.stderr, flush=True)
-    print(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}))
+    print(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": found}))
 
 
 if __name__ == "__main__":
-    main()
+    if torch.cuda.is_available() and "--carried" not in sys.argv:
+        measure_all()
+    else:
+        compare()

@@ -28,6 +28,8 @@ def engine_memory(
 ) -> MemoryPrediction:
     """The peak of the worst rank, as `predict_memory` has it for eager PyTorch."""
     half = engine.half_weights and plan.numerics.precision in ("bf16", "fp16")
+    if not half and not engine.scores:
+        return predict_memory(profile, plan, batch, optimizer, device)
     stretches = tuple(_stretch(stretch, profile, engine, half) for stretch in profile.stretches)
     made = replace(profile, stretches=stretches)
     if not half or (plan.axes.shard > 1 and plan.memory.sharding == "parameters"):

@@ -17,7 +17,8 @@ from meshwright.profile.optimizer import OptimizerCost, optimizer_cost
 from meshwright.profile.step import LossFunction
 from meshwright.profile.values import ModelProfile
 from meshwright.simulator.engine import Engine, find_engine
-from meshwright.simulator.memory import CPU_MEMORY, CUDA_MEMORY, DeviceMemory, MemoryPrediction, predict_memory
+from meshwright.simulator.engine_memory import engine_memory
+from meshwright.simulator.memory import CPU_MEMORY, CUDA_MEMORY, DeviceMemory, MemoryPrediction
 from meshwright.simulator.step import predict_step
 from meshwright.simulator.timeline import Timeline
 
@@ -48,12 +49,29 @@ def predict_plan(
     """What a plan needs on a cluster that has the devices for it."""
     _check(plan, cluster, global_batch)
     chosen = find_engine(engine) if isinstance(engine, str) else engine
-    batch = -(-global_batch // plan.shares)
-    memory = predict_memory(profile, plan, batch, optimizer, device_memory(cluster))
+    memory = plan_memory(cluster, profile, plan, global_batch, optimizer, chosen)
     step = predict_step(cluster, profile, plan, global_batch / plan.shares, optimizer, chosen)
     return Prediction(
-        step.step_s, step.breakdown, memory.allocated_bytes, memory, batch, cluster.based_on, step.timeline
+        step.step_s,
+        step.breakdown,
+        memory.allocated_bytes,
+        memory,
+        _samples(plan, global_batch),
+        cluster.based_on,
+        step.timeline,
     )
+
+
+def plan_memory(
+    cluster: Cluster, profile: ModelProfile, plan: Plan, global_batch: int, optimizer: OptimizerCost, engine: Engine
+) -> MemoryPrediction:
+    """The peak of the worst rank alone, for those who want no time."""
+    return engine_memory(profile, plan, _samples(plan, global_batch), optimizer, device_memory(cluster), engine)
+
+
+def _samples(plan: Plan, global_batch: int) -> int:
+    """Of the largest microbatch."""
+    return -(-global_batch // plan.shares)
 
 
 def predict(

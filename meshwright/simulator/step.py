@@ -26,11 +26,12 @@ from meshwright.simulator.compute import host_s, optimizer_s, pass_s, products_i
 from meshwright.simulator.engine import Engine
 from meshwright.simulator.engine_profile import padded, run_by
 from meshwright.simulator.exchange import gradient_exchange, messages_s, tensor_exchange, transfer_s
+from meshwright.simulator.lone import with_lone
 from meshwright.simulator.operators import Speeds, speeds
 from meshwright.simulator.pipeline_order import Action, Order, pipeline_order, stages_of
 from meshwright.simulator.placement import place
 from meshwright.simulator.stages import Stage, stage_profiles
-from meshwright.simulator.tensor import shares, split_profile
+from meshwright.simulator.tensor import kept_out, split_profile
 from meshwright.simulator.timeline import Timeline, timeline
 
 _INPUT_WEIGHT = 0.5  # of a backward pass, what the gradient of the input takes: half of its products
@@ -82,7 +83,7 @@ def predict_step(
     """A step in which every microbatch has `batch` samples."""
     device, prices = _rank(cluster, plan)
     asked = _Asked(cluster, plan, batch, optimizer, engine, device, prices)
-    run = run_by(profile, engine)
+    run = run_by(with_lone(profile, plan), engine)
     whole = stage_profiles(run, plan.pipeline.cuts)
     part = padded(split_profile(run, plan), engine)
     parts = stage_profiles(part, plan.pipeline.cuts)
@@ -268,8 +269,8 @@ def _end(rank: int, times: list[StageTime], parts: tuple[Stage, ...], asked: _As
     own = stages_of(plan.pipeline.schedule, plan.axes.pipeline, plan.stages_per_rank, rank)
     own = own if plan.axes.pipeline > 1 else (0,)
     trained = [p for s in own for p in parts[s].profile.parameters if p.trainable]
-    kept_out = _wide(parts, plan)
-    combined = sum(p.bytes for p in trained if p.names[0] not in kept_out)
+    alone = {name for s in own for name in kept_out(parts[s].profile, plan)}
+    combined = sum(p.bytes for p in trained if p.names[0] not in alone)
     sent = gradient_exchange(combined, sum(len(parts[s].profile.blocks) for s in own), plan, asked.cluster, engine)
     once = plan.memory.sharding != "parameters"
     scatter = sent.scatter_s if plan.memory.sharding == "optimizer" else 0.0
@@ -296,17 +297,3 @@ def _forward(time: StageTime) -> float:
 def _backward(time: StageTime) -> float:
     return time.backward_s
 
-
-def _wide(parts: tuple[Stage, ...], plan: Plan) -> set[str]:
-    """Parameters split over the replicate axis: nobody else has their gradients."""
-    if not any(split.axis == "replicate" for split in plan.modules.splits.values()):
-        return set()
-    return {
-        split.parameter
-        for part in parts
-        if part.profile.structure is not None
-        for active in [shares(part.profile, plan)]
-        for group in part.profile.structure.splits
-        if group.name in active and active[group.name].axis == "replicate"
-        for split in group.splits
-    }

@@ -8,6 +8,8 @@ Over the tensor axis of t ranks, of a group of modules that is split:
 Over the replicate axis of r ranks, each rank works on the samples of all of them:
 
     parameters, gradients   1/r         work   r · 1/r     values inside the group   r · 1/r     its input   r
+
+Groups are those of the model's structure, and single layers that the plan names (lone.py).
 """
 
 from collections.abc import Mapping
@@ -19,6 +21,7 @@ from meshwright.plan import Plan
 from meshwright.profile.marks import INTO, LOSS
 from meshwright.profile.splits import SplitGroup
 from meshwright.profile.values import ITEM_BYTES, Change, Growth, ModelProfile, Operator, Parameter
+from meshwright.simulator.lone import is_lone, kept_inputs, with_lone
 
 _DIVIDED_BY_SEQUENCE = ("norm", "elementwise", "copy", "reduction")
 
@@ -38,7 +41,8 @@ class Share:
 def shares(profile: ModelProfile, plan: Plan) -> dict[str, Share]:
     """The groups that the plan splits, by name."""
     found: dict[str, Share] = {}
-    for group in profile.structure.splits if profile.structure else ():
+    structure = with_lone(profile, plan).structure
+    for group in structure.splits if structure else ():
         named = [split for member in group.splits if (split := plan.modules.split_of(member.module)) is not None]
         if any(split.kind == "none" for split in named):
             continue
@@ -62,8 +66,26 @@ def _by_vocabulary(group: SplitGroup) -> bool:
     return all(split.kind == "vocabulary" for split in group.splits)
 
 
+def kept_out(profile: ModelProfile, plan: Plan) -> frozenset[str]:
+    """Parameters of the layers that are split over the replicate axis. Each rank has seen the samples of all, so their
+    gradients are not combined; those of biases that stay whole (of `row` layers) are the same everywhere."""
+    if not any(split.axis == "replicate" for split in plan.modules.splits.values()):
+        return frozenset()
+    active = shares(profile, plan)
+    structure = with_lone(profile, plan).structure
+    modules = {
+        split.module
+        for group in (structure.splits if structure else ())
+        if group.name in active and active[group.name].axis == "replicate"
+        for split in group.splits
+    }
+    names = (parameter.names[0] for parameter in profile.parameters)
+    return frozenset(name for name in names if name.rpartition(".")[0] in modules)
+
+
 def split_profile(profile: ModelProfile, plan: Plan) -> ModelProfile:
-    """The rank's share of the model; the profile itself where nothing is split."""
+    """The rank's share of the whole model; the profile itself where the plan splits nothing."""
+    profile = with_lone(profile, plan)
     active = shares(profile, plan)
     sequence = plan.axes.tensor if plan.modules.sequence else 1
     if not active and sequence == 1:
@@ -78,6 +100,10 @@ def split_profile(profile: ModelProfile, plan: Plan) -> ModelProfile:
         )
         for stretch in profile.stretches
     )
+    gathering = [group for group in groups.values() if is_lone(group) and group.splits[0].kind == "column"]
+    more = {group.name: active[group.name].input - 1 / sequence for group in gathering}
+    if any(more.values()):
+        stretches = kept_inputs(profile, stretches, more)
     return replace(profile, stretches=stretches, parameters=_parameters(profile, active))
 
 
@@ -115,7 +141,7 @@ def _change(change: Change, active: Mapping[str, Share], sequence: int, loss: bo
     if into is not None:
         part = into.input
     elif share is not None:
-        part = share.parameters if change.role == "gradient" else share.work
+        part = share.parameters if change.role == "gradient" or _is_fixed(change.bytes) else share.work
     elif change.role != "gradient" and not change.split.startswith(LOSS):
         part = 1 / sequence
     else:
@@ -136,7 +162,13 @@ def _operator(
     if operator.kind == "attention" and share.work < 1:
         shape = tuple(size.times(share.work) if place == 1 else size for place, size in enumerate(operator.shape))
         return replace(_lessened(operator, share.work), shape=shape)
-    return _lessened(operator, share.work) if share.work < 1 else operator
+    part = share.parameters if _is_fixed(operator.bytes) else share.work
+    return _lessened(operator, part) if part < 1 else operator
+
+
+def _is_fixed(size: Growth) -> bool:
+    """Weights and casts of them, whose part is each rank's own also where the samples of all ranks are gathered."""
+    return not size.linear and not size.square
 
 
 def _product(operator: Operator, share: Share, sizes: set[int]) -> Operator:

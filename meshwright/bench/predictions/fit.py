@@ -1,4 +1,4 @@
-"""What other sources' rows say of an engine's pace: two factors for a case, always without the rows of its own source.
+"""What other sources' rows say of an engine's pace: two factors for a case, always without its own source and its kin.
 
     launch  = measured / predicted where the host is waited for                                     `_bound`
     compute = measured / predicted elsewhere
@@ -19,6 +19,7 @@ from statistics import median
 from meshwright.bench.predictions.predict import Predicted, generation
 from meshwright.bench.runs.case import Case
 from meshwright.bench.runs.hardware import device_of
+from meshwright.bench.runs.kin import kin_of
 
 Key = tuple[str, ...]
 _HOST_SHARE = 0.1
@@ -77,7 +78,8 @@ def fit(known: Sequence[Predicted]) -> dict[str, Factors]:
     """By the case's id. `known` were predicted without any factor."""
     found: dict[str, Factors] = {}
     for source in {one.case.source for one in known}:
-        others = [one for one in known if one.case.source != source and one.case.step_s]
+        kin = kin_of(source)
+        others = [one for one in known if one.case.source not in kin and one.case.step_s]
         device = _voices(one for one in others if not _bound(one))
         host = _voices(one for one in others if _bound(one))
         for one in known:

@@ -4,9 +4,9 @@
     share = median over calibration rows of FLOPs / (ranks · seconds · peak)                  `Point.share`
 
 FLOPs are those of a step with what is computed again, so the guess knows recomputation. A source is guessed from the
-others, from the first of these sets that has rows: `plain` the same GPU and precision, then all; `alike` the same GPU,
-precision and kind of model, then `plain`'s, every source with one voice however many rows it has. `own` is the same
-source, GPU and precision: better than anyone could know.
+others that are not its kin, from the first of these sets that has rows: `plain` the same GPU and precision, then all;
+`alike` the same GPU, precision and kind of model, then `plain`'s, every source with one voice however many rows it has.
+`own` is the same source, GPU and precision: better than anyone could know.
 """
 
 from collections import defaultdict
@@ -18,6 +18,7 @@ from typing import Literal
 from meshwright.bench.runs.case import Case
 from meshwright.bench.runs.flops import step_flops
 from meshwright.bench.runs.hardware import device_of
+from meshwright.bench.runs.kin import kin_of
 
 Guess = Literal["plain", "alike", "own"]
 Key = tuple[str, ...]
@@ -68,7 +69,9 @@ def guess(known: Sequence[Point], how: Guess) -> dict[str, float]:
     """Seconds a step, by case id."""
     found: dict[str, float] = {}
     for source in {point.case.source for point in known}:
-        shares = _shares([p for p in known if (p.case.source == source) == (how == "own")], how)
+        kin = kin_of(source)
+        own, others = (p for p in known if p.case.source == source), (p for p in known if p.case.source not in kin)
+        shares = _shares(list(own if how == "own" else others), how)
         for point in known:
             if point.case.source == source:
                 share = next(shares[key] for key in point.keys(how) if key in shares)

@@ -1,0 +1,15 @@
+"""Which sources must not calibrate each other (kin.yaml): what a source is judged by has not seen its kin either."""
+
+from functools import cache
+from pathlib import Path
+
+from meshwright.yaml_file import read_mapping
+
+FILE = Path(__file__).with_name("kin.yaml")
+
+
+@cache
+def kin_of(source: str) -> frozenset[str]:
+    """The source itself and its kin."""
+    groups = [group["sources"] for group in read_mapping(FILE, "kin of sources")["groups"] if source in group["sources"]]
+    return frozenset({source, *(name for group in groups for name in group)})
