@@ -5,6 +5,7 @@ from meshwright.planner.outline import Outline
 from meshwright.planner.question import Question
 from meshwright.planner.search import Choice, Found
 from meshwright.simulator.placement import place
+from meshwright.simulator.tensor import kept_out
 
 _GIB = 2**30
 _NOTABLE = 0.02  # of a step, from which a part of it is worth a word
@@ -56,11 +57,13 @@ def _memory(best: Choice, outline: Outline, question: Question) -> list[str]:
     has, device = question.device.memory_bytes, question.device.name
     axes = best.plan.axes
     dividing = [f"{name} {getattr(axes, name)}" for name in ("shard", "tensor", "pipeline") if getattr(axes, name) > 1]
+    if best.candidate.layout.wide:
+        dividing.append("splitting the wide layers")
     needs = f"it fills {gib(best.needs_bytes)} of the {gib(has)} of a {device}"
     if alone > question.capacity_bytes:
         return [
             f"Weights, gradients and optimizer state take {gib(alone)}, more than the {gib(has)} of a {device}: they"
-            f" must be divided, here by {' × '.join(dividing) or 'splitting the wide layers'}; {needs}."
+            f" must be divided, here by {' × '.join(dividing)}; {needs}."
         ]
     recompute = best.plan.memory.recompute
     again = f", as activations are computed again ({recompute})" if recompute != "none" else ""
@@ -70,15 +73,9 @@ def _memory(best: Choice, outline: Outline, question: Question) -> list[str]:
 
 def _wide(best: Choice, found: Found, question: Question) -> list[str]:
     """For few layers that hold much and compute little, what splitting them spares, or would."""
-    wide, outline = found.outline.wide, found.outline
-    if wide is None or best.plan.axes.replicate * best.plan.axes.shard == 1:
+    outline = found.outline
+    if outline.wide is None or best.plan.axes.replicate * best.plan.axes.shard == 1:
         return []
-    said = (
-        f"{_names(wide.modules)} hold {wide.weight_share:.0%} of the weights but"
-        f" {_little(wide.work_share)} of the multiplications"
-    )
-    spared = sum(p.bytes for p in outline.profile.parameters if p.names[0].rpartition(".")[0] in wide.modules)
-    other = next((c for c in found.others if c.candidate.layout.wide != best.candidate.layout.wide), None)
     if best.candidate.layout.wide:
         gain = ""
         plain = next((c for c in found.others if c.candidate.layout.family == "replicate"), None)
@@ -86,14 +83,38 @@ def _wide(best: Choice, found: Found, question: Question) -> list[str]:
             faster = 1 - best.prediction.step_s / plain.prediction.step_s
             gain = f", and the step is {faster:.1%} shorter than with all of the model replicated"
         return [
-            f"{said}; splitting them over {best.plan.axes.replicate} ranks spares an all-reduce of"
-            f" {spared / 1e6:.0f} MB a step{gain}."
+            f"{_held(tuple(best.plan.modules.splits), outline)}; splitting them over {best.plan.axes.replicate} ranks"
+            f" spares an all-reduce of {_spared_bytes(best, outline) / 1e6:.0f} MB a step{gain}."
         ]
-    if other is not None and other.candidate.layout.wide:
+    other = next((c for c in found.others if c.candidate.layout.wide), None)
+    if other is not None:
         slower = other.prediction.step_s / best.prediction.step_s - 1
+        said = _held(tuple(other.plan.modules.splits), outline)
         link = _link_of(best, "replicate", question)
         return [f"{said}, but splitting them is {slower:.1%} slower: {_reach(link)} combines their gradients in time."]
     return []
+
+
+def _spared_bytes(choice: Choice, outline: Outline) -> int:
+    """Of gradients, that the simulator does not combine either."""
+    spared = kept_out(outline.profile, choice.plan)
+    return sum(parameter.bytes for parameter in outline.profile.parameters if parameter.names[0] in spared)
+
+
+def _held(modules: tuple[str, ...], outline: Outline) -> str:
+    """What these layers have of the weights, and of the work."""
+    profile = outline.profile
+    weights = sum(p.bytes for p in profile.parameters if p.names[0].rpartition(".")[0] in modules)
+    work = sum(
+        operator.flops.at(1)
+        for stretch in profile.stretches
+        for operator in stretch.operators
+        if operator.layer in modules
+    )
+    return (
+        f"{_names(modules)} hold {weights / profile.parameter_bytes:.0%} of the weights but"
+        f" {_little(work / profile.flops(1))} of the multiplications"
+    )
 
 
 def _names(modules: tuple[str, ...]) -> str:

@@ -138,18 +138,20 @@ class Outline:
         )
 
     def wide_splits(self, ranks: int) -> dict[str, Split]:
-        """Column and row in turns along each chain, of what so many ranks divide; none where a group is not."""
+        """Of each chain the groups, as they are split, and by columns what is in none, if so many ranks divide it;
+        nothing of a chain with a group that they do not."""
         assert self.structure is not None
         found: dict[str, Split] = {}
         shapes = {name: parameter.shape for parameter in self.profile.parameters for name in parameter.names}
         for chain in self.structure.wide:
-            groups = [g for g in self.structure.splits if {s.module for s in g.splits} & set(chain.modules)]
+            groups = [g for g in self._groups if {s.module for s in g.splits} & set(chain.modules)]
             if not groups or any(group.degree % ranks for group in groups):
                 continue
-            for place, module in enumerate(chain.modules):
-                features = shapes[f"{module}.weight"][place % 2]
-                if features % ranks == 0:
-                    found[module] = Split(kind="row" if place % 2 else "column", axis="replicate")
+            rows = {split.module for group in groups for split in group.splits if split.kind == "row"}
+            grouped = {split.module for group in groups for split in group.splits}
+            for module in chain.modules:
+                if module in grouped or shapes[f"{module}.weight"][0] % ranks == 0:
+                    found[module] = Split(kind="row" if module in rows else "column", axis="replicate")
         return found
 
     def seconds(self, batch: int) -> list[tuple[float, float]]:

@@ -8,8 +8,9 @@ Memory of the first and the last rank of a pipeline, and no less than a mean ran
 
 Time, with c the seconds of a stage (forward f, backward b) after the tensor axis, and m microbatches:
 
-    floor   = max over ranks k of  m · c_k + Σ before k of (c, or f where gradients of weights wait)    _span
-    guess   = floor + all-reduces of the tensor axis + transfers + gradients that nothing hides
+    span    = max over ranks k of  m · c_k + Σ before k of (c, or f where gradients of weights wait)    _span
+    floor   = span, less the wide layers that are split: larger products of thinner weights are faster  _wide_s
+    guess   = span + all-reduces of the tensor axis + transfers + gradients that nothing hides
               + optimizer                                                                               _more
 
 The guess orders what is priced; only the floors exclude.
@@ -25,6 +26,7 @@ from meshwright.plan import Axes
 from meshwright.planner.candidates import Candidate, Layout
 from meshwright.planner.outline import Outline, Piece
 from meshwright.planner.question import Question
+from meshwright.profile.names import within
 from meshwright.simulator.communication import collective_s, overlap
 from meshwright.simulator.placement import Group, group
 
@@ -95,7 +97,8 @@ class Bounder:
             return None
         passes = self._passes(candidate, stages)
         guess_s = passes.span_s + self._more(candidate, stages, passes)
-        return Bounds(self.memory_floor(candidate, stages), passes.span_s, guess_s)
+        floor_s = passes.span_s - (self._wide_s(candidate) if candidate.layout.wide else 0.0)
+        return Bounds(self.memory_floor(candidate, stages), floor_s, guess_s)
 
     def _stages(self, candidate: Candidate) -> _Stages | None:
         pieces = len(self.outline.pieces)
@@ -182,6 +185,17 @@ class Bounder:
             forward, backward = (sum(both) / layout.pipeline for both in zip(*costs, strict=True))
             self._spans[key] = _Passes(_span(candidate, costs), forward, backward)
         return self._spans[key]
+
+    def _wide_s(self, candidate: Candidate) -> float:
+        """All passes of the pieces with wide layers, undivided."""
+        assert self.outline.wide is not None
+        modules = self.outline.wide.modules
+        one = sum(
+            sum(seconds)
+            for piece, seconds in zip(self.outline.pieces, self.outline.seconds(candidate.batch), strict=True)
+            if any(within(module, piece.name) for module in modules)
+        )
+        return candidate.microbatches * one
 
     def _more(self, candidate: Candidate, stages: _Stages, passes: _Passes) -> float:
         layout, question = candidate.layout, self.question

@@ -16,7 +16,7 @@ from meshwright.errors import InputError, did_you_mean
 from meshwright.plan import Modules, Plan
 from meshwright.profile.names import within
 from meshwright.profile.splits import Split, SplitGroup
-from meshwright.profile.values import ITEM_BYTES, Change, Growth, ModelProfile, Operator, Parameter, Stretch
+from meshwright.profile.values import ITEM_BYTES, Change, Growth, ModelProfile, Operator, Parameter, Role, Stretch
 
 _KINDS = ("column", "row", "none")
 
@@ -163,7 +163,7 @@ def _keeping(stretch: Stretch, sizes: Mapping[str, Growth], profile: ModelProfil
         again = profile.recompute != "none" and any(within(layer, block) for block in profile.blocks)
         if not places or (again and stretch.phase == "forward"):
             continue
-        role = "temporary" if again else "saved"
+        role: Role = "temporary" if again else "saved"
         if again or stretch.phase == "forward":
             added.append(Change(places[0], size, role, layer))
         if stretch.phase == "backward":

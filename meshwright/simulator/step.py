@@ -296,4 +296,3 @@ def _forward(time: StageTime) -> float:
 
 def _backward(time: StageTime) -> float:
     return time.backward_s
-

@@ -1,15 +1,22 @@
 """The winner is the fastest plan that fits, for reasons that follow the hardware."""
 
+from dataclasses import replace
+
 import pytest
 
+from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find
 from meshwright.errors import InputError
 from meshwright.plan import Axes, Plan
 from meshwright.planner.explain import explain
+from meshwright.planner.outline import Outline
+from meshwright.planner.profiles import Profiles
 from meshwright.planner.prune import Bounder
 from meshwright.planner.question import Question
 from meshwright.planner.search import Choice, Found, outline_of, search
+from meshwright.profile.splits import Split, SplitGroup
 from meshwright.simulator.predict import predict_plan
+from meshwright.simulator.traffic import exchanges
 from tests.planner.questions import (
     ADAMW,
     MOMENTUM,
@@ -49,7 +56,39 @@ def test_vgg16_over_pcie_splits_the_fully_connected_layers() -> None:
     said = " ".join(explain(found, question))
     assert "hold 89% of the weights but under 1% of the multiplications" in said
     assert "spares an all-reduce of 495 MB a step" in said
+    assert "could stay whole" in said
     assert "PCIe3-x16" in said
+
+
+def test_what_the_explanation_says_is_spared_is_not_sent() -> None:
+    question, found = ask(PCIE, images("vgg16"), 256, optimizer=MOMENTUM, exact=True)
+    best, profile = found.ranked[0], found.outline.profile
+    sent = exchanges(profile, best.plan, best.candidate.batch)
+    combined = sum(e.bytes * e.count for e in sent if (e.axis, e.collective) == ("replicate", "all_reduce"))
+    spared = profile.parameter_bytes - combined
+    assert f"spares an all-reduce of {spared / 1e6:.0f} MB a step" in " ".join(explain(found, question))
+    held = best.prediction.memory.breakdown["weights"]
+    row_bias = 4096 * 4  # stays whole
+    assert held == pytest.approx(combined + (spared - row_bias) / 8 + row_bias)
+
+
+def test_wide_layers_are_split_as_their_groups_are() -> None:
+    _, found = ask(PCIE, images("vgg16"), 256, optimizer=MOMENTUM, exact=True)
+    outline = found.outline
+    assert {name: split.kind for name, split in outline.wide_splits(8).items()} == {
+        "classifier.0": "column",
+        "classifier.3": "row",
+        "classifier.6": "column",
+    }
+    assert set(outline.wide_splits(16)) == {"classifier.0", "classifier.3"}  # 16 ranks do not divide 1,000 classes
+    later = SplitGroup("classifier.3", 4096, (
+        Split("classifier.3", "classifier.3.weight", "column", 0, 4096, "classifier.3"),
+        Split("classifier.6", "classifier.6.weight", "row", 1, 4096, "classifier.3"),
+    ))  # fmt: skip
+    assert outline.structure is not None
+    changed = replace(outline.profile, structure=replace(outline.structure, splits=(later,)))
+    kinds = [split.kind for split in Outline(changed, outline.device).wide_splits(8).values()]
+    assert kinds == ["column", "column", "row"]
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -80,9 +119,14 @@ def test_plans_are_ranked_and_fit() -> None:
     assert found.priced < found.candidates
 
 
-def test_bounds_exclude_no_plan_that_is_better() -> None:
-    question, found = ask("8xA100-80GB", small_decoder(), 64)
-    outline = outline_of(question, small_decoder(), "bf16")
+@pytest.mark.parametrize(
+    ("cluster", "profiles", "batch"),
+    [(find("8xA100-80GB"), small_decoder(), 64), (faster_links(PCIE, 10), images("vgg16"), 256)],
+    ids=["decoder", "wide layers"],
+)
+def test_bounds_exclude_no_plan_that_is_better(cluster: Cluster, profiles: Profiles, batch: int) -> None:
+    question, found = ask(cluster, profiles, batch)
+    outline = outline_of(question, profiles, question.precisions_to_try()[0])
     bounder = Bounder(outline, question)
     for choice in (*found.ranked, *found.others):
         bound = bounder.bounds(choice.candidate)

@@ -15,7 +15,7 @@ from meshwright.simulator.engine import Engine
 from meshwright.simulator.exchange import Message, gradient_exchange, tensor_exchange, transfer_s
 from meshwright.simulator.placement import group
 from meshwright.workloads.decoder import Decoder
-from tests.profile.models import scores_loss
+from tests.profile.models import make, scores_loss
 
 LAYERS, HIDDEN, LENGTH, BATCH = 6, 64, 32, 4
 ONE = BATCH * LENGTH * HIDDEN * 4  # bytes of b · s · h in fp32
@@ -68,6 +68,20 @@ def test_layers_split_over_replicas_gather_the_samples_of_all() -> None:
     assert along == []
     assert {m.bytes for m in wide} == {4 * ONE}
     assert sum(m.times for m in wide if m.forward) == 2 * LAYERS
+
+
+def test_a_group_combines_its_own_input_and_output() -> None:
+    """VGG's first two layers, whose input is larger than their output."""
+    model, batch, loss = make("vgg")
+    found = profile(model, batch, loss, structured=True)
+    assert found.structure is not None
+    (first, *_, last) = found.structure.splits[0].splits
+    shapes = {p.names[0]: p.shape for p in found.parameters}
+    given, made = (BATCH * 4 * size for size in (shapes[first.parameter][1], shapes[last.parameter][0]))
+    along, _ = tensor_exchange(found, plan(axes={"tensor": 2}), BATCH)
+    assert Message("all_reduce", made, 1, True) in along
+    assert Message("all_reduce", given, 1, False) in along
+    assert given != made
 
 
 def test_gradients_are_summed_in_buckets() -> None:
