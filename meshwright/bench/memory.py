@@ -96,7 +96,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         model = make_model(case)
     session = Session(
         model,
-        lambda module: OPTIMIZERS[case["optimizer"]](module.parameters()),
+        lambda held: OPTIMIZERS[case["optimizer"]](held.values()),
         loss=case_loss,
         plan=plan_of(case),
         world=World(0, 0, 1, 1, 0, device, None),

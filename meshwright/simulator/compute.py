@@ -109,7 +109,7 @@ def optimizer_s(weights_bytes: float, tensors: int, optimizer: OptimizerCost, de
     # What is measured takes several passes over all tensors, one an operation; a fused step takes one.
     fused = optimizer.state >= 2 and not optimizer.temporary
     table = None if fused or not optimizer.state else prices.table(_measured(optimizer), "forward", "fp32")
-    slowdown = table.slowdown((log2(moved * prices.scale),)) if table else 1.0
+    slowdown = table.slowdown((log2(moved * prices.memory),)) if table else 1.0
     return max(moved / prices.bandwidth_bytes_per_s * slowdown, started)
 
 

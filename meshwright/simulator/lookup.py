@@ -26,8 +26,9 @@ class LookedUp:
     bytes: float
 
 
-def looked_up(operator: Operator, batch: float, scale: float, backward: bool) -> LookedUp | None:
-    """For a device that is `scale` times slower than the measured one; None for what only makes room or looks again."""
+def looked_up(operator: Operator, batch: float, scale: float, backward: bool, memory: float = 1.0) -> LookedUp | None:
+    """For a device that is `scale` times slower than the measured one, and its memory `memory` times; None for what
+    only makes room or looks again."""
     kind = operator.kind
     flops, moved = operator.flops.at(batch), operator.bytes.at(batch)
     if kind == "view" or operator.name.startswith(("empty", "new_empty")):
@@ -44,10 +45,10 @@ def looked_up(operator: Operator, batch: float, scale: float, backward: bool) ->
         return LookedUp("convolution", _convolution(shape, scale, size), flops, moved)
     if kind == "norm" and "batch_norm" in operator.name:
         channels = operator.bytes.constant / 4 / _VECTORS[backward]
-        return LookedUp("batch_norm", _logs(moved * scale, max(channels, 1.0)), flops, moved)
+        return LookedUp("batch_norm", _logs(moved * memory, max(channels, 1.0)), flops, moved)
     if kind == "elementwise" and operator.name.endswith("_") and operator.name not in _FILLED and shape:
         moved += shape[0] * size  # counted once, but read and written
-    return LookedUp(_class(operator), _logs(moved * scale), 0.0, moved)
+    return LookedUp(_class(operator), _logs(moved * memory), 0.0, moved)
 
 
 def _class(operator: Operator) -> str:
@@ -90,6 +91,15 @@ def _convolution(shape: Sequence[float], scale: float, itemsize: int) -> tuple[f
     odd = kernel == stride == 1 and bool(h * w * itemsize % _ALIGNED_BYTES)
     apart = (2 * log2(kernel), 2 * log2(stride), 4.0 * (groups > 1), 4.0 * odd)
     return (*_logs(pixels, c_in / groups, c_out / groups), *apart)
+
+
+def as_product(operator: Operator, found: LookedUp, batch: float, scale: float) -> LookedUp | None:
+    """A convolution as the matrix product that it is; None where each channel has a product of its own."""
+    n, c_in, h, w, c_out, kernel, stride, groups = (size.at(batch) for size in operator.shape)
+    if groups > 1:
+        return None
+    rows = n * (h / stride) * (w / stride)
+    return LookedUp("matmul", _logs(rows * scale, c_out, c_in * kernel**2), found.flops, found.bytes)
 
 
 def _logs(*sizes: float) -> tuple[float, ...]:

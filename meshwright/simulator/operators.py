@@ -7,8 +7,8 @@
 
 Shapes come from the device's own calibration (`doctor --calibrate`; of a CPU core, whatever measures this machine). A
 GPU without one is taken to be like the reference GPU: an operator that its peak rate would finish in the same time is
-slowed down as much there, so sizes are scaled by the ratio of the rates before they are looked up, and datasheet peaks
-by what the reference reaches of its own.
+slowed down as much there, so sizes are scaled by the ratio of the rates before they are looked up (of what only moves
+bytes, by that of the memories), and datasheet peaks by what the reference reaches of its own.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from meshwright.cluster.catalog import CATALOG, find_entry
 from meshwright.cluster.cluster import Device, Dtype, OperatorTime
 from meshwright.cluster.file import load_device
 from meshwright.profile.values import Operator
-from meshwright.simulator.lookup import bias_of, looked_up, measured_as
+from meshwright.simulator.lookup import LookedUp, as_product, bias_of, looked_up, measured_as
 from meshwright.simulator.table import Table
 
 REFERENCE: Path = CATALOG / "reference_gpu.yaml"
@@ -36,13 +36,17 @@ _Key = tuple[str, str, str, str]  # operator, direction, dtype, layout
 
 @dataclass(frozen=True)
 class Speeds:
-    """What operators are priced with. `scale` is how many times slower the device is than the one in the tables."""
+    """What operators are priced with. `scale` and `memory` are how many times slower the device and its memory are
+    than those in the tables; `fp32_first`: its library's convolutions in fp32 are at their best, unlike those of the
+    one in the tables."""
 
     rates: Mapping[str, float]
     bandwidth_bytes_per_s: float
     tables: dict[_Key, Table]
     scale: float
     layout: str = "contiguous"
+    memory: float = 1.0
+    fp32_first: bool = False
 
     def table(self, name: str, direction: str, dtype: str) -> Table | None:
         """That of the dtype, or of the one that is most like it; forward where backward was not measured apart."""
@@ -67,11 +71,27 @@ def speeds(device: Device, dtype: Dtype, cores: int = 1, layout: str = "contiguo
     known: dict[str, float] = {str(name): rate for name, rate in reference.rates.items()}
     printed: dict[str, float] = {str(name): rate for name, rate in datasheet.rates.items()}
     reached = {
-        name: rate * known[name] / printed[name] for name, rate in rates.items() if name in known and name in printed
+        name: rate * (1.0 if _is_measured(device, "rates") else known[name] / printed[name])
+        for name, rate in rates.items()
+        if name in known and name in printed
     }
-    bandwidth *= reference.bandwidth_bytes_per_s / datasheet.bandwidth_bytes_per_s
+    if not _is_measured(device, "bandwidth_bytes_per_s"):
+        bandwidth *= reference.bandwidth_bytes_per_s / datasheet.bandwidth_bytes_per_s
     used = dtype if dtype in reached else "fp32"
-    return Speeds({**rates, **reached}, bandwidth, tables(reference), known[used] / reached[used], layout)
+    return Speeds(
+        {**rates, **reached},
+        bandwidth,
+        tables(reference),
+        known[used] / reached[used],
+        layout,
+        reference.bandwidth_bytes_per_s / bandwidth,
+        fp32_first="tf32" not in rates,
+    )
+
+
+def _is_measured(device: Device, field: str) -> bool:
+    """What was measured is what the device reaches; a datasheet's figure it only comes near."""
+    return device.sources.get(field, "").startswith("measured")
 
 
 def operator_s(operator: Operator, batch: float, speeds: Speeds, backward: bool, tf32: bool = False) -> float:
@@ -80,16 +100,33 @@ def operator_s(operator: Operator, batch: float, speeds: Speeds, backward: bool,
     # Torch lets a GPU's convolutions of fp32 take shorter mantissas unless told otherwise.
     shorter = _PRODUCTS if tf32 else ("convolution",)
     used = "tf32" if dtype == "fp32" and operator.kind in shorter and "tf32" in speeds.rates else dtype
-    found = looked_up(operator, batch, speeds.scale, backward)
+    if speeds.fp32_first and operator.kind in _PRODUCTS and speeds.rates.get(used, 0.0) <= 1.1 * speeds.rates["fp32"]:
+        used = "fp32"  # a type that the device stores and does not compute in
+    found = looked_up(operator, batch, speeds.scale, backward, speeds.memory)
     if found is None:
         return 0.0
     rate = speeds.rates.get(used) or speeds.rates["fp32"]
     least = max(found.flops / rate, found.bytes / speeds.bandwidth_bytes_per_s)
     table = speeds.table(found.name, "backward" if backward else "forward", used)
-    taken = max(least * table.slowdown(found.sizes), table.shortest_s) if table and least else least
-    if found.name == "convolution" and (size := bias_of(operator, batch, backward)):
+    slowdown = table.slowdown(found.sizes) if table else 1.0
+    if found.name == "convolution" and used == "fp32" and speeds.fp32_first:
+        slowdown = min(slowdown, _at_its_best(operator, found, batch, speeds))
+    taken = max(least * slowdown, table.shortest_s) if table and least else least
+    if operator.kind == "convolution" and (size := bias_of(operator, batch, backward)):
         taken += _moved_s("bias", size, used, speeds, backward)
     return taken
+
+
+def _at_its_best(operator: Operator, found: LookedUp, batch: float, speeds: Speeds) -> float:
+    """Of a convolution in fp32, where TF32 is not to be had and libraries took care of it: as the reference's in the
+    pass that it chooses well for (Winograd's algorithm, up to twice what its products reach), or as a product. Its
+    own choice in the forward pass is a neglected one, at half of what its products reach."""
+    ways: list[tuple[Table | None, LookedUp | None]] = [
+        (speeds.table("convolution", "forward", "fp32"), found),
+        (speeds.table("convolution", "backward", "fp32"), found),
+        (speeds.table("matmul", "forward", "fp32"), as_product(operator, found, batch, speeds.scale)),
+    ]
+    return min(table.slowdown(one.sizes) for table, one in ways if table and one)
 
 
 def _moved_s(name: str, size: float, dtype: str, speeds: Speeds, backward: bool) -> float:
@@ -98,7 +135,7 @@ def _moved_s(name: str, size: float, dtype: str, speeds: Speeds, backward: bool)
     if table is None:
         return 0.0
     least = size / speeds.bandwidth_bytes_per_s
-    return max(least * table.slowdown((log(size * speeds.scale, 2),)), table.shortest_s)
+    return max(least * table.slowdown((log(size * speeds.memory, 2),)), table.shortest_s)
 
 
 # ---- tables from measured operators

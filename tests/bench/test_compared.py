@@ -18,7 +18,8 @@ def test_carried_peaks_are_compared_without_a_gpu(
 ) -> None:
     chosen = [case for case in memory.cases() if case["name"] == "resnet18-128-bf16"]
     monkeypatch.setattr(memory, "cases", lambda: chosen)
-    monkeypatch.setattr(memory_sharded, "rows", lambda rows=memory_sharded.rows(): rows[:1])
+    first = memory_sharded.rows()[:1]
+    monkeypatch.setattr(memory_sharded, "rows", lambda: first)
     for found in (memory.compare(), memory_sharded.compare()):
         assert abs(found[0].error) < 0.03
     assert capsys.readouterr().out.count("1 rows: median error") == 2

@@ -130,6 +130,15 @@ def test_a_gpu_without_a_calibration_is_taken_to_be_like_the_reference() -> None
     assert ratio == pytest.approx(printed, rel=0.1)
 
 
+def test_measured_rates_are_not_taken_for_a_datasheets() -> None:
+    reference, product = reference_gpu()[0], _product(8192, 8192, 8192)
+    quick = reference.model_copy(
+        update={"operators": (), "sources": dict.fromkeys(("rates", "bandwidth_bytes_per_s"), "measured: here")}
+    )
+    calibrated, measured = (operator_s(product, 1, speeds(device, "bf16"), False) for device in (reference, quick))
+    assert measured == pytest.approx(calibrated, rel=0.01)
+
+
 def test_channels_last_convolutions_are_faster_on_tensor_cores() -> None:
     shape = _fixed(64, 128, 56, 56, 128, 3, 1, 1)
     moved = 2.0 * (2 * 64 * 128 * 56 * 56 + 128 * 128 * 9)
@@ -139,3 +148,37 @@ def test_channels_last_convolutions_are_faster_on_tensor_cores() -> None:
         operator_s(operator, 1, speeds(device, "bf16", 1, layout), False) for layout in ("contiguous", "channels_last")
     )
     assert fast < slow
+
+
+def _convolution(channels: int, kernel: int, dtype: str) -> Operator:
+    """Of 32 images of 28 × 28."""
+    size, pixels = (4 if dtype == "float32" else 2), 32 * 28 * 28
+    flops = 2 * pixels * channels**2 * kernel**2
+    moved = size * (2 * pixels * channels + channels**2 * kernel**2)
+    shape = _fixed(32, channels, 28, 28, channels, kernel, 1, 1)
+    return _operator("convolution", "convolution", shape, flops, moved, dtype)
+
+
+def test_convolutions_in_fp32_are_at_their_best_where_tf32_is_not_to_be_had() -> None:
+    prices = speeds(find_entry("V100-16GB").device, "fp32")
+    one = _convolution(256, 3, "float32")
+    rate = one.flops.at(1) / operator_s(one, 1, prices, False)
+    assert prices.rates["fp32"] < rate < 2.25 * prices.rates["fp32"], "Winograd's algorithm multiplies less"
+
+
+def test_a_type_that_a_device_only_stores_is_computed_in_fp32() -> None:
+    pascal = find_entry("TitanXp").device
+    slow = pascal.model_copy(update={"rates": {**pascal.rates, "fp16": pascal.rates["fp32"]}})
+    half, whole = (_convolution(256, 3, dtype) for dtype in ("float16", "float32"))
+    prices = speeds(slow, "fp16")
+    assert operator_s(half, 1, prices, False) == pytest.approx(operator_s(whole, 1, prices, False), rel=0.05)
+
+
+def test_batch_norm_in_fp16_is_faster_than_in_bf16() -> None:
+    reference, _ = reference_gpu()
+    moved = 2.0 * 2 * 64 * 256 * 56 * 56
+    half, brain = (
+        _operator("norm", "native_batch_norm", _fixed(1), 0, moved, dtype) for dtype in ("float16", "bfloat16")
+    )
+    prices = speeds(reference, "bf16")
+    assert operator_s(half, 1, prices, False) < 0.8 * operator_s(brain, 1, prices, False)

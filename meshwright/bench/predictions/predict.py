@@ -4,6 +4,8 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,32 +25,28 @@ from meshwright.simulator.engine import Engine, find_engine
 from meshwright.simulator.engine_memory import engine_memory
 from meshwright.simulator.predict import device_memory
 from meshwright.simulator.step import StepTime, predict_step
+from meshwright.yaml_file import read_mapping
 
 Profiles = Callable[[Case], ModelProfile]
 _NO_STEP = OptimizerCost(state=0.0, temporary=0.0, at_once=True)
 _COSTS = {"SGD": OptimizerCost(1.0, 0.0, at_once=True), "AdamW": OptimizerCost(2.0, 0.0, at_once=True)}
-# Which kernel computed attention where its scores are not written out, and how many times longer it takes than the
-# reference GPU's, by generation (engines.yaml has the sources). NeMo's and Megatron-Core's is the reference's own.
-_FLASH = {
-    "llm-foundry": "first",
-    **dict.fromkeys(("torchtitan", "torchtune", "fms-fsdp", "nanotron", "colossalai"), "second"),
-}
-_SLOWER = {("first", "Ampere"): 1.7, ("first", "Hopper"): 2.9, ("second", "Hopper"): 1.7}
-_GENERATIONS = {
-    "Pascal": ("P100", "TitanXp", "GTX10"),
-    "Volta": ("V100", "TitanV"),
-    "Turing": ("T4", "RTX20", "TitanRTX", "RTX8000"),
-    "Ampere": ("A100", "A10", "A6000", "RTX30"),
-    "Ada": ("RTX40", "RTX6000-Ada", "L4"),
-    "Hopper": ("H100", "H200", "GH200"),
-    "Blackwell": ("B200", "B300", "GB"),
-}
+KERNELS = Path(__file__).parents[1] / "runs" / "kernels.yaml"
+
+
+@cache
+def _kernels() -> dict[str, Any]:
+    return read_mapping(KERNELS, "attention kernels")
 
 
 def generation(cluster: str) -> str:
     """Of the GPUs of a cluster."""
     name = device_of(cluster).name
-    return next((made for made, names in _GENERATIONS.items() if name.startswith(names)), name)
+    return next((made for made, names in _kernels()["generations"].items() if name.startswith(tuple(names))), name)
+
+
+def _slower_attention(case: Case) -> float:
+    kernel = _kernels()["attention"].get(case.engine)
+    return float(_kernels()["slower"].get(kernel, {}).get(generation(case.cluster), 1.0))
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ def engine_of(case: Case, factor: float = 1.0, launch: float = 1.0) -> Engine:
     told: dict[str, object] = {"compute": named.compute * factor, "launch": named.launch * launch}
     if case.attention == "scores":
         told["scores"] = True
-    told["attention"] = _SLOWER.get((_FLASH.get(case.engine, ""), generation(case.cluster)), 1.0)
+    told["attention"] = _slower_attention(case)
     if case.compiled:
         told |= {"fused": True, "launch": 0.25 * named.launch * launch}
     if case.plan.numerics.precision == "bf16" and case.engine in ("megatron", "megatron-deepspeed"):

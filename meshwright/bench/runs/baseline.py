@@ -74,7 +74,8 @@ def guess(known: Sequence[Point], how: Guess) -> dict[str, float]:
         shares = _shares(list(own if how == "own" else others), how)
         for point in known:
             if point.case.source == source:
-                share = next(shares[key] for key in point.keys(how) if key in shares)
+                # Where there are no strangers, all of the peak.
+                share = next((shares[key] for key in point.keys(how) if key in shares), 1.0)
                 found[point.case.id] = point.peak_s / share
     return found
 

@@ -45,7 +45,7 @@ def read_example(row: Row) -> Case:
     ranks = row.hardware["n_gpus"]
     batch, accumulation, words = _batches(row, precision, settings["batch"])
     defaults += words
-    images = _layout_of_images(row, sample, precision, settings["layout"])
+    images = _layout_of_images(row, sample, precision, settings)
     defaults += (f"{images} images",) if sample.kind == "images" and precision == "fp16" else ()
     optimizer, words = _optimizer(settings["optimizer"], sample)
     plan = make_plan(
@@ -84,10 +84,12 @@ def read_example(row: Row) -> Case:
 
 
 def _engine(row: Row, word: str) -> str:
-    if word != "framework":
-        return word
-    first = row.framework.split()[0]
-    return "pytorch" if row.source == "u39kun" and first == "PyTorch" else str(_settings()["engines"][first])
+    """BERT has a program of its own among NVIDIA's examples."""
+    first = (row.framework.split() or [""])[0]
+    if row.source == "u39kun" and first == "PyTorch":
+        return "pytorch"
+    engine = str(_settings()["engines"][first]) if word == "framework" else word
+    return "nvidia-bert" if engine == "nvidia-examples" and "bert" in str(row.model["name"]).lower() else engine
 
 
 def _model(row: Row) -> tuple[Call, Sample, tuple[str, ...]]:
@@ -125,9 +127,12 @@ def _optimizer(word: str, sample: Sample) -> tuple[Call | None, tuple[str, ...]]
     return Call(**_settings()["optimizers"][chosen]), (f"optimizer {chosen}",)
 
 
-def _layout_of_images(row: Row, sample: Sample, precision: str, usual: ImageLayout) -> ImageLayout:
-    fast = precision == "fp16" and sample.kind == "images" and "Tensor" not in row.framework
-    return usual if fast else "contiguous"
+def _layout_of_images(row: Row, sample: Sample, precision: str, settings: dict[str, Any]) -> ImageLayout:
+    if "Tensor" in row.framework or sample.kind not in ("images", "boxes"):
+        return "contiguous"
+    told: ImageLayout = settings["layout"] if precision == "fp16" and sample.kind == "images" else "contiguous"
+    boxes: ImageLayout = settings.get("boxes", "contiguous")
+    return boxes if sample.kind == "boxes" else told
 
 
 def _batches(row: Row, precision: str, of: str) -> tuple[int, int, tuple[str, ...]]:

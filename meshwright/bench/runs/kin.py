@@ -11,5 +11,13 @@ FILE = Path(__file__).with_name("kin.yaml")
 @cache
 def kin_of(source: str) -> frozenset[str]:
     """The source itself and its kin."""
-    groups = [group["sources"] for group in read_mapping(FILE, "kin of sources")["groups"] if source in group["sources"]]
+    groups = [
+        group["sources"] for group in read_mapping(FILE, "kin of sources")["groups"] if source in group["sources"]
+    ]
     return frozenset({source, *(name for group in groups for name in group)})
+
+
+@cache
+def untrusted() -> frozenset[str]:
+    """Sources that calibrate nothing."""
+    return frozenset(read_mapping(FILE, "kin of sources")["untrusted"])

@@ -123,3 +123,11 @@ def test_what_is_out_of_scope_says_so() -> None:
     assert reasons["torchtitan_h100-0009"] == "context parallel"
     assert reasons["torchtitan_h100-0003"] == "fp8 or fp4: a plan has no such precision"
     assert reasons["nanogpt-0001"].startswith("batch not stated")
+
+
+def test_images_and_weights_lie_as_the_program_of_each_lab_has_them() -> None:
+    """NVIDIA's SSD takes channels last, Lambda's older fork of it has no such option; BERT has a program of its own."""
+    assert cases()["nvidia_dle-0237"].plan.compute.layout == "channels_last"
+    assert cases()["lambda_v2-0001"].plan.compute.layout == "contiguous"
+    assert cases()["lambda_v1-0062"].engine == "nvidia-bert"
+    assert cases()["nvidia_dle-0091"].engine == "nvidia-examples"
