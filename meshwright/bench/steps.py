@@ -1,8 +1,9 @@
 """Step times, measured here and predicted: `python -m meshwright.bench.steps [NAME ...]`.
 
 On a GPU every case of steps_cases.yaml, in bf16 (both layouts) and fp32; on CPU cores the MNIST net under one and two
-ranks with the global batch of its job. Predictions are those of this machine as `local` measured it; steps_h200.json
-are measurements of another one, which tests hold the reference GPU's calibration against.
+ranks with the global batch of its job. Predictions are those of this machine as `local` measured it, with the
+model's own operators measured beside (simulator/own_shapes.py); steps_h200.json are measurements of another one, which
+tests hold the reference GPU's calibration against.
 """
 
 import gc
@@ -32,6 +33,7 @@ from meshwright.plan import Plan
 from meshwright.profile.optimizer import optimizer_cost
 from meshwright.profile.trace import profile
 from meshwright.profile.values import ModelProfile
+from meshwright.simulator.own_shapes import with_own_shapes
 from meshwright.simulator.predict import Prediction, predict_plan
 from meshwright.train.session import Session
 
@@ -101,7 +103,9 @@ def trace(row: Row, on_gpu: bool) -> ModelProfile:
 def predict(row: Row, cluster: Cluster, traced: ModelProfile | None = None) -> Prediction:
     on_gpu = cluster.kind == "cuda"
     optimizer = optimizer_cost(OPTIMIZERS[row.case["optimizer"]], at_once=on_gpu)
-    return predict_plan(cluster, traced or trace(row, on_gpu), row.plan, row.case["batch"], optimizer)
+    traced = traced or trace(row, on_gpu)
+    cluster = with_own_shapes(cluster, traced, row.plan, row.case["batch"])
+    return predict_plan(cluster, traced, row.plan, row.case["batch"], optimizer)
 
 
 def _batch(case: dict[str, Any], device: str, count: int | None = None) -> tuple[Tensor, Tensor]:
@@ -141,7 +145,7 @@ def _steps(row: Row, world: World, steps: int) -> float:
         model = make_model(row.case)
     session = Session(
         model,
-        lambda module: OPTIMIZERS[row.case["optimizer"]](module.parameters()),
+        lambda held: OPTIMIZERS[row.case["optimizer"]](held.values()),
         loss=case_loss,
         plan=row.plan,
         world=world,

@@ -39,7 +39,7 @@ Operator = Literal[
     "optimizer",
 ]
 Layout = Literal["contiguous", "channels_last"]
-BasedOn = Literal["measured", "calibrated", "datasheet", "detected"]
+BasedOn = Literal["measured", "measured here, with the model's own shapes", "calibrated", "datasheet", "detected"]
 
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)

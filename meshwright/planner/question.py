@@ -1,12 +1,14 @@
 """`Question`: what a plan is wanted for. The model comes beside it, in its profiles."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 from meshwright.cluster.cluster import Cluster, Device, Dtype
 from meshwright.plan import Plan
+from meshwright.planner.profiles import Profiles
 from meshwright.profile.optimizer import OptimizerCost
+from meshwright.simulator.own_shapes import is_here, with_own_shapes
 
 MARGIN = 0.08  # of a device's memory, left free for what is not replayed: fragments, what convolutions try out
 TOP = 5
@@ -66,3 +68,16 @@ class Question:
     def _speeds_up(self, dtype: Dtype) -> bool:
         rates = self.device.rates
         return self.device.accelerates(dtype) and rates.get(dtype, 0.0) > rates.get("fp32", 0.0)
+
+
+def with_own_operators(question: Question, profiles: Profiles) -> Question:
+    """Where the cluster is this machine: with the model's own operators measured on it, of a rank that is one of as
+    many replicas as there are devices. Any other question is left as it is."""
+    cluster, devices = question.cluster, question.cluster.devices
+    if not is_here(cluster):
+        return question
+    for precision in question.precisions_to_try():
+        replicas = {"replicate": min(devices, question.global_batch)}
+        plan = Plan.model_validate({"axes": replicas, "numerics": {"precision": precision}})
+        cluster = with_own_shapes(cluster, profiles.get(precision, "none"), plan, question.global_batch)
+    return replace(question, cluster=cluster)

@@ -28,7 +28,7 @@ from meshwright.planner.candidates import RECOMPUTES, Candidate, layouts, microb
 from meshwright.planner.outline import Outline
 from meshwright.planner.profiles import Profiles
 from meshwright.planner.prune import Bounder, Bounds
-from meshwright.planner.question import Question, anything
+from meshwright.planner.question import Question, anything, with_own_operators
 from meshwright.profile.step import LossFunction
 from meshwright.simulator.predict import Prediction, cost_of, predict_plan
 
@@ -311,5 +311,6 @@ def best_plan(
     template, plain SGD where it is left out. With `exact` the plan leaves the numbers as they are."""
     found = find(cluster, measure) if isinstance(cluster, str) else cluster
     on_gpu = found.kind == "cuda"
-    question = Question(found, global_batch, cost_of(optimizer, on_gpu), exact=exact)
-    return search(question, Profiles(model, sample_batch, loss, target, on_gpu)).ranked[0].plan
+    profiles = Profiles(model, sample_batch, loss, target, on_gpu)
+    question = with_own_operators(Question(found, global_batch, cost_of(optimizer, on_gpu), exact=exact), profiles)
+    return search(question, profiles).ranked[0].plan

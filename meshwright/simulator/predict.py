@@ -19,6 +19,7 @@ from meshwright.profile.values import ModelProfile
 from meshwright.simulator.engine import Engine, find_engine
 from meshwright.simulator.engine_memory import engine_memory
 from meshwright.simulator.memory import CPU_MEMORY, CUDA_MEMORY, DeviceMemory, MemoryPrediction
+from meshwright.simulator.own_shapes import with_own_shapes
 from meshwright.simulator.step import predict_step
 from meshwright.simulator.timeline import Timeline
 
@@ -102,6 +103,7 @@ def predict(
         recompute=chosen.memory.recompute,
         structured=chosen.axes.tensor * chosen.axes.pipeline > 1 or bool(chosen.modules.splits),
     )
+    found = with_own_shapes(found, traced, chosen, global_batch)
     predicted = predict_plan(found, traced, chosen, global_batch, cost_of(optimizer, on_gpu))
     return replace(predicted, based_on=f"{found.based_on}; {how}")
 

@@ -59,7 +59,7 @@ class Tower(nn.Module):
 
 
 @cache
-def traced(kind: type[nn.Module] = Classifier, precision: str = "fp32", recompute: Any = "none") -> ModelProfile:
+def traced(kind: Any = Classifier, precision: str = "fp32", recompute: Any = "none") -> ModelProfile:
     with torch.device("meta"):
         batch = torch.empty(2, IN if kind is Classifier else WIDE), torch.empty(2, dtype=torch.long)
         return profile(kind(), batch, F.cross_entropy, precision=precision, recompute=recompute, structured=True)
@@ -73,7 +73,7 @@ def plan(axis: str = "replicate", splits: dict[str, str] | None = None, **groups
     )
 
 
-def sent(chosen: Plan, kind: type[nn.Module] = Classifier, recompute: str = "none") -> dict[tuple[str, float], int]:
+def sent(chosen: Plan, kind: Any = Classifier, recompute: str = "none") -> dict[tuple[str, float], int]:
     """What layers send: all but the gradients that are combined."""
     found = exchanges(traced(kind, recompute=recompute), chosen, BATCH)
     return {(e.collective, e.bytes): e.count for e in found if e.collective != "all_reduce" or e.axis == "tensor"}

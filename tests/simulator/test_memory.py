@@ -142,7 +142,7 @@ def test_a_cpu_rank_holds_what_was_predicted(name: str) -> None:
     found = profile(model, batch, loss, on_gpu=False)
     at_step = predict_memory(found, Plan(), 0, adam, CPU_MEMORY)  # without samples the optimizer step is the peak
     world = World(0, 0, 1, 1, 0, torch.device("cpu"), None)
-    session = Session(model, lambda m: torch.optim.Adam(m.parameters()), loss=loss, plan=Plan(), world=world)
+    session = Session(model, lambda held: torch.optim.Adam(held.values()), loss=loss, plan=Plan(), world=world)
     for part, size in held_bytes(model, session, batch).items():
         assert at_step.breakdown[part] == pytest.approx(size, rel=0.05), part
 
