@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
 
 Numerics = Literal["same", "rounding", "changes"]
 MIB = 2**20
@@ -45,11 +45,13 @@ class Split(_Group):
 class Modules(_Group):
     """`splits` by module name, where `*` stands for one part of it; what is not named is split along the tensor axis
     as the model's structure says. `sequence`: between the split layers activations are divided along the sequence.
-    `loss`: scores stay divided by vocabulary up to the loss."""
+    `loss`: scores stay divided by vocabulary up to the loss. `branches`: towers or heads by module name, and the rank
+    of the tensor axis that each lives on; the others are handed its result."""
 
     splits: dict[str, Split] = _choice({}, "same")
     sequence: bool = _choice(False, "same")
     loss: bool = _choice(False, "same")
+    branches: dict[str, NonNegativeInt] = _choice({}, "same")
 
     def split_of(self, module: str) -> Split | None:
         parts = module.split(".")
@@ -81,9 +83,11 @@ class Memory(_Group):
 
 class NumericsGroup(_Group):
     """`fp32` runs the model in the types it was built with, `tf32` too but with products of shorter mantissas; `bf16`
-    and `fp16` compute its forward pass under autocast."""
+    and `fp16` compute its forward pass under autocast. `batch_norm` takes its statistics over a rank's microbatch, or
+    over that of all ranks with other samples."""
 
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = _choice("fp32", "changes")
+    batch_norm: Literal["local", "synchronized"] = _choice("local", "changes")
 
 
 class Gradients(_Group):
@@ -111,6 +115,16 @@ class Plan(_Group):
     compute: Compute = Compute()
 
     @model_validator(mode="after")
+    def _branches_fit_the_axis(self) -> Self:
+        for name, place in self.modules.branches.items():
+            if place >= self.axes.tensor:
+                raise ValueError(
+                    f"modules.branches.{name} is {place}, but the tensor axis has {self.axes.tensor} ranks, numbered"
+                    f" from 0: raise axes.tensor or choose a rank below it"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _stages_fit_the_axis(self) -> Self:
         stages, ranks, schedule = len(self.pipeline.cuts) + 1, self.axes.pipeline, self.pipeline.schedule
         if stages == 1:
@@ -132,11 +146,21 @@ class Plan(_Group):
     @property
     def shares(self) -> int:
         """Into how many microbatches all ranks together divide a global batch."""
-        return self.axes.replicate * self.axes.shard * self.memory.accumulation * self.pipeline.microbatches
+        return self.data_ranks * self.microbatches
+
+    @property
+    def data_ranks(self) -> int:
+        """How many ranks have samples of their own; the tensor and pipeline peers of each have the same ones."""
+        return self.axes.replicate * self.axes.shard
+
+    @property
+    def microbatches(self) -> int:
+        """Into how many a rank's share of a step is cut."""
+        return self.memory.accumulation * self.pipeline.microbatches
 
     @property
     def world_size(self) -> int:
-        return self.axes.replicate * self.axes.shard * self.axes.tensor * self.axes.pipeline
+        return self.data_ranks * self.axes.tensor * self.axes.pipeline
 
     def summary(self) -> str:
         """One line: `replicate 4 × tensor 2 · bf16 · 1f1b/8 · recompute full`."""
@@ -146,6 +170,8 @@ class Plan(_Group):
             parts.append("wide layers split")
         if self.modules.sequence:
             parts.append("sequence")
+        if self.modules.branches:
+            parts.append("branches apart")
         if self.axes.pipeline > 1:
             parts.append(f"{self.pipeline.schedule}/{self.pipeline.microbatches}")
         if self.axes.shard > 1 and self.memory.sharding != "parameters":
@@ -154,6 +180,8 @@ class Plan(_Group):
             parts.append(f"recompute {self.memory.recompute}")
         if self.memory.accumulation > 1:
             parts.append(f"accumulate {self.memory.accumulation}")
+        if self.numerics.batch_norm != "local":
+            parts.append(f"{self.numerics.batch_norm} BatchNorm")
         if self.compute.layout != "contiguous":
             parts.append(self.compute.layout)
         return " · ".join(parts)

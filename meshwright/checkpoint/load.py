@@ -1,6 +1,7 @@
 """Reads a checkpoint into a model and an optimizer, under whatever plan they have now."""
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,21 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.checkpoint.manifest import Manifest, verify
-from meshwright.checkpoint.state import State, check_model, model_state, optimizer_template, restore_optimizer
+from meshwright.checkpoint.pieces import LoadPlanner, held
+from meshwright.checkpoint.state import (
+    Layouts,
+    State,
+    check_model,
+    model_state,
+    optimizer_template,
+    restore_optimizer,
+)
 from meshwright.errors import CheckpointError
+from meshwright.parallel.layout import Tied
+from meshwright.parallel.shard import reshard
 
 
 @dataclass(frozen=True)
@@ -35,22 +47,29 @@ def newest_good(folder: Path) -> Found:
     return Found(None, None, tuple(problems))
 
 
-def load(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def load(
+    path: Path,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    layouts: Layouts | None = None,
+    tied: Sequence[Tied] = (),
+    mesh: DeviceMesh | None = None,
+) -> dict[str, Any]:
     """Fills the model's weights and buffers and, where given, the optimizer's state, in place. Returns the
-    small objects that were saved beside them."""
+    small objects that were saved beside them. `layouts`, `tied` and `mesh` say how a plan has divided the model."""
     reader = dcp.FileSystemReader(path)
     metadata = reader.read_metadata()
-    check_model(module, metadata)
+    reshard(module)
+    check_model(module, metadata, layouts, mesh)
     objects: State = {key: None for key in metadata.state_dict_metadata if "/" not in key}
-    state: State = {**model_state(module), **objects}
+    state: State = {**model_state(module, layouts), **objects}
     if optimizer is not None:
-        state.update(optimizer_template(module, metadata))
+        state.update(optimizer_template(module, metadata, layouts, tied))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        dcp.load(state, storage_reader=reader, planner=planner, no_dist=not dist.is_initialized())
+        dcp.load(state, storage_reader=reader, planner=LoadPlanner(), no_dist=not dist.is_initialized())
     # Tensors were read in place; what is not one (a module's extra state) has to be handed back.
-    module.load_state_dict({k.removeprefix("model/"): v for k, v in state.items() if k.startswith("model/")})
+    module.load_state_dict({k.removeprefix("model/"): held(v) for k, v in state.items() if k.startswith("model/")})
     if optimizer is not None:
-        restore_optimizer(module, optimizer, state)
+        restore_optimizer(module, optimizer, state, tied)
     return {key: state[key] for key in objects}

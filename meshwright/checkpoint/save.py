@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from meshwright.checkpoint.manifest import File, Manifest, describe, write_manifest
+from meshwright.checkpoint.pieces import SavePlanner
 from meshwright.checkpoint.state import State
 
 WRITING = ".writing-"
@@ -35,8 +36,7 @@ def save_at(state: State, final: Path, step: int, about: dict[str, Any]) -> Path
         dcp.save(
             state,
             storage_writer=dcp.FileSystemWriter(aside, sync_files=True),
-            # The keys are flat already, and flattening turns the keys of small objects into words.
-            planner=dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            planner=SavePlanner(),
             no_dist=alone,
         )
     # Each rank sums up what it wrote itself: reading back is spread over the ranks, as writing was.

@@ -1,63 +1,92 @@
 """What a checkpoint holds: every tensor under its parameter's name, so that it loads under any plan.
 
-The keys are `model/<name>`, `optimizer/<parameter name>/<entry>`, and the names of a few small objects.
+The keys are `model/<name>`, `optimizer/<parameter name>/<entry>`, and the names of a few small objects. A parameter
+that a plan divides is written as chunks of the whole one, and one that several pipeline stages hold under its first
+name in the untouched model.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
+from meshwright.checkpoint.pieces import held, pieces
 from meshwright.errors import CheckpointError
+from meshwright.parallel.layout import Layout, Tied, whole_shape
+from meshwright.parallel.shard import reshard
 
 State = dict[str, Any]
+Layouts = Mapping[str, Layout]
 GROUPS = "optimizer_groups"
 
 
-def model_state(module: nn.Module) -> State:
-    return {f"model/{name}": value for name, value in module.state_dict().items()}
+def model_state(module: nn.Module, layouts: Layouts | None = None) -> State:
+    reshard(module)
+    lying = layouts or {}
+    return {f"model/{name}": pieces(value, lying.get(name)) for name, value in module.state_dict().items()}
 
 
-def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    names = _names(module)
+def optimizer_state(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    layouts: Layouts | None = None,
+    tied: Sequence[Tied] = (),
+    mesh: DeviceMesh | None = None,
+) -> State:
+    """Collective where the mesh has a pipeline axis: each stage knows the options of its own parameters."""
+    reshard(module)
+    names, lying = _names(module, tied), _by_name(layouts or {}, tied)
     state: State = {}
     for parameter, entries in optimizer.state.items():
+        name = names[id(parameter)]
         for key, value in entries.items():
             if value is not None:
-                state[f"optimizer/{names[id(parameter)]}/{key}"] = value
-    state[GROUPS] = [
+                state[f"optimizer/{name}/{key}"] = _entry(name, key, value, parameter, lying.get(name))
+    groups = [
         {
             **{k: v for k, v in group.items() if k != "params"},
             "names": [names[id(p)] for p in group["params"]],
         }
         for group in optimizer.param_groups
     ]
+    state[GROUPS] = _groups_of_all(groups, mesh)
     return state
 
 
-def optimizer_template(module: nn.Module, metadata: Metadata) -> State:
+def optimizer_template(
+    module: nn.Module, metadata: Metadata, layouts: Layouts | None = None, tied: Sequence[Tied] = ()
+) -> State:
     """Empty tensors for the optimizer entries that a checkpoint holds of this model's parameters."""
-    parameters = dict(module.named_parameters())
+    canonical, lying = _canonical(tied), _by_name(layouts or {}, tied)
+    parameters = {canonical.get(name, name): parameter for name, parameter in module.named_parameters()}
     template: State = {}
     for key, about in metadata.state_dict_metadata.items():
         kind, _, rest = key.partition("/")
         name = rest.rpartition("/")[0]
         if kind != "optimizer" or name not in parameters:
             continue
+        parameter, layout = parameters[name], lying.get(name)
         if not isinstance(about, TensorStorageMetadata):
             template[key] = None
-        elif about.size == parameters[name].shape:
-            template[key] = torch.empty_like(parameters[name], dtype=about.properties.dtype, requires_grad=False)
+        elif tuple(about.size) == whole_shape(parameter, layout):
+            empty = torch.empty_like(parameter, dtype=about.properties.dtype, requires_grad=False)
+            template[key] = pieces(empty, layout)
         else:
             template[key] = torch.empty(about.size, dtype=about.properties.dtype)
     return template
 
 
-def restore_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
+def restore_optimizer(
+    module: nn.Module, optimizer: torch.optim.Optimizer, state: State, tied: Sequence[Tied] = ()
+) -> None:
     """Puts loaded entries and options into an optimizer whose groups may be cut differently."""
     saved_options = {name: group for group in state[GROUPS] for name in group["names"]}
-    names = _names(module)
+    names = _names(module, tied)
     numbers: dict[str, int] = {}
     groups = []
     for group in optimizer.param_groups:
@@ -69,36 +98,84 @@ def restore_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, state
             )
         for name in group_names:
             numbers[name] = len(numbers)
-        options = {k: v for k, v in saved_options[group_names[0]].items() if k != "names"}
+        saved = saved_options[group_names[0]] if group_names else group  # a stage may have none of a group
+        options = {k: v for k, v in saved.items() if k not in ("names", "params")}
         groups.append({**options, "params": [numbers[name] for name in group_names]})
     entries: dict[int, dict[str, Any]] = {}
     for key, value in state.items():
         if key.startswith("optimizer/"):
             name, _, entry = key.removeprefix("optimizer/").rpartition("/")
             if name in numbers:
-                entries.setdefault(numbers[name], {})[entry] = value
+                entries.setdefault(numbers[name], {})[entry] = held(value)
     optimizer.load_state_dict({"state": entries, "param_groups": groups})
 
 
-def check_model(module: nn.Module, metadata: Metadata) -> None:
-    """Names the first tensor in which the checkpoint and the model differ."""
+def check_model(
+    module: nn.Module, metadata: Metadata, layouts: Layouts | None = None, mesh: DeviceMesh | None = None
+) -> None:
+    """Names the first tensor in which the checkpoint and the model, all its stages together, differ. Collective where
+    the mesh has a pipeline axis."""
     saved = {
         key.removeprefix("model/"): about
         for key, about in metadata.state_dict_metadata.items()
         if key.startswith("model/")
     }
-    for name, value in module.state_dict().items():
+    lying = layouts or {}
+    mine = {
+        name: whole_shape(value, lying.get(name)) if isinstance(value, Tensor) else None
+        for name, value in module.state_dict().items()
+    }
+    shapes = {name: shape for stage in _of_all_stages(mine, mesh) for name, shape in stage.items()}
+    for name, shape in shapes.items():
         if name not in saved:
             raise CheckpointError(f"the checkpoint has no {name}, which the model has: it is of another model")
         about = saved[name]
-        if isinstance(value, Tensor) and isinstance(about, TensorStorageMetadata) and about.size != value.shape:
-            raise CheckpointError(
-                f"{name} is {tuple(about.size)} in the checkpoint, but {tuple(value.shape)} in the model"
-            )
-    extra = sorted(set(saved) - set(module.state_dict()))
+        if shape is not None and isinstance(about, TensorStorageMetadata) and tuple(about.size) != shape:
+            raise CheckpointError(f"{name} is {tuple(about.size)} in the checkpoint, but {shape} in the model")
+    extra = sorted(set(saved) - set(shapes))
     if extra:
         raise CheckpointError(f"the checkpoint holds {extra[0]}, which the model has not: it is of another model")
 
 
-def _names(module: nn.Module) -> dict[int, str]:
-    return {id(parameter): name for name, parameter in module.named_parameters()}
+def _entry(name: str, key: str, value: Any, parameter: Tensor, layout: Layout | None) -> Any:
+    if not isinstance(value, Tensor) or value.shape == parameter.shape:
+        return pieces(value, layout)
+    if value.dim() and (layout is not None or isinstance(parameter, DTensor)):
+        raise CheckpointError(
+            f"the optimizer's {key} of {name} is {tuple(value.shape)}, and the parameter is divided among ranks: only"
+            f" entries of the parameter's own shape {tuple(parameter.shape)} and single numbers can be saved under this"
+            " plan, use another optimizer or a plan that leaves parameters whole"
+        )
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _groups_of_all(groups: list[dict[str, Any]], mesh: DeviceMesh | None) -> list[dict[str, Any]]:
+    """The groups with the names of all stages: every stage has the same groups, some of them empty."""
+    stages = _of_all_stages(groups, mesh)
+    return [
+        {**group, "names": list(dict.fromkeys(name for stage in stages for name in stage[place]["names"]))}
+        for place, group in enumerate(groups)
+    ]
+
+
+def _of_all_stages(mine: Any, mesh: DeviceMesh | None) -> list[Any]:
+    if mesh is None or "pipeline" not in (mesh.mesh_dim_names or ()):
+        return [mine]
+    group = mesh.get_group("pipeline")
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, mine, group=group)
+    return found
+
+
+def _canonical(tied: Sequence[Tied]) -> dict[str, str]:
+    return {tie.local: tie.name for tie in tied}
+
+
+def _by_name(layouts: Layouts, tied: Sequence[Tied]) -> dict[str, Layout]:
+    canonical = _canonical(tied)
+    return {**layouts, **{canonical[name]: layout for name, layout in layouts.items() if name in canonical}}
+
+
+def _names(module: nn.Module, tied: Sequence[Tied] = ()) -> dict[int, str]:
+    canonical = _canonical(tied)
+    return {id(parameter): canonical.get(name, name) for name, parameter in module.named_parameters()}

@@ -1,71 +1,104 @@
 """A plan put on a model, step by step. It decides nothing that the plan does not say."""
 
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
 
-from meshwright.batch import at_least_fp32
 from meshwright.errors import InputError
-from meshwright.parallel.mesh import build_mesh
-from meshwright.parallel.precision import forward_precision
-from meshwright.parallel.replicate import align_buffers, replicate
+from meshwright.parallel.batch_norm import synchronize_batch_norm
+from meshwright.parallel.check import check_runnable, check_structure, needs_structure
+from meshwright.parallel.combine import Combiner, combine
+from meshwright.parallel.layout import Layout
+from meshwright.parallel.mesh import build_mesh, data_group, place_in
+from meshwright.parallel.model import ParallelModel
+from meshwright.parallel.pipeline import Pipeline
+from meshwright.parallel.replicate import replicate
+from meshwright.parallel.shard import shard
+from meshwright.parallel.stages import cut_stages, recompute_stages
+from meshwright.parallel.tensor import split_modules
 from meshwright.plan import Plan
 from meshwright.profile.recompute import recompute_blocks
+from meshwright.profile.structure import Structure, structure
+
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class ParallelModel:
-    """`module` is the user's model, which holds the weights; `runner` is what a training step calls."""
-
-    plan: Plan
-    module: nn.Module
-    runner: nn.Module
-    mesh: DeviceMesh | None
-    device: torch.device
-
-    def forward(self, arguments: tuple[Any, ...], keywords: dict[str, Any], *, training: bool) -> Any:
-        # Evaluation calls the bare module: ranks may have different numbers of batches, so nobody waits.
-        model = self.runner if training else self.module
-        with forward_precision(self.plan, self.device.type):
-            output = model(*arguments, **keywords)
-        return at_least_fp32(output)
-
-    def combining(self, last: bool) -> AbstractContextManager[Any]:
-        """Gradients travel in the backward pass of a step's last microbatch only."""
-        if isinstance(self.runner, DistributedDataParallel) and not last:
-            return self.runner.no_sync()
-        return nullcontext()
-
-    def align_buffers(self) -> None:
-        if self.mesh is not None:
-            align_buffers(self.module, self.mesh)
-
-
-def apply(plan: Plan, module: nn.Module, device: torch.device, world_size: int) -> ParallelModel:
+def apply(
+    plan: Plan, module: nn.Module, device: torch.device, world_size: int, sample: Any = None, target: str | None = None
+) -> ParallelModel:
+    """`sample` is a batch as the model gets it: a plan that splits or cuts the model learns from it how that can be."""
     check_runnable(plan)
     mesh = build_mesh(plan, device.type, world_size)
-    module = module.to(device)
+    place = place_in(mesh, plan)
+    found = _structure(plan, module, sample, target)
+    order = tuple(module.state_dict())
+    # Stages first: what another rank runs is not even moved to this one's device.
+    cutting = (
+        cut_stages(module, plan, _known(found), place.pipeline, sample, target) if plan.axes.pipeline > 1 else None
+    )
+    held = cutting.module if cutting else module
+    runs = [stage.model for stage in cutting.stages] if cutting else [module]
+    for each in (held, *runs):
+        _move(each, plan, device)
+    # Splits before all that wraps: whatever comes later sees a rank's part of a weight as an ordinary one.
+    layouts: dict[str, Layout] = {}
+    for each in runs if found and mesh else ():
+        layouts |= split_modules(each, plan, _known(found), _known(mesh))
+    for each in runs:
+        if plan.numerics.batch_norm == "synchronized" and (others := data_group(mesh, plan)) is not None:
+            synchronize_batch_norm(each, others)
+    # Before DDP and FSDP2: they look for the parameters that a whole forward pass, with all its blocks, has used.
+    if cutting:
+        recompute_stages(cutting, plan.memory.recompute)
+    else:
+        recompute_blocks(module, plan.memory.recompute)
+    runner, combiner = held, None
+    if plan.axes.shard > 1:
+        # PyTorch's pipeline looks for FSDP2 on what it calls itself, the stage. Blocks that chance or data may leave
+        # out are gathered with all the rest, since ranks have to gather in one order.
+        for each in cutting.stages if cutting else [module]:
+            shard(each, _known(mesh), plan, units=not (found and found.evaluated))
+    elif plan.axes.replicate > 1:
+        runner, combiner = _replicated(plan, held, _known(mesh), layouts)
+    pipeline = Pipeline(cutting, plan, _known(mesh), device) if cutting else None
+    tied = cutting.tied if cutting else ()
+    return ParallelModel(plan, held, runner, mesh, place, device, order, layouts, tied, pipeline, combiner)
+
+
+def _replicated(
+    plan: Plan, module: nn.Module, mesh: DeviceMesh, layouts: dict[str, Layout]
+) -> tuple[nn.Module, Combiner | None]:
+    """DDP where the replicate axis is alone. Beside another one its ranks hold parts of models, which DDP would take
+    apart otherwise on each of them; gradients are averaged by us then."""
+    apart = [name for name, layout in layouts.items() if layout.axis == "replicate"]
+    if plan.world_size == plan.axes.replicate:
+        return replicate(module, mesh, plan.gradients.bucket_bytes, apart), None
+    overlap = plan.axes.pipeline == 1
+    return module, combine(module, mesh, plan.gradients.bucket_bytes, apart, overlap=overlap)
+
+
+def _move(module: nn.Module, plan: Plan, device: torch.device) -> None:
+    module.to(device)
     if plan.compute.layout == "channels_last":
         # Before wrapping: DDP's buckets take the strides that the parameters have then.
-        module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    # Before wrapping: DDP looks for the parameters that a whole forward pass, with all its blocks, has used.
-    recompute_blocks(module, plan.memory.recompute)
-    runner = module if mesh is None else replicate(module, mesh, plan.gradients.bucket_bytes)
-    return ParallelModel(plan, module, runner, mesh, device)
+        module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-def check_runnable(plan: Plan) -> None:
-    """Says before ranks start which part of a plan this version cannot run."""
-    for axis, size in plan.axes.model_dump().items():
-        if axis != "replicate" and size > 1:
-            raise InputError(f"plan.axes.{axis} is {size}: this version runs the replicate axis only, set {axis} to 1")
-    for name, split in plan.modules.splits.items():
-        if split.axis == "replicate" and split.kind != "none":
-            raise InputError(f"plan.modules.splits.{name}: this version splits no layer over the replicate axis")
-    if plan.numerics.precision not in ("fp32", "bf16"):
-        raise InputError(f"plan.numerics.precision is {plan.numerics.precision}: this version runs fp32 and bf16")
+def _structure(plan: Plan, module: nn.Module, sample: Any, target: str | None) -> Structure | None:
+    if not needs_structure(plan):
+        return None
+    if sample is None:
+        raise InputError(
+            f"the plan ({plan.summary()}) divides the model, and how it can be divided is learnt from a batch:"
+            " give parallelize(…, sample_batch=batch)"
+        )
+    found = structure(module, sample, target=target)
+    check_structure(plan, module, found)
+    return found
+
+
+def _known(value: T | None) -> T:
+    assert value is not None, "an axis larger than one makes a mesh, and a split or a cut wants a structure"
+    return value

@@ -1,4 +1,4 @@
-"""`Layout`: where a rank's part of a divided parameter lies in the whole one, so that its name and shape outlive a plan.
+"""`Layout`: where a rank's part of a divided parameter lies in the whole, so that its name and shape outlive a plan.
 
 Along one dimension of size n, made of parts n1 + n2 + … (a fused layer; otherwise one part), rank r of t holds
 
@@ -7,10 +7,14 @@ Along one dimension of size n, made of parts n1 + n2 + … (a fused layer; other
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
 @dataclass(frozen=True)
@@ -65,3 +69,88 @@ def whole_of(part: Tensor, layout: Layout, group: dist.ProcessGroup) -> Tensor:
             whole.narrow(layout.dim, first, length).copy_(piece.narrow(layout.dim, begin, length))
             begin += length
     return whole
+
+
+# ---- FSDP2 divides the rows of a part once more
+
+
+class Tied(Protocol):
+    """A parameter that several pipeline ranks hold: its name in the untouched model's `named_parameters`, the name
+    it has here, and the pipeline coordinates that hold it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def local(self) -> str: ...
+    @property
+    def holders(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """`sizes` numbers of a tensor that begin at `offsets` of the whole, and at `begin` of what this rank holds."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    begin: tuple[int, ...]
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor that FSDP2 may have divided."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_shape(tensor: Tensor, layout: Layout | None) -> tuple[int, ...]:
+    return layout.shape if layout else tuple(tensor.shape)
+
+
+def rows_of(tensor: Tensor) -> tuple[int, int]:
+    """The first row and the number of rows that this rank holds of a tensor that FSDP2 may have divided."""
+    if isinstance(tensor, DTensor):
+        sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        return (offsets[0], sizes[0]) if tensor.dim() else (0, 1)
+    return (0, tensor.shape[0]) if tensor.dim() else (0, 1)
+
+
+def rectangles(tensor: Tensor, layout: Layout | None) -> tuple[Rectangle, ...]:
+    """What this rank holds of a parameter or of a tensor that goes with it, as rectangles of the whole."""
+    if tensor.dim() == 0:
+        return (Rectangle((), (), ()),)
+    first, rows = rows_of(tensor)
+    shape, begin = tuple(tensor.shape), 0
+    found: list[Rectangle] = []
+    dim, lengths = (layout.dim, layout.stretches) if layout else (0, ((0, shape[0]),))
+    for place, length in lengths:  # which lie at begin … begin + length of the part
+        offsets, sizes, starts = [first, *[0] * (len(shape) - 1)], [rows, *shape[1:]], [0] * len(shape)
+        low, high = (max(begin, first), min(begin + length, first + rows)) if dim == 0 else (begin, begin + length)
+        offsets[dim], sizes[dim] = place + low - begin, max(0, high - low)
+        starts[dim] = low - first if dim == 0 else low
+        found.append(Rectangle(tuple(offsets), tuple(sizes), tuple(starts)))
+        begin += length
+    return tuple(rectangle for rectangle in found if all(rectangle.sizes))
+
+
+def view_of(local: Tensor, rectangle: Rectangle) -> Tensor:
+    """The rectangle's numbers in what this rank holds."""
+    for dim, (begin, size) in enumerate(zip(rectangle.begin, rectangle.sizes, strict=True)):
+        local = local.narrow(dim, begin, size)
+    return local
+
+
+def fill_from(tensor: Tensor, layout: Layout | None, whole: Tensor) -> None:
+    """Copies this rank's part of a whole tensor into what it holds."""
+    held = local_of(tensor)
+    for rectangle in rectangles(tensor, layout):
+        source = whole
+        for dim, (offset, size) in enumerate(zip(rectangle.offsets, rectangle.sizes, strict=True)):
+            source = source.narrow(dim, offset, size)
+        view_of(held, rectangle).copy_(source)
+
+
+def gathered(tensor: Tensor, layout: Layout | None, mesh: DeviceMesh | None) -> Tensor:
+    """The whole of a parameter, gradient or buffer; every rank that holds a part of it calls this."""
+    part = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if layout is None:
+        return part
+    assert mesh is not None
+    return whole_of(part.contiguous(), layout, mesh.get_group(layout.axis))

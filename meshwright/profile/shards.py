@@ -33,18 +33,20 @@ class Refused(Exception):
 
 
 class Partner(Exception):
-    """The operator could run on parts if this value, which is whole, were split too."""
+    """The operator could run on parts if this value, which is whole, were split too. Where `along` is given, no
+    layer has to be split for it: each rank can take its places of that dimension."""
 
-    def __init__(self, value: int) -> None:
+    def __init__(self, value: int, along: Shard | None = None) -> None:
         super().__init__(value)
         self.value = value
+        self.along = along
 
 
 # Names of torch's operators. The elements of the first keep their order; those of the last work along a dimension.
 _WORDS = {
     "in_order": "view _unsafe_view reshape _reshape_alias unsqueeze squeeze flatten unflatten alias detach clone "
     "contiguous _to_copy lift_fresh rand_like randn_like empty_like zeros_like ones_like full_like bernoulli "
-    "bernoulli_ uniform_ normal_",
+    "bernoulli_ uniform_ normal_ zero_ fill_",
     "moved": "t transpose permute expand repeat",
     "sliced": "slice select split split_with_sizes unsafe_split unsafe_split_with_sizes chunk unbind",
     "reduced": "mean sum amax amin var std linalg_vector_norm _softmax _log_softmax softmax _safe_softmax cumsum",
@@ -258,7 +260,7 @@ def _attention(flow: Flow, op: Op, shards: dict[int, Shard]) -> dict[int, Shard]
         if mask in shards:
             found = join(found, replace(shards[mask], dim=shards[mask].dim + 4 - len(shape)))
         elif len(shape) > 2 and shape[-3] != 1:
-            raise Partner(mask)
+            raise Partner(mask, Shard(len(shape) - 3, 1, shape[-3], 1))
     heads = _shape(flow, trio[0])[1]
     return {value: found for value in op.outputs if len(_shape(flow, value)) >= 3 and _shape(flow, value)[1] == heads}
 

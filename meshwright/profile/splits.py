@@ -99,14 +99,18 @@ def _joined(
 ) -> _Attempt | None:
     """Follows the parts, with whatever must be divided likewise, until they fit."""
     seed, fused = next(iter(columns.items()))
+    masks: dict[int, Shard] = {}  # that no layer and no table stands behind: every rank takes its heads of them
     while True:
         try:
-            return _followed(flow, linears, columns, along, taken)
+            return _followed(flow, linears, columns, along, masks, taken)
         except Refused:
             return None
         except Partner as partner:
-            value = partner.value
+            value, mask = partner.value, partner.along
         more = [name for name in origins(flow, linears, value) if name not in columns]
+        if not more and mask is not None and value not in masks and not tables(flow, linears, value):
+            masks[value] = mask
+            continue
         if not more:
             break
         if any(name in taken for name in more):
@@ -124,10 +128,15 @@ def _joined(
 
 
 def _followed(
-    flow: Flow, linears: dict[str, Linear], columns: dict[str, int], along: dict[str, int], taken: set[str]
+    flow: Flow,
+    linears: dict[str, Linear],
+    columns: dict[str, int],
+    along: dict[str, int],
+    masks: dict[int, Shard],
+    taken: set[str],
 ) -> _Attempt:
     attempt = _Attempt(columns, along, {}, {})
-    shards: dict[int, Shard] = {}
+    shards: dict[int, Shard] = dict(masks)
     by_op = {number: linear for linear in linears.values() for number in linear.ops}
     queue = [number for name in columns for number in linears[name].ops]
     for name, dim in along.items():
@@ -175,7 +184,7 @@ def _followed(
     if attempt.degree < 2:
         raise Refused("nothing to divide")
     _note_slices(flow, linears, shards, attempt)
-    attempt.values = frozenset(shards)
+    attempt.values = frozenset(shards.keys() - masks.keys())
     return attempt
 
 

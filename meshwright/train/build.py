@@ -1,22 +1,25 @@
 """The parts of a run made from its job: data, model, loss, metrics, optimizer and schedule."""
 
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import default_collate
 
 from meshwright.call import Call, bind, build, complaint
 from meshwright.data.loading import Loading
 from meshwright.errors import InputError, MeshwrightError, did_you_mean
 from meshwright.job import Job, Weights
 from meshwright.launch.world import World
+from meshwright.parallel.check import needs_structure
 from meshwright.parallel.initialize import initialized
 from meshwright.plan import Plan
 from meshwright.train.metrics import Metric
-from meshwright.train.optimizer import build_optimizer, matches
+from meshwright.train.optimizer import matches, optimizer_groups, optimizer_on
 from meshwright.train.session import Report, Session
 
 
@@ -120,8 +123,23 @@ def load_weights(model: nn.Module, weights: Weights) -> None:
     model.load_state_dict(found, strict=False)
 
 
+def sample_batch(job: Job, dataset: Any) -> Any:
+    """Two samples as the model gets them, for whoever wants to know what a batch looks like."""
+    samples = [dataset[index % len(dataset)] for index in range(2)] if _is_mapped(dataset) else _first_two(dataset)
+    return (bind(job.data.collate, "data.collate") if job.data.collate else default_collate)(samples)
+
+
+def _is_mapped(dataset: Any) -> bool:
+    return hasattr(dataset, "__getitem__")
+
+
+def _first_two(stream: Any) -> list[Any]:
+    return list(islice(iter(stream), 2))
+
+
 def build_session(job: Job, plan: Plan, world: World, report: Report) -> Session:
     model = build_model(job)
+    groups = optimizer_groups(job.optimizer, model)
     schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None
     if job.schedule:
         spec = job.schedule
@@ -131,7 +149,7 @@ def build_session(job: Job, plan: Plan, world: World, report: Report) -> Session
 
     return Session(
         model,
-        lambda module: build_optimizer(job.optimizer, module),
+        lambda parameters: optimizer_on(job.optimizer, groups, parameters),
         loss=bind(job.loss, "loss") if job.loss else None,
         plan=plan,
         world=world,
@@ -142,6 +160,7 @@ def build_session(job: Job, plan: Plan, world: World, report: Report) -> Session
         target=job.data.target,
         frozen=frozen_modules(model) if job.train.freeze else (),
         report=report,
+        sample=sample_batch(job, build_data(job)[0]) if needs_structure(plan) else None,
     )
 
 

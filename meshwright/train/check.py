@@ -5,14 +5,23 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from meshwright.call import bind, build, check_arguments, load
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.job import Job
-from meshwright.parallel.apply import check_runnable
+from meshwright.parallel.check import check_plan, check_runnable, needs_structure
 from meshwright.plan import Plan
-from meshwright.train.build import build_data, build_loading, build_metrics, freeze, load_weights, make_model
+from meshwright.train.build import (
+    build_data,
+    build_loading,
+    build_metrics,
+    freeze,
+    load_weights,
+    make_model,
+    sample_batch,
+)
 from meshwright.train.loss import understand
 from meshwright.train.optimizer import build_optimizer
 
@@ -22,12 +31,14 @@ def check(job: Job, plan: Plan, cluster: Cluster) -> None:
     check_runnable(plan)
     check_devices(plan, cluster)
     check_batch(job, plan)
-    _check_model(job)
+    model = _check_model(job)
     build_metrics(job)
     build_loading(job, torch.device("cpu"))
     if job.loss:
         understand(bind(job.loss, "loss"))
-    build_data(job)
+    train, _ = build_data(job)
+    if needs_structure(plan):
+        check_plan(plan, model or make_model(job), sample_batch(job, train), job.data.target)
 
 
 def check_devices(plan: Plan, cluster: Cluster) -> None:
@@ -42,16 +53,16 @@ def check_devices(plan: Plan, cluster: Cluster) -> None:
 
 
 def check_batch(job: Job, plan: Plan) -> None:
-    least = plan.world_size * plan.memory.accumulation
-    if job.train.global_batch < least:
+    if job.train.global_batch < plan.shares:
         raise InputError(
-            f"train.global_batch is {job.train.global_batch}, smaller than {plan.world_size} ranks ×"
-            f" {plan.memory.accumulation} microbatches = {least}: raise it, or use fewer ranks"
+            f"train.global_batch is {job.train.global_batch}, smaller than {plan.data_ranks} ranks ×"
+            f" {plan.microbatches} microbatches = {plan.shares}: raise it, or use fewer ranks"
         )
 
 
-def _check_model(job: Job) -> None:
-    """Builds the model without memory, to see that names in the job are names in the model."""
+def _check_model(job: Job) -> nn.Module | None:
+    """Builds the model without memory, to see that names in the job are names in the model. None where it cannot be
+    built so."""
     target = load(job.model.call)
     check_arguments(target, (), job.model.arguments, f"model: {job.model.call}")
     load(job.optimizer.call)
@@ -63,7 +74,7 @@ def _check_model(job: Job) -> None:
     except MeshwrightError:
         raise
     except Exception:  # some models cannot be built without memory: the ranks will build and check them
-        return
+        return None
     if job.train.weights:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that nothing is copied into a model without memory
@@ -74,6 +85,7 @@ def _check_model(job: Job) -> None:
         spec = job.schedule
         schedule = _said(lambda: build(spec, optimizer, role="schedule"), "schedule")
         check_arguments(schedule.step, (), {}, f"schedule: {spec.call} is stepped without a value, but its step()")
+    return model
 
 
 def _said(make: Callable[[], Any], role: str) -> Any:

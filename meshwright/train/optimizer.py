@@ -17,20 +17,35 @@ Group = dict[str, Any]  # "names" and the group's own options
 
 def build_optimizer(spec: Optimizer, module: nn.Module) -> torch.optim.Optimizer:
     """The job's optimizer on the parameters that are not frozen."""
-    trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    return optimizer_on(spec, optimizer_groups(spec, module), dict(module.named_parameters()))
+
+
+def optimizer_groups(spec: Optimizer, module: nn.Module) -> list[Group]:
+    """The groups of the whole model, before a plan gives a rank its part of it."""
+    trainable = [name for name, p in module.named_parameters() if p.requires_grad]
     if not trainable:
         raise InputError("nothing is left to train: every parameter is frozen")
-    words = spec.groups if isinstance(spec.groups, list) else [spec.groups]
-    groups = parameter_groups(words, module, list(trainable))
-    made = build(spec, [_with_parameters(group, trainable) for group in groups], role="optimizer")
+    return parameter_groups(_words(spec), module, trainable)
+
+
+def optimizer_on(
+    spec: Optimizer, groups: Sequence[Group], parameters: Mapping[str, nn.Parameter]
+) -> torch.optim.Optimizer:
+    """The optimizer on those of the groups' parameters that a rank holds. Every rank has every group, so that a
+    schedule finds them all."""
+    made = build(spec, [_with_parameters(group, parameters) for group in groups], role="optimizer")
     if not isinstance(made, torch.optim.Optimizer):
         raise InputError(f"optimizer: {spec.call} makes a {type(made).__name__}, not a torch optimizer")
-    for word in words:  # torch takes any key in a group
+    for word in _words(spec):  # torch takes any key in a group
         for option in word if isinstance(word, Mapping) else ():
             if option != "match" and option not in made.defaults:
                 near = did_you_mean(option, made.defaults)
                 raise InputError(f"optimizer.groups: {spec.call} has no option '{option}'{near}")
     return made
+
+
+def _words(spec: Optimizer) -> Sequence[str | Mapping[str, Any]]:
+    return spec.groups if isinstance(spec.groups, list) else [spec.groups]
 
 
 def parameter_groups(words: Sequence[str | Mapping[str, Any]], module: nn.Module, names: Sequence[str]) -> list[Group]:
@@ -56,18 +71,18 @@ def parameter_groups(words: Sequence[str | Mapping[str, Any]], module: nn.Module
 
 
 def rebuild_optimizer(
-    template: torch.optim.Optimizer, names: Mapping[int, str], module: nn.Module
+    template: torch.optim.Optimizer, names: Mapping[int, str], parameters: Mapping[str, nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """The same optimizer on a model's parameters. `names` tells what the template's parameters (by identity)
-    are called."""
-    parameters = dict(module.named_parameters())
+    """The same optimizer on the parameters that a rank holds. `names` tells what the template's parameters (by
+    identity) are called."""
     groups = []
     for group in template.param_groups:
         for parameter in group["params"]:
             if id(parameter) not in names:
                 shape = tuple(parameter.shape)
                 raise InputError(f"the optimizer holds a parameter of shape {shape} that the model has not")
-        groups.append({**group, "params": [parameters[names[id(p)]] for p in group["params"]]})
+        wanted = [names[id(p)] for p in group["params"]]
+        groups.append({**group, "params": [parameters[name] for name in wanted if name in parameters]})
     return type(template)(groups, **_constructor_options(template))
 
 
@@ -83,7 +98,7 @@ def _constructor_options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def _with_parameters(group: Group, parameters: Mapping[str, nn.Parameter]) -> Group:
     options = {key: value for key, value in group.items() if key != "names"}
-    return {"params": [parameters[name] for name in group["names"]], **options}
+    return {"params": [parameters[name] for name in group["names"] if name in parameters], **options}
 
 
 def _split_no_decay(groups: Sequence[Group], module: nn.Module) -> list[Group]:

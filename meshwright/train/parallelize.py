@@ -26,8 +26,10 @@ def parallelize(
     target: str | None = None,
     device: str | None = None,
     timeout_s: float = 600,
+    sample_batch: Any = None,
 ) -> Session:
-    """Puts a model under a plan; without one, every rank is a replica.
+    """Puts a model under a plan; without one, every rank is a replica. A plan that splits or cuts the model wants to
+    see a batch of any size, `sample_batch`.
 
     `optimizer` is a template: its class, groups and options are made again, by parameter name, on the parallel
     model, and the given object can no longer be stepped. `schedule` makes a schedule from the new optimizer.
@@ -38,7 +40,7 @@ def parallelize(
     names = {id(p): name for name, p in model.named_parameters()}
     session = Session(
         model,
-        lambda module: rebuild_optimizer(optimizer, names, module),
+        lambda parameters: rebuild_optimizer(optimizer, names, parameters),
         loss=loss,
         plan=plan or Plan.model_validate({"axes": {"replicate": world.size}}),
         world=world,
@@ -46,6 +48,7 @@ def parallelize(
         clip_norm=clip_norm,
         seed=seed,
         target=target,
+        sample=sample_batch,
     )
     _mark_used(optimizer)
     return session

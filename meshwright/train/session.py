@@ -24,11 +24,13 @@ from meshwright.launch.world import World
 from meshwright.parallel.apply import apply
 from meshwright.plan import Plan
 from meshwright.train.batch import chunks, move, samples_in
+from meshwright.train.evaluation import Rounds, combine
 from meshwright.train.loss import Loss, LossFunction, models_own, understand
 from meshwright.train.metrics import Metric, Tally
 
 Report = Callable[[str], None]
-MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+Parameters = Mapping[str, nn.Parameter]  # those that this rank holds, by the untouched model's names
+MakeOptimizer = Callable[[Parameters], torch.optim.Optimizer]
 MakeSchedule = Callable[[torch.optim.Optimizer], LRScheduler]
 
 
@@ -50,12 +52,14 @@ class Session:
         target: str | None = None,
         frozen: tuple[str, ...] = (),
         report: Report = lambda doing: None,
+        sample: Any = None,
     ) -> None:
+        """`sample` is a batch, which only plans that split or cut the model want to see."""
         self.plan = plan
         self.world = world
         self.seed = seed
-        self._parallel = apply(plan, model, world.device, world.size)
-        self.optimizer = make_optimizer(self._parallel.module)
+        self._parallel = apply(plan, model, world.device, world.size, sample, target)
+        self.optimizer = make_optimizer(self._parallel.parameters())
         self.schedule = make_schedule(self.optimizer) if make_schedule else None
         self._schedule_per = schedule_per
         self._loss: Loss = understand(loss) if loss else models_own()
@@ -63,13 +67,15 @@ class Session:
         self._target = target
         self._frozen = frozen
         self._report = report
+        self.on_gradients: Callable[[], None] | None = None  # called once a step's gradients are whole
+        self.gradient_norm: Tensor | None = None  # of the last step, before clipping; None where nothing clips
         self.steps = 0
         self.position = (0, 0)  # the epoch and batch that come next
         self._train_mode()
 
     @property
     def module(self) -> nn.Module:
-        """The caller's model, with the trained weights in it."""
+        """The caller's model with the trained weights in it, or this rank's part of it."""
         return self._parallel.module
 
     # ---- training
@@ -83,10 +89,10 @@ class Session:
         drop_last: bool = False,
     ) -> Iterator[Batch]:
         """This rank's part of every global batch, from the session's position on."""
-        if global_batch < self.world.size * self.plan.memory.accumulation:
+        if global_batch < self.plan.shares:
             raise InputError(
-                f"train.global_batch is {global_batch}, fewer than the {self.world.size} ranks × "
-                f"{self.plan.memory.accumulation} microbatches of the plan: raise it or use fewer ranks"
+                f"train.global_batch is {global_batch}, fewer than the {self.plan.data_ranks} ranks × "
+                f"{self.plan.microbatches} microbatches of the plan: raise it or use fewer ranks"
             )
         return train_batches(
             dataset,
@@ -94,7 +100,7 @@ class Session:
             global_batch=global_batch,
             share=self._share(),
             loading=loading or Loading(),
-            accumulation=self.plan.memory.accumulation,
+            accumulation=self.plan.microbatches,
             start=self.position,
             epochs=epochs,
             drop_last=drop_last,
@@ -103,16 +109,19 @@ class Session:
     def step(self, batch: Any) -> Tensor:
         """One optimizer step on a `Batch` of ours, or on this rank's share of a global batch as any loader
         gives it. Returns the mean loss of the global batch, the same on every rank."""
-        # Randomness is a function of (seed, step, rank): evaluations and restarts leave no trace in it.
-        _seed_all(derive(self.seed, "step", self.steps, self.world.rank), self.world.device)
+        # Randomness is a function of (seed, step, samples): evaluations and restarts leave no trace in it, and ranks
+        # that hold copies of the same activations drop the same of them.
+        _seed_all(derive(self.seed, "step", self.steps, self._parallel.place.data_rank), self.world.device)
         self.optimizer.zero_grad(set_to_none=True)
         ours = isinstance(batch, Batch)
         parts = batch.parts if ours else self._microbatches(batch)
         examples = [(self._example(part.data), part.samples) for part in parts]
         loss = self._forward_backward(examples, batch.samples if ours else None)
         self._report("optimizer")
+        if self.on_gradients is not None:
+            self.on_gradients()
         if self._clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.module.parameters(), self._clip_norm)
+            self.gradient_norm = self._parallel.clip_(self._clip_norm)
         self.optimizer.step()
         self.steps += 1
         if ours:
@@ -124,35 +133,37 @@ class Session:
     def _forward_backward(self, examples: list[tuple[Example, int]], global_samples: int | None) -> Tensor:
         """Leaves the mean gradient over the global batch in the parameters, and returns the mean loss.
 
-        Ranks' gradients are averaged, so each rank's sum is multiplied by ranks / global count. The count is
-        known beforehand or summed up while the forward pass runs; the loss's own sum travels beside backward.
+        The gradients of ranks with other samples are averaged, so each one's sum is multiplied by data ranks / global
+        count. The count is known beforehand or summed up while the forward pass runs; the loss's own sum travels beside
+        backward. Of ranks with the same samples one speaks for all.
         """
-        ranks = self.world.size
+        ranks = self.plan.data_ranks
         total = self._start_total(examples, global_samples)
-        loss_sum: Any = 0.0
-        own_count: Any = None
-        for number, (example, samples) in enumerate(examples):
-            last = number == len(examples) - 1
-            with self._parallel.combining(last):
-                self._report("forward")
-                output = self._parallel.forward(example.arguments, example.keywords, training=True)
-                term = self._loss.term(output, example.target, samples)
-                del output  # the scores of a large vocabulary are gigabytes, and backward does not need them
-                loss_sum = loss_sum + term.sum
-                if term.own_count is not None:
-                    own_count = term.own_count if own_count is None else own_count + term.own_count
-                if last:
-                    reduced = self._start_sum([loss_sum] if own_count is None else [loss_sum, own_count])
-                self._report("backward")
-                scale = term.weight * ranks / total()
-                (term.value if isinstance(scale, float) and scale == 1.0 else term.value * scale).backward()
-        sums = reduced()
-        if own_count is None:
-            return sums[0] / total()
+        told: list[Tensor] = []  # the loss's sum, and the count that it tells itself
+        reduced: list[Callable[[], Sequence[Tensor]]] = []
+
+        def loss_of(number: int, output: Any) -> Tensor:
+            example, samples = examples[number]
+            term = self._loss.term(output, example.target, samples)
+            now = [term.sum] if term.own_count is None else [term.sum, term.own_count]
+            told[:] = [before + more for before, more in zip(told, now, strict=True)] if told else now
+            if (
+                number == len(examples) - 1 and self.plan.axes.pipeline == 1
+            ):  # beside backward; stages have none to spare
+                reduced.append(self._start_sum(told))
+            self._report("backward")
+            scale = term.weight * ranks / total()
+            return term.value if isinstance(scale, float) and scale == 1.0 else term.value * scale
+
+        self._report("forward")
+        self._parallel.run(examples, loss_of)
+        loss_sum, own_count, tells = (reduced[0] if reduced else self._start_sum(told))()
+        if not tells:
+            return loss_sum / total()
         # The loss told its count only after its forward pass: the gradients were divided by another one.
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-        torch._foreach_mul_(gradients, float(total() / sums[1]) if sums[1] else 0.0)
-        return sums[0] / sums[1]
+        torch._foreach_mul_(gradients, float(total() / own_count) if own_count else 0.0)
+        return loss_sum / (own_count + (own_count == 0))
 
     def _start_total(self, examples: list[tuple[Example, int]], global_samples: int | None) -> Callable[[], Any]:
         """The global count that the sums are divided by, once it is asked for."""
@@ -163,25 +174,35 @@ class Session:
         count = sum(self._loss.count(example.target, samples) for example, samples in examples)
         if self.world.size == 1 and not isinstance(count, Tensor):
             return lambda: count
-        reduced = self._start_sum([torch.as_tensor(count, device=self.world.device)])
+        counts = torch.as_tensor(count, device=self.world.device).double().reshape(1)
+        reduced = self._add_up(counts if self._parallel.place.first else torch.zeros_like(counts))
 
         @cache
         def total() -> Tensor:
-            found = reduced()[0]
+            (found,) = reduced()
             return found + (found == 0)  # no target at all: a gradient of zero, not of 0/0
 
         return total
 
-    def _start_sum(self, values: list[Tensor]) -> Callable[[], Sequence[Tensor]]:
+    def _start_sum(self, told: list[Tensor]) -> Callable[[], Sequence[Tensor]]:
+        """The loss's sum, its own count and whether it told one, of all ranks together."""
+        tells = len(told) > 1
+        if self.world.size == 1:
+            return lambda: (told[0], told[-1], torch.tensor(tells))
+        if not self._parallel.place.speaks:
+            return self._add_up(torch.zeros(3, dtype=torch.float64, device=self.world.device))
+        numbers = [told[0].double(), told[-1].double(), torch.tensor(float(tells), device=self.world.device).double()]
+        return self._add_up(torch.stack(numbers))
+
+    def _add_up(self, numbers: Tensor) -> Callable[[], Sequence[Tensor]]:
         """Adds a few numbers over all ranks while other work goes on; the result waits for them."""
         if self.world.size == 1:
-            return lambda: values
-        total = torch.stack([value.double() for value in values])
-        work = dist.all_reduce(total, async_op=True)
+            return numbers.unbind
+        work = dist.all_reduce(numbers, async_op=True)
 
         def result() -> Sequence[Tensor]:
             work.wait()
-            return total.unbind()
+            return numbers.unbind()
 
         return result
 
@@ -201,40 +222,45 @@ class Session:
         """
         self._report("evaluate")
         self._parallel.align_buffers()
-        self.module.eval()
+        self._parallel.train(False)
         tally = Tally({**(metrics or {})}, self.world.device)
-        gave_up = False
-        parts = eval_batches(
-            dataset, batch=max(1, batch // self.world.size), share=self._share(), loading=loading or Loading()
-        )
+        share = self._share()
+        own = eval_batches(dataset, batch=max(1, batch // share.ranks), share=share, loading=loading or Loading())
+        together = self._parallel.in_step or share.ranks < self.world.size
+        rounds = Rounds(own, interrupted, together)
         with torch.no_grad():  # not inference_mode: what a model caches in here, training could not use
-            for part in parts:
-                if gave_up := interrupted():
-                    break
+            for part in rounds:
                 example = self._example(part.data)
-                output = self._parallel.forward(example.arguments, example.keywords, training=False)
+                output = self._parallel.evaluate(example, part.samples)
+                if not self._parallel.place.speaks or not part.samples:
+                    continue
                 term = self._loss.term(output, example.target, part.samples)
                 count = self._loss.count(example.target, part.samples)
                 tally.add_value("loss", (term.sum, count if term.own_count is None else term.own_count), part.samples)
                 tally.add(output, example.target, part.samples)
         self._train_mode()
         self._report("evaluate (combining)")
-        return combine(tally, gave_up, self.world.size)
+        return combine(tally, rounds.gave_up, self.world.size)
 
     # ---- weights and checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Full, ordinary weights that load into the untouched model."""
+        """Full, ordinary weights that load into the untouched model; all ranks ask together."""
         self._parallel.align_buffers()
-        return self.module.state_dict()
+        return self._parallel.full_state()
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """The whole gradients by name, once `on_gradients` is called; all ranks ask together."""
+        return self._parallel.full_gradients()
 
     def state(self) -> State:
         """What a checkpoint keeps of the model, the optimizer and the schedule."""
         self._parallel.align_buffers()
+        self._parallel.reshard()
         schedule = self.schedule.state_dict() if self.schedule else None
         return {
-            **model_state(self.module),
-            **optimizer_state(self.module, self.optimizer),
+            **model_state(self.module, self._parallel.layouts),
+            **optimizer_state(self.module, self.optimizer, *self._parallel.division),
             "schedule": schedule,
         }
 
@@ -254,7 +280,8 @@ class Session:
 
     def restore(self, path: Path, about: Mapping[str, Any]) -> None:
         """`load` for a checkpoint that has been verified."""
-        objects = load(path, self.module, self.optimizer)
+        self._parallel.reshard()
+        objects = load(path, self.module, self.optimizer, *self._parallel.division)
         if self.schedule and objects["schedule"] is not None:
             self.schedule.load_state_dict(objects["schedule"])
         self.steps = int(about["step"])
@@ -264,7 +291,7 @@ class Session:
     # ---- parts
 
     def _share(self) -> Share:
-        return Share(self.world.rank, self.world.size)
+        return Share(self._parallel.place.data_rank, self.plan.data_ranks)
 
     def _example(self, data: Any) -> Example:
         channels_last = self.plan.compute.layout == "channels_last"
@@ -272,30 +299,13 @@ class Session:
         return split(moved, self._target)
 
     def _microbatches(self, data: Any) -> list[Microbatch]:
-        return [Microbatch(chunk, samples_in(chunk)) for chunk in chunks(data, self.plan.memory.accumulation)]
+        return [Microbatch(chunk, samples_in(chunk)) for chunk in chunks(data, self.plan.microbatches)]
 
     def _train_mode(self) -> None:
         """Frozen modules stay in evaluation mode: neither their weights nor their statistics change."""
-        self._parallel.runner.train()
+        self._parallel.train()
         for name in self._frozen:
             self.module.get_submodule(name).eval()
-
-
-def combine(tally: Tally, gave_up: bool, ranks: int) -> dict[str, float] | None:
-    """One rank's totals with those of the others. A rank that evaluated nothing knows no names, so the names
-    travel with the totals."""
-    if ranks == 1:
-        return None if gave_up else tally.finish(tally.totals())
-    mine = (gave_up, {name: total.cpu() for name, total in tally.totals().items()})
-    parts: list[Any] = [None] * ranks
-    dist.all_gather_object(parts, mine)
-    if any(part[0] for part in parts):
-        return None
-    totals: dict[str, Tensor] = {}
-    for _, part in parts:
-        for name, total in part.items():
-            totals[name] = totals[name] + total if name in totals else total
-    return tally.finish(totals)
 
 
 def _seed_all(seed: int, device: torch.device) -> None:

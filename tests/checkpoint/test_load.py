@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import CheckpointError
 from meshwright.plan import Plan
-from meshwright.train.session import Session
+from meshwright.train.session import Parameters, Session
 from tests.ranks import RankPool, ranks
 from tests.train.alone import equal_states, world
 from tests.train.toy import points
@@ -51,10 +51,10 @@ class Tied(nn.Module):
 def session_of(rank: int, size: int, seed: int, model: nn.Module | None = None) -> Session:
     torch.manual_seed(seed)
 
-    def make(module: nn.Module) -> torch.optim.Optimizer:
+    def make(held: Parameters) -> torch.optim.Optimizer:
         groups: list[dict[str, Any]] = [
-            {"params": [p for p in module.parameters() if p.dim() > 1]},
-            {"params": [p for p in module.parameters() if p.dim() < 2], "weight_decay": 0.0},
+            {"params": [p for p in held.values() if p.dim() > 1]},
+            {"params": [p for p in held.values() if p.dim() < 2], "weight_decay": 0.0},
         ]
         return torch.optim.AdamW(groups, lr=0.01)
 
@@ -113,7 +113,7 @@ def test_options_and_moments_follow_names_not_places(tmp_path: Path) -> None:
     torch.manual_seed(5)
     session = Session(
         Tied(),
-        lambda module: torch.optim.AdamW(reversed(list(module.parameters())), lr=1.0),
+        lambda held: torch.optim.AdamW(reversed(list(held.values())), lr=1.0),
         loss=F.cross_entropy,
         plan=Plan(),
         world=world(),
@@ -155,7 +155,7 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
     model = Tied()
     session = Session(
         model,
-        lambda module: torch.optim.AdamW(model.head.parameters()),
+        lambda held: torch.optim.AdamW(model.head.parameters()),
         loss=F.cross_entropy,
         plan=Plan(),
         world=world(),
@@ -199,7 +199,7 @@ def test_other_optimizers_are_kept_too(tmp_path: Path, kind: type[torch.optim.Op
     def make() -> Session:
         return Session(
             nn.Linear(20, 5),
-            lambda module: kind(module.parameters(), lr=0.1),  # type: ignore[call-arg]
+            lambda held: kind(held.values(), lr=0.1),  # type: ignore[call-arg]
             loss=F.cross_entropy,
             plan=Plan(),
             world=world(),

@@ -2,14 +2,12 @@
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwright.batch import at_least_fp32
-from meshwright.errors import InputError
-from meshwright.parallel.apply import apply, check_runnable
+from meshwright.batch import Example, at_least_fp32
+from meshwright.parallel.apply import apply
 from meshwright.plan import Plan
 from tests.ranks import run_ranks
 
@@ -21,12 +19,6 @@ def test_one_rank_runs_the_model_itself() -> None:
     parallel = apply(Plan(), model, CPU, 1)
     assert parallel.runner is model
     assert parallel.mesh is None
-
-
-@pytest.mark.parametrize("axis", ["shard", "tensor", "pipeline"])
-def test_an_axis_this_version_cannot_run_is_refused(axis: str) -> None:
-    with pytest.raises(InputError, match=f"plan.axes.{axis} is 2: .* set {axis} to 1"):
-        check_runnable(Plan.model_validate({"axes": {axis: 2}}))
 
 
 def test_outputs_of_any_structure_are_widened() -> None:
@@ -60,11 +52,17 @@ def on_ranks(rank: int, size: int) -> dict[str, Any]:
     assert parallel.module is model
     seen = model.get_buffer("seen")
     first: list[float] = []
-    for last in (False, True):
-        with parallel.combining(last):
-            parallel.forward((torch.full((3,), float(rank + 1)),), {}, training=True).backward()
-        assert model.scale.grad is not None
-        first.append(float(model.scale.grad[0]))
+    example = Example((torch.full((3,), float(rank + 1)),), {}, None)
+
+    def loss_of(number: int, output: Tensor) -> Tensor:
+        if number:
+            assert model.scale.grad is not None
+            first.append(float(model.scale.grad[0]))
+        return output
+
+    parallel.run([(example, 1), (example, 1)], loss_of)
+    assert model.scale.grad is not None
+    first.append(float(model.scale.grad[0]))
     seen.fill_(float(rank + 1))
     parallel.align_buffers()
     return {"gradients": first, "seen": float(seen), "unused": model.unused.grad is None}

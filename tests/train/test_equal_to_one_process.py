@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, default_collate
 from meshwright.data.order import batches_per_epoch, global_batch, permutation
 from meshwright.launch.world import World
 from meshwright.plan import Plan
-from meshwright.train.session import Session
+from meshwright.train.session import Parameters, Session
 from tests.ranks import ranks
 
 SIZE, BATCH, EPOCHS, SEED = 33, 8, 2, 5
@@ -107,15 +107,15 @@ CASES: dict[str, Case] = {
 }
 
 
-def make(case: Case) -> tuple[nn.Module, Callable[[nn.Module], torch.optim.Optimizer]]:
+def make(case: Case) -> tuple[nn.Module, Callable[[Parameters], torch.optim.Optimizer]]:
     torch.manual_seed(0)
-    return case[0]().double(), lambda module: torch.optim.AdamW(module.parameters(), lr=0.01, weight_decay=0.1)
+    return case[0]().double(), lambda held: torch.optim.AdamW(held.values(), lr=0.01, weight_decay=0.1)
 
 
 def bare_loop(case: Case) -> tuple[dict[str, Tensor], list[float]]:
     """What anybody would write for one process."""
     model, make_optimizer = make(case)
-    optimizer, data, losses = make_optimizer(model), Points(case[1]), []
+    optimizer, data, losses = make_optimizer(dict(model.named_parameters())), Points(case[1]), []
     for epoch in range(EPOCHS):
         order = permutation(SEED, epoch, SIZE)
         for index in range(batches_per_epoch(SIZE, BATCH, False)):

@@ -96,7 +96,9 @@ def test_no_target_at_all_is_a_gradient_of_zero(function: Any, accumulation: int
     model = nn.Linear(3, 4).double()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     plan = Plan.model_validate({"memory": {"accumulation": accumulation}})
-    session = Session(model, lambda m: torch.optim.SGD(m.parameters(), lr=1.0), loss=function, plan=plan, world=world())
+    session = Session(
+        model, lambda held: torch.optim.SGD(held.values(), lr=1.0), loss=function, plan=plan, world=world()
+    )
     session.step((torch.randn(6, 3, dtype=torch.float64), torch.full((6,), -100)))
     for parameter in model.parameters():
         assert parameter.grad is not None

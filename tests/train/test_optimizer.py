@@ -101,7 +101,9 @@ def test_a_template_is_made_again_by_name() -> None:
         {"params": model.body.parameters(), "betas": (0.5, 0.6)},
     ]
     template = torch.optim.AdamW(groups, lr=0.25, weight_decay=0.125)
-    made = rebuild_optimizer(template, {id(p): name for name, p in model.named_parameters()}, other)
+    made = rebuild_optimizer(
+        template, {id(p): name for name, p in model.named_parameters()}, dict(other.named_parameters())
+    )
     assert type(made) is torch.optim.AdamW
     assert [id(p) for p in made.param_groups[0]["params"]] == [id(p) for p in other.head.parameters()]
     assert [id(p) for p in made.param_groups[1]["params"]] == [id(p) for p in other.body.parameters()]
@@ -113,7 +115,9 @@ def test_a_template_is_made_again_by_name() -> None:
 def test_a_template_may_hold_named_parameters() -> None:
     model = Net()
     template = torch.optim.SGD(model.named_parameters(), lr=0.5, momentum=0.75)
-    made = rebuild_optimizer(template, {id(p): name for name, p in model.named_parameters()}, model)
+    made = rebuild_optimizer(
+        template, {id(p): name for name, p in model.named_parameters()}, dict(model.named_parameters())
+    )
     assert made.param_groups[0]["momentum"] == 0.75
 
 

@@ -14,7 +14,7 @@ import meshwright
 from meshwright.errors import CheckpointError, InputError
 from meshwright.plan import Plan
 from meshwright.train.metrics import accuracy
-from meshwright.train.session import Session
+from meshwright.train.session import Parameters, Session
 from tests.ranks import RankPool, ranks
 from tests.train.alone import equal_states, world
 from tests.train.toy import Net, points
@@ -45,8 +45,8 @@ def pictures(size: int = 24) -> Dataset[Any]:
 
 
 def session_of(model: nn.Module, plan: Plan | None = None, loss: Any = F.cross_entropy, **options: Any) -> Session:
-    def make(module: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(module.parameters(), lr=0.01)
+    def make(held: Parameters) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(held.values(), lr=0.01)
 
     return Session(model, make, loss=loss, plan=plan or Plan(), world=options.pop("world", world()), **options)
 

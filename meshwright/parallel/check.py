@@ -1,0 +1,67 @@
+"""What of a plan cannot be run, or not on this model, said before ranks start and with what can be run instead."""
+
+from typing import Any
+
+from torch import nn
+
+from meshwright.errors import InputError
+from meshwright.parallel.pipeline_check import check_pipeline
+from meshwright.parallel.pipeline_wiring import chosen_cuts
+from meshwright.parallel.tensor import check_splits
+from meshwright.plan import Plan
+from meshwright.profile.names import within
+from meshwright.profile.structure import Structure, structure
+
+
+def check_plan(plan: Plan, model: nn.Module, sample: Any, target: str | None = None) -> None:
+    """The model may lie on the meta device."""
+    check_runnable(plan)
+    if needs_structure(plan):
+        check_structure(plan, model, structure(model, sample, target=target))
+
+
+def needs_structure(plan: Plan) -> bool:
+    """Whether the plan divides the model, so that how it can be divided must be known."""
+    return plan.axes.tensor > 1 or plan.axes.pipeline > 1 or bool(plan.modules.splits)
+
+
+def check_runnable(plan: Plan) -> None:
+    """What no model changes."""
+    if plan.numerics.precision not in ("fp32", "bf16"):
+        raise InputError(f"plan.numerics.precision is {plan.numerics.precision}: this version runs fp32 and bf16")
+    wide = [name for name, split in plan.modules.splits.items() if split.axis == "replicate" and split.kind != "none"]
+    if wide and plan.world_size > plan.axes.replicate:
+        raise InputError(
+            f"plan.modules.splits.{wide[0]} splits a layer over the replicate axis, which works where that axis is the"
+            f" only one: of {plan.summary()} leave out the split, or the other axes"
+        )
+
+
+def check_structure(plan: Plan, model: nn.Module, found: Structure) -> None:
+    check_pipeline(plan, found)
+    check_splits(model, plan, found)
+    if plan.axes.pipeline > 1 and plan.axes.tensor > 1:
+        _check_groups_are_whole(plan, found)
+
+
+def _check_groups_are_whole(plan: Plan, found: Structure) -> None:
+    """Modules that are split together lie in one stage."""
+    ends = [found.pieces.index(cut.after) for cut in chosen_cuts(plan, found)]
+
+    def stage_of(module: str) -> int:
+        piece = next((number for number, name in enumerate(found.pieces) if within(module, name)), 0)
+        return sum(piece > end for end in ends)
+
+    for group in found.splits:
+        if any(split.kind == "vocabulary" for split in group.splits):
+            continue
+        stages = {stage_of(split.module) for split in group.splits}
+        left_whole = any((own := plan.modules.split_of(s.module)) and own.kind == "none" for s in group.splits)
+        if len(stages) > 1 and not left_whole:
+            first, last = group.splits[0].module, group.splits[-1].module
+            cut = plan.pipeline.cuts[min(stages)]
+            raise InputError(
+                f"plan.pipeline.cuts: the cut behind {cut} parts {first} and {last}, which are split along the tensor"
+                f" axis together: cut behind {last}, or leave them whole with plan.modules.splits:"
+                f" {{{first}: {{kind: none}}}}"
+            )

@@ -1,0 +1,126 @@
+"""`Part`: a tensor of which each rank holds its places of one dimension, and which looks whole to the model's code.
+
+It tells the whole shape, so code that says `q.view(B, T, heads, C // heads)` runs unmodified, and it holds a plain
+tensor with plain gradients: every function is run on that, as `part_call` says, so backward needs no rules.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import register_pytree_node, tree_map
+
+from meshwright.parallel.exchange import Division, Team, even, gather, gather_in, scatter, swap
+from meshwright.parallel.layout import stretches
+from meshwright.profile.shards import Shard
+
+Kind = Literal["features", "vocabulary", "sequence"]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """How a tensor is divided among the ranks of `team`. A fused layer's output whose parts are not equal
+    (`shard.outer` is 0) has their sizes in `parts`. Over the replicate axis `samples` are the ranks' numbers of them:
+    a part then holds those of all ranks."""
+
+    shard: Shard
+    team: Team
+    kind: Kind = "features"
+    parts: tuple[int, ...] = ()
+    samples: tuple[int, ...] = ()
+
+    @property
+    def division(self) -> Division:
+        shard, ranks = self.shard, self.team.ranks
+        units = self.parts if shard.outer == 0 else (shard.count,) * shard.outer
+        inner = 1 if shard.outer == 0 else shard.inner
+        places = tuple(
+            tuple((first * inner, length * inner) for first, length in stretches(units, ranks, rank))
+            for rank in range(ranks)
+        )
+        return Division(shard.dim, sum(units) * inner, places)
+
+    def local_shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        dim = self.shard.dim
+        return (*whole[:dim], self.division.length(self.team.rank), *whole[dim + 1 :])
+
+
+class Part(Tensor):
+    """Made of a rank's `local` tensor and of how it lies in the whole."""
+
+    local: Tensor
+    mark: Mark
+    entered: tuple[bool, Tensor] | None
+
+    @staticmethod
+    def __new__(cls: type["Part"], local: Tensor, mark: Mark, shape: tuple[int, ...]) -> "Part":
+        part: Part = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
+        )
+        part.local, part.mark, part.entered = local, mark, None
+        return part
+
+    def __init__(self, local: Tensor, mark: Mark, shape: tuple[int, ...]) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        from meshwright.parallel.part_call import call  # which makes parts itself
+
+        return call(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        raise NotImplementedError(f"{func} was given a part of a divided tensor behind torch's function protocol")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Part({tuple(self.shape)} by {self.mark.shard}, rank {self.mark.team.rank} of {self.mark.team.ranks})"
+
+
+def is_part(tree: Any) -> bool:
+    return isinstance(tree, Part)
+
+
+# FSDP ties its hooks to the tensors in a module's arguments and results: it is to find the plain one, which gradients
+# go through.
+register_pytree_node(
+    Part,
+    lambda part: ([part.local], (part.mark, tuple(part.shape))),
+    lambda children, context: Part(next(iter(children)), *context),
+)
+
+
+def whole(part: Part) -> Tensor:
+    """The whole tensor on every rank, for work that all ranks do alike. Over the replicate axis: the whole features
+    of this rank's own samples."""
+    mark = part.mark
+    if mark.samples:
+        return swap(part.local, mark.division, even(0, mark.samples), mark.team)
+    return gather(part.local, mark.division, mark.team)
+
+
+def whole_in(part: Part) -> Tensor:
+    """The whole tensor, for work that is divided among the ranks: its gradients are summed."""
+    if part.entered is None or part.entered[0] != torch.is_grad_enabled():
+        found = gather_in(part.local, part.mark.division, part.mark.team)
+        part.entered = (torch.is_grad_enabled(), found)
+    return part.entered[1]
+
+
+def divided(tensor: Tensor, mark: Mark) -> Part:
+    """A whole tensor's part of this rank."""
+    return Part(scatter(tensor, mark.division, mark.team), mark, tuple(tensor.shape))
+
+
+def gathered(tree: Any, kinds: tuple[Kind, ...] = ("features", "vocabulary", "sequence")) -> Any:
+    """The same tree with whole tensors for parts, as what leaves a model or a pipeline stage must be."""
+
+    def made(leaf: Any) -> Any:
+        return whole(leaf) if isinstance(leaf, Part) and leaf.mark.kind in kinds else leaf
+
+    return tree_map(made, tree, is_leaf=is_part)

@@ -1,0 +1,168 @@
+"""A checkpoint written under any plan holds the plain whole tensors, and loads under any other plan."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from meshwright.checkpoint.load import load
+from meshwright.checkpoint.save import save_at
+from meshwright.checkpoint.state import model_state, optimizer_state
+from meshwright.errors import CheckpointError
+from meshwright.parallel.state import full_state
+from tests.parallel.divided import AXES, Divided, divide, whole_model
+from tests.ranks import RankPool, ranks
+
+ONE: dict[str, int] = {}
+TWO: list[dict[str, int]] = [{"shard": 2}, {"tensor": 2}, {"pipeline": 2}]
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[RankPool]:
+    with ranks(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[RankPool]:
+    with ranks(4) as pool:
+        yield pool
+
+
+def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
+    """Two groups, of which a stage may have one only."""
+    norms = [p for name, p in module.named_parameters() if name.startswith("norm")]
+    others = [p for name, p in module.named_parameters() if not name.startswith("norm")]
+    groups: list[dict[str, Any]] = [{"params": others}, {"params": norms, "weight_decay": 0.5}]
+    return torch.optim.AdamW(groups, lr=0.1)
+
+
+def state_of(parts: Divided, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {
+        **model_state(parts.module, parts.layouts),
+        **optimizer_state(parts.module, optimizer, parts.layouts, parts.tied, parts.mesh),
+        "schedule": {"last_epoch": 3},
+    }
+
+
+def save_under(rank: int, size: int, axes: dict[str, int], path: Path) -> None:
+    parts = divide(axes, size)
+    optimizer = optimizer_of(parts.module)
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.05
+    save_at(state_of(parts, optimizer), path, 1, {})
+
+
+def load_under(rank: int, size: int, axes: dict[str, int], path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The weights as loaded, and those of one more step with the gradients of `whole_model(1)`."""
+    parts = divide(axes, size, seed=1)
+    optimizer = optimizer_of(parts.module)
+    objects = load(path, parts.module, optimizer, parts.layouts, parts.tied, parts.mesh)
+    assert objects["schedule"] == {"last_epoch": 3}
+    order = list(whole_model().state_dict())
+    loaded = full_state(parts.module, parts.layouts, parts.mesh, order=order)
+    optimizer.step()
+    return loaded, full_state(parts.module, parts.layouts, parts.mesh, order=order)
+
+
+def expected() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model, other = whole_model(), whole_model(1)
+    optimizer = optimizer_of(model)
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.05
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        parameter.grad = other.get_parameter(name).grad
+    optimizer.step()
+    return saved, dict(model.state_dict())
+
+
+def assert_as_expected(found: tuple[dict[str, Tensor], dict[str, Tensor]]) -> None:
+    for state, wanted in zip(found, expected(), strict=True):
+        assert list(state) == list(wanted)
+        for name, value in wanted.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-14, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("axes", AXES, ids=str)
+def test_saved_on_one_rank_it_loads_under_every_plan(four: RankPool, axes: dict[str, int], tmp_path: Path) -> None:
+    save_under(0, 1, ONE, tmp_path / "saved")
+    for found in four.run(load_under, axes, tmp_path / "saved"):
+        assert_as_expected(found)
+
+
+@pytest.mark.parametrize("axes", AXES, ids=str)
+def test_saved_under_every_plan_it_loads_on_one_rank_and_under_others(
+    four: RankPool, two: RankPool, axes: dict[str, int], tmp_path: Path
+) -> None:
+    four.run(save_under, axes, tmp_path / "saved")
+    assert_as_expected(load_under(0, 1, ONE, tmp_path / "saved"))
+    other = TWO[AXES.index(axes) % len(TWO)]
+    for found in two.run(load_under, other, tmp_path / "saved"):
+        assert_as_expected(found)
+
+
+@pytest.mark.parametrize("axes", AXES, ids=str)
+def test_every_number_is_written_once(four: RankPool, axes: dict[str, int], tmp_path: Path) -> None:
+    four.run(save_under, axes, tmp_path / "saved")
+    save_under(0, 1, ONE, tmp_path / "alone")
+    metadata, alone = (dcp.FileSystemReader(tmp_path / name).read_metadata() for name in ("saved", "alone"))
+    assert metadata.state_dict_metadata.keys() == alone.state_dict_metadata.keys()
+    for key, about in alone.state_dict_metadata.items():
+        found: Any = metadata.state_dict_metadata[key]
+        if isinstance(about, TensorStorageMetadata):
+            assert (found.size, found.properties.dtype) == (about.size, about.properties.dtype), key
+            assert sum(chunk.sizes.numel() for chunk in found.chunks) == about.size.numel(), key
+    written = sum(path.stat().st_size for path in (tmp_path / "saved").glob("*.distcp"))
+    assert written == sum(item.length for item in metadata.storage_data.values())
+
+
+def refused(rank: int, size: int, axes: dict[str, int], path: Path, change: str) -> str:
+    parts = divide(axes, size)
+    if change == "shape" and hasattr(parts.module, "norm"):
+        parts.module.norm = nn.BatchNorm1d(7)
+    if change == "more" and hasattr(parts.module, "norm"):
+        parts.module.extra = nn.Linear(2, 2)
+    if change == "fewer" and hasattr(parts.module, "norm"):
+        del parts.module.norm
+    try:
+        load(path, parts.module, None, parts.layouts, parts.tied, parts.mesh)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("none", ""),
+        ("shape", "norm.weight is (5,) in the checkpoint, but (7,) in the model"),
+        ("more", "the checkpoint has no extra.weight, which the model has: it is of another model"),
+        ("fewer", "the checkpoint holds norm.bias, which the model has not: it is of another model"),
+    ],
+)
+def test_all_stages_are_told_where_the_checkpoint_differs(
+    four: RankPool, tmp_path: Path, change: str, words: str
+) -> None:
+    save_under(0, 1, ONE, tmp_path / "saved")
+    assert four.run(refused, {"pipeline": 2, "tensor": 2}, tmp_path / "saved", change) == [words] * 4
+
+
+def factored(rank: int, size: int) -> str:
+    parts = divide({"tensor": 2}, size)
+    optimizer = torch.optim.Adafactor(parts.module.parameters())
+    optimizer.step()
+    try:
+        state_of(parts, optimizer)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_optimizer_entries_of_another_shape_are_refused_where_parameters_are_divided(two: RankPool) -> None:
+    assert "only entries of the parameter's own shape" in two.run(factored)[0]

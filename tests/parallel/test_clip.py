@@ -1,0 +1,51 @@
+"""The norm and the clipped gradients under every plan are those of one process."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshwright.parallel.clip import clip_, global_norm
+from meshwright.parallel.state import full_gradients
+from tests.parallel.divided import AXES, divide, everywhere, whole_model
+from tests.ranks import RankPool, ranks
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[RankPool]:
+    with ranks(4) as pool:
+        yield pool
+
+
+def clipped(rank: int, size: int, axes: dict[str, int], max_norm: float) -> tuple[float, dict[str, Tensor], bool]:
+    parts = divide(axes, size)
+    gradients = [(name, parameter.grad) for name, parameter in parts.module.named_parameters()]
+    norm = clip_(gradients, parts.layouts, parts.tied, parts.mesh, max_norm)
+    after = full_gradients(parts.module, parts.layouts, parts.mesh, tied=parts.tied)
+    return float(norm), after, everywhere(float(norm))
+
+
+@pytest.mark.parametrize("axes", AXES, ids=str)
+@pytest.mark.parametrize("max_norm", [0.5, 1000.0])
+def test_clipping_under_every_plan(four: RankPool, axes: dict[str, int], max_norm: float) -> None:
+    model = whole_model()
+    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm))
+    for found, gradients, same in four.run(clipped, axes, max_norm):
+        assert same
+        assert found == pytest.approx(norm, rel=1e-14)
+        assert gradients.keys() == {name for name, p in model.named_parameters() if p.grad is not None}
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-13, atol=0)
+
+
+def test_on_one_process_and_in_short_types() -> None:
+    layer = nn.Linear(300, 300).to(torch.bfloat16)
+    layer.weight.grad = torch.full_like(layer.weight, 0.01)
+    gradients = [("weight", layer.weight.grad), ("bias", None)]
+    norm = global_norm(gradients, {}, (), None)
+    assert float(norm) == pytest.approx(300 * float(torch.tensor(0.01).bfloat16()), rel=1e-6), "bf16 would sum to less"
+    assert float(global_norm([("bias", None)], {}, (), None)) == 0.0
+    assert layer.weight.grad is not None
+    clip_(gradients, {}, (), None, 0.3)
+    assert float(layer.weight.grad[0, 0]) == pytest.approx(0.001, rel=0.01)
