@@ -15,8 +15,20 @@ _WHERE = {
     "load_plan": "meshwright.job",
     "parallelize": "meshwright.train.parallelize",
     "predict": "meshwright.simulator.predict",
+    "prove": "meshwright.proof.own",
 }
-__all__ = ["Job", "Plan", "Session", "__version__", "best_plan", "load_job", "load_plan", "parallelize", "predict"]
+__all__ = [
+    "Job",
+    "Plan",
+    "Session",
+    "__version__",
+    "best_plan",
+    "load_job",
+    "load_plan",
+    "parallelize",
+    "predict",
+    "prove",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,5 @@
-"""The command line: reads arguments, calls the rooms, prints. Exit 0 done, 2 the input is wrong, 1 anything else."""
+"""The command line: reads arguments, calls the rooms, prints. Exit 0 done, 2 the input is wrong, 3 a proof
+failed, 1 anything else."""
 
 import json
 import os
@@ -94,6 +95,7 @@ def plan(
     from meshwright.cluster.probe import measure
     from meshwright.job import load_job, load_plan
     from meshwright.planner.answer import answer, of_one, show
+    from meshwright.planner.question import with_own_operators
     from meshwright.planner.search import search
 
     if html:
@@ -101,7 +103,8 @@ def plan(
     begun = perf_counter()
     read = load_job(job, settings or [])
     given = load_plan(plan) if plan else None
-    question, profiles = _asked(read, find(cluster or read.cluster, measure), exact=exact, top=top)
+    asked, profiles = _asked(read, find(cluster or read.cluster, measure), exact=exact, top=top)
+    question = with_own_operators(asked, profiles)
     answered = of_one(given, question, profiles) if given else answer(search(question, profiles), question, profiles)
     told = {**answered.to_dict(), "seconds": round(perf_counter() - begun, 3)}
     if as_json:
@@ -110,21 +113,55 @@ def plan(
         show(answered, question, Console(width=None if sys.stdout.isatty() else 200), told["seconds"])
 
 
+@app.command()
+def prove(
+    job: JobFile,
+    plan: Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="Prove this plan.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="At most so many ranks: larger axes are shrunk.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, metavar="K", help="How many steps to compare.")] = 3,
+    dtype: Annotated[str, typer.Option(metavar="fp64|fp32", help="The precision of the comparison.")] = "fp64",
+    dropout: Annotated[bool, typer.Option("--dropout", help="Leave dropout on.")] = False,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show that a job trains under its plan as on one device: each loss, gradient, buffer and weight. Exit 3 if not."""
+    from rich.console import Console
+
+    from meshwright.cluster.detect import find
+    from meshwright.job import load_job, load_plan
+    from meshwright.proof.proof import save
+    from meshwright.proof.prove import prove as run
+    from meshwright.proof.show import show
+
+    read = load_job(job, settings or [])
+    given = load_plan(plan) if plan else read.plan
+    chosen = _auto_plan(read, find(read.cluster)) if given == "auto" else given
+    proof = run(read, chosen, ranks=ranks, steps=steps, dtype=dtype, dropout=dropout)
+    file = save(proof, Path(read.output), read.name)
+    if as_json:
+        print(json.dumps({**proof.to_dict(), "file": str(file)}), flush=True)
+    else:
+        show(proof, Console(width=None if sys.stdout.isatty() else 200))
+        print(f"saved in {file}", flush=True)
+    if not proof.equal:
+        raise typer.Exit(3)
+
+
 def _asked(job: "Job", cluster: "Cluster", *, exact: bool = False, top: int = 1) -> "tuple[Question, Profiles]":
     """A job's model, batch and optimizer, as the planner takes them: without memory, where the model allows it."""
     import torch
-    from torch.utils.data import default_collate
 
     from meshwright.call import bind
     from meshwright.planner.profiles import Profiles
     from meshwright.planner.question import Question
     from meshwright.simulator.predict import cost_of as optimizer_of
-    from meshwright.train.build import build_data, freeze, make_model
+    from meshwright.train.build import build_data, freeze, make_model, sample_batch
     from meshwright.train.optimizer import build_optimizer
 
     data, _ = build_data(job)
-    samples = [data[index % len(data)] for index in range(2)] if hasattr(data, "__getitem__") else _first(data)
-    sample = (bind(job.data.collate, "data.collate") if job.data.collate else default_collate)(samples)
+    sample = sample_batch(job, data)
     try:
         with torch.device("meta"):
             model = make_model(job)
@@ -150,27 +187,31 @@ def _asked(job: "Job", cluster: "Cluster", *, exact: bool = False, top: int = 1)
     return question, Profiles(model, sample, loss, job.data.target, on_gpu)
 
 
-def _first(stream: Any) -> list[Any]:
-    items = iter(stream)
-    return [next(items), next(items)]
-
-
 def _auto_plan(job: "Job", cluster: "Cluster") -> "Plan":
     """The best of what this version runs and what leaves the numbers as they are; every device a replica on a machine
     that nobody has measured, or for a model that cannot be predicted."""
     from dataclasses import replace
 
-    from meshwright.parallel.apply import check_runnable
+    from meshwright.parallel.check import check_runnable
     from meshwright.planner.search import replicas, search
 
     plain = replicas(cluster.devices, job.train.global_batch)
     if not all(node.device.is_known for node in cluster.nodes):
-        return plain
+        return _because("this machine was never measured (meshwright doctor does)", plain)
     try:
         question, profiles = _asked(job, cluster, exact=True)
-        return search(replace(question, even=False, refuses=check_runnable), profiles).ranked[0].plan
     except Exception:  # whatever a job's own code raises: the checks before a run say what is wrong with it
         return plain
+    try:
+        return search(replace(question, even=False, refuses=check_runnable), profiles).ranked[0].plan
+    except MeshwrightError as error:
+        return _because(str(error), plain)
+
+
+def _because(reason: str, plain: "Plan") -> "Plan":
+    """Says why nothing better than plain replicas was looked for or found."""
+    print(f"plan: auto is {plain.summary()}: {reason}", file=sys.stderr, flush=True)
+    return plain
 
 
 @bench.command()

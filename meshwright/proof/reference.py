@@ -1,0 +1,143 @@
+"""The reference: a plain PyTorch loop on one device. It knows of the plan only which samples BatchNorm meets."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from meshwright.batch import Example, split
+from meshwright.data.order import derive
+from meshwright.proof.groups import GlobalBatch, Group, Grouping, global_batches
+from meshwright.proof.question import Question
+from meshwright.proof.setting import Setting, computing_in
+from meshwright.train.batch import move
+from meshwright.train.loss import Loss, models_own, understand
+
+
+class Trained:
+    """A model with its optimizer and schedule."""
+
+    def __init__(self, setting: Setting, device: torch.device) -> None:
+        self.setting = setting
+        self.model = setting.model.to(device)
+        self.optimizer = setting.make_optimizer(dict(self.model.named_parameters()))
+        self.schedule = setting.make_schedule(self.optimizer) if setting.make_schedule else None
+        self.model.train()
+        for name in setting.frozen:
+            self.model.get_submodule(name).eval()
+
+    def update(self, last_of_epoch: bool) -> None:
+        """The optimizer's step, and the schedule's where it is due."""
+        self.optimizer.step()
+        if self.schedule and (self.setting.schedule_per == "step" or last_of_epoch):
+            self.schedule.step()
+
+
+class Reference(Trained):
+    """`compute`, `clip` and `update` are one step; between them everything can be looked at."""
+
+    def __init__(self, setting: Setting, question: Question, kind: Grouping, device: torch.device) -> None:
+        super().__init__(setting, device)
+        self.device = device
+        self.steps = 0
+        self._zero = torch.zeros((), dtype=torch.float64, device=device)
+        self._loss: Loss = understand(setting.loss) if setting.loss else models_own()
+        self._batches = global_batches(setting, question.plan, kind)
+
+    def next_batch(self) -> GlobalBatch:
+        return next(self._batches)
+
+    def compute(self, batch: GlobalBatch) -> Tensor:
+        """The mean loss over the global batch's valid targets; its gradients are in the model."""
+        self.optimizer.zero_grad(set_to_none=True)
+        loss_sum, count = self._zero, self._zero
+        for group in batch.groups:
+            if group.first:
+                self._seed(group.rank)
+            with computing_in(self.setting.dtype), _buffers_kept(self.model, not group.counts):
+                added, counted = self._backward(group)
+            loss_sum, count = loss_sum + added, count + counted
+        total = torch.ones_like(count) if self._loss.kind == "sum" else count
+        if total == 0:  # no target at all: a mean over none of them trains nothing
+            total = torch.ones_like(count)
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(total.to(parameter.grad.dtype))
+        return loss_sum / total
+
+    def clip(self) -> Tensor:
+        """The gradients' global norm, before they are clipped to what the setting allows."""
+        limit = self.setting.clip_norm
+        return nn.utils.clip_grad_norm_(self.model.parameters(), float("inf") if limit is None else limit)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """By name, on the CPU; those that the step did not reach are left out."""
+        return {name: p.grad.cpu().clone() for name, p in self.model.named_parameters() if p.grad is not None}
+
+    def update(self, last_of_epoch: bool) -> None:
+        super().update(last_of_epoch)
+        self.steps += 1
+
+    def _backward(self, group: Group) -> tuple[Tensor, Tensor]:
+        """Adds the gradients of a group's part of the sum; returns that part and its count."""
+        example = self._example(group)
+        with torch.set_grad_enabled(group.samples > 0):
+            output = self.model(*example.arguments, **example.keywords)
+        if not group.samples:  # only seen by running statistics
+            return self._zero, self._zero
+        if group.borrowed:
+            output = _without_borrowed(output, group)
+            example = replace(example, target=_without_borrowed(example.target, group))
+        term = self._loss.term(output, example.target, group.samples)
+        (term.value * term.weight).backward()
+        count = self._loss.count(example.target, group.samples) if term.own_count is None else term.own_count
+        return term.sum.double(), torch.as_tensor(count, device=self.device).double()
+
+    def _example(self, group: Group) -> Example:
+        return split(move(group.data, self.device), self.setting.target)
+
+    def _seed(self, rank: int) -> None:
+        """As a session does for each step and data rank: a model that draws numbers draws the same ones."""
+        seed = derive(self.setting.seed, "step", self.steps, rank)
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+
+
+def _without_borrowed(data: Any, group: Group) -> Any:
+    """What belongs to samples that count."""
+    size = group.samples + group.borrowed
+
+    def cut(value: Any) -> Any:
+        per_sample = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == size
+        return value[: group.samples] if per_sample else value
+
+    return tree_map(cut, data)
+
+
+@contextmanager
+def generators_kept(device: torch.device) -> Iterator[None]:
+    """Leaves the caller's random generators as they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        yield
+    random.setstate(python)
+    np.random.set_state(numpy)
+
+
+@contextmanager
+def _buffers_kept(model: nn.Module, kept: bool) -> Iterator[None]:
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()] if kept else []
+    yield
+    with torch.no_grad():
+        for buffer, value in before:
+            buffer.copy_(value)

@@ -1,0 +1,46 @@
+"""A proof for people."""
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from meshwright.proof.proof import Proof
+
+
+def show(proof: Proof, console: Console) -> None:
+    console.print(_headline(proof))
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, text in _rows(proof):
+        table.add_row(name, Text(text))  # Text: names of parameters are not markup
+    console.print(table)
+
+
+def _headline(proof: Proof) -> Text:
+    where = f"{proof.plan.summary()} on {proof.ranks} {_kind(proof)}"
+    first = proof.first_difference
+    if first is None:
+        return Text(f"Equal: {where} trains as one device does, {proof.steps} steps compared in {proof.dtype}", "green")
+    thing = f"{first.what} of {first.parameter}" if first.parameter else first.what
+    when = f"after step {first.step}" if first.what in ("weight", "buffer") else f"in step {first.step}"
+    when = "before the first step" if first.step == 0 else when
+    return Text(f"Not equal: {where}: the {thing} {when} is {first.error:.2e} off", "bold red")
+
+
+def _rows(proof: Proof) -> list[tuple[str, str]]:
+    checked = ", ".join(f"{what} {count}" for what, count in proof.checked.items())
+    rows = [
+        ("compared", checked),
+        ("largest relative error", f"{proof.max_relative_error:.2e}"),
+        ("tolerance", f"{proof.tolerance:.2e} = {proof.derived}"),
+    ]
+    if proof.first_difference:
+        rows.append(("cause", proof.first_difference.cause or "unknown"))
+    if proof.shrunk:
+        rows.append(("shrunk", proof.shrunk))
+    rows += [("note" if number == 0 else "", note) for number, note in enumerate(proof.notes)]
+    return rows
+
+
+def _kind(proof: Proof) -> str:
+    kind = "GPU" if proof.device == "cuda" else "CPU rank"
+    return kind if proof.ranks == 1 else f"{kind}s"

@@ -1,0 +1,216 @@
+"""Models, data and questions that proofs are tried on; small, but each with something that is easily got wrong."""
+
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from meshwright.launch.world import World
+from meshwright.plan import Plan
+from meshwright.proof.prove import prove_in
+from meshwright.proof.question import OwnModel, Plant, Question
+
+BATCH = 8
+
+
+class Points(Dataset[Any]):
+    """Fewer samples than three global batches, so the last one is short. All ignored targets lie together."""
+
+    def __init__(self, size: int = 2 * BATCH + 3, ignored: int = 0) -> None:
+        generator = torch.Generator().manual_seed(size)
+        self.x = torch.randn(size, 2, 6, 6, generator=generator)
+        self.y = torch.randint(0, 4, (size,), generator=generator)
+        self.y[:ignored] = -100
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index], self.y[index]
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3)
+        self.head = nn.Linear(4 * 4 * 4, 4)
+
+    def forward(self, image: Tensor) -> Tensor:
+        out: Tensor = self.head(self.conv(image).tanh().flatten(1))
+        return out
+
+
+class Normalized(nn.Module):
+    """The bias of a convolution before BatchNorm has no gradient in exact arithmetic; rounding alone gives it one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 6, 3)
+        self.norm = nn.BatchNorm2d(6)
+        self.drop = nn.Dropout(0.5)
+        self.head = nn.Linear(6 * 4 * 4, 4)
+
+    def forward(self, image: Tensor) -> Tensor:
+        out: Tensor = self.head(self.drop(self.norm(self.conv(image)).relu().flatten(1)))
+        return out
+
+
+class Attending(nn.Module):
+    """Tied weights, a layer that is never used, and an attention whose key bias has no gradient but rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(12, 8)
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True)
+        self.norm = nn.LayerNorm(8)
+        self.mix = nn.Linear(8, 8)
+        self.again = nn.Linear(8, 8, bias=False)
+        self.again.weight = self.mix.weight
+        self.unused = nn.Linear(3, 3)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.embed(image.transpose(1, 2).flatten(2))
+        x = self.norm(x + self.attention(x, x, x, need_weights=False)[0])
+        out: Tensor = self.head(self.again(self.mix(x).tanh()).mean(1))
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 3, padding=1)
+        self.norm = nn.BatchNorm2d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.norm(self.conv(x)).relu()
+        return out
+
+
+class Residual(nn.Module):
+    """Blocks that can be computed again, whose running statistics must not learn twice from that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[Block(2) for _ in range(4)])
+        self.head = nn.Linear(2 * 36, 4)
+
+    def forward(self, image: Tensor) -> Tensor:
+        out: Tensor = self.head(self.blocks(image).flatten(1))
+        return out
+
+
+def sum_and_count(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return F.cross_entropy(output, target, reduction="sum"), (target != -100).sum()
+
+
+def squared(output: Tensor, target: Tensor) -> Tensor:
+    return (output - F.one_hot(target.clamp(min=0), 4)).square().sum(dim=1).mean()
+
+
+MODELS: dict[str, type[nn.Module]] = {
+    "plain": Plain,
+    "normalized": Normalized,
+    "attending": Attending,
+    "residual": Residual,
+}
+LOSSES: dict[str, Any] = {
+    "cross entropy": F.cross_entropy,
+    "smoothed": nn.CrossEntropyLoss(label_smoothing=0.1),
+    "class weights": partial(F.cross_entropy, weight=torch.arange(1.0, 5.0)),
+    "sum and count": sum_and_count,
+    "squared": squared,
+}
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "rmsprop": partial(torch.optim.RMSprop, lr=1e-3),
+    "adam": partial(torch.optim.Adam, lr=1e-3, amsgrad=True),
+    "adagrad": partial(torch.optim.Adagrad, lr=1e-2, eps=1e-12),
+}
+
+
+def decaying(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+def question(
+    model: str = "plain",
+    loss: str = "cross entropy",
+    optimizer: str = "adamw",
+    plan: dict[str, Any] | None = None,
+    *,
+    size: int = 2 * BATCH + 3,
+    ignored: int = 0,
+    clip_norm: float | None = 0.05,
+    seed: int = 0,
+    **asked: Any,
+) -> Question:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        made = MODELS[model]()
+    own = OwnModel(
+        model=made,
+        optimizer=OPTIMIZERS[optimizer](made.parameters()),
+        loss=LOSSES[loss],
+        data=Points(size, ignored),
+        global_batch=BATCH,
+        schedule=decaying,
+        clip_norm=clip_norm,
+        seed=seed,
+    )
+    return Question(own, Plan.model_validate(plan or {}), **asked)
+
+
+def random_question(seed: int, ranks: int, axes: tuple[str, ...] = ("replicate",)) -> Question:
+    """A plan, a model, a loss and an optimizer drawn by the seed."""
+    draw = random.Random(seed)
+    sizes = dict.fromkeys(axes, 1)
+    sizes[draw.choice(axes)] = ranks
+    model = draw.choice(list(MODELS))
+    microbatches = draw.choice([1, 2]) if ranks <= 4 else 1
+    plan = {
+        "axes": sizes,
+        "memory": {
+            "accumulation": microbatches,
+            "recompute": draw.choice(["none", "selective", "full"]) if model == "residual" else "none",
+        },
+        "gradients": {"bucket_bytes": draw.choice([300, 10_000_000])},
+        "compute": {"layout": draw.choice(["contiguous", "channels_last"])},
+    }
+    return question(
+        model,
+        draw.choice(list(LOSSES)),
+        draw.choice(list(OPTIMIZERS)),
+        plan,
+        # At least two samples for everybody's BatchNorm, but never the same number for all.
+        size=2 * BATCH + (BATCH - 1 if model in ("normalized", "residual") else draw.randint(1, BATCH - 1)),
+        ignored=draw.choice([0, 6]),
+        clip_norm=draw.choice([None, 0.05, 100.0]),
+        seed=seed,
+        steps=draw.choice([3, 4]),
+    )
+
+
+def prove_here(rank: int, world_size: int, asked: Question, folder: Path) -> dict[str, Any] | None:
+    """For a pool of ranks: what rank 0 found."""
+    proof = prove_in(asked, World(rank, rank, world_size, world_size, 0, torch.device("cpu"), None), folder)
+    return proof.to_dict() if proof else None
+
+
+def planted(factor: float, **where: Any) -> Plant:
+    return Plant("scale_gradients", factor, **where)
+
+
+class Faulty(Plain):
+    """Right on one device, and a little wrong in company."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv.weight.register_hook(lambda gradient: gradient * 1.01 if dist.is_initialized() else gradient)

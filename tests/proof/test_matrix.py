@@ -1,0 +1,123 @@
+"""Every axis and product of axes trains the same model: proved in fp64 for the kinds of models that people train.
+
+Each case: three steps with AdamW, weight decay and clipping that binds, a third of the targets ignored and all of them
+together, and a last batch that is short. Then the same plan evaluates every sample, and its weights go back into the
+untouched model, which must say the same.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_map
+from torch.utils.data import default_collate
+
+from meshwright.launch.place import Place
+from meshwright.launch.world import World
+from meshwright.proof.prove import prove_in
+from meshwright.proof.question import OwnModel, Question
+from meshwright.proof.record import make_session
+from meshwright.proof.setting import Setting, computing_in, set_up
+from tests.proof.matrix import COVERING, every, plan_of
+from tests.ranks import RankPool
+from tests.zoo import BATCH, SAMPLES, ZOO, Made
+
+TOLERANCE = 1e-9
+CLIP = 0.05  # far below any of these gradients' norms
+
+
+def asked(kind: str, case: str) -> Question:
+    torch.manual_seed(0)
+    made = ZOO[kind]
+    model = made.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    own = OwnModel(model, optimizer, made.loss, Made(made.data), BATCH, clip_norm=CLIP, seed=3)
+    return Question(own, plan_of(kind, case))
+
+
+def try_case(rank: int, size: int, kind: str, case: str, folder: Path) -> dict[str, Any] | None:
+    """On rank 0: the proof, the evaluation and the weights."""
+    question, device = asked(kind, case), torch.device("cpu")
+    world = World(rank, rank, size, size, 0, device, None)
+    proof = prove_in(question, world, folder)
+    setting = set_up(question)
+    session = make_session(setting, question, world, Place.nowhere())
+    with computing_in(setting.dtype):
+        batches = session.batches(_as_dtype(setting), 1, BATCH)
+        session.step(next(batches))
+        found = session.evaluate(_as_dtype(setting), batch=10)
+        state = session.state_dict()
+    if proof is None:
+        return None
+    return {"proof": proof.to_dict(), "evaluated": found, "state": state}
+
+
+def _as_dtype(setting: Setting) -> list[Any]:
+    """The data in the precision of the comparison."""
+
+    def cast(value: Any) -> Any:
+        return value.to(setting.dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    return [tree_map(cast, setting.data[index]) for index in range(SAMPLES)]
+
+
+def alone(kind: str, state: dict[str, torch.Tensor]) -> float:
+    """The loss over all samples, of the untouched model with these weights."""
+    question = asked(kind, "R1")
+    setting = set_up(question)
+    setting.model.load_state_dict(state)
+    setting.model.eval()
+    data = default_collate(_as_dtype(setting))
+    with torch.no_grad(), computing_in(setting.dtype):
+        output = setting.model(*data[:-1])
+        assert setting.loss is not None
+        loss = setting.loss(output, data[-1])
+    return float(loss[0] / loss[1]) if isinstance(loss, tuple) else float(loss)
+
+
+@pytest.fixture(scope="module")
+def worlds() -> Iterator[dict[int, RankPool]]:
+    """One world of each size, started when a case wants it and ended with the next size."""
+    held: dict[int, Any] = {}
+    yield held
+    for pool in held.values():
+        pool.close()
+
+
+def by_size(pair: tuple[str, str]) -> int:
+    return plan_of(pair[0], pair[1]).world_size
+
+
+def prove_case(worlds: dict[int, RankPool], kind: str, case: str, folder: Path) -> None:
+    size = plan_of(kind, case).world_size
+    if size not in worlds:
+        for other in list(worlds):
+            worlds.pop(other).close()
+        worlds[size] = RankPool(size, 300)
+    found = worlds[size].run(try_case, kind, case, folder)[0]
+    proof = found["proof"]
+    assert proof["equal"], proof["first_difference"]
+    assert proof["max_relative_error"] <= TOLERANCE
+    assert proof["steps"] == 3
+    assert found["evaluated"]["loss"] == pytest.approx(alone(kind, found["state"]), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(("kind", "case"), sorted(COVERING, key=by_size))
+def test_a_plan_trains_the_same_model(worlds: dict[int, RankPool], kind: str, case: str, tmp_path: Path) -> None:
+    prove_case(worlds, kind, case, tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("kind", "case"), sorted(every(), key=by_size))
+def test_every_plan_trains_the_same_model(worlds: dict[int, RankPool], kind: str, case: str, tmp_path: Path) -> None:
+    prove_case(worlds, kind, case, tmp_path)
+
+
+def test_the_covering_set_has_every_axis_pair_and_kind() -> None:
+    sizes = [case.split()[0] for _, case in COVERING]
+    axes = [{letter for letter in word if letter.isalpha()} for word in sizes]
+    assert {kind for kind, _ in COVERING} == set(ZOO)
+    for pair in ("RS", "RT", "RP", "ST", "SP", "TP"):
+        assert any(set(pair) <= found for found in axes), pair
