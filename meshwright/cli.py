@@ -197,21 +197,16 @@ def _auto_plan(job: "Job", cluster: "Cluster") -> "Plan":
 
     plain = replicas(cluster.devices, job.train.global_batch)
     if not all(node.device.is_known for node in cluster.nodes):
-        return _because("this machine was never measured (meshwright doctor does)", plain)
+        print(f"plan: {plain.summary()}, as nobody has measured this machine (meshwright doctor does)", file=sys.stderr)
+        return plain
     try:
         question, profiles = _asked(job, cluster, exact=True)
     except Exception:  # whatever a job's own code raises: the checks before a run say what is wrong with it
         return plain
     try:
         return search(replace(question, even=False, refuses=check_runnable), profiles).ranked[0].plan
-    except MeshwrightError as error:
-        return _because(str(error), plain)
-
-
-def _because(reason: str, plain: "Plan") -> "Plan":
-    """Says why nothing better than plain replicas was looked for or found."""
-    print(f"plan: auto is {plain.summary()}: {reason}", file=sys.stderr, flush=True)
-    return plain
+    except MeshwrightError:  # it cannot be traced, or fits no plan as predicted: the run itself has the last word
+        return plain
 
 
 @bench.command()

@@ -1,9 +1,11 @@
 """Runs a function in several ranks for a test: file rendezvous, Gloo on loopback, one thread each, a time limit.
 
-`run_ranks(function, 2, *args)` starts a world for one call; `with ranks(2) as pool: pool.run(function,
-*args)` keeps it for many. Functions live at module level and are called as `function(rank, world_size, *args)`.
+`run_ranks(function, 2, *args)` runs one function; `with ranks(2) as pool: pool.run(function, *args)` many. Functions
+live at module level and are called as `function(rank, world_size, *args)`. Starting ranks takes longer than most tests:
+worlds of a size are kept for all tests of a process.
 """
 
+import atexit
 import faulthandler
 import multiprocessing
 import os
@@ -23,6 +25,9 @@ from typing import Any
 _SETTLE_S = 1.0  # how long the other ranks may take to tell the cause of a broken connection
 
 
+_KEPT_UP_TO = 4
+
+
 class RankFailure(RuntimeError):
     """A rank raised: the text holds its traceback."""
 
@@ -39,6 +44,8 @@ class RankPool:
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """The results by rank."""
+        if not all(process.is_alive() for process in self._processes):
+            self.close()
         if not self._processes:
             self._start()
         work = pickle.dumps((function, args))
@@ -75,6 +82,7 @@ class RankPool:
                 process = context.Process(
                     target=_serve,
                     args=(rank, self.world_size, rendezvous, self.timeout_s, theirs),
+                    name=f"rank {rank} of {self.world_size}",
                     daemon=True,
                 )
                 process.start()
@@ -123,14 +131,31 @@ class RankPool:
         time.sleep(0.5)  # nothing tells when they have printed
 
 
+_KEPT: dict[int, RankPool] = {}
+
+
+@atexit.register
+def _close_kept() -> None:
+    for pool in _KEPT.values():
+        pool.close()
+
+
 @contextmanager
 def ranks(world_size: int, timeout_s: float = 120) -> Iterator[RankPool]:
-    """A world that is kept alive; `timeout_s` holds for each call."""
-    pool = RankPool(world_size, timeout_s)
+    """A world of that size; `timeout_s` holds for each call. Small ones stay for whoever wants one next."""
+    if world_size > _KEPT_UP_TO:
+        pool = RankPool(world_size, timeout_s)
+        try:
+            yield pool
+        finally:
+            pool.close()
+        return
+    kept = _KEPT.setdefault(world_size, RankPool(world_size, timeout_s))
+    before, kept.timeout_s = kept.timeout_s, timeout_s
     try:
-        yield pool
+        yield kept
     finally:
-        pool.close()
+        kept.timeout_s = before
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:

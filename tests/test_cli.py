@@ -120,7 +120,7 @@ SETTINGS: list[tuple[str, list[str], str]] = [
         "replicate(3) = 3 ranks, but the cluster '2xcpu' has 2 devices (CPU cores): choose axes whose product is at"
         " most 2, or --cluster 3xcpu",
     ),
-    ("axes of later versions", ["plan.axes.tensor=2"], "plan.axes.tensor is 2: this version runs the replicate axis"),
+    ("stages without cuts", ["plan.axes.pipeline=2"], "0 cuts make 1 stages, but 1f1b on 2 ranks runs 2"),
     ("plan field", ["plan.axis.tensor=2"], "plan.axis is not a field: did you mean 'axes'?"),
     ("plan file", ["plan=plans/none.yaml"], "none.yaml: there is no such plan file"),
     ("cluster", ["cluster=64xH9000"], "cluster '64xH9000' is not known"),

@@ -13,6 +13,17 @@ from meshwright.yaml_file import read_mapping, validated
 FILE = Path(__file__).with_name("engines.yaml")
 
 
+class Arranging(BaseModel):
+    """What a core spends in every microbatch beside computing, in operators that it could start meanwhile: for a unit
+    of sharded weights, for an exchange of a split layer, for a stage."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    unit: NonNegativeFloat = 0.0
+    exchange: NonNegativeFloat = 0.0
+    stage: NonNegativeFloat = 0.0
+
+
 class Engine(BaseModel):
     """What runs (engine_profile.py, engine_memory.py):
     `half_weights` weights and activations lie in the type of the products, beside fp32 copies for the optimizer;
@@ -31,7 +42,8 @@ class Engine(BaseModel):
     Parts of a pass behind which exchange can hide: `overlaps` gradients, `gathers` weights, `tensor_overlaps` of the
     tensor exchange itself.
 
-    Factors on seconds: of `compute`, of `communication`, of the host's `launch`; `step_s` is spent once a step."""
+    Factors on seconds: of `compute`, of `communication`, of the host's `launch`; `step_s` is spent once a step;
+    `arranging` is what a core does for a plan beside computing."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -54,6 +66,7 @@ class Engine(BaseModel):
     communication: PositiveFloat = 1.0
     launch: NonNegativeFloat = 1.0
     step_s: NonNegativeFloat = 0.0
+    arranging: Arranging = Arranging()
 
 
 @lru_cache(maxsize=1)

@@ -13,7 +13,7 @@ The breakdown is that of the busiest pipeline rank: compute, launch, tensor, pip
 and optimizer add up to the step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -25,7 +25,7 @@ from meshwright.simulator.communication import call_s, overlap
 from meshwright.simulator.compute import host_s, optimizer_s, pass_s, products_in
 from meshwright.simulator.engine import Engine
 from meshwright.simulator.engine_profile import padded, run_by
-from meshwright.simulator.exchange import gradient_exchange, messages_s, tensor_exchange, transfer_s
+from meshwright.simulator.exchange import Message, gradient_exchange, messages_s, tensor_exchange, transfer_s
 from meshwright.simulator.lone import with_lone
 from meshwright.simulator.operators import Speeds, speeds
 from meshwright.simulator.pipeline_order import Action, Order, pipeline_order, stages_of
@@ -149,12 +149,22 @@ def _stage(whole: ModelProfile, part: ModelProfile, weights: float, asked: _Aske
     return StageTime(
         forward,
         backward,
-        # The host runs ahead: it is waited for only where all that the device does is done before.
-        max(0.0, started - forward - backward - into - back),
+        # The host runs ahead: it is waited for only where all that the device does is done before. A core is its own.
+        max(0.0, started - forward - backward - into - back) + _arranging(part, (*along, *wide), asked),
         into,
         back,
         _sharded(weights, len(part.blocks), forward, backward, asked),
     )
+
+
+def _arranging(part: ModelProfile, sent: Sequence[Message], asked: _Asked) -> float:
+    """What a core spends, beside computing, on units of weights, split layers and stages in one microbatch."""
+    if asked.device.kind != "cpu":
+        return 0.0
+    plan, work = asked.plan, asked.engine.arranging
+    units = (len(part.blocks) + 1) * (plan.axes.shard > 1)
+    exchanges, stages = sum(message.times for message in sent), plan.axes.pipeline > 1
+    return asked.device.launch_s * (work.unit * units + work.exchange * exchanges + work.stage * stages)
 
 
 def _sharded(weights: float, blocks: int, forward: float, backward: float, asked: _Asked) -> float:

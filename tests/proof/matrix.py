@@ -97,7 +97,7 @@ COVERING: tuple[tuple[str, str], ...] = (
     ("bert", "T2P2"),
     ("two_tower", "P2"),
     ("two_tower", "R2S2 twice"),
-    ("multitask", "R2T2P2"),
+    ("multitask", "S2T2 twice"),
 )
 
 

@@ -5,7 +5,9 @@ together, and a last batch that is short. Then the same plan evaluates every sam
 untouched model, which must say the same.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,10 @@ from meshwright.proof.question import OwnModel, Question
 from meshwright.proof.record import make_session
 from meshwright.proof.setting import Setting, computing_in, set_up
 from tests.proof.matrix import COVERING, every, plan_of
-from tests.ranks import RankPool
+from tests.ranks import RankPool, ranks
 from tests.zoo import BATCH, SAMPLES, ZOO, Made
 
+Worlds = Callable[[int], RankPool]
 TOLERANCE = 1e-9
 CLIP = 0.05  # far below any of these gradients' norms
 
@@ -78,25 +81,20 @@ def alone(kind: str, state: dict[str, torch.Tensor]) -> float:
 
 
 @pytest.fixture(scope="module")
-def worlds() -> Iterator[dict[int, RankPool]]:
-    """One world of each size, started when a case wants it and ended with the next size."""
-    held: dict[int, Any] = {}
-    yield held
-    for pool in held.values():
-        pool.close()
+def worlds() -> Iterator[Worlds]:
+    """One world of each size, started when a case first wants it."""
+    with ExitStack() as stack:
+        yield cache(lambda size: stack.enter_context(ranks(size, 300)))
 
 
-def by_size(pair: tuple[str, str]) -> int:
-    return plan_of(pair[0], pair[1]).world_size
+def by_size(pair: Any) -> int:
+    kind, case = pair
+    return plan_of(kind, case).world_size
 
 
-def prove_case(worlds: dict[int, RankPool], kind: str, case: str, folder: Path) -> None:
+def prove_case(worlds: Worlds, kind: str, case: str, folder: Path) -> None:
     size = plan_of(kind, case).world_size
-    if size not in worlds:
-        for other in list(worlds):
-            worlds.pop(other).close()
-        worlds[size] = RankPool(size, 300)
-    found = worlds[size].run(try_case, kind, case, folder)[0]
+    found = worlds(size).run(try_case, kind, case, folder)[0]
     proof = found["proof"]
     assert proof["equal"], proof["first_difference"]
     assert proof["max_relative_error"] <= TOLERANCE
@@ -105,13 +103,13 @@ def prove_case(worlds: dict[int, RankPool], kind: str, case: str, folder: Path) 
 
 
 @pytest.mark.parametrize(("kind", "case"), sorted(COVERING, key=by_size))
-def test_a_plan_trains_the_same_model(worlds: dict[int, RankPool], kind: str, case: str, tmp_path: Path) -> None:
+def test_a_plan_trains_the_same_model(worlds: Worlds, kind: str, case: str, tmp_path: Path) -> None:
     prove_case(worlds, kind, case, tmp_path)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("kind", "case"), sorted(every(), key=by_size))
-def test_every_plan_trains_the_same_model(worlds: dict[int, RankPool], kind: str, case: str, tmp_path: Path) -> None:
+def test_every_plan_trains_the_same_model(worlds: Worlds, kind: str, case: str, tmp_path: Path) -> None:
     prove_case(worlds, kind, case, tmp_path)
 
 

@@ -105,6 +105,7 @@ def test_a_script_can_prove_the_model_it_defines(tmp_path: Path) -> None:
     assert ended.stdout.startswith("True 2 replicate 4 to replicate 2"), ended.stderr
 
 
+@pytest.mark.soak
 def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
     ended = run_script(tmp_path, "print(ask().equal)\n")
     assert ended.returncode != 0

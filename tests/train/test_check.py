@@ -1,5 +1,7 @@
 """A job that cannot start is refused before ranks are started, also where only one part is looked at."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -51,10 +53,23 @@ def test_every_microbatch_needs_a_sample() -> None:
         check_batch(toy_job(train={"global_batch": 5}), plan(2, 3))
 
 
-@pytest.mark.parametrize("axis", ["shard", "tensor", "pipeline"])
-def test_axes_of_later_versions_are_refused(axis: str) -> None:
-    with pytest.raises(InputError, match=rf"plan\.axes\.{axis} is 2: this version runs the replicate axis only"):
-        check(toy_job(), Plan.model_validate({"axes": {axis: 2}}), TWO)
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({"axes": {"pipeline": 2}}, "0 cuts make 1 stages, but 1f1b on 2 ranks runs 2: choose 1 cuts"),
+        (
+            {"axes": {"pipeline": 2}, "pipeline": {"cuts": ["layers.6"], "microbatches": 2}},
+            "the model cannot be cut behind layers.6: nothing runs behind it; the nearest cuts are behind",
+        ),
+        ({"axes": {"tensor": 2}, "modules": {"splits": {"layer.6": {"kind": "none"}}}}, "did you mean 'layers.6'"),
+        ({"numerics": {"precision": "fp16"}}, "plan.numerics.precision is fp16: this version runs fp32 and bf16"),
+    ],
+)
+def test_a_plan_that_the_model_does_not_allow_is_refused_before_ranks_start(plan: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError) as refusal:
+        check(toy_job(), Plan.model_validate(plan), TWO)
+    assert words in str(refusal.value)
+    assert "\n" not in str(refusal.value)
 
 
 def test_a_schedule_that_wants_a_value_is_refused() -> None:
