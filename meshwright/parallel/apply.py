@@ -1,5 +1,6 @@
 """A plan put on a model, step by step. It decides nothing that the plan does not say."""
 
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -23,12 +24,20 @@ from meshwright.profile.recompute import recompute_blocks
 from meshwright.profile.structure import Structure, structure
 
 T = TypeVar("T")
+Fill = Callable[[nn.Module, Mapping[str, Layout]], None]
 
 
 def apply(
-    plan: Plan, module: nn.Module, device: torch.device, world_size: int, sample: Any = None, target: str | None = None
+    plan: Plan,
+    module: nn.Module,
+    device: torch.device,
+    world_size: int,
+    sample: Any = None,
+    target: str | None = None,
+    fill: Fill | None = None,
 ) -> ParallelModel:
-    """`sample` is a batch as the model gets it: a plan that splits or cuts the model learns from it how that can be."""
+    """`sample` is a batch as the model gets it: a plan that splits or cuts the model learns from it how that can be.
+    `fill` gives a module that lies on the meta device, and its parts as the layouts say, memory and initial weights."""
     check_runnable(plan)
     mesh = build_mesh(plan, device.type, world_size)
     place = place_in(mesh, plan)
@@ -41,7 +50,8 @@ def apply(
     held = cutting.module if cutting else module
     runs = [stage.model for stage in cutting.stages] if cutting else [module]
     for each in (held, *runs):
-        _move(each, plan, device)
+        if fill is None:
+            _move(each, plan, device)
     # Splits before all that wraps: whatever comes later sees a rank's part of a weight as an ordinary one.
     layouts: dict[str, Layout] = {}
     for each in runs if found and mesh else ():
@@ -55,11 +65,15 @@ def apply(
     else:
         recompute_blocks(module, plan.memory.recompute)
     runner, combiner = held, None
+    if fill is not None and plan.axes.shard == 1:
+        fill(held, layouts)
     if plan.axes.shard > 1:
         # PyTorch's pipeline looks for FSDP2 on what it calls itself, the stage. Blocks that chance or data may leave
         # out are gathered with all the rest, since ranks have to gather in one order.
         for each in cutting.stages if cutting else [module]:
             shard(each, _known(mesh), plan, units=not (found and found.evaluated))
+        if fill is not None:  # what is still to be divided would be filled whole
+            fill(held, layouts)
     elif plan.axes.replicate > 1:
         runner, combiner = _replicated(plan, held, _known(mesh), layouts)
     pipeline = Pipeline(cutting, plan, _known(mesh), device) if cutting else None

@@ -1,6 +1,7 @@
 """The parts of a run made from its job: data, model, loss, metrics, optimizer and schedule."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,17 @@ from meshwright.data.loading import Loading
 from meshwright.errors import InputError, MeshwrightError, did_you_mean
 from meshwright.job import Job, Weights
 from meshwright.launch.world import World
+from meshwright.parallel.apply import Fill
 from meshwright.parallel.check import needs_structure
+from meshwright.parallel.deferred import Recording, materialize, problems, recorded
 from meshwright.parallel.initialize import initialized
+from meshwright.parallel.layout import Layout
 from meshwright.plan import Plan
 from meshwright.train.metrics import Metric
 from meshwright.train.optimizer import matches, optimizer_groups, optimizer_on
 from meshwright.train.session import Report, Session
+
+LARGE_BYTES = 2**30  # of weights, from which a rank does not build a model that it holds a part of
 
 
 def build_data(job: Job) -> tuple[Any, Any]:
@@ -137,8 +143,34 @@ def _first_two(stream: Any) -> list[Any]:
     return list(islice(iter(stream), 2))
 
 
+def _start(job: Job, plan: Plan, device: torch.device) -> tuple[nn.Module, Fill | None]:
+    """A large model that the plan divides is built without memory, and every rank fills only its part of it."""
+    divided = plan.world_size > plan.axes.replicate and plan.stages_per_rank == 1
+    plain = plan.compute.layout == "contiguous" and not job.train.weights
+    if divided and plain and _size(job) > LARGE_BYTES:
+        model, recording = recorded(lambda: make_model(job), job.train.seed)
+        freeze(model, job.train.freeze)
+        return model, partial(_fill, recording, job.train.seed, device)
+    return build_model(job), None
+
+
+def _fill(
+    recording: Recording, seed: int, device: torch.device, module: nn.Module, layouts: Mapping[str, Layout]
+) -> None:
+    materialize(module, recording, layouts, seed, device)
+
+
+def _size(job: Job) -> int:
+    """The bytes of a model that can be built again without memory; 0 of one that cannot."""
+    try:
+        model, recording = recorded(lambda: make_model(job), job.train.seed)
+    except Exception:  # its code wants real numbers
+        return 0
+    return 0 if problems(model, recording) else sum(p.numel() * p.element_size() for p in model.parameters())
+
+
 def build_session(job: Job, plan: Plan, world: World, report: Report) -> Session:
-    model = build_model(job)
+    model, fill = _start(job, plan, world.device)
     groups = optimizer_groups(job.optimizer, model)
     schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None
     if job.schedule:
@@ -161,6 +193,7 @@ def build_session(job: Job, plan: Plan, world: World, report: Report) -> Session
         frozen=frozen_modules(model) if job.train.freeze else (),
         report=report,
         sample=sample_batch(job, build_data(job)[0]) if needs_structure(plan) else None,
+        fill=fill,
     )
 
 

@@ -21,7 +21,7 @@ from meshwright.data.loading import Batch, Loading, Microbatch, Share, eval_batc
 from meshwright.data.order import derive
 from meshwright.errors import InputError
 from meshwright.launch.world import World
-from meshwright.parallel.apply import apply
+from meshwright.parallel.apply import Fill, apply
 from meshwright.plan import Plan
 from meshwright.train.batch import chunks, move, samples_in
 from meshwright.train.evaluation import Rounds, combine
@@ -53,12 +53,14 @@ class Session:
         frozen: tuple[str, ...] = (),
         report: Report = lambda doing: None,
         sample: Any = None,
+        fill: Fill | None = None,
     ) -> None:
-        """`sample` is a batch, which only plans that split or cut the model want to see."""
+        """`sample` is a batch, which only plans that split or cut the model want to see; `fill` gives a model on the
+        meta device its weights, once a plan has divided it."""
         self.plan = plan
         self.world = world
         self.seed = seed
-        self._parallel = apply(plan, model, world.device, world.size, sample, target)
+        self._parallel = apply(plan, model, world.device, world.size, sample, target, fill)
         self.optimizer = make_optimizer(self._parallel.parameters())
         self.schedule = make_schedule(self.optimizer) if make_schedule else None
         self._schedule_per = schedule_per
