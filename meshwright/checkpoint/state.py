@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.checkpoint.pieces import held, pieces
 from meshwright.errors import CheckpointError
-from meshwright.parallel.layout import Layout, Tied, whole_shape
+from meshwright.parallel.layout import Layout, Tied, axis_apart, whole_shape
 from meshwright.parallel.shard import reshard
 
 State = dict[str, Any]
@@ -38,7 +38,7 @@ def optimizer_state(
     tied: Sequence[Tied] = (),
     mesh: DeviceMesh | None = None,
 ) -> State:
-    """Collective where the mesh has a pipeline axis: each stage knows the options of its own parameters."""
+    """Collective where stages or branches lie apart: each rank knows the options of its own parameters."""
     reshard(module)
     names, lying = _names(module, tied), _by_name(layouts or {}, tied)
     state: State = {}
@@ -54,7 +54,7 @@ def optimizer_state(
         }
         for group in optimizer.param_groups
     ]
-    state[GROUPS] = _groups_of_all(groups, mesh)
+    state[GROUPS] = _groups_of_all(groups, layouts or {}, mesh)
     return state
 
 
@@ -113,8 +113,8 @@ def restore_optimizer(
 def check_model(
     module: nn.Module, metadata: Metadata, layouts: Layouts | None = None, mesh: DeviceMesh | None = None
 ) -> None:
-    """Names the first tensor in which the checkpoint and the model, all its stages together, differ. Collective where
-    the mesh has a pipeline axis."""
+    """Names the first tensor in which the checkpoint and the model, all its stages and branches together, differ.
+    Collective where they lie apart."""
     saved = {
         key.removeprefix("model/"): about
         for key, about in metadata.state_dict_metadata.items()
@@ -125,7 +125,7 @@ def check_model(
         name: whole_shape(value, lying.get(name)) if isinstance(value, Tensor) else None
         for name, value in module.state_dict().items()
     }
-    shapes = {name: shape for stage in _of_all_stages(mine, mesh) for name, shape in stage.items()}
+    shapes = {name: shape for stage in _of_all_ranks(mine, lying, mesh) for name, shape in stage.items()}
     for name, shape in shapes.items():
         if name not in saved:
             raise CheckpointError(f"the checkpoint has no {name}, which the model has: it is of another model")
@@ -149,19 +149,21 @@ def _entry(name: str, key: str, value: Any, parameter: Tensor, layout: Layout | 
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _groups_of_all(groups: list[dict[str, Any]], mesh: DeviceMesh | None) -> list[dict[str, Any]]:
-    """The groups with the names of all stages: every stage has the same groups, some of them empty."""
-    stages = _of_all_stages(groups, mesh)
+def _groups_of_all(groups: list[dict[str, Any]], layouts: Layouts, mesh: DeviceMesh | None) -> list[dict[str, Any]]:
+    """The groups with the names of all ranks: every one has the same groups, some of them empty."""
+    stages = _of_all_ranks(groups, layouts, mesh)
     return [
         {**group, "names": list(dict.fromkeys(name for stage in stages for name in stage[place]["names"]))}
         for place, group in enumerate(groups)
     ]
 
 
-def _of_all_stages(mine: Any, mesh: DeviceMesh | None) -> list[Any]:
-    if mesh is None or "pipeline" not in (mesh.mesh_dim_names or ()):
+def _of_all_ranks(mine: Any, layouts: Layouts, mesh: DeviceMesh | None) -> list[Any]:
+    """What each rank of a pipeline, or of the tensor axis where branches lie apart, has to say."""
+    axis = axis_apart(layouts, mesh)
+    if axis is None or mesh is None:
         return [mine]
-    group = mesh.get_group("pipeline")
+    group = mesh.get_group(axis)
     found: list[Any] = [None] * group.size()
     dist.all_gather_object(found, mine, group=group)
     return found

@@ -9,6 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.errors import InputError
 from meshwright.parallel.batch_norm import synchronize_batch_norm
+from meshwright.parallel.branches import connect, recompute_apart, set_apart
+from meshwright.parallel.branches_check import apart, beside_branches, check_branches
 from meshwright.parallel.check import check_runnable, check_structure, needs_structure
 from meshwright.parallel.combine import Combiner, combine
 from meshwright.parallel.layout import Layout
@@ -47,13 +49,15 @@ def apply(
     cutting = (
         cut_stages(module, plan, _known(found), place.pipeline, sample, target) if plan.axes.pipeline > 1 else None
     )
+    # Branches too; their layouts are known on the ranks that do not hold them.
+    branches = set_apart(module, plan, _known(mesh), device) if apart(plan) else None
     held = cutting.module if cutting else module
     runs = [stage.model for stage in cutting.stages] if cutting else [module]
     for each in (held, *runs):
         if fill is None:
             _move(each, plan, device)
     # Splits before all that wraps: whatever comes later sees a rank's part of a weight as an ordinary one.
-    layouts: dict[str, Layout] = {}
+    layouts: dict[str, Layout] = dict(branches.layouts) if branches else {}
     for each in runs if found and mesh else ():
         layouts |= split_modules(each, plan, _known(found), _known(mesh))
     for each in runs:
@@ -62,6 +66,8 @@ def apply(
     # Before DDP and FSDP2: they look for the parameters that a whole forward pass, with all its blocks, has used.
     if cutting:
         recompute_stages(cutting, plan.memory.recompute)
+    elif branches:
+        recompute_apart(branches, module, plan.memory.recompute)
     else:
         recompute_blocks(module, plan.memory.recompute)
     runner, combiner = held, None
@@ -76,6 +82,8 @@ def apply(
             fill(held, layouts)
     elif plan.axes.replicate > 1:
         runner, combiner = _replicated(plan, held, _known(mesh), layouts)
+    if branches:
+        connect(branches, module)
     pipeline = Pipeline(cutting, plan, _known(mesh), device) if cutting else None
     tied = cutting.tied if cutting else ()
     return ParallelModel(plan, held, runner, mesh, place, device, order, layouts, tied, pipeline, combiner)
@@ -109,8 +117,9 @@ def _structure(plan: Plan, module: nn.Module, sample: Any, target: str | None) -
             " give parallelize(…, sample_batch=batch)"
         )
     found = structure(module, sample, target=target)
+    check_branches(plan, module, sample, target, evaluating=found.evaluated)
     check_structure(plan, module, found)
-    return found
+    return beside_branches(found, plan)
 
 
 def _known(value: T | None) -> T:

@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 
 from meshwright.errors import InputError
+from meshwright.parallel.branches_check import apart, beside_branches, check_branches
 from meshwright.parallel.pipeline_check import check_pipeline
 from meshwright.parallel.pipeline_wiring import chosen_cuts
 from meshwright.parallel.tensor import check_splits
@@ -17,7 +18,9 @@ def check_plan(plan: Plan, model: nn.Module, sample: Any, target: str | None = N
     """The model may lie on the meta device."""
     check_runnable(plan)
     if needs_structure(plan):
-        check_structure(plan, model, structure(model, sample, target=target))
+        found = structure(model, sample, target=target)
+        check_branches(plan, model, sample, target, evaluating=found.evaluated)
+        check_structure(plan, model, found)
 
 
 def needs_structure(plan: Plan) -> bool:
@@ -35,11 +38,16 @@ def check_runnable(plan: Plan) -> None:
             f"plan.modules.splits.{wide[0]} splits a layer over the replicate axis, which works where that axis is the"
             f" only one: of {plan.summary()} leave out the split, or the other axes"
         )
+    if apart(plan) and plan.axes.pipeline > 1:
+        raise InputError(
+            f"plan.modules.branches.{next(iter(plan.modules.branches))} lives on one rank of the tensor axis, which"
+            f" works without a pipeline: of {plan.summary()} leave out the branches, or set axes.pipeline to 1"
+        )
 
 
 def check_structure(plan: Plan, model: nn.Module, found: Structure) -> None:
     check_pipeline(plan, found)
-    check_splits(model, plan, found)
+    check_splits(model, plan, beside_branches(found, plan))
     if plan.axes.pipeline > 1 and plan.axes.tensor > 1:
         _check_groups_are_whole(plan, found)
 

@@ -5,9 +5,9 @@ Along one dimension of size n, made of parts n1 + n2 + … (a fused layer; other
     of each part nk the rows  [r · c, min((r + 1) · c, nk)),  c = ceil(nk / t)          stretches()
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,23 @@ class Layout:
     stretches: tuple[tuple[int, int], ...]
     axis: str
     parts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Lodged(Layout):
+    """It lies whole on one rank of the axis, and not at all on the others: all of them know its name and its shape."""
+
+
+def lodge(value: Any, axis: str) -> Lodged:
+    shape = tuple(value.shape) if isinstance(value, Tensor) else ()
+    return Lodged(shape, 0, ((0, shape[0]),) if shape else (), axis, shape[:1])
+
+
+def axis_apart(layouts: Mapping[str, Layout], mesh: DeviceMesh | None) -> str | None:
+    """The axis whose ranks hold tensors of different names: a pipeline's stages, or branches along the tensor axis."""
+    if mesh is not None and "pipeline" in (mesh.mesh_dim_names or ()):
+        return "pipeline"
+    return next((layout.axis for layout in layouts.values() if isinstance(layout, Lodged)), None)
 
 
 def lay_out(shape: Sequence[int], dim: int, parts: Sequence[int], axis: str, ranks: int, rank: int) -> Layout:
@@ -150,7 +167,7 @@ def fill_from(tensor: Tensor, layout: Layout | None, whole: Tensor) -> None:
 def gathered(tensor: Tensor, layout: Layout | None, mesh: DeviceMesh | None) -> Tensor:
     """The whole of a parameter, gradient or buffer; every rank that holds a part of it calls this."""
     part = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    if layout is None:
+    if layout is None or isinstance(layout, Lodged):
         return part
     assert mesh is not None
     return whole_of(part.contiguous(), layout, mesh.get_group(layout.axis))

@@ -68,7 +68,9 @@ def combining(module: nn.Module, plan: Plan, first: bool, last: bool) -> Iterato
     module.set_requires_gradient_sync(last or level != "optimizer")
     module.set_requires_all_reduce(last)  # the sums of a shard wait for the last microbatch
     module.set_reshard_after_backward(last or level == "parameters")
-    module.set_is_last_backward(last)
+    # For FSDP2 each backward pass is the last of its forward passes. Otherwise it keeps the order of those before, and
+    # gathers ahead what they had gathered last.
+    module.set_is_last_backward(True)
     yield
     if last:
         finish(module)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.parallel.layout import Layout, Tied, gathered, whole_shape
+from meshwright.parallel.layout import Layout, Lodged, Tied, axis_apart, gathered, whole_shape
 from meshwright.parallel.shard import reshard
 
 
@@ -49,7 +49,8 @@ def full_gradients(
 
 @dataclass(frozen=True)
 class _Note:
-    """What the other stages have to know of a tensor to receive it; without a shape it is another object."""
+    """What ranks of other stages or branches have to know of a tensor to receive it; without a shape it is another
+    object."""
 
     shape: tuple[int, ...] | None
     dtype: torch.dtype | None
@@ -64,21 +65,25 @@ def _full(
 ) -> dict[str, Any]:
     keep = everywhere or mesh is None or dist.get_rank() == 0
     result: dict[str, Any] = {}
-    pipeline = _pipeline(mesh)
-    if pipeline is None:
+    axis = axis_apart(layouts, mesh)
+    if axis is None or mesh is None:
         for name, value in held.items():
             whole = _whole(value, layouts.get(name), mesh)
             if keep:
                 result[name] = whole
         return _ordered(result, order)
-    notes: list[dict[str, _Note]] = [{} for _ in range(pipeline.size())]
+    group = mesh.get_group(axis)
+    notes: list[dict[str, _Note]] = [{} for _ in range(group.size())]
     mine = {name: _note(value, layouts.get(name)) for name, value in held.items()}
-    dist.all_gather_object(notes, mine, group=pipeline)
-    assert mesh is not None
+    dist.all_gather_object(notes, mine, group=group)
     for name in dict.fromkeys(name for stage in notes for name in stage):
-        source = next(place for place, stage in enumerate(notes) if name in stage)
-        own = _whole(held[name], layouts.get(name), mesh) if pipeline.rank() == source else None
-        whole = _from_stage(own, notes[source][name], pipeline, source, mesh.device_type)
+        layout = layouts.get(name)
+        if axis == "tensor" and not isinstance(layout, Lodged):  # beside the branches, all ranks hold the same names
+            whole = _whole(held[name], layout, mesh)
+        else:
+            source = next(place for place, stage in enumerate(notes) if name in stage)
+            own = _whole(held[name], layout, mesh) if group.rank() == source else None
+            whole = _from_holder(own, notes[source][name], group, source, mesh.device_type)
         if keep:
             result[name] = whole
     return _ordered(result, order)
@@ -96,20 +101,15 @@ def _note(value: Any, layout: Layout | None) -> _Note:
     return _Note(whole_shape(value, layout), value.dtype) if isinstance(value, Tensor) else _Note(None, None)
 
 
-def _from_stage(value: Any, note: _Note, pipeline: dist.ProcessGroup, source: int, device_type: str) -> Any:
+def _from_holder(value: Any, note: _Note, group: dist.ProcessGroup, source: int, device_type: str) -> Any:
     if note.shape is None:
         box = [value]
-        dist.broadcast_object_list(box, group=pipeline, group_src=source)
+        dist.broadcast_object_list(box, group=group, group_src=source)
         return box[0]
     there = torch.empty(note.shape, dtype=note.dtype) if value is None else value
     sent = there.to(device_type)  # NCCL sends from its own device only
-    dist.broadcast(sent, group=pipeline, group_src=source)
+    dist.broadcast(sent, group=group, group_src=source)
     return sent.cpu()
-
-
-def _pipeline(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
-    named = mesh is not None and "pipeline" in (mesh.mesh_dim_names or ())
-    return mesh.get_group("pipeline") if mesh is not None and named else None
 
 
 def _ordered(state: dict[str, Any], order: Iterable[str]) -> dict[str, Any]:

@@ -196,7 +196,8 @@ class _Found:
 
     def _divide(self, name: str, split: Split, team: Team) -> Iterator[tuple[str, Slot]]:
         yield from self._divide_one(name, split, team)
-        owner, _, leaf = name.rpartition(".")
+        # Of a tied weight the bias is that of the layer, whichever name the weight has.
+        owner, leaf = (split.module, "weight") if split.kind == "vocabulary" else name.rpartition(".")[::2]
         bias = f"{owner}.{leaf.replace('weight', 'bias')}" if owner else leaf.replace("weight", "bias")
         parameter = dict(self.module.named_parameters(remove_duplicate=False)).get(bias)
         # Its layout, where it was divided before under another name, is the same.

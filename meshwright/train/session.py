@@ -164,7 +164,8 @@ class Session:
             return loss_sum / total()
         # The loss told its count only after its forward pass: the gradients were divided by another one.
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-        torch._foreach_mul_(gradients, float(total() / own_count) if own_count else 0.0)
+        if gradients:  # a rank may hold nothing that was trained
+            torch._foreach_mul_(gradients, float(total() / own_count) if own_count else 0.0)
         return loss_sum / (own_count + (own_count == 0))
 
     def _start_total(self, examples: list[tuple[Example, int]], global_samples: int | None) -> Callable[[], Any]:
