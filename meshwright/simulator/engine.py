@@ -37,7 +37,8 @@ class Engine(BaseModel):
     What it keeps beside: `buffers_bytes` for exchange where anything is sharded.
 
     What is sent: bytes of `weight` and `gradient` for each of a parameter (fp32); `scatters`: of what crosses a
-    pipeline's cut each tensor rank sends its part, and the next stage gathers it.
+    pipeline's cut each tensor rank sends its part, and the next stage gathers it; `whole_cuts`: each sends all of it,
+    also of what is divided along the sequence.
 
     Parts of a pass behind which exchange can hide: `overlaps` gradients, `gathers` weights, `tensor_overlaps` of the
     tensor exchange itself.
@@ -59,6 +60,7 @@ class Engine(BaseModel):
     weight: PositiveFloat = 1.0
     gradient: PositiveFloat = 1.0
     scatters: bool = False
+    whole_cuts: bool = False
     overlaps: NonNegativeFloat = 1.0
     gathers: NonNegativeFloat = 1.0
     tensor_overlaps: NonNegativeFloat = 0.0

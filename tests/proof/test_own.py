@@ -100,6 +100,7 @@ def run_script(tmp_path: Path, ending: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, env=here)
 
 
+@pytest.mark.soak
 def test_a_script_can_prove_the_model_it_defines(tmp_path: Path) -> None:
     ended = run_script(tmp_path, 'if __name__ == "__main__":\n    p = ask()\n    print(p.equal, p.ranks, p.shrunk)\n')
     assert ended.stdout.startswith("True 2 replicate 4 to replicate 2"), ended.stderr
