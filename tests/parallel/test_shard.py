@@ -19,6 +19,7 @@ from meshwright.plan import Plan
 from meshwright.profile.recompute import recompute_blocks
 from tests.parallel.mixed import Trained, assert_same, batch, loss_of, mixed, optimizer_of, train_alone
 from tests.ranks import RankPool, ranks
+from tests.soaked import all_but
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,7 @@ def train(rank: int, size: int, plan: Plan, microbatches: int, units: bool = Tru
 
 
 @pytest.mark.parametrize("sharding", ["parameters", "gradients", "optimizer"])
-@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("microbatches", all_but([3], [1, 3]))
 def test_each_level_trains_as_one_process(two: RankPool, sharding: str, microbatches: int) -> None:
     expected = train_alone(3, 2, microbatches)
     for state, gradients in two.run(train, plan_of(2, sharding=sharding), microbatches):

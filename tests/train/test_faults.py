@@ -101,7 +101,7 @@ def a_random_moment(seed: int, ranks: int) -> tuple[int, int, str]:
 MOMENTS = [
     pytest.param(3, 1, 14, "save", id="3 ranks, inside a save"),
     pytest.param(3, 2, 10, "evaluate", id="3 ranks, inside an evaluation", marks=pytest.mark.soak),
-    pytest.param(4, 0, 23, "backward", id="4 ranks"),
+    pytest.param(4, 0, 23, "backward", id="4 ranks", marks=pytest.mark.soak),
     *(
         pytest.param(
             ranks, *a_random_moment(seed, ranks), id=f"{ranks} ranks, random moment {seed}", marks=pytest.mark.soak
