@@ -33,6 +33,7 @@ def test_every_row_is_covered_or_left_out_for_a_reason() -> None:
     assert reasons(found).total() == len(found) - len(covered)
 
 
+@pytest.mark.soak
 def test_a_few_rows_are_within_the_rounding_of_their_figures() -> None:
     found = outcomes(chosen(A_FEW))
     assert len(found) == len(A_FEW)

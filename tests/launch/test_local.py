@@ -108,12 +108,14 @@ def test_a_crash_after_the_end_costs_nothing(tmp_path: Path, capfd: pytest.Captu
     assert "last words of rank 1\n" in (tmp_path / "rank-1.log").read_text()
 
 
+@pytest.mark.soak
 def test_kills_up_to_the_limit_are_survived(tmp_path: Path) -> None:
     (tmp_path / "kills").write_text("2")
     assert start("killed", tmp_path, restarts=2) == 2
     assert len(reports(tmp_path, 2)) == 2
 
 
+@pytest.mark.soak
 def test_kills_beyond_the_limit_are_told(tmp_path: Path) -> None:
     (tmp_path / "kills").write_text("9")
     with pytest.raises(RankError, match=r"^rank 1 was killed by SIGKILL at step 2 \(backward\)\nafter 1 restart; "):

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from tests.launch.processes import is_alive, tree, wait_until
 
 
@@ -56,12 +58,14 @@ def test_ctrl_c_reaches_the_whole_group_and_lets_the_ranks_save(tmp_path: Path) 
     assert stages(tmp_path) == ["saved"] * 2
 
 
+@pytest.mark.soak
 def test_ranks_that_do_not_listen_are_killed_after_the_grace(tmp_path: Path) -> None:
     with launcher("deaf", tmp_path, grace_s=0.5) as process:
         process.send_signal(signal.SIGTERM)
         assert process.communicate(timeout=60)[0] == "Stopped: stopped by SIGTERM\n"
 
 
+@pytest.mark.soak
 def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
     with launcher("deaf", tmp_path, grace_s=1000) as process:
 

@@ -132,6 +132,7 @@ def test_beside_other_axes_and_with_accumulation(four: RankPool, kind: str, axis
     check_proved(four, kind, plan_of(kind, {axis: 2}, {"accumulation": 2}), tmp_path)
 
 
+@pytest.mark.soak
 def test_towers_are_computed_again(two: RankPool, tmp_path: Path) -> None:
     check_proved(two, "two_tower", plan_of("two_tower", {}, {"recompute": "full"}), tmp_path)
 
@@ -159,6 +160,7 @@ def go_on(session: Session, setting: Setting) -> dict[str, Tensor]:
         return session.state_dict()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", BRANCHES)
 def test_checkpoints_go_to_and_come_from_other_plans(two: RankPool, kind: str, tmp_path: Path) -> None:
     apart = plan_of(kind, {})
@@ -283,6 +285,7 @@ def same(left: Any, right: Any) -> bool:
     return all(torch.equal(left[key], right[key]) for key in left) and left.keys() == right.keys()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("branches", [{"left": 0, "right": 1}, {"right": 1, "left": 1}])
 def test_structures_and_chance_are_the_same_on_all_ranks(two: RankPool, branches: dict[str, int]) -> None:
     here, there = two.run(odd_step, branches, True)
@@ -373,6 +376,7 @@ def chain_step(rank: int, size: int, precision: str) -> tuple[Tensor, dict[str, 
     return found[0], parallel.full_gradients()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 0.05)])
 def test_branches_may_need_each_other(two: RankPool, precision: str, tolerance: float) -> None:
     torch.manual_seed(5)

@@ -80,6 +80,7 @@ def again(rank: int, world_size: int, sequence: bool) -> float:
     return max(float((found[0][name] - found[1][name]).abs().max()) for name in found[0])
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("sequence", [False, True])
 def test_dropout_falls_alike_when_a_block_is_computed_again(two: RankPool, sequence: bool) -> None:
     assert max(two.run(again, sequence)) < 1e-12

@@ -348,11 +348,13 @@ def test_four_ranks(four: RankPool, schedule: str, each: int) -> None:
     assert tuple(tuple(map(tuple, result["executed"])) for result in found) == pipeline_order(schedule, 4, each, 4)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("schedule", "each"), [("1f1b", 1), ("zero_bubble", 2)])
 def test_accumulation_adds_rounds(two: RankPool, schedule: str, each: int) -> None:
     check(two.run(against_alone, "tied", schedule, 2 * each, [[2, 2, 2, 1]], {"accumulation": 2}))
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", ["full", "selective"])
 @pytest.mark.parametrize(("schedule", "each"), [("1f1b", 1), ("interleaved_1f1b", 2), ("zero_bubble", 2)])
 def test_blocks_are_computed_again(two: RankPool, schedule: str, each: int, kind: str) -> None:

@@ -77,6 +77,7 @@ def sharded(rank: int, world: int, name: str, schedule: str, each: int, accumula
     return max(errors)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("schedule", "each", "accumulation", "sharding"),
     [
@@ -146,6 +147,7 @@ def as_it_is(rank: int, world: int, precision: str, channels_last: bool) -> tupl
     return [child.seen for child in held.values()], theirs, max(errors)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_types_and_layouts_survive_the_wire(two: RankPool, precision: str, channels_last: bool) -> None:
@@ -168,6 +170,7 @@ def frozen(rank: int, world: int, schedule: str) -> dict[str, bool]:
     return {name: parameter.grad is not None for name, parameter in cutting.module.named_parameters()}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "zbv"])
 def test_frozen_weights_get_no_gradient(two: RankPool, schedule: str) -> None:
     together = {name: has for held in two.run(frozen, schedule) for name, has in held.items()}

@@ -163,10 +163,12 @@ def test_activations_divided_along_the_sequence(two: RankPool, name: str) -> Non
     check(two, name, sequence=True)
 
 
+@pytest.mark.soak
 def test_a_sequence_that_the_ranks_do_not_divide(four: RankPool) -> None:
     check(four, "nano", sequence=True)  # six places for four ranks
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("name", "kind"), [("nano", "full"), ("nano", "selective"), ("post", "full")])
 @pytest.mark.parametrize("sequence", [False, True])
 def test_blocks_that_are_computed_again(two: RankPool, name: str, kind: str, sequence: bool) -> None:
@@ -198,6 +200,7 @@ def sharded(rank: int, world_size: int, sequence: bool, recompute: str) -> float
     return found
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_parts_can_be_sharded(four: RankPool, sequence: bool, recompute: str) -> None:

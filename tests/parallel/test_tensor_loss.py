@@ -38,6 +38,7 @@ def losses(
     return abs(found[0] - found[1]) / abs(found[0]), max(gradient_errors(model, parallel, laid).values())
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", ["nano", "llama"])
 @pytest.mark.parametrize("sequence", [False, True])
 def test_the_loss_of_divided_scores(two: RankPool, name: str, sequence: bool) -> None:

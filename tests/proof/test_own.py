@@ -61,6 +61,7 @@ def ask(model: torch.nn.Module, **changed: Any) -> Any:
     return prove(model, batch(4), **given)
 
 
+@pytest.mark.soak
 def test_a_model_is_proved_and_left_as_it_was(tmp_path: Path) -> None:
     model = Normalized()
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -44,6 +44,7 @@ def test_stages_add_up(cuts: tuple[str, ...], precision: str) -> None:
         assert sum(changes) == pytest.approx(0, abs=16)  # all that was taken is given back, but for the loss
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("cuts", [("blocks.3",), ("blocks.0", "blocks.2", "blocks.5")])
 def test_stages_of_blocks_traced_once_are_those_of_all(cuts: tuple[str, ...]) -> None:
     once, every = stage_profiles(decoder(), cuts), stage_profiles(decoder(repeats=False), cuts)

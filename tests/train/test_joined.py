@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.train.alone import TOY
@@ -41,6 +42,7 @@ def test_torchruns_ranks_train_together(tmp_path: Path) -> None:
     assert {log.name for log in (tmp_path / "runs" / "toy-0001" / "logs").glob("*.log")} == {"rank-0.log", "rank-1.log"}
 
 
+@pytest.mark.soak
 def test_a_failing_rank_of_torchrun_tells_step_and_line(tmp_path: Path) -> None:
     run = torchrun(tmp_path, "--set", "model.call=model.py:Failing")
     assert run.returncode != 0
