@@ -68,9 +68,12 @@ def combining(module: nn.Module, plan: Plan, first: bool, last: bool) -> Iterato
     module.set_requires_gradient_sync(last or level != "optimizer")
     module.set_requires_all_reduce(last)  # the sums of a shard wait for the last microbatch
     module.set_reshard_after_backward(last or level == "parameters")
-    # For FSDP2 each backward pass is the last of its forward passes. Otherwise it keeps the order of those before, and
-    # gathers ahead what they had gathered last.
-    module.set_is_last_backward(True)
+    module.set_is_last_backward(last)
+    for group in () if first else _groups(module):
+        # FSDP2 gathers ahead in the order of all forward passes since the last one: it is to know this one only, or it
+        # gathers, behind the first unit, the last one of the microbatch before.
+        group.comm_ctx.post_forward_order.clear()
+        group._post_forward_indices.clear()
     yield
     if last:
         finish(module)

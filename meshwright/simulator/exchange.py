@@ -9,10 +9,21 @@ output, and of their gradients. Around layers that are divided over the tensor a
     lone column                 all_gather Y                  all_reduce X
     lone row                    all_reduce Y                  all_gather X
     table by vocabulary         all_reduce Y                                                      _looked_up
-    head by vocabulary          all_gather Y, but with `loss` all_reduce X
+    head by vocabulary          all_gather Y                  all_reduce X
+    head, with `loss`           all_reduce of 1 and of 3 numbers a target      all_reduce X
 
-With `sequence` they are divided along it; over the replicate axis they are divided by samples, so that X and Y are
-n times a rank's own:
+With `sequence` they are divided along it from the first table or row on; before that, as behind a pipeline's cut, they
+are whole. What is whole and meets them (a residual, a lone layer's output) is divided, which gathers its gradient:
+
+    first column of a group     all_gather X                  reduce_scatter X                    _along_sequence
+    row of a group              reduce_scatter Y              all_gather Y; the first: 2 all_gather Y
+    lone column, head           all_gather X, all_gather Y    reduce_scatter X; but the head: all_gather Y
+    lone row                    all_gather X, reduce_scatter Y    all_gather Y, all_gather X
+    table                       reduce_scatter Y              all_gather Y
+    weights that stay whole                                   all_reduce of their bytes           _whole_weights
+        and have a number a token                             all_gather of their bytes
+
+Over the replicate axis they are divided by samples, so that X and Y are n times a rank's own:
 
     first column of a group     all_gather X                  reduce_scatter X                    _parts_around
     row of a group              reduce_scatter Y              all_gather Y
@@ -20,8 +31,15 @@ n times a rank's own:
     lone row                    all_to_all X/n, reduce_scatter Y   all_gather Y, all_to_all X/n
     table                       reduce_scatter Y              all_gather Y
 
+    What n does not divide (words, tokens) travels with room, as if each rank had as much as the first.
+
     Where a layer's input needs no gradient, nothing of it is sent. Where a block is computed again, its backward pass
-    sends what its forward pass did, too.
+    sends what its forward pass did, too. Groups that share an input are counted each, though their gradients are
+    summed before they are sent.
+
+Synchronized BatchNorm of C channels, in every microbatch over all n data ranks (`statistics`):
+
+    forward  all_gather of n (2C + 1) numbers        backward  all_reduce of 2C
 
 Gradients and shards, W the bytes of the rank's parameters but for those split over the replicate axis, in pieces
 (`gradient_exchange`; buckets, or blocks where there is a shard axis):
@@ -45,12 +63,14 @@ from meshwright.plan import Plan
 from meshwright.profile.marks import INTO, LOSS
 from meshwright.profile.names import within
 from meshwright.profile.splits import SplitGroup, SplitKind
-from meshwright.profile.values import ITEM_BYTES, ModelProfile, Operator, Stretch
+from meshwright.profile.values import ITEM_BYTES, ModelProfile, Operator, Parameter, Stretch
 from meshwright.simulator.communication import collective_s
 from meshwright.simulator.engine import Engine
 from meshwright.simulator.lone import is_lone, with_lone
 from meshwright.simulator.placement import Group, group, place
 from meshwright.simulator.tensor import Share, shares
+
+_EAGER = Engine(name="meshwright")
 
 
 @dataclass(frozen=True)
@@ -66,7 +86,7 @@ class Message:
 @dataclass(frozen=True)
 class _Crossing:
     """An operator of a split layer at which values come in or go out. `enters`: the first of its group, or a lone
-    layer's; `answers`: it computes the gradient of its input."""
+    layer's; `answers`: it computes the gradient of its input; `tokens` of a sample that it works on."""
 
     operator: Operator
     share: Share
@@ -74,52 +94,127 @@ class _Crossing:
     enters: bool
     lone: bool
     answers: bool
+    tokens: int
 
 
-def tensor_exchange(profile: ModelProfile, plan: Plan, batch: float) -> tuple[list[Message], list[Message]]:
+def tensor_exchange(
+    profile: ModelProfile, plan: Plan, batch: float, engine: Engine = _EAGER
+) -> tuple[list[Message], list[Message]]:
     """What a microbatch exchanges along the tensor axis, and for layers split over the replicate axis. The profile is
     the whole model's, or a stage's of one that has its lone layers (`with_lone`)."""
     profile = with_lone(profile, plan)
     active = shares(profile, plan)
     along: list[Message] = []
     wide: list[Message] = []
-    groups = profile.structure.splits if profile.structure and active else ()
-    homes = {split.module: (split.kind, group) for group in groups for split in group.splits}
-    answering = _answering(profile) if active else set()
-    for stretch in profile.stretches if active else ():
-        for crossing in _crossings(stretch, homes, active, answering):
-            sent = _sent(crossing, batch, plan)
-            layer = crossing.operator.layer
-            if plan.memory.recompute == "full" and any(within(layer, block) for block in profile.blocks):
-                sent += [replace(message, forward=False) for message in sent if message.forward]
-            into = wide if crossing.share.axis == "replicate" else along
-            into += [replace(message, times=stretch.count) for message in sent]
+    if not active:
+        return along, wide
+    walk = _Walk(profile, plan, active)
+    for stretch in profile.stretches:
+        left = stretch.count if stretch.phase == "forward" else 0
+        while left:
+            before = walk.divided
+            found = list(walk.through(stretch, batch))
+            # The unit in which values become divided is not like those behind it.
+            times = left if walk.divided == before else 1
+            left -= times
+            for axis, layer, message in found:
+                into = wide if axis == "replicate" else along
+                into.append(replace(message, times=times))
+                if message.forward and _computed_again(layer, profile, plan, engine):
+                    into.append(replace(message, times=times, forward=False))
     return along, wide
 
 
-def _crossings(
-    stretch: Stretch,
-    homes: Mapping[str, tuple[SplitKind, SplitGroup]],
-    active: Mapping[str, Share],
-    answering: set[str],
-) -> Iterator[_Crossing]:
-    """In a forward pass; `homes` are the groups by their modules, with the kind of each."""
-    entered: set[str] = set()
-    for operator in stretch.operators if stretch.phase == "forward" else ():
-        if operator.layer not in homes or operator.kind not in ("matmul", "embedding"):
-            continue
-        kind, home = homes[operator.layer]
-        answers = operator.layer in answering
-        if kind == "vocabulary":
-            if share := active.get(home.name):
-                found: Literal["table", "head"] = "table" if operator.kind == "embedding" else "head"
-                yield _Crossing(operator, share, found, enters=True, lone=True, answers=answers)
-            continue
-        name = operator.split.removeprefix(LOSS).removeprefix(INTO)
-        if operator.kind == "matmul" and (share := active.get(name)):
-            enters = kind != "row" and (is_lone(home) or name not in entered)
-            entered |= {name} if enters else set()
-            yield _Crossing(operator, share, "row" if kind == "row" else "column", enters, is_lone(home), answers)
+def _computed_again(layer: str, profile: ModelProfile, plan: Plan, engine: Engine) -> bool:
+    """Ours computes all of a block again, or all but products and attention: what they exchange is sent again."""
+    kind = plan.memory.recompute
+    if kind == "none" or (kind == "selective" and (engine.again or engine.again_scores)):
+        return False
+    return any(within(layer, block) for block in profile.blocks)
+
+
+class _Walk:
+    """Goes through the operators of a forward pass. `divided`: the values between split layers are, along the
+    sequence."""
+
+    def __init__(self, profile: ModelProfile, plan: Plan, active: Mapping[str, Share]) -> None:
+        groups = profile.structure.splits if profile.structure else ()
+        self.divided = False
+        self._plan = plan
+        self._active = active
+        self._homes = {split.module: (split.kind, group) for group in groups for split in group.splits}
+        self._tokens = 0
+        self._answering = _answering(profile)
+        self._widths = {name: p.shape[-1] for p in profile.parameters for name in p.names if p.shape}
+        self._whole = _whole_weights(profile, self._homes, active) if plan.modules.sequence else {}
+
+    def through(self, stretch: Stretch, batch: float) -> Iterator[tuple[str, str, Message]]:
+        """The axis, the layer and what it sends, once."""
+        met: set[str] = set()
+        crossings = {id(crossing.operator): crossing for crossing in self._crossings(stretch)}
+        for operator in stretch.operators:
+            layer = operator.layer
+            if crossing := crossings.get(id(operator)):
+                for message in _sent(crossing, batch, self._plan, self.divided):
+                    yield crossing.share.axis, layer, message
+                if _is_along(crossing, self._plan) and crossing.kind in ("row", "table"):
+                    self.divided, self._tokens = True, crossing.tokens
+            if self.divided and layer not in met:
+                met.add(layer)
+                yield from (("tensor", layer, message) for message in self._of_weights(operator))
+
+    def _of_weights(self, operator: Operator) -> Iterator[Message]:
+        tokens = self._tokens
+        for parameter in self._whole.get(operator.layer, ()):
+            # Products sum over their tokens, all other weights of two dimensions have one of them for each.
+            if len(parameter.shape) > 1 and parameter.shape[-2] == tokens and operator.kind != "matmul":
+                yield Message("all_gather", parameter.bytes * _room(tokens, self._plan.axes.tensor), 1, False)
+            else:
+                yield Message("all_reduce", float(parameter.bytes), 1, False)
+
+    def _crossings(self, stretch: Stretch) -> Iterator[_Crossing]:
+        entered: set[str] = set()
+        for operator in stretch.operators:
+            if operator.layer not in self._homes or operator.kind not in ("matmul", "embedding"):
+                continue
+            kind, home = self._homes[operator.layer]
+            answers, tokens = operator.layer in self._answering, self._tokens_of(operator)
+            if kind == "vocabulary":
+                if share := self._active.get(home.name):
+                    found: Literal["table", "head"] = "table" if operator.kind == "embedding" else "head"
+                    yield _Crossing(operator, share, found, True, True, answers, tokens)
+                continue
+            name = operator.split.removeprefix(LOSS).removeprefix(INTO)
+            if operator.kind == "matmul" and (share := self._active.get(name)):
+                enters = kind != "row" and (is_lone(home) or name not in entered)
+                entered |= {name} if enters else set()
+                side: Literal["row", "column"] = "row" if kind == "row" else "column"
+                yield _Crossing(operator, share, side, enters, is_lone(home), answers, tokens)
+
+    def _tokens_of(self, operator: Operator) -> int:
+        """Rows of a product a sample, or of what a table looks up."""
+        if operator.kind == "embedding":
+            return round(operator.shape[0].linear / self._widths.get(f"{operator.layer}.weight", 1))
+        many, m, *_ = operator.shape
+        return round(many.constant * m.linear + many.linear * m.constant)
+
+
+def _whole_weights(
+    profile: ModelProfile, homes: Mapping[str, tuple[SplitKind, SplitGroup]], active: Mapping[str, Share]
+) -> dict[str, list[Parameter]]:
+    """Trained weights that no group divides, by the module that has them."""
+    divided = {
+        name
+        for kind, group in homes.values()
+        if group.name in active
+        for split in group.splits
+        for name in (split.parameter, *([] if split.kind == "row" else [f"{split.module}.bias"]))
+    }
+    found: dict[str, list[Parameter]] = {}
+    for parameter in profile.parameters:
+        if parameter.trainable and divided.isdisjoint(parameter.names):
+            found.setdefault(parameter.names[0].rpartition(".")[0], []).append(parameter)
+    return found
 
 
 def _answering(profile: ModelProfile) -> set[str]:
@@ -134,13 +229,15 @@ def _answering(profile: ModelProfile) -> set[str]:
     }
 
 
-def _sent(crossing: _Crossing, batch: float, plan: Plan) -> list[Message]:
+def _sent(crossing: _Crossing, batch: float, plan: Plan, divided: bool) -> list[Message]:
     over_samples = crossing.share.axis == "replicate"
     times = crossing.share.ranks if over_samples else 1
     made = _result(crossing.operator, batch) * times
     given = _input(crossing.operator, batch) * times if crossing.operator.kind == "matmul" else 0.0
-    if over_samples or (plan.modules.sequence and crossing.kind in ("column", "row")):
+    if over_samples:
         forward, backward = _parts_around(crossing, given, made)
+    elif _is_along(crossing, plan):
+        forward, backward = _along_sequence(crossing, given, made, plan.modules.loss, divided)
     else:
         forward, backward = _whole_around(crossing, given, made, plan.modules.loss)
     return [
@@ -159,8 +256,8 @@ def _whole_around(crossing: _Crossing, given: float, made: float, loss: bool) ->
     backward: _Sent = []
     if crossing.kind in ("row", "table"):
         forward.append(("all_reduce", made))
-    elif crossing.lone and not (crossing.kind == "head" and loss):
-        forward.append(("all_gather", made))
+    elif crossing.lone:
+        forward += _outcome(crossing, made, loss)
     if crossing.answers and crossing.enters and crossing.kind != "table":
         backward.append(("all_reduce", given))
     if crossing.answers and crossing.kind == "row" and crossing.lone:
@@ -168,8 +265,53 @@ def _whole_around(crossing: _Crossing, given: float, made: float, loss: bool) ->
     return forward, backward
 
 
+def _along_sequence(crossing: _Crossing, given: float, made: float, loss: bool, divided: bool) -> tuple[_Sent, _Sent]:
+    """Forward and backward, where each rank has and wants its part of the sequence; until values are `divided` it has
+    all of it."""
+    forward: _Sent = []
+    backward: _Sent = []
+    room = _room(crossing.tokens, crossing.share.ranks)
+    if crossing.kind in ("row", "table"):
+        if crossing.kind == "row" and crossing.lone:
+            forward += [("all_gather", given * room)] if divided else []
+            backward += [("all_gather", given)] if crossing.answers else []
+        forward.append(("reduce_scatter", made * room))
+        joined = 2 if crossing.kind == "row" and not divided else 1
+        backward += [("all_gather", made * room)] * joined
+        return forward, backward
+    if crossing.enters and divided:
+        forward.append(("all_gather", given * room))
+        backward += [("reduce_scatter", given * room)] if crossing.answers else []
+    elif crossing.enters:
+        backward += [("all_reduce", given)] if crossing.answers else []
+    if crossing.lone:
+        forward += _outcome(crossing, made, loss)
+        backward += [("all_gather", made * room)] if crossing.kind == "column" else []
+    return forward, backward
+
+
+def _outcome(crossing: _Crossing, made: float, loss: bool) -> _Sent:
+    """Of a lone layer whose output is divided: it is gathered, or its scores are compared where they are."""
+    operator, ranks = crossing.operator, crossing.share.ranks
+    features = int(operator.shape[2].constant)
+    if crossing.kind == "head" and loss:
+        number = made / features * max(1.0, 4 / ITEM_BYTES.get(operator.dtype, 4))
+        return [("all_reduce", number), ("all_reduce", 3 * number)]
+    return [("all_gather", made * _room(features, ranks))]
+
+
+def _is_along(crossing: _Crossing, plan: Plan) -> bool:
+    """A layer of single vectors has no sequence to be divided along."""
+    return plan.modules.sequence and crossing.share.axis == "tensor" and crossing.tokens > 1
+
+
+def _room(size: int, ranks: int) -> float:
+    """How much longer it is for all ranks to have as much of it as the first."""
+    return -(-size // ranks) * ranks / size if size else 1.0
+
+
 def _parts_around(crossing: _Crossing, given: float, made: float) -> tuple[_Sent, _Sent]:
-    """Forward and backward, where each rank has and wants its samples, or its part of the sequence."""
+    """Forward and backward, where each rank has and wants its samples."""
     forward: _Sent = []
     backward: _Sent = []
     part = 1 / crossing.share.ranks
@@ -200,6 +342,24 @@ def _result(operator: Operator, batch: float) -> float:
 def _input(operator: Operator, batch: float) -> float:
     many, m, _, k = (size.at(batch) for size in operator.shape)
     return many * m * k * ITEM_BYTES.get(operator.dtype, 4)
+
+
+def statistics(profile: ModelProfile, plan: Plan) -> list[Message]:
+    """What a microbatch exchanges among all data ranks for synchronized BatchNorm, in fp32."""
+    ranks = plan.data_ranks
+    if plan.numerics.batch_norm != "synchronized" or ranks == 1:
+        return []
+    channels = {name: p.shape[0] for p in profile.parameters for name in p.names if p.shape}
+    found: list[Message] = []
+    for stretch in profile.stretches:
+        for operator in stretch.operators if stretch.phase == "forward" else ():
+            size = channels.get(f"{operator.layer}.weight", 0)
+            if "batch_norm" in operator.name and size:
+                again = plan.memory.recompute != "none" and any(within(operator.layer, b) for b in profile.blocks)
+                gathered = Message("all_gather", 4.0 * ranks * (2 * size + 1), stretch.count, True)
+                found += [gathered, Message("all_reduce", 4.0 * 2 * size, stretch.count, False)]
+                found += [replace(gathered, forward=False)] if again else []
+    return found
 
 
 def messages_s(messages: list[Message], on: Group, cluster: Cluster, forward: bool | None = None) -> float:
@@ -254,15 +414,21 @@ def transfer_s(size: float, plan: Plan, cluster: Cluster, engine: Engine) -> flo
         return 0.0
     groups = place(plan.axes, cluster)
     way = collective_s("point_to_point", over_cut(size, plan, engine), groups["pipeline"], cluster)
-    if gathered := behind_cut(size, plan, engine):
+    if gathered := before_cut(size, plan, engine) or behind_cut(size, plan, engine):
         way += collective_s("all_gather", gathered, groups["tensor"], cluster)
     return way * engine.communication
 
 
 def over_cut(size: float, plan: Plan, engine: Engine) -> float:
     """Each tensor rank sends its part where activations are divided, or where the engine divides them for the way."""
-    divided = plan.modules.sequence or engine.scatters
+    divided = engine.scatters or (plan.modules.sequence and not engine.whole_cuts)
     return _stored(size, plan, engine) / (plan.axes.tensor if divided else 1)
+
+
+def before_cut(size: float, plan: Plan, engine: Engine) -> float:
+    """What is divided along the sequence and has to be whole for the way, to be gathered."""
+    gathers = engine.whole_cuts and plan.modules.sequence and plan.axes.tensor > 1
+    return _stored(size, plan, engine) if gathers else 0.0
 
 
 def behind_cut(size: float, plan: Plan, engine: Engine) -> float:

@@ -21,7 +21,7 @@ from math import ceil
 from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.profile.optimizer import OptimizerCost
-from meshwright.profile.values import ModelProfile
+from meshwright.profile.values import ModelProfile, Parameter
 from meshwright.simulator.pipeline_order import Action, Order, pipeline_order, stages_of
 from meshwright.simulator.replay import Gathering, Held, Moment, Passes, replay
 from meshwright.simulator.stages import Stage, stage_profiles
@@ -108,7 +108,7 @@ def _rank(
     optimizer: OptimizerCost,
     device: DeviceMemory,
 ) -> MemoryPrediction:
-    trainable = [float(p.bytes) for stage in stages.values() for p in stage.profile.parameters if p.trainable]
+    trainable = [float(p.bytes) for p in _parameters(stages) if p.trainable]
     shard = plan.axes.shard
     gradients = Held(gradients=sum(trainable), rounding=sum(map(device.rounding, trainable)))
     # Buckets, earlier microbatches, or the other stages of the rank: then gradients are there from the start.
@@ -148,6 +148,11 @@ def _rank(
     allocated = sum(breakdown.values())
     reserved = ceil(allocated / device.segment) * device.segment if device.segment else allocated
     return MemoryPrediction(breakdown, allocated, reserved, reserved + device.context_bytes, peak.where)
+
+
+def _parameters(stages: dict[int, Stage]) -> list[Parameter]:
+    """Of all stages of a rank; a tied one that several of them use is there once."""
+    return list({p.names[0]: p for stage in stages.values() for p in stage.profile.parameters}.values())
 
 
 def _schedule(
@@ -193,8 +198,8 @@ def _always(
     """What is there from the first step to the last, and its rounding."""
     profiles = [stage.profile for stage in stages.values()]
     shard, rounding = plan.axes.shard, device.rounding
-    weights = [p.bytes / shard for profile in profiles for p in profile.parameters]
-    trainable = [p.bytes / shard for profile in profiles for p in profile.parameters if p.trainable]
+    weights = [p.bytes / shard for p in _parameters(stages)]
+    trainable = [p.bytes / shard for p in _parameters(stages) if p.trainable]
     always = {
         "weights": sum(weights),
         "buffers": float(sum(profile.buffer_bytes for profile in profiles)),

@@ -134,7 +134,7 @@ def _stage(whole: ModelProfile, part: ModelProfile, weights: float, asked: _Aske
     forward, begun = pass_s(part, "forward", asked.batch, asked.prices, tf32)
     backward, more = pass_s(part, "backward", asked.batch, asked.prices, tf32)
     forward, backward = forward * engine.compute, backward * engine.compute
-    along, wide = tensor_exchange(whole, plan, asked.batch)
+    along, wide = tensor_exchange(whole, plan, asked.batch, engine)
     groups = place(plan.axes, cluster)
     shown = engine.communication * (1 - engine.tensor_overlaps)
     into, back = (

@@ -67,20 +67,20 @@ def _by_vocabulary(group: SplitGroup) -> bool:
 
 
 def kept_out(profile: ModelProfile, plan: Plan) -> frozenset[str]:
-    """Parameters of the layers that are split over the replicate axis. Each rank has seen the samples of all, so their
-    gradients are not combined; those of biases that stay whole (of `row` layers) are the same everywhere."""
+    """Parameters that are divided over the replicate axis. Each rank has seen the samples of all, so their gradients
+    are not combined; biases of `row` layers stay whole, and are added to a rank's own samples."""
     if not any(split.axis == "replicate" for split in plan.modules.splits.values()):
         return frozenset()
     active = shares(profile, plan)
     structure = with_lone(profile, plan).structure
-    modules = {
-        split.module
+    divided = {
+        name
         for group in (structure.splits if structure else ())
         if group.name in active and active[group.name].axis == "replicate"
         for split in group.splits
+        for name in (split.parameter, *([] if split.kind == "row" else [f"{split.module}.bias"]))
     }
-    names = (parameter.names[0] for parameter in profile.parameters)
-    return frozenset(name for name in names if name.rpartition(".")[0] in modules)
+    return frozenset(p.names[0] for p in profile.parameters if not divided.isdisjoint(p.names))
 
 
 def split_profile(profile: ModelProfile, plan: Plan) -> ModelProfile:
@@ -114,7 +114,7 @@ def _parameters(profile: ModelProfile, active: Mapping[str, Share]) -> tuple[Par
         share = active.get(group.name)
         for split in group.splits if share else ():
             divided[split.parameter] = (split.dim, share.parameters if share else 1.0)
-            if split.kind in ("column", "heads"):
+            if split.kind != "row":
                 divided[f"{split.module}.bias"] = (0, share.parameters if share else 1.0)
     return tuple(_parameter(parameter, divided) for parameter in profile.parameters)
 

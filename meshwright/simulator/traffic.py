@@ -1,27 +1,38 @@
-"""What a rank exchanges in a step, by axis and collective: the bytes that a run can be counted against.
+"""What a rank exchanges in a step, by axis and collective: the bytes that a run is counted against (proof/counted.py).
 
     split layers   in every microbatch, along the tensor axis and, for wide layers, the replicate axis     _split_layers
-    gradients      once a step; over the shard axis as often as its level says                             _gradients
+    statistics     of synchronized BatchNorm, in every microbatch; `data` are the replicate and shard axes _statistics
+    gradients      once a step; beside a tensor or pipeline axis with a number a weight: whether it is used  _replicas
+    shards         in units, a block each and one for the rest; with room where ranks do not divide rows   _shards
+                     scattered   in every microbatch; once a step for the `optimizer` level, and in a pipeline
+                     gathered    once a step; for the `parameters` level by every pass that does not find a block
+                                 gathered: it is freed behind its forward pass and, but for pipelines, its backward
+                                 pass. What is in no block waits gathered between both passes
+    tied weights   on several ranks of a pipeline: their gradients are summed once a step                  _tied
     stages         what crosses the cuts before and behind them, in every microbatch                       _cuts
+    buffers        from the first data rank to the others, once a step                                     _buffers
 
-The sizes are those that exchange.py prices, so what is predicted is what is stated here.
+The sizes are those that exchange.py prices. It prices shards as if all weights were in equal blocks, and leaves out
+statistics, buffers and tied weights, which are few. Neither states sums of losses, norms, flags and sizes.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from meshwright.cluster.cluster import Collective
 from meshwright.plan import Plan
-from meshwright.profile.values import ModelProfile
-from meshwright.simulator.engine import Engine
-from meshwright.simulator.exchange import behind_cut, in_pieces, over_cut, tensor_exchange
+from meshwright.profile.names import within
+from meshwright.profile.values import ModelProfile, Parameter
+from meshwright.simulator.engine import Engine, find_engine
+from meshwright.simulator.exchange import before_cut, behind_cut, in_pieces, over_cut, statistics, tensor_exchange
 from meshwright.simulator.lone import with_lone
-from meshwright.simulator.pipeline_order import stages_of
+from meshwright.simulator.pipeline_order import Action, pipeline_order, stages_of
 from meshwright.simulator.stages import Stage, stage_profiles
 from meshwright.simulator.tensor import kept_out, split_profile
 
-_EAGER = Engine(name="meshwright")
+_DATA = ("replicate", "shard")
 
 
 @dataclass(frozen=True)
@@ -36,50 +47,164 @@ class Exchange:
 
 
 def exchanges(
-    profile: ModelProfile, plan: Plan, batch: float, engine: Engine = _EAGER, pipeline_rank: int = 0
+    profile: ModelProfile, plan: Plan, batch: float, engine: Engine | None = None, pipeline_rank: int = 0
 ) -> tuple[Exchange, ...]:
-    """Of a step whose microbatches have `batch` samples a rank; equal collectives are counted together."""
-    ranks = plan.axes.pipeline
+    """Of a step whose microbatches have `batch` samples a rank; equal collectives are counted together. Of the ranks
+    of the other axes, the one that holds and sends most."""
+    engine = engine or find_engine("meshwright")
     marked = with_lone(profile, plan)
     stages = stage_profiles(marked, plan.pipeline.cuts)
     parts = stage_profiles(split_profile(marked, plan), plan.pipeline.cuts)
-    own = stages_of(plan.pipeline.schedule, ranks, plan.stages_per_rank, pipeline_rank) if ranks > 1 else (0,)
+    own = _stages_of(plan, pipeline_rank)
     rounds = plan.memory.accumulation * plan.pipeline.microbatches
+    held = {number: parts[number] for number in own}
     counted: Counter[tuple[str, Collective, float]] = Counter()
     for found in (
-        _split_layers([stages[number] for number in own], plan, batch, rounds),
-        _gradients([parts[number] for number in own], plan, engine, rounds),
-        _cuts([stages[number] for number in own], plan, batch, engine, rounds),
+        _split_layers([stages[number] for number in own], plan, batch, engine, rounds),
+        _statistics([stages[number] for number in own], plan, rounds),
+        _replicas(list(held.values()), plan, engine),
+        _shards(held, plan, engine, pipeline_rank),
+        _tied(parts, plan, pipeline_rank),
+        _cuts(own, stages, plan, batch, engine, rounds),
+        _buffers(list(held.values()), plan),
     ):
         for exchange in found:
             counted[exchange.axis, exchange.collective, exchange.bytes] += exchange.count
     return tuple(Exchange(*what, count) for what, count in sorted(counted.items()) if what[2] and count)
 
 
-def _split_layers(stages: Iterable[Stage], plan: Plan, batch: float, rounds: int) -> Iterator[Exchange]:
+def _stages_of(plan: Plan, rank: int) -> tuple[int, ...]:
+    ranks = plan.axes.pipeline
+    return stages_of(plan.pipeline.schedule, ranks, plan.stages_per_rank, rank) if ranks > 1 else (0,)
+
+
+def _split_layers(stages: Iterable[Stage], plan: Plan, batch: float, engine: Engine, rounds: int) -> Iterator[Exchange]:
     for stage in stages:
-        along, wide = tensor_exchange(stage.profile, plan, batch)
+        along, wide = tensor_exchange(stage.profile, plan, batch, engine)
         for axis, messages in (("tensor", along), ("replicate", wide)):
             for message in messages:
                 yield Exchange(axis, message.collective, message.bytes, message.times * rounds)
 
 
-def _gradients(parts: list[Stage], plan: Plan, engine: Engine, rounds: int) -> Iterator[Exchange]:
-    alone = {name for part in parts for name in kept_out(part.profile, plan)}
-    trained = [p.bytes for part in parts for p in part.profile.parameters if p.trainable and p.names[0] not in alone]
-    blocks = sum(len(part.profile.blocks) for part in parts)
-    pieces, gradient, weight = in_pieces(sum(trained), blocks, plan, engine)
+def _statistics(stages: Iterable[Stage], plan: Plan, rounds: int) -> Iterator[Exchange]:
+    axes = [axis for axis in _DATA if getattr(plan.axes, axis) > 1]
+    for stage in stages:
+        for message in statistics(stage.profile, plan):
+            axis = axes[0] if len(axes) == 1 else "data"
+            yield Exchange(axis, message.collective, message.bytes, message.times * rounds)
+
+
+# ---- gradients and weights
+
+
+def _trained(part: Stage, plan: Plan) -> list[Parameter]:
+    alone = kept_out(part.profile, plan)
+    return [p for p in part.profile.parameters if p.trainable and p.names[0] not in alone]
+
+
+def _replicas(parts: list[Stage], plan: Plan, engine: Engine) -> Iterator[Exchange]:
+    if plan.axes.replicate == 1 or plan.axes.shard > 1:
+        return
+    trained = {p.names[0]: p for part in parts for p in _trained(part, plan)}.values()
+    size = sum(p.bytes for p in trained)
+    if plan.world_size > plan.axes.replicate:
+        size += sum(p.bytes // max(1, prod(p.shape)) for p in trained)
+    pieces, gradient, _ = in_pieces(size, 0, plan, engine)
+    yield Exchange("replicate", "all_reduce", gradient, pieces)
+
+
+def _shards(parts: dict[int, Stage], plan: Plan, engine: Engine, rank: int) -> Iterator[Exchange]:
     shard, level = plan.axes.shard, plan.memory.sharding
-    if plan.axes.replicate > 1:
-        yield Exchange("replicate", "all_reduce", gradient / shard, pieces)
-    if shard > 1:
-        yield Exchange("shard", "reduce_scatter", gradient, pieces * (1 if level == "optimizer" else rounds))
-        yield Exchange("shard", "all_gather", weight, pieces * (2 * rounds if level == "parameters" else 1))
+    if shard == 1:
+        return
+    rounds = plan.memory.accumulation * plan.pipeline.microbatches
+    scattered = 1 if level == "optimizer" or plan.axes.pipeline > 1 else rounds
+    for number, part in parts.items():
+        again = _gatherings(number, plan, rank) if level == "parameters" else 1
+        between = rounds if level == "parameters" and plan.axes.pipeline == 1 else 1
+        for parameters, times in _units(part, plan, again, between):
+            weight = sum(_with_room(p, shard) for p in parameters) * engine.weight
+            gradient = sum(_with_room(p, shard) for p in parameters if p.trainable) * engine.gradient
+            yield Exchange("shard", "all_gather", weight, times)
+            yield Exchange("shard", "reduce_scatter", gradient, scattered)
+            if plan.axes.replicate > 1:
+                yield Exchange("replicate", "all_reduce", gradient / shard, 1)
 
 
-def _cuts(stages: Iterable[Stage], plan: Plan, batch: float, engine: Engine, rounds: int) -> Iterator[Exchange]:
-    """Activations go to the next stage, gradients back to the one before."""
-    for stage in stages if plan.axes.pipeline > 1 else ():
-        for crossing in (stage.sent.at(batch), stage.received.at(batch)):
-            yield Exchange("pipeline", "point_to_point", over_cut(crossing, plan, engine), rounds)
-            yield Exchange("tensor", "all_gather", behind_cut(crossing, plan, engine), rounds)
+def _units(part: Stage, plan: Plan, blocks: int, rest: int) -> Iterator[tuple[list[Parameter], int]]:
+    """What is gathered together, and how often."""
+    whole = part.profile.blocks
+    # A model without lists has its own children for blocks; a stage is one unit then.
+    if plan.axes.pipeline > 1:
+        whole = tuple(block for block in whole if "." in block or block.isdigit())
+    left = list(part.profile.parameters)
+    for block in whole:
+        inside = [p for p in left if any(within(name, block) for name in p.names)]
+        if inside and all(within(name, block) for p in inside for name in p.names):
+            yield inside, blocks
+            left = [p for p in left if p not in inside]
+    if left:
+        yield left, rest
+
+
+def _gatherings(stage: int, plan: Plan, rank: int) -> int:
+    """How many passes of a step find a block freed: each forward pass frees it, and each backward pass outside of a
+    pipeline."""
+    if plan.axes.pipeline == 1:
+        return 2 * plan.memory.accumulation
+    found, gathered = 0, False
+    for action in _actions(plan, rank) * plan.memory.accumulation:
+        if action.stage == stage:
+            found += not gathered
+            gathered = action.kind != "forward"
+    return found
+
+
+def _actions(plan: Plan, rank: int) -> tuple[Action, ...]:
+    shape = plan.pipeline
+    return pipeline_order(shape.schedule, plan.axes.pipeline, plan.stages_per_rank, shape.microbatches)[rank]
+
+
+def _with_room(parameter: Parameter, ranks: int) -> float:
+    """Every rank has as many rows as the first; a single number is not divided."""
+    rows = parameter.shape[0] if parameter.shape else 0
+    return parameter.bytes * (-(-rows // ranks) * ranks) / rows if rows else 0.0
+
+
+def _tied(parts: Sequence[Stage], plan: Plan, rank: int) -> Iterator[Exchange]:
+    if plan.axes.pipeline == 1:
+        return
+    holders: dict[str, set[int]] = {}
+    for place in range(plan.axes.pipeline):
+        for number in _stages_of(plan, place):
+            for parameter in parts[number].profile.parameters:
+                holders.setdefault(parameter.names[0], set()).add(place)
+    own = {p.names[0]: p for number in _stages_of(plan, rank) for p in parts[number].profile.parameters}
+    for name, parameter in own.items():
+        if len(holders[name]) > 1 and parameter.trainable:
+            shard = plan.axes.shard
+            size = _with_room(parameter, shard) / shard if shard > 1 else float(parameter.bytes)
+            yield Exchange("pipeline", "all_reduce", size, 1)
+
+
+# ---- stages
+
+
+def _cuts(
+    own: Iterable[int], stages: Sequence[Stage], plan: Plan, batch: float, engine: Engine, rounds: int
+) -> Iterator[Exchange]:
+    """Activations go to the next stage, gradients back to the one before; but not to stages of the same rank."""
+    own = set(own)
+    for number in own if plan.axes.pipeline > 1 else ():
+        sent, received = stages[number].sent.at(batch), stages[number].received.at(batch)
+        for crossing, other in ((sent, number + 1), (received, number - 1)):
+            if other not in own:
+                yield Exchange("pipeline", "point_to_point", over_cut(crossing, plan, engine), rounds)
+                yield Exchange("tensor", "all_gather", behind_cut(crossing, plan, engine), rounds)
+        yield Exchange("tensor", "all_gather", before_cut(sent, plan, engine), rounds)
+
+
+def _buffers(parts: list[Stage], plan: Plan) -> Iterator[Exchange]:
+    for axis in _DATA:
+        if getattr(plan.axes, axis) > 1:
+            yield Exchange(axis, "broadcast", float(sum(part.profile.buffer_bytes for part in parts)), 1)

@@ -68,8 +68,7 @@ def test_what_the_explanation_says_is_spared_is_not_sent() -> None:
     spared = profile.parameter_bytes - combined
     assert f"spares an all-reduce of {spared / 1e6:.0f} MB a step" in " ".join(explain(found, question))
     held = best.prediction.memory.breakdown["weights"]
-    row_bias = 4096 * 4  # stays whole
-    assert held == pytest.approx(combined + (spared - row_bias) / 8 + row_bias)
+    assert held == pytest.approx(combined + spared / 8)
 
 
 def test_wide_layers_are_split_as_their_groups_are() -> None:

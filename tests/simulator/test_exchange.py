@@ -11,9 +11,10 @@ from meshwright.plan import Plan
 from meshwright.profile.trace import profile
 from meshwright.profile.values import ModelProfile
 from meshwright.simulator.communication import collective_s
-from meshwright.simulator.engine import Engine
-from meshwright.simulator.exchange import Message, gradient_exchange, tensor_exchange, transfer_s
+from meshwright.simulator.engine import Engine, find_engine
+from meshwright.simulator.exchange import Message, gradient_exchange, statistics, tensor_exchange, transfer_s
 from meshwright.simulator.placement import group
+from meshwright.simulator.stages import stage_profiles
 from meshwright.workloads.decoder import Decoder
 from tests.profile.models import make, scores_loss
 
@@ -54,7 +55,53 @@ def test_a_divided_sequence_gathers_and_scatters_instead() -> None:
     for forward in (True, False):
         for collective in ("all_gather", "reduce_scatter"):
             found = sum(m.times for m in along if (m.collective, m.forward, m.bytes) == (collective, forward, ONE))
-            assert found == 2 * LAYERS
+            assert found == 2 * LAYERS + 1  # the table, or the head
+    norms, biases = 2 * LAYERS + 1, 2 * LAYERS  # of rows; their gradients are of a rank's tokens
+    whole = sum(m.bytes * m.times for m in along if (m.collective, m.forward) == ("all_reduce", False))
+    assert whole == (2 * norms + biases) * HIDDEN * 4
+
+
+def test_values_are_whole_up_to_the_first_layer_that_divides_them() -> None:
+    """Behind a cut: the first column has a whole input, and the residual beside it is divided, too."""
+    cut = Plan.model_validate({
+        "axes": {"tensor": 4, "pipeline": 2},
+        "modules": {"sequence": True, "loss": True},
+        "pipeline": {"cuts": ["blocks.2"], "microbatches": 2},
+    })  # fmt: skip
+    first, last = (tensor_exchange(part.profile, cut, BATCH)[0] for part in stage_profiles(traced(), ("blocks.2",)))
+
+    def times(messages: list[Message], collective: str, forward: bool) -> int:
+        return sum(m.times for m in messages if (m.collective, m.forward, m.bytes) == (collective, forward, ONE))
+
+    half = LAYERS  # two a block, in half of the blocks
+    assert [times(first, "all_gather", way) for way in (True, False)] == [half, half + 1]
+    assert [times(last, "all_gather", way) for way in (True, False)] == [half - 1 + 1, half + 1]
+    assert times(last, "all_reduce", False) == 1
+
+
+def test_what_ranks_do_not_divide_travels_with_room() -> None:
+    along, _ = tensor_exchange(traced(), plan(axes={"tensor": 5}), BATCH)
+    assert Message("all_gather", BATCH * LENGTH * 100 * 4, 1, True) in along  # of 96 words, 20 a rank
+
+
+def test_selective_recomputation_sends_again_where_the_engine_computes_all_but_products_again() -> None:
+    chosen = plan(axes={"tensor": 4}, memory={"recompute": "selective"})
+    ours, _ = tensor_exchange(traced(), chosen, BATCH)
+    megatron, _ = tensor_exchange(traced(), chosen, BATCH, find_engine("megatron"))
+    assert of_blocks(ours, "all_reduce", False) == 4 * LAYERS
+    assert of_blocks(megatron, "all_reduce", False) == 2 * LAYERS
+
+
+def test_synchronized_statistics_are_numbers_of_channels() -> None:
+    model, batch, loss = make("resnet18")
+    found = profile(model, batch, loss)
+    together = plan(axes={"replicate": 2, "shard": 2}, numerics={"batch_norm": "synchronized"})
+    sent = statistics(found, together)
+    layers = [m for m in model.modules() if isinstance(m, torch.nn.BatchNorm2d)]
+    gathered = sum(m.bytes * m.times for m in sent if m.collective == "all_gather")
+    assert gathered == 4 * 4 * sum(2 * layer.num_features + 1 for layer in layers)
+    assert sum(m.bytes * m.times for m in sent if not m.forward) == 4 * 2 * sum(layer.num_features for layer in layers)
+    assert statistics(found, plan(axes={"replicate": 2})) == []
 
 
 def test_without_a_tensor_axis_nothing_is_sent() -> None:

@@ -15,11 +15,12 @@ from meshwright.profile.optimizer import OptimizerCost
 from meshwright.profile.trace import profile
 from meshwright.profile.values import ModelProfile
 from meshwright.simulator.engine import Engine
+from meshwright.simulator.exchange import gradient_exchange
 from meshwright.simulator.lone import with_lone
 from meshwright.simulator.memory import CPU_MEMORY, predict_memory
 from meshwright.simulator.step import predict_step
 from meshwright.simulator.tensor import kept_out, shares, split_profile
-from meshwright.simulator.traffic import exchanges
+from meshwright.simulator.traffic import Exchange, exchanges
 
 RANKS, BATCH = 4, 8
 IN, WIDE, OUT = 48, 32, 12
@@ -123,7 +124,8 @@ def test_a_rank_holds_its_part(axis: str, kind: str, weight: tuple[int, ...], bi
     layer = 3 * 2 * WIDE * OUT * BATCH  # FLOPs: forward, and the gradients of input and weight
     expected = 0.0 if axis == "replicate" else layer * (1 - 1 / RANKS)
     assert traced().flops(BATCH) - part.flops(BATCH) == pytest.approx(expected)
-    assert kept_out(traced(), chosen) == ({"4.weight", "4.bias"} if axis == "replicate" else set())
+    divided = {"4.weight", "4.bias"} if kind == "column" else {"4.weight"}
+    assert kept_out(traced(), chosen) == (divided if axis == "replicate" else set())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -173,9 +175,9 @@ def test_what_a_lone_layer_exchanges(axis: str, kind: str, expected: dict[tuple[
     assert sent(plan(axis, {"4": kind, "0": "none"})) == expected
 
 
-def test_along_a_sequence_parts_meet_as_samples_do() -> None:
+def test_single_vectors_have_no_sequence_to_be_divided_along() -> None:
     chosen = plan("tensor", {"4": "column", "0": "none"}, modules={"sequence": True})
-    assert sent(chosen) == {("all_gather", X): 1, ("reduce_scatter", X): 1, ("all_to_all", Y / RANKS): 2}
+    assert sent(chosen) == {("all_gather", Y): 1, ("all_reduce", X): 1}
 
 
 def test_layers_in_a_row_scatter_and_gather_between_them() -> None:
@@ -188,7 +190,7 @@ def test_layers_in_a_row_scatter_and_gather_between_them() -> None:
         ("all_to_all", Y): 2,  # out of 4, and back
     }
     combined = [e for e in exchanges(traced(), chosen, BATCH) if e.collective == "all_reduce"]
-    assert combined == []  # nothing is left to be combined
+    assert combined == [Exchange("replicate", "all_reduce", WIDE * 4, 1)]  # the bias of 2, which stays whole
 
 
 @pytest.mark.parametrize(("recompute", "again"), [("none", 0), ("full", 1)])
@@ -232,4 +234,5 @@ def test_the_step_sends_the_gradients_of_the_others_only() -> None:
         predict_step(cluster, traced(), chosen, BATCH, MOMENTUM, EAGER).breakdown["replicate"]
         for chosen in (whole, split)
     ]
-    assert replicate[0] > replicate[1] == 0
+    of_bias = gradient_exchange(WIDE * 4, 0, whole, cluster, EAGER)  # of the row, which stays whole
+    assert replicate[0] > replicate[1] == pytest.approx(of_bias.replicate_s)

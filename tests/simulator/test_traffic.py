@@ -3,10 +3,14 @@
 from typing import Any
 
 import pytest
+import torch
 
 from meshwright.plan import Plan
+from meshwright.profile.trace import profile
 from meshwright.simulator.engine import Engine, find_engine
 from meshwright.simulator.traffic import Exchange, exchanges
+from meshwright.workloads.decoder import Decoder
+from tests.profile.models import make, scores_loss
 from tests.simulator.test_exchange import BATCH, HIDDEN, LAYERS, LENGTH, ONE, traced
 
 WEIGHTS = traced().parameter_bytes
@@ -36,14 +40,16 @@ def test_replicas_combine_each_gradient_once_a_step() -> None:
 def test_shards_gather_and_scatter_as_often_as_their_level_says(level: str, scatters: int, gathers: int) -> None:
     sent = found(axes={"shard": 4, "replicate": 2}, memory={"accumulation": 3, "sharding": level})
     assert total(sent, "shard", "reduce_scatter") == pytest.approx(scatters * WEIGHTS)
-    assert total(sent, "shard", "all_gather") == pytest.approx(gathers * WEIGHTS)
+    in_blocks = sum(p.bytes for p in traced().parameters if p.names[0].startswith("blocks."))
+    rest = gathers // 2 if level == "parameters" else 1  # it waits gathered for its backward pass
+    assert total(sent, "shard", "all_gather") == pytest.approx(gathers * in_blocks + rest * (WEIGHTS - in_blocks))
     assert total(sent, "replicate", "all_reduce") == pytest.approx(WEIGHTS / 4)
 
 
 def test_split_layers_exchange_in_every_microbatch() -> None:
     sent = found(axes={"tensor": 4}, modules={"loss": True}, memory={"accumulation": 3})
-    # two a block and pass, the table's forward and the head's backward
-    assert total(sent, "tensor", "all_reduce") == 3 * ONE * (2 * 2 * LAYERS + 2)
+    # two a block and pass, the table's forward and the head's backward; four numbers a target
+    assert total(sent, "tensor", "all_reduce") == 3 * (ONE * (2 * 2 * LAYERS + 2) + BATCH * LENGTH * 4 * 4)
 
 
 def test_what_crosses_a_cut_goes_there_and_back() -> None:
@@ -51,6 +57,60 @@ def test_what_crosses_a_cut_goes_there_and_back() -> None:
     for rank, ways in ((0, 1), (1, 2), (2, 1)):
         sent = found(rank=rank, axes={"pipeline": 3}, pipeline=shape)
         assert sent == (Exchange("pipeline", "point_to_point", BATCH * LENGTH * HIDDEN * 4, 6 * ways),)
+
+
+def test_a_pipeline_hands_nothing_to_itself() -> None:
+    """The two stages in the middle of a V lie on one rank."""
+    shape: dict[str, Any] = {"cuts": ["blocks.1", "blocks.2", "blocks.3"], "microbatches": 6, "schedule": "zbv"}
+    for rank in (0, 1):
+        sent = found(rank=rank, axes={"pipeline": 2}, pipeline=shape)
+        assert total(sent, "pipeline", "point_to_point") == 2 * 6 * ONE
+
+
+def test_a_divided_sequence_is_gathered_for_its_way_over_a_cut() -> None:
+    groups: dict[str, Any] = {
+        "axes": {"pipeline": 2, "tensor": 4},
+        "pipeline": {"cuts": ["blocks.2"], "microbatches": 2},
+        "modules": {"sequence": True, "loss": True},
+    }
+    ours, theirs = found(**groups), found(find_engine("megatron-core"), **groups)
+    assert total(ours, "pipeline", "point_to_point") == 4 * total(theirs, "pipeline", "point_to_point") == 2 * ONE
+    assert total(ours, "tensor", "all_gather") - total(theirs, "tensor", "all_gather") == 2 * ONE
+
+
+def test_shards_of_a_pipeline_stay_gathered_behind_a_backward_pass() -> None:
+    shape = {"cuts": ["blocks.2"], "microbatches": 4}
+    sent = found(axes={"shard": 4, "pipeline": 2}, pipeline=shape)
+    held = total(sent, "shard", "reduce_scatter")  # once a step
+    blocks = sum(p.bytes for p in traced().parameters if p.names[0].startswith("blocks.")) / 2
+    # of 1f1b with four microbatches: forward 0, 1, backward 0, then forward finds it; each later backward pass
+    assert total(sent, "shard", "all_gather") == held - blocks + 5 * blocks
+
+
+def test_tied_weights_of_a_pipeline_are_summed_once_a_step() -> None:
+    with torch.device("meta"):
+        tokens = torch.empty(2, LENGTH, dtype=torch.long)
+        model = Decoder(layers=2, hidden=HIDDEN, heads=8, sequence=LENGTH, vocabulary=96, tied=True)
+    chosen = Plan.model_validate({"axes": {"pipeline": 2}, "pipeline": {"cuts": ["blocks.0"], "microbatches": 2}})
+    tied = profile(model, (tokens, tokens), scores_loss, structured=True)
+    for rank in (0, 1):
+        sent = exchanges(tied, chosen, BATCH, pipeline_rank=rank)
+        assert Exchange("pipeline", "all_reduce", 96 * HIDDEN * 4, 1) in sent
+
+
+def test_beside_other_axes_gradients_carry_a_number_a_weight() -> None:
+    sent = found(axes={"replicate": 2, "pipeline": 2}, pipeline={"cuts": ["blocks.2"], "microbatches": 2})
+    other = found(rank=1, axes={"replicate": 2, "pipeline": 2}, pipeline={"cuts": ["blocks.2"], "microbatches": 2})
+    both = sum(total(each, "replicate", "all_reduce") for each in (sent, other))
+    assert both == WEIGHTS + 4 * len(traced().parameters)
+
+
+def test_buffers_go_from_the_first_data_rank_to_the_others() -> None:
+    model, batch, loss = make("resnet18")
+    traced_images = profile(model, batch, loss)
+    sent = exchanges(traced_images, Plan.model_validate({"axes": {"replicate": 2, "shard": 2}}), BATCH)
+    buffers = sum(b.numel() * b.element_size() for b in model.buffers())
+    assert {Exchange(axis, "broadcast", buffers, 1) for axis in ("replicate", "shard")} <= set(sent)
 
 
 def test_engines_send_what_they_keep() -> None:
