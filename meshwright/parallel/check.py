@@ -1,5 +1,7 @@
 """What of a plan cannot be run, or not on this model, said before ranks start and with what can be run instead."""
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -16,11 +18,23 @@ from meshwright.profile.structure import Structure, structure
 
 def check_plan(plan: Plan, model: nn.Module, sample: Any, target: str | None = None) -> None:
     """The model may lie on the meta device."""
-    check_runnable(plan)
-    if needs_structure(plan):
-        found = structure(model, sample, target=target)
-        check_branches(plan, model, sample, target, evaluating=found.evaluated)
-        check_structure(plan, model, found)
+    checker(model, sample, target)(plan)
+
+
+def checker(model: nn.Module, sample: Any, target: str | None = None) -> Callable[[Plan], None]:
+    """`check_plan` for many plans of one model, whose structure is found once."""
+
+    @cache
+    def found() -> Structure:
+        return structure(model, sample, target=target)
+
+    def check(plan: Plan) -> None:
+        check_runnable(plan)
+        if needs_structure(plan):
+            check_branches(plan, model, sample, target, evaluating=found().evaluated)
+            check_structure(plan, model, found())
+
+    return check
 
 
 def needs_structure(plan: Plan) -> bool:

@@ -63,7 +63,8 @@ class ParallelModel:
     # ---- training
 
     def run(self, examples: Examples, loss_of: LossOf) -> None:
-        """Leaves the mean of the data ranks' gradients in the parameters; `loss_of` is asked where a loss is known."""
+        """Leaves the mean of the data ranks' gradients in the parameters; `loss_of` is asked where a loss is known.
+        Stages want all microbatches of the plan, those of no samples too."""
         if self.pipeline is not None:
             self._run_stages(self.pipeline, examples, loss_of)
             return
@@ -74,9 +75,7 @@ class ParallelModel:
 
     def _run_stages(self, pipeline: Pipeline, examples: Examples, loss_of: LossOf) -> None:
         self.align_buffers()
-        # A short batch has fewer microbatches than the schedule: the last one is borrowed, and counts for nothing.
-        missing = self.plan.microbatches - len(examples)
-        pipeline.run([*examples, *[(examples[-1][0], 0)] * missing], loss_of)
+        pipeline.run(examples, loss_of)
         if self.plan.axes.shard > 1:
             for stage in pipeline.cutting.stages:
                 shard.finish(stage)

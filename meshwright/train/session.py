@@ -71,6 +71,7 @@ class Session:
         self._report = report
         self.on_gradients: Callable[[], None] | None = None  # called once a step's gradients are whole
         self.gradient_norm: Tensor | None = None  # of the last step, before clipping; None where nothing clips
+        self._counts_itself: bool | None = None  # what a rank that sees no loss was told of it
         self.steps = 0
         self.position = (0, 0)  # the epoch and batch that come next
         self._train_mode()
@@ -118,6 +119,9 @@ class Session:
         ours = isinstance(batch, Batch)
         parts = batch.parts if ours else self._microbatches(batch)
         examples = [(self._example(part.data), part.samples) for part in parts]
+        if self.plan.axes.pipeline > 1:
+            # A short batch has fewer microbatches than the schedule: the last one is borrowed, and counts for nothing.
+            examples += [(examples[-1][0], 0)] * (self.plan.microbatches - len(examples))
         loss = self._forward_backward(examples, batch.samples if ours else None)
         self._report("optimizer")
         if self.on_gradients is not None:
@@ -144,14 +148,16 @@ class Session:
         told: list[Tensor] = []  # the loss's sum, and the count that it tells itself
         reduced: list[Callable[[], Sequence[Tensor]]] = []
 
+        def last_of_step(number: int) -> bool:
+            """Where a sum can travel beside the backward pass; that of stages is full of messages already."""
+            return number == len(examples) - 1 and self.plan.axes.pipeline == 1
+
         def loss_of(number: int, output: Any) -> Tensor:
             example, samples = examples[number]
             term = self._loss.term(output, example.target, samples)
             now = [term.sum] if term.own_count is None else [term.sum, term.own_count]
             told[:] = [before + more for before, more in zip(told, now, strict=True)] if told else now
-            if (
-                number == len(examples) - 1 and self.plan.axes.pipeline == 1
-            ):  # beside backward; stages have none to spare
+            if last_of_step(number):
                 reduced.append(self._start_sum(told))
             self._report("backward")
             scale = term.weight * ranks / total()
@@ -160,7 +166,7 @@ class Session:
         self._report("forward")
         self._parallel.run(examples, loss_of)
         loss_sum, own_count, tells = (reduced[0] if reduced else self._start_sum(told))()
-        if not tells:
+        if not self._tells_count(told, tells):
             return loss_sum / total()
         # The loss told its count only after its forward pass: the gradients were divided by another one.
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
@@ -187,15 +193,23 @@ class Session:
 
         return total
 
+    def _tells_count(self, told: list[Tensor], tells: Tensor) -> bool:
+        """Whether the loss returns its own count. Reading `tells` waits for the device: only ranks that see no loss do
+        so, once, since that is the loss function's way."""
+        if told:
+            return len(told) > 1
+        if self._counts_itself is None:
+            self._counts_itself = bool(tells)
+        return self._counts_itself
+
     def _start_sum(self, told: list[Tensor]) -> Callable[[], Sequence[Tensor]]:
         """The loss's sum, its own count and whether it told one, of all ranks together."""
-        tells = len(told) > 1
-        if self.world.size == 1:
-            return lambda: (told[0], told[-1], torch.tensor(tells))
         if not self._parallel.place.speaks:
             return self._add_up(torch.zeros(3, dtype=torch.float64, device=self.world.device))
-        numbers = [told[0].double(), told[-1].double(), torch.tensor(float(tells), device=self.world.device).double()]
-        return self._add_up(torch.stack(numbers))
+        tells = told[0].new_full((), float(len(told) > 1))  # filled on the device: a copy would make the host wait
+        if self.world.size == 1:
+            return lambda: (told[0], told[-1], tells)
+        return self._add_up(torch.stack([told[0].double(), told[-1].double(), tells.double()]))
 
     def _add_up(self, numbers: Tensor) -> Callable[[], Sequence[Tensor]]:
         """Adds a few numbers over all ranks while other work goes on; the result waits for them."""

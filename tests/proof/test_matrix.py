@@ -7,6 +7,7 @@ untouched model, which must say the same.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,20 @@ import torch
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
+from meshwright.cluster.detect import find
 from meshwright.launch.place import Place
 from meshwright.launch.world import World
+from meshwright.parallel.check import checker
+from meshwright.plan import Plan
+from meshwright.planner.profiles import Profiles
+from meshwright.planner.question import Question as PlanQuestion
+from meshwright.planner.search import search
+from meshwright.proof.proof import Proof
 from meshwright.proof.prove import prove_in
 from meshwright.proof.question import OwnModel, Question
 from meshwright.proof.record import make_session
 from meshwright.proof.setting import Setting, computing_in, set_up
+from meshwright.simulator.predict import cost_of
 from tests.proof.matrix import COVERING, every, plan_of
 from tests.ranks import RankPool, ranks
 from tests.zoo import BATCH, SAMPLES, ZOO, Made
@@ -31,13 +40,13 @@ TOLERANCE = 1e-9
 CLIP = 0.05  # far below any of these gradients' norms
 
 
-def asked(kind: str, case: str) -> Question:
+def asked(kind: str, case: str | Plan, batch: int = BATCH) -> Question:
     torch.manual_seed(0)
     made = ZOO[kind]
     model = made.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
-    own = OwnModel(model, optimizer, made.loss, Made(made.data), BATCH, clip_norm=CLIP, seed=3)
-    return Question(own, plan_of(kind, case))
+    own = OwnModel(model, optimizer, made.loss, Made(made.data), batch, clip_norm=CLIP, seed=3)
+    return Question(own, plan_of(kind, case) if isinstance(case, str) else case)
 
 
 def try_case(rank: int, size: int, kind: str, case: str, folder: Path) -> dict[str, Any] | None:
@@ -111,6 +120,39 @@ def test_a_plan_trains_the_same_model(worlds: Worlds, kind: str, case: str, tmp_
 @pytest.mark.parametrize(("kind", "case"), sorted(every(), key=by_size))
 def test_every_plan_trains_the_same_model(worlds: Worlds, kind: str, case: str, tmp_path: Path) -> None:
     prove_case(worlds, kind, case, tmp_path)
+
+
+def prove_only(rank: int, size: int, question: Question, folder: Path) -> Proof | None:
+    return prove_in(question, World(rank, rank, size, size, 0, torch.device("cpu"), None), folder)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_last_batch_of_fewer_samples_than_microbatches(worlds: Worlds, schedule: str, tmp_path: Path) -> None:
+    """The second and last batch has one sample for two microbatches."""
+    question = replace(asked("gpt", f"P2 {schedule}", batch=SAMPLES - 1), steps=2)
+    proof = worlds(2).run(prove_only, question, tmp_path)[0]
+    assert proof.equal, proof.first_difference
+    assert proof.max_relative_error <= TOLERANCE
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["gpt", "resnet", "vgg"])
+def test_what_the_planner_proposes_runs_and_trains_the_same_model(worlds: Worlds, kind: str, tmp_path: Path) -> None:
+    """The best of every family of plans, on devices with little memory and slow links between two of four."""
+    data = Made(ZOO[kind].data)
+    sample = default_collate([data[0], data[1]])
+    with torch.device("meta"):
+        model = ZOO[kind].model()
+    refuses = checker(model, sample)
+    adamw = cost_of(torch.optim.AdamW(model.parameters()), on_gpu=True)
+    question = PlanQuestion(find("2x2xV100-16GB"), BATCH, adamw, exact=True, top=6, refuses=refuses)
+    found = search(question, Profiles(model, sample, ZOO[kind].loss))
+    plans = [choice.plan for choice in (*found.ranked, *found.others)]
+    assert len({plan.axes for plan in plans}) >= 4
+    for plan in plans:
+        proof = worlds(plan.world_size).run(prove_only, asked(kind, plan), tmp_path)[0]
+        assert proof.equal, f"{plan.summary()}: {proof.first_difference}"
+        assert proof.max_relative_error <= TOLERANCE
 
 
 def test_the_covering_set_has_every_axis_pair_and_kind() -> None:
