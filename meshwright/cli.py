@@ -192,7 +192,7 @@ def _auto_plan(job: "Job", cluster: "Cluster") -> "Plan":
     that nobody has measured, or for a model that cannot be predicted."""
     from dataclasses import replace
 
-    from meshwright.parallel.check import check_runnable
+    from meshwright.parallel.check import checker
     from meshwright.planner.search import replicas, search
 
     plain = replicas(cluster.devices, job.train.global_batch)
@@ -204,7 +204,8 @@ def _auto_plan(job: "Job", cluster: "Cluster") -> "Plan":
     except Exception:  # whatever a job's own code raises: the checks before a run say what is wrong with it
         return plain
     try:
-        return search(replace(question, even=False, refuses=check_runnable), profiles).ranked[0].plan
+        refuses = checker(profiles.model, profiles.sample, profiles.target)
+        return search(replace(question, even=False, refuses=refuses), profiles).ranked[0].plan
     except MeshwrightError:  # it cannot be traced, or fits no plan as predicted: the run itself has the last word
         return plain
 
