@@ -1,7 +1,6 @@
 """The parts of a run made from its job: data, model, loss, metrics, optimizer and schedule."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,8 @@ from meshwright.job import Job, Weights
 from meshwright.launch.world import World
 from meshwright.parallel.apply import Fill
 from meshwright.parallel.check import needs_structure
-from meshwright.parallel.deferred import Recording, materialize, problems, recorded
+from meshwright.parallel.deferred import materialize, problems, recorded
 from meshwright.parallel.initialize import initialized
-from meshwright.parallel.layout import Layout
 from meshwright.plan import Plan
 from meshwright.train.metrics import Metric
 from meshwright.train.optimizer import matches, optimizer_groups, optimizer_on
@@ -146,27 +144,18 @@ def _first_two(stream: Any) -> list[Any]:
 def _start(job: Job, plan: Plan, device: torch.device) -> tuple[nn.Module, Fill | None]:
     """A large model that the plan divides is built without memory, and every rank fills only its part of it."""
     divided = plan.world_size > plan.axes.replicate and plan.stages_per_rank == 1
-    plain = plan.compute.layout == "contiguous" and not job.train.weights
-    if divided and plain and _size(job) > LARGE_BYTES:
-        model, recording = recorded(lambda: make_model(job), job.train.seed)
-        freeze(model, job.train.freeze)
-        return model, partial(_fill, recording, job.train.seed, device)
-    return build_model(job), None
-
-
-def _fill(
-    recording: Recording, seed: int, device: torch.device, module: nn.Module, layouts: Mapping[str, Layout]
-) -> None:
-    materialize(module, recording, layouts, seed, device)
-
-
-def _size(job: Job) -> int:
-    """The bytes of a model that can be built again without memory; 0 of one that cannot."""
+    if not divided or plan.compute.layout != "contiguous" or job.train.weights:
+        return build_model(job), None
+    seed = job.train.seed
     try:
-        model, recording = recorded(lambda: make_model(job), job.train.seed)
-    except Exception:  # its code wants real numbers
-        return 0
-    return 0 if problems(model, recording) else sum(p.numel() * p.element_size() for p in model.parameters())
+        model, recording = recorded(lambda: make_model(job), seed)
+    except InputError:  # its code wants real numbers
+        return build_model(job), None
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    if size <= LARGE_BYTES or problems(model, recording):
+        return build_model(job), None
+    freeze(model, job.train.freeze)
+    return model, lambda module, layouts: materialize(module, recording, layouts, seed, device)
 
 
 def build_session(job: Job, plan: Plan, world: World, report: Report) -> Session:
