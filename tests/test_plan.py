@@ -126,3 +126,14 @@ def test_a_wrong_plan_file_is_named(tmp_path: Path) -> None:
     file.write_text("- replicate\n")
     with pytest.raises(InputError, match=r"plan\.yaml: a plan file is a YAML mapping, this one is list"):
         load_plan(file)
+
+
+def test_every_choice_stands_in_the_documentation() -> None:
+    told = Path(__file__).parent.parent.joinpath("docs", "job.md").read_text()
+    for group, field in Plan.model_fields.items():
+        assert isinstance(field.annotation, type)
+        assert issubclass(field.annotation, BaseModel)
+        for name, choice in field.annotation.model_fields.items():
+            assert isinstance(choice.json_schema_extra, dict)
+            (line,) = [line for line in told.splitlines() if line.startswith(f"| `{group}.{name}` |")]
+            assert line.split(" | ")[2] == choice.json_schema_extra["numerics"], line
