@@ -58,8 +58,8 @@ def apply(
             _move(each, plan, device)
     # Splits before all that wraps: whatever comes later sees a rank's part of a weight as an ordinary one.
     layouts: dict[str, Layout] = dict(branches.layouts) if branches else {}
-    for each in runs if found and mesh else ():
-        layouts |= split_modules(each, plan, _known(found), _known(mesh))
+    if found and mesh:
+        layouts |= split_modules(runs, plan, found, mesh)
     for each in runs:
         if plan.numerics.batch_norm == "synchronized" and (others := data_group(mesh, plan)) is not None:
             synchronize_batch_norm(each, others)
@@ -94,11 +94,11 @@ def _replicated(
 ) -> tuple[nn.Module, Combiner | None]:
     """DDP where the replicate axis is alone. Beside another one its ranks hold parts of models, which DDP would take
     apart otherwise on each of them; gradients are averaged by us then."""
-    apart = [name for name, layout in layouts.items() if layout.axis == "replicate"]
+    divided = [name for name, layout in layouts.items() if layout.axis == "replicate"]
     if plan.world_size == plan.axes.replicate:
-        return replicate(module, mesh, plan.gradients.bucket_bytes, apart), None
+        return replicate(module, mesh, plan.gradients.bucket_bytes, divided), None
     overlap = plan.axes.pipeline == 1
-    return module, combine(module, mesh, plan.gradients.bucket_bytes, apart, overlap=overlap)
+    return module, combine(module, mesh, plan.gradients.bucket_bytes, divided, overlap=overlap)
 
 
 def _move(module: nn.Module, plan: Plan, device: torch.device) -> None:

@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from meshwright.parallel.exchange import Division, Team, all_gather, even
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -71,21 +73,9 @@ def part_of(whole: Tensor, layout: Layout) -> Tensor:
 def whole_of(part: Tensor, layout: Layout, group: dist.ProcessGroup) -> Tensor:
     """The whole parameter, from the parts of all ranks of the axis; all of them call it."""
     ranks = group.size()
-    places = [stretches(layout.parts, ranks, rank) for rank in range(ranks)]
-    rows = [sum(length for _, length in place) for place in places]
-    room = list(part.shape)
-    room[layout.dim] = max(rows)
-    padded = part.new_zeros(room)
-    padded.narrow(layout.dim, 0, part.shape[layout.dim]).copy_(part)
-    received = [torch.empty_like(padded) for _ in range(ranks)]
-    dist.all_gather(received, padded, group=group)
-    whole = part.new_empty(layout.shape)
-    for place, piece in zip(places, received, strict=True):
-        begin = 0
-        for first, length in place:
-            whole.narrow(layout.dim, first, length).copy_(piece.narrow(layout.dim, begin, length))
-            begin += length
-    return whole
+    places = tuple(stretches(layout.parts, ranks, rank) for rank in range(ranks))
+    division = Division(layout.dim, layout.shape[layout.dim], places)
+    return all_gather(part, division, Team(group, group.rank(), ranks, layout.axis))
 
 
 # ---- FSDP2 divides the rows of a part once more
@@ -166,8 +156,18 @@ def fill_from(tensor: Tensor, layout: Layout | None, whole: Tensor) -> None:
 
 def gathered(tensor: Tensor, layout: Layout | None, mesh: DeviceMesh | None) -> Tensor:
     """The whole of a parameter, gradient or buffer; every rank that holds a part of it calls this."""
-    part = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    part = _all_rows(tensor) if isinstance(tensor, DTensor) else tensor
     if layout is None or isinstance(layout, Lodged):
         return part
     assert mesh is not None
-    return whole_of(part.contiguous(), layout, mesh.get_group(layout.axis))
+    return whole_of(part, layout, mesh.get_group(layout.axis))
+
+
+def _all_rows(tensor: DTensor) -> Tensor:
+    """As `full_tensor`, which brings a process down where CUDA tensors travel over Gloo."""
+    (axis,) = [number for number, placement in enumerate(tensor.placements) if placement.is_shard()]
+    group = tensor.device_mesh.get_group(axis)
+    rows, ranks = tensor.shape[0], group.size()
+    most = -(-rows // ranks)
+    division = even(0, [max(0, min(most, rows - most * rank)) for rank in range(ranks)])
+    return all_gather(tensor.to_local(), division, Team(group, group.rank(), ranks, "shard"))

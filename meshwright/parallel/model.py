@@ -12,12 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.batch import Example, at_least_fp32
 from meshwright.parallel import shard
-from meshwright.parallel.clip import clip_, global_norm
+from meshwright.parallel.clip import clip_
 from meshwright.parallel.combine import Combiner
 from meshwright.parallel.layout import Layout, Tied
 from meshwright.parallel.mesh import Place
 from meshwright.parallel.part import gathered
 from meshwright.parallel.pipeline import Pipeline
+from meshwright.parallel.plain_attention import plain_attention
 from meshwright.parallel.precision import forward_precision
 from meshwright.parallel.replicate import align_buffers
 from meshwright.parallel.state import full_gradients, full_state
@@ -99,10 +100,6 @@ class ParallelModel:
             output = model(*example.arguments, **example.keywords)
         return at_least_fp32(output)
 
-    def norm(self) -> Tensor:
-        """Of the whole gradient, the same on every rank."""
-        return global_norm(self._gradients(), self.layouts, self.tied, self.mesh)
-
     def clip_(self, max_norm: float) -> Tensor:
         """Scales the gradients to at most that norm of all of them together; returns the norm they had."""
         return clip_(self._gradients(), self.layouts, self.tied, self.mesh, max_norm)
@@ -112,12 +109,13 @@ class ParallelModel:
 
     # ---- evaluation
 
-    def evaluate(self, example: Example, samples: int) -> Any:
+    def evaluate(self, example: Example) -> Any:
         """The whole output, on ranks that know it; None on those of other stages."""
-        if self.pipeline is not None:
-            return gathered(self.pipeline.evaluate(example, samples))
-        # The bare module: where ranks need nothing of each other, they may have different numbers of batches.
-        return gathered(self._forward(self.module, example))
+        with plain_attention():
+            if self.pipeline is not None:
+                return gathered(self.pipeline.evaluate(example))
+            # The bare module: where ranks need nothing of each other, they may have different numbers of batches.
+            return gathered(self._forward(self.module, example))
 
     def train(self, mode: bool = True) -> None:
         self.runner.train(mode)

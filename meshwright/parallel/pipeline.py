@@ -67,10 +67,10 @@ class Pipeline:
         self.cutting.module.train(mode)
 
     @torch.no_grad()
-    def evaluate(self, example: Example, samples: int) -> Any | None:
+    def evaluate(self, example: Example) -> Any | None:
         """The model's output where the last stage is, None elsewhere; in the mode that the module is in."""
         output = None
-        with self._prepared([example], lambda _, result: at_least_fp32(result)), _plain_attention():
+        with self._prepared([example], lambda _, result: at_least_fp32(result)):
             lines = self._lines(example)
             local: tuple[Tensor, ...] = ()
             for stage in self.cutting.stages:
@@ -145,14 +145,3 @@ def _joined(needed: _Rooms, have: _Rooms, join: Callable[[int, int], int]) -> _R
         return Room(tuple(map(join, new.shape, old.shape)), new.dtype)
 
     return tuple(tuple(map(one, cut, there)) for cut, there in zip(needed, have, strict=True))
-
-
-@contextmanager
-def _plain_attention() -> Iterator[None]:
-    """Without the fast path of PyTorch's transformer layers, which hands padded batches on in another form."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)

@@ -2,7 +2,10 @@
 
 from meshwright.errors import InputError
 from meshwright.parallel.pipeline_wiring import chosen_cuts
+from meshwright.parallel.stages import places
 from meshwright.plan import STAGES_PER_RANK, Plan
+from meshwright.profile.cuts import Cut
+from meshwright.profile.names import within
 from meshwright.profile.structure import Structure
 
 
@@ -28,7 +31,38 @@ def check_pipeline(plan: Plan, structure: Structure) -> None:
             " into stages"
         )
     _check_microbatches(chosen.schedule, ranks, chosen.microbatches)
-    chosen_cuts(plan, structure)
+    cuts = chosen_cuts(plan, structure)
+    if plan.axes.shard > 1:
+        _check_shared(plan, structure, cuts)
+
+
+def _check_shared(plan: Plan, structure: Structure, cuts: tuple[Cut, ...]) -> None:
+    """FSDP2 divides a weight for one of a rank's stages. Here stages count that are known to use it; should others
+    between them do so too, `shard` says it."""
+    ends = [structure.pieces.index(cut.after) for cut in cuts]
+    homes = places(plan)
+    for name in sorted({name for cut in cuts for name in cut.shared}):
+        crossed = [number for number, cut in enumerate(cuts) if name in cut.shared]
+        modules = next((tie.modules for tie in structure.ties if name in tie.parameters), ())
+        users = {crossed[0], crossed[-1] + 1}
+        for place, piece in enumerate(structure.pieces):
+            if any(within(module, piece) for module in modules):
+                users.add(sum(end < place for end in ends))
+        if len({homes[stage] for stage in users}) < len(users):
+            raise on_several_stages(name, plan, users)
+
+
+def on_several_stages(name: str, plan: Plan, users: set[int] | None = None) -> InputError:
+    """`users` are the stages that use the weight, where they are known."""
+    ranks = plan.axes.pipeline
+    others = f"1f1b with {ranks - 1} cut{'s' if ranks > 2 else ''}"
+    if users and len({stage % ranks for stage in users}) == len(users):
+        others = f"interleaved_1f1b, zero_bubble or {others}"
+    where = f"stages {' and '.join(map(str, sorted(users)))}" if users else "several stages"
+    return InputError(
+        f"plan.axes.shard is {plan.axes.shard} and cannot divide {name}: {where} use it, and {plan.pipeline.schedule}"
+        f" has some of them on one rank; choose the schedule {others}, or replicate in the place of shard"
+    )
 
 
 def _check_microbatches(schedule: str, ranks: int, microbatches: int) -> None:

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.errors import InputError
 from meshwright.parallel.combine import average
 from meshwright.parallel.left_out import LeftOut
+from meshwright.parallel.pipeline_check import on_several_stages
 from meshwright.parallel.replicate import align_over
 from meshwright.plan import Plan
 from meshwright.profile.recompute import find_blocks
@@ -42,6 +43,9 @@ def shard(module: nn.Module, mesh: DeviceMesh, plan: Plan, *, units: bool = True
             f"plan.modules.splits.{wide[0]} splits a layer over the replicate axis, and plan.axes.shard is "
             f"{plan.axes.shard}: they do not go together, set shard to 1 or leave the split out"
         )
+    divided = next((name for name, p in module.named_parameters() if isinstance(p, DTensor)), None)
+    if divided is not None:
+        raise on_several_stages(divided.removeprefix("model."), plan)
     data = mesh["replicate", "shard"] if plan.axes.replicate > 1 else mesh["shard"]
     for parameter in module.parameters():
         if not parameter.is_contiguous():  # FSDP2 divides rows

@@ -5,7 +5,7 @@ model's own code runs on them unmodified.
 before it. Parameters become plain local tensors under their own names; `Layout` tells where they lie in the whole.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.errors import InputError, did_you_mean
 from meshwright.parallel.exchange import Team
-from meshwright.parallel.layout import Layout, lay_out, part_of
+from meshwright.parallel.layout import Layout, lay_out, part_of, whole_shape
 from meshwright.parallel.part import Kind, Mark
 from meshwright.parallel.tensor_swap import Slot, has_fused_path, swap_while_running, without_fused_paths
 from meshwright.plan import Modules, Plan
@@ -33,21 +33,25 @@ class Bundle:
     lone: tuple[str, ...] = ()
 
 
-def split_modules(module: nn.Module, plan: Plan, structure: Structure, mesh: DeviceMesh) -> dict[str, Layout]:
-    """Divides the module's parameters in place; the layouts of those that are divided, by name."""
-    check_names(plan.modules, module, structure)
+def split_modules(runs: Sequence[nn.Module], plan: Plan, structure: Structure, mesh: DeviceMesh) -> dict[str, Layout]:
+    """Divides in place the parameters of what a rank runs, the model or its stages, which may share some; the layouts
+    of those that are divided, by name."""
     teams: dict[str, Team] = {
         axis: _team(mesh, axis, plan) for axis in ("tensor", "replicate") if axis in (mesh.mesh_dim_names or ())
     }
-    bundles = [bundle for bundle in _bundles(module, plan, structure) if bundle.axis in teams]
     ties = {name: tie.parameters for tie in structure.ties for name in tie.parameters}
-    found = _Found(module, ties)
-    for bundle in bundles:
-        found.add(bundle, teams[bundle.axis])
-    _install(module, found, teams, plan)
-    lying = {id(module.get_parameter(name)): layout for name, layout in found.layouts.items()}
-    named = module.named_parameters(remove_duplicate=False)
-    return {name: lying[id(parameter)] for name, parameter in named if id(parameter) in lying}
+    layouts: dict[nn.Parameter, Layout] = {}
+    # All before any is divided: a weight that stages share would show its part to the later ones.
+    bundles = [list(_bundles(module, plan, structure)) for module in runs]
+    for module, together in zip(runs, bundles, strict=True):
+        check_names(plan.modules, module, structure)
+        found = _Found(module, runs, ties, layouts)
+        for bundle in together:
+            if bundle.axis in teams:
+                found.add(bundle, teams[bundle.axis])
+        _install(module, found, teams, plan)
+    named = (pair for module in runs for pair in module.named_parameters(remove_duplicate=False))
+    return {name: layouts[parameter] for name, parameter in named if parameter in layouts}
 
 
 def _team(mesh: DeviceMesh, axis: str, plan: Plan) -> Team:
@@ -150,12 +154,20 @@ def check_names(modules: Modules, module: nn.Module, structure: Structure) -> No
 
 
 class _Found:
-    """What has been divided so far: layouts by name, and slots by the modules while which they hold parts."""
+    """What has been divided so far: layouts by parameter, of all `runs` of the rank, and slots of this `module`, one of
+    them, by the modules while which they hold parts."""
 
-    def __init__(self, module: nn.Module, ties: dict[str, tuple[str, ...]]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        runs: Sequence[nn.Module],
+        ties: dict[str, tuple[str, ...]],
+        layouts: dict[nn.Parameter, Layout],
+    ) -> None:
         self.module = module
+        self.runs = runs
         self.ties = ties
-        self.layouts: dict[str, Layout] = {}
+        self.layouts = layouts
         self.slots: dict[str, dict[tuple[int, str], Slot]] = {}
         self.made_whole: dict[str, set[Kind]] = {}
 
@@ -201,34 +213,31 @@ class _Found:
         bias = f"{owner}.{leaf.replace('weight', 'bias')}" if owner else leaf.replace("weight", "bias")
         parameter = dict(self.module.named_parameters(remove_duplicate=False)).get(bias)
         # Its layout, where it was divided before under another name, is the same.
-        size = None if parameter is None or bias == name else self._whole_size(bias, parameter)
+        size = None if parameter is None or bias == name else whole_shape(parameter, self.layouts.get(parameter))
         if split.kind != "row" and size == (split.size,):
             yield from self._divide_one(bias, replace(split, dim=0), team)
 
-    def _whole_size(self, name: str, parameter: nn.Parameter) -> tuple[int, ...]:
-        known = self.layouts.get(self._canonical(parameter))
-        return tuple(parameter.shape) if known is None else known.shape
-
     def _divide_one(self, name: str, split: Split, team: Team) -> Iterator[tuple[str, Slot]]:
         parameter = self.module.get_parameter(name)
-        canonical = self._canonical(parameter)
-        places = [n for n, p in self.module.named_parameters(remove_duplicate=False) if p is parameter]
-        if canonical not in self.layouts:
+        if parameter not in self.layouts:
             layout = lay_out(parameter.shape, split.dim, split.parts, team.axis, team.ranks, team.rank)
-            self.layouts[canonical] = layout
             local = nn.Parameter(part_of(parameter.detach(), layout), parameter.requires_grad)
             local.__dict__.update(parameter.__dict__)
-            for place in places:
-                owner, _, leaf = place.rpartition(".")
-                self.module.get_submodule(owner)._parameters[leaf] = local
-        layout = self.layouts[canonical]
+            self._put(local, parameter)
+            self.layouts[local] = layout
+            parameter = local
         mark = Mark(_shard(split), team, "vocabulary" if split.kind == "vocabulary" else "features", _uneven(split))
-        for place in places:
-            owner, _, leaf = place.rpartition(".")
-            yield owner, Slot(self.module.get_submodule(owner), leaf, mark, layout.shape)
+        for place, held in self.module.named_parameters(remove_duplicate=False):
+            if held is parameter:
+                owner, _, leaf = place.rpartition(".")
+                yield owner, Slot(self.module.get_submodule(owner), leaf, mark, self.layouts[parameter].shape)
 
-    def _canonical(self, parameter: nn.Parameter) -> str:
-        return next(name for name, other in self.module.named_parameters() if other is parameter)
+    def _put(self, local: nn.Parameter, parameter: nn.Parameter) -> None:
+        """In the place of the parameter, wherever this rank holds it: what is tied stays one."""
+        for owner in (owner for run in self.runs for owner in run.modules()):
+            for leaf, held in owner._parameters.items():
+                if held is parameter:
+                    owner._parameters[leaf] = local
 
     def _hold(self, module: str, slots: list[Slot]) -> None:
         known = self.slots.setdefault(module, {})

@@ -248,7 +248,7 @@ class Session:
         with torch.no_grad():  # not inference_mode: what a model caches in here, training could not use
             for part in rounds:
                 example = self._example(part.data)
-                output = self._parallel.evaluate(example, part.samples)
+                output = self._parallel.evaluate(example)
                 if not self._parallel.place.speaks or not part.samples:
                     continue
                 term = self._loss.term(output, example.target, part.samples)

@@ -1,7 +1,6 @@
 """A checkpoint loads under any number of ranks, by parameter name, and says where it is of another model."""
 
 from collections import OrderedDict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,9 @@ from torch import Tensor, nn
 from meshwright.errors import CheckpointError
 from meshwright.plan import Plan
 from meshwright.train.session import Parameters, Session
-from tests.ranks import RankPool, ranks
+from tests.ranks import RankPool
 from tests.train.alone import equal_states, world
 from tests.train.toy import points
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[RankPool]:
-    with ranks(2) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[RankPool]:
-    with ranks(3) as pool:
-        yield pool
 
 
 class Tied(nn.Module):

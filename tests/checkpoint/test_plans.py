@@ -1,6 +1,5 @@
 """A checkpoint written under any plan holds the plain whole tensors, and loads under any other plan."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +15,11 @@ from meshwright.checkpoint.state import model_state, optimizer_state
 from meshwright.errors import CheckpointError
 from meshwright.parallel.state import full_state
 from tests.parallel.divided import AXES, Divided, divide, whole_model
-from tests.ranks import RankPool, ranks
+from tests.ranks import RankPool
 from tests.soaked import all_but
 
 ONE: dict[str, int] = {}
 TWO: list[dict[str, int]] = [{"shard": 2}, {"tensor": 2}, {"pipeline": 2}]
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[RankPool]:
-    with ranks(2) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[RankPool]:
-    with ranks(4) as pool:
-        yield pool
 
 
 def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:

@@ -1,6 +1,6 @@
 """Synchronized BatchNorm is BatchNorm over all ranks' samples together."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from meshwright.parallel.batch_norm import synchronize_batch_norm
 from meshwright.profile.recompute import recompute_blocks
-from tests.ranks import RankPool, ranks
+from tests.ranks import RankPool
 
 SAMPLES = (3, 1, 4, 2)
 CASES: dict[str, tuple[Callable[..., nn.Module], tuple[int, ...], dict[str, Any]]] = {
@@ -21,18 +21,6 @@ CASES: dict[str, tuple[Callable[..., nn.Module], tuple[int, ...], dict[str, Any]
     "no running statistics": (nn.BatchNorm2d, (5, 2, 2), {"track_running_stats": False}),
     "other momentum and no bias": (nn.BatchNorm2d, (5, 2, 2), {"momentum": 0.3, "eps": 0.1}),
 }
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[RankPool]:
-    with ranks(2) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[RankPool]:
-    with ranks(4) as pool:
-        yield pool
 
 
 class Net(nn.Module):

@@ -1,7 +1,5 @@
 """The norm and the clipped gradients under every plan are those of one process."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,14 +7,8 @@ from torch import Tensor, nn
 from meshwright.parallel.clip import clip_, global_norm
 from meshwright.parallel.state import full_gradients
 from tests.parallel.divided import AXES, divide, everywhere, whole_model
-from tests.ranks import RankPool, ranks
+from tests.ranks import RankPool
 from tests.soaked import all_but
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[RankPool]:
-    with ranks(4) as pool:
-        yield pool
 
 
 def clipped(rank: int, size: int, axes: dict[str, int], max_norm: float) -> tuple[float, dict[str, Tensor], bool]:

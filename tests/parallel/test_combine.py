@@ -1,6 +1,5 @@
 """Our own averaging of gradients trains as one process and as DDP do, and sends nothing before the last microbatch."""
 
-from collections.abc import Iterator
 from unittest.mock import patch
 
 import pytest
@@ -13,20 +12,8 @@ from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.replicate import align_buffers, replicate
 from meshwright.plan import Plan
 from tests.parallel.mixed import Trained, assert_same, batch, loss_of, mixed, optimizer_of, train_alone
-from tests.ranks import RankPool, ranks
+from tests.ranks import RankPool
 from tests.soaked import all_but
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[RankPool]:
-    with ranks(2) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[RankPool]:
-    with ranks(4) as pool:
-        yield pool
 
 
 def train(rank: int, size: int, axes: dict[str, int], bucket_bytes: int, overlap: bool) -> Trained:

@@ -1,6 +1,6 @@
 """A model built without memory and filled part by part has bitwise the weights of one that was built whole."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,14 +17,8 @@ from meshwright.parallel.shard import combining, shard
 from meshwright.parallel.state import full_state
 from meshwright.plan import Plan
 from tests.parallel.test_initialize import Parts
-from tests.ranks import RankPool, ranks
+from tests.ranks import RankPool
 from tests.train.alone import equal_states
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[RankPool]:
-    with ranks(4) as pool:
-        yield pool
 
 
 class Odd(nn.Module):

@@ -1,21 +1,12 @@
 """What ranks hand each other, forward and backward, is what one rank would compute; also where shares are uneven."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from meshwright.parallel import exchange
 from meshwright.parallel.exchange import Division, Team, even
-from tests.ranks import RankPool, ranks
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[RankPool]:
-    with ranks(3) as pool:
-        yield pool
-
+from tests.ranks import RankPool
 
 FUSED = Division(1, 9, (((0, 2), (5, 2)), ((2, 2), (7, 1)), ((4, 1), (8, 1))))
 UNEVEN = even(1, (4, 5, 0))

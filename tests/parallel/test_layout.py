@@ -1,24 +1,16 @@
 """What a rank holds of a divided tensor, as rectangles of the whole, covers it exactly once."""
 
-from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from meshwright.parallel.layout import Layout, fill_from, gathered, lay_out, part_of, rectangles, view_of
-from tests.ranks import RankPool, ranks
+from tests.ranks import RankPool
 
 SHAPES = [(7, 6), (6, 7), (1, 5), (9,)]
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[RankPool]:
-    with ranks(4) as pool:
-        yield pool
 
 
 def layouts(shape: tuple[int, ...], size: int, rank: int) -> list[Layout | None]:

@@ -1,6 +1,5 @@
 """What parts tell the model's code, what they do where chance is involved, and what a user is told."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,19 +15,13 @@ from meshwright.plan import Axes, Modules, Plan, Split
 from meshwright.profile.recompute import recompute_blocks
 from meshwright.profile.structure import structure
 from tests.parallel.tensor_models import NanoGPT, make, words
-from tests.ranks import RankPool, ranks
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[RankPool]:
-    with ranks(2) as pool:
-        yield pool
+from tests.ranks import RankPool
 
 
 def divide(model: nn.Module, sample: Any, world_size: int, modules: Modules) -> list[str]:
     plan = Plan(axes=Axes(tensor=world_size), modules=modules)
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tensor",))
-    return sorted(split_modules(model, plan, structure(model, sample), mesh))
+    return sorted(split_modules([model], plan, structure(model, sample), mesh))
 
 
 class Watched(nn.Module):
@@ -124,7 +117,7 @@ def told(rank: int, world_size: int, name: str, splits: dict[str, Any], tensor: 
     plan = Plan(axes=Axes(tensor=tensor), modules=Modules(splits={k: Split(**v) for k, v in splits.items()}))
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tensor",))
     try:
-        split_modules(model, plan, structure(model, sample), mesh)
+        split_modules([model], plan, structure(model, sample), mesh)
         model(sample if name == "sorts" else sample[0])
     except InputError as error:
         return str(error)

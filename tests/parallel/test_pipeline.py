@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from meshwright.batch import Example, split
 from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.pipeline import Pipeline
+from meshwright.parallel.plain_attention import plain_attention
 from meshwright.parallel.stages import Cutting, cut_stages, recompute_stages
 from meshwright.plan import Axes, Memory, Plan
 from meshwright.plan import Pipeline as PipelineGroup
@@ -20,7 +21,7 @@ from meshwright.profile.structure import Structure, structure
 from meshwright.simulator.pipeline_order import pipeline_order
 from tests.profile.models import make, tokens
 from tests.profile.structured import MultiTask, ResidualParent, TwoTowers, UNet, ids, transformer
-from tests.ranks import RankPool, ranks
+from tests.ranks import RankPool
 from tests.soaked import all_but
 
 TOLERANCE = 1e-9
@@ -266,10 +267,10 @@ def against_alone(
         errors["buffer"] = max(errors["buffer"], error(buffer.double(), buffers[n].double(), 1e-6))
     module.eval()
     alone.eval()
-    with torch.no_grad():
+    with torch.no_grad(), plain_attention():
         for size in (3, 8):
             ((example, _),) = parts_of(batch, [size])
-            output = pipeline.evaluate(example, size)
+            output = pipeline.evaluate(example)
             assert (output is not None) == speaks
             if speaks:
                 expected_output = alone(*example.arguments, **example.keywords)
@@ -279,18 +280,6 @@ def against_alone(
                     errors["output"], *(error(a, b, 1e-9) for a, b in pairs if isinstance(a, Tensor))
                 )
     return {"errors": errors, "held": seen, "all": set(values), "executed": list(pipeline.executed)}
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[RankPool]:
-    with ranks(2) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[RankPool]:
-    with ranks(4) as pool:
-        yield pool
 
 
 def check(results: list[dict[str, Any]]) -> None:

@@ -1,7 +1,6 @@
 """A pipeline beside other choices of a plan: sharded stages, several data ranks, half precision, images with their
 channels last, frozen weights."""
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,19 +15,7 @@ from meshwright.parallel.stages import cut_stages
 from meshwright.plan import Plan
 from meshwright.profile.structure import structure
 from tests.parallel.test_pipeline import CPU, canonical, error, even_cuts, made, parts_of, total
-from tests.ranks import RankPool, ranks
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[RankPool]:
-    with ranks(2) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[RankPool]:
-    with ranks(4) as pool:
-        yield pool
+from tests.ranks import RankPool
 
 
 def plan_of(axes: dict[str, int], stages: int, found: Any, microbatches: int, **groups: Any) -> Plan:

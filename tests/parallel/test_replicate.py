@@ -1,7 +1,5 @@
 """Buffers of all data ranks become those of the first; what DDP is told to ignore is in test_combine."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
@@ -9,13 +7,7 @@ from torch import nn
 from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.replicate import align_buffers, replicate
 from meshwright.plan import Plan
-from tests.ranks import RankPool, ranks
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[RankPool]:
-    with ranks(4) as pool:
-        yield pool
+from tests.ranks import RankPool
 
 
 def aligned(rank: int, size: int, axes: dict[str, int]) -> list[float]:

@@ -1,22 +1,13 @@
 """Whole weights and gradients come out of every plan bitwise as they went in."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
 
 from meshwright.parallel.state import full_gradients, full_state
 from tests.parallel.divided import AXES, divide, held_bytes, whole_model
-from tests.ranks import RankPool, ranks
+from tests.ranks import RankPool
 from tests.soaked import all_but
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[RankPool]:
-    with ranks(4) as pool:
-        yield pool
-
 
 Found = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], int]
 

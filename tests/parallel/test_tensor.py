@@ -2,7 +2,6 @@
 evaluation, whatever sizes their code spells out."""
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,22 +16,10 @@ from meshwright.plan import Axes, Modules, Plan
 from meshwright.profile.recompute import recompute_blocks
 from meshwright.profile.structure import structure
 from tests.parallel.tensor_models import make
-from tests.ranks import RankPool, ranks
+from tests.ranks import RankPool
 from tests.soaked import all_but
 
 TOLERANCE = 1e-9
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[RankPool]:
-    with ranks(2) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[RankPool]:
-    with ranks(4) as pool:
-        yield pool
 
 
 def scores(output: Any) -> Tensor:
@@ -58,7 +45,7 @@ def split(
     )
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tensor",))
     parallel = copy.deepcopy(model)
-    layouts = split_modules(parallel, plan, found, mesh)
+    layouts = split_modules([parallel], plan, found, mesh)
     return model, parallel, args, kwargs, (layouts, mesh.get_group("tensor"))
 
 
@@ -181,7 +168,7 @@ def sharded(rank: int, world_size: int, sequence: bool, recompute: str) -> float
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
     plan = Plan(axes=Axes(shard=2, tensor=2), modules=Modules(sequence=sequence))
     parallel = copy.deepcopy(model)
-    layouts = split_modules(parallel, plan, structure(model, (*args, torch.zeros(3))), mesh)
+    layouts = split_modules([parallel], plan, structure(model, (*args, torch.zeros(3))), mesh)
     recompute_blocks(parallel, recompute)  # type: ignore[arg-type]
     for block in (*parallel.h, parallel):  # type: ignore[misc]
         fully_shard(block, mesh=mesh["shard"])

@@ -1,7 +1,6 @@
 """The same on a GPU that several ranks share, over Gloo: it lacks some collectives for CUDA tensors."""
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,15 +11,9 @@ from meshwright.parallel.tensor import split_modules
 from meshwright.plan import Axes, Modules, Plan
 from meshwright.profile.structure import structure
 from tests.parallel.tensor_models import NanoGPT, make, words
-from tests.ranks import RankPool, ranks
+from tests.ranks import RankPool
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[RankPool]:
-    with ranks(2) as pool:
-        yield pool
 
 
 def worst(rank: int, world_size: int, name: str, sequence: bool) -> float:
@@ -28,7 +21,7 @@ def worst(rank: int, world_size: int, name: str, sequence: bool) -> float:
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tensor",))
     plan = Plan(axes=Axes(tensor=world_size), modules=Modules(sequence=sequence))
     parallel = copy.deepcopy(model)
-    layouts = split_modules(parallel, plan, structure(model, (*args, torch.zeros(3))), mesh)
+    layouts = split_modules([parallel], plan, structure(model, (*args, torch.zeros(3))), mesh)
     for each in (model, parallel):
         out = each.cuda()(*(argument.cuda() for argument in args))
         (
@@ -56,7 +49,7 @@ def dropped(rank: int, world_size: int) -> tuple[bytes, float]:
     model = NanoGPT(0.3)
     tokens = words()
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tensor",))
-    split_modules(model, Plan(axes=Axes(tensor=world_size)), structure(model, (tokens, torch.zeros(3))), mesh)
+    split_modules([model], Plan(axes=Axes(tensor=world_size)), structure(model, (tokens, torch.zeros(3))), mesh)
     torch.manual_seed(1)
     with torch.autocast("cuda", torch.bfloat16):
         out = model.cuda()(tokens.cuda())

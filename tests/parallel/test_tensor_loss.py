@@ -1,6 +1,5 @@
 """Scores that stay divided by vocabulary up to the loss give the loss and the gradients of whole ones."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,13 +10,7 @@ from meshwright.parallel.part import Part
 from meshwright.workloads.decoder import NextTokenLoss
 from tests.parallel.tensor_models import VOCABULARY, B, T
 from tests.parallel.test_tensor import gradient_errors, split
-from tests.ranks import RankPool, ranks
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[RankPool]:
-    with ranks(2) as pool:
-        yield pool
+from tests.ranks import RankPool
 
 
 def losses(

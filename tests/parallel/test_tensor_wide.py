@@ -36,7 +36,7 @@ def built(world_size: int, kinds: dict[str, str], dropout: float = 0.0) -> tuple
     found = structure(model, (torch.zeros(2, 2, 4, 4, dtype=torch.float64), torch.zeros(2)))
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("replicate",))
     parallel = copy.deepcopy(model)
-    return model, parallel, split_modules(parallel, plan, found, mesh), mesh.get_group("replicate")
+    return model, parallel, split_modules([parallel], plan, found, mesh), mesh.get_group("replicate")
 
 
 def batches(world_size: int) -> list[Tensor]:

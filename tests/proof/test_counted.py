@@ -6,7 +6,6 @@ ranks only say to each other is left out (`counted.FEW`): sums of losses, counts
 sizes and flags. Buffers are the `broadcast`; how many a stage has no profile knows, so all stages are taken together.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -198,12 +197,6 @@ def several(rank: int, size: int) -> tuple[Counted, ...]:
         torch.distributed.barrier()
     torch.distributed.all_reduce(large)  # not counted
     return count.exchanges
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[RankPool]:
-    with ranks(4) as pool:
-        yield pool
 
 
 def test_each_collective_is_counted_with_its_axis_and_bytes(four: RankPool) -> None:

@@ -1,7 +1,6 @@
 """What a proof says of right plans and of wrong ones, in one world of ranks that is started once."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,18 +12,6 @@ from tests.ranks import RankPool, ranks
 from tests.soaked import all_but
 
 LIMIT = 1e-9  # of a clean run in fp64
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[RankPool]:
-    with ranks(2) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[RankPool]:
-    with ranks(3) as pool:
-        yield pool
 
 
 def proved(pool: RankPool, folder: Path, *words: str, **asked: Any) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """A session in a user's own loop: precision and layout, evaluation over ranks, buffers, saving and going on."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,9 @@ from meshwright.errors import CheckpointError, InputError
 from meshwright.plan import Plan
 from meshwright.train.metrics import accuracy
 from meshwright.train.session import Parameters, Session
-from tests.ranks import RankPool, ranks
+from tests.ranks import RankPool
 from tests.train.alone import equal_states, world
 from tests.train.toy import Net, points
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[RankPool]:
-    with ranks(3) as pool:
-        yield pool
 
 
 class Images(nn.Module):
