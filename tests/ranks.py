@@ -1,4 +1,5 @@
 """Runs a function in several ranks for a test: file rendezvous, Gloo on loopback, one thread each, a time limit.
+On a GPU, one rank may have NCCL.
 
 `run_ranks(function, 2, *args)` runs one function; `with ranks(2) as pool: pool.run(function, *args)` many. Functions
 live at module level and are called as `function(rank, world_size, *args)`. Starting ranks takes longer than most tests:
@@ -35,9 +36,10 @@ class RankFailure(RuntimeError):
 class RankPool:
     """Runs one function after another in one world; a failure ends it, and the next call starts a new one."""
 
-    def __init__(self, world_size: int, timeout_s: float = 120) -> None:
+    def __init__(self, world_size: int, timeout_s: float = 120, backend: str = "gloo") -> None:
         self.world_size = world_size
         self.timeout_s = timeout_s
+        self.backend = backend
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder: Path | None = None
@@ -81,7 +83,7 @@ class RankPool:
                 ours, theirs = context.Pipe()
                 process = context.Process(
                     target=_serve,
-                    args=(rank, self.world_size, rendezvous, self.timeout_s, theirs),
+                    args=(rank, self.world_size, rendezvous, self.timeout_s, self.backend, theirs),
                     name=f"rank {rank} of {self.world_size}",
                     daemon=True,
                 )
@@ -131,7 +133,7 @@ class RankPool:
         time.sleep(0.5)  # nothing tells when they have printed
 
 
-_KEPT: dict[int, RankPool] = {}
+_KEPT: dict[tuple[int, str], RankPool] = {}
 
 
 @atexit.register
@@ -141,16 +143,16 @@ def _close_kept() -> None:
 
 
 @contextmanager
-def ranks(world_size: int, timeout_s: float = 120) -> Iterator[RankPool]:
+def ranks(world_size: int, timeout_s: float = 120, backend: str = "gloo") -> Iterator[RankPool]:
     """A world of that size; `timeout_s` holds for each call. Small ones stay for whoever wants one next."""
     if world_size > _KEPT_UP_TO:
-        pool = RankPool(world_size, timeout_s)
+        pool = RankPool(world_size, timeout_s, backend)
         try:
             yield pool
         finally:
             pool.close()
         return
-    kept = _KEPT.setdefault(world_size, RankPool(world_size, timeout_s))
+    kept = _KEPT.setdefault((world_size, backend), RankPool(world_size, timeout_s, backend))
     before, kept.timeout_s = kept.timeout_s, timeout_s
     try:
         yield kept
@@ -164,10 +166,10 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
         return pool.run(function, *args)
 
 
-def _serve(rank: int, world_size: int, rendezvous: str, timeout_s: float, pipe: Connection) -> None:
+def _serve(rank: int, world_size: int, rendezvous: str, timeout_s: float, backend: str, pipe: Connection) -> None:
     faulthandler.register(signal.SIGUSR1)
     try:
-        _join(rank, world_size, rendezvous, timeout_s)
+        _join(rank, world_size, rendezvous, timeout_s, backend)
     except BaseException:
         pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
         return
@@ -182,16 +184,18 @@ def _serve(rank: int, world_size: int, rendezvous: str, timeout_s: float, pipe: 
         pipe.send_bytes(_answer(function, rank, world_size, args))
 
 
-def _join(rank: int, world_size: int, rendezvous: str, timeout_s: float) -> None:
+def _join(rank: int, world_size: int, rendezvous: str, timeout_s: float, backend: str) -> None:
     import torch
     import torch.distributed as dist
 
     from meshwright.launch.loopback import interface
 
     torch.set_num_threads(1)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(0)  # that all of them share
     os.environ["GLOO_SOCKET_IFNAME"] = interface()
     dist.init_process_group(
-        "gloo",
+        backend,
         store=dist.FileStore(rendezvous, world_size),
         rank=rank,
         world_size=world_size,

@@ -91,8 +91,13 @@ def is_part(tree: Any) -> bool:
 register_pytree_node(
     Part,
     lambda part: ([part.local], (part.mark, tuple(part.shape))),
-    lambda children, context: Part(next(iter(children)), *context),
+    lambda children, context: _rebuilt(next(iter(children)), *context),
 )
+
+
+def _rebuilt(local: Any, mark: Mark, shape: tuple[int, ...]) -> Any:
+    """Trees are mapped to other things than tensors, too: torch 2.11 looks for devices so."""
+    return Part(local, mark, shape) if isinstance(local, Tensor) else local
 
 
 def whole(part: Part) -> Tensor:
