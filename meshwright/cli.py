@@ -5,7 +5,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -69,8 +69,8 @@ def train(
     else:
         from meshwright.train.run import train as run
 
-        chosen = _auto_plan(read, found) if given == "auto" else given
-        result = run(read, chosen, found, resume)
+        chosen, predicted_s = _chosen(read, found, given)
+        result = run(read, chosen, found, resume, predicted_s)
     if result is not None:
         _print_result(result, as_json)
 
@@ -137,7 +137,7 @@ def prove(
 
     read = load_job(job, settings or [])
     given = load_plan(plan) if plan else read.plan
-    chosen = _auto_plan(read, find(read.cluster)) if given == "auto" else given
+    chosen, _ = _chosen(read, find(read.cluster), given)
     proof = run(read, chosen, ranks=ranks, steps=steps, dtype=dtype, dropout=dropout)
     file = save(proof, Path(read.output), read.name)
     if as_json:
@@ -187,54 +187,90 @@ def _asked(job: "Job", cluster: "Cluster", *, exact: bool = False, top: int = 1)
     return question, Profiles(model, sample, loss, job.data.target, on_gpu)
 
 
-def _auto_plan(job: "Job", cluster: "Cluster") -> "Plan":
-    """The best of what this version runs and what leaves the numbers as they are; every device a replica on a machine
-    that nobody has measured, or for a model that cannot be predicted."""
+def _chosen(job: "Job", cluster: "Cluster", given: "Plan | Literal['auto']") -> "tuple[Plan, float | None]":
+    """The plan to run, and the seconds that a step of it is predicted to take, where the machine has been measured.
+    `auto` is the best of what this version runs and what leaves the numbers as they are; every device a replica on a
+    machine that nobody has measured, or for a model that cannot be predicted."""
     from dataclasses import replace
 
     from meshwright.parallel.check import checker
     from meshwright.planner.search import replicas, search
+    from meshwright.simulator.predict import predict_plan
 
-    plain = replicas(cluster.devices, job.train.global_batch)
+    chosen = replicas(cluster.devices, job.train.global_batch) if given == "auto" else given
     if not all(node.device.is_known for node in cluster.nodes):
-        print(f"plan: {plain.summary()}, as nobody has measured this machine (meshwright doctor does)", file=sys.stderr)
-        return plain
+        if given == "auto":
+            said = f"plan: {chosen.summary()}, as nobody has measured this machine (meshwright doctor does)"
+            print(said, file=sys.stderr)
+        return chosen, None
     try:
         question, profiles = _asked(job, cluster, exact=True)
     except Exception:  # whatever a job's own code raises: the checks before a run say what is wrong with it
-        return plain
+        return chosen, None
     try:
-        refuses = checker(profiles.model, profiles.sample, profiles.target)
-        return search(replace(question, even=False, refuses=refuses), profiles).ranked[0].plan
+        if given == "auto":
+            refuses = checker(profiles.model, profiles.sample, profiles.target)
+            best = search(replace(question, even=False, refuses=refuses), profiles).ranked[0]
+            return best.plan, best.prediction.step_s
+        profile = profiles.get(chosen.numerics.precision, chosen.memory.recompute)
+        taken = cluster.with_devices(min(chosen.world_size, cluster.devices))
+        return chosen, predict_plan(taken, profile, chosen, question.global_batch, question.optimizer).step_s
     except MeshwrightError:  # it cannot be traced, or fits no plan as predicted: the run itself has the last word
-        return plain
+        return chosen, None
 
 
 @bench.command()
 def strategies(
     job: JobFile,
     cluster: ClusterName = None,
+    only: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Only these strategies; the bare loop is always measured.")
+    ] = None,
     steps: Annotated[int, typer.Option(min=2, help="Steps of one measurement.")] = 30,
     rounds: Annotated[int, typer.Option(min=1, help="Alternating rounds; medians are reported.")] = 5,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train a job in several ways, beside a bare PyTorch loop."""
-    from dataclasses import asdict
+    """Train a job in several ways, beside a bare PyTorch loop.
 
-    from meshwright.bench.strategies import compare
+    \b
+    one rank   the job as one process trains it
+    threads    one process, a thread for each device: DataParallel
+    replicate  every device has the whole model and a part of each batch
+    shard      likewise, with weights, gradients and optimizer state divided
+    tensor     layers are split over all devices
+    pipeline   the model is cut into a stage for each device, 1f1b
+    auto       the plan that `train` takes where the job says `plan: auto`
+
+    A strategy that the model cannot be divided by is named with the reason.
+    """
+    from dataclasses import asdict
+    from functools import cache
+
+    from meshwright.bench.strategies import chosen, compare, lines
+    from meshwright.bench.strategy_plans import plan_for
     from meshwright.cluster.detect import find
+    from meshwright.cluster.probe import measure
     from meshwright.job import load_job
 
-    read = load_job(job, settings or [])
-    rows = compare(read, find(cluster or read.cluster), steps, rounds)
-    summary = {row.strategy: round(row.ratio, 4) for row in rows}
+    read, names = load_job(job, settings or []), chosen(only)
+    found = find(cluster or read.cluster, measure)
+
+    @cache
+    def asked() -> "tuple[Question, Profiles]":
+        return _asked(read, found, exact=True)
+
+    def plan_of(name: str) -> "Plan":
+        return _chosen(read, found, "auto")[0] if name == "auto" else plan_for(name, found.devices, asked)
+
+    rows, skipped = compare(read, found, names, plan_of, steps, rounds)
     if as_json:
-        print(json.dumps({"rows": [asdict(row) for row in rows], "summary": summary}), flush=True)
+        summary = {row.strategy: round(row.ratio, 4) for row in rows}
+        told = {"rows": [asdict(row) for row in rows], "summary": summary, "skipped": [asdict(one) for one in skipped]}
+        print(json.dumps(told), flush=True)
         return
-    for row in rows:
-        rate = f"{row.samples_per_s:10,.0f} samples/s  ratio {row.ratio:.3f}"
-        print(f"{row.strategy:20} {row.ranks} rank(s) {rate}  spread {row.spread:.1%} over {row.rounds} rounds")
+    for line in lines(rows, skipped):
+        print(line, flush=True)
 
 
 @bench.command()
@@ -286,6 +322,8 @@ def _print_result(result: dict[str, Any], as_json: bool) -> None:
         rows[f"test {name}"] = f"{value:.2%}" if name == "accuracy" else f"{value:.4f}"
     if result["samples_per_s"]:
         rows["samples/s"] = f"{result['samples_per_s']:,.0f}"
+    if result["measured_step_s"] and result["predicted_step_s"]:
+        rows["step"] = f"{result['measured_step_s']:.3g} s, predicted {result['predicted_step_s']:.3g} s"
     rows["steps"] = str(result["steps"])
     if result["restarts"]:
         rows["restarts"] = str(result["restarts"])

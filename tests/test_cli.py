@@ -377,5 +377,12 @@ def test_train_takes_a_plan_that_it_runs_and_that_leaves_the_numbers_as_they_are
     measured = find("2xcpu").model_copy(
         update={"nodes": (node.model_copy(update={"device": known, "link": link}),), "based_on": "measured"}
     )
-    for cluster in (find("2xcpu"), measured):
-        assert cli._auto_plan(job, cluster) == Plan.model_validate({"axes": {"replicate": 2}})
+    bare = node.device.model_copy(update={"bandwidth_bytes_per_s": None, "rates": {}})
+    unknown = measured.model_copy(update={"nodes": (node.model_copy(update={"device": bare}),)})
+    two = Plan.model_validate({"axes": {"replicate": 2}})
+    assert cli._chosen(job, unknown, "auto") == (two, None)
+    plan, predicted_s = cli._chosen(job, measured, "auto")
+    assert plan == two
+    assert predicted_s is not None
+    assert cli._chosen(job, measured, two) == (two, pytest.approx(predicted_s))
+    assert cli._chosen(job, measured, Plan())[1] is not None

@@ -19,7 +19,9 @@ from meshwright.train.folder import claim, read_result, record
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
-def train(job: Job, plan: Plan, cluster: Cluster, resume: str = "auto") -> dict[str, Any]:
+def train(
+    job: Job, plan: Plan, cluster: Cluster, resume: str = "auto", predicted_step_s: float | None = None
+) -> dict[str, Any]:
     """Trains on this machine; returns the run's result as the command line's JSON has it."""
     check_here(cluster)
     check(job, plan, cluster)
@@ -55,4 +57,4 @@ def train(job: Job, plan: Plan, cluster: Cluster, resume: str = "auto") -> dict[
     result = read_result(folder)
     if result is None:
         raise Stopped(f"{folder.path}: the ranks were asked to stop; the same command goes on with it")
-    return {**result, "run": str(folder.path)}
+    return {**result, "run": str(folder.path), "predicted_step_s": predicted_step_s}
