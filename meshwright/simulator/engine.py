@@ -1,6 +1,6 @@
 """What the program that runs a plan adds to what the hardware takes: a named calibration. Ours adds nothing; those of
-published measurements (engines.yaml) say how they differ from eager PyTorch, and their `compute` and `launch` are
-fitted on other rows than they are judged by."""
+published measurements (engines.yaml) say how they differ from eager PyTorch, and their `launch` is fitted on other rows
+than they are judged by."""
 
 from functools import lru_cache
 from pathlib import Path
@@ -43,7 +43,7 @@ class Engine(BaseModel):
     Parts of a pass behind which exchange can hide: `overlaps` gradients, `gathers` weights, `tensor_overlaps` of the
     tensor exchange itself.
 
-    Factors on seconds: of `compute`, of `communication`, of the host's `launch`; `step_s` is spent once a step;
+    Factors on seconds: of `communication`, of the host's `launch`; `step_s` is spent once a step;
     `arranging` is what a core does for a plan beside computing."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -64,7 +64,6 @@ class Engine(BaseModel):
     overlaps: NonNegativeFloat = 1.0
     gathers: NonNegativeFloat = 1.0
     tensor_overlaps: NonNegativeFloat = 0.0
-    compute: PositiveFloat = 1.0
     communication: PositiveFloat = 1.0
     launch: NonNegativeFloat = 1.0
     step_s: NonNegativeFloat = 0.0

@@ -2,20 +2,20 @@
 
 half weights   no casts of weights and activations; what blocks move in fp32 moves in half as many bytes    _halved
 fused          dropout is part of the residual sum behind it, masks and all                                 _kept
-scores         attention = q kᵀ, softmax, dropout, p v: products over all pairs, and 4 + 5 bytes a pair;
-               backward = four products, and 5 + 6 bytes a pair                                             _scores
+scores         attention = q kᵀ, softmax, dropout, p v: products over all pairs, of which softmax and dropout read and
+               write 4 numbers a pair and a byte of mask; backward = four products, 5 numbers and the mask  _scores
 casts          of a weight that is split, each rank's part                                                  _cast
 """
 
 from dataclasses import replace
 
-from meshwright.profile.values import Growth, ModelProfile, Operator, Stretch
+from meshwright.profile.values import ITEM_BYTES, Growth, ModelProfile, Operator, Stretch
 from meshwright.simulator.engine import Engine
 
 _DROPOUT = ("empty_like", "bernoulli_", "div_", "mul", "native_dropout")
 _LIKED = 8  # tensor cores take sizes of 16 bytes, eight numbers in half precision
-# Bytes a pair of tokens that softmax and dropout move in half precision, with a mask of one byte.
-_PAIR_FORWARD, _PAIR_BACKWARD = 9.0, 11.0
+# Numbers a pair of tokens that softmax and dropout move, beside a mask of one byte.
+_PAIR_FORWARD, _PAIR_BACKWARD = 4, 5
 
 
 def run_by(profile: ModelProfile, engine: Engine) -> ModelProfile:
@@ -31,7 +31,7 @@ def run_by(profile: ModelProfile, engine: Engine) -> ModelProfile:
 
 
 def padded(profile: ModelProfile, engine: Engine) -> ModelProfile:
-    """Sizes of products that the matrix library likes: those of a vocabulary are the only ones that need it."""
+    """Sizes of a vocabulary's products that the matrix library likes. Batched products are attention's, and stay."""
     if engine.pads == 1:
         return profile
 
@@ -40,7 +40,8 @@ def padded(profile: ModelProfile, engine: Engine) -> ModelProfile:
         return Growth(-(-size.constant // engine.pads) * engine.pads, 0.0) if odd else size
 
     def fill(operator: Operator) -> Operator:
-        return replace(operator, shape=tuple(map(pad, operator.shape))) if operator.kind == "matmul" else operator
+        plain = operator.kind == "matmul" and operator.shape[0] == Growth(1.0, 0.0)
+        return replace(operator, shape=tuple(map(pad, operator.shape))) if plain else operator
 
     stretches = tuple(replace(s, operators=tuple(map(fill, s.operators))) for s in profile.stretches)
     return replace(profile, stretches=stretches)
@@ -118,13 +119,14 @@ def _scores(operator: Operator, backward: bool) -> list[Operator]:
     across = (many, queries, keys, width)  # scores, or their gradient
     along = (many, queries, width, keys)  # values mixed, or a gradient of q, k or v
     flops = many.times(2 * pairs * width.constant)
-    sizes = (2 * width.constant * queries.constant + pairs) * 2  # bytes of one product, in half precision
+    item = ITEM_BYTES.get(operator.dtype, 4)
+    sizes = (2 * width.constant * queries.constant + pairs) * item  # bytes of one product
     products = (across, along) if not backward else (across, along, along, along)
     made = [
         replace(operator, name="bmm", kind="matmul", flops=flops, bytes=many.times(sizes), shape=shape)
         for shape in products
     ]
-    moved = _PAIR_BACKWARD if backward else _PAIR_FORWARD
+    moved = (_PAIR_BACKWARD if backward else _PAIR_FORWARD) * item + 1
     between = replace(
         operator,
         name="softmax",

@@ -70,6 +70,12 @@ def _odd(operator: Operator) -> str:
     return next((f" {side}" for side in "kmn" if side in odd), "")
 
 
+def stacked(operator: Operator, batch: float, scale: float) -> tuple[str, tuple[float, ...]]:
+    """Batched products as one of all their rows: its class and sizes."""
+    many, m, n, k = (size.at(batch) for size in operator.shape)
+    return f"matmul{_odd(operator)}", _logs(many * m * scale, n, k)
+
+
 def bias_of(operator: Operator, batch: float, backward: bool) -> float:
     """The bytes that adding a convolution's bias moves, or summing up its gradient; 0 where it has none."""
     n, c_in, h, w, c_out, kernel, stride, groups = (size.at(batch) for size in operator.shape)

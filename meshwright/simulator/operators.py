@@ -8,7 +8,9 @@
 Shapes come from the device's own calibration (`doctor --calibrate`; of a CPU core, whatever measures this machine). A
 GPU without one is taken to be like the reference GPU: an operator that its peak rate would finish in the same time is
 slowed down as much there, so sizes are scaled by the ratio of the rates before they are looked up (of what only moves
-bytes, by that of the memories), and datasheet peaks by what the reference reaches of its own.
+bytes, by that of the memories), and datasheet peaks by what the reference reaches of its own, or by what is published
+of the GPU (rates_reached.yaml). Batched products with a side whose rows are no multiple of what a load takes are slower
+by as much as plain ones (`_odd`).
 """
 
 from collections.abc import Mapping
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import log
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,11 +26,14 @@ from meshwright.cluster.catalog import CATALOG, find_entry
 from meshwright.cluster.cluster import Device, Dtype, OperatorTime
 from meshwright.cluster.file import load_device
 from meshwright.profile.values import Operator
-from meshwright.simulator.lookup import LookedUp, as_product, bias_of, looked_up, measured_as
+from meshwright.simulator.lookup import LookedUp, as_product, bias_of, looked_up, measured_as, stacked
 from meshwright.simulator.table import Table
+from meshwright.yaml_file import read_mapping
 
 REFERENCE: Path = CATALOG / "reference_gpu.yaml"
+REACHED = Path(__file__).with_name("rates_reached.yaml")
 _DTYPES: dict[str, Dtype] = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_ON_TENSOR_CORES: tuple[Dtype, ...] = ("tf32", "bf16", "fp16")
 _PRODUCTS = ("matmul", "convolution", "attention")
 _LIKE = {"fp16": ("fp16", "bf16", "fp32"), "bf16": ("bf16", "fp16", "fp32"), "tf32": ("tf32", "fp32")}
 _ARRANGED = ("convolution", "batch_norm", "pooling", "bias")  # that read images, and care how they lie
@@ -79,7 +85,7 @@ def speeds(device: Device, dtype: Dtype, cores: int = 1, layout: str = "contiguo
         bandwidth *= reference.bandwidth_bytes_per_s / datasheet.bandwidth_bytes_per_s
     used = dtype if dtype in reached else "fp32"
     return Speeds(
-        {**rates, **reached},
+        {**rates, **reached, **({} if _is_measured(device, "rates") else _published(device))},
         bandwidth,
         tables(reference),
         known[used] / reached[used],
@@ -87,6 +93,21 @@ def speeds(device: Device, dtype: Dtype, cores: int = 1, layout: str = "contiguo
         reference.bandwidth_bytes_per_s / bandwidth,
         fp32_first="tf32" not in rates,
     )
+
+
+@lru_cache(maxsize=1)
+def _shares() -> dict[str, Any]:
+    return read_mapping(REACHED, "rates reached")
+
+
+def _published(device: Device) -> dict[str, float]:
+    """The rates of which it is published what the device reaches."""
+    share = _shares()["tensor_cores"].get(device.name)
+    found = {name: share * device.rates[name] for name in _ON_TENSOR_CORES if share and name in device.rates}
+    if "tf32" not in device.rates:
+        before = _shares()["fp32_before_tf32"]
+        found["fp32"] = before.get(device.name, before["others"]) * device.rates["fp32"]
+    return {str(name): rate for name, rate in found.items()}
 
 
 def _is_measured(device: Device, field: str) -> bool:
@@ -111,6 +132,8 @@ def operator_s(operator: Operator, batch: float, speeds: Speeds, backward: bool,
     slowdown = table.slowdown(found.sizes) if table else 1.0
     if found.name == "convolution" and used == "fp32" and speeds.fp32_first:
         slowdown = min(slowdown, _at_its_best(operator, found, batch, speeds))
+    if found.name == "batched_matmul":
+        slowdown *= _odd(operator, batch, speeds, used)
     taken = max(least * slowdown, table.shortest_s) if table and least else least
     if operator.kind == "convolution" and (size := bias_of(operator, batch, backward)):
         taken += _moved_s("bias", size, used, speeds, backward)
@@ -127,6 +150,14 @@ def _at_its_best(operator: Operator, found: LookedUp, batch: float, speeds: Spee
         (speeds.table("matmul", "forward", "fp32"), as_product(operator, found, batch, speeds.scale)),
     ]
     return min(table.slowdown(one.sizes) for table, one in ways if table and one)
+
+
+def _odd(operator: Operator, batch: float, speeds: Speeds, dtype: str) -> float:
+    """How many times longer batched products take whose sides tensor cores do not like: as many as one product of all
+    their rows. Batched ones were measured with sides that they like alone."""
+    name, sizes = stacked(operator, batch, speeds.scale)
+    liked, odd = speeds.table("matmul", "forward", dtype), speeds.table(name, "forward", dtype)
+    return max(1.0, odd.slowdown(sizes) / liked.slowdown(sizes)) if liked and odd and name != "matmul" else 1.0
 
 
 def _moved_s(name: str, size: float, dtype: str, speeds: Speeds, backward: bool) -> float:

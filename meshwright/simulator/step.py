@@ -133,7 +133,6 @@ def _stage(whole: ModelProfile, part: ModelProfile, weights: float, asked: _Aske
     tf32 = part.precision == "tf32"
     forward, begun = pass_s(part, "forward", asked.batch, asked.prices, tf32)
     backward, more = pass_s(part, "backward", asked.batch, asked.prices, tf32)
-    forward, backward = forward * engine.compute, backward * engine.compute
     along, wide = tensor_exchange(whole, plan, asked.batch, engine)
     groups = place(plan.axes, cluster)
     shown = engine.communication * (1 - engine.tensor_overlaps)

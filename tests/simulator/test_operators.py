@@ -182,3 +182,23 @@ def test_batch_norm_in_fp16_is_faster_than_in_bf16() -> None:
     )
     prices = speeds(reference, "bf16")
     assert operator_s(half, 1, prices, False) < 0.8 * operator_s(brain, 1, prices, False)
+
+
+def test_what_is_published_of_a_gpu_comes_before_what_the_reference_reaches() -> None:
+    known, printed = (device.rates["bf16"] for device in reference_gpu())
+    hopper, ampere, volta = (speeds(find_entry(name).device, "bf16") for name in ("H100", "A100-80GB", "V100-32GB"))
+    assert hopper.rates["bf16"] == pytest.approx(0.706 * find_entry("H100").device.rates["bf16"])
+    assert ampere.rates["bf16"] == pytest.approx(known / printed * find_entry("A100-80GB").device.rates["bf16"])
+    assert volta.rates["fp32"] == pytest.approx(0.87 * find_entry("V100-32GB").device.rates["fp32"])
+    assert speeds(reference_gpu()[0], "bf16").rates["bf16"] == known, "what was measured stays"
+
+
+def test_batched_products_with_odd_sides_are_as_much_slower_as_plain_ones() -> None:
+    def seconds(width: int) -> float:
+        shape, flops = _fixed(32, 2048, 2048, width), 32 * 2 * 2048**2 * width
+        moved = 32 * 2 * (2 * 2048 * width + 2048**2)
+        return operator_s(_operator("matmul", "bmm", shape, flops, moved, "float16"), 1, prices, False)
+
+    prices = speeds(find_entry("A100-80GB").device, "fp16")
+    assert seconds(225) > 3 * seconds(224)
+    assert seconds(232) == pytest.approx(seconds(224), rel=0.1)

@@ -1,5 +1,6 @@
 """A step's seconds: they add up, and move the way the parts of a plan push them."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -10,9 +11,9 @@ from meshwright.cluster.names import named
 from meshwright.plan import Plan
 from meshwright.profile.optimizer import OptimizerCost
 from meshwright.profile.trace import profile
-from meshwright.profile.values import ModelProfile
+from meshwright.profile.values import Growth, ModelProfile
 from meshwright.simulator.engine import Engine, engines, find_engine
-from meshwright.simulator.engine_profile import run_by
+from meshwright.simulator.engine_profile import padded, run_by
 from meshwright.simulator.step import StepTime, predict_step
 from meshwright.simulator.tensor import split_profile
 from meshwright.workloads.decoder import Decoder
@@ -85,7 +86,7 @@ def test_a_host_is_waited_for_only_behind_all_that_the_device_does() -> None:
     slow = step(Engine(name="slow", launch=10.0), batch=1.0)
     assert slow.breakdown["launch"] > 0
     assert step(Engine(name="no host", launch=0.0), batch=1.0).breakdown["launch"] == 0
-    computing = step(Engine(name="slower too", launch=10.0, compute=2.0), batch=1.0)
+    computing = step(Engine(name="slower too", launch=10.0, attention=2.0), batch=1.0)
     assert computing.step_s == pytest.approx(slow.step_s)
 
 
@@ -105,3 +106,28 @@ def test_casts_of_split_weights_are_each_ranks_own() -> None:
 
     split = split_profile(run, Plan.model_validate({"axes": {"tensor": 8}}))
     assert cast(split) == pytest.approx(cast(run) / 8)
+
+
+def test_a_vocabulary_is_padded_and_attention_is_not() -> None:
+    def sides(many: float) -> list[float]:
+        stretch = traced().stretches[0]
+        product = next(o for s in traced().stretches for o in s.operators if o.kind == "matmul")
+        odd = replace(product, shape=tuple(Growth(size, 0.0) for size in (many, 2048.0, 225.0, 64.0)))
+        made = replace(traced(), stretches=(replace(stretch, operators=(odd,)),))
+        return [size.constant for size in padded(made, find_engine("megatron")).stretches[0].operators[0].shape]
+
+    assert sides(1.0) == [1.0, 2048.0, 256.0, 64.0]
+    assert sides(16.0) == [16.0, 2048.0, 225.0, 64.0]
+
+
+def test_scores_of_wider_numbers_move_more_bytes() -> None:
+    def moved(dtype: str) -> float:
+        found = traced()
+        stretches = tuple(
+            replace(s, operators=tuple(replace(o, dtype=dtype) for o in s.operators if o.kind == "attention"))
+            for s in found.stretches
+        )
+        run = run_by(replace(found, stretches=stretches), Engine(name="scores", scores=True))
+        return sum(s.count * o.bytes.at(1) for s in run.stretches for o in s.operators)
+
+    assert moved("float32") == pytest.approx(2 * moved("bfloat16"), rel=0.1)

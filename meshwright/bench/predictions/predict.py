@@ -58,17 +58,17 @@ class Predicted:
     breakdown: dict[str, float]
 
 
-def predict_case(case: Case, profiles: Profiles, factor: float = 1.0, launch: float = 1.0) -> Predicted:
-    """`factor` and `launch` multiply the engine's own."""
-    engine = engine_of(case, factor, launch)
+def predict_case(case: Case, profiles: Profiles, launch: float = 1.0) -> Predicted:
+    """`launch` multiplies the engine's own."""
+    engine = engine_of(case, launch)
     step = step_of(case, profiles(case), engine)
     return Predicted(case, step.step_s, step.breakdown)
 
 
-def engine_of(case: Case, factor: float = 1.0, launch: float = 1.0) -> Engine:
+def engine_of(case: Case, launch: float = 1.0) -> Engine:
     """As engines.yaml has it, with what the row says: whether scores are written out, and whether it was compiled."""
     named = find_engine(case.engine)
-    told: dict[str, object] = {"compute": named.compute * factor, "launch": named.launch * launch}
+    told: dict[str, object] = {"launch": named.launch * launch}
     if case.attention == "scores":
         told["scores"] = True
     told["attention"] = _slower_attention(case)

@@ -1,7 +1,7 @@
 """All cases predicted, fitted and scored, per source; and every row that is not.
 
-A case is predicted three times: without any factor, with those that `fit` reads off other sources, and by the guess of
-bench/runs/baseline.py (`alike`), which also goes without the source it is judged on. `skill` is the guess's median
+A case is predicted three times: without any factor, with the one that `fit` reads off other sources, and by the guess
+of bench/runs/baseline.py (`alike`), which also goes without the source it is judged on. `skill` is the guess's median
 error over ours. A short run takes every n-th row of a source, at most `MOST`, and `FEW` where nearly every row has a
 model of its own to trace (`LONG`).
 """
@@ -59,7 +59,7 @@ class SourceScore:
 
 @dataclass(frozen=True)
 class Report:
-    """`reasons` by row: why it was not predicted. `factors` by case."""
+    """`reasons` by row: why it was not predicted. `factors` by source."""
 
     scores: tuple[SourceScore, ...]
     predicted: tuple[Predicted, ...]
@@ -111,9 +111,7 @@ def report(
         except MeshwrightError as error:
             reasons[case.id] = str(error)
     factors = fit(plain)
-    fitted = tuple(
-        predict_case(one.case, profiles, factors[one.case.id].compute, factors[one.case.id].launch) for one in plain
-    )
+    fitted = tuple(predict_case(one.case, profiles, factors[one.case.source].launch) for one in plain)
     return Report(tuple(_scores(chosen, plain, fitted, holds)), fitted, factors, reasons)
 
 
@@ -167,7 +165,7 @@ def as_json(made: Report) -> dict[str, Any]:
             "measured_s": one.case.step_s,
             "predicted_s": one.step_s,
             "breakdown": one.breakdown,
-            "factors": asdict(made.factors[one.case.id]),
+            "factors": asdict(made.factors[one.case.source]),
             "defaults": one.case.defaults,
         }
         for one in made.predicted
@@ -195,7 +193,7 @@ def lines(made: Report) -> list[str]:
         f"out of memory: {whole['false_alarms']:.1%} false alarms, {whole['called']:.0%} called",
         f"skill: {whole['skilled']} of {whole['hard']} sources whose guess is over {GUESS:.0%} off",
         f"every bar: {whole['passing']} of {whole['sources']} sources",
-        "factors from sources that are no kin of the one they are used on",
+        "the host's pace from sources that are no kin of the one it is used on",
         "",
         "not covered:",
     ]
