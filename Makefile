@@ -10,7 +10,7 @@ setup: .venv/ready
 .venv/ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[vision,zoo,dev]"
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[vision,zoo,quantize,dev]"
 	touch $@
 
 demo: setup

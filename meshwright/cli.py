@@ -40,6 +40,34 @@ AsJson = Annotated[bool, typer.Option("--json", help="End with one line of JSON 
 
 
 @app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder that train wrote.")],
+    to: Annotated[str, typer.Option("--to", metavar="safetensors|bf16|int8|int16|program", help="The file's format.")],
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Where to write; else RUN/export.")] = None,
+    dynamic: Annotated[bool, typer.Option("--dynamic", help="With int8: quantize activations as well.")] = False,
+    step: Annotated[
+        str | None,
+        typer.Option(metavar="N|best|last", help="Which checkpoint; else the best one where the job keeps it."),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="Evaluate at most so many samples; 0: none.")
+    ] = None,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a run's weights for use without Meshwright, and show what that does to size and metrics."""
+    from meshwright.export.export import export as write
+    from meshwright.export.show import lines
+
+    exported = write(run, to, output, dynamic, step, limit, settings or [])
+    if as_json:
+        print(json.dumps(exported.to_dict()), flush=True)
+        return
+    for line in lines(exported):
+        print(line, flush=True)
+
+
+@app.command()
 def train(
     job: JobFile,
     plan: PlanFile = None,
@@ -212,6 +240,8 @@ def _chosen(job: "Job", cluster: "Cluster", given: "Plan | Literal['auto']") -> 
             refuses = checker(profiles.model, profiles.sample, profiles.target)
             best = search(replace(question, even=False, refuses=refuses), profiles).ranked[0]
             return best.plan, best.prediction.step_s
+        if chosen.numerics.precision == "auto":
+            return chosen, None  # the run measures which it is
         profile = profiles.get(chosen.numerics.precision, chosen.memory.recompute)
         taken = cluster.with_devices(min(chosen.world_size, cluster.devices))
         return chosen, predict_plan(taken, profile, chosen, question.global_batch, question.optimizer).step_s

@@ -83,23 +83,33 @@ class Memory(_Group):
 
 class NumericsGroup(_Group):
     """`fp32` runs the model in the types it was built with, `tf32` too but with products of shorter mantissas; `bf16`
-    and `fp16` compute its forward pass under autocast. `batch_norm` takes its statistics over a rank's microbatch, or
-    over that of all ranks with other samples."""
+    and `fp16` compute its forward pass under autocast, `fp16` with a scaled loss; `fp8` is `bf16` with linear layers'
+    products in 8 bits. `auto` is replaced, before a run, by what is fastest here. `cast`: what is rounded to `bf16` or
+    `fp16`, each operator's inputs or already the weights that the shard axis gathers, whose fp32 originals stay
+    divided. `batch_norm` takes its statistics over a rank's microbatch, or over that of all ranks with other samples.
+    """
 
-    precision: Literal["fp32", "tf32", "bf16", "fp16"] = _choice("fp32", "changes")
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "auto"] = _choice("fp32", "changes")
+    cast: Literal["operators", "weights"] = _choice("operators", "changes")
     batch_norm: Literal["local", "synchronized"] = _choice("local", "changes")
 
 
 class Gradients(_Group):
-    """How gradients are combined: `bucket_bytes` travel together."""
+    """How gradients are combined: `bucket_bytes` travel together, in the parameters' own type (`fp32`) or rounded."""
 
     bucket_bytes: PositiveInt = _choice(25 * MIB, "same")
+    precision: Literal["fp32", "bf16", "fp16"] = _choice("fp32", "changes")
 
 
 class Compute(_Group):
-    """`threads` per rank (null: the cores divided among the ranks of a machine) and the layout of images."""
+    """The layout of images; `compile`: blocks are compiled, with a search for the fastest kernels in `max-autotune`;
+    `cuda_graphs`: what is launched on a GPU is recorded once; `fused_optimizer`: one kernel updates many weights;
+    `threads` per rank (null: the cores divided among the ranks of a machine)."""
 
     layout: Literal["contiguous", "channels_last"] = _choice("contiguous", "rounding")
+    compile: Literal["none", "default", "max-autotune"] = _choice("none", "rounding")
+    cuda_graphs: bool = _choice(False, "rounding")
+    fused_optimizer: bool = _choice(False, "rounding")
     threads: PositiveInt | None = _choice(None, "rounding")
 
 
@@ -166,6 +176,8 @@ class Plan(_Group):
         """One line: `replicate 4 × tensor 2 · bf16 · 1f1b/8 · recompute full`."""
         axes = [f"{name} {size}" for name, size in self.axes.model_dump().items() if size > 1]
         parts = [" × ".join(axes) or "one rank", self.numerics.precision]
+        if self.numerics.cast != "operators":
+            parts.append(f"{self.numerics.precision} weights")
         if any(split.axis == "replicate" for split in self.modules.splits.values()):
             parts.append("wide layers split")
         if self.modules.sequence:
@@ -182,8 +194,16 @@ class Plan(_Group):
             parts.append(f"accumulate {self.memory.accumulation}")
         if self.numerics.batch_norm != "local":
             parts.append(f"{self.numerics.batch_norm} BatchNorm")
+        if self.gradients.precision != "fp32":
+            parts.append(f"{self.gradients.precision} gradients")
         if self.compute.layout != "contiguous":
             parts.append(self.compute.layout)
+        if self.compute.compile != "none":
+            parts.append("compiled" if self.compute.compile == "default" else f"compiled {self.compute.compile}")
+        if self.compute.cuda_graphs:
+            parts.append("CUDA graphs")
+        if self.compute.fused_optimizer:
+            parts.append("fused optimizer")
         return " · ".join(parts)
 
     def to_yaml(self) -> str:

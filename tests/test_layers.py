@@ -16,6 +16,7 @@ LEVELS = {
     "proof": 5,
     "compat": 5,
     "bench": 5,
+    "export": 5,
     "planner": 4,
     "train": 4,
     "checkpoint": 3,

@@ -11,12 +11,15 @@ from meshwright.errors import InputError
 from meshwright.parallel.batch_norm import synchronize_batch_norm
 from meshwright.parallel.branches import connect, recompute_apart, set_apart
 from meshwright.parallel.branches_check import apart, beside_branches, check_branches
-from meshwright.parallel.check import check_runnable, check_structure, needs_structure
+from meshwright.parallel.check import check_cast, check_runnable, check_structure, needs_structure
 from meshwright.parallel.combine import Combiner, combine
+from meshwright.parallel.compiled import compile_blocks
+from meshwright.parallel.float8 import eight_bits
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.mesh import build_mesh, data_group, place_in
 from meshwright.parallel.model import ParallelModel
 from meshwright.parallel.pipeline import Pipeline
+from meshwright.parallel.precision import travelling_dtype
 from meshwright.parallel.replicate import replicate
 from meshwright.parallel.shard import shard
 from meshwright.parallel.stages import cut_stages, recompute_stages
@@ -41,6 +44,7 @@ def apply(
     """`sample` is a batch as the model gets it: a plan that splits or cuts the model learns from it how that can be.
     `fill` gives a module that lies on the meta device, and its parts as the layouts say, memory and initial weights."""
     check_runnable(plan)
+    check_cast(plan, module)
     mesh = build_mesh(plan, device.type, world_size)
     place = place_in(mesh, plan)
     found = _structure(plan, module, sample, target)
@@ -70,6 +74,9 @@ def apply(
         recompute_apart(branches, module, plan.memory.recompute)
     else:
         recompute_blocks(module, plan.memory.recompute)
+    if plan.numerics.precision == "fp8":
+        eight_bits(module, device)
+    compile_blocks(held, plan, device)
     runner, combiner = held, None
     if fill is not None and plan.axes.shard == 1:
         fill(held, layouts)
@@ -96,9 +103,15 @@ def _replicated(
     apart otherwise on each of them; gradients are averaged by us then."""
     divided = [name for name, layout in layouts.items() if layout.axis == "replicate"]
     if plan.world_size == plan.axes.replicate:
-        return replicate(module, mesh, plan.gradients.bucket_bytes, divided), None
-    overlap = plan.axes.pipeline == 1
-    return module, combine(module, mesh, plan.gradients.bucket_bytes, divided, overlap=overlap)
+        return replicate(module, mesh, plan.gradients.bucket_bytes, divided, travelling_dtype(plan)), None
+    return module, combine(
+        module,
+        mesh,
+        plan.gradients.bucket_bytes,
+        divided,
+        overlap=plan.axes.pipeline == 1,
+        travelling=travelling_dtype(plan),
+    )
 
 
 def _move(module: nn.Module, plan: Plan, device: torch.device) -> None:

@@ -5,6 +5,7 @@ from functools import cache
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from meshwright.errors import InputError
 from meshwright.parallel.branches_check import apart, beside_branches, check_branches
@@ -30,6 +31,7 @@ def checker(model: nn.Module, sample: Any, target: str | None = None) -> Callabl
 
     def check(plan: Plan) -> None:
         check_runnable(plan)
+        check_cast(plan, model)
         if needs_structure(plan):
             check_branches(plan, model, sample, target, evaluating=found().evaluated)
             check_structure(plan, model, found())
@@ -44,8 +46,7 @@ def needs_structure(plan: Plan) -> bool:
 
 def check_runnable(plan: Plan) -> None:
     """What no model changes."""
-    if plan.numerics.precision not in ("fp32", "bf16"):
-        raise InputError(f"plan.numerics.precision is {plan.numerics.precision}: this version runs fp32 and bf16")
+    _check_precision(plan)
     wide = [name for name, split in plan.modules.splits.items() if split.axis == "replicate" and split.kind != "none"]
     if wide and plan.world_size > plan.axes.replicate:
         raise InputError(
@@ -56,6 +57,37 @@ def check_runnable(plan: Plan) -> None:
         raise InputError(
             f"plan.modules.branches.{next(iter(plan.modules.branches))} lives on one rank of the tensor axis, which"
             f" works without a pipeline: of {plan.summary()} leave out the branches, or set axes.pipeline to 1"
+        )
+
+
+def _check_precision(plan: Plan) -> None:
+    precision, axes = plan.numerics.precision, plan.axes
+    if precision == "auto":
+        raise InputError("plan.numerics.precision is auto: a run replaces it, and here it must be one of fp32 to fp8")
+    if plan.numerics.cast == "weights" and (axes.shard == 1 or precision not in ("bf16", "fp16")):
+        raise InputError(
+            "plan.numerics.cast is weights, which the shard axis gathers in bf16 or fp16, but axes.shard is"
+            f" {axes.shard} and precision {precision}: raise the axis and choose one of these, or set cast to operators"
+        )
+    if precision == "fp8" and (axes.tensor > 1 or axes.pipeline > 1):
+        raise InputError(
+            f"plan.numerics.precision is fp8, which runs over replicate and shard, not over tensor or pipeline: of"
+            f" {plan.summary()} leave out these axes, or choose bf16"
+        )
+    if plan.compute.cuda_graphs and plan.compute.compile == "none" and plan.world_size > 1:
+        raise InputError(
+            f"plan.compute.cuda_graphs records steps of one rank, or compiled blocks of any number: of {plan.summary()}"
+            " leave it out, or set compute.compile to default"
+        )
+
+
+def check_cast(plan: Plan, model: nn.Module) -> None:
+    """PyTorch's BatchNorm takes half-precision weights only with statistics of the same kind."""
+    name = next((name for name, module in model.named_modules() if isinstance(module, _BatchNorm)), None)
+    if plan.numerics.cast == "weights" and name is not None:
+        raise InputError(
+            f"plan.numerics.cast is weights, but {name} is a BatchNorm, whose statistics stay in fp32 and do not go"
+            " with rounded weights: set it to operators"
         )
 
 

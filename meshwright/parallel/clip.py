@@ -33,7 +33,7 @@ def global_norm(
         local_of(gradient) for name, gradient in given if mesh is None or _counts(name, gradient, layouts, tied, mesh)
     ]
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for held in _by_dtype(counted):
+    for held in by_type(counted):
         norms = torch.stack(torch._foreach_norm(held, 2.0, dtype=_summing(held[0])))
         total += norms.double().square().sum().to(device)
     if mesh is not None:
@@ -54,7 +54,7 @@ def clip_(
     given = list(named_gradients)
     norm = global_norm(given, layouts, tied, mesh)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for held in _by_dtype([local_of(gradient) for _, gradient in given if gradient is not None]):
+    for held in by_type([local_of(gradient) for _, gradient in given if gradient is not None]):
         torch._foreach_mul_(held, factor.to(held[0].device, held[0].dtype))
     return norm
 
@@ -81,7 +81,8 @@ def _summing(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.device.type == "cpu" or tensor.dtype == torch.float64 else torch.float32
 
 
-def _by_dtype(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
+def by_type(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """Lists of one dtype and device, as functions on many tensors at once want them."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)

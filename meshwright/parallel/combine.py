@@ -60,7 +60,9 @@ class Combiner:
 class _Bucket:
     """Parameters of one dtype and device, and the memory their gradients lie in."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], groups: Sequence[dist.ProcessGroup]) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], groups: Sequence[dist.ProcessGroup], travelling: torch.dtype | None
+    ) -> None:
         self.parameters = parameters
         self.work: dist.Work | None = None
         self.missing = set(range(len(parameters)))
@@ -76,6 +78,8 @@ class _Bucket:
             self._gradients.append(_like(self._flat[begin : begin + size], parameter))
             begin += size
         self._used = self._flat[begin:]
+        # What is sent: the bucket itself, or the means' shares rounded, as sums of fp16 would soon be too large.
+        self._sent = self._flat if travelling is None else torch.empty_like(self._flat, dtype=travelling)
 
     def take(self, place: int) -> None:
         """Moves a gradient into the bucket, where later microbatches add to it."""
@@ -98,36 +102,46 @@ class _Bucket:
         for place in unused:
             self._gradients[place].zero_()
             self._used[place] = 0
+        self._flat.div_(self._ranks)
+        if self._sent is not self._flat:
+            self._sent.copy_(self._flat)
         for group in self._groups[:-1]:
-            dist.all_reduce(self._flat, group=group)
-        self.work = dist.all_reduce(self._flat, group=self._groups[-1], async_op=True)
+            dist.all_reduce(self._sent, group=group)
+        self.work = dist.all_reduce(self._sent, group=self._groups[-1], async_op=True)
 
     def finish(self) -> None:
         assert self.work is not None
         self.work.wait()
         self.work = None
         # A rank that used them all knows that each is used, and need not wait for the device to be told.
+        if self._sent is not self._flat:
+            self._flat.copy_(self._sent)
         users = self._used.tolist() if self.missing else None
-        self._flat.div_(self._ranks)
         for place, parameter in enumerate(self.parameters):
             parameter.grad = self._gradients[place] if users is None or users[place] else None
         self.missing = set(range(len(self.parameters)))
 
 
 def combine(
-    module: nn.Module, mesh: DeviceMesh, bucket_bytes: int, skip: Collection[str] = (), *, overlap: bool = True
+    module: nn.Module,
+    mesh: DeviceMesh,
+    bucket_bytes: int,
+    skip: Collection[str] = (),
+    *,
+    overlap: bool = True,
+    travelling: torch.dtype | None = None,
 ) -> Combiner:
     """Averages the gradients of `module` over the mesh's replicate axis, all but those of the parameters called
-    `skip`. Without `overlap` only `finish` sends."""
+    `skip`. Without `overlap` only `finish` sends. `travelling`: in which type, where it is not their own."""
     found = [p for name, p in module.named_parameters() if p.requires_grad and name not in skip]
     groups = [mesh.get_group("replicate")]
-    buckets = [_Bucket(parameters, groups) for parameters in lay_buckets(found, bucket_bytes)]
+    buckets = [_Bucket(parameters, groups, travelling) for parameters in lay_buckets(found, bucket_bytes)]
     return Combiner(buckets, overlap=overlap)
 
 
 def average(parameters: Sequence[nn.Parameter], groups: Sequence[dist.ProcessGroup]) -> None:
     """Once: the mean gradients of a few parameters over the ranks of all groups."""
-    buckets = [_Bucket(found, groups) for found in lay_buckets(parameters, 2**25)]
+    buckets = [_Bucket(found, groups, None) for found in lay_buckets(parameters, 2**25)]
     Combiner(buckets, overlap=False).finish()
 
 

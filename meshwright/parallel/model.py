@@ -19,7 +19,7 @@ from meshwright.parallel.mesh import Place
 from meshwright.parallel.part import gathered
 from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.plain_attention import plain_attention
-from meshwright.parallel.precision import forward_precision
+from meshwright.parallel.precision import arithmetic, forward_precision
 from meshwright.parallel.replicate import align_buffers
 from meshwright.parallel.state import full_gradients, full_state
 from meshwright.plan import Plan
@@ -66,13 +66,14 @@ class ParallelModel:
     def run(self, examples: Examples, loss_of: LossOf) -> None:
         """Leaves the mean of the data ranks' gradients in the parameters; `loss_of` is asked where a loss is known.
         Stages want all microbatches of the plan, those of no samples too."""
-        if self.pipeline is not None:
-            self._run_stages(self.pipeline, examples, loss_of)
-            return
-        last = len(examples) - 1
-        for number, (example, _) in enumerate(examples):
-            with self._combining(number == 0, number == last):
-                loss_of(number, self._forward(self.runner, example)).backward()
+        with arithmetic(self.plan, self.device.type):
+            if self.pipeline is not None:
+                self._run_stages(self.pipeline, examples, loss_of)
+                return
+            last = len(examples) - 1
+            for number, (example, _) in enumerate(examples):
+                with self._combining(number == 0, number == last):
+                    loss_of(number, self._forward(self.runner, example)).backward()
 
     def _run_stages(self, pipeline: Pipeline, examples: Examples, loss_of: LossOf) -> None:
         self.align_buffers()
@@ -111,7 +112,7 @@ class ParallelModel:
 
     def evaluate(self, example: Example) -> Any:
         """The whole output, on ranks that know it; None on those of other stages."""
-        with plain_attention():
+        with plain_attention(), arithmetic(self.plan, self.device.type):
             if self.pipeline is not None:
                 return gathered(self.pipeline.evaluate(example))
             # The bare module: where ranks need nothing of each other, they may have different numbers of batches.

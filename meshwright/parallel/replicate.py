@@ -1,9 +1,12 @@
 """The replicate axis: every rank holds the whole model, and gradients are averaged while backward runs."""
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -13,9 +16,14 @@ DATA_AXES = ("replicate", "shard")
 
 
 def replicate(
-    module: nn.Module, mesh: DeviceMesh, bucket_bytes: int, ignored: Collection[str] = ()
+    module: nn.Module,
+    mesh: DeviceMesh,
+    bucket_bytes: int,
+    ignored: Collection[str] = (),
+    travelling: torch.dtype | None = None,
 ) -> DistributedDataParallel:
     """DDP over the `replicate` axis of the mesh; parameters called `ignored` are neither averaged nor made equal.
+    Gradients travel in the type `travelling`, where it is not None.
 
     `find_unused_parameters` does two things for us: a parameter that some step does not use needs no word
     from the user, and DDP keeps its first bucket layout. Otherwise it rebuilds its buckets after the first
@@ -24,13 +32,28 @@ def replicate(
     if ignored:
         names = [*ignored, *(f".{name}" for name in ignored if "." not in name)]  # DDP's own name of the root's
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
-    return DistributedDataParallel(
+    group = mesh.get_group("replicate")
+    model = DistributedDataParallel(
         module,
-        process_group=mesh.get_group("replicate"),
+        process_group=group,
         bucket_cap_mb=bucket_bytes / MIB,
         gradient_as_bucket_view=True,
         find_unused_parameters=True,
     )
+    if travelling is not None:
+        model.register_comm_hook(group, _in_bf16 if travelling == torch.bfloat16 else _in_fp16)
+    return model
+
+
+def _in_bf16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """As PyTorch's own hook, which DDP refuses by its name where there is no NCCL: Gloo can do it too."""
+    found: torch.futures.Future[torch.Tensor] = default_hooks._compress_hook(torch.bfloat16, state, bucket)
+    return found
+
+
+def _in_fp16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    found: torch.futures.Future[torch.Tensor] = default_hooks._compress_hook(torch.float16, state, bucket)
+    return found
 
 
 def align_buffers(module: nn.Module, mesh: DeviceMesh) -> None:

@@ -29,6 +29,7 @@ from meshwright.errors import InputError
 from meshwright.parallel.combine import average
 from meshwright.parallel.left_out import LeftOut
 from meshwright.parallel.pipeline_check import on_several_stages
+from meshwright.parallel.precision import sharding_policy
 from meshwright.parallel.replicate import align_over
 from meshwright.plan import Plan
 from meshwright.profile.recompute import find_blocks
@@ -51,12 +52,20 @@ def shard(module: nn.Module, mesh: DeviceMesh, plan: Plan, *, units: bool = True
         if not parameter.is_contiguous():  # FSDP2 divides rows
             parameter.data = parameter.data.contiguous()
     reshard = plan.memory.sharding == "parameters"
+    precision = sharding_policy(plan)
     for block in _unit_blocks(module) if units else []:
-        fully_shard(block, mesh=data, reshard_after_forward=reshard, ignored_params=_undivided(block.parameters()))
+        ignored = _undivided(block.parameters())
+        fully_shard(block, mesh=data, reshard_after_forward=reshard, mp_policy=precision, ignored_params=ignored)
     inside = {p for block in module.modules() if isinstance(block, FSDPModule) for p in block.parameters()}
     rest = _undivided(p for p in module.parameters() if p not in inside)
     # The outermost unit ends forward and begins backward: FSDP2 leaves it gathered in between.
-    fully_shard(module, mesh=data, reshard_after_forward=None if reshard else False, ignored_params=rest)
+    fully_shard(
+        module,
+        mesh=data,
+        reshard_after_forward=None if reshard else False,
+        mp_policy=precision,
+        ignored_params=rest,
+    )
     for group in _groups(module):
         group.post_backward = _PostBackward(group)
 

@@ -11,7 +11,7 @@ from meshwright.call import bind, build, check_arguments, load
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.job import Job
-from meshwright.parallel.check import check_plan, check_runnable, needs_structure
+from meshwright.parallel.check import check_cast, check_plan, check_runnable, needs_structure
 from meshwright.plan import Plan
 from meshwright.train.build import (
     build_data,
@@ -37,6 +37,8 @@ def check(job: Job, plan: Plan, cluster: Cluster) -> None:
     if job.loss:
         understand(bind(job.loss, "loss"))
     train, _ = build_data(job)
+    if plan.numerics.cast == "weights":
+        check_cast(plan, model or make_model(job))
     if needs_structure(plan):
         check_plan(plan, model or make_model(job), sample_batch(job, train), job.data.target)
 

@@ -1,6 +1,7 @@
 """An optimizer and its parameter groups, made by parameter name, so that any plan can make it again."""
 
 import inspect
+import warnings
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from typing import Any
@@ -84,6 +85,21 @@ def rebuild_optimizer(
         wanted = [names[id(p)] for p in group["params"]]
         groups.append({**group, "params": [parameters[name] for name in wanted if name in parameters]})
     return type(template)(groups, **_constructor_options(template))
+
+
+def fuse(optimizer: torch.optim.Optimizer) -> None:
+    """Has one kernel update many weights, where the optimizer knows how to."""
+    if "fused" not in optimizer.defaults:
+        warnings.warn(
+            f"plan.compute.fused_optimizer: {type(optimizer).__name__} has no fused form, and runs as it is",
+            stacklevel=2,
+        )
+        return
+    for options in (optimizer.defaults, *optimizer.param_groups):
+        options["fused"], options["foreach"] = True, False
+    for parameter, state in optimizer.state.items():
+        if isinstance(state.get("step"), torch.Tensor):  # which other forms count on the host
+            state["step"] = state["step"].to(parameter.device, torch.float32)
 
 
 def matches(name: str, pattern: str) -> bool:

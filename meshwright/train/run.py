@@ -12,6 +12,7 @@ from meshwright.errors import InputError, Stopped
 from meshwright.job import Job
 from meshwright.launch.local import Ranks, launch
 from meshwright.plan import Plan
+from meshwright.train.auto_precision import choose_precision
 from meshwright.train.check import check
 from meshwright.train.folder import claim, read_result, record
 
@@ -24,6 +25,10 @@ def train(
 ) -> dict[str, Any]:
     """Trains on this machine; returns the run's result as the command line's JSON has it."""
     check_here(cluster)
+    chosen = choose_precision(plan, job, cluster)
+    if chosen.why:
+        print(chosen.why, file=sys.stderr, flush=True)
+    plan = chosen.plan
     check(job, plan, cluster)
     output = Path(job.output)
     absent = [path for path in (output, *output.parents) if not path.exists()]

@@ -22,11 +22,17 @@ from meshwright.data.order import derive
 from meshwright.errors import InputError
 from meshwright.launch.world import World
 from meshwright.parallel.apply import Fill, apply
+from meshwright.parallel.clip import by_type
+from meshwright.parallel.layout import local_of
+from meshwright.parallel.model import ParallelModel
 from meshwright.plan import Plan
 from meshwright.train.batch import chunks, move, samples_in
 from meshwright.train.evaluation import Rounds, combine
+from meshwright.train.graphed import Graphs
 from meshwright.train.loss import Loss, LossFunction, models_own, understand
+from meshwright.train.loss_scale import LossScale
 from meshwright.train.metrics import Metric, Tally
+from meshwright.train.optimizer import fuse
 
 Report = Callable[[str], None]
 Parameters = Mapping[str, nn.Parameter]  # those that this rank holds, by the untouched model's names
@@ -62,6 +68,9 @@ class Session:
         self.seed = seed
         self._parallel = apply(plan, model, world.device, world.size, sample, target, fill)
         self.optimizer = make_optimizer(self._parallel.parameters())
+        if plan.compute.fused_optimizer:
+            fuse(self.optimizer)
+        self.loss_scale = LossScale(world.device, world.size) if plan.numerics.precision == "fp16" else None
         self.schedule = make_schedule(self.optimizer) if make_schedule else None
         self._schedule_per = schedule_per
         self._loss: Loss = understand(loss) if loss else models_own()
@@ -71,6 +80,9 @@ class Session:
         self._report = report
         self.on_gradients: Callable[[], None] | None = None  # called once a step's gradients are whole
         self.gradient_norm: Tensor | None = None  # of the last step, before clipping; None where nothing clips
+        # Only what one rank does alone is recorded here; compiled blocks bring their own graphs.
+        recorded = plan.compute.cuda_graphs and plan.compute.compile == "none" and world.device.type == "cuda"
+        self._graphs = Graphs(self._forward_backward, list(self.module.parameters())) if recorded else None
         self._counts_itself: bool | None = None  # what a rank that sees no loss was told of it
         self.steps = 0
         self.position = (0, 0)  # the epoch and batch that come next
@@ -80,6 +92,11 @@ class Session:
     def module(self) -> nn.Module:
         """The caller's model with the trained weights in it, or this rank's part of it."""
         return self._parallel.module
+
+    @property
+    def parallel(self) -> ParallelModel:
+        """For those who look on: where this rank stands, and how the plan has divided the model."""
+        return self._parallel
 
     # ---- training
 
@@ -122,19 +139,31 @@ class Session:
         if self.plan.axes.pipeline > 1:
             # A short batch has fewer microbatches than the schedule: the last one is borrowed, and counts for nothing.
             examples += [(examples[-1][0], 0)] * (self.plan.microbatches - len(examples))
-        loss = self._forward_backward(examples, batch.samples if ours else None)
+        samples = batch.samples if ours else None
+        if self._graphs is not None:
+            loss = self._graphs(examples, samples, self.loss_scale.value if self.loss_scale else None)
+        else:
+            loss = self._forward_backward(examples, samples)
         self._report("optimizer")
+        stepped = self._update()
+        self.steps += 1
+        if ours:
+            self.position = (batch.epoch + 1, 0) if batch.last else (batch.epoch, batch.index + 1)
+        # One that counts steps counts those of the optimizer; epochs pass all the same.
+        if self.schedule and (stepped if self._schedule_per == "step" else ours and batch.last):
+            self.schedule.step()
+        return loss
+
+    def _update(self) -> bool:
+        """The optimizer's step; False where it was left out, since fp16 was too small for a gradient."""
+        if self.loss_scale and not self.loss_scale.unscale_(self.module.parameters()):
+            return False
         if self.on_gradients is not None:
             self.on_gradients()
         if self._clip_norm is not None:
             self.gradient_norm = self._parallel.clip_(self._clip_norm)
         self.optimizer.step()
-        self.steps += 1
-        if ours:
-            self.position = (batch.epoch + 1, 0) if batch.last else (batch.epoch, batch.index + 1)
-        if self.schedule and (self._schedule_per == "step" or (ours and batch.last)):
-            self.schedule.step()
-        return loss
+        return True
 
     def _forward_backward(self, examples: list[tuple[Example, int]], global_samples: int | None) -> Tensor:
         """Leaves the mean gradient over the global batch in the parameters, and returns the mean loss.
@@ -161,6 +190,8 @@ class Session:
                 reduced.append(self._start_sum(told))
             self._report("backward")
             scale = term.weight * ranks / total()
+            if self.loss_scale:
+                scale *= self.loss_scale.value
             return term.value if isinstance(scale, float) and scale == 1.0 else term.value * scale
 
         self._report("forward")
@@ -169,10 +200,11 @@ class Session:
         if not self._tells_count(told, tells):
             return loss_sum / total()
         # The loss told its count only after its forward pass: the gradients were divided by another one.
-        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-        if gradients:  # a rank may hold nothing that was trained
-            torch._foreach_mul_(gradients, float(total() / own_count) if own_count else 0.0)
-        return loss_sum / (own_count + (own_count == 0))
+        counted = own_count + (own_count == 0)
+        factor = torch.as_tensor(total() / counted, device=self.world.device) * (own_count != 0)
+        for gradients in by_type(local_of(p.grad) for p in self.module.parameters() if p.grad is not None):
+            torch._foreach_mul_(gradients, factor.reshape(()).to(gradients[0].dtype))
+        return loss_sum / counted
 
     def _start_total(self, examples: list[tuple[Example, int]], global_samples: int | None) -> Callable[[], Any]:
         """The global count that the sums are divided by, once it is asked for."""
@@ -279,6 +311,7 @@ class Session:
             **model_state(self.module, self._parallel.layouts),
             **optimizer_state(self.module, self.optimizer, *self._parallel.division),
             "schedule": schedule,
+            "loss_scale": self.loss_scale.state_dict() if self.loss_scale else None,
         }
 
     def about(self) -> dict[str, Any]:
@@ -301,6 +334,10 @@ class Session:
         objects = load(path, self.module, self.optimizer, *self._parallel.division)
         if self.schedule and objects["schedule"] is not None:
             self.schedule.load_state_dict(objects["schedule"])
+        if self.loss_scale and objects.get("loss_scale"):
+            self.loss_scale.load_state_dict(objects["loss_scale"])
+        if self.plan.compute.fused_optimizer:
+            fuse(self.optimizer)  # the saved run may not have been
         self.steps = int(about["step"])
         self.seed = int(about["seed"])  # the order and the randomness to come are the saved run's
         self.position = (int(about["position"][0]), int(about["position"][1]))

@@ -62,7 +62,7 @@ def test_every_microbatch_needs_a_sample() -> None:
             "the model cannot be cut behind layers.6: nothing runs behind it; the nearest cuts are behind",
         ),
         ({"axes": {"tensor": 2}, "modules": {"splits": {"layer.6": {"kind": "none"}}}}, "did you mean 'layers.6'"),
-        ({"numerics": {"precision": "fp16"}}, "plan.numerics.precision is fp16: this version runs fp32 and bf16"),
+        ({"numerics": {"precision": "bf16", "cast": "weights"}}, "axes.shard is 1 and precision bf16: raise the axis"),
     ],
 )
 def test_a_plan_that_the_model_does_not_allow_is_refused_before_ranks_start(plan: dict[str, Any], words: str) -> None:

@@ -1,0 +1,97 @@
+"""A job's step in every precision that this machine has, and how its loss goes: `python -m meshwright.bench.precision
+JOB [STEPS] [--set A.B=C ...]` on one device, in rounds of all beside fp32, medians and spread."""
+
+import gc
+import sys
+import time
+import warnings
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from meshwright.errors import MeshwrightError
+from meshwright.job import Job, load_job
+from meshwright.launch.world import World
+from meshwright.plan import Plan
+from meshwright.train.build import build_data, build_session
+
+ROUNDS = 5
+WAYS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "tf32": {"numerics": {"precision": "tf32"}},
+    "bf16": {"numerics": {"precision": "bf16"}},
+    "bf16 fused optimizer": {"numerics": {"precision": "bf16"}, "compute": {"fused_optimizer": True}},
+    "bf16 CUDA graphs": {"numerics": {"precision": "bf16"}, "compute": {"cuda_graphs": True}},
+    "bf16 compiled": {"numerics": {"precision": "bf16"}, "compute": {"compile": "default"}},
+    "fp16": {"numerics": {"precision": "fp16"}},
+    "fp8": {"numerics": {"precision": "fp8"}},
+    "fp8 compiled": {"numerics": {"precision": "fp8"}, "compute": {"compile": "default"}},
+}
+_GPU_ONLY = ("tf32", "bf16 CUDA graphs", "fp8", "fp8 compiled")
+
+
+@dataclass(frozen=True)
+class Row:
+    """`losses` of the first and the last step, `ratio` of the time to that of fp32."""
+
+    way: str
+    step_s: float
+    spread: float
+    losses: tuple[float, float]
+
+
+def measure(job: Job, way: str, steps: int) -> Row:
+    """The same batches for all. The rounds begin once a quarter of the steps has warmed up."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    session = build_session(job, Plan.model_validate(WAYS[way]), World(0, 0, 1, 1, 0, device, None), lambda doing: None)
+    batches = session.batches(build_data(job)[0], None, job.train.global_batch)
+    first = float(session.step(next(batches)))
+    for _ in range(max(4, steps // 4)):
+        session.step(next(batches))
+    taken, last = [], first
+    for _ in range(ROUNDS):
+        ready = [next(batches) for _ in range(max(1, steps // ROUNDS))]
+        _wait(device)
+        began = time.perf_counter()
+        for batch in ready:
+            loss = session.step(batch)
+        last = float(loss)
+        taken.append((time.perf_counter() - began) / len(ready))
+    return Row(way, median(taken), (max(taken) - min(taken)) / median(taken), (first, last))
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def main(arguments: list[str]) -> None:
+    settings = [word for word in arguments if "=" in word]
+    file, *rest = [word for word in arguments if "=" not in word and word != "--set"]
+    job = load_job(file, settings)
+    reference: float | None = None
+    for way in WAYS:
+        if way in _GPU_ONLY and not torch.cuda.is_available():
+            continue
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                row = measure(job, way, int(rest[0]) if rest else 40)
+        except (MeshwrightError, RuntimeError) as error:
+            print(f"{way:22} not run: {(str(error).strip().splitlines() or [''])[0]}", flush=True)
+            continue
+        finally:
+            gc.collect()
+            torch.cuda.empty_cache()
+        reference = reference or row.step_s
+        print(
+            f"{way:22} {row.step_s * 1e3:9.2f} ms  ratio to fp32 {row.step_s / reference:.3f}  spread {row.spread:.1%}"
+            f"  loss {row.losses[0]:.4f} to {row.losses[1]:.4f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

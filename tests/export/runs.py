@@ -1,0 +1,74 @@
+"""Run folders to export from, trained in this process for a few steps."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.job import Job, parse_job
+from meshwright.plan import Plan
+from meshwright.train.folder import RunFolder, record
+from tests.train.alone import train
+
+DECODER: dict[str, Any] = {
+    "name": "decoder",
+    "model": {
+        "call": "meshwright.workloads.decoder:Decoder",
+        "layers": 1,
+        "hidden": 32,
+        "heads": 2,
+        "sequence": 8,
+        "vocabulary": 500,
+    },
+    "data": {
+        part: {
+            "call": "meshwright.workloads.tokens:tokens",
+            "split": split,
+            "sequence": 8,
+            "vocabulary": 500,
+            "samples": samples,
+        }
+        for part, split, samples in (("train", "train", 16), ("eval", "test", 11))
+    },
+    "loss": {"call": "meshwright.workloads.decoder:NextTokenLoss"},
+    "metrics": {"accuracy": {"call": "meshwright.workloads.decoder:token_accuracy"}},
+    "optimizer": {"call": "torch.optim:AdamW", "lr": 0.01},
+    "train": {"steps": 2, "global_batch": 4},
+    "log": {"tensorboard": False},
+}
+
+
+class Undecided(nn.Module):
+    """What it computes depends on its data: no program can say so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(20, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        return out if float(out.detach().sum()) > 0 else out + 1
+
+
+class Stuck(nn.Module):
+    """Works for one batch size only once it is traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(20, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        return out * torch.ones(int(x.shape[0]), 1) if x.shape[0] == 2 else out
+
+
+def trained(job: Job, folder: Path) -> Path:
+    """Trains, and leaves what `meshwright train` would."""
+    train(job, folder)
+    record(RunFolder(folder), job, Plan())
+    return folder
+
+
+def decoder_run(folder: Path) -> Path:
+    return trained(parse_job(DECODER), folder)

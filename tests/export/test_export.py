@@ -1,0 +1,147 @@
+"""The command: which weights it takes, what it tells, and what it refuses in one line."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.cli import main
+from meshwright.errors import InputError
+from meshwright.export.export import export
+from meshwright.export.run import read_run
+from meshwright.export.show import lines
+from tests.export.runs import trained
+from tests.train.alone import EVALUATED, toy_job
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    job = toy_job(**EVALUATED, checkpoint={"every_steps": 5, "best": "accuracy"})
+    return trained(job, tmp_path_factory.mktemp("runs") / "toy-0001")
+
+
+@pytest.fixture(scope="module")
+def undecided(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    job = toy_job(**EVALUATED, model={"call": "tests.export.runs:Undecided"})
+    return trained(job, tmp_path_factory.mktemp("runs") / "toy-0002")
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["meshwright", "export", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+def test_the_last_line_is_the_json_of_the_design(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(monkeypatch, str(run), "--to", "safetensors", "--json") == 0
+    told: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert list(told)[:3] == ["file", "bytes", "metrics"]
+    assert told["bytes"] == Path(told["file"]).stat().st_size
+    logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    evaluated = next(line for line in logged if line["kind"] == "eval" and line["step"] == told["step"])
+    for name, change in told["metrics"].items():
+        assert change["before"] == pytest.approx(evaluated[name], rel=1e-6)
+        assert change["after"] == pytest.approx(change["before"], rel=1e-6)
+        assert change["change"] == pytest.approx(0, abs=1e-6)
+    assert set(told["metrics"]) == {"loss", "accuracy"}
+
+
+def test_metrics_are_those_of_the_file(run: Path) -> None:
+    exported = export(run, "int8")
+    loss = exported.metrics["loss"]
+    assert loss.before != loss.after
+    assert loss.before == pytest.approx(loss.after, rel=0.1)
+    table = "\n".join(lines(exported))
+    assert "before" in table
+    assert "points" in table
+    assert "-int8.pt2" in table
+
+
+def test_it_takes_the_best_checkpoint_unless_told_otherwise(run: Path) -> None:
+    best = int((run / "checkpoints" / "best").readlink().name.removeprefix("step-"))
+    assert read_run(run).step == best
+    assert read_run(run, "best").step == best
+    assert read_run(run, "last").step == 10
+    assert read_run(run, "5").step == 5
+    with pytest.raises(InputError, match="--step 7: write best, last or a step that was kept: 5, 10"):
+        read_run(run, "7")
+
+
+def test_a_job_without_an_evaluation_set_gets_sizes(tmp_path: Path) -> None:
+    exported = export(trained(toy_job(), tmp_path / "toy"), "bf16")
+    assert exported.metrics == {}
+    assert "size" in lines(exported)[2]
+    assert "the job has no evaluation set" in lines(exported)[-1]
+    with pytest.raises(InputError, match="has no best checkpoint"):
+        read_run(tmp_path / "toy", "best")
+
+
+def test_a_limit_evaluates_fewer_samples(run: Path) -> None:
+    few, none = export(run, "safetensors", limit=2), export(run, "safetensors", limit=0)
+    assert few.metrics["accuracy"].before in (0.0, 0.5, 1.0)
+    assert none.metrics == {}
+
+
+def test_a_model_that_is_no_program_is_told_in_one_line(
+    undecided: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(monkeypatch, str(undecided), "--to", "program") == 2
+    said = capsys.readouterr().err.strip()
+    assert len(said.splitlines()) == 1
+    assert said.startswith("meshwright: torch.export cannot make a program of this model: ")
+    assert not list((undecided / "export").glob("*.pt2"))
+
+
+def test_without_a_program_int8_is_a_state_dict(undecided: Path) -> None:
+    exported = export(undecided, "int8")
+    assert exported.file.name == "toy-int8.pt"
+    assert "so this is a quantized state dict" in exported.notes[0]
+    state = torch.load(exported.file, weights_only=True)
+    assert state["linear.weight.rows"].dtype == torch.int8
+    own = read_run(undecided).model.state_dict()
+    restored = state["linear.weight.rows"] * state["linear.weight.scale"]
+    torch.testing.assert_close(
+        restored, own["linear.weight"], rtol=0, atol=float(own["linear.weight"].abs().max()) / 200
+    )
+    torch.testing.assert_close(state["linear.bias"], own["linear.bias"])
+    assert exported.metrics["loss"].after == pytest.approx(exported.metrics["loss"].before, rel=0.1)
+
+
+def test_a_model_that_is_tied_to_one_batch_size_is_no_program(tmp_path: Path) -> None:
+    run = trained(toy_job(model={"call": "tests.export.runs:Stuck"}), tmp_path / "toy")
+    with pytest.raises(InputError, match=r"torch\.export cannot make a program"):
+        export(run, "program")
+
+
+def test_int16_without_embeddings_says_so(run: Path) -> None:
+    exported = export(run, "int16", limit=4)
+    assert exported.notes == ("the model has nothing that int16 is for: no weight changed",)
+    assert exported.metrics["loss"].after == pytest.approx(exported.metrics["loss"].before, rel=1e-6)
+
+
+def test_int8_without_torchao_says_what_to_install(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "torchao"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(InputError, match=r"--to int8 needs torchao .*: pip install 'meshwright\[quantize\]'"):
+        export(run, "int8", limit=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"to": "int4"}, "--to int4: did you mean 'int"),
+        ({"to": "bf16", "dynamic": True}, "--dynamic quantizes activations, which --to bf16 does not"),
+        ({"to": "int8", "output": Path("x.safetensors")}, r"a file of --to int8 ends in \.pt2"),
+        ({"to": "bf16", "run": Path("/nowhere")}, "/nowhere: this is no run folder, it has no job.yaml"),
+    ],
+)
+def test_what_cannot_be_is_refused(run: Path, options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(InputError, match=complaint):
+        export(**{"run": run, **options})

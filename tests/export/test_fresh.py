@@ -1,0 +1,94 @@
+"""Every format is read in a fresh process that has no Meshwright, and gives what the exported model gave here."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright.export.export import export
+from meshwright.export.quantize import quantize
+from meshwright.export.run import read_run
+from meshwright.export.weights import in_bf16
+from tests.export.runs import decoder_run
+
+# -I leaves the working folder out; an editable install would still be found.
+FRESH = """
+import sys
+sys.modules["meshwright"] = None
+if "--without-torchao" in sys.argv:
+    sys.modules["torchao"] = None
+import pathlib, torch
+from safetensors.torch import load_file
+folder = pathlib.Path(sys.argv[1])
+tokens = torch.load(folder / "tokens.pt")
+found = {}
+for file in folder.glob("*.safetensors"):
+    found[file.name] = load_file(file)
+for file in folder.glob("*.pt2"):
+    if "dynamic" in file.name and "--without-torchao" in sys.argv:
+        continue
+    if "dynamic" in file.name:
+        import torchao
+    with torch.no_grad():
+        found[file.name] = torch.export.load(file).module()(tokens)
+torch.save(found, folder / "found.pt")
+"""
+FORMATS = {
+    "safetensors": "decoder.safetensors",
+    "bf16": "decoder-bf16.safetensors",
+    "int8": "decoder-int8.pt2",
+    "int16": "decoder-int16.pt2",
+    "program": "decoder.pt2",
+}
+TOKENS = torch.randint(500, (7, 8), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = decoder_run(tmp_path_factory.mktemp("runs") / "decoder-0001")
+    for to, name in FORMATS.items():
+        assert export(folder, to, limit=0).file == folder / "export" / name
+    export(folder, "int8", dynamic=True, limit=0)
+    torch.save(TOKENS, folder / "export" / "tokens.pt")
+    return folder
+
+
+def read_afresh(run: Path, *options: str) -> dict[str, object]:
+    folder = run / "export"
+    subprocess.run([sys.executable, "-I", "-c", FRESH, str(folder), *options], cwd="/", check=True)
+    found: dict[str, object] = torch.load(folder / "found.pt")
+    return found
+
+
+def test_all_formats_are_read_without_meshwright(run: Path) -> None:
+    found = read_afresh(run)
+    model = read_run(run).model
+    for name, changed in (("decoder.safetensors", model), ("decoder-bf16.safetensors", in_bf16(model))):
+        state = found[name]
+        assert isinstance(state, dict)
+        assert set(state) == set(model.state_dict()) - {"head.weight"}  # tied: safetensors keeps one of the names
+        assert all(torch.equal(state[key], value) for key, value in changed.state_dict().items() if key in state)
+    with torch.no_grad():
+        expected = {
+            "decoder.pt2": model(TOKENS),
+            "decoder-int8.pt2": quantize(model, "int8")(TOKENS),
+            "decoder-int8-dynamic.pt2": quantize(model, "int8", dynamic=True)(TOKENS),
+            "decoder-int16.pt2": quantize(model, "int16")(TOKENS),
+        }
+    for name, output in expected.items():
+        torch.testing.assert_close(found[name], output, rtol=1e-6, atol=1e-6)
+    assert not torch.equal(expected["decoder-int8.pt2"], expected["decoder.pt2"])
+
+
+def test_programs_with_integer_weights_need_torch_alone(run: Path) -> None:
+    assert {"decoder-int8.pt2", "decoder-int16.pt2", "decoder.pt2"} <= set(read_afresh(run, "--without-torchao"))
+
+
+def test_integers_stay_integers_in_the_file(run: Path) -> None:
+    for to, dtype in (("int8", torch.int8), ("int16", torch.int16)):
+        program = torch.export.load(run / "export" / f"decoder-{to}.pt2")
+        tables = [v for v in (*program.state_dict.values(), *program.constants.values()) if tuple(v.shape) == (500, 32)]
+        assert tables
+        assert {table.dtype for table in tables} == {dtype}
