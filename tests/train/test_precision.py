@@ -16,9 +16,11 @@ from meshwright.train.loss_scale import INTERVAL, START, LossScale
 from meshwright.train.session import Session
 from tests.proof.matrix import plan_of
 from tests.ranks import RankPool
+from tests.soaked import all_but
 from tests.zoo import BATCH, ZOO, Made
 
 AXES = ("R2", "S2", "T2", "P2")
+LOW = ("bf16", "fp16")
 EPOCHS = 8
 BAND = 0.03  # of the loss that fp32 begins with: three times what bf16's 8 bits are off in one product
 
@@ -65,8 +67,10 @@ def follows(found: list[float], expected: list[float]) -> bool:
     return max(abs(a - b) for a, b in zip(found, expected, strict=True)) <= BAND * expected[0]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("case", AXES)
+@pytest.mark.parametrize(
+    ("case", "precision"),
+    all_but({("S2", "bf16"), ("T2", "fp16"), ("P2", "bf16")}, [(case, low) for case in AXES for low in LOW]),
+)
 def test_the_loss_follows_that_of_fp32(two: RankPool, case: str, precision: str) -> None:
     expected, _, _ = two.run(losses, "gpt", planned("gpt", case))[0]
     low = torch.bfloat16 if precision == "bf16" else torch.float16
@@ -78,9 +82,13 @@ def test_the_loss_follows_that_of_fp32(two: RankPool, case: str, precision: str)
     assert answers[0][0] != expected
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("case", ["S2", "S2 gradients", "S2P2"])
-@pytest.mark.parametrize("kind", ["gpt", "two_tower"])
+@pytest.mark.parametrize(
+    ("kind", "case", "precision"),
+    all_but(
+        {("gpt", "S2", "bf16")},
+        [(kind, case, low) for kind in ("gpt", "two_tower") for case in ("S2", "S2 gradients", "S2P2") for low in LOW],
+    ),
+)
 def test_weights_are_gathered_in_low_precision_and_kept_in_fp32(
     two: RankPool, four: RankPool, kind: str, case: str, precision: str
 ) -> None:
@@ -92,7 +100,7 @@ def test_weights_are_gathered_in_low_precision_and_kept_in_fp32(
         assert held == {torch.float32}
 
 
-@pytest.mark.parametrize("case", ["R2", "S2", "R2T2"])
+@pytest.mark.parametrize("case", all_but({"R2"}, ["R2", "S2", "R2T2"]))
 def test_gradients_travel_rounded(two: RankPool, four: RankPool, case: str) -> None:
     pool = two if plan_of("gpt", case).world_size == 2 else four
     expected, _, _ = pool.run(losses, "gpt", planned("gpt", case))[0]
@@ -132,7 +140,7 @@ def overflown(rank: int, size: int, kind: str, case: str) -> list[tuple[float, i
     return found
 
 
-@pytest.mark.parametrize("case", AXES)
+@pytest.mark.parametrize("case", all_but({"R2", "T2"}, AXES))
 def test_one_ranks_overflow_makes_all_leave_the_step_out(two: RankPool, case: str) -> None:
     for first, second, third in two.run(overflown, "gpt", case):
         assert (first[:2], second[:2], third[:2]) == ((START, 0), (START / 2, 1), (START / 2, 1))
