@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,7 @@ def _serve(rank: int, world_size: int, rendezvous: str, timeout_s: float, backen
 def _join(rank: int, world_size: int, rendezvous: str, timeout_s: float, backend: str) -> None:
     import torch
     import torch.distributed as dist
+    from torch.distributed import device_mesh
 
     from meshwright.launch.loopback import interface
 
@@ -201,6 +203,10 @@ def _join(rank: int, world_size: int, rendezvous: str, timeout_s: float, backend
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
     )
+    # One mesh of a shape for all tests, for whoever imports this function from now on: each has groups with threads of
+    # their own, which those of hundreds of tests would keep the cores busy with, and which may not be ended, since
+    # PyTorch keeps meshes for equal ones to come.
+    setattr(device_mesh, "init_device_mesh", cache(device_mesh.init_device_mesh))  # noqa: B010
 
 
 def _answer(function: Callable[..., Any], rank: int, world_size: int, args: tuple[Any, ...]) -> bytes:
