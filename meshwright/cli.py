@@ -40,34 +40,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="End with one line of JSON 
 
 
 @app.command()
-def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder that train wrote.")],
-    to: Annotated[str, typer.Option("--to", metavar="safetensors|bf16|int8|int16|program", help="The file's format.")],
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Where to write; else RUN/export.")] = None,
-    dynamic: Annotated[bool, typer.Option("--dynamic", help="With int8: quantize activations as well.")] = False,
-    step: Annotated[
-        str | None,
-        typer.Option(metavar="N|best|last", help="Which checkpoint; else the best one where the job keeps it."),
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Evaluate at most so many samples; 0: none.")
-    ] = None,
-    settings: Settings = None,
-    as_json: AsJson = False,
-) -> None:
-    """Write a run's weights for use without Meshwright, and show what that does to size and metrics."""
-    from meshwright.export.export import export as write
-    from meshwright.export.show import lines
-
-    exported = write(run, to, output, dynamic, step, limit, settings or [])
-    if as_json:
-        print(json.dumps(exported.to_dict()), flush=True)
-        return
-    for line in lines(exported):
-        print(line, flush=True)
-
-
-@app.command()
 def train(
     job: JobFile,
     plan: PlanFile = None,
@@ -79,6 +51,9 @@ def train(
             help="Go on with the newest unfinished run of this job, start a new one, or go on with that run.",
         ),
     ] = "auto",
+    record: Annotated[
+        int, typer.Option(min=0, metavar="K", help="Write down the first K steps, for prove --against.")
+    ] = 0,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
@@ -93,12 +68,12 @@ def train(
     if is_launched():
         from meshwright.train.joined import train_joined
 
-        result = train_joined(read, None if given == "auto" else given, found, resume)
+        result = train_joined(read, None if given == "auto" else given, found, resume, record)
     else:
         from meshwright.train.run import train as run
 
         chosen, predicted_s = _chosen(read, found, given)
-        result = run(read, chosen, found, resume, predicted_s)
+        result = run(read, chosen, found, resume, predicted_s, record)
     if result is not None:
         _print_result(result, as_json)
 
@@ -143,7 +118,7 @@ def plan(
 
 @app.command()
 def prove(
-    job: JobFile,
+    job: Annotated[Path | None, typer.Argument(metavar="JOB", help="The job's YAML file.")] = None,
     plan: Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="Prove this plan.")] = None,
     ranks: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="At most so many ranks: larger axes are shrunk.")
@@ -151,10 +126,15 @@ def prove(
     steps: Annotated[int, typer.Option(min=1, metavar="K", help="How many steps to compare.")] = 3,
     dtype: Annotated[str, typer.Option(metavar="fp64|fp32", help="The precision of the comparison.")] = "fp64",
     dropout: Annotated[bool, typer.Option("--dropout", help="Leave dropout on.")] = False,
+    against: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(metavar="RUN_A RUN_B", help="Hold one recorded run against another, which is taken as right."),
+    ] = None,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show that a job trains under its plan as on one device: each loss, gradient, buffer and weight. Exit 3 if not."""
+    """Show that a job trains under its plan as on one device: each loss, gradient, buffer and weight. Exit 3 if not,
+    with the first difference and its cause."""
     from rich.console import Console
 
     from meshwright.cluster.detect import find
@@ -163,11 +143,20 @@ def prove(
     from meshwright.proof.prove import prove as run
     from meshwright.proof.show import show
 
-    read = load_job(job, settings or [])
-    given = load_plan(plan) if plan else read.plan
-    chosen, _ = _chosen(read, find(read.cluster), given)
-    proof = run(read, chosen, ranks=ranks, steps=steps, dtype=dtype, dropout=dropout)
-    file = save(proof, Path(read.output), read.name)
+    if (job is None) == (against is None):
+        raise InputError("prove takes a JOB, or two recorded runs: --against RUN_A RUN_B")
+    if against is not None:
+        from meshwright.proof.against import against as compare
+
+        proof = compare(*against)
+        file = save(proof, against[1], "against")
+    else:
+        assert job is not None
+        read = load_job(job, settings or [])
+        given = load_plan(plan) if plan else read.plan
+        chosen, _ = _chosen(read, find(read.cluster), given)
+        proof = run(read, chosen, ranks=ranks, steps=steps, dtype=dtype, dropout=dropout)
+        file = save(proof, Path(read.output), read.name)
     if as_json:
         print(json.dumps({**proof.to_dict(), "file": str(file)}), flush=True)
     else:
@@ -317,6 +306,34 @@ def predictions(
         print(json.dumps(told(made)), flush=True)
         return
     for line in lines(made):
+        print(line, flush=True)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder that train wrote.")],
+    to: Annotated[str, typer.Option("--to", metavar="safetensors|bf16|int8|int16|program", help="The file's format.")],
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Where to write; else RUN/export.")] = None,
+    dynamic: Annotated[bool, typer.Option("--dynamic", help="With int8: quantize activations as well.")] = False,
+    step: Annotated[
+        str | None,
+        typer.Option(metavar="N|best|last", help="Which checkpoint; else the best one where the job keeps it."),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="Evaluate at most so many samples; 0: none.")
+    ] = None,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a run's weights for use without Meshwright, and show what that does to size and metrics."""
+    from meshwright.export.export import export as write
+    from meshwright.export.show import lines
+
+    exported = write(run, to, output, dynamic, step, limit, settings or [])
+    if as_json:
+        print(json.dumps(exported.to_dict()), flush=True)
+        return
+    for line in lines(exported):
         print(line, flush=True)
 
 

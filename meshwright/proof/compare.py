@@ -31,13 +31,17 @@ CHECKED: dict[What, str] = {
 @dataclass(frozen=True)
 class Difference:
     """`parameter` of a loss is the first one on the way back through the model whose gradient differs, too; of a norm
-    it is null. `cause` is null until it is looked for."""
+    it is null. `rank` has it, where the first one's is right. `cause` is null until it has been looked for (diagnose):
+    then a word, a sentence with the numbers, and the words that it is not."""
 
     step: int
     what: What
     parameter: str | None
     error: float
+    rank: int = 0
     cause: str | None = None
+    explanation: str | None = None
+    ruled_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -56,11 +60,11 @@ class Comparison:
     def within(self, tolerance: float) -> "Comparison":
         return replace(self, tolerance=max(self.tolerance, tolerance))
 
-    def seen(self, step: int, what: What, parameter: str | None, error: float) -> "Comparison":
+    def seen(self, step: int, what: What, parameter: str | None, error: float, rank: int = 0) -> "Comparison":
         first = self.first
         if not error <= self.tolerance:
             if first is None:
-                first = Difference(step, what, parameter, error)
+                first = Difference(step, what, parameter, error, rank)
             elif first.what == "loss" and first.parameter is None and what == "gradient":
                 first = replace(first, parameter=parameter)
         field = CHECKED[what]

@@ -11,9 +11,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from meshwright.parallel.check import check_runnable
 from meshwright.plan import Plan
+from meshwright.proof.fault import Fault
 from meshwright.proof.proof import Proof, save
 from meshwright.proof.prove import find_machine, prove_on, work_folder
-from meshwright.proof.question import OwnModel, Plant, Question
+from meshwright.proof.question import OwnModel, Question
 from meshwright.proof.samples import Samples
 from meshwright.proof.shrink import shrink
 from meshwright.train.loss import LossFunction
@@ -39,7 +40,7 @@ def prove(
     dropout: bool = False,
     device: str | None = None,
     output: str | Path | None = None,
-    plant: Plant | None = None,
+    plant: Fault | None = None,
     timeout_s: float = 600,
 ) -> Proof:
     """Whether a model trains under a plan as on one device, from the weights it has. Neither it nor the optimizer, a

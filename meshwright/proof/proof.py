@@ -14,7 +14,8 @@ from meshwright.train.logbook import finite
 @dataclass(frozen=True)
 class Proof:
     """`plan` is what ran, on `ranks` ranks; `shrunk` says what it was made smaller from. `derived` is how the tolerance
-    came about. Equal is: no difference above the tolerance."""
+    came about, `against` the run that it was held against instead of one device. Equal is: no difference above the
+    tolerance."""
 
     plan: Plan
     ranks: int
@@ -25,6 +26,7 @@ class Proof:
     derived: str
     notes: tuple[str, ...]
     shrunk: str | None = None
+    against: str | None = None
 
     @property
     def equal(self) -> bool:
@@ -69,7 +71,10 @@ class Proof:
                 "what": first.what,
                 "parameter": first.parameter,
                 "error": finite(first.error),
+                "rank": first.rank,
                 "cause": first.cause,
+                "explanation": first.explanation,
+                "ruled_out": list(first.ruled_out),
             },
             "tolerance_is": self.derived,
             "dtype": self.dtype,
@@ -77,6 +82,7 @@ class Proof:
             "plan": self.plan.model_dump(mode="json"),
             "summary": self.plan.summary(),
             "shrunk": self.shrunk,
+            "against": self.against,
             "notes": list(self.notes),
         }
 

@@ -18,8 +18,9 @@ from meshwright.launch.world import World, is_launched
 from meshwright.plan import Plan
 from meshwright.proof import carry
 from meshwright.proof.examine import examine
+from meshwright.proof.fault import Fault
 from meshwright.proof.proof import Proof
-from meshwright.proof.question import DTYPES, Plant, Question
+from meshwright.proof.question import DTYPES, Question
 from meshwright.proof.rank import QUESTION
 from meshwright.proof.record import record
 from meshwright.proof.shrink import shrink
@@ -45,7 +46,7 @@ def prove(
     dtype: str = "fp64",
     dropout: bool = False,
     device: str | None = None,
-    plant: Plant | None = None,
+    plant: Fault | None = None,
 ) -> Proof:
     """Whether a job trains under a plan as on one device. `ranks`: at most so many; `device`: cpu or cuda."""
     machine = find_machine(plan, ranks, device)

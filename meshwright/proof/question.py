@@ -2,37 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from fnmatch import fnmatch
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from meshwright.job import Job
 from meshwright.plan import Plan
+from meshwright.proof.fault import Fault
 from meshwright.train.loss import LossFunction
 from meshwright.train.session import MakeSchedule
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
-
-
-@dataclass(frozen=True)
-class Plant:
-    """A fault on purpose: gradients of the parameters that `parameter` matches are multiplied by `factor`, after the
-    ranks have combined them and before the optimizer sees them. `rank` null: on every rank; from step `step` on."""
-
-    kind: Literal["scale_gradients"] = "scale_gradients"
-    factor: float = 1.01
-    rank: int | None = None
-    parameter: str = "*"
-    step: int = 1
-
-    def spoil(self, module: nn.Module, rank: int, step: int) -> None:
-        if step < self.step or self.rank not in (None, rank):
-            return
-        for name, parameter in module.named_parameters():
-            if parameter.grad is not None and fnmatch(name, self.parameter):
-                parameter.grad.mul_(self.factor)
 
 
 @dataclass(frozen=True)
@@ -61,7 +42,7 @@ class Question:
     steps: int = 3
     dtype: str = "fp64"
     dropout: bool = False
-    plant: Plant | None = None
+    plant: Fault | None = None
 
     @property
     def timeout_s(self) -> float:

@@ -71,6 +71,19 @@ class Reference(Trained):
                 parameter.grad.div_(total.to(parameter.grad.dtype))
         return loss_sum / total
 
+    def part_of(self, group: Group) -> tuple[dict[str, Tensor], float, float]:
+        """One group alone: the gradients of its sum, the sum and its count."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if group.first:
+            self._seed(group.rank)
+        with computing_in(self.setting.dtype):
+            added, counted = self._backward(group)
+        return self.gradients(), float(added), float(counted)
+
+    @property
+    def loss_kind(self) -> str:
+        return self._loss.kind
+
     def clip(self) -> Tensor:
         """The gradients' global norm, before they are clipped to what the setting allows."""
         limit = self.setting.clip_norm

@@ -19,11 +19,13 @@ def _headline(proof: Proof) -> Text:
     where = f"{proof.plan.summary()} on {proof.ranks} {_kind(proof)}"
     first = proof.first_difference
     if first is None:
-        return Text(f"Equal: {where} trains as one device does, {proof.steps} steps compared in {proof.dtype}", "green")
-    thing = f"{first.what} of {first.parameter}" if first.parameter else first.what
+        return Text(f"Equal: {where} {_as(proof)}, {proof.steps} steps compared in {proof.dtype}", "green")
+    thing = f"{first.what} of {first.parameter}" if first.parameter and first.what != "loss" else first.what
     when = f"after step {first.step}" if first.what in ("weight", "buffer") else f"in step {first.step}"
     when = "before the first step" if first.step == 0 else when
-    return Text(f"Not equal: {where}: the {thing} {when} is {first.error:.2e} off", "bold red")
+    too = f", and the gradient of {first.parameter}" if first.parameter and first.what == "loss" else ""
+    whose = f" on rank {first.rank}" if first.rank else ""
+    return Text(f"Not equal: {where}: the {thing}{whose} {when} is {first.error:.2e} off{too}", "bold red")
 
 
 def _rows(proof: Proof) -> list[tuple[str, str]]:
@@ -34,11 +36,17 @@ def _rows(proof: Proof) -> list[tuple[str, str]]:
         ("tolerance", f"{proof.tolerance:.2e} = {proof.derived}"),
     ]
     if proof.first_difference:
-        rows.append(("cause", proof.first_difference.cause or "unknown"))
+        cause = (proof.first_difference.cause or "unknown").replace("_", " ")
+        told = proof.first_difference.explanation
+        rows.append(("cause", f"{cause}: {told}" if told else cause))
     if proof.shrunk:
         rows.append(("shrunk", proof.shrunk))
     rows += [("note" if number == 0 else "", note) for number, note in enumerate(proof.notes)]
     return rows
+
+
+def _as(proof: Proof) -> str:
+    return f"trained as {proof.against} did" if proof.against else "trains as one device does"
 
 
 def _kind(proof: Proof) -> str:

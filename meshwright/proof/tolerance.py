@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.proof.reference import Trained
 
-_LAMBDA = 10.0
+LAMBDA = 10.0
 _BOTH_WAYS = 2.0
 
 
@@ -43,7 +43,7 @@ class Sizes:
     @property
     def tolerance(self) -> float:
         """Of the first step."""
-        return 2 * self.depth * _LAMBDA * math.sqrt(self.terms) * torch.finfo(self.dtype).eps
+        return 2 * self.depth * LAMBDA * math.sqrt(self.terms) * torch.finfo(self.dtype).eps
 
     def after(self, drift: float) -> float:
         """Of a step that starts from weights which differ by the part `drift`."""
@@ -51,7 +51,7 @@ class Sizes:
 
     def __str__(self) -> str:
         eps = torch.finfo(self.dtype).eps
-        return f"2 × {self.depth} layers × {_LAMBDA:g} × √({self.terms:,} terms) × {eps:.2g}"
+        return f"2 × {self.depth} layers × {LAMBDA:g} × √({self.terms:,} terms) × {eps:.2g}"
 
 
 class Count:

@@ -6,6 +6,7 @@ runs/mnist-0001/
   events/               TensorBoard
   checkpoints/          step-…, and `best`
   logs/                 one file a rank
+  record/               the first steps, where train was asked to --record them
   result.json           there when the run is finished
 """
 
@@ -57,6 +58,10 @@ class RunFolder:
     @property
     def plan(self) -> Path:
         return self.path / "plan.yaml"
+
+    @property
+    def record(self) -> Path:
+        return self.path / "record"
 
     @property
     def result(self) -> Path:

@@ -18,19 +18,21 @@ from meshwright.train.folder import Claim, RunFolder, claim, read_result, record
 from meshwright.train.rank import train_rank
 
 
-def train_joined(job: Job, plan: Plan | None, cluster: Cluster, resume: str) -> dict[str, Any] | None:
+def train_joined(
+    job: Job, plan: Plan | None, cluster: Cluster, resume: str, recorded_steps: int = 0
+) -> dict[str, Any] | None:
     """The result on rank 0, None on the others and where a stop was asked for."""
     results: list[dict[str, Any] | None] = []
 
     def main(world: World, place: Place) -> None:
-        results.append(_train(job, plan, cluster, resume, world, place))
+        results.append(_train(job, plan, cluster, resume, world, place, recorded_steps))
 
     run_rank(main, cluster.kind, job.train.timeout_s)
     return results[0]
 
 
 def _train(
-    job: Job, plan: Plan | None, cluster: Cluster, resume: str, world: World, place: Place
+    job: Job, plan: Plan | None, cluster: Cluster, resume: str, world: World, place: Place, recorded_steps: int
 ) -> dict[str, Any] | None:
     chosen = plan or Plan(axes=Axes(replicate=world.size))
     if chosen.world_size != world.size:
@@ -41,7 +43,7 @@ def _train(
     folder, claimed = _agree_on_folder(job, chosen, cluster, "auto" if world.attempt else resume, world)
     redirect(folder.logs, world.rank, world.attempt)
     place.move_to(folder.logs, world.rank)
-    finished = train_rank(job, chosen, folder, world, place)
+    finished = train_rank(job, chosen, folder, world, place, recorded_steps)
     if claimed:
         claimed.lock.close()
     return read_result(folder) if finished and world.rank == 0 else None

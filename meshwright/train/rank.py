@@ -1,4 +1,4 @@
-"""One rank of a run: `python -m meshwright.train.rank RUN_FOLDER DEVICE`, started by `run`."""
+"""One rank of a run: `python -m meshwright.train.rank RUN_FOLDER DEVICE STEPS_TO_RECORD`, started by `run`."""
 
 import sys
 from pathlib import Path
@@ -16,23 +16,23 @@ from meshwright.train.folder import RunFolder
 from meshwright.train.trainer import Trainer
 
 
-def train_rank(job: Job, plan: Plan, folder: RunFolder, world: World, place: Place) -> bool:
+def train_rank(job: Job, plan: Plan, folder: RunFolder, world: World, place: Place, record: int = 0) -> bool:
     """Trains as this rank of the world; True when the run is finished."""
     if job.train.deterministic:
         torch.use_deterministic_algorithms(True)
     with StopRequest() as stop:
         session = build_session(job, plan, world, lambda doing: place.at(session.steps, doing))
-        return Trainer(job, session, world, folder, place).run(stop)
+        return Trainer(job, session, world, folder, place, record).run(stop)
 
 
 def main() -> None:
-    folder, device = RunFolder(Path(sys.argv[1])), sys.argv[2]
+    folder, device, record = RunFolder(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])
     job, plan = load_job(folder.job), load_plan(folder.plan)
-    run_rank(lambda world, place: _train(job, plan, folder, world, place), device, job.train.timeout_s)
+    run_rank(lambda world, place: _train(job, plan, folder, world, place, record), device, job.train.timeout_s)
 
 
-def _train(job: Job, plan: Plan, folder: RunFolder, world: World, place: Place) -> None:
-    train_rank(job, plan, folder, world, place)
+def _train(job: Job, plan: Plan, folder: RunFolder, world: World, place: Place, record: int) -> None:
+    train_rank(job, plan, folder, world, place, record)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,12 @@ DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 def train(
-    job: Job, plan: Plan, cluster: Cluster, resume: str = "auto", predicted_step_s: float | None = None
+    job: Job,
+    plan: Plan,
+    cluster: Cluster,
+    resume: str = "auto",
+    predicted_step_s: float | None = None,
+    recorded_steps: int = 0,
 ) -> dict[str, Any]:
     """Trains on this machine; returns the run's result as the command line's JSON has it."""
     check_here(cluster)
@@ -42,7 +47,7 @@ def train(
     try:
         launch(
             "meshwright.train.rank",
-            [str(folder.path.resolve()), cluster.kind],
+            [str(folder.path.resolve()), cluster.kind, str(recorded_steps)],
             ranks,
             folder.logs,
             DETERMINISTIC if job.train.deterministic else {},

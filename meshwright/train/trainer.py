@@ -27,6 +27,7 @@ from meshwright.train.folder import RunFolder, write_text
 from meshwright.train.logbook import Logbook, finite
 from meshwright.train.meter import Meter
 from meshwright.train.progress import Display, Silent, describe_metrics, display
+from meshwright.train.recording import recording
 from meshwright.train.session import Session
 
 LOWER_IS_BETTER = ("loss", "error", "perplexity")
@@ -39,7 +40,10 @@ class Best:
 
 
 class Trainer:
-    def __init__(self, job: Job, session: Session, world: World, folder: RunFolder, place: Place) -> None:
+    def __init__(
+        self, job: Job, session: Session, world: World, folder: RunFolder, place: Place, record: int = 0
+    ) -> None:
+        """`record`: so many of the first steps are written down, for `prove --against`."""
         self.job = job
         self.session = session
         self.world = world
@@ -54,6 +58,7 @@ class Trainer:
         self.saved_step: int | None = None
         self.best: Best | None = None
         self.warned = False
+        self.record = record
 
     def run(self, stop: StopRequest) -> bool:
         """Trains to the end, or until a stop was asked for; says which."""
@@ -97,11 +102,12 @@ class Trainer:
         batches = self.session.batches(
             self.train_set, train.epochs, train.global_batch, self.loading, self.job.data.drop_last
         )
-        with closing(batches):  # type: ignore[type-var]
+        recorded = self.record if self.session.steps == 0 else 0  # a run that goes on has its first steps behind it
+        with closing(batches), recording(self.session, self.folder.record, recorded) as step:  # type: ignore[type-var]
             self.place.at(self.session.steps, "data")
             for batch in batches:
                 agreement.ask()
-                self.last_loss = self.session.step(batch)
+                self.last_loss = step(batch)
                 self.place.finish_step()
                 self.meter.step(batch.samples)
                 self.display.advance(self.session.steps)

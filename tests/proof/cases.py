@@ -13,8 +13,9 @@ from torch.utils.data import Dataset
 
 from meshwright.launch.world import World
 from meshwright.plan import Plan
+from meshwright.proof.fault import Plant
 from meshwright.proof.prove import prove_in
-from meshwright.proof.question import OwnModel, Plant, Question
+from meshwright.proof.question import OwnModel, Question
 
 BATCH = 8
 
@@ -43,6 +44,14 @@ class Plain(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         out: Tensor = self.head(self.conv(image).tanh().flatten(1))
+        return out
+
+
+class Casting(Plain):
+    """Computes in fp32 on its way, whatever its weights are."""
+
+    def forward(self, image: Tensor) -> Tensor:
+        out: Tensor = self.head(self.conv(image).float().tanh().flatten(1).to(image.dtype))
         return out
 
 
@@ -106,6 +115,25 @@ class Residual(nn.Module):
         return out
 
 
+class Tying(nn.Module):
+    """A weight that a cut leaves on both stages, and a pair of layers to split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(72, 8)
+        self.mix = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.again = nn.Linear(8, 8, bias=False)
+        self.again.weight = self.mix.weight
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.norm(self.mix(self.embed(image.flatten(1))).tanh())
+        out: Tensor = self.head(self.again(x + self.down(self.up(x).tanh())))
+        return out
+
+
 def sum_and_count(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return F.cross_entropy(output, target, reduction="sum"), (target != -100).sum()
 
@@ -154,7 +182,7 @@ def question(
 ) -> Question:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        made = MODELS[model]()
+        made = {**MODELS, "tying": Tying, "casting": Casting}[model]()
     own = OwnModel(
         model=made,
         optimizer=OPTIMIZERS[optimizer](made.parameters()),
@@ -205,7 +233,7 @@ def prove_here(rank: int, world_size: int, asked: Question, folder: Path) -> dic
 
 
 def planted(factor: float, **where: Any) -> Plant:
-    return Plant("scale_gradients", factor, **where)
+    return Plant(factor, **where)
 
 
 class Faulty(Plain):

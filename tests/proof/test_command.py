@@ -47,7 +47,9 @@ def test_a_planted_fault_makes_it_exit_3(tmp_path: Path) -> None:
     assert told["ranks"] == 2
     assert told["shrunk"].startswith("replicate 4 to replicate 2")
     first = told["first_difference"]
-    assert (first["step"], first["parameter"], first["cause"]) == (1, "conv.weight", None)
+    assert (first["step"], first["parameter"], first["cause"]) == (1, "conv.weight", "scaled")
+    assert first["explanation"].startswith("the gradients of conv.weight are 1.01 times those of one device")
+    assert "wrong_samples" in first["ruled_out"]
     assert first["error"] == pytest.approx(0.01, rel=1e-3)
     saved = json.loads((tmp_path / "runs" / "faulty-proof-0001.json").read_text())
     assert told == {**saved, "file": str(tmp_path / "runs" / "faulty-proof-0001.json")}

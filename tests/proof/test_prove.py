@@ -90,7 +90,7 @@ def test_scaled_gradients_are_found(two: RankPool, tmp_path: Path, factor: float
     found = proved(two, tmp_path, "normalized", size=23, plant=planted(factor))
     assert not found["equal"]
     first = found["first_difference"]
-    assert (first["step"], first["what"], first["parameter"], first["cause"]) == (1, "gradient", "head.bias", None)
+    assert (first["step"], first["what"], first["parameter"], first["cause"]) == (1, "gradient", "head.bias", "scaled")
     assert first["error"] > found["tolerance"]
     assert found["max_relative_error"] == pytest.approx(abs(factor - 1), rel=1e-3)
 
@@ -101,11 +101,12 @@ def test_the_parameter_and_the_step_are_named(two: RankPool, tmp_path: Path) -> 
     assert (first["step"], first["parameter"]) == (2, "attention.in_proj_weight")
 
 
-def test_a_replica_that_goes_its_own_way_is_found_in_the_next_step(two: RankPool, tmp_path: Path) -> None:
+def test_a_replica_that_goes_its_own_way_is_found_at_once(two: RankPool, tmp_path: Path) -> None:
     found = proved(two, tmp_path, "plain", optimizer="sgd", plant=planted(1.001, rank=1))
     assert not found["equal"]
-    assert (found["first_difference"]["step"], found["first_difference"]["what"]) == (2, "loss")
-    assert found["notes"][-1].startswith("nothing was compared after step 2")
+    first = found["first_difference"]
+    assert (first["step"], first["what"], first["rank"], first["cause"]) == (1, "gradient", 1, "scaled")
+    assert found["notes"][-1].startswith("nothing was compared after step 1")
 
 
 # ---- many
