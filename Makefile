@@ -23,7 +23,7 @@ check: setup
 
 # Two at a time, a file at a time: what a file has traced or started once serves all its tests.
 test: check
-	$(BIN)/python -m pytest -m "not soak" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not soak" -n 2 --dist loadfile --no-loadscope-reorder
 
 soak: setup
 	$(BIN)/python -m pytest -m soak
