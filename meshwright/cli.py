@@ -154,7 +154,7 @@ def prove(
         assert job is not None
         read = load_job(job, settings or [])
         given = load_plan(plan) if plan else read.plan
-        chosen, _ = _chosen(read, find(read.cluster), given)
+        chosen = _chosen(read, find(read.cluster), given)[0] if given == "auto" else given
         proof = run(read, chosen, ranks=ranks, steps=steps, dtype=dtype, dropout=dropout)
         file = save(proof, Path(read.output), read.name)
     if as_json:

@@ -13,7 +13,7 @@ from meshwright.parallel.check import check_runnable
 from meshwright.plan import Plan
 from meshwright.proof.fault import Fault
 from meshwright.proof.proof import Proof, save
-from meshwright.proof.prove import find_machine, prove_on, work_folder
+from meshwright.proof.prove import find_machine, prove_on, with_precision, work_folder
 from meshwright.proof.question import OwnModel, Question
 from meshwright.proof.samples import Samples
 from meshwright.proof.shrink import shrink
@@ -51,7 +51,7 @@ def prove(
     in.
     """
     machine = find_machine(plan, ranks, device)
-    smaller, shrunk = shrink(plan, machine.ranks)
+    smaller, shrunk = shrink(with_precision(plan), machine.ranks)
     check_runnable(smaller)
     samples = Samples(sample_batch, steps * global_batch)
     own = OwnModel(

@@ -50,12 +50,19 @@ def prove(
 ) -> Proof:
     """Whether a job trains under a plan as on one device. `ranks`: at most so many; `device`: cpu or cuda."""
     machine = find_machine(plan, ranks, device)
-    smaller, shrunk = shrink(plan, machine.ranks)
+    smaller, shrunk = shrink(with_precision(plan), machine.ranks)
     cluster = detect() if machine.device == "cuda" else detect_cpu()
     check(job, smaller, cluster.with_devices(machine.ranks))
     question = Question(job, smaller, steps, dtype, dropout, plant)
     with work_folder(Path(job.output)) as folder:
         return replace(prove_on(question, machine.device, folder), shrunk=shrunk)
+
+
+def with_precision(plan: Plan) -> Plan:
+    """What `auto` will be is of no concern: the comparison has a precision of its own."""
+    if plan.numerics.precision != "auto":
+        return plan
+    return plan.model_copy(update={"numerics": plan.numerics.model_copy(update={"precision": "fp32"})})
 
 
 def find_machine(plan: Plan, ranks: int | None, device: str | None) -> Machine:

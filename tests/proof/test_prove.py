@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from meshwright.parallel.check import check_runnable
+from meshwright.plan import Plan
+from meshwright.proof.prove import with_precision
 from tests.proof.cases import LOSSES, planted, prove_here, question, random_question
 from tests.ranks import RankPool, ranks
 from tests.soaked import all_but
@@ -127,3 +130,10 @@ def test_fifty_random_plans_give_no_false_alarm(tmp_path: Path) -> None:
                 assert_equal(pool.run(prove_here, asked, tmp_path)[0])
                 spoiled = replace(asked, plant=planted(1 + 1e-6))
                 assert not pool.run(prove_here, spoiled, tmp_path)[0]["equal"]
+
+
+def test_a_precision_that_the_run_will_choose_is_no_hindrance() -> None:
+    auto = Plan.model_validate({"axes": {"replicate": 2}, "numerics": {"precision": "auto"}})
+    check_runnable(with_precision(auto))
+    named = Plan.model_validate({"numerics": {"precision": "fp16"}})
+    assert with_precision(named) is named
