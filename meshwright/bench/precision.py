@@ -15,7 +15,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.job import Job, load_job
 from meshwright.launch.world import World
 from meshwright.plan import Plan
-from meshwright.train.build import build_data, build_session
+from meshwright.train.build import build_data, build_loading, build_session
 
 ROUNDS = 5
 WAYS: dict[str, dict[str, Any]] = {
@@ -34,7 +34,7 @@ _GPU_ONLY = ("tf32", "bf16 CUDA graphs", "fp8", "fp8 compiled")
 
 @dataclass(frozen=True)
 class Row:
-    """`losses` of the first and the last step, `ratio` of the time to that of fp32."""
+    """`losses` of the first and the last step."""
 
     way: str
     step_s: float
@@ -46,7 +46,7 @@ def measure(job: Job, way: str, steps: int) -> Row:
     """The same batches for all. The rounds begin once a quarter of the steps has warmed up."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     session = build_session(job, Plan.model_validate(WAYS[way]), World(0, 0, 1, 1, 0, device, None), lambda doing: None)
-    batches = session.batches(build_data(job)[0], None, job.train.global_batch)
+    batches = session.batches(build_data(job)[0], None, job.train.global_batch, build_loading(job, device))
     first = float(session.step(next(batches)))
     for _ in range(max(4, steps // 4)):
         session.step(next(batches))

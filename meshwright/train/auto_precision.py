@@ -11,7 +11,8 @@ from meshwright.cluster.cluster import Cluster, Device, Dtype
 from meshwright.job import Job
 from meshwright.launch.world import World
 from meshwright.plan import Plan
-from meshwright.train.build import build_data, build_session
+from meshwright.train.build import build_data, build_loading, build_session
+from meshwright.train.check import check
 
 _LOWER: tuple[Dtype, ...] = ("tf32", "bf16", "fp16")
 _WARM_UP, _STEPS = 2, 3
@@ -29,6 +30,7 @@ def choose_precision(plan: Plan, job: Job, cluster: Cluster) -> Chosen:
     """A plan that names its precision is left as it is."""
     if plan.numerics.precision != "auto":
         return Chosen(plan, "")
+    check(job, _in(plan, "fp32"), cluster)  # whatever is wrong with the job is said in one line
     device = cluster.nodes[0].device
     able = [dtype for dtype in _LOWER if device.accelerates(dtype)]
     if "bf16" in able and "fp16" in able:
@@ -59,13 +61,12 @@ def _measure(plan: Plan, job: Job, cluster: Cluster) -> float:
     """Seconds of a step of one rank's microbatch, alone: what ranks exchange is the same in every precision."""
     alone = Plan(numerics=plan.numerics.model_copy(update={"cast": "operators"}), compute=plan.compute)
     batch = max(1, job.train.global_batch // plan.shares)
-    quick = job.model_copy(update={"train": job.train.model_copy(update={"global_batch": batch, "freeze": []})})
     device = torch.device("cuda", 0) if cluster.kind == "cuda" else torch.device("cpu")
     threads = torch.get_num_threads()
     torch.set_num_threads(plan.compute.threads or max(1, cluster.cores // plan.world_size))
     try:
-        session = build_session(quick, alone, World(0, 0, 1, 1, 0, device, None), lambda doing: None)
-        batches = session.batches(build_data(quick)[0], None, batch)
+        session = build_session(job, alone, World(0, 0, 1, 1, 0, device, None), lambda doing: None)
+        batches = session.batches(build_data(job)[0], None, batch, build_loading(job, device))
         taken = []
         for _ in range(_WARM_UP + _STEPS):
             one = next(batches)
