@@ -1,5 +1,8 @@
 """Linear layers whose products are computed in 8 bits, forward and backward, through torchao."""
 
+from collections import Counter
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
@@ -21,23 +24,25 @@ def eight_bits(module: nn.Module, device: torch.device, *, emulate: bool = False
             "plan.numerics.precision is fp8, which needs torchao: pip install 'meshwright[quantize]'"
         ) from None
 
-    def takes(layer: nn.Module, name: str) -> bool:
-        fits = isinstance(layer, nn.Linear) and not (layer.in_features % _MULTIPLE or layer.out_features % _MULTIPLE)
-        return fits and not _is_shared(module, layer)
-
-    layers = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear) and takes(layer, name)]
+    layers = set(_fitting(module))
     if not layers:
         raise InputError(
             f"plan.numerics.precision is fp8, but {type(module).__name__} has no linear layer whose sizes are multiples"
             f" of {_MULTIPLE}: choose bf16"
         )
-    convert_to_float8_training(module, config=Float8LinearConfig(emulate=emulate), module_filter_fn=takes)
+    convert_to_float8_training(
+        module, config=Float8LinearConfig(emulate=emulate), module_filter_fn=lambda layer, _: layer in layers
+    )
 
 
-def _is_shared(module: nn.Module, layer: nn.Module) -> bool:
-    """A tied weight is an embedding too, and the scores are where 8 bits cost the most."""
-    owners = [part for part in module.modules() if any(p is layer.weight for p in part._parameters.values())]
-    return len(owners) > 1
+def _fitting(module: nn.Module) -> Iterator[nn.Linear]:
+    """All but those whose weight is tied: it is an embedding too, and the scores are where 8 bits cost the most."""
+    owners = Counter(id(p) for part in module.modules() for p in part._parameters.values() if p is not None)
+    for layer in module.modules():
+        if not isinstance(layer, nn.Linear) or layer.in_features % _MULTIPLE or layer.out_features % _MULTIPLE:
+            continue
+        if owners[id(layer.weight)] == 1:
+            yield layer
 
 
 def _check_hardware(device: torch.device) -> None:
