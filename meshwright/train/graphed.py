@@ -14,6 +14,8 @@ from meshwright.batch import Example
 
 Examples = list[tuple[Example, int]]
 Compute = Callable[[Examples, int | None], Tensor]
+_Key = tuple[Hashable, int | None, tuple[Hashable, ...]]  # shapes, samples of the global batch, constants
+_MOST = 8  # shapes that are recorded: each graph keeps the memory of a step
 _WARM_UP = 3  # steps of a shape before it is recorded: libraries choose their kernels, and allocate
 
 
@@ -34,16 +36,19 @@ class Graphs:
     def __init__(self, compute: Compute, parameters: Sequence[nn.Parameter]) -> None:
         self._compute = compute
         self._parameters = parameters
-        self._seen: dict[Hashable, int] = {}
-        self._known: dict[Hashable, _Recorded] = {}
+        self._seen: dict[_Key, int] = {}
+        self._known: dict[_Key, _Recorded] = {}
         self._stream = torch.cuda.Stream()
         self._fails = False
 
     def __call__(self, examples: Examples, samples: int | None, *constants: Hashable) -> Tensor:
-        key = (_shapes(examples), samples, constants)
+        key: _Key = (_shapes(examples), samples, constants)
         if key not in self._known:
+            # With another constant the old ones are not likely to come again.
+            self._known = {known: graph for known, graph in self._known.items() if known[2] == constants}
             self._seen[key] = self._seen.get(key, 0) + 1
-            if self._fails or self._seen[key] <= _WARM_UP or not self._record(key, examples, samples):
+            ready = not self._fails and self._seen[key] > _WARM_UP and len(self._known) < _MOST
+            if not ready or not self._record(key, examples, samples):
                 return self._aside(examples, samples)
         found = self._known[key]
         for (ours, _), (given, _) in zip(found.examples, examples, strict=True):
@@ -54,7 +59,7 @@ class Graphs:
             parameter.grad = gradient
         return found.loss.clone()
 
-    def _record(self, key: Hashable, examples: Examples, samples: int | None) -> bool:
+    def _record(self, key: _Key, examples: Examples, samples: int | None) -> bool:
         own = [(tree_map(_clone, example), count) for example, count in map(_plain, examples)]
         held = [(Example(*example), count) for example, count in own]
         graph = torch.cuda.CUDAGraph()
