@@ -5,10 +5,7 @@ together, and a last batch that is short. Then the same plan evaluates every sam
 untouched model, which must say the same.
 """
 
-from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,15 +20,7 @@ from meshwright.planner.search import search
 from meshwright.simulator.predict import cost_of
 from tests.proof.matrix import COVERING, every
 from tests.proof.tried import TOLERANCE, Worlds, asked, by_size, prove_case, prove_only
-from tests.ranks import ranks
 from tests.zoo import BATCH, SAMPLES, ZOO, Made
-
-
-@pytest.fixture(scope="module")
-def worlds() -> Iterator[Worlds]:
-    """One world of each size, started when a case first wants it."""
-    with ExitStack() as stack:
-        yield cache(lambda size: stack.enter_context(ranks(size, 300)))
 
 
 @pytest.mark.parametrize(("kind", "case"), by_size(COVERING))

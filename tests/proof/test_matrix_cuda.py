@@ -27,12 +27,6 @@ def _without_stages(cases: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]
 
 
 @pytest.fixture(scope="module")
-def worlds() -> Iterator[Worlds]:
-    with ExitStack() as stack:
-        yield cache(lambda size: stack.enter_context(ranks(size, 300)))
-
-
-@pytest.fixture(scope="module")
 def nccl() -> Iterator[Worlds]:
     with ExitStack() as stack:
         yield cache(lambda size: stack.enter_context(ranks(size, 300, "nccl")))
