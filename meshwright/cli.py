@@ -124,7 +124,9 @@ def prove(
         int | None, typer.Option(min=1, metavar="N", help="At most so many ranks: larger axes are shrunk.")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, metavar="K", help="How many steps to compare.")] = 3,
-    dtype: Annotated[str, typer.Option(metavar="fp64|fp32", help="The precision of the comparison.")] = "fp64",
+    dtype: Annotated[
+        str, typer.Option(metavar="fp64|fp32|plan", help="The precision of the comparison; plan: its own.")
+    ] = "fp64",
     dropout: Annotated[bool, typer.Option("--dropout", help="Leave dropout on.")] = False,
     against: Annotated[
         tuple[Path, Path] | None,
@@ -162,8 +164,7 @@ def prove(
     else:
         show(proof, Console(width=None if sys.stdout.isatty() else 200))
         print(f"saved in {file}", flush=True)
-    if not proof.equal:
-        raise typer.Exit(3)
+    raise typer.Exit(proof.exit_code)
 
 
 def _asked(job: "Job", cluster: "Cluster", *, exact: bool = False, top: int = 1) -> "tuple[Question, Profiles]":

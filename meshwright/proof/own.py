@@ -51,7 +51,7 @@ def prove(
     in.
     """
     machine = find_machine(plan, ranks, device)
-    smaller, shrunk = shrink(with_precision(plan), machine.ranks)
+    smaller, shrunk = shrink(with_precision(plan, dtype), machine.ranks)
     check_runnable(smaller)
     samples = Samples(sample_batch, steps * global_batch)
     own = OwnModel(

@@ -33,6 +33,11 @@ class Proof:
         return self.comparison.first is None
 
     @property
+    def exit_code(self) -> int:
+        """Of the command line."""
+        return 0 if self.equal else 3
+
+    @property
     def max_relative_error(self) -> float:
         return self.comparison.worst
 

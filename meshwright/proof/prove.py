@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from meshwright.cluster.cores import usable_cores
 from meshwright.cluster.detect import detect, detect_cpu
@@ -18,6 +19,7 @@ from meshwright.launch.world import World, is_launched
 from meshwright.plan import Plan
 from meshwright.proof import carry
 from meshwright.proof.examine import examine
+from meshwright.proof.examine_rounded import examine_rounded, explained
 from meshwright.proof.fault import Fault
 from meshwright.proof.proof import Proof
 from meshwright.proof.question import DTYPES, Question
@@ -26,6 +28,7 @@ from meshwright.proof.record import record
 from meshwright.proof.shrink import shrink
 from meshwright.train.check import check
 
+EXACT = "fp64"  # in which the cause is looked for
 _FEWEST_CPU_RANKS = 8  # processes of a few small steps share cores well enough
 
 
@@ -50,7 +53,7 @@ def prove(
 ) -> Proof:
     """Whether a job trains under a plan as on one device. `ranks`: at most so many; `device`: cpu or cuda."""
     machine = find_machine(plan, ranks, device)
-    smaller, shrunk = shrink(with_precision(plan), machine.ranks)
+    smaller, shrunk = shrink(with_precision(plan, dtype), machine.ranks)
     cluster = detect() if machine.device == "cuda" else detect_cpu()
     check(job, smaller, cluster.with_devices(machine.ranks))
     question = Question(job, smaller, steps, dtype, dropout, plant)
@@ -58,10 +61,12 @@ def prove(
         return replace(prove_on(question, machine.device, folder), shrunk=shrunk)
 
 
-def with_precision(plan: Plan) -> Plan:
-    """What `auto` will be is of no concern: the comparison has a precision of its own."""
+def with_precision(plan: Plan, dtype: str) -> Plan:
+    """What `auto` will be is of no concern, unless the comparison shall be in it."""
     if plan.numerics.precision != "auto":
         return plan
+    if dtype == "plan":
+        raise InputError("plan.numerics.precision is auto, which a run chooses: name it, to compare in the plan's own")
     return plan.model_copy(update={"numerics": plan.numerics.model_copy(update={"precision": "fp32"})})
 
 
@@ -84,6 +89,13 @@ def prove_on(question: Question, device: str, folder: Path) -> Proof:
     carry.check_guarded()
     if is_launched():
         raise InputError("prove starts ranks of its own: call it without torchrun, mpirun or srun")
+    proof = _run(question, device, folder)
+    if question.rounds and not proof.equal:
+        proof = explained(proof, _run(replace(question, dtype=EXACT), device, folder))
+    return proof
+
+
+def _run(question: Question, device: str, folder: Path) -> Proof:
     carry.write(question, folder / QUESTION)
     count = question.plan.world_size
     threads = question.plan.compute.threads or max(1, usable_cores() // count)
@@ -93,14 +105,30 @@ def prove_on(question: Question, device: str, folder: Path) -> Proof:
         Ranks(count, device, threads, restarts=0),
         folder / "logs",
     )
-    return examine(question, folder, torch.device(device))
+    return _examined(question, folder, torch.device(device))
+
+
+def _examined(question: Question, folder: Path, device: torch.device) -> Proof:
+    return (examine_rounded if question.rounds else examine)(question, folder, device)
 
 
 def prove_in(question: Question, world: World, folder: Path) -> Proof | None:
     """In ranks that are there already, all of which call it with a folder that they share: the proof on the first."""
     check_question(question)
     record(question, world, folder)
-    return examine(question, folder, world.device) if world.rank == 0 else None
+    proof = _examined(question, folder, world.device) if world.rank == 0 else None
+    if question.rounds and _said(proof is not None and not proof.equal, world):
+        exact = prove_in(replace(question, dtype=EXACT), world, folder)
+        return explained(proof, exact) if proof and exact else None
+    return proof
+
+
+def _said(word: bool, world: World) -> bool:
+    """The first rank's word, on every rank."""
+    told = [word]
+    if world.size > 1:
+        dist.broadcast_object_list(told, src=0)
+    return told[0]
 
 
 def check_question(question: Question) -> None:

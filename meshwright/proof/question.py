@@ -13,7 +13,8 @@ from meshwright.proof.fault import Fault
 from meshwright.train.loss import LossFunction
 from meshwright.train.session import MakeSchedule
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
+# What models are compared in; `plan`: fp32 weights, and products as the plan rounds them.
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "plan": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,20 @@ class Question:
     dtype: str = "fp64"
     dropout: bool = False
     plant: Fault | None = None
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the comparison is in the plan's own precision."""
+        return self.dtype == "plan"
+
+    @property
+    def ran(self) -> Plan:
+        """The plan as ranks run it: in a precision of the comparison's, the model runs in the types it has."""
+        if self.rounds:
+            return self.plan
+        numerics = self.plan.numerics.model_copy(update={"precision": "fp32", "cast": "operators"})
+        gradients = self.plan.gradients.model_copy(update={"precision": "fp32"})
+        return self.plan.model_copy(update={"numerics": numerics, "gradients": gradients})
 
     @property
     def timeout_s(self) -> float:

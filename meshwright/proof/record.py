@@ -1,17 +1,19 @@
 """A rank's part: trains the steps under the plan, while `recording` writes down what is to be compared."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
 
 from meshwright.launch.place import Place
 from meshwright.launch.world import World
-from meshwright.plan import Plan
 from meshwright.proof.fault import Fault
 from meshwright.proof.question import Question
 from meshwright.proof.setting import Setting, computing_in, in_dtype, set_up
 from meshwright.train.recording import Recorder
 from meshwright.train.session import Session
+
+_LEFT_OUT = 20  # steps, after which a loss scale is a millionth of what it was
 
 
 def record(question: Question, world: World, folder: Path, place: Place | None = None) -> None:
@@ -32,7 +34,7 @@ def record(question: Question, world: World, folder: Path, place: Place | None =
     recorder.begin()
     batches = session.batches(setting.data, None, setting.global_batch, setting.loading, setting.drop_last)
     with computing_in(setting.dtype):
-        for step in range(1, question.steps + 1):
+        for step in _steps(session, question.steps):
             place.at(step, "data")
             batch = plant.on_batch(in_dtype(next(batches), setting.dtype), session, step)
             recorder.batch(batch)
@@ -44,12 +46,20 @@ def record(question: Question, world: World, folder: Path, place: Place | None =
         dist.barrier()  # nobody leaves while another still gathers
 
 
+def _steps(session: Session, wanted: int) -> Iterator[int]:
+    """So many, and another one for each that the loss scale has left out, up to a limit."""
+    step = 0
+    while step < wanted + min(_LEFT_OUT, session.loss_scale.skipped if session.loss_scale else 0):
+        step += 1
+        yield step
+
+
 def make_session(setting: Setting, question: Question, world: World, place: Place) -> Session:
     return Session(
         setting.model,
         setting.make_optimizer,
         loss=setting.loss,
-        plan=_in_full_precision(question.plan),
+        plan=question.ran,
         world=world,
         make_schedule=setting.make_schedule,
         schedule_per=setting.schedule_per,
@@ -60,10 +70,3 @@ def make_session(setting: Setting, question: Question, world: World, place: Plac
         report=lambda doing: place.at(place.step, doing),
         sample=setting.sample(),
     )
-
-
-def _in_full_precision(plan: Plan) -> Plan:
-    """The model runs in the types it has, which are those of the comparison."""
-    numerics = plan.numerics.model_copy(update={"precision": "fp32", "cast": "operators"})
-    gradients = plan.gradients.model_copy(update={"precision": "fp32"})
-    return plan.model_copy(update={"numerics": numerics, "gradients": gradients})

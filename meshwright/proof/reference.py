@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from meshwright.batch import Example, split
+from meshwright.batch import Example, at_least_fp32, split
 from meshwright.data.order import derive
 from meshwright.proof.groups import GlobalBatch, Group, Grouping, global_batches
 from meshwright.proof.question import Question
@@ -46,6 +46,8 @@ class Reference(Trained):
         super().__init__(setting, device)
         self.device = device
         self.steps = 0
+        self._plan = question.ran
+        self._factor: float | Tensor = 1.0  # on what backward starts from
         self._zero = torch.zeros((), dtype=torch.float64, device=device)
         self._loss: Loss = understand(setting.loss) if setting.loss else models_own()
         self._batches = global_batches(setting, question.plan, kind)
@@ -55,6 +57,15 @@ class Reference(Trained):
 
     def compute(self, batch: GlobalBatch) -> Tensor:
         """The mean loss over the global batch's valid targets; its gradients are in the model."""
+        loss_sum, count = self._sums(batch)
+        total = self._divisor(count)
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(total.to(parameter.grad.dtype))
+        return loss_sum / total
+
+    def _sums(self, batch: GlobalBatch) -> tuple[Tensor, Tensor]:
+        """The loss's sum and count over the global batch; the sum's gradients are in the model."""
         self.optimizer.zero_grad(set_to_none=True)
         loss_sum, count = self._zero, self._zero
         for group in batch.groups:
@@ -63,13 +74,15 @@ class Reference(Trained):
             with computing_in(self.setting.dtype), _buffers_kept(self.model, not group.counts):
                 added, counted = self._backward(group)
             loss_sum, count = loss_sum + added, count + counted
-        total = torch.ones_like(count) if self._loss.kind == "sum" else count
-        if total == 0:  # no target at all: a mean over none of them trains nothing
-            total = torch.ones_like(count)
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.div_(total.to(parameter.grad.dtype))
-        return loss_sum / total
+            self._added(group)
+        return loss_sum, count
+
+    def _added(self, group: Group) -> None:
+        """A group's gradients have been added to the model's."""
+
+    def _divisor(self, count: Tensor) -> Tensor:
+        """No target at all: a mean over none of them trains nothing."""
+        return torch.ones_like(count) if self._loss.kind == "sum" or count == 0 else count
 
     def part_of(self, group: Group) -> tuple[dict[str, Tensor], float, float]:
         """One group alone: the gradients of its sum, the sum and its count."""
@@ -97,20 +110,29 @@ class Reference(Trained):
         super().update(last_of_epoch)
         self.steps += 1
 
+    def leave_out(self, last_of_epoch: bool) -> None:
+        """A step without the optimizer's; epochs pass all the same."""
+        self.steps += 1
+        if self.schedule and self.setting.schedule_per == "epoch" and last_of_epoch:
+            self.schedule.step()
+
     def _backward(self, group: Group) -> tuple[Tensor, Tensor]:
         """Adds the gradients of a group's part of the sum; returns that part and its count."""
         example = self._example(group)
         with torch.set_grad_enabled(group.samples > 0):
-            output = self.model(*example.arguments, **example.keywords)
+            output = at_least_fp32(self._forward(example))
         if not group.samples:  # only seen by running statistics
             return self._zero, self._zero
         if group.borrowed:
             output = _without_borrowed(output, group)
             example = replace(example, target=_without_borrowed(example.target, group))
         term = self._loss.term(output, example.target, group.samples)
-        (term.value * term.weight).backward()
+        (term.value * term.weight * self._factor).backward()
         count = self._loss.count(example.target, group.samples) if term.own_count is None else term.own_count
         return term.sum.double(), torch.as_tensor(count, device=self.device).double()
+
+    def _forward(self, example: Example) -> Any:
+        return self.model(*example.arguments, **example.keywords)
 
     def _example(self, group: Group) -> Example:
         return split(move(group.data, self.device), self.setting.target)

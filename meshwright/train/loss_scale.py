@@ -37,10 +37,11 @@ class LossScale:
         if self._ranks > 1:
             dist.all_reduce(unfit, dist.ReduceOp.MAX)
         good = not bool(unfit)
-        self._follow(good)
+        self.follow(good)
         return good
 
-    def _follow(self, good: bool) -> None:
+    def follow(self, good: bool) -> None:
+        """What a step that was good, or not, does to the factor."""
         self._good = self._good + 1 if good else 0
         if not good:
             self.skipped += 1

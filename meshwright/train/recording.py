@@ -128,6 +128,7 @@ class Recorder:
             gradients=digests(gradients),
             state=digests(state),
             divided={name: layout.axis for name, layout in parallel.layouts.items()},
+            dims={name: layout.dim for name, layout in parallel.layouts.items()},
             tied={tie.name: tuple(tie.holders) for tie in parallel.tied},
             held=tuple(held),
             holds=tuple(parallel.parameters()),

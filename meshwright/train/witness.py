@@ -35,7 +35,7 @@ BITS = {
 class Witness:
     """`place`: the coordinate along every axis. `samples`: a digest of each, by microbatch; `counted`: how many of them
     have weight. `gradients` and `state`: digests of the whole tensors as this rank has them. `divided`: the axis that
-    a weight's parts lie along; `tied`: the stages that hold copies of it. `holds`: the weights that this rank has parts
+    a weight's parts lie along, `dims` its dimension that is cut; `tied`: the stages that hold copies of it. `holds`: the weights that this rank has parts
     of, `held`: those in its optimizer. `norm` and `clipped`: of this rank's own parts, when the gradients were whole
     and as the optimizer met them. `bits`: the most that a layer's output carried."""
 
@@ -57,6 +57,7 @@ class Witness:
     seed: int = 0
     drew: bool = False
     bits: Mapping[str, int] | None = None
+    dims: Mapping[str, int] | None = None
 
 
 # ---- digests

@@ -69,7 +69,8 @@ def told(rank: int, size: int, asked: Question, folder: Path) -> tuple[dict[str,
         return proof.to_dict(), None
     first = diagnose(evidence)
     without = diagnose(evidence, without=first.cause) if first.cause != "unknown" else first  # type: ignore[arg-type]
-    return replace(proof, comparison=replace(proof.comparison, first=first)).to_dict(), without.cause
+    named = replace(proof, comparison=replace(proof.comparison, first=first))
+    return {**named.to_dict(), "exit_code": named.exit_code}, without.cause
 
 
 SWAPPED = faults.Swapped("blocks.0.conv.weight", "blocks.3.conv.weight")
@@ -146,6 +147,7 @@ def check(pool: RankPool, folder: Path, control: Control) -> None:
     answer = pool.run(told, replace(control.question, plant=control.fault), folder)[0]
     proof, without = answer
     assert not proof["equal"]
+    assert proof["exit_code"] == 3
     first = proof["first_difference"]
     assert first["cause"] == control.cause, first
     assert control.said in first["explanation"], first
