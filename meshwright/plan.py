@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
 
 Numerics = Literal["same", "rounding", "changes"]
+Algorithm = Literal["auto", "native", "ring", "tree", "halving_doubling", "two_level", "shared_memory"]
 MIB = 2**20
 # From the axis whose ranks lie furthest apart to the one whose ranks are neighbours: those that exchange the most.
 MESH_ORDER = ("pipeline", "replicate", "shard", "tensor")
@@ -95,10 +96,22 @@ class NumericsGroup(_Group):
 
 
 class Gradients(_Group):
-    """How gradients are combined: `bucket_bytes` travel together, in the parameters' own type (`fp32`) or rounded."""
+    """How gradients are combined over the replicate axis: `bucket_bytes` travel together, in the parameters' own type
+    (`fp32`) or rounded, by an `algorithm`; `auto` is shared memory between CPU ranks of one machine, and the backend's
+    own elsewhere. `powersgd_rank`: only products of two matrices of that rank travel. `local_steps`: so many steps each
+    rank takes alone before weights are averaged, the first `local_after` steps together. Or `servers`: so many ranks
+    beside the training ranks hold the parameters and the optimizer, and wait for everybody's gradients, for nobody's,
+    or let no worker run ahead of the slowest by more than `staleness` steps."""
 
+    algorithm: Algorithm = _choice("auto", "same")
     bucket_bytes: PositiveInt = _choice(25 * MIB, "same")
     precision: Literal["fp32", "bf16", "fp16"] = _choice("fp32", "changes")
+    powersgd_rank: NonNegativeInt = _choice(0, "changes")
+    local_steps: PositiveInt = _choice(1, "changes")
+    local_after: NonNegativeInt = _choice(0, "changes")
+    servers: NonNegativeInt = _choice(0, "same")
+    updates: Literal["synchronous", "asynchronous", "bounded"] = _choice("synchronous", "changes")
+    staleness: NonNegativeInt = _choice(2, "changes")
 
 
 class Compute(_Group):
@@ -132,6 +145,34 @@ class Plan(_Group):
                     f"modules.branches.{name} is {place}, but the tensor axis has {self.axes.tensor} ranks, numbered"
                     f" from 0: raise axes.tensor or choose a rank below it"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _exchange_fits_together(self) -> Self:
+        """What changes how replicas meet does so alone: where only they are, and one way at a time."""
+        gradients, alone = self.gradients, self.world_size == self.axes.replicate
+        chosen = {
+            "servers": gradients.servers > 0,
+            "local_steps": gradients.local_steps > 1,
+            "powersgd_rank": gradients.powersgd_rank > 0,
+        }
+        named = [name for name, is_chosen in chosen.items() if is_chosen]
+        if named and not alone:
+            raise ValueError(
+                f"gradients.{named[0]} is {getattr(gradients, named[0])}, which is for replicas alone, but the plan has"
+                " other axes, too: set these to 1, or leave it out"
+            )
+        if len(named) > 1:
+            raise ValueError(f"gradients.{named[0]} and gradients.{named[1]} exclude each other: choose one")
+        if named and gradients.precision != "fp32":
+            raise ValueError(
+                f"gradients.{named[0]} decides what travels itself, but gradients.precision is {gradients.precision}:"
+                " set that to fp32"
+            )
+        if gradients.updates != "synchronous" and not gradients.servers:
+            raise ValueError(
+                f"gradients.updates is {gradients.updates}, which parameter servers do: set gradients.servers"
+            )
         return self
 
     @model_validator(mode="after")
@@ -172,6 +213,11 @@ class Plan(_Group):
     def world_size(self) -> int:
         return self.data_ranks * self.axes.tensor * self.axes.pipeline
 
+    @property
+    def processes(self) -> int:
+        """The training ranks, and the servers beside them."""
+        return self.world_size + self.gradients.servers
+
     def summary(self) -> str:
         """One line: `replicate 4 × tensor 2 · bf16 · 1f1b/8 · recompute full`."""
         axes = [f"{name} {size}" for name, size in self.axes.model_dump().items() if size > 1]
@@ -196,6 +242,7 @@ class Plan(_Group):
             parts.append(f"{self.numerics.batch_norm} BatchNorm")
         if self.gradients.precision != "fp32":
             parts.append(f"{self.gradients.precision} gradients")
+        parts += self._exchange_words()
         if self.compute.layout != "contiguous":
             parts.append(self.compute.layout)
         if self.compute.compile != "none":
@@ -205,6 +252,19 @@ class Plan(_Group):
         if self.compute.fused_optimizer:
             parts.append("fused optimizer")
         return " · ".join(parts)
+
+    def _exchange_words(self) -> list[str]:
+        words, gradients = [], self.gradients
+        if gradients.algorithm != "auto":
+            words.append(gradients.algorithm.replace("_", " "))
+        if gradients.powersgd_rank:
+            words.append(f"PowerSGD {gradients.powersgd_rank}")
+        if gradients.local_steps > 1:
+            words.append(f"{gradients.local_steps} local steps")
+        if gradients.servers:
+            bound = f" {gradients.staleness}" if gradients.updates == "bounded" else ""
+            words.append(f"{gradients.servers} {gradients.updates}{bound} servers")
+        return words
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)

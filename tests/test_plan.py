@@ -137,3 +137,26 @@ def test_every_choice_stands_in_the_documentation() -> None:
             assert isinstance(choice.json_schema_extra, dict)
             (line,) = [line for line in told.splitlines() if line.startswith(f"| `{group}.{name}` |")]
             assert line.split(" | ")[2] == choice.json_schema_extra["numerics"], line
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        ({"axes": {"shard": 2}, "gradients": {"servers": 1}}, "gradients.servers is 1, which is for replicas alone"),
+        ({"axes": {"tensor": 2}, "gradients": {"local_steps": 4}}, "gradients.local_steps is 4"),
+        ({"gradients": {"servers": 1, "powersgd_rank": 2}}, "exclude each other"),
+        ({"gradients": {"powersgd_rank": 2, "precision": "bf16"}}, "gradients.precision is bf16"),
+        ({"gradients": {"updates": "asynchronous"}}, "set gradients.servers"),
+    ],
+)
+def test_ways_of_combining_gradients_that_do_not_go_together_are_refused(plan: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        Plan.model_validate(plan)
+
+
+def test_the_way_gradients_are_combined_is_part_of_the_summary() -> None:
+    plan = Plan.model_validate({"axes": {"replicate": 3}, "gradients": {"servers": 2, "updates": "bounded"}})
+    assert plan.summary() == "replicate 3 · fp32 · 2 bounded 2 servers"
+    assert (plan.world_size, plan.processes) == (3, 5)
+    tree = Plan.model_validate({"axes": {"replicate": 3}, "gradients": {"algorithm": "two_level", "local_steps": 8}})
+    assert tree.summary() == "replicate 3 · fp32 · two level · 8 local steps"
