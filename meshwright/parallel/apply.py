@@ -1,12 +1,15 @@
 """A plan put on a model, step by step. It decides nothing that the plan does not say."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
+from meshwright.collectives.reducers import make_reducer
 from meshwright.errors import InputError
 from meshwright.parallel.batch_norm import synchronize_batch_norm
 from meshwright.parallel.branches import connect, recompute_apart, set_apart
@@ -16,6 +19,7 @@ from meshwright.parallel.combine import Combiner, combine
 from meshwright.parallel.compiled import compile_blocks
 from meshwright.parallel.float8 import eight_bits
 from meshwright.parallel.layout import Layout
+from meshwright.parallel.local_steps import LocalSteps
 from meshwright.parallel.mesh import build_mesh, data_group, place_in
 from meshwright.parallel.model import ParallelModel
 from meshwright.parallel.pipeline import Pipeline
@@ -88,25 +92,31 @@ def apply(
         if fill is not None:  # what is still to be divided would be filled whole
             fill(held, layouts)
     elif plan.axes.replicate > 1:
-        runner, combiner = _replicated(plan, held, _known(mesh), layouts)
+        runner, combiner = _replicated(plan, held, _known(mesh), layouts, device)
     if branches:
         connect(branches, module)
+    local = None
+    if plan.gradients.local_steps > 1 and isinstance(runner, DistributedDataParallel):
+        local = LocalSteps(runner, _known(mesh).get_group("replicate"), plan)
     pipeline = Pipeline(cutting, plan, _known(mesh), device) if cutting else None
     tied = cutting.tied if cutting else ()
-    return ParallelModel(plan, held, runner, mesh, place, device, order, layouts, tied, pipeline, combiner)
+    return ParallelModel(plan, held, runner, mesh, place, device, order, layouts, tied, pipeline, combiner, local)
 
 
 def _replicated(
-    plan: Plan, module: nn.Module, mesh: DeviceMesh, layouts: dict[str, Layout]
+    plan: Plan, module: nn.Module, mesh: DeviceMesh, layouts: dict[str, Layout], device: torch.device
 ) -> tuple[nn.Module, Combiner | None]:
     """DDP where the replicate axis is alone. Beside another one its ranks hold parts of models, which DDP would take
     apart otherwise on each of them; gradients are averaged by us then."""
     divided = [name for name, layout in layouts.items() if layout.axis == "replicate"]
+    reducer, why = make_reducer(plan.gradients.algorithm, mesh.get_group("replicate"), device)
+    if why and mesh.get_rank() == 0:
+        warnings.warn(f"{why}: they go through the backend", stacklevel=2)
     if plan.world_size == plan.axes.replicate:
-        return replicate(module, mesh, plan.gradients.bucket_bytes, divided, travelling_dtype(plan)), None
+        return replicate(module, mesh, plan, reducer, divided), None
     return module, combine(
         module,
-        mesh,
+        reducer,
         plan.gradients.bucket_bytes,
         divided,
         overlap=plan.axes.pipeline == 1,

@@ -6,6 +6,7 @@ there. Behind the gradients it carries one number per parameter: whether this ra
 not use counts as zeros; one that no rank used has no gradient.
 """
 
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -13,14 +14,18 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.collectives.native import Native
+from meshwright.collectives.reducer import Reducer
 
 
 class Combiner:
     """Holds the buckets of a run. `combining` goes around each microbatch, or `finish` behind the last one."""
 
-    def __init__(self, buckets: "list[_Bucket]", *, overlap: bool) -> None:
+    def __init__(self, buckets: "list[_Bucket]", reducer: Reducer, *, overlap: bool) -> None:
         self._buckets = buckets
+        self._reducer = reducer
+        weakref.finalize(self, reducer.close)
         self._next = 0  # ranks send buckets in one order, whichever is ready first
         self._last = False
         if overlap:
@@ -41,35 +46,34 @@ class Combiner:
         """Leaves the mean gradients in the parameters; every rank of the axis calls it behind its last backward."""
         for bucket in self._buckets[self._next :]:
             bucket.collect()
-            bucket.start()
+            self._send(bucket)
+        self._reducer.finish()
         for bucket in self._buckets:
             bucket.finish()
         self._next = 0
+
+    def _send(self, bucket: "_Bucket") -> None:
+        bucket.pack()
+        self._reducer.start(bucket.sent, self._next)
+        self._next += 1
 
     def _arrived(self, bucket: "_Bucket", place: int, parameter: Tensor) -> None:
         bucket.take(place)
         if not self._last:
             return
-        assert bucket.work is None, "a gradient was added to after its bucket had been sent"
+        assert not bucket.packed, "a gradient was added to after its bucket had been sent"
         bucket.missing.discard(place)
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:
-            self._buckets[self._next].start()
-            self._next += 1
+            self._send(self._buckets[self._next])
 
 
 class _Bucket:
     """Parameters of one dtype and device, and the memory their gradients lie in."""
 
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], groups: Sequence[dist.ProcessGroup], travelling: torch.dtype | None
-    ) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], travelling: torch.dtype | None) -> None:
         self.parameters = parameters
-        self.work: dist.Work | None = None
+        self.packed = False
         self.missing = set(range(len(parameters)))
-        self._groups = groups
-        self._ranks = 1
-        for group in groups:
-            self._ranks *= group.size()
         sizes = [parameter.numel() for parameter in parameters]
         first = parameters[0]
         self._flat = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
@@ -78,8 +82,8 @@ class _Bucket:
             self._gradients.append(_like(self._flat[begin : begin + size], parameter))
             begin += size
         self._used = self._flat[begin:]
-        # What is sent: the bucket itself, or the means' shares rounded, as sums of fp16 would soon be too large.
-        self._sent = self._flat if travelling is None else torch.empty_like(self._flat, dtype=travelling)
+        # What is sent: the bucket itself, or its numbers rounded.
+        self.sent = self._flat if travelling is None else torch.empty_like(self._flat, dtype=travelling)
 
     def take(self, place: int) -> None:
         """Moves a gradient into the bucket, where later microbatches add to it."""
@@ -95,27 +99,24 @@ class _Bucket:
             if parameter.grad is not None:
                 self.take(place)
 
-    def start(self) -> None:
+    def pack(self) -> None:
+        """Makes what is sent ready."""
         unused = [place for place, parameter in enumerate(self.parameters) if parameter.grad is None]
         self.missing = set(unused)
+        self.packed = True
         self._used.fill_(1)
         for place in unused:
             self._gradients[place].zero_()
             self._used[place] = 0
-        self._flat.div_(self._ranks)
-        if self._sent is not self._flat:
-            self._sent.copy_(self._flat)
-        for group in self._groups[:-1]:
-            dist.all_reduce(self._sent, group=group)
-        self.work = dist.all_reduce(self._sent, group=self._groups[-1], async_op=True)
+        if self.sent is not self._flat:
+            self.sent.copy_(self._flat)
 
     def finish(self) -> None:
-        assert self.work is not None
-        self.work.wait()
-        self.work = None
+        assert self.packed
+        self.packed = False
         # A rank that used them all knows that each is used, and need not wait for the device to be told.
-        if self._sent is not self._flat:
-            self._flat.copy_(self._sent)
+        if self.sent is not self._flat:
+            self._flat.copy_(self.sent)
         users = self._used.tolist() if self.missing else None
         for place, parameter in enumerate(self.parameters):
             parameter.grad = self._gradients[place] if users is None or users[place] else None
@@ -124,25 +125,25 @@ class _Bucket:
 
 def combine(
     module: nn.Module,
-    mesh: DeviceMesh,
+    reducer: Reducer,
     bucket_bytes: int,
     skip: Collection[str] = (),
     *,
     overlap: bool = True,
     travelling: torch.dtype | None = None,
 ) -> Combiner:
-    """Averages the gradients of `module` over the mesh's replicate axis, all but those of the parameters called
-    `skip`. Without `overlap` only `finish` sends. `travelling`: in which type, where it is not their own."""
+    """Averages the gradients of `module` over the reducer's ranks, all but those of the parameters called `skip`.
+    Without `overlap` only `finish` sends. `travelling`: in which type, where it is not their own."""
     found = [p for name, p in module.named_parameters() if p.requires_grad and name not in skip]
-    groups = [mesh.get_group("replicate")]
-    buckets = [_Bucket(parameters, groups, travelling) for parameters in lay_buckets(found, bucket_bytes)]
-    return Combiner(buckets, overlap=overlap)
+    buckets = [_Bucket(parameters, travelling) for parameters in lay_buckets(found, bucket_bytes)]
+    return Combiner(buckets, reducer, overlap=overlap)
 
 
 def average(parameters: Sequence[nn.Parameter], groups: Sequence[dist.ProcessGroup]) -> None:
     """Once: the mean gradients of a few parameters over the ranks of all groups."""
-    buckets = [_Bucket(found, groups, None) for found in lay_buckets(parameters, 2**25)]
-    Combiner(buckets, overlap=False).finish()
+    for group in groups:
+        buckets = [_Bucket(found, None) for found in lay_buckets(parameters, 2**25)]
+        Combiner(buckets, Native(group), overlap=False).finish()
 
 
 def lay_buckets(parameters: Iterable[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:

@@ -15,6 +15,7 @@ from meshwright.parallel import shard
 from meshwright.parallel.clip import clip_
 from meshwright.parallel.combine import Combiner
 from meshwright.parallel.layout import Layout, Tied
+from meshwright.parallel.local_steps import LocalSteps
 from meshwright.parallel.mesh import Place
 from meshwright.parallel.part import gathered
 from meshwright.parallel.pipeline import Pipeline
@@ -44,6 +45,7 @@ class ParallelModel:
     tied: tuple[Tied, ...] = ()
     pipeline: Pipeline | None = None
     combiner: Combiner | None = None
+    local: LocalSteps | None = None
 
     @property
     def in_step(self) -> bool:
@@ -124,6 +126,9 @@ class ParallelModel:
     # ---- weights
 
     def align_buffers(self) -> None:
+        """And weights, where ranks have taken steps alone: whoever looks at the model finds one."""
+        if self.local is not None:
+            self.local.align()
         if self.mesh is not None:
             align_buffers(self.module, self.mesh)
 

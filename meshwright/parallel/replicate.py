@@ -1,29 +1,28 @@
 """The replicate axis: every rank holds the whole model, and gradients are averaged while backward runs."""
 
+import weakref
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwright.plan import MIB
+from meshwright.collectives.native import Native
+from meshwright.collectives.reducer import Reducer
+from meshwright.parallel.precision import travelling_dtype
+from meshwright.plan import MIB, Plan
 
 DATA_AXES = ("replicate", "shard")
 
 
 def replicate(
-    module: nn.Module,
-    mesh: DeviceMesh,
-    bucket_bytes: int,
-    ignored: Collection[str] = (),
-    travelling: torch.dtype | None = None,
+    module: nn.Module, mesh: DeviceMesh, plan: Plan, reducer: Reducer, ignored: Collection[str] = ()
 ) -> DistributedDataParallel:
     """DDP over the `replicate` axis of the mesh; parameters called `ignored` are neither averaged nor made equal.
-    Gradients travel in the type `travelling`, where it is not None.
 
     `find_unused_parameters` does two things for us: a parameter that some step does not use needs no word
     from the user, and DDP keeps its first bucket layout. Otherwise it rebuilds its buckets after the first
@@ -36,24 +35,74 @@ def replicate(
     model = DistributedDataParallel(
         module,
         process_group=group,
-        bucket_cap_mb=bucket_bytes / MIB,
+        bucket_cap_mb=plan.gradients.bucket_bytes / MIB,
         gradient_as_bucket_view=True,
         find_unused_parameters=True,
     )
-    if travelling is not None:
-        model.register_comm_hook(group, _in_bf16 if travelling == torch.bfloat16 else _in_fp16)
+    if plan.gradients.local_steps == 1:  # otherwise LocalSteps says when they travel
+        _register(model, group, plan, reducer)
     return model
 
 
-def _in_bf16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """As PyTorch's own hook, which DDP refuses by its name where there is no NCCL: Gloo can do it too."""
-    found: torch.futures.Future[torch.Tensor] = default_hooks._compress_hook(torch.bfloat16, state, bucket)
-    return found
+def _register(model: DistributedDataParallel, group: dist.ProcessGroup, plan: Plan, reducer: Reducer) -> None:
+    gradients, travelling = plan.gradients, travelling_dtype(plan)
+    if gradients.powersgd_rank:
+        shorter = power_sgd.PowerSGDState(group, gradients.powersgd_rank, start_powerSGD_iter=POWER_SGD_AFTER)
+        model.register_comm_hook(shorter, power_sgd.powerSGD_hook if _is_nccl(group) else _power_sgd_in_turn)
+    elif travelling is not None or not isinstance(reducer, Native):
+        model.register_comm_hook(None, Hook(reducer, travelling).run)
+        weakref.finalize(model, reducer.close)
 
 
-def _in_fp16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    found: torch.futures.Future[torch.Tensor] = default_hooks._compress_hook(torch.float16, state, bucket)
-    return found
+POWER_SGD_AFTER = 2  # steps: the fewest that its feedback of errors allows
+
+
+def _power_sgd_in_turn(state: power_sgd.PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Bucket after bucket: the hook waits for collectives in Gloo's own two threads, where two buckets at once would
+    wait for each other."""
+    future = power_sgd.powerSGD_hook(state, bucket)
+    future.wait()
+    return future
+
+
+def _is_nccl(group: dist.ProcessGroup) -> bool:
+    return dist.get_backend(group) == "nccl"
+
+
+class Hook:
+    """A reducer as DDP's communication hook: buckets are started as they are ready, in DDP's order, and the last one
+    waits for all. Gradients travel in the type `travelling`, where it is not None."""
+
+    def __init__(self, reducer: Reducer, travelling: torch.dtype | None = None) -> None:
+        self._reducer = reducer
+        self._travelling = travelling
+        self._rounded: dict[int, Tensor] = {}
+        self._flying: list[tuple[torch.futures.Future[Tensor], Tensor, Tensor]] = []
+
+    def run(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        flat, number = bucket.buffer(), bucket.index()
+        sent = self._sent(flat, number)
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        self._reducer.start(sent, number)
+        self._flying.append((future, flat, sent))
+        if bucket.is_last():
+            self._finish()
+        return future
+
+    def _sent(self, flat: Tensor, number: int) -> Tensor:
+        """The bucket itself, or its numbers rounded."""
+        if self._travelling is None:
+            return flat
+        known = self._rounded.get(number)
+        if known is None or known.shape != flat.shape:
+            known = self._rounded[number] = torch.empty_like(flat, dtype=self._travelling)
+        return known.copy_(flat)
+
+    def _finish(self) -> None:
+        flying, self._flying = self._flying, []
+        self._reducer.finish()
+        for future, flat, sent in flying:
+            future.set_result(flat if sent is flat else flat.copy_(sent))
 
 
 def align_buffers(module: nn.Module, mesh: DeviceMesh) -> None:

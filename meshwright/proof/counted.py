@@ -22,6 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshwright.cluster.cluster import Collective
+from meshwright.collectives.shared_reducer import SharedMemory
+from meshwright.collectives.threaded import Threaded
 from meshwright.errors import MeshwrightError
 from meshwright.parallel.layout import local_of
 
@@ -75,8 +77,27 @@ class Count:
 def counting(mesh: DeviceMesh | None) -> Iterator[Count]:
     """Counts what this rank exchanges inside of the block."""
     count = Count()
-    with _Watch(mesh, count):
+    with _Watch(mesh, count), _reducers_watched(mesh, count):
         yield count
+
+
+@contextmanager
+def _reducers_watched(mesh: DeviceMesh | None, count: Count) -> Iterator[None]:
+    """Those that use no collective of torch's, or do so in threads that a mode does not see."""
+    before = {kind: kind.start for kind in (SharedMemory, Threaded)}
+
+    def counted(self: Any, flat: Tensor, bucket: int) -> None:
+        count.add(_axis_of(mesh, self.ranks), "all_reduce", [flat])
+        kind = SharedMemory if isinstance(self, SharedMemory) else Threaded
+        before[kind](self, flat, bucket)
+
+    for kind in before:
+        setattr(kind, "start", counted)  # noqa: B010 - what mypy is told not to look at
+    try:
+        yield
+    finally:
+        for kind, start in before.items():
+            setattr(kind, "start", start)  # noqa: B010
 
 
 def held_bytes(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
@@ -118,17 +139,20 @@ class _Watch(TorchDispatchMode):
         self._count.add(self._axis(args), collective, [t for t in tree_leaves(moved(args)) if isinstance(t, Tensor)])
 
     def _axis(self, args: tuple[Any, ...]) -> str | None:
-        """The one along which the ranks of the process group lie, all or some of them."""
-        if self._mesh is None:
-            return None
         boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject))  # the process group comes first
-        ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(boxed))
-        places = torch.stack([(self._mesh.mesh == rank).nonzero()[0] for rank in ranks])
-        apart = (places != places[0]).any(0).tolist()
-        along = [axis for axis, differs in zip(self._mesh.mesh_dim_names or (), apart, strict=True) if differs]
-        if along == ["replicate", "shard"]:
-            return "data"
-        return along[0] if len(along) == 1 else None
+        return _axis_of(self._mesh, dist.get_process_group_ranks(dist.ProcessGroup.unbox(boxed)))
+
+
+def _axis_of(mesh: DeviceMesh | None, ranks: list[int]) -> str | None:
+    """The one along which ranks lie, which are all or some of it."""
+    if mesh is None:
+        return None
+    places = torch.stack([(mesh.mesh == rank).nonzero()[0] for rank in ranks])
+    apart = (places != places[0]).any(0).tolist()
+    along = [axis for axis, differs in zip(mesh.mesh_dim_names or (), apart, strict=True) if differs]
+    if along == ["replicate", "shard"]:
+        return "data"
+    return along[0] if len(along) == 1 else None
 
 
 def _first(args: tuple[Any, ...]) -> Any:

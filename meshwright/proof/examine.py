@@ -14,7 +14,7 @@ from meshwright.proof.evidence import Evidence, Expected
 from meshwright.proof.groups import describe, grouping, looks_at_the_batch
 from meshwright.proof.laboratory import Laboratory
 from meshwright.proof.proof import Proof
-from meshwright.proof.question import Question
+from meshwright.proof.question import PLAIN, Question
 from meshwright.proof.reference import Reference, generators_kept
 from meshwright.proof.setting import Setting, set_up
 from meshwright.proof.tolerance import Shadow, Sizes, counted
@@ -161,6 +161,8 @@ def _notes(question: Question, setting: Setting, groups: str | None) -> tuple[st
         notes.append("one rank: nothing that ranks do together was compared")
     if plan.numerics.precision != "fp32":
         notes.append(f"compared in {question.dtype}: the plan's {plan.numerics.precision} is left out")
+    left_out = [name for name, plain in PLAIN.items() if getattr(plan.gradients, name) != plain]
+    notes += [f"compared without gradients.{name}, which trains otherwise than one device" for name in left_out]
     if setting.dropped:
         places = "place" if setting.dropped == 1 else "places"
         notes.append(f"dropout is off for the comparison (in {setting.dropped} {places})")

@@ -15,6 +15,8 @@ from meshwright.train.session import MakeSchedule
 
 # What models are compared in; `plan`: fp32 weights, and products as the plan rounds them.
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "plan": torch.float32}
+# What of gradients is left out of a comparison: short factors of them, and steps that ranks take alone.
+PLAIN = {"powersgd_rank": 0, "local_steps": 1}
 
 
 @dataclass(frozen=True)
@@ -52,12 +54,14 @@ class Question:
 
     @property
     def ran(self) -> Plan:
-        """The plan as ranks run it: in a precision of the comparison's, the model runs in the types it has."""
+        """The plan as ranks run it: in a precision of the comparison's, the model runs in the types it has; and without
+        what trains otherwise than one device by design."""
+        plan = self.plan.model_copy(update={"gradients": self.plan.gradients.model_copy(update=PLAIN)})
         if self.rounds:
-            return self.plan
-        numerics = self.plan.numerics.model_copy(update={"precision": "fp32", "cast": "operators"})
-        gradients = self.plan.gradients.model_copy(update={"precision": "fp32"})
-        return self.plan.model_copy(update={"numerics": numerics, "gradients": gradients})
+            return plan
+        numerics = plan.numerics.model_copy(update={"precision": "fp32", "cast": "operators"})
+        gradients = plan.gradients.model_copy(update={"precision": "fp32"})
+        return plan.model_copy(update={"numerics": numerics, "gradients": gradients})
 
     @property
     def timeout_s(self) -> float:

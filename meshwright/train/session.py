@@ -132,6 +132,8 @@ class Session:
         # Randomness is a function of (seed, step, samples): evaluations and restarts leave no trace in it, and ranks
         # that hold copies of the same activations drop the same of them.
         _seed_all(derive(self.seed, "step", self.steps, self._parallel.place.data_rank), self.world.device)
+        if self._parallel.local:
+            self._parallel.local.begin(self.steps)
         self.optimizer.zero_grad(set_to_none=True)
         ours = isinstance(batch, Batch)
         parts = batch.parts if ours else self._microbatches(batch)
@@ -146,6 +148,8 @@ class Session:
             loss = self._forward_backward(examples, samples)
         self._report("optimizer")
         stepped = self._update()
+        if self._parallel.local:
+            self._parallel.local.end()
         self.steps += 1
         if ours:
             self.position = (batch.epoch + 1, 0) if batch.last else (batch.epoch, batch.index + 1)

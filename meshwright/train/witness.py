@@ -35,9 +35,10 @@ BITS = {
 class Witness:
     """`place`: the coordinate along every axis. `samples`: a digest of each, by microbatch; `counted`: how many of them
     have weight. `gradients` and `state`: digests of the whole tensors as this rank has them. `divided`: the axis that
-    a weight's parts lie along, `dims` its dimension that is cut; `tied`: the stages that hold copies of it. `holds`: the weights that this rank has parts
-    of, `held`: those in its optimizer. `norm` and `clipped`: of this rank's own parts, when the gradients were whole
-    and as the optimizer met them. `bits`: the most that a layer's output carried."""
+    a weight's parts lie along, `dims` its dimension that is cut; `tied`: the stages that hold copies of it. `holds`:
+    the weights that this rank has parts of, `held`: those in its optimizer. `norm` and `clipped`: of this rank's own
+    parts, when the gradients were whole and as the optimizer met them. `bits`: the most that a layer's output
+    carried."""
 
     rank: int
     place: dict[str, int]

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.collectives.native import Native
 from meshwright.parallel.combine import combine, lay_buckets
 from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.replicate import align_buffers, replicate
@@ -16,11 +17,15 @@ from tests.ranks import RankPool
 from tests.soaked import all_but
 
 
+def with_buckets(size: int) -> Plan:
+    return Plan.model_validate({"gradients": {"bucket_bytes": size}})
+
+
 def train(rank: int, size: int, axes: dict[str, int], bucket_bytes: int, overlap: bool) -> Trained:
     mesh = build_mesh(Plan.model_validate({"axes": axes}), "cpu", size)
     assert mesh is not None
     model = mixed()
-    combiner = combine(model, mesh, bucket_bytes, overlap=overlap)
+    combiner = combine(model, Native(mesh.get_group("replicate")), bucket_bytes, overlap=overlap)
     optimizer = optimizer_of(model)
     data_rank = mesh.get_local_rank("replicate")
     for step in range(3):
@@ -59,8 +64,8 @@ def like_ddp(rank: int, size: int) -> tuple[dict[str, Tensor], dict[str, Tensor]
     mesh = build_mesh(Plan.model_validate({"axes": {"replicate": size}}), "cpu", size)
     assert mesh is not None
     ours, theirs = mixed().float(), mixed().float()
-    combiner = combine(ours, mesh, 500)
-    runner = replicate(theirs, mesh, 500)
+    combiner = combine(ours, Native(mesh.get_group()), 500)
+    runner = replicate(theirs, mesh, with_buckets(500), Native(mesh.get_group()))
     x = batch(0, rank, 0).float()
     with combiner.combining(last=True):
         loss_of(ours, x).backward()
@@ -84,7 +89,7 @@ def sent(rank: int, size: int) -> tuple[int, int, int, int]:
     mesh = build_mesh(Plan.model_validate({"axes": {"replicate": size}}), "cpu", size)
     assert mesh is not None
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
-    combiner = combine(model, mesh, 300)
+    combiner = combine(model, Native(mesh.get_group()), 300)
     counts = []
     with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as spy:
         for last in (False, True):
@@ -111,11 +116,11 @@ def skipped(rank: int, size: int) -> tuple[float, float, float]:
         nn.init.ones_(first.weight)
         nn.init.constant_(second.weight, float(rank + 1))  # a part of a wide layer, not a copy
         if ours:
-            combiner = combine(model, mesh, 300, skip={"1.weight"})
+            combiner = combine(model, Native(mesh.get_group()), 300, skip={"1.weight"})
             with combiner.combining(last=True):
                 model(torch.full((1, 1), rank + 1.0)).backward()
         else:
-            runner = replicate(model, mesh, 300, ignored={"1.weight"})
+            runner = replicate(model, mesh, with_buckets(300), Native(mesh.get_group()), {"1.weight"})
             runner(torch.full((1, 1), rank + 1.0)).backward()
         assert first.weight.grad is not None
         assert second.weight.grad is not None

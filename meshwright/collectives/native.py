@@ -1,0 +1,40 @@
+"""`Native`: the backend's own all-reduce, as DDP uses it."""
+
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.errors import CollectiveError
+
+
+class Native:
+    """A `Reducer` over any group: each rank's share is divided by the number of ranks, then all are added."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._flying: list[tuple[dist.Work, int]] = []
+
+    def start(self, flat: Tensor, bucket: int) -> None:
+        flat.div_(self._group.size())
+        try:
+            work = dist.all_reduce(flat, group=self._group, async_op=True)
+        except RuntimeError as error:
+            raise self._failure(bucket, error) from error
+        if work is not None:
+            self._flying.append((work, bucket))
+
+    def finish(self) -> None:
+        flying, self._flying = self._flying, []
+        for work, bucket in flying:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._failure(bucket, error) from error
+
+    def close(self) -> None:
+        self._flying.clear()
+
+    def _failure(self, bucket: int, error: RuntimeError) -> CollectiveError:
+        ranks = ", ".join(map(str, dist.get_process_group_ranks(self._group)))
+        backend = dist.get_backend(self._group)
+        said = str(error).strip().splitlines()[0]
+        return CollectiveError(f"{backend} all-reduce of bucket {bucket} among ranks {ranks}: {said}")

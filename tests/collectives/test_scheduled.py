@@ -1,0 +1,158 @@
+"""The reducer made of a schedule: means while other work goes on, under stock DDP too; a lost rank is named."""
+
+import os
+import re
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from meshwright.collectives.builders import build
+from meshwright.collectives.reducer import Reducer
+from meshwright.collectives.scheduled import Scheduled
+from meshwright.errors import CollectiveError
+from tests import ranks as ranks_file
+from tests.ranks import RankPool
+
+
+def world_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def average_steps(rank: int, world: int, name: str) -> None:
+    reducer: Reducer = Scheduled(world_group(), build(name, world, [world]))
+    reducer.finish()  # of nothing
+    for step in range(3):
+        buckets = [torch.full((size,), float(rank + step + size)) for size in (1000, 0, 33, 20_001)]
+        for number, flat in enumerate(buckets):
+            reducer.start(flat, number)
+        reducer.finish()
+        for flat in buckets:
+            mean = sum(r + step + flat.numel() for r in range(world)) / world
+            assert torch.allclose(flat, torch.full_like(flat, mean), rtol=1e-6, atol=0)
+    reducer.close()
+
+
+@pytest.mark.parametrize("name", ["ring", "tree"])
+def test_buckets_of_several_steps_hold_their_means(four: RankPool, name: str) -> None:
+    four.run(average_steps, name)
+
+
+def two_reducers(rank: int, world: int) -> tuple[float, float]:
+    """On one group at the same time, with other buckets; the ranks feed them in different order."""
+    one, other = (Scheduled(world_group(), build("ring", world, [world])) for _ in range(2))
+    a, b = torch.full((5000,), float(rank)), torch.full((5000,), 10.0 * rank)
+    starts = [(one, a, 0), (other, b, 1)]
+    for reducer, flat, bucket in starts if rank == 0 else reversed(starts):
+        reducer.start(flat, bucket)
+    one.finish()
+    other.finish()
+    one.close()
+    other.close()
+    return a.unique().item(), b.unique().item()
+
+
+def test_buckets_of_several_reducers_do_not_mix(four: RankPool) -> None:
+    assert four.run(two_reducers) == [(1.5, 15.0)] * 4
+
+
+def gradients(rank: int, world: int, hooked: bool) -> list[Tensor]:
+    """Of two ranks, whose sums have one order only."""
+    group = dist.new_group([0, 1])
+    if rank > 1:
+        return []
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 300), nn.ReLU(), nn.Linear(300, 7))
+    parallel = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.01, gradient_as_bucket_view=True)
+    reducer = Scheduled(group, build("halving_doubling", 2, [2]))
+    waiting: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
+
+    def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        waiting.append((future, bucket.buffer()))
+        reducer.start(bucket.buffer(), bucket.index())
+        if bucket.is_last():
+            reducer.finish()
+            for one, flat in waiting:
+                one.set_result(flat)
+            waiting.clear()
+        return future
+
+    if hooked:
+        parallel.register_comm_hook(None, hook)
+    for step in range(3):
+        torch.manual_seed(100 * rank + step)
+        parallel(torch.randn(16, 20)).square().mean().backward()
+    reducer.close()
+    return [parameter.grad.detach() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_ddp_with_it_has_the_bits_of_plain_ddp(four: RankPool) -> None:
+    plain, hooked = four.run(gradients, False), four.run(gradients, True)
+    assert len(plain[0]) == 4
+    for one, other in zip(plain[0] + plain[1], hooked[0] + hooked[1], strict=True):
+        assert torch.equal(one, other)
+
+
+def miss_a_rank(rank: int, world: int) -> str:
+    """In a group whose ranks have other numbers in the world."""
+    group = dist.new_group([1, 2, 3], timeout=timedelta(seconds=2))
+    if rank in (0, 2):
+        return ""
+    reducer = Scheduled(group, build("ring", 3, [3]))
+    reducer.start(torch.ones(1000), 5)
+    with pytest.raises(CollectiveError) as caught:
+        reducer.finish()
+    reducer.close()
+    return str(caught.value)
+
+
+def test_a_rank_that_stays_away_is_named_by_its_number_in_the_world(four: RankPool) -> None:
+    said = four.run(miss_a_rank)
+    for rank in (1, 3):
+        assert "ring all-reduce of bucket 5: rank 2 is gone or does not answer" in said[rank]
+
+
+def test_gpus_are_refused(four: RankPool) -> None:
+    four.run(refuse_gpu)
+
+
+def refuse_gpu(rank: int, world: int) -> None:
+    reducer = Scheduled(world_group(), build("ring", world, [world]))
+    with pytest.raises(CollectiveError, match="bucket 4 on meta: only on CPUs"):
+        reducer.start(torch.empty(3, device="meta"), 4)
+    reducer.close()
+
+
+def end_in_the_middle(rank: int, world: int, folder: str) -> None:
+    reducer = Scheduled(world_group(), build("ring", world, [world]))
+    reducer.start(torch.ones(1000), 0)
+    reducer.finish()
+    if rank == 2:
+        os._exit(7)
+    try:
+        reducer.start(torch.ones(1000), 1)
+        reducer.finish()
+    except CollectiveError as error:
+        (Path(folder) / str(rank)).write_text(str(error))
+        with pytest.raises(CollectiveError):
+            reducer.start(torch.ones(1000), 2)
+        reducer.close()
+    os._exit(0)  # as a run does that has failed
+
+
+def test_all_others_name_a_rank_that_died(four: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 is no neighbor of rank 2 in the ring: it loses a neighbor that had lost rank 2."""
+    monkeypatch.setattr(ranks_file, "_SETTLE_S", 60.0)
+    with pytest.raises(ranks_file.RankFailure):
+        four.run(end_in_the_middle, str(tmp_path))
+    said = {int(file.name): file.read_text() for file in tmp_path.iterdir()}
+    assert set(said) == {0, 1, 3}
+    for text in said.values():
+        assert re.match(r"ring all-reduce of bucket 1: rank 2 is gone", text)
