@@ -6,6 +6,7 @@ The next step begins with the plan's weights and buffers: two roundings would ca
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -45,9 +46,9 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Noise:
-    """What is planted: into layers, those that ranks sum from parts among them, and into gradients."""
+    """What is planted: into layers by their fan-in, those that ranks sum from parts among them, and into gradients."""
 
-    layers: Roundings
+    layers: Callable[[int], Roundings]
     gradients: Roundings
     summed: Summed
 
@@ -154,7 +155,7 @@ class _Examination:
     def _noise(self, count: Count, summed: Summed, passes: int) -> Noise:
         plan, kind = self.question.plan, self.reference.device.type
         terms = count.sizes(passes, torch.float32).terms
-        return Noise(roundings_of(plan, count.fan_in, kind), roundings_of(plan, terms, kind), summed)
+        return Noise(lambda fan_in: roundings_of(plan, fan_in, kind), roundings_of(plan, terms, kind), summed)
 
     def _allowed(self, batch: GlobalBatch, loss: Tensor, expected: Tensors, before: Tensors, noise: Noise) -> Allowed:
         reference, after = self.reference, self._state()

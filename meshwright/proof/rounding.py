@@ -4,8 +4,9 @@
     back to it, is disturbed, and in the end the gradients are. Products are summed in fp32, in another order on other
     ranks: n terms then differ by √n · eps32 / 2. A rounding to the spacing s goes the other way where its edge lies in
     between, with the probability √n · eps32 / 2s, and the element is off by s. So many are, drawn at random, and at
-    least `FEW` of a layer. n is the fan-in; of weights' gradients, the samples × positions. Where a layer is divided,
-    its t ranks round parts of sums that one device does not: there all are, by up to √(1 + t) · s / 2.  → `Roundings`
+    least `FEW` of a layer. n is its fan-in, and layers without weights sum nothing; of weights' gradients, the samples
+    × positions. Where a layer is divided, its t ranks round parts of sums that one device does not: there all are, by
+    up to √(1 + t) · s / 2.                                                                             → `Roundings`
 (2) Two measures of a tensor d that is off the reference's r. `spread` is the root mean square of d, in the unit of its
     layer's. `along` is the part of d that lies in r's direction, ⟨d, r⟩ / ⟨r, r⟩: a wrong factor is all of that kind,
     while roundings, which know nothing of each other, mostly cancel in it.
@@ -129,28 +130,39 @@ def on_the_way(plan: Plan) -> float:
 
 
 @contextmanager
-def rounding(model: nn.Module, roundings: Roundings, summed: Summed, seed: int) -> Iterator[None]:
-    """Every layer's output is disturbed while this is open."""
+def rounding(model: nn.Module, roundings: Callable[[int], Roundings], summed: Summed, seed: int) -> Iterator[None]:
+    """The output of every layer with weights is disturbed while this is open; `roundings` of sums of so many terms."""
     generators: dict[torch.device, torch.Generator] = {}
 
-    def disturbed(value: Tensor, parts: bool) -> Tensor:
+    def disturbed(terms: int, value: Tensor, parts: bool) -> Tensor:
         if value.device not in generators:
             generators[value.device] = torch.Generator(value.device).manual_seed(seed)
-        return roundings.disturbed(value, generators[value.device], summed=parts)
+        return roundings(terms).disturbed(value, generators[value.device], summed=parts)
 
     hooks: list[Any] = []
     for name, module in model.named_modules():
-        if any(True for _ in module.children()) and not module._parameters:
+        terms = _fan_in(module)
+        if not terms:
             continue
-        ahead, back = name in summed.forward, name in summed.backward
-        hooks.append(module.register_forward_hook(partial(_disturb_output, disturbed, ahead)))
-        if back:
-            hooks.append(module.register_forward_pre_hook(partial(_disturb_input_gradient, disturbed)))
+        here = partial(disturbed, terms)
+        hooks.append(module.register_forward_hook(partial(_disturb_output, here, name in summed.forward)))
+        if name in summed.backward:
+            hooks.append(module.register_forward_pre_hook(partial(_disturb_input_gradient, here)))
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _fan_in(module: nn.Module) -> int:
+    """How many terms its sums have; 0 without weights of its own. A table's rows are not summed, but rounded."""
+    weights = [p for p in module._parameters.values() if p is not None]
+    if not weights:
+        return 0
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return 1
+    return max(p[0].numel() if p.dim() > 1 else p.numel() for p in weights)
 
 
 Disturbed = Callable[[Tensor, bool], Tensor]
