@@ -137,3 +137,18 @@ def test_a_precision_that_the_run_will_choose_is_no_hindrance() -> None:
     check_runnable(with_precision(auto, "fp64"))
     named = Plan.model_validate({"numerics": {"precision": "fp16"}})
     assert with_precision(named, "fp64") is named
+
+
+@pytest.mark.parametrize("algorithm", ["native", "ring", "tree", "halving_doubling", "two_level", "shared_memory"])
+def test_every_way_of_combining_gradients_is_proved(three: RankPool, tmp_path: Path, algorithm: str) -> None:
+    plan = {"axes": {"replicate": 3}, "gradients": {"algorithm": algorithm, "bucket_bytes": 300}}
+    told = three.run(prove_here, question("attending", plan=plan), tmp_path)[0]
+    assert_equal(told)
+
+
+def test_what_trains_otherwise_by_design_is_left_out_and_told(two: RankPool, tmp_path: Path) -> None:
+    for name, chosen in (("powersgd_rank", 1), ("local_steps", 4)):
+        plan = {"axes": {"replicate": 2}, "gradients": {name: chosen}}
+        told = two.run(prove_here, question("plain", plan=plan), tmp_path)[0]
+        assert_equal(told)
+        assert f"compared without gradients.{name}, which trains otherwise than one device" in told["notes"]
