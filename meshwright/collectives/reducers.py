@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from meshwright.collectives import storages
 from meshwright.collectives.builders import SCHEDULES, build
 from meshwright.collectives.native import Native
 from meshwright.collectives.reducer import Reducer
@@ -13,8 +14,11 @@ from meshwright.errors import InputError
 from meshwright.plan import Algorithm
 
 
-def make_reducer(algorithm: Algorithm, group: dist.ProcessGroup, device: torch.device) -> tuple[Reducer, str | None]:
-    """All ranks of the group ask together. With a word why, where `auto` could have been faster than it is."""
+def make_reducer(
+    algorithm: Algorithm, group: dist.ProcessGroup, device: torch.device, size_bytes: int = 0
+) -> tuple[Reducer, str | None]:
+    """All ranks of the group ask together, for gradients of `size_bytes` in all. With a word why, where `auto` could
+    have been faster than it is."""
     if algorithm == "native" or group.size() == 1:
         return Native(group), None
     if device.type != "cpu":
@@ -27,16 +31,27 @@ def make_reducer(algorithm: Algorithm, group: dist.ProcessGroup, device: torch.d
     machines = machines_of(group)
     if algorithm == "auto":
         try:
-            return _in_memory(group, machines), None
+            return _in_memory(group, machines, size_bytes), None
         except InputError as reason:
             return Native(group), str(reason)
     if algorithm == "shared_memory":
-        return _in_memory(group, machines), None
+        return _in_memory(group, machines, size_bytes), None
     assert algorithm in SCHEDULES
     return Scheduled(group, build(algorithm, group.size(), _in_order(machines, algorithm))), None
 
 
-def _in_memory(group: dist.ProcessGroup, machines: list[list[int]]) -> Reducer:
+def _in_memory(group: dist.ProcessGroup, machines: list[list[int]], size_bytes: int) -> Reducer:
+    (here,) = [machine for machine in machines if group.rank() in machine]
+    needed, free = len(here) * size_bytes, storages.free_bytes()
+    said: list[str] = [""] * group.size()
+    mine = (
+        f"{storages.SHARED} has {free / 2**20:.0f} MiB free, and {len(here)} ranks need {needed / 2**20:.0f} MiB there"
+    )
+    dist.all_gather_object(said, mine if needed > free else "", group=group)
+    if reason := next(filter(None, said), ""):
+        raise InputError(
+            f"gradients cannot be combined in shared memory: {reason} (a container gets more with --shm-size)"
+        )
     return SharedMemory(group) if len(machines) == 1 else TwoLevelMemory(group, machines)
 
 

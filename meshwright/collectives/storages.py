@@ -1,12 +1,26 @@
 """Which of this rank's tensors the peers know: a storage is moved into shared memory when it is first met, and the
 peers are told when it is gone."""
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshwright.collectives.segment import SLOTS, Segment
+
+SHARED = Path("/dev/shm")  # where torch's shared segments lie, though they have no name there
+
+
+def free_bytes(folder: Path = SHARED) -> int:
+    """What can be moved into shared memory. Containers often have 64 MiB: a rank that writes more dies of a bus error,
+    which says nothing."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return 0
+    return found.f_bavail * found.f_frsize
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,8 @@ def _replicated(
     """DDP where the replicate axis is alone. Beside another one its ranks hold parts of models, which DDP would take
     apart otherwise on each of them; gradients are averaged by us then."""
     divided = [name for name, layout in layouts.items() if layout.axis == "replicate"]
-    reducer, why = make_reducer(plan.gradients.algorithm, mesh.get_group("replicate"), device)
+    size = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+    reducer, why = make_reducer(plan.gradients.algorithm, mesh.get_group("replicate"), device, size)
     if why and mesh.get_rank() == 0:
         warnings.warn(f"{why}: they go through the backend", stacklevel=2)
     if plan.world_size == plan.axes.replicate:

@@ -109,3 +109,20 @@ def test_gpus_combine_natively(two: RankPool) -> None:
     for kind, said in two.run(on_a_gpu):
         assert kind == "Native"
         assert "choose native" in said
+
+
+def little_room(rank: int, size: int) -> list[str]:
+    """On one rank alone: all of them do the same."""
+    kind, why = make_reducer("auto", world(), CPU, 2**60 if rank == 1 else 0)
+    try:
+        make_reducer("shared_memory", world(), CPU, 2**60 if rank == 1 else 0)
+    except InputError as error:
+        return [type(kind).__name__, str(why), str(error)]
+    return []
+
+
+def test_shared_memory_that_is_too_small_is_told_before_anything_is_moved(three: RankPool) -> None:
+    for kind, why, error in three.run(little_room):
+        assert kind == "Native"
+        assert why == error
+        assert "MiB free, and 3 ranks need 3298534883328 MiB there (a container gets more with --shm-size)" in why
