@@ -294,6 +294,48 @@ def strategies(
 
 
 @bench.command()
+def collectives(
+    ranks: Annotated[int, typer.Option(metavar="N", help="So many ranks are started here.")] = 2,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, metavar="M", help="Treat the ranks as so many nodes of equal size.")
+    ] = None,
+    sizes: Annotated[str | None, typer.Option(metavar="1K,4M", help="Bytes; else 1 KiB to 64 MiB.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Alternating rounds; medians are reported.")] = 7,
+    in_training: Annotated[
+        bool, typer.Option("--in-training", help="Also what the exchange costs training the MNIST net.")
+    ] = False,
+    openmpi: Annotated[
+        bool | None, typer.Option(help="Also OpenMPI; else where mpirun and mpi4py are there and ranks are started.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Combine tensors by every algorithm, beside the backend's own all-reduce; and predict it from single messages.
+
+    Ranks are started here, or are those of the world that this command was launched in (torchrun, RANK and
+    WORLD_SIZE); then its first rank prints.
+    """
+    from rich.console import Console
+
+    from meshwright.bench.collectives import measured_here, measured_joined, parse_sizes, rows_of, told
+    from meshwright.bench.collectives_openmpi import is_there, openmpi_rows
+    from meshwright.bench.collectives_rank import Asked
+    from meshwright.bench.collectives_show import show
+    from meshwright.launch.world import is_launched
+
+    asked = Asked(nodes, parse_sizes(sizes), rounds, in_training=in_training)
+    found = measured_joined(asked) if is_launched() else measured_here(asked, ranks)
+    if found is None:
+        return
+    rows = rows_of(found)
+    if openmpi or (openmpi is None and is_there() and not is_launched()):
+        rows = openmpi_rows(rows, rounds)
+    if as_json:
+        print(json.dumps(told(rows, found)), flush=True)
+    else:
+        show(rows, found, Console(width=None if sys.stdout.isatty() else 200))
+
+
+@bench.command()
 def predictions(
     everything: Annotated[bool, typer.Option("--all", help="Every published row: this takes an hour.")] = False,
     as_json: AsJson = False,

@@ -30,6 +30,9 @@ from meshwright.planner.profiles import Profiles
 from meshwright.planner.prune import Bounder, Bounds
 from meshwright.planner.question import Question, anything, with_own_operators
 from meshwright.profile.step import LossFunction
+from meshwright.profile.values import ModelProfile
+from meshwright.simulator.combining import chosen_algorithm
+from meshwright.simulator.placement import group
 from meshwright.simulator.predict import Prediction, cost_of, predict_plan
 
 _PRICED = 20
@@ -105,6 +108,7 @@ class _Search:
                 self.untraced.add(recompute)  # some models cannot compute activations again
                 return None
             self.outline.learn(recompute, profile)
+            plan = combined(plan, profile, question.cluster)
             prediction = predict_plan(question.cluster, profile, plan, question.global_batch, question.optimizer)
             self.choices[candidate] = Choice(candidate, plan, prediction)
             self._see(self.choices[candidate])
@@ -270,6 +274,16 @@ def _others(
         elif own:
             best.append(min(own, key=lambda choice: choice.needs_bytes))
     return tuple(best), tuple(excluded)
+
+
+def combined(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:
+    """With the algorithm that is predicted to combine its gradients fastest."""
+    if plan.axes.replicate == 1 or cluster.kind != "cpu":
+        return plan
+    weights = sum(parameter.bytes for parameter in profile.parameters if parameter.trainable)
+    bucket = min(plan.gradients.bucket_bytes, weights / plan.axes.shard / plan.axes.tensor / plan.axes.pipeline)
+    algorithm = chosen_algorithm(bucket, group(plan.axes, ("replicate",), cluster), cluster)
+    return plan.model_copy(update={"gradients": plan.gradients.model_copy(update={"algorithm": algorithm})})
 
 
 def _fits_not(question: Question, found: Iterable[Found]) -> str:

@@ -38,7 +38,8 @@ class Engine(BaseModel):
 
     What is sent: bytes of `weight` and `gradient` for each of a parameter (fp32); `scatters`: of what crosses a
     pipeline's cut each tensor rank sends its part, and the next stage gathers it; `whole_cuts`: each sends all of it,
-    also of what is divided along the sequence.
+    also of what is divided along the sequence; `combines`: gradients of CPU ranks by the plan's algorithm, else by the
+    backend's own.
 
     Parts of a pass behind which exchange can hide: `overlaps` gradients, `gathers` weights, `tensor_overlaps` of the
     tensor exchange itself.
@@ -61,6 +62,7 @@ class Engine(BaseModel):
     gradient: PositiveFloat = 1.0
     scatters: bool = False
     whole_cuts: bool = False
+    combines: bool = False
     overlaps: NonNegativeFloat = 1.0
     gathers: NonNegativeFloat = 1.0
     tensor_overlaps: NonNegativeFloat = 0.0

@@ -44,7 +44,7 @@ Synchronized BatchNorm of C channels, in every microbatch over all n data ranks 
 Gradients and shards, W the bytes of the rank's parameters but for those split over the replicate axis, in pieces
 (`gradient_exchange`; buckets, or blocks where there is a shard axis):
 
-    replicate  all_reduce W / shard, once a step
+    replicate  all_reduce W / shard, once a step, by the plan's algorithm (combining.py)
     shard      reduce_scatter W, in every backward pass; once a step where only the optimizer's state is divided
                all_gather W, in both passes where parameters are divided; else once a step
 
@@ -64,6 +64,7 @@ from meshwright.profile.marks import INTO, LOSS
 from meshwright.profile.names import within
 from meshwright.profile.splits import SplitGroup, SplitKind
 from meshwright.profile.values import ITEM_BYTES, ModelProfile, Operator, Parameter, Stretch
+from meshwright.simulator.combining import combine_s
 from meshwright.simulator.communication import collective_s
 from meshwright.simulator.engine import Engine
 from meshwright.simulator.lone import is_lone, with_lone
@@ -392,7 +393,8 @@ def gradient_exchange(weights_bytes: float, blocks: int, plan: Plan, cluster: Cl
     combined = scattered = gathered = 0.0
     if axes.replicate > 1:
         replicate = group(axes, ("replicate",), cluster)
-        combined = pieces * collective_s("all_reduce", gradient / shard, replicate, cluster)
+        algorithm = plan.gradients.algorithm if engine.combines else "native"
+        combined = pieces * combine_s(gradient / shard, replicate, algorithm, cluster)
     if shard > 1:
         sharded = group(axes, ("shard",), cluster)
         scattered = pieces * collective_s("reduce_scatter", gradient, sharded, cluster)

@@ -1,0 +1,157 @@
+"""The collectives benchmark: its rows and what it says about them. Times are not judged here."""
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from meshwright.bench.collectives import SIZES, Row, measured_here, parse_sizes, rows_of, summary, told
+from meshwright.bench.collectives_openmpi import is_there, openmpi_rows
+from meshwright.bench.collectives_rank import MEMORY_LIMIT, Asked, Found, from_json, measure, to_json
+from meshwright.bench.collectives_show import lines, seconds, show, size
+from meshwright.bench.collectives_wires import LARGE_BYTES, MEMORY_BYTES, SMALL_BYTES
+from meshwright.cli import app
+from meshwright.collectives.builders import SCHEDULES
+from meshwright.errors import InputError
+from tests.ranks import run_ranks
+from tests.simulator.test_schedules import LATENCY
+
+
+def _found(times: dict[str, dict[int, list[float]]], nodes: tuple[int, ...] = (2,)) -> Found:
+    picked = "shared_memory" if len(nodes) == 1 else "two_level_memory"
+    return Found(nodes, 1, 2, 1, LATENCY, picked, {**times, "auto": times[picked]}, {}, (0.0, 0.0))
+
+
+def _measured(rank: int, world_size: int, nodes: int | None, in_training: bool) -> str:
+    import torch
+
+    from meshwright.launch.world import World
+
+    world = World(rank, rank, world_size, world_size, 0, torch.device("cpu"), None)
+    return to_json(measure(Asked(nodes, (1024, 4096), 1, 0.0, in_training), world))
+
+
+def test_wires_are_measured_at_other_sizes_than_the_rows() -> None:
+    assert not {SMALL_BYTES, LARGE_BYTES, *MEMORY_BYTES} & set(SIZES)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("ranks", "nodes"), [(2, None), (4, 2)])
+def test_every_algorithm_has_a_row_of_every_size(ranks: int, nodes: int | None) -> None:
+    found = from_json(run_ranks(_measured, ranks, nodes, False)[0])
+    rows = rows_of(found)
+    expected = {"native", *SCHEDULES, "shared_memory", "auto", MEMORY_LIMIT}
+    expected = expected | {"two_level_memory"} if nodes else expected - {"two_level"}
+    assert {row.algorithm for row in rows} == expected
+    assert {(row.bytes, row.ranks) for row in rows} == {(1024, ranks), (4096, ranks)}
+    assert len(rows) == 2 * len(expected)
+    for row in rows:
+        assert row.spread[0] <= row.time_s <= row.spread[1]
+        assert row.bandwidth_bytes_per_s == pytest.approx(row.bytes / row.time_s)
+        across = row.algorithm == "shared_memory" and nodes  # nodes have no memory in common
+        assert (row.predicted_s is None) == bool(row.algorithm == MEMORY_LIMIT or across)
+    assert found.picked == ("two_level_memory" if nodes else "shared_memory")
+    said = json.loads(json.dumps(told(rows, found)))
+    assert len(said["rows"]) == len(rows)
+    assert {"auto_regret", "crossovers_measured", "crossovers_predicted", "ranked_wrongly"} <= set(said["summary"])
+    assert said["wires"]["host"]["message_s"] > 0
+
+
+@pytest.mark.soak
+def test_in_training_each_hook_is_beside_no_exchange() -> None:
+    found = from_json(run_ranks(_measured, 2, None, True)[0])
+    assert found.training is not None
+    names = [row["algorithm"] for row in found.training["rows"]]
+    assert names == ["no exchange", "native", "ring", "tree", "halving_doubling", "shared_memory"]
+    assert found.training["rows"][0]["lost_s"] == 0
+    assert [one["algorithm"] for one in found.training["sessions"]] == ["no exchange", "native", "auto"]
+    assert found.training["sessions"][0]["of_no_exchange"] == 1
+
+
+def test_regret_crossovers_and_wrong_pairs() -> None:
+    times: dict[str, dict[int, list[float]]] = {
+        "native": {1024: [1.0, 1.1], 4096: [1.0, 1.1]},
+        "shared_memory": {1024: [0.5, 0.6], 4096: [3.0, 3.1]},
+        "ring": {1024: [9.0, 9.1], 4096: [1.05, 9.0]},
+    }
+    found = _found(times)
+    said = summary(rows_of(found), found)
+    assert said["auto"] == "shared_memory"
+    assert said["auto_regret"][1024] == 0
+    assert said["auto_regret"][4096] == pytest.approx(3.05 / 1.05 - 1, abs=1e-3)
+    assert said["crossovers_measured"] == [{"bytes": 4096, "from": "shared_memory", "to": "native"}]
+    assert said["crossovers_predicted"] == []
+    # Shared memory was predicted to be the fastest; the ring's rounds overlap with everybody's.
+    assert said["ranked_wrongly"] == [{"bytes": 4096, "pair": ("native", "shared_memory")}]
+    assert any("native from 4 KiB on" in line for line in lines(said))
+
+
+def test_nodes_of_one_machine_have_no_memory_in_common() -> None:
+    times = {
+        name: {MB: [second]} for name, second in (("native", 2.0), ("shared_memory", 0.1), ("two_level_memory", 1.0))
+    }
+    found = _found(times, (2, 2))
+    said = summary(rows_of(found), found)
+    assert said["fastest"] == {MB: "two_level_memory"}
+    assert said["auto_regret"] == {MB: 0}
+
+
+MB = 2**20
+
+
+def test_found_comes_back_from_json() -> None:
+    found = _found({"native": {1024: [1.0]}, "shared_memory": {1024: [0.5]}})
+    assert from_json(to_json(found)) == found
+
+
+def test_people_see_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    found = _found({"native": {1024: [1.0, 2.0]}, "shared_memory": {1024: [0.5, 0.6]}})
+    show(rows_of(found), found, Console(width=200))
+    printed = capsys.readouterr().out
+    assert "auto (shared_memory)" in printed
+    assert "1 KiB" in printed
+    assert (size(100), size(3 * 2**20), seconds(2e-6), seconds(0.5)) == ("100 B", "3 MiB", "2.0 µs", "0.50 s")
+
+
+def test_sizes_are_read_with_their_units() -> None:
+    assert parse_sizes("1K, 4M,100, 2kib") == (100, 1024, 2048, 4 * 2**20)
+    assert parse_sizes(None) == SIZES
+    for wrong in ("1X", "", "-4", "2"):
+        with pytest.raises(InputError, match="--sizes"):
+            parse_sizes(wrong)
+
+
+def test_ranks_that_are_no_nodes_are_refused() -> None:
+    with pytest.raises(InputError, match="choose --nodes"):
+        measured_here(Asked(2, (1024,)), 3)
+    with pytest.raises(InputError, match="two at least"):
+        measured_here(Asked(None, (1024,)), 1)
+
+
+@pytest.mark.soak
+def test_the_command_ends_with_one_line_of_json() -> None:
+    words = ["bench", "collectives", "--sizes", "1K", "--rounds", "1", "--no-openmpi", "--json"]
+    done = CliRunner().invoke(app, words, catch_exceptions=False)
+    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert {row["algorithm"] for row in said["rows"]} >= {"native", "ring", "shared_memory", "auto"}
+    assert set(said["rows"][0]) == {
+        *("algorithm", "ranks", "bytes", "time_s", "spread", "bandwidth_bytes_per_s", "ratio_to_native"),
+        "predicted_s",
+    }
+
+
+def test_openmpi_says_what_it_misses(monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshwright.bench import collectives_openmpi
+
+    row = Row("native", 2, 1024, 1.0, (1.0, 1.0), 1024.0, 1.0, None)
+    monkeypatch.setattr(collectives_openmpi, "_mpirun", lambda: None)
+    assert not is_there()
+    with pytest.raises(InputError, match="mpirun and mpi4py"):
+        openmpi_rows([row], 1)
+    monkeypatch.setattr(collectives_openmpi, "_measured", lambda ranks, sizes, rounds: {1024: [0.5]})
+    assert openmpi_rows([row], 1) == [row, Row("openmpi", 2, 1024, 0.5, (0.5, 0.5), 2048.0, 0.5, None)]
+    assert asdict(row)["algorithm"] == "native"
