@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = "MESHWRIGHT_FOLDER"  # where the rank's log, place and failure record go
+SPEAKER = "MESHWRIGHT_SPEAKER"  # the rank whose words a person sees
 AGENT = "MESHWRIGHT_AGENT"  # the process that started the ranks and serves their store
 
 
@@ -22,6 +23,7 @@ class Environment:
     attempt: int
     agent: int | None
     folder: Path | None
+    speaker: int = 0
 
 
 def read() -> Environment:
@@ -39,6 +41,7 @@ def read() -> Environment:
         attempt=int(variables.get("TORCHELASTIC_RESTART_COUNT", 0)),
         agent=int(variables[AGENT]) if AGENT in variables else None,
         folder=Path(variables[FOLDER]) if FOLDER in variables else None,
+        speaker=int(variables.get(SPEAKER, 0)),
     )
 
 

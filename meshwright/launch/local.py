@@ -18,18 +18,23 @@ from meshwright.launch import loopback
 from meshwright.launch.agent import Agent, OneMachine
 from meshwright.launch.failure import record_file, to_error
 from meshwright.launch.place import place_file
+from meshwright.launch.replacing import ReplacingAgent
 from meshwright.launch.signals import StopRequest
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """`threads` per rank; `grace_s` is how long ranks may take to save and exit when asked to stop."""
+    """`threads` per rank; `grace_s` is how long ranks may take to save and exit when asked to stop. The first
+    `expendable` ranks may die alone: the others go on, and each is started again by itself. `speaker`: the rank whose
+    words a person sees."""
 
     count: int
     device: str
     threads: int
     restarts: int
     grace_s: float = 30.0
+    expendable: int = 0
+    speaker: int = 0
 
 
 def launch(
@@ -64,7 +69,11 @@ def launch(
             args=tuple(word.replace("$", "$$") for word in ("-m", "meshwright.launch.start", module, *arguments)),
             max_restarts=ranks.restarts,
         )
-        agent = Agent(spec, folder, ranks.grace_s, stop)
+        agent = (
+            ReplacingAgent(spec, folder, ranks.grace_s, stop, ranks.expendable)
+            if ranks.expendable
+            else Agent(spec, folder, ranks.grace_s, stop)
+        )
         result = agent.run()
     del store  # it served until here
     if result.is_failed():
@@ -79,6 +88,7 @@ def _for_ranks(ranks: Ranks, folder: Path) -> dict[str, str]:
     return {
         variables.FOLDER: str(folder),
         variables.AGENT: str(os.getpid()),
+        variables.SPEAKER: str(ranks.speaker),
         # Before torch is imported: it sizes its thread pools once.
         "OMP_NUM_THREADS": str(ranks.threads),
         "MKL_NUM_THREADS": str(ranks.threads),

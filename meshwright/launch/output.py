@@ -1,4 +1,4 @@
-"""Where a rank's words go: each rank has a log file, and only rank 0 speaks to the terminal."""
+"""Where a rank's words go: each rank has a log file, and only one, mostly rank 0, speaks to the terminal."""
 
 import faulthandler
 import logging
@@ -17,8 +17,8 @@ def log_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.log"
 
 
-def redirect(folder: Path, rank: int, attempt: int) -> None:
-    """Sends the output of this process to its log; of rank 0, stdout and `terminal()` stay visible.
+def redirect(folder: Path, rank: int, attempt: int, speaker: int = 0) -> None:
+    """Sends the output of this process to its log; of the speaker, stdout and `terminal()` stay visible.
 
     It works on file descriptors, because C++ libraries write there too. A second call changes nothing.
     """
@@ -31,7 +31,7 @@ def redirect(folder: Path, rank: int, attempt: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     _stderr = os.fdopen(os.dup(2), "w", buffering=1, errors="replace")
-    if rank == 0:
+    if rank == speaker:
         _terminal = _stderr
     else:
         _terminal = _log
@@ -56,7 +56,7 @@ def tell(text: str) -> None:
 
 
 def terminal() -> TextIO:
-    """What a person sees: the original stderr on rank 0, the log on other ranks."""
+    """What a person sees: the original stderr on the rank that speaks, the log on the others."""
     return _terminal or sys.stderr
 
 

@@ -12,16 +12,21 @@ from meshwright.launch.timeouts import explain
 from meshwright.launch.world import World, join, leave
 
 
-def run_rank(main: Callable[[World, Place], None], device: str, timeout_s: float) -> None:
+def run_rank(
+    main: Callable[[World, Place], None],
+    device: str,
+    timeout_s: float,
+    join: Callable[[str, float], World] = join,
+) -> None:
     """Runs `main` as the rank the environment tells of. In a rank a failure is recorded and ends the process;
-    in a world of one, which nobody launched, it is raised."""
+    in a world of one, which nobody launched, it is raised. `join`: how it meets the others."""
     here = environment.read()
     if not here.launched:
         main(join(device, timeout_s), Place.nowhere())
         return
     die_with_agent(here)
     if here.folder is not None:
-        redirect(here.folder, here.rank, here.attempt)
+        redirect(here.folder, here.rank, here.attempt, here.speaker)
         place = Place.in_folder(here.folder, here.rank, here.attempt)
     else:
         place = Place.nowhere(here.attempt)

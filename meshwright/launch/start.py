@@ -21,7 +21,7 @@ def main() -> None:
     # Ctrl-C is the launcher's business: it asks the ranks to stop by SIGTERM.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if here.folder is not None:
-        redirect(here.folder, here.rank, here.attempt)
+        redirect(here.folder, here.rank, here.attempt, here.speaker)
     module, *arguments = sys.argv[1:]
     sys.argv = [module, *arguments]
     finished = atexit.register(_end)  # before all others, so it runs after them

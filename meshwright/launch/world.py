@@ -47,6 +47,13 @@ def join(device: str, timeout_s: float) -> World:
     return World(here.rank, here.local_rank, here.size, here.local_size, here.attempt, chosen, store)
 
 
+def stand_apart(device: str) -> World:
+    """The rank the environment tells of, in no process group: whom it talks to is its own business."""
+    here = environment.read()
+    chosen = _device(device, here.local_rank)
+    return World(here.rank, here.local_rank, here.size, here.local_size, here.attempt, chosen, None)
+
+
 def leave() -> None:
     """Leaves the process group; again or alone it does nothing."""
     if dist.is_initialized():

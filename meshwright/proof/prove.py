@@ -97,8 +97,8 @@ def prove_on(question: Question, device: str, folder: Path) -> Proof:
 
 def _run(question: Question, device: str, folder: Path) -> Proof:
     carry.write(question, folder / QUESTION)
-    count = question.plan.world_size
-    threads = question.plan.compute.threads or max(1, usable_cores() // count)
+    count = question.plan.processes
+    threads = question.plan.compute.threads or max(1, usable_cores() // question.plan.world_size)
     launch(
         "meshwright.proof.rank",
         [str(folder.resolve()), device],
@@ -115,6 +115,8 @@ def _examined(question: Question, folder: Path, device: torch.device) -> Proof:
 def prove_in(question: Question, world: World, folder: Path) -> Proof | None:
     """In ranks that are there already, all of which call it with a folder that they share: the proof on the first."""
     check_question(question)
+    if question.plan.gradients.servers:
+        raise InputError("prove starts parameter servers itself: call it without torchrun, mpirun or srun")
     record(question, world, folder)
     proof = _examined(question, folder, world.device) if world.rank == 0 else None
     if question.rounds and _said(proof is not None and not proof.equal, world):
@@ -134,6 +136,12 @@ def _said(word: bool, world: World) -> bool:
 def check_question(question: Question) -> None:
     if question.steps < 1:
         raise InputError(f"{question.steps} steps prove nothing: take at least one")
+    gradients = question.plan.gradients
+    if gradients.updates != "synchronous":
+        raise InputError(
+            f"gradients.updates is {gradients.updates}: workers then train on weights of different ages, which no"
+            " single device does; prove takes synchronous ones"
+        )
     if question.dtype not in DTYPES:
         raise InputError(f"cannot compare in {question.dtype}: choose {' or '.join(DTYPES)}")
 

@@ -9,6 +9,7 @@ from meshwright.launch.place import Place
 from meshwright.launch.world import World
 from meshwright.proof.fault import Fault
 from meshwright.proof.question import Question
+from meshwright.proof.record_served import record_served
 from meshwright.proof.setting import Setting, computing_in, in_dtype, set_up
 from meshwright.train.recording import Recorder
 from meshwright.train.session import Session
@@ -18,6 +19,9 @@ _LEFT_OUT = 20  # steps, after which a loss scale is a millionth of what it was
 
 def record(question: Question, world: World, folder: Path, place: Place | None = None) -> None:
     """All ranks of the world call it; the first one writes a file for each step, and one of the start."""
+    if question.plan.gradients.servers:
+        record_served(question, world, folder, place or Place.nowhere())
+        return
     setting = set_up(question)
     place = place or Place.nowhere()
     session = make_session(setting, question, world, place)

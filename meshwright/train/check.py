@@ -29,6 +29,7 @@ from meshwright.train.optimizer import build_optimizer
 def check(job: Job, plan: Plan, cluster: Cluster) -> None:
     """Raises the one line that the user needs to mend the job."""
     check_runnable(plan)
+    check_servers(plan)
     check_devices(plan, cluster)
     check_batch(job, plan)
     model = _check_model(job)
@@ -41,6 +42,27 @@ def check(job: Job, plan: Plan, cluster: Cluster) -> None:
         check_cast(plan, model or make_model(job))
     if needs_structure(plan):
         check_plan(plan, model or make_model(job), sample_batch(job, train), job.data.target)
+
+
+def check_servers(plan: Plan) -> None:
+    """What workers that only talk to servers cannot do together."""
+    if not plan.gradients.servers:
+        return
+    if plan.numerics.batch_norm == "synchronized":
+        raise InputError(
+            "plan.numerics.batch_norm is synchronized, for which workers would have to wait for each other in every"
+            f" layer, but gradients.servers is {plan.gradients.servers}: set one of them to local, or to 0"
+        )
+    if plan.compute.cuda_graphs and plan.compute.compile == "none":
+        raise InputError(
+            "plan.compute.cuda_graphs records whole steps, which servers take part in: leave it out, or set"
+            " compute.compile to default"
+        )
+    if plan.modules.splits:
+        raise InputError(
+            f"plan.modules.splits.{next(iter(plan.modules.splits))} divides a layer among ranks, but servers hold the"
+            " weights: leave out one of them"
+        )
 
 
 def check_devices(plan: Plan, cluster: Cluster) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from meshwright.errors import InputError
 from meshwright.job import Job, load_job, load_plan
 from meshwright.launch.place import Place
 from meshwright.launch.rank import run_rank
@@ -13,11 +14,17 @@ from meshwright.launch.world import World
 from meshwright.plan import Plan
 from meshwright.train.build import build_session
 from meshwright.train.folder import RunFolder
+from meshwright.train.servers.rank import run_served
 from meshwright.train.trainer import Trainer
 
 
 def train_rank(job: Job, plan: Plan, folder: RunFolder, world: World, place: Place, record: int = 0) -> bool:
     """Trains as this rank of the world; True when the run is finished."""
+    if plan.gradients.servers:
+        raise InputError(
+            f"the plan ({plan.summary()}) has parameter servers, which `meshwright train` starts itself: run it without"
+            " torchrun, mpirun or srun"
+        )
     if job.train.deterministic:
         torch.use_deterministic_algorithms(True)
     with StopRequest() as stop:
@@ -28,6 +35,9 @@ def train_rank(job: Job, plan: Plan, folder: RunFolder, world: World, place: Pla
 def main() -> None:
     folder, device, record = RunFolder(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])
     job, plan = load_job(folder.job), load_plan(folder.plan)
+    if plan.gradients.servers:
+        run_served(job, plan, folder, device)
+        return
     run_rank(lambda world, place: _train(job, plan, folder, world, place, record), device, job.train.timeout_s)
 
 

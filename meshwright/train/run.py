@@ -35,6 +35,10 @@ def train(
         print(chosen.why, file=sys.stderr, flush=True)
     plan = chosen.plan
     check(job, plan, cluster)
+    if recorded_steps and plan.gradients.servers:
+        raise InputError(
+            "--record writes down what ranks do together, which servers do for them: leave out one of both"
+        )
     output = Path(job.output)
     absent = [path for path in (output, *output.parents) if not path.exists()]
     claimed = claim(job, resume)
@@ -43,7 +47,9 @@ def train(
         print(claimed.note, file=sys.stderr, flush=True)
     record(folder, job, plan)
     threads = plan.compute.threads or max(1, cluster.cores // plan.world_size)
-    ranks = Ranks(plan.world_size, cluster.kind, threads, job.train.restarts, job.train.grace_s)
+    # Workers before servers: each of them may die alone, and the first server speaks.
+    workers = plan.world_size if plan.gradients.servers else 0
+    ranks = Ranks(plan.processes, cluster.kind, threads, job.train.restarts, job.train.grace_s, workers, workers)
     try:
         launch(
             "meshwright.train.rank",

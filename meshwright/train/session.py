@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -40,6 +40,15 @@ MakeOptimizer = Callable[[Parameters], torch.optim.Optimizer]
 MakeSchedule = Callable[[torch.optim.Optimizer], LRScheduler]
 
 
+class Updater(Protocol):
+    """Takes a step's gradients where the optimizer lives elsewhere, and leaves new weights. They are a sum over the
+    session's own samples, which `session.count` goes with. Returns whether there was a step, and the mean loss."""
+
+    share: Share  # of each global batch
+
+    def update(self, session: "Session", loss_sum: Tensor) -> tuple[bool, Tensor]: ...
+
+
 class Session:
     """Holds what changes while training: weights, optimizer, schedule, and the position in the data."""
 
@@ -63,6 +72,11 @@ class Session:
     ) -> None:
         """`sample` is a batch, which only plans that split or cut the model want to see; `fill` gives a model on the
         meta device its weights, once a plan has divided it."""
+        if plan.gradients.servers:
+            raise InputError(
+                f"the plan ({plan.summary()}) has parameter servers, which `meshwright train` starts beside the"
+                " workers: take it there, or set gradients.servers to 0"
+            )
         self.plan = plan
         self.world = world
         self.seed = seed
@@ -78,6 +92,8 @@ class Session:
         self._target = target
         self._frozen = frozen
         self._report = report
+        self.updater: Updater | None = None
+        self.count: Tensor | float = 0.0  # of the last step's targets, where an updater divides by it; 0: by nothing
         self.on_gradients: Callable[[], None] | None = None  # called once a step's gradients are whole
         self.gradient_norm: Tensor | None = None  # of the last step, before clipping; None where nothing clips
         # Only what one rank does alone is recorded here; compiled blocks bring their own graphs.
@@ -131,7 +147,7 @@ class Session:
         gives it. Returns the mean loss of the global batch, the same on every rank."""
         # Randomness is a function of (seed, step, samples): evaluations and restarts leave no trace in it, and ranks
         # that hold copies of the same activations drop the same of them.
-        _seed_all(derive(self.seed, "step", self.steps, self._parallel.place.data_rank), self.world.device)
+        _seed_all(derive(self.seed, "step", self.steps, self._share().rank), self.world.device)
         if self._parallel.local:
             self._parallel.local.begin(self.steps)
         self.optimizer.zero_grad(set_to_none=True)
@@ -147,7 +163,10 @@ class Session:
         else:
             loss = self._forward_backward(examples, samples)
         self._report("optimizer")
-        stepped = self._update()
+        if self.updater is None:
+            stepped = self._update()
+        else:
+            stepped, loss = self.updater.update(self, loss)
         if self._parallel.local:
             self._parallel.local.end()
         self.steps += 1
@@ -201,6 +220,9 @@ class Session:
         self._report("forward")
         self._parallel.run(examples, loss_of)
         loss_sum, own_count, tells = (reduced[0] if reduced else self._start_sum(told))()
+        if self.updater is not None:
+            self.count = own_count if self._tells_count(told, tells) else self.count
+            return loss_sum
         if not self._tells_count(told, tells):
             return loss_sum / total()
         # The loss told its count only after its forward pass: the gradients were divided by another one.
@@ -212,6 +234,10 @@ class Session:
 
     def _start_total(self, examples: list[tuple[Example, int]], global_samples: int | None) -> Callable[[], Any]:
         """The global count that the sums are divided by, once it is asked for."""
+        if self.updater is not None:  # which knows the others' sums and counts, and divides
+            own = (self._loss.count(example.target, samples) for example, samples in examples)
+            self.count = 0.0 if self._loss.kind == "sum" else sum(own)
+            return lambda: 1.0
         if self._loss.kind == "sum":
             return lambda: 1.0
         if self._loss.kind == "samples" and global_samples is not None:
@@ -273,11 +299,25 @@ class Session:
 
         `interrupted` is asked before each batch; where any rank says yes, all give up and return None.
         """
+        tally, gave_up = self.tallied(dataset, metrics, batch, loading, interrupted)
+        self._report("evaluate (combining)")
+        return combine(tally, gave_up, self.world.size)
+
+    def tallied(
+        self,
+        dataset: Any,
+        metrics: Mapping[str, Metric] | None,
+        batch: int,
+        loading: Loading | None,
+        interrupted: Callable[[], bool],
+        share: Share | None = None,
+    ) -> tuple[Tally, bool]:
+        """This rank's part of an evaluation, or that `share` of it; and whether it was given up."""
         self._report("evaluate")
         self._parallel.align_buffers()
         self._parallel.train(False)
         tally = Tally({**(metrics or {})}, self.world.device)
-        share = self._share()
+        share = share or self._share()
         own = eval_batches(dataset, batch=max(1, batch // share.ranks), share=share, loading=loading or Loading())
         together = self._parallel.in_step or share.ranks < self.world.size
         rounds = Rounds(own, interrupted, together)
@@ -292,8 +332,7 @@ class Session:
                 tally.add_value("loss", (term.sum, count if term.own_count is None else term.own_count), part.samples)
                 tally.add(output, example.target, part.samples)
         self._train_mode()
-        self._report("evaluate (combining)")
-        return combine(tally, rounds.gave_up, self.world.size)
+        return tally, rounds.gave_up
 
     # ---- weights and checkpoints
 
@@ -349,6 +388,8 @@ class Session:
     # ---- parts
 
     def _share(self) -> Share:
+        if self.updater is not None:
+            return self.updater.share
         return Share(self._parallel.place.data_rank, self.plan.data_ranks)
 
     def _example(self, data: Any) -> Example:

@@ -1,0 +1,28 @@
+"""Toy data at which workers wait until a test opens a gate: so much of a run happens before, the rest behind it."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from tests.train.toy import points
+
+
+class Gated(Dataset[Any]):
+    """A process that has read `free` samples waits for the file `gate`."""
+
+    def __init__(self, gate: str, free: int, size: int = 510) -> None:
+        self._points = points(size)
+        self._size = size
+        self._gate = Path(gate)
+        self._left = free
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> Any:
+        while self._left <= 0 and not self._gate.exists():
+            time.sleep(0.01)
+        self._left -= 1
+        return self._points[index]
