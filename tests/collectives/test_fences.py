@@ -42,6 +42,7 @@ def test_it_is_compiled_once_and_found_again(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("fresh")
+@pytest.mark.soak
 def test_a_damaged_file_is_made_anew(tmp_path: Path) -> None:
     compiler = fences.shutil.which("cc")
     assert compiler is not None
@@ -66,6 +67,7 @@ def test_another_source_compiler_or_processor_is_another_file(tmp_path: Path, mo
     assert len(set(keys)) == 6
 
 
+@pytest.mark.soak
 def test_many_at_once_leave_one_whole_file(tmp_path: Path) -> None:
     compiler = fences.shutil.which("cc")
     assert compiler is not None

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.soaked import all_but
 from tests.train.test_faults import JOB
 
 ADAMW = {"call": "torch.optim:AdamW", "lr": 0.01, "weight_decay": 0.1, "groups": "no_decay"}
@@ -20,7 +19,8 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("gradients", "changes"), all_but(CASES[:1], CASES))
+@pytest.mark.soak
+@pytest.mark.parametrize(("gradients", "changes"), CASES)
 def test_synchronous_servers_are_proved(tmp_path: Path, gradients: dict[str, Any], changes: dict[str, Any]) -> None:
     plan = {"axes": {"replicate": 2}, "gradients": gradients, "memory": {"accumulation": 2}}
     file = tmp_path / "toy.yaml"
