@@ -32,6 +32,7 @@ LEVELS = {
     "plan": 0,
     "call": 0,
     "batch": 0,
+    "cache": 0,
     "yaml_file": 0,
     "errors": 0,
 }

@@ -8,18 +8,12 @@ from pathlib import Path
 
 import torch
 
+from meshwright.cache import cache_folder
 from meshwright.cluster.cluster import Cluster, Device
 from meshwright.errors import InputError
 from meshwright.yaml_file import read_mapping, validated
 
 MEASURED = "rates, curves, operators"
-
-
-def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/meshwright`, which is `~/.cache/meshwright` where nobody says otherwise."""
-    told = os.path.expandvars("$XDG_CACHE_HOME")
-    base = Path(told) if Path(told).is_absolute() else Path("~/.cache").expanduser()
-    return base / "meshwright"
 
 
 def fingerprint(cluster: Cluster) -> str:

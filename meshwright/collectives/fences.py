@@ -6,7 +6,6 @@ The compiled file lies in the user's cache folder under a name made of everythin
 
 import ctypes
 import hashlib
-import os
 import platform
 import shutil
 import subprocess
@@ -14,6 +13,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from meshwright.cache import cache_folder
 from meshwright.collectives.segment import Segment
 
 SOURCE = Path(__file__).with_name("shared_memory.c")
@@ -22,13 +22,6 @@ COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-shared", "-fPIC")
 KEEPS_ORDER = ("x86_64", "AMD64", "i686")  # total store order: writes are seen in the order they were made in
 COMPILE_S = 120
-
-
-def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/meshwright`, which is `~/.cache/meshwright` where nobody says otherwise."""
-    told = os.path.expandvars("$XDG_CACHE_HOME")
-    base = Path(told) if Path(told).is_absolute() else Path("~/.cache").expanduser()
-    return base / "meshwright"
 
 
 @cache

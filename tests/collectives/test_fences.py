@@ -113,14 +113,6 @@ def test_a_folder_that_cannot_be_written_is_a_reason(tmp_path: Path) -> None:
     assert "Not a directory" in found
 
 
-def test_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert fences.cache_folder() == tmp_path / "meshwright"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert fences.cache_folder() == tmp_path / ".cache" / "meshwright"
-
-
 def test_which_processors_keep_order() -> None:
     assert fences.keeps_order("x86_64")
     assert not fences.keeps_order("aarch64")
