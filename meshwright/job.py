@@ -1,7 +1,7 @@
 """`Job`: what to train. The user's YAML file as a frozen value, and the one line a mistake in it deserves."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -19,7 +19,7 @@ class _Section(BaseModel):
 
 
 class Data(_Section):
-    """`root` and `synthetic` are handed to the data sets that take them."""
+    """`root`, `synthetic` and `damaged` are handed to the data sets that take them."""
 
     train: Call
     eval: Call | None = None
@@ -31,6 +31,7 @@ class Data(_Section):
     collate: Call | None = None
     target: str | None = None  # the target's key in batches that are dicts; null: target(s) or label(s)
     drop_last: bool = False
+    damaged: Literal["fatal", "skip"] = "fatal"  # a sample whose file cannot be read: handed to those that take it
 
 
 class Optimizer(Call):
@@ -98,6 +99,9 @@ class Log(_Section):
 
 
 class Job(_Section):
+    """`synthetic`: fields by their dotted names, and what `data.synthetic: true` makes of them, so that a job for a
+    cluster can be tried on a small machine."""
+
     name: str = Field(default="job", pattern=r"^[\w.-]+$")  # runs are folders of this name
     model: Call
     data: Data
@@ -111,6 +115,7 @@ class Job(_Section):
     plan: Literal["auto"] | Plan = "auto"
     cluster: str = "local"
     output: str = "runs"
+    synthetic: dict[str, Any] = {}
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -138,6 +143,7 @@ def load_job(path: str | Path, settings: Sequence[str] = ()) -> Job:
     raw.setdefault("name", re.sub(r"[^\w.-]", "-", file.stem))
     for setting in settings:
         _override(raw, setting)
+    _make_small(raw, {setting.partition("=")[0] for setting in settings})
     return parse_job(raw, folder=file.parent, source=str(path))
 
 
@@ -167,6 +173,21 @@ def _override(raw: dict[str, Any], setting: str) -> None:
         value = parse(text)
     except YAMLError:
         raise InputError(f"--set {setting}: '{text}' is not YAML") from None
+    _put(raw, key, value, f"--set {setting}")
+
+
+def _make_small(raw: dict[str, Any], settled: Collection[str]) -> None:
+    """Generated data bring their own sizes with them; what was `--set` stays as it is."""
+    data, smaller = raw.get("data"), raw.get("synthetic")
+    if not (isinstance(data, Mapping) and data.get("synthetic") is True and isinstance(smaller, Mapping)):
+        return
+    for key, value in smaller.items():
+        if not any(one == key or one.startswith(f"{key}.") or key.startswith(f"{one}.") for one in settled):
+            _put(raw, str(key), value, f"synthetic: {key}")
+    raw["synthetic"] = {}  # done: the run's own job file says what it was
+
+
+def _put(raw: dict[str, Any], key: str, value: Any, source: str) -> None:
     *path, last = key.split(".")
     section = raw
     for depth, part in enumerate(path):
@@ -174,7 +195,7 @@ def _override(raw: dict[str, Any], setting: str) -> None:
         if inner is None or inner == "auto":  # `plan: auto` gives way to what is set inside a plan
             inner = {}
         if not isinstance(inner, dict):
-            raise InputError(f"--set {setting}: {'.'.join(path[: depth + 1])} is {inner!r}, it has no '{last}'")
+            raise InputError(f"{source}: {'.'.join(path[: depth + 1])} is {inner!r}, it has no '{last}'")
         section[part] = section = dict(inner)
     section[last] = value
 

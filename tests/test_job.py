@@ -32,6 +32,7 @@ data:
   collate: {call: torch.utils.data:default_collate}
   target: label
   drop_last: true
+  damaged: skip
 loss: {call: torch.nn:CrossEntropyLoss, label_smoothing: 0.1}
 metrics: {accuracy: {call: meshwright.train.metrics:accuracy}, top3: {call: meshwright.train.metrics:top_k, k: 3}}
 optimizer: {call: torch.optim:AdamW, lr: 1e-3, betas: [0.9, 0.95], groups: [no_decay, {match: head, lr: 1.5e-4}]}
@@ -43,6 +44,7 @@ log: {every_steps: 3, eval_every_steps: 9, tensorboard: false}
 plan: {axes: {replicate: 2}, numerics: {precision: bf16}, compute: {threads: 1, layout: channels_last}}
 cluster: 2xcpu
 output: elsewhere
+synthetic: {train.steps: 3}
 """
 
 
@@ -237,3 +239,20 @@ def test_a_name_is_a_folders_name(tmp_path: Path) -> None:
     assert load_job(file).name == "my--job-"
     with pytest.raises(InputError, match="name is 'a/b'"):
         load_job(file, ["name=a/b"])
+
+
+def test_generated_data_bring_their_sizes_with_them(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(
+        "model: {call: torch.nn:Linear, in_features: 4096}\n"
+        "data: {train: {call: own:data, size: 224}}\n"
+        "optimizer: {call: torch.optim:SGD}\n"
+        "train: {steps: 9, global_batch: 256}\n"
+        "synthetic: {train.global_batch: 16, data.train.size: 32, model.in_features: 8}\n"
+    )
+    assert load_job(file).train.global_batch == 256
+    small = load_job(file, ["data.synthetic=true", "train.global_batch=12"])
+    assert small.train.global_batch == 12  # what the user says holds
+    assert small.data.train.arguments == {"size": 32}
+    assert small.model.arguments == {"in_features": 8}
+    assert small.synthetic == {}  # so that a run's own job file does not do it again

@@ -29,7 +29,11 @@ LARGE_BYTES = 2**30  # of weights, from which a rank does not build a model that
 
 def build_data(job: Job) -> tuple[Any, Any]:
     """The training set and, where the job has one, the evaluation set."""
-    offered: dict[str, Any] = {"synthetic": job.data.synthetic, "seed": job.train.seed}
+    offered: dict[str, Any] = {
+        "synthetic": job.data.synthetic,
+        "damaged": job.data.damaged,
+        "seed": job.train.seed,
+    }
     if job.data.root is not None:  # otherwise a data set's own default holds
         offered["root"] = job.data.root
     train = _build_dataset(job.data.train, offered, "data.train")
