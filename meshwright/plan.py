@@ -169,6 +169,13 @@ class Plan(_Group):
                 f"gradients.{named[0]} decides what travels itself, but gradients.precision is {gradients.precision}:"
                 " set that to fp32"
             )
+        if gradients.algorithm not in ("auto", "native") and (named or self.axes.shard > 1):
+            # Said, not ignored: servers, factors and averaged weights go their own way, and so does what is sharded.
+            beside = f"gradients.{named[0]}" if named else f"axes.shard ({self.axes.shard})"
+            raise ValueError(
+                f"gradients.algorithm is {gradients.algorithm}, which combines the gradients of replicas, but {beside}"
+                " does that otherwise: set the algorithm to auto"
+            )
         if gradients.updates != "synchronous" and not gradients.servers:
             raise ValueError(
                 f"gradients.updates is {gradients.updates}, which parameter servers do: set gradients.servers"

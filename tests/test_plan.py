@@ -147,6 +147,9 @@ def test_every_choice_stands_in_the_documentation() -> None:
         ({"gradients": {"servers": 1, "powersgd_rank": 2}}, "exclude each other"),
         ({"gradients": {"powersgd_rank": 2, "precision": "bf16"}}, "gradients.precision is bf16"),
         ({"gradients": {"updates": "asynchronous"}}, "set gradients.servers"),
+        ({"gradients": {"algorithm": "ring", "servers": 1}}, "algorithm is ring.*gradients.servers"),
+        ({"gradients": {"algorithm": "tree", "local_steps": 2}}, "algorithm is tree.*gradients.local_steps"),
+        ({"axes": {"shard": 2}, "gradients": {"algorithm": "ring"}}, "algorithm is ring.*axes.shard .2."),
     ],
 )
 def test_ways_of_combining_gradients_that_do_not_go_together_are_refused(plan: dict[str, Any], said: str) -> None:
@@ -158,5 +161,5 @@ def test_the_way_gradients_are_combined_is_part_of_the_summary() -> None:
     plan = Plan.model_validate({"axes": {"replicate": 3}, "gradients": {"servers": 2, "updates": "bounded"}})
     assert plan.summary() == "replicate 3 · fp32 · 2 bounded 2 servers"
     assert (plan.world_size, plan.processes) == (3, 5)
-    tree = Plan.model_validate({"axes": {"replicate": 3}, "gradients": {"algorithm": "two_level", "local_steps": 8}})
-    assert tree.summary() == "replicate 3 · fp32 · two level · 8 local steps"
+    tree = Plan.model_validate({"axes": {"replicate": 3}, "gradients": {"algorithm": "native", "local_steps": 8}})
+    assert tree.summary() == "replicate 3 · fp32 · native · 8 local steps"
