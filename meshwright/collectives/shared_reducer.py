@@ -45,7 +45,8 @@ class SharedMemory:
 
     `among`: those of the group's ranks that share memory with this one, where it is not all; the group's other ranks
     make theirs at the same time. Raises `InputError` on all ranks alike where some cannot share memory. `way` asks for
-    the compiled helper or for plain Python where None takes the better one; `folder` keeps what is compiled.
+    the compiled helper or for plain Python where None takes the better one; `folder` keeps what is compiled; `what` is
+    what errors call a tensor.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class SharedMemory:
         *,
         among: Sequence[int] | None = None,
         operation: Literal["mean", "sum"] = "mean",
+        what: str = "bucket",
         timeout_s: float | None = None,
         way: Way | None = None,
         folder: Path | None = None,
@@ -62,6 +64,7 @@ class SharedMemory:
         self.ranks = [dist.get_global_rank(group, member) for member in members]
         self._rank = members.index(group.rank())
         self._mean = operation == "mean"
+        self._what = what
         self._timeout_s = _timeout_s(group) if timeout_s is None else timeout_s
         self._places, self._segments, self._steps = _join(group, members, way, folder)
         self._storages = Storages(self._segments[self._rank])
@@ -167,7 +170,7 @@ class SharedMemory:
     def _fail(self, answer: int) -> None:
         blamed, sequence, error = self._steps.why()
         _, bucket, verb = self._flying[sequence - self._finished - 1]
-        what = f"shared-memory {VERBS[verb]} of bucket {bucket}"
+        what = f"shared-memory {VERBS[verb]} of {self._what} {bucket}"
         if answer == MISMATCH:
             ours, theirs = (self._segments[rank].ring[sequence % RING] for rank in (self._rank, blamed))
             words = f"brought {_described(theirs)}, rank {self.ranks[self._rank]} {_described(ours)}"

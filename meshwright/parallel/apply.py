@@ -5,11 +5,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.collectives.reducers import make_reducer
+from meshwright.collectives.sums import Sums, make_sums
 from meshwright.errors import InputError
 from meshwright.parallel.batch_norm import synchronize_batch_norm
 from meshwright.parallel.branches import connect, recompute_apart, set_apart
@@ -81,6 +83,7 @@ def apply(
     if plan.numerics.precision == "fp8":
         eight_bits(module, device)
     compile_blocks(held, plan, device)
+    sums = _sums(plan, device) if world_size > 1 else None
     runner, combiner = held, None
     if fill is not None and plan.axes.shard == 1:
         fill(held, layouts)
@@ -92,7 +95,7 @@ def apply(
         if fill is not None:  # what is still to be divided would be filled whole
             fill(held, layouts)
     elif plan.axes.replicate > 1:
-        runner, combiner = _replicated(plan, held, _known(mesh), layouts, device)
+        runner, combiner = _replicated(plan, held, _known(mesh), layouts, _known(sums), device)
     if branches:
         connect(branches, module)
     local = None
@@ -100,21 +103,30 @@ def apply(
         local = LocalSteps(runner, _known(mesh).get_group("replicate"), plan)
     pipeline = Pipeline(cutting, plan, _known(mesh), device) if cutting else None
     tied = cutting.tied if cutting else ()
-    return ParallelModel(plan, held, runner, mesh, place, device, order, layouts, tied, pipeline, combiner, local)
+    return ParallelModel(plan, held, runner, mesh, place, device, order, layouts, tied, pipeline, combiner, local, sums)
+
+
+def _sums(plan: Plan, device: torch.device) -> Sums:
+    """In shared memory a sum ends with all ranks, and the stages of a pipeline ask for it at different times: the last
+    one before its backward pass, which the others wait for."""
+    assert dist.group.WORLD is not None
+    return make_sums("native" if plan.axes.pipeline > 1 else plan.gradients.algorithm, dist.group.WORLD, device)
 
 
 def _replicated(
-    plan: Plan, module: nn.Module, mesh: DeviceMesh, layouts: dict[str, Layout], device: torch.device
+    plan: Plan, module: nn.Module, mesh: DeviceMesh, layouts: dict[str, Layout], sums: Sums, device: torch.device
 ) -> tuple[nn.Module, Combiner | None]:
     """DDP where the replicate axis is alone. Beside another one its ranks hold parts of models, which DDP would take
     apart otherwise on each of them; gradients are averaged by us then."""
     divided = [name for name, layout in layouts.items() if layout.axis == "replicate"]
     size = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-    reducer, why = make_reducer(plan.gradients.algorithm, mesh.get_group("replicate"), device, size)
+    own_way = plan.gradients.powersgd_rank > 0 or plan.gradients.local_steps > 1  # torch's hooks go to the backend
+    algorithm = "native" if own_way else plan.gradients.algorithm
+    reducer, why = make_reducer(algorithm, mesh.get_group("replicate"), device, size)
     if why and mesh.get_rank() == 0:
         warnings.warn(f"{why}: they go through the backend", stacklevel=2)
     if plan.world_size == plan.axes.replicate:
-        return replicate(module, mesh, plan, reducer, divided), None
+        return replicate(module, mesh, plan, reducer, divided, sums), None
     return module, combine(
         module,
         reducer,

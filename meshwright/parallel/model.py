@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.batch import Example, at_least_fp32
+from meshwright.collectives.sums import Sums
 from meshwright.parallel import shard
 from meshwright.parallel.clip import clip_
 from meshwright.parallel.combine import Combiner
@@ -46,6 +47,7 @@ class ParallelModel:
     pipeline: Pipeline | None = None
     combiner: Combiner | None = None
     local: LocalSteps | None = None
+    sums: Sums | None = None  # over all ranks; None: there is one
 
     @property
     def in_step(self) -> bool:

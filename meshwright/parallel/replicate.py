@@ -13,14 +13,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.collectives.native import Native
 from meshwright.collectives.reducer import Reducer
+from meshwright.collectives.sums import SharedSums, Sums
 from meshwright.parallel.precision import travelling_dtype
+from meshwright.parallel.replicate_group import Beside
 from meshwright.plan import MIB, Plan
 
 DATA_AXES = ("replicate", "shard")
 
 
 def replicate(
-    module: nn.Module, mesh: DeviceMesh, plan: Plan, reducer: Reducer, ignored: Collection[str] = ()
+    module: nn.Module,
+    mesh: DeviceMesh,
+    plan: Plan,
+    reducer: Reducer,
+    ignored: Collection[str] = (),
+    sums: Sums | None = None,
 ) -> DistributedDataParallel:
     """DDP over the `replicate` axis of the mesh; parameters called `ignored` are neither averaged nor made equal.
 
@@ -34,7 +41,7 @@ def replicate(
     group = mesh.get_group("replicate")
     model = DistributedDataParallel(
         module,
-        process_group=group,
+        process_group=Beside(group, sums) if isinstance(sums, SharedSums) else group,
         bucket_cap_mb=plan.gradients.bucket_bytes / MIB,
         gradient_as_bucket_view=True,
         find_unused_parameters=True,

@@ -8,7 +8,6 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -209,10 +208,10 @@ class Session:
             term = self._loss.term(output, example.target, samples)
             now = [term.sum] if term.own_count is None else [term.sum, term.own_count]
             told[:] = [before + more for before, more in zip(told, now, strict=True)] if told else now
+            scale = term.weight * ranks / total()
             if last_of_step(number):
                 reduced.append(self._start_sum(told))
             self._report("backward")
-            scale = term.weight * ranks / total()
             if self.loss_scale:
                 scale *= self.loss_scale.value
             return term.value if isinstance(scale, float) and scale == 1.0 else term.value * scale
@@ -275,15 +274,10 @@ class Session:
 
     def _add_up(self, numbers: Tensor) -> Callable[[], Sequence[Tensor]]:
         """Adds a few numbers over all ranks while other work goes on; the result waits for them."""
-        if self.world.size == 1:
+        if self._parallel.sums is None:
             return numbers.unbind
-        work = dist.all_reduce(numbers, async_op=True)
-
-        def result() -> Sequence[Tensor]:
-            work.wait()
-            return numbers.unbind()
-
-        return result
+        summed = self._parallel.sums.start(numbers)
+        return lambda: summed().unbind()
 
     # ---- evaluation
 
