@@ -139,7 +139,7 @@ def summary(rows: Sequence[Row], found: Found) -> dict[str, Any]:
         "fastest": {size: row.algorithm for size, row in fastest.items()},
         "crossovers_measured": _crossovers(by_size, lambda row: row.time_s),
         "crossovers_predicted": _crossovers(by_size, _predicted),
-        "pairs": sum(len(list(combinations(of_size, 2))) for of_size in by_size.values()),
+        "pairs_apart": sum(len(_apart(of_size)) for of_size in by_size.values()),
         "ranked_wrongly": [{"bytes": size, "pair": pair} for size, pairs in wrong.items() for pair in pairs],
         "prediction_error_median": round(median(errors), 4) if errors else None,
         "prediction_error_worst": round(max(errors), 4) if errors else None,
@@ -173,13 +173,15 @@ def _crossovers(by_size: dict[int, list[Row]], seconds: Any) -> list[dict[str, A
 
 
 def _ranked_wrongly(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Pairs predicted the wrong way round whose rounds do not even touch: (faster, slower) as measured."""
-    wrong = []
-    for one, other in combinations(sorted(rows, key=lambda row: row.time_s), 2):
-        apart = one.spread[1] < other.spread[0]
-        if apart and _predicted(one) > _predicted(other):
-            wrong.append((one.algorithm, other.algorithm))
-    return wrong
+    """Pairs predicted the wrong way round though they are apart."""
+    wrong = [(one, other) for one, other in _apart(rows) if _predicted(one) > _predicted(other)]
+    return [(one.algorithm, other.algorithm) for one, other in wrong]
+
+
+def _apart(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
+    """Pairs whose rounds do not even touch: (faster, slower) as measured."""
+    pairs = combinations(sorted(rows, key=lambda row: row.time_s), 2)
+    return [(one, other) for one, other in pairs if one.spread[1] < other.spread[0]]
 
 
 def _errors(rows: Sequence[Row]) -> dict[str, float]:

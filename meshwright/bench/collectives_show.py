@@ -17,7 +17,7 @@ def show(rows: Sequence[Row], found: Found, console: Console) -> None:
         title=f"all-reduce of {ranks} ranks, {where}, {found.cores} cores; medians of {rounds} rounds,"
         f" load {found.load[0]:g} to {found.load[1]:g}"
     )
-    for name in ("bytes", "algorithm", "time", "least to most", "bytes/s", "to native", "predicted", "error"):
+    for name in ("bytes", "algorithm", "time", "its quartiles", "bytes/s", "to native", "predicted", "error"):
         table.add_column(name, justify="left" if name == "algorithm" else "right")
     for place, row in enumerate(rows):
         last = place + 1 == len(rows) or rows[place + 1].bytes != row.bytes
@@ -51,7 +51,9 @@ def lines(found: dict[str, Any]) -> list[str]:
         first = next(iter((found["fastest"] if kind == "measured" else found["chosen"]).values()), "none")
         told.append(f"fastest as {kind}: {', then '.join([first, *changes])}")
     wrong = [f"{one['pair'][0]} before {one['pair'][1]} at {size(one['bytes'])}" for one in found["ranked_wrongly"]]
-    told.append(f"ranked wrongly, of {found['pairs']} pairs: {', '.join(wrong) or 'none'} (rounds that overlap aside)")
+    told.append(
+        f"ranked wrongly, of {found['pairs_apart']} pairs whose rounds do not overlap: {', '.join(wrong) or 'none'}"
+    )
     if found["prediction_error_median"] is not None:
         by_name = ", ".join(f"{name} {error:.0%}" for name, error in found["error_by_algorithm"].items())
         told.append(
@@ -72,11 +74,11 @@ def _regrets(found: dict[int, float]) -> str:
 
 def _show_training(found: dict[str, Any], console: Console) -> None:
     table = Table(title=f"{found['model']}, batch {found['batch']} a rank, in DDP; medians of {found['rounds']} rounds")
-    for name in ("algorithm", "forward + backward", "lost to the exchange", "least to most", "to native"):
+    for name in ("algorithm", "forward + backward", "lost to the exchange", "its quartiles", "to native"):
         table.add_column(name, justify="left" if name == "algorithm" else "right")
     for row in found["rows"]:
         ratio = "" if row["ratio_to_native"] is None else f"{row['ratio_to_native']:.3g}"
-        spread = f"{seconds(row['spread'][0])} to {seconds(row['spread'][1])}"
+        spread = f"{seconds(row['spread_lost_s'][0])} to {seconds(row['spread_lost_s'][1])}"
         table.add_row(row["algorithm"], seconds(row["time_s"]), seconds(row["lost_s"]), spread, ratio)
     console.print(table)
     for one in found["sessions"]:

@@ -55,6 +55,29 @@ def alternating(
     return found
 
 
+def beside(
+    reference: Callable[[], object],
+    ways: Mapping[str, Callable[[], object]],
+    group: dist.ProcessGroup,
+    rounds: int,
+    budget_s: float,
+) -> dict[str, list[tuple[float, float]]]:
+    """Seconds of every way with those of `reference` right before or right after it, by turns: what a machine does to
+    both, their difference does not show."""
+    reference()
+    repeats = {}
+    for name, run in ways.items():
+        run()
+        repeats[name] = max(1, min(1000, int(budget_s / _once(group, run, 1)[0])))
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    for number in range(rounds):
+        for name, run in ways.items():
+            pair = [run, reference] if number % 2 else [reference, run]
+            taken = [_once(group, one, repeats[name])[0] for one in pair]
+            found[name].append((taken[0], taken[1]) if number % 2 else (taken[1], taken[0]))
+    return found
+
+
 def _once(group: dist.ProcessGroup, run: Callable[[], object], repeats: int) -> tuple[float, float]:
     dist.barrier(group)
     run()  # ranks leave a barrier one after the other

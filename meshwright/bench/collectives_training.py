@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import cycle, islice
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwright.bench.collectives_time import alternating
+from meshwright.bench.collectives_time import beside
 from meshwright.collectives.reducer import Reducer
 from meshwright.launch.world import World
 from meshwright.parallel.replicate import Hook
@@ -22,8 +22,8 @@ from meshwright.train.session import Session
 from meshwright.workloads.mnist import Net, digits
 
 BATCH = 64
-NO_EXCHANGE = "no exchange"
-_BUDGET_S = 0.5
+_BUDGET_S = 0.2  # little, so that what is compared lies close together
+_TIMES = 4  # of the rounds that collectives alone get
 _BATCHES = 4
 
 
@@ -31,27 +31,28 @@ def measure_training(
     group: dist.ProcessGroup, world: World, reducers: Mapping[str, Reducer], rounds: int
 ) -> dict[str, Any]:
     """Every rank calls this. `lost_s`: forward and backward beyond what they take without any exchange."""
-    ways = {NO_EXCHANGE: _passes(group, None, exchange=False), "native": _passes(group, None, exchange=True)}
+    ways = {"native": _passes(group, None, exchange=True)}
     for name, reducer in reducers.items():
         if name != "native":
             ways[name] = _passes(group, reducer, exchange=True)
-    found = alternating(ways, group, rounds, _BUDGET_S)
-    alone = found[NO_EXCHANGE]
-    lost = {name: [one - other for one, other in zip(taken, alone, strict=True)] for name, taken in found.items()}
+    found = beside(_passes(group, None, exchange=False), ways, group, rounds * _TIMES, _BUDGET_S)
+    lost = {name: [taken - alone for taken, alone in pairs] for name, pairs in found.items()}
     native_s = median(lost["native"])
     rows = [
         {
             "algorithm": name,
             "ranks": group.size(),
-            "time_s": median(taken),
-            "spread": (min(taken), max(taken)),
+            "time_s": median(taken for taken, _ in pairs),
+            "spread": _quartiles([taken for taken, _ in pairs]),
+            "alone_s": median(alone for _, alone in pairs),
             "lost_s": median(lost[name]),
-            "ratio_to_native": None if name == NO_EXCHANGE or native_s <= 0 else median(lost[name]) / native_s,
+            "spread_lost_s": _quartiles(lost[name]),
+            "ratio_to_native": median(lost[name]) / native_s if native_s > 0 else None,
         }
-        for name, taken in found.items()
+        for name, pairs in found.items()
     ]
     sessions = _sessions(group, world, rounds)
-    return {"model": "MNIST net", "batch": BATCH, "rounds": rounds, "rows": rows, "sessions": sessions}
+    return {"model": "MNIST net", "batch": BATCH, "rounds": rounds * _TIMES, "rows": rows, "sessions": sessions}
 
 
 def _passes(group: dist.ProcessGroup, reducer: Reducer | None, *, exchange: bool) -> Callable[[], None]:
@@ -73,21 +74,25 @@ def _sessions(group: dist.ProcessGroup, world: World, rounds: int) -> list[dict[
     """Samples a second of all ranks: without exchange each trains its own model."""
     ranks = group.size()
     lone = replace(world, rank=0, size=1, store=None)
-    ways = {NO_EXCHANGE: _steps(Plan(), lone, BATCH)}
+    ways = {}
     for name in ("native", "auto"):
         gradients = Gradients.model_validate({"algorithm": name})
         ways[name] = _steps(Plan(axes=Axes(replicate=ranks), gradients=gradients), world, BATCH * ranks)
-    found = alternating(ways, group, rounds, _BUDGET_S)
-    best = found[NO_EXCHANGE]
+    found = beside(_steps(Plan(), lone, BATCH), ways, group, rounds * _TIMES, _BUDGET_S)
     return [
         {
             "algorithm": name,
-            "samples_per_s": BATCH * ranks / median(taken),
-            "spread_samples_per_s": (BATCH * ranks / max(taken), BATCH * ranks / min(taken)),
-            "of_no_exchange": median(other / one for one, other in zip(taken, best, strict=True)),
+            "samples_per_s": BATCH * ranks / median(taken for taken, _ in pairs),
+            "of_no_exchange": median(alone / taken for taken, alone in pairs),
+            "spread_of_no_exchange": _quartiles([alone / taken for taken, alone in pairs]),
         }
-        for name, taken in found.items()
+        for name, pairs in found.items()
     ]
+
+
+def _quartiles(found: list[float]) -> tuple[float, float]:
+    low, _, high = quantiles(found, n=4)
+    return low, high
 
 
 def _steps(plan: Plan, world: World, global_batch: int) -> Callable[[], None]:

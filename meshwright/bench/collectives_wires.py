@@ -186,9 +186,8 @@ def _memory(group: dist.ProcessGroup, mine: range) -> Memory | None:
     """Of the ranks of each node among themselves; None where they cannot share any."""
     if len(mine) == 1:
         return None
-    inside = dist.new_group([dist.get_global_rank(group, rank) for rank in mine], use_local_synchronization=True)
     try:
-        memory = SharedMemory(inside)
+        memory = SharedMemory(group, among=mine)
     except InputError:
         return None
     few, tiny = torch.ones(4), torch.ones(8)

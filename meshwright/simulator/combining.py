@@ -3,7 +3,7 @@ should name.
 
     GPU ranks      the backend's own                                                         communication.collective_s
     CPU ranks      by schedules.py, on the cluster's links and what hosts of its kind take   wires_of
-    auto           shared memory on one node; on several that, and the backend between them; else the backend's own
+    auto           shared memory on one node; on several that, and messages between them; else the backend's own
     native         the backend's own: its measured curves                                    communication.collective_s
     chosen         the cheapest, by schedules.choose; `auto` where that is what `auto` does  chosen_algorithm
 
