@@ -13,10 +13,11 @@ from meshwright.proof.diagnose import diagnose
 from meshwright.proof.evidence import Evidence, Expected
 from meshwright.proof.groups import describe, grouping, looks_at_the_batch
 from meshwright.proof.laboratory import Laboratory
+from meshwright.proof.notes import notes
 from meshwright.proof.proof import Proof
-from meshwright.proof.question import PLAIN, Question
+from meshwright.proof.question import Question
 from meshwright.proof.reference import Reference, generators_kept
-from meshwright.proof.setting import Setting, set_up
+from meshwright.proof.setting import set_up
 from meshwright.proof.tolerance import Shadow, Sizes, counted
 from meshwright.train.recording import Recorded, read, read_start
 
@@ -51,7 +52,7 @@ class _Examination:
         self.reference = Reference(setting, question, kind, device)
         self.shadow = Shadow(set_up(question), device)
         self.comparing = Comparing(self.reference.model)
-        self.notes = _notes(question, setting, describe(kind, question.plan, batch_statistics))
+        self.notes = notes(question, setting, describe(kind, question.plan, batch_statistics))
         self.sizes: Sizes | None = None
         self.drift = 0.0
         self.adopted = 0
@@ -64,14 +65,14 @@ class _Examination:
             self._step(step, read(folder, step), read_start(folder) if step == 1 else None)
             if self.comparing.seen.first:  # everything that follows would follow from it
                 break
-        notes, seen = self.notes, self.comparing.seen
+        told, seen = self.notes, self.comparing.seen
         if self.adopted:
-            notes = (
-                *notes,
+            told = (
+                *told,
                 f"{self.adopted:,} times a weight that rounding alone decides was taken over from the plan",
             )
         if seen.first and seen.first.step < question.steps:
-            notes = (*notes, f"nothing was compared after step {seen.first.step}, where the first difference is")
+            told = (*told, f"nothing was compared after step {seen.first.step}, where the first difference is")
         return Proof(
             plan=question.plan,
             ranks=question.plan.world_size,
@@ -80,7 +81,7 @@ class _Examination:
             dtype=question.dtype,
             comparison=seen,
             derived=self._derived(),
-            notes=notes,
+            notes=told,
         )
 
     def _step(self, step: int, found: Recorded, start: Recorded | None) -> None:
@@ -152,22 +153,3 @@ class _Examination:
         grown = self.comparing.seen.tolerance > 1.01 * self.sizes.tolerance
         drift = f" + 2 × {self.sizes.depth} layers × what the weights had drifted before" if grown else ""
         return f"{self.sizes}{drift}"
-
-
-def _notes(question: Question, setting: Setting, groups: str | None) -> tuple[str, ...]:
-    notes = []
-    plan = question.plan
-    if plan.world_size == 1:
-        notes.append("one rank: nothing that ranks do together was compared")
-    if plan.numerics.precision != "fp32":
-        notes.append(f"compared in {question.dtype}: the plan's {plan.numerics.precision} is left out")
-    left_out = [name for name, plain in PLAIN.items() if getattr(plan.gradients, name) != plain]
-    notes += [f"compared without gradients.{name}, which trains otherwise than one device" for name in left_out]
-    if setting.dropped:
-        places = "place" if setting.dropped == 1 else "places"
-        notes.append(f"dropout is off for the comparison (in {setting.dropped} {places})")
-    elif question.dropout:
-        notes.append("dropout is on: plans that divide activations draw other masks than one device, and differ")
-    if groups:
-        notes.append(groups)
-    return tuple(notes)

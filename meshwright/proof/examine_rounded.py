@@ -16,6 +16,7 @@ from torch import Tensor
 from meshwright.errors import InputError
 from meshwright.proof.compare import Comparison, What, error_of, layer_scales
 from meshwright.proof.groups import GlobalBatch, describe, grouping, looks_at_the_batch
+from meshwright.proof.notes import notes
 from meshwright.proof.proof import Proof
 from meshwright.proof.question import Question
 from meshwright.proof.reference import generators_kept
@@ -76,9 +77,7 @@ class _Examination:
         self.left_out = 0
         statistics = any(looks_at_the_batch(module) for module in setting.model.modules())
         told = describe(kind, plan, statistics) if statistics or question.dropout else None
-        self.notes = [told] if told else []
-        if setting.dropped:
-            self.notes.append(f"dropout is off for the comparison (in {setting.dropped} places)")
+        self.notes = list(notes(question, setting, told))
 
     def run(self, folder: Path) -> Proof:
         question = self.question
@@ -137,8 +136,14 @@ class _Examination:
         allowances = self._allowed(batch, loss, {**gradients, **buffers}, before, noise)
         self.seen = self.seen.within(allowances.usual)
         self._number(step, "loss", found.loss, loss, allowances.numbers["loss"])
+        for witness in found.seen:
+            if witness.loss != float(found.loss):
+                theirs = torch.tensor(witness.loss, dtype=torch.float64)
+                self._number(step, "loss", theirs, loss, allowances.numbers["loss"], witness.rank)
         self._gradients(step, found, gradients, allowances)
         self._tensors(step, "buffer", found.state, buffers, allowances)
+        for rank, own in found.state_of.items():
+            self._tensors(step, "buffer", own, {k: v for k, v in buffers.items() if k in own}, allowances, rank)
         self._counters(step, found)
         if self.seen.first:
             return
@@ -200,11 +205,14 @@ class _Examination:
         for name, value in self._state().items():
             if not value.is_floating_point():
                 self._see(step, "buffer", name, error_of(found.state.get(name), value, 1.0))
+                for rank, own in found.state_of.items():
+                    if name in own:
+                        self._see(step, "buffer", name, error_of(own[name], value, 1.0), rank)
 
-    def _number(self, step: int, what: What, found: Tensor, expected: Tensor, most: float) -> None:
+    def _number(self, step: int, what: What, found: Tensor, expected: Tensor, most: float, rank: int = 0) -> None:
         error = _relative(found, expected)
         share = error / most if most else (math.inf if error else 0.0)
-        self._see(step, what, None, share * self.seen.tolerance if error else 0.0)
+        self._see(step, what, None, share * self.seen.tolerance if error else 0.0, rank)
 
     def _optimize(self, step: int, found: Recorded, batch: GlobalBatch) -> None:
         """The step that the plan's gradients make."""
