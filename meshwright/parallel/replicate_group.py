@@ -17,21 +17,23 @@ from meshwright.collectives.sums import SharedSums
 
 class Beside(dist.ProcessGroup):
     def __init__(self, group: dist.ProcessGroup, sums: SharedSums) -> None:
-        super().__init__(group.rank(), group.size())
+        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
         self._beside = group
         self._sums = sums
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         used = tensors[0]
         small = used.numel() * torch.int64.itemsize <= self._sums.LARGEST_BYTES
         if used.dtype == torch.int32 and used.device.type == "cpu" and small:
             return _Sum(used, self._sums.start(used.long()))
         return self._beside.allreduce(tensors, opts)
 
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         return self._beside.broadcast(tensors, opts)
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+    def allgather(  # type: ignore[override]
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
         return self._beside.allgather(outputs, inputs, opts)
 
     def getBackendName(self) -> str:

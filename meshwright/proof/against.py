@@ -178,7 +178,7 @@ class _Comparison:
     def _sizes(self) -> Sizes:
         """Counted while one device computes the first batch."""
         setting = set_up(self.question)
-        kind = grouping(setting.model.train(), self.question.plan, self.question.dropout)
+        kind = grouping(setting.model.train(), self.question.plan, self.question.dropout, setting.loss)
         reference = Reference(setting, self.question, kind, _CPU)
         batch = reference.next_batch()
         with counted(reference.model) as count:

@@ -46,7 +46,7 @@ class _Examination:
     def __init__(self, question: Question, device: torch.device) -> None:
         setting = set_up(question)
         setting.model.train()
-        kind = grouping(setting.model, question.plan, question.dropout)
+        kind = grouping(setting.model, question.plan, question.dropout, setting.loss)
         batch_statistics = any(looks_at_the_batch(module) for module in setting.model.modules())
         self.question = question
         self.reference = Reference(setting, question, kind, device)

@@ -67,8 +67,8 @@ class _Examination:
         setting = set_up(question)
         setting.model.train()
         plan = question.plan
-        kind = grouping(setting.model, plan, question.dropout)
-        if kind == "whole" and plan.shares > 1:
+        kind = grouping(setting.model, plan, question.dropout, setting.loss)
+        if kind == "whole" and plan.shares > 1 and not hasattr(setting.loss, "joined"):
             kind = "local"  # the same microbatches round alike
         self.question = question
         self.reference = RoundedReference(setting, question, kind, device)

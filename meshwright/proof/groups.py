@@ -21,9 +21,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from meshwright.data.loading import Batch, Microbatch, Share
+from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.proof.setting import Setting
 from meshwright.train.batch import samples_in
+from meshwright.train.loss import LossFunction
 
 Grouping = Literal["whole", "local", "synchronized"]
 
@@ -48,9 +50,18 @@ class GlobalBatch:
     last: bool  # of the epoch
 
 
-def grouping(model: nn.Module, plan: Plan, dropout: bool) -> Grouping:
-    """How the reference must group samples; `whole` where the plan makes one group of them anyway."""
+def grouping(model: nn.Module, plan: Plan, dropout: bool, loss: LossFunction | None = None) -> Grouping:
+    """How the reference must group samples; `whole` where the plan makes one group of them anyway, and where the loss
+    compares all of them with each other."""
     if plan.shares == 1:
+        return "whole"
+    if hasattr(loss, "joined"):
+        if dropout or any(looks_at_the_batch(module) for module in model.modules()):
+            raise InputError(
+                "the loss compares all samples of a global batch with each other, and the model has layers that treat"
+                " each rank's samples apart (BatchNorm, or dropout that is on): no one device does both at once, so"
+                " such a plan cannot be compared"
+            )
         return "whole"
     if not any(looks_at_the_batch(module) for module in model.modules()):
         return "local" if dropout else "whole"

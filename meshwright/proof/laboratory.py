@@ -62,8 +62,8 @@ class Laboratory:
     @cached_property
     def kind(self) -> Grouping:
         """The groups that the reference took."""
-        model = set_up(self.question).model.train()
-        return grouping(model, self.question.plan, self.question.dropout)
+        setting = set_up(self.question)
+        return grouping(setting.model.train(), self.question.plan, self.question.dropout, setting.loss)
 
     @cached_property
     def batch_layers(self) -> frozenset[str]:

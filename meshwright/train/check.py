@@ -22,7 +22,7 @@ from meshwright.train.build import (
     make_model,
     sample_batch,
 )
-from meshwright.train.loss import understand
+from meshwright.train.loss import check_joined, understand
 from meshwright.train.optimizer import build_optimizer
 
 
@@ -36,7 +36,7 @@ def check(job: Job, plan: Plan, cluster: Cluster) -> None:
     build_metrics(job)
     build_loading(job, torch.device("cpu"))
     if job.loss:
-        understand(bind(job.loss, "loss"))
+        check_joined(understand(bind(job.loss, "loss")), plan)
     train, _ = build_data(job)
     if plan.numerics.cast == "weights":
         check_cast(plan, model or make_model(job))

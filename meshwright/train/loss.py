@@ -7,6 +7,10 @@ A loss is called as `loss(output, target)` and returns one of
 
 torch's cross entropy and negative log likelihood are known to divide by the number (or class weight) of
 targets that are not ignored, and any torch loss with `reduction="sum"` to be a sum.
+
+A loss that compares a batch's samples with each other has a method `joined(across)`, which returns it for one rank of
+many: `across(rows)` gives the rows of all ranks and where this rank's begin. It returns the sum over its own samples,
+whose mean is taken over the global batch.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,9 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.errors import InputError
+from meshwright.plan import Plan
+from meshwright.train.metrics import without_rows
 
 LossFunction = Callable[[Any, Any], Any]
-Kind = Literal["samples", "targets", "sum"]
+Kind = Literal["samples", "targets", "sum", "joined"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +36,8 @@ class Loss:
     """A loss function and what it is a mean over.
 
     `samples`: `function` returns a batch's mean. `targets`: it returns the sum over the targets that are not
-    ignored (a mean over none of them would be 0/0). `sum`: the job wants the sum over the global batch.
+    ignored (a mean over none of them would be 0/0). `sum`: the job wants the sum over the global batch. `joined`: it
+    returns the sum over the batch's samples, which it compares with those of other ranks.
     """
 
     function: LossFunction
@@ -51,6 +58,8 @@ class Loss:
 
     def term(self, output: Any, target: Any, samples: int) -> "Term":
         """A batch's part of the global sum. A borrowed sample (`samples` = 0) has no weight."""
+        if self.kind == "joined" and not samples:  # nor is it anybody's other sample
+            output = without_rows(output)
         value, own_count = _value_and_count(self.function(output, target))
         present = 1.0 if samples else 0.0
         if own_count is not None:
@@ -73,6 +82,28 @@ class Term:
         return value if self.weight == 1.0 else value * self.weight
 
 
+def join(function: Any, across: Callable[[Tensor], tuple[Tensor, int]] | None) -> Any:
+    """A loss or metric for one rank of many, where it compares samples with each other."""
+    return function.joined(across) if across is not None and hasattr(function, "joined") else function
+
+
+def check_joined(loss: Loss, plan: Plan) -> None:
+    """A loss over samples of the whole global batch wants to see them at once."""
+    if loss.kind != "joined":
+        return
+    if plan.microbatches > 1:
+        raise InputError(
+            f"the loss compares all samples of a global batch with each other, but the plan ({plan.summary()}) cuts a"
+            f" rank's share of it into {plan.microbatches} microbatches: set memory.accumulation and"
+            " pipeline.microbatches to 1"
+        )
+    if plan.gradients.servers:
+        raise InputError(
+            "the loss compares all samples of a global batch with each other, but workers of parameter servers do not"
+            " meet: set gradients.servers to 0"
+        )
+
+
 def models_own() -> Loss:
     """For models that return their loss: as a scalar, as `output.loss`, or under the key `loss`."""
 
@@ -89,6 +120,8 @@ def understand(function: LossFunction) -> Loss:
     """Finds out what a loss is a mean over; a function we do not know is taken as a mean over samples."""
     keywords: dict[str, Any] = {}
     inner: Any = function
+    if hasattr(function, "joined"):
+        return Loss(function, "joined")
     while isinstance(inner, partial):
         keywords = {**inner.keywords, **keywords}
         inner = inner.func

@@ -7,6 +7,8 @@ A metric is called as `metric(output, target)` for every evaluated batch and ret
 - a tensor, where the metric also has `finish(total) -> float`: the tensors of all batches are added up and
   `finish` turns the total into the value (a confusion matrix into mean IoU, say).
 
+One that compares samples with each other has a method `joined(across)`, as a loss may (loss.py).
+
 Everything is added in fp64 over batches and ranks, so the value is that of the whole evaluation set.
 """
 
@@ -15,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from meshwright.errors import InputError
 
@@ -36,6 +39,10 @@ def mean_error(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
     return (output - target).abs().double().sum(), target.numel()
 
 
+def without_rows(output: Any) -> Any:
+    return tree_map(lambda value: value[:0] if isinstance(value, Tensor) else value, output)
+
+
 class Tally:
     """The running totals of an evaluation on one rank."""
 
@@ -45,8 +52,13 @@ class Tally:
         self._totals: dict[str, Tensor] = {}
 
     def add(self, output: Any, target: Any, samples: int) -> None:
+        """Of a batch without samples only those metrics hear that compare samples of all ranks: the others wait for
+        this one."""
         for name, metric in self._metrics.items():
-            self.add_value(name, metric(output, target), samples)
+            if samples:
+                self.add_value(name, metric(output, target), samples)
+            elif hasattr(metric, "joined"):
+                self.add_value(name, metric(without_rows(output), target), samples)
 
     def add_value(self, name: str, value: Any, samples: float | Tensor) -> None:
         if hasattr(self._metrics.get(name), "finish"):

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -20,15 +21,17 @@ from meshwright.data.loading import Batch, Loading, Microbatch, Share, eval_batc
 from meshwright.data.order import derive
 from meshwright.errors import InputError
 from meshwright.launch.world import World
+from meshwright.parallel.across import Across
 from meshwright.parallel.apply import Fill, apply
 from meshwright.parallel.clip import by_type
 from meshwright.parallel.layout import local_of
+from meshwright.parallel.mesh import data_group
 from meshwright.parallel.model import ParallelModel
 from meshwright.plan import Plan
 from meshwright.train.batch import chunks, move, samples_in
 from meshwright.train.evaluation import Rounds, combine
 from meshwright.train.graphed import Graphs
-from meshwright.train.loss import Loss, LossFunction, models_own, understand
+from meshwright.train.loss import Loss, LossFunction, check_joined, join, models_own, understand
 from meshwright.train.loss_scale import LossScale
 from meshwright.train.metrics import Metric, Tally
 from meshwright.train.optimizer import fuse
@@ -87,6 +90,10 @@ class Session:
         self.schedule = make_schedule(self.optimizer) if make_schedule else None
         self._schedule_per = schedule_per
         self._loss: Loss = understand(loss) if loss else models_own()
+        check_joined(self._loss, plan)
+        others = data_group(self._parallel.mesh, plan)
+        self._across = Across(others) if others is not None else None
+        self._loss = replace(self._loss, function=join(self._loss.function, self._across))
         self._clip_norm = clip_norm
         self._target = target
         self._frozen = frozen
@@ -239,7 +246,7 @@ class Session:
             return lambda: 1.0
         if self._loss.kind == "sum":
             return lambda: 1.0
-        if self._loss.kind == "samples" and global_samples is not None:
+        if self._loss.kind in ("samples", "joined") and global_samples is not None:
             return lambda: global_samples
         count = sum(self._loss.count(example.target, samples) for example, samples in examples)
         if self.world.size == 1 and not isinstance(count, Tensor):
@@ -310,16 +317,18 @@ class Session:
         self._report("evaluate")
         self._parallel.align_buffers()
         self._parallel.train(False)
-        tally = Tally({**(metrics or {})}, self.world.device)
+        joined = self._loss.kind == "joined" or any(hasattr(metric, "joined") for metric in (metrics or {}).values())
+        own_metrics = {name: join(metric, self._across) for name, metric in (metrics or {}).items()}
+        tally = Tally(own_metrics, self.world.device)
         share = share or self._share()
         own = eval_batches(dataset, batch=max(1, batch // share.ranks), share=share, loading=loading or Loading())
-        together = self._parallel.in_step or share.ranks < self.world.size
+        together = self._parallel.in_step or share.ranks < self.world.size or (joined and self.world.size > 1)
         rounds = Rounds(own, interrupted, together)
         with torch.no_grad():  # not inference_mode: what a model caches in here, training could not use
             for part in rounds:
                 example = self._example(part.data)
                 output = self._parallel.evaluate(example)
-                if not self._parallel.place.speaks or not part.samples:
+                if not self._parallel.place.speaks or not (part.samples or joined):
                     continue
                 term = self._loss.term(output, example.target, part.samples)
                 count = self._loss.count(example.target, part.samples)
