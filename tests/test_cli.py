@@ -14,8 +14,9 @@ import yaml
 from safetensors.torch import save_file
 
 import meshwright.train.run
-from meshwright import cli
 from meshwright.cli import main
+from meshwright.cli.choice import chosen_plan
+from meshwright.cli.commands import _print_result
 from meshwright.cluster.detect import find
 from meshwright.errors import InputError
 from meshwright.job import load_job
@@ -232,11 +233,13 @@ def test_what_only_a_rank_finds_wrong_leaves_nothing_behind_either(
         raise InputError("data.target is 'y', but batches have no such key")
 
     monkeypatch.setattr(meshwright.train.run, "launch", refuse)
-    told = refused(folder, monkeypatch, capsys, "job.yaml", "--set", "output=new/runs")
+    told = refused(
+        folder, monkeypatch, capsys, "job.yaml", "--set", "output=new/runs", "--set", "plan.axes.replicate=2"
+    )
     assert "data.target is 'y'" in told
     (folder / "runs").mkdir()
     (folder / "runs" / "mine.txt").touch()
-    refused(folder, monkeypatch, capsys, "job.yaml")
+    refused(folder, monkeypatch, capsys, "job.yaml", "--set", "plan.axes.replicate=2")
 
 
 def test_a_real_command_ends_with_one_line_and_exit_2(tmp_path: Path) -> None:
@@ -290,7 +293,7 @@ def test_json_is_the_last_line_of_stdout(
 
 
 def test_people_are_told_accuracy_speed_and_the_whole_run_path(capsys: pytest.CaptureFixture[str]) -> None:
-    cli._print_result(RESULT, as_json=False)
+    _print_result(RESULT, as_json=False)
     told = capsys.readouterr().out
     assert "98.71%" in told
     assert "1,234" in told
@@ -371,7 +374,12 @@ def test_train_takes_a_plan_that_it_runs_and_that_leaves_the_numbers_as_they_are
     job = load_job("job.yaml", [f"train.global_batch={batch}"])
     (node,) = find("2xcpu").nodes
     known = node.device.model_copy(
-        update={"memory_bytes": 2**33, "bandwidth_bytes_per_s": 1e10, "rates": {"fp32": 5e10, "bf16": 1e11}}
+        update={
+            "memory_bytes": 2**33,
+            "bandwidth_bytes_per_s": 1e10,
+            "rates": {"fp32": 5e10, "bf16": 1e11},
+            "launch_s": 1e-5,
+        }
     )
     link = node.link.model_copy(update={"bandwidth_bytes_per_s": 1e9, "latency_s": 1e-4})
     measured = find("2xcpu").model_copy(
@@ -380,9 +388,9 @@ def test_train_takes_a_plan_that_it_runs_and_that_leaves_the_numbers_as_they_are
     bare = node.device.model_copy(update={"bandwidth_bytes_per_s": None, "rates": {}})
     unknown = measured.model_copy(update={"nodes": (node.model_copy(update={"device": bare}),)})
     two = Plan.model_validate({"axes": {"replicate": 2}})
-    assert cli._chosen(job, unknown, "auto") == (two, None)
-    plan, predicted_s = cli._chosen(job, measured, "auto")
+    assert chosen_plan(job, unknown, "auto") == (two, None)
+    plan, predicted_s = chosen_plan(job, measured, "auto")
     assert plan == two
     assert predicted_s is not None
-    assert cli._chosen(job, measured, two) == (two, pytest.approx(predicted_s))
-    assert cli._chosen(job, measured, Plan())[1] is not None
+    assert chosen_plan(job, measured, two) == (two, pytest.approx(predicted_s))
+    assert chosen_plan(job, measured, Plan())[1] is not None

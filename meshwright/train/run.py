@@ -27,8 +27,10 @@ def train(
     resume: str = "auto",
     predicted_step_s: float | None = None,
     recorded_steps: int = 0,
+    note: str | None = None,
 ) -> dict[str, Any]:
-    """Trains on this machine; returns the run's result as the command line's JSON has it."""
+    """Trains on this machine; returns the run's result as the command line's JSON has it. `note` is told to the user,
+    once it is known that the job can start."""
     check_here(cluster)
     chosen = choose_precision(plan, job, cluster)
     if chosen.why:
@@ -43,8 +45,8 @@ def train(
     absent = [path for path in (output, *output.parents) if not path.exists()]
     claimed = claim(job, resume)
     folder = claimed.folder
-    if claimed.note:
-        print(claimed.note, file=sys.stderr, flush=True)
+    for line in filter(None, (claimed.note, note)):
+        print(line, file=sys.stderr, flush=True)
     record(folder, job, plan)
     threads = plan.compute.threads or max(1, cluster.cores // plan.world_size)
     # Workers before servers: each of them may die alone, and the first server speaks.
