@@ -32,6 +32,7 @@ def checker(model: nn.Module, sample: Any, target: str | None = None) -> Callabl
     def check(plan: Plan) -> None:
         check_runnable(plan)
         check_cast(plan, model)
+        check_sparse(plan, model)
         if needs_structure(plan):
             check_branches(plan, model, sample, target, evaluating=found().evaluated)
             check_structure(plan, model, found())
@@ -88,6 +89,19 @@ def check_cast(plan: Plan, model: nn.Module) -> None:
         raise InputError(
             f"plan.numerics.cast is weights, but {name} is a BatchNorm, whose statistics stay in fp32 and do not go"
             " with rounded weights: set it to operators"
+        )
+
+
+def check_sparse(plan: Plan, model: nn.Module) -> None:
+    """Replicas bring sparse gradients together row by row; what divides a weight, or adds up several microbatches in
+    buffers of its own, wants dense ones."""
+    name = next((name for name, module in model.named_modules() if getattr(module, "sparse", False) is True), None)
+    if name is None:
+        return
+    if plan.world_size > plan.axes.replicate or any(s.kind != "none" for s in plan.modules.splits.values()):
+        raise InputError(
+            f"{name} has sparse gradients, which replicas alone can bring together, but the plan is"
+            f" {plan.summary()}: set sparse to false, or use the replicate axis only"
         )
 
 

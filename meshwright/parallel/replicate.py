@@ -57,7 +57,7 @@ def _register(model: DistributedDataParallel, group: dist.ProcessGroup, plan: Pl
         shorter = power_sgd.PowerSGDState(group, gradients.powersgd_rank, start_powerSGD_iter=POWER_SGD_AFTER)
         model.register_comm_hook(shorter, power_sgd.powerSGD_hook if _is_nccl(group) else _power_sgd_in_turn)
     elif travelling is not None or not isinstance(reducer, Native):
-        model.register_comm_hook(None, Hook(reducer, travelling).run)
+        model.register_comm_hook(None, Hook(reducer, travelling, group).run)
         weakref.finalize(model, reducer.close)
 
 
@@ -80,16 +80,24 @@ class Hook:
     """A reducer as DDP's communication hook: buckets are started as they are ready, in DDP's order, and the last one
     waits for all. Gradients travel in the type `travelling`, where it is not None."""
 
-    def __init__(self, reducer: Reducer, travelling: torch.dtype | None = None) -> None:
+    def __init__(
+        self, reducer: Reducer, travelling: torch.dtype | None = None, group: dist.ProcessGroup | None = None
+    ) -> None:
         self._reducer = reducer
+        self._group = group
         self._travelling = travelling
         self._rounded: dict[int, Tensor] = {}
         self._flying: list[tuple[torch.futures.Future[Tensor], Tensor, Tensor]] = []
 
     def run(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         flat, number = bucket.buffer(), bucket.index()
-        sent = self._sent(flat, number)
         future: torch.futures.Future[Tensor] = torch.futures.Future()
+        if flat.layout != torch.strided:
+            future.set_result(self._sparse_mean(flat))
+            if bucket.is_last():
+                self._finish()
+            return future
+        sent = self._sent(flat, number)
         self._reducer.start(sent, number)
         self._flying.append((future, flat, sent))
         if bucket.is_last():
@@ -104,6 +112,12 @@ class Hook:
         if known is None or known.shape != flat.shape:
             known = self._rounded[number] = torch.empty_like(flat, dtype=self._travelling)
         return known.copy_(flat)
+
+    def _sparse_mean(self, gradient: Tensor) -> Tensor:
+        """Rows that each rank has of its own: the backend brings them together, in the parameters' own type."""
+        total = gradient.coalesce()
+        dist.all_reduce(total, group=self._group)
+        return total / dist.get_world_size(self._group)
 
     def _finish(self) -> None:
         flying, self._flying = self._flying, []

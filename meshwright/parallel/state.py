@@ -42,9 +42,13 @@ def full_gradients(
     """The gradients under the names of the untouched model's `named_parameters`; those that are None are left out."""
     reshard(module)
     canonical = {tie.local: tie.name for tie in tied}
-    found = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+    found = {n: dense(p.grad) for n, p in module.named_parameters() if p.grad is not None}
     lying = {canonical.get(name, name): layout for name, layout in layouts.items()}
     return _full({canonical.get(name, name): value for name, value in found.items()}, lying, mesh, order, everywhere)
+
+
+def dense(gradient: Tensor) -> Tensor:
+    return gradient if gradient.layout == torch.strided else gradient.to_dense()
 
 
 @dataclass(frozen=True)

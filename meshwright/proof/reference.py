@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from meshwright.batch import Example, at_least_fp32, split
 from meshwright.data.order import derive
+from meshwright.parallel.state import dense
 from meshwright.proof.groups import GlobalBatch, Group, Grouping, global_batches
 from meshwright.proof.question import Question
 from meshwright.proof.setting import Setting, computing_in
@@ -100,11 +101,14 @@ class Reference(Trained):
     def clip(self) -> Tensor:
         """The gradients' global norm, before they are clipped to what the setting allows."""
         limit = self.setting.clip_norm
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        if limit is None and any(gradient.layout != torch.strided for gradient in gradients):
+            return torch.stack([dense(gradient).norm() for gradient in gradients]).norm()  # torch's takes dense ones
         return nn.utils.clip_grad_norm_(self.model.parameters(), float("inf") if limit is None else limit)
 
     def gradients(self) -> dict[str, Tensor]:
         """By name, on the CPU; those that the step did not reach are left out."""
-        return {name: p.grad.cpu().clone() for name, p in self.model.named_parameters() if p.grad is not None}
+        return {name: dense(p.grad).cpu().clone() for name, p in self.model.named_parameters() if p.grad is not None}
 
     def update(self, last_of_epoch: bool) -> None:
         super().update(last_of_epoch)

@@ -108,8 +108,7 @@ class Shadow(Trained):
             if gradient is None:
                 own[name].grad = None
                 continue
-            away = torch.where(gradient < 0, -1.0, 1.0).to(gradient.dtype)
-            own[name].grad = gradient - away * off[name]
+            own[name].grad = _moved(gradient, off[name])
 
     @torch.no_grad()
     def adopt(self, model: nn.Module, shifts: Mapping[str, Tensor]) -> None:
@@ -125,3 +124,13 @@ class Shadow(Trained):
         own = dict(self.model.named_parameters(remove_duplicate=False))
         named = model.named_parameters(remove_duplicate=False)
         return {name: _BOTH_WAYS * (own[name] - parameter).abs().cpu() for name, parameter in named}
+
+
+def _moved(gradient: Tensor, off: float) -> Tensor:
+    """Towards zero; of a sparse one the rows that are there."""
+    if gradient.layout != torch.strided:
+        rows = gradient.coalesce()
+        moved = _moved(rows.values(), off)
+        return torch.sparse_coo_tensor(rows.indices(), moved, rows.shape, is_coalesced=True, check_invariants=False)
+    away = torch.where(gradient < 0, -1.0, 1.0).to(gradient.dtype)
+    return gradient - away * off

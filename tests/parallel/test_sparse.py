@@ -1,0 +1,61 @@
+"""Sparse gradients: replicas bring their rows together, by every way of combining; other plans are refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from meshwright.errors import InputError
+from meshwright.launch.world import World
+from meshwright.parallel.check import check_sparse
+from meshwright.plan import Axes, Gradients, Plan
+from meshwright.train.session import Session
+from tests.ranks import run_ranks
+
+
+class Words(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(12, 4, sparse=sparse), nn.Linear(4, 3)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.out(self.table(words).mean(1))
+
+
+def _trained(rank: int, ranks: int, algorithm: str, sparse: bool) -> dict[str, Any]:
+    torch.manual_seed(2)
+    random = torch.Generator().manual_seed(4)
+    # Words of the table's second half are seen by nobody.
+    data = TensorDataset(torch.randint(6, (24, 5), generator=random), torch.randint(3, (24,), generator=random))
+    gradients = Gradients.model_validate({"algorithm": algorithm})
+    session = Session(
+        Words(sparse).double(),
+        lambda parameters: torch.optim.Adagrad(parameters.values(), lr=0.5),
+        loss=nn.functional.cross_entropy,
+        plan=Plan(axes=Axes(replicate=ranks), gradients=gradients),
+        world=World(rank, rank, ranks, ranks, 0, torch.device("cpu"), None),
+    )
+    losses = [float(session.step(batch)) for batch in session.batches(data, 2, 8)]
+    gradient = session.module.get_parameter("table.weight").grad
+    assert gradient is not None
+    assert (gradient.layout == torch.sparse_coo) == sparse
+    return {"losses": losses, "weights": session.state_dict()}
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "native", "ring"])
+def test_replicas_train_as_one_with_dense_gradients(algorithm: str) -> None:
+    alone = _trained(0, 1, "native", False)
+    for told in run_ranks(_trained, 2, algorithm, True):
+        assert told["losses"] == pytest.approx(alone["losses"], rel=1e-12)
+        for name, weight in alone["weights"].items():
+            torch.testing.assert_close(told["weights"][name], weight, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("axes", [{"shard": 2}, {"tensor": 2}, {"replicate": 2, "pipeline": 2}])
+def test_plans_that_divide_weights_are_refused(axes: dict[str, int]) -> None:
+    with pytest.raises(InputError, match=r"table has sparse gradients.*set sparse to false"):
+        check_sparse(Plan(axes=Axes(**axes)), Words(True))
+    check_sparse(Plan(axes=Axes(**axes)), Words(False))
+    check_sparse(Plan(axes=Axes(replicate=4)), Words(True))
