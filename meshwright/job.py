@@ -25,7 +25,8 @@ class Data(_Section):
     eval: Call | None = None
     root: str | None = None
     synthetic: bool = False
-    partition: Literal["batch"] = "batch"
+    partition: Literal["batch", "sample", "dimension"] = "batch"
+    parts: PositiveInt | None = None  # of the data set, divided by sample; null: one a rank
     workers: NonNegativeInt = 0
     pin_memory: bool | None = None  # null: where there are GPUs
     collate: Call | None = None
@@ -121,6 +122,11 @@ class Job(_Section):
     def _fits_together(self) -> Self:
         if self.train.epochs is None and self.train.steps is None:
             raise ValueError("train needs 'epochs' or 'steps': how long shall it train?")
+        if self.data.parts is not None and self.data.partition != "sample":
+            raise ValueError(
+                f"data.parts is {self.data.parts}, into which data.partition: sample divides the data set, but that is"
+                f" {self.data.partition}: leave one of them out"
+            )
         if "loss" in self.metrics:
             raise ValueError("metrics.loss: evaluations measure the loss already under this name, choose another")
         best = self.checkpoint.best

@@ -33,6 +33,7 @@ data:
   target: label
   drop_last: true
   damaged: skip
+  parts: null
 loss: {call: torch.nn:CrossEntropyLoss, label_smoothing: 0.1}
 metrics: {accuracy: {call: meshwright.train.metrics:accuracy}, top3: {call: meshwright.train.metrics:top_k, k: 3}}
 optimizer: {call: torch.optim:AdamW, lr: 1e-3, betas: [0.9, 0.95], groups: [no_decay, {match: head, lr: 1.5e-4}]}

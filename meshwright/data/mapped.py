@@ -11,9 +11,8 @@ import numpy as np
 from torch.utils.data import Dataset, Subset, default_collate
 
 from meshwright.data.batch import Batch, Loading, Microbatch, Share
-from meshwright.data.order import batches_per_epoch, permutation
-from meshwright.data.order import global_batch as global_batch_of
-from meshwright.data.partition import parts, share
+from meshwright.data.columns import Columns
+from meshwright.data.partition import ByBatch, ByPart, Partition, even_shares, parts
 from meshwright.data.randomness import generators_kept, seed_generators
 from meshwright.data.workers import fetched
 from meshwright.errors import InputError
@@ -23,15 +22,16 @@ class Fetch(NamedTuple):
     """One microbatch to load: samples of one epoch."""
 
     epoch: int
-    indices: list[int]
+    indices: np.ndarray
 
 
 class Fetched(Dataset[Any]):
     """Makes collated data of a `Fetch`, each sample with its own seed.
 
     A data set with `__getitems__` is asked once for the whole list, seeded by the list's first sample: such
-    data sets are expected to be deterministic, or to seed themselves. The collate function draws on from
-    the last sample's.
+    data sets are expected to be deterministic, or to seed themselves. So is one with `batch_of`, which makes the
+    collated batch itself, for rows that are cheaper to read than to hand over one by one. The collate function draws on
+    from the last sample's.
     """
 
     def __init__(self, dataset: Any, seed: int, use: str, loading: Loading) -> None:
@@ -40,9 +40,15 @@ class Fetched(Dataset[Any]):
         self._use = use
         self._collate = loading.collate or default_collate
         self._whole_lists = _takes_lists(dataset)
+        self._whole_batches = loading.collate is None and callable(getattr(dataset, "batch_of", None))
 
     def __getitem__(self, fetch: Fetch) -> Any:
-        epoch, indices = fetch
+        epoch = fetch.epoch
+        if self._whole_batches:
+            with generators_kept():
+                seed_generators(self._seed, self._use, epoch, int(fetch.indices[0]))
+                return self._dataset.batch_of(fetch.indices)
+        indices = fetch.indices.tolist()
         with generators_kept():
             if self._whole_lists:
                 seed_generators(self._seed, self._use, epoch, indices[0])
@@ -80,7 +86,9 @@ def train_mapped(
     drop_last: bool,
 ) -> Iterator[Batch]:
     size = _size(dataset)
-    batches = batches_per_epoch(size, global_batch, drop_last)
+    dataset, width = _own_columns(dataset, share, loading)
+    division = _division(size, global_batch, share, loading, seed, drop_last)
+    batches = division.batches
     if batches == 0:
         raise InputError(
             f"the data set has {size} samples, fewer than the global batch of {global_batch}, and drop_last "
@@ -97,38 +105,51 @@ def train_mapped(
     def fetches() -> Iterator[Fetch]:
         for epoch in count(first_epoch) if epochs is None else range(first_epoch, epochs):
             begin = first_index if epoch == first_epoch else 0
-            order = permutation(seed, epoch, size) if begin < batches else np.empty(0, np.int64)
+            order = division.order(epoch) if begin < batches else np.empty(0, np.int64)
             for index in range(begin, batches):
-                chosen = global_batch_of(order, index, global_batch)
-                pieces = parts(len(chosen), share.rank, share.ranks, accumulation)
+                shares = division.shares(index)
+                pieces = parts(shares, share.rank, accumulation)
                 counts = [len(piece) for piece in pieces]
-                outlines.append(_Outline(counts, len(chosen), epoch, index, index == batches - 1))
+                outlines.append(_Outline(counts, sum(map(len, shares)), epoch, index, index == batches - 1))
                 for piece in pieces:
-                    own = chosen[piece.start : piece.stop] if piece else chosen[:1]
-                    yield Fetch(epoch, own.tolist())
+                    own = order[piece.start : piece.stop]
+                    yield Fetch(epoch, own if piece else np.array([division.spare(order, index, share.rank)]))
 
     loaded = fetched(Fetched(dataset, seed, "sample", loading), loading, fetches())
     for data in loaded:
         outline = outlines.popleft()
-        microbatches = [Microbatch(data, outline.counts[0])]
-        microbatches += [Microbatch(next(loaded), samples) for samples in outline.counts[1:]]
+        microbatches = [Microbatch(data, outline.counts[0], width)]
+        microbatches += [Microbatch(next(loaded), samples, width) for samples in outline.counts[1:]]
         yield Batch(tuple(microbatches), outline.samples, outline.epoch, outline.index, outline.last)
 
 
 def eval_mapped(dataset: Any, *, batch: int, share: Share, loading: Loading, seed: int) -> Iterator[Microbatch]:
     """Rounds of `batch` samples a rank; the short last round is shared evenly."""
+    dataset, width = _own_columns(dataset, share, loading)
     own = [positions for positions in _rounds(_size(dataset), batch, share) if positions]
-    fetches = (Fetch(0, list(positions)) for positions in own)
+    fetches = (Fetch(0, np.arange(positions.start, positions.stop)) for positions in own)
     loaded = fetched(Fetched(dataset, seed, "eval", loading), loading, fetches)
     for data, positions in zip(loaded, own, strict=True):
-        yield Microbatch(data, len(positions))
+        yield Microbatch(data, len(positions), width)
 
 
 def _rounds(size: int, batch: int, part: Share) -> Iterator[range]:
     for begin in range(0, size, batch * part.ranks):
         everyone = range(size)[begin : begin + batch * part.ranks]
-        own = share(len(everyone), part.rank, part.ranks)
-        yield everyone[own.start : own.stop]
+        yield even_shares(everyone, part.ranks)[part.rank]
+
+
+def _own_columns(dataset: Any, share: Share, loading: Loading) -> tuple[Any, int | None]:
+    if loading.partition != "dimension" or share.parts == 1:
+        return dataset, None
+    own = Columns(dataset, share.part, share.parts)
+    return own, own.width
+
+
+def _division(size: int, global_batch: int, share: Share, loading: Loading, seed: int, drop_last: bool) -> Partition:
+    if loading.partition == "sample":
+        return ByPart(size, global_batch, share.ranks, seed, loading.parts or share.ranks)
+    return ByBatch(size, global_batch, share.ranks, seed, drop_last)
 
 
 def _takes_lists(dataset: Any) -> bool:

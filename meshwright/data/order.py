@@ -11,9 +11,9 @@ def derive(seed: int, *parts: int | str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def permutation(seed: int, epoch: int, size: int) -> np.ndarray:
-    """The order in which an epoch visits the samples."""
-    own = derive(seed, "order", epoch)
+def permutation(seed: int, epoch: int, size: int, part: int | None = None) -> np.ndarray:
+    """The order in which an epoch visits the samples, or those of a part of them."""
+    own = derive(seed, "order", epoch) if part is None else derive(seed, "order", epoch, part)
     # numpy may change what its new generators draw; this one is frozen, so a run resumes under any numpy.
     generator = np.random.RandomState([own & 0xFFFFFFFF, own >> 32])
     return generator.permutation(size).astype(np.int64, copy=False)
@@ -21,7 +21,3 @@ def permutation(seed: int, epoch: int, size: int) -> np.ndarray:
 
 def batches_per_epoch(size: int, batch: int, drop_last: bool) -> int:
     return size // batch if drop_last else -(-size // batch)
-
-
-def global_batch(order: np.ndarray, index: int, batch: int) -> np.ndarray:
-    return order[index * batch : (index + 1) * batch]

@@ -19,7 +19,7 @@ import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from meshwright.data.batch import Batch, Loading, Microbatch, Share
-from meshwright.data.partition import parts
+from meshwright.data.partition import even_shares, parts
 from meshwright.data.randomness import generators_kept, seed_generators
 from meshwright.data.workers import fetched
 from meshwright.errors import InputError
@@ -84,7 +84,8 @@ class _Batches(IterableDataset[Any]):
     def _microbatches(self, index: int, chosen: list[Any]) -> list[tuple[Any, int]]:
         reading = self._reading
         collated = []
-        for piece in parts(len(chosen), reading.share.rank, reading.share.ranks, reading.accumulation):
+        shares = even_shares(range(len(chosen)), reading.share.ranks)
+        for piece in parts(shares, reading.share.rank, reading.accumulation):
             if piece or reading.borrow:
                 # All ranks have read the same samples: their collate functions shall not draw the same.
                 position = index * reading.batch + piece.start
@@ -118,6 +119,11 @@ def train_stream(
     epochs: int | None,
     drop_last: bool,
 ) -> Iterator[Batch]:
+    if loading.partition != "batch":
+        raise InputError(
+            f"data.partition is {loading.partition}, which wants to know where each sample lies, but"
+            f" {type(dataset).__name__} is a stream: use batch, or give the data set __len__ and __getitem__"
+        )
     first_epoch, first_index = start
     for epoch in count(first_epoch) if epochs is None else range(first_epoch, epochs):
         first = first_index if epoch == first_epoch else 0

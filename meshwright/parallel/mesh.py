@@ -18,6 +18,7 @@ class Place:
 
     data_rank: int
     pipeline: int
+    tensor: int
     first: bool
     speaks: bool
 
@@ -40,6 +41,7 @@ def place_in(mesh: DeviceMesh | None, plan: Plan) -> Place:
     return Place(
         data_rank=along("replicate") * plan.axes.shard + along("shard"),
         pipeline=pipeline,
+        tensor=tensor,
         first=tensor == 0 and pipeline == 0,
         speaks=tensor == 0 and pipeline == last_stage(plan),
     )

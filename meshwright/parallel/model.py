@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from meshwright.collectives.sums import Sums
 from meshwright.parallel import shard
 from meshwright.parallel.clip import clip_
 from meshwright.parallel.combine import Combiner
+from meshwright.parallel.dimension import part_of_input
 from meshwright.parallel.layout import Layout, Tied
 from meshwright.parallel.local_steps import LocalSteps
 from meshwright.parallel.mesh import Place
@@ -104,6 +105,12 @@ class ParallelModel:
         with forward_precision(self.plan, self.device.type):
             output = model(*example.arguments, **example.keywords)
         return at_least_fp32(output)
+
+    def with_columns(self, example: Example, width: int) -> Example:
+        """An example whose first input holds this rank's columns, as a part of the whole one."""
+        assert self.mesh is not None, "columns are divided over the tensor axis"
+        first, *others = example.arguments
+        return replace(example, arguments=(part_of_input(first, width, self.mesh), *others))
 
     def clip_(self, max_norm: float) -> Tensor:
         """Scales the gradients to at most that norm of all of them together; returns the norm they had."""

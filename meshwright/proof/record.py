@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from meshwright.launch.place import Place
@@ -40,7 +41,9 @@ def record(question: Question, world: World, folder: Path, place: Place | None =
     with computing_in(setting.dtype):
         for step in _steps(session, question.steps):
             place.at(step, "data")
-            batch = plant.on_batch(in_dtype(next(batches), setting.dtype), session, step)
+            with computing_in(torch.float32):  # what samples draw is the same in every precision
+                loaded = next(batches)
+            batch = plant.on_batch(in_dtype(loaded, setting.dtype), session, step)
             recorder.batch(batch)
             loss = session.step(batch)
             plant.after_step(session, step)

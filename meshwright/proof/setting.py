@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import IterableDataset, default_collate
 
 from meshwright.call import bind, build
-from meshwright.data.loading import Batch, Loading, Microbatch, Share, train_batches
+from meshwright.data.loading import Batch, Loading, Share, train_batches
 from meshwright.job import Job
 from meshwright.proof.dropout import without_dropout
 from meshwright.proof.question import DTYPES, OwnModel, Question
@@ -73,6 +73,9 @@ def set_up(question: Question) -> Setting:
     dtype = DTYPES[question.dtype]
     made.model._apply(lambda tensor: _cast(tensor, dtype))
     dropped = 0 if question.dropout else without_dropout(made.model)
+    if made.loading.partition == "sample":  # one device reads the parts that the ranks have, in the same order
+        parts = made.loading.parts or question.plan.data_ranks
+        made = replace(made, loading=replace(made.loading, parts=parts))
     return replace(made, loss=_loss_in(made.loss, dtype), dtype=dtype, dropped=dropped)
 
 
@@ -82,7 +85,7 @@ def in_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
     def cast(value: Any) -> Any:
         return _cast(value, dtype) if isinstance(value, Tensor) else value
 
-    parts = tuple(Microbatch(tree_map(cast, part.data), part.samples) for part in batch.parts)
+    parts = tuple(replace(part, data=tree_map(cast, part.data)) for part in batch.parts)
     return replace(batch, parts=parts)
 
 

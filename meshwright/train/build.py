@@ -60,7 +60,13 @@ def _build_dataset(call: Call, offered: dict[str, Any], role: str) -> Any:
 def build_loading(job: Job, device: torch.device) -> Loading:
     pin = job.data.pin_memory if job.data.pin_memory is not None else device.type == "cuda"
     collate = bind(job.data.collate, "data.collate") if job.data.collate else None
-    return Loading(workers=job.data.workers, pin_memory=pin and device.type == "cuda", collate=collate)
+    return Loading(
+        workers=job.data.workers,
+        pin_memory=pin and device.type == "cuda",
+        collate=collate,
+        partition=job.data.partition,
+        parts=job.data.parts,
+    )
 
 
 def build_metrics(job: Job) -> dict[str, Metric]:

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.batch import split
 from meshwright.call import bind, build, check_arguments, load
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.job import Job
 from meshwright.parallel.check import check_cast, check_plan, check_runnable, needs_structure
+from meshwright.parallel.dimension import check_dimension
 from meshwright.plan import Plan
 from meshwright.train.build import (
     build_data,
@@ -40,6 +42,8 @@ def check(job: Job, plan: Plan, cluster: Cluster) -> None:
     train, _ = build_data(job)
     if plan.numerics.cast == "weights":
         check_cast(plan, model or make_model(job))
+    if job.data.partition == "dimension":
+        check_dimension(plan, make_model(job), split(sample_batch(job, train), job.data.target))
     if needs_structure(plan):
         check_plan(plan, model or make_model(job), sample_batch(job, train), job.data.target)
 

@@ -1,6 +1,7 @@
 """Evaluation over ranks: who runs which batch, and one set of totals in the end."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,13 +34,13 @@ class Rounds:
                 return
             if any_without:
                 given = _from_first(part)
-                borrowed = borrowed or Microbatch(given.data, 0)
+                borrowed = borrowed or replace(given, samples=0)
             if part is None:
                 assert borrowed is not None
                 yield borrowed
                 continue
             yield part
-            borrowed = Microbatch(part.data, 0)
+            borrowed = replace(part, samples=0)
 
     def _agreed(self, left: bool, without: bool) -> tuple[bool, bool, bool]:
         stop = self._interrupted()

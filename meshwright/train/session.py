@@ -106,6 +106,7 @@ class Session:
         recorded = plan.compute.cuda_graphs and plan.compute.compile == "none" and world.device.type == "cuda"
         self._graphs = Graphs(self._forward_backward, list(self.module.parameters())) if recorded else None
         self._counts_itself: bool | None = None  # what a rank that sees no loss was told of it
+        self.parts: int | None = None  # of a data set that is divided by sample
         self.steps = 0
         self.position = (0, 0)  # the epoch and batch that come next
         self._train_mode()
@@ -136,12 +137,16 @@ class Session:
                 f"train.global_batch is {global_batch}, fewer than the {self.plan.data_ranks} ranks × "
                 f"{self.plan.microbatches} microbatches of the plan: raise it or use fewer ranks"
             )
+        loading = loading or Loading()
+        if loading.partition == "sample":  # a run keeps its parts, whoever goes on with it
+            self.parts = self.parts or loading.parts or self._share().ranks
+            loading = replace(loading, parts=self.parts)
         return train_batches(
             dataset,
             seed=self.seed,
             global_batch=global_batch,
             share=self._share(),
-            loading=loading or Loading(),
+            loading=loading,
             accumulation=self.plan.microbatches,
             start=self.position,
             epochs=epochs,
@@ -159,7 +164,7 @@ class Session:
         self.optimizer.zero_grad(set_to_none=True)
         ours = isinstance(batch, Batch)
         parts = batch.parts if ours else self._microbatches(batch)
-        examples = [(self._example(part.data), part.samples) for part in parts]
+        examples = [(self._example(part.data, part.width), part.samples) for part in parts]
         if self.plan.axes.pipeline > 1:
             # A short batch has fewer microbatches than the schedule: the last one is borrowed, and counts for nothing.
             examples += [(examples[-1][0], 0)] * (self.plan.microbatches - len(examples))
@@ -326,7 +331,7 @@ class Session:
         rounds = Rounds(own, interrupted, together)
         with torch.no_grad():  # not inference_mode: what a model caches in here, training could not use
             for part in rounds:
-                example = self._example(part.data)
+                example = self._example(part.data, part.width)
                 output = self._parallel.evaluate(example)
                 if not self._parallel.place.speaks or not (part.samples or joined):
                     continue
@@ -363,7 +368,8 @@ class Session:
     def about(self) -> dict[str, Any]:
         """What a checkpoint's manifest says: the position, and the seed that with the step makes all
         randomness."""
-        return {"step": self.steps, "position": list(self.position), "seed": self.seed}
+        said = {"step": self.steps, "position": list(self.position), "seed": self.seed}
+        return said | ({"parts": self.parts} if self.parts else {})
 
     def save(self, path: str | Path) -> Path:
         """A whole checkpoint in the folder `path`; all ranks call it."""
@@ -387,18 +393,22 @@ class Session:
         self.steps = int(about["step"])
         self.seed = int(about["seed"])  # the order and the randomness to come are the saved run's
         self.position = (int(about["position"][0]), int(about["position"][1]))
+        self.parts = int(about["parts"]) if about.get("parts") else None
 
     # ---- parts
 
     def _share(self) -> Share:
         if self.updater is not None:
             return self.updater.share
-        return Share(self._parallel.place.data_rank, self.plan.data_ranks)
+        place = self._parallel.place
+        return Share(place.data_rank, self.plan.data_ranks, place.tensor, self.plan.axes.tensor)
 
-    def _example(self, data: Any) -> Example:
+    def _example(self, data: Any, width: int | None) -> Example:
+        """`width` of the whole input, where the data has only this rank's columns of it."""
         channels_last = self.plan.compute.layout == "channels_last"
         moved = move(data, self.world.device, channels_last=channels_last)
-        return split(moved, self._target)
+        example = split(moved, self._target)
+        return example if width is None else self._parallel.with_columns(example, width)
 
     def _microbatches(self, data: Any) -> list[Microbatch]:
         return [Microbatch(chunk, samples_in(chunk)) for chunk in chunks(data, self.plan.microbatches)]

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from meshwright.checkpoint.load import newest_good
 from meshwright.checkpoint.save import clear_unfinished, prune, save
+from meshwright.data.evenness import labels_of, told_of_parts
 from meshwright.data.loading import Batch
 from meshwright.data.order import batches_per_epoch
+from meshwright.data.partition import ByPart
 from meshwright.job import Job
 from meshwright.launch.output import terminal
 from meshwright.launch.place import Place
@@ -70,6 +72,8 @@ class Trainer:
         self.display: Display = display(terminal(), self.total_steps(), self.session.steps) if speaks else Silent()
         try:
             self.display.line(resumed)
+            for line in self._told_of_parts():
+                self.display.line(line)
             finished = self._train(stop)
             if finished:
                 self._finish()
@@ -81,13 +85,30 @@ class Trainer:
             if self.logbook:
                 self.logbook.close()
 
+    def _told_of_parts(self) -> list[str]:
+        """How even fixed parts of the data set are."""
+        data = self.job.data
+        if data.partition != "sample" or not hasattr(self.train_set, "__len__"):
+            return []
+        plan, size = self.session.plan, len(self.train_set)
+        parts = self.session.parts or data.parts or plan.data_ranks
+        division = ByPart(size, self.job.train.global_batch, plan.data_ranks, self.job.train.seed, parts)
+        return told_of_parts(division, labels_of(self.train_set))
+
     def total_steps(self) -> int | None:
         """How many steps the job takes; None for streams that do not know their length."""
         train = self.job.train
         if train.epochs is None or not hasattr(self.train_set, "__len__"):
             return train.steps
-        per_epoch = batches_per_epoch(len(self.train_set), train.global_batch, self.job.data.drop_last)
+        per_epoch = self._batches_per_epoch(len(self.train_set))
         return min(train.epochs * per_epoch, train.steps or train.epochs * per_epoch)
+
+    def _batches_per_epoch(self, size: int) -> int:
+        data, batch = self.job.data, self.job.train.global_batch
+        if data.partition != "sample":
+            return batches_per_epoch(size, batch, data.drop_last)
+        parts = self.session.parts or data.parts or self.session.plan.data_ranks
+        return ByPart(size, batch, 1, self.job.train.seed, parts).batches
 
     # ---- the loop
 
