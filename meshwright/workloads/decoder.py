@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.batch import at_least_fp32
 from meshwright.errors import InputError, did_you_mean
 
 STD = 0.02  # of GPT-2's initial weights
@@ -117,12 +118,21 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal; with fewer `kv_heads` than `heads`, each key and value serves a group of neighbouring queries."""
+    """With fewer `kv_heads` than `heads`, each key and value serves a group of neighbouring queries. `causal`: a token
+    sees those before it alone."""
 
     def __init__(
-        self, hidden: int, heads: int, kv_heads: int, bias: bool, dropout: float, rotary_base: float | None
+        self,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        bias: bool,
+        dropout: float,
+        rotary_base: float | None,
+        causal: bool = True,
     ) -> None:
         super().__init__()
+        self.causal = causal
         self.width = hidden // heads
         self.grouped = kv_heads != heads
         self.dropout = dropout
@@ -138,7 +148,9 @@ class Attention(nn.Module):
             table = rotation(x.shape[-2], self.width, self.rotary_base, x.device, q.dtype)
             q, k = rotate(q, table), rotate(k, table)
         dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=self.grouped)
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, is_causal=self.causal, dropout_p=dropout, enable_gqa=self.grouped
+        )
         out: Tensor = self.o(mixed.transpose(-3, -2).flatten(-2))
         return out
 
@@ -183,14 +195,14 @@ def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class NextTokenLoss(nn.CrossEntropyLoss):
-    """Cross entropy over the last dimension, in fp32; the mean is over the targets that are not `ignore_index`.
+    """Cross entropy over the last dimension, in at least fp32: the mean over the targets that are not `ignore_index`.
 
     As a kind of torch's cross entropy it is known to be a mean over targets, whose number is told before the
     forward pass; a loss that returns (sum, count) would cost a second pass over the gradients.
     """
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        return super().forward(output.flatten(0, -2).float(), target.flatten())
+        return super().forward(at_least_fp32(output).flatten(0, -2), target.flatten())
 
 
 def token_accuracy(output: Tensor, target: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:

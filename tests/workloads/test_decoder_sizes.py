@@ -43,7 +43,18 @@ def test_parameters_equal_the_closed_form_and_the_published_total(size: str) -> 
 
 @pytest.mark.parametrize(
     ("size", "billions"),
-    [("gpt3-2.7B", 2.7), ("gpt3-6.7B", 6.7), ("gpt3-13B", 13.0), ("gpt3-175B", 175.0), ("1T", 1008.0)],
+    [
+        ("10M", 0.010),
+        ("30M", 0.030),
+        ("50M", 0.051),
+        ("gpt3-2.7B", 2.7),
+        ("gpt3-6.7B", 6.7),
+        ("gpt3-13B", 13.0),
+        ("megatron-39B", 39.1),
+        ("gpt3-175B", 175.0),
+        ("megatron-530B", 529.6),
+        ("1T", 1008.0),
+    ],
 )
 def test_sizes_without_released_weights_are_as_large_as_they_are_called(size: str, billions: float) -> None:
     assert closed_form(size) / 1e9 == pytest.approx(billions, rel=0.02)

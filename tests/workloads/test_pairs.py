@@ -1,0 +1,83 @@
+import json
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+
+from meshwright.errors import InputError
+from meshwright.workloads.json_lines import hashed
+from meshwright.workloads.pairs import pairs
+from meshwright.workloads.towers import TwoTowers
+from tests.workloads.shares import assert_same_everywhere
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # more would wait for each other
+    yield
+    torch.set_num_threads(before)
+
+
+def written(folder: Path, *lines: object) -> str:
+    (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(folder)
+
+
+def test_pairs_of_texts_or_numbers(tmp_path: Path) -> None:
+    root = written(tmp_path, {"query": "red", "document": [3, 4, 5]}, {"query": [7], "document": "a red b"})
+    dataset = pairs(root=root, vocabulary=100, query_length=2, document_length=2)
+    query, document, number = dataset[1]
+    assert (query.tolist(), document.tolist(), number) == ([7, 0], [hashed("a", 100), hashed("red", 100)], 1)
+    assert dataset[0][0].tolist() == [hashed("red", 100), 0]
+    assert dataset[0][1].tolist() == [3, 4]
+    assert len(pairs(root=root, limit=1)) == 1
+
+
+def test_a_damaged_line_is_told_and_fatal_or_left_out(tmp_path: Path) -> None:
+    good = {"query": [1], "document": [150]}
+    root = written(tmp_path, good, {"query": [1]}, {"query": [150], "document": [1]}, good)
+    asked: dict[str, Any] = {"vocabulary": 100, "document_vocabulary": 200}
+    with pytest.raises(InputError, match=r"train\.jsonl, line 2: 'document' is neither"):
+        pairs(root=root, **asked)
+    with pytest.warns(UserWarning, match=r"line 2: .* \(and 1 more\)"):
+        assert len(pairs(root=root, **asked, damaged="skip")) == 2
+
+
+def test_generated_pairs_are_read_by_the_same_loader_and_can_be_learned() -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocabulary": 1000, "query_length": 4, "document_length": 12}
+    dataset, unseen = pairs(synthetic=True, **sizes), pairs("val", synthetic=True, **sizes)
+    assert torch.equal(pairs(root=str(dataset.lines.path.parent), **sizes)[5][1], dataset[5][1])
+    model = TwoTowers(1000, 32, (64,), 32)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    for query, document, _ in islice(DataLoader(dataset, 100), 30):
+        queries, documents = model(query, document)
+        optimizer.zero_grad()
+        F.cross_entropy(queries @ documents.T / 0.05, torch.arange(100)).backward()
+        optimizer.step()
+    query, document, _ = next(iter(DataLoader(unseen, 50)))
+    queries, documents = model(query, document)
+    assert ((queries @ documents.T).argmax(1) == torch.arange(50)).float().mean() > 0.5
+
+
+def test_pairs_are_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
+    root = written(tmp_path, *({"query": [n], "document": [n, n]} for n in range(1, 31)))
+    assert_same_everywhere(pairs(root=root, vocabulary=100))
+
+
+def test_without_data_both_ways_out_are_named() -> None:
+    with pytest.raises(InputError, match=r"val\.jsonl.*data\.root=FOLDER.*data\.synthetic=true"):
+        pairs("val")
