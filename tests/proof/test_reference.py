@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.data.order import global_batch, permutation
+from meshwright.data.order import permutation
 from meshwright.data.partition import parts
 from meshwright.plan import Plan
 from meshwright.proof.groups import describe, grouping
@@ -48,7 +48,7 @@ def by_hand(asked: Question, pieces: list[tuple[int, range]]) -> tuple[Tensor, T
     """The mean loss over groups of the first batch, and BatchNorm's running mean after those of data rank 0."""
     setting = set_up(asked)
     model = setting.model.train()
-    order = global_batch(permutation(setting.seed, 0, len(setting.data)), 0, BATCH)
+    order = permutation(setting.seed, 0, len(setting.data))[:BATCH]
     total = torch.zeros((), dtype=torch.float64)
     mean = model.get_buffer("norm.running_mean").clone()
     for rank, piece in pieces:
@@ -88,7 +88,7 @@ def test_synchronized_microbatches_are_normalized_one_by_one() -> None:
     assert [group.samples for group in groups] == [4, 4]
     first = {index for rank in range(2) for index in parts(BATCH, rank, 2, 2)[0]}
     setting = set_up(together)
-    order = global_batch(permutation(setting.seed, 0, len(setting.data)), 0, BATCH)
+    order = permutation(setting.seed, 0, len(setting.data))[:BATCH]
     expected = torch.stack([setting.data[int(order[index])][0] for index in sorted(first)])
     assert torch.equal(groups[0].data[0], expected.double())
 
@@ -151,7 +151,7 @@ def test_the_reference_is_what_a_bare_loop_is() -> None:
     order = permutation(setting.seed, 0, len(setting.data))
     weight = torch.arange(1.0, 5.0).double()
     for index in range(3):
-        chosen = [setting.data[int(i)] for i in global_batch(order, index, BATCH)]
+        chosen = [setting.data[int(i)] for i in order[index * BATCH : (index + 1) * BATCH]]
         output = model(torch.stack([x for x, _ in chosen]).double())
         loss = torch.nn.functional.cross_entropy(output, torch.stack([y for _, y in chosen]), weight)
         optimizer.zero_grad()

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
-from meshwright.data.order import batches_per_epoch, global_batch, permutation
+from meshwright.data.order import batches_per_epoch, permutation
 from meshwright.launch.world import World
 from meshwright.plan import Plan
 from meshwright.train.session import Parameters, Session
@@ -120,7 +120,7 @@ def bare_loop(case: Case) -> tuple[dict[str, Tensor], list[float]]:
     for epoch in range(EPOCHS):
         order = permutation(SEED, epoch, SIZE)
         for index in range(batches_per_epoch(SIZE, BATCH, False)):
-            batch = default_collate([data[int(i)] for i in global_batch(order, index, BATCH)])
+            batch = default_collate([data[int(i)] for i in order[index * BATCH : (index + 1) * BATCH]])
             x, y = (batch["image"], batch["label"]) if isinstance(batch, dict) else batch
             loss = case[2](_halves(model, x) if case[0] is Unused else model(x), y)
             if isinstance(loss, tuple):

@@ -5,18 +5,17 @@ import os
 import random
 import signal
 import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from meshwright.checkpoint.load import load, newest_good
 from meshwright.train.faults import kill_at, wait_for
 from meshwright.train.folder import RunFolder
+from tests.train import commands
 from tests.train.toy import Net
 
 STEPS = 51  # three epochs of 17 batches, the last of them short
@@ -34,26 +33,12 @@ JOB: dict[str, Any] = {
 
 
 def start(folder: Path, ranks: int) -> tuple[subprocess.Popen[str], RunFolder]:
-    folder.mkdir(parents=True, exist_ok=True)
     plan = {"axes": {"replicate": ranks}, "gradients": {"bucket_bytes": 8000}}
-    job = {**JOB, "plan": plan, "cluster": f"{ranks}xcpu", "output": str(folder / "runs")}
-    file = folder / "toy.yaml"
-    file.write_text(yaml.safe_dump(job))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "meshwright", "train", str(file), "--json"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    return process, RunFolder(folder / "runs" / "toy-0001")
+    return commands.start(folder, {**JOB, "plan": plan}, ranks)
 
 
 def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
-    out, err = process.communicate(timeout=200)
-    assert process.returncode == 0, err
-    result: dict[str, Any] = json.loads(out.splitlines()[-1])
-    assert result["steps"] == STEPS
-    return result
+    return commands.finish(process, STEPS)[0]
 
 
 def final_state(folder: RunFolder) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from meshwright.checkpoint.load import load
 from meshwright.checkpoint.manifest import verify
 from meshwright.checkpoint.save import save_at
-from meshwright.data.order import global_batch, permutation
+from meshwright.data.order import permutation
 from meshwright.errors import CollectiveError, InputError
 from meshwright.launch.pairs import Pair
 from meshwright.plan import Plan
@@ -297,7 +297,7 @@ def test_gradients_of_those_who_came_make_the_mean() -> None:
     case = case_of("own loss", plan_of(2, 1), steps=1, before=before)
     weights = train_in_threads(case).weights[0]
     alone = case_of("own loss", plan_of(1, 1), steps=1)
-    chosen = global_batch(permutation(case.seed, 0, len(half)), 0, BATCH)[: BATCH // 2]
+    chosen = permutation(case.seed, 0, len(half))[: BATCH // 2]
     model, make_optimizer = alone.make()
     optimizer = make_optimizer(dict(model.named_parameters()))
     case.loss(model(half.x[chosen]), half.y[chosen]).backward()

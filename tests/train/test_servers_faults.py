@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from meshwright.checkpoint.load import load, newest_good
 from meshwright.launch.place import place_file, read_place
 from meshwright.train.faults import kill_at, wait_for
 from meshwright.train.folder import RunFolder
 from tests.launch.processes import is_alive, tree, wait_until
+from tests.train import commands
 from tests.train.test_faults import JOB
 from tests.train.toy import Net
 
@@ -27,30 +27,12 @@ MODES = ["synchronous", "asynchronous", "bounded"]
 def start(
     folder: Path, gradients: dict[str, Any], workers: int = 2, **changes: Any
 ) -> tuple[subprocess.Popen[str], RunFolder]:
-    folder.mkdir(parents=True, exist_ok=True)
     plan = {"axes": {"replicate": workers}, "gradients": gradients}
-    job = {**JOB, "plan": plan, "cluster": f"{workers}xcpu", "output": str(folder / "runs"), **changes}
-    file = folder / "toy.yaml"
-    file.write_text(yaml.safe_dump(job))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "meshwright", "train", str(file), "--json"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    return process, RunFolder(folder / "runs" / "toy-0001")
+    return commands.start(folder, {**JOB, "plan": plan, **changes}, workers)
 
 
 def gated(gate: Path, free: int) -> dict[str, Any]:
     return {**JOB["data"], "train": {"call": "tests.train.gated:Gated", "gate": str(gate), "free": free}}
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[dict[str, Any], str]:
-    out, err = process.communicate(timeout=200)
-    assert process.returncode == 0, err
-    result: dict[str, Any] = json.loads(out.splitlines()[-1])
-    assert result["steps"] == STEPS
-    return result, err
 
 
 def saved(folder: RunFolder) -> dict[str, torch.Tensor]:
@@ -87,7 +69,7 @@ def test_a_killed_worker_is_done_without_and_comes_back(tmp_path: Path, updates:
     wait_until(is_back, "the killed worker to come back")
     everybody = tree(process.pid) - {process.pid}
     gate.touch()
-    result, err = finish(process)
+    result, err = commands.finish(process, STEPS)
     assert result["restarts"] == 1
     assert f"rank 1 was killed by SIGKILL at step {killed.step} (backward): it starts again alone" in err
     assert "worker 1 is gone" in err
@@ -104,7 +86,7 @@ def test_without_restarts_the_others_finish_alone(tmp_path: Path) -> None:
     changes: Any = {"train": {**JOB["train"], "restarts": 0}}
     process, folder = start(tmp_path, {"servers": 1}, **changes)
     kill_at(folder, rank=1, step=5)
-    result, err = finish(process)
+    result, err = commands.finish(process, STEPS)
     assert "the others go on without it" in err
     assert "the mean is over the samples of the others" in err
     assert result["restarts"] == 0
@@ -113,10 +95,10 @@ def test_without_restarts_the_others_finish_alone(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_a_killed_server_costs_a_restart_of_all_and_not_a_bit(tmp_path: Path) -> None:
     undisturbed, calm = start(tmp_path / "calm", {"servers": 2})
-    finish(undisturbed)
+    commands.finish(undisturbed, STEPS)
     process, folder = start(tmp_path / "broken", {"servers": 2})
     kill_at(folder, rank=3, step=12)
-    result, err = finish(process)
+    result, err = commands.finish(process, STEPS)
     assert "rank 3 was killed by SIGKILL" in err
     assert "all ranks start again" in err
     assert result["restarts"] == 1
@@ -128,7 +110,7 @@ def test_a_killed_server_costs_a_restart_of_all_and_not_a_bit(tmp_path: Path) ->
 def test_after_a_stop_the_run_goes_on_with_other_servers_or_none(tmp_path: Path) -> None:
     """First without a stop under plain replicas, then stopped under servers, taken up by more of them, and by none."""
     process, calm = start(tmp_path / "calm", {})
-    finish(process)
+    commands.finish(process, STEPS)
     for gradients, step in (({"servers": 1}, 7), ({"servers": 3}, 21)):
         process, folder = start(tmp_path / "stopped", gradients)
         wait_for(folder, rank=2, step=step)
@@ -138,7 +120,7 @@ def test_after_a_stop_the_run_goes_on_with_other_servers_or_none(tmp_path: Path)
         assert "goes on" in err.splitlines()[-1]
         assert "Traceback" not in err
     process, folder = start(tmp_path / "stopped", {})
-    _, err = finish(process)
+    _, err = commands.finish(process, STEPS)
     assert "going on after step" in err
     assert os.listdir(tmp_path / "stopped" / "runs") == ["toy-0001"]
     expected, found = saved(calm), saved(folder)

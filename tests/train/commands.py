@@ -1,0 +1,35 @@
+"""`meshwright train` as a process of its own, which tests kill, stop and wait for."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from meshwright.train.folder import RunFolder
+
+
+def start(folder: Path, job: Mapping[str, Any], ranks: int) -> tuple[subprocess.Popen[str], RunFolder]:
+    """The job on so many CPU ranks, in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "toy.yaml"
+    file.write_text(yaml.safe_dump({"cluster": f"{ranks}xcpu", "output": str(folder / "runs"), **job}))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "meshwright", "train", str(file), "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    return process, RunFolder(folder / "runs" / "toy-0001")
+
+
+def finish(process: subprocess.Popen[str], steps: int) -> tuple[dict[str, Any], str]:
+    """Its result and what it said, once it has made so many steps."""
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    result: dict[str, Any] = json.loads(out.splitlines()[-1])
+    assert result["steps"] == steps
+    return result, err
