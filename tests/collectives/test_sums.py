@@ -14,7 +14,7 @@ def _summed(rank: int, world_size: int) -> list[object]:
     assert group is not None
     found: list[object] = []
     for algorithm in ("auto", "native"):
-        sums = make_sums(algorithm, group, torch.device("cpu"))  # type: ignore[arg-type]
+        sums = make_sums(algorithm, group, torch.device("cpu"))
         first = sums.start(torch.tensor([rank + 1.0, 0.1], dtype=torch.float64))
         second = sums.start(torch.tensor([10 * rank, 1]))
         found += [type(sums).__name__, first().tolist(), second().tolist(), first().tolist()]

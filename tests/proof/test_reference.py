@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from meshwright.data.order import permutation
-from meshwright.data.partition import parts
+from meshwright.data.partition import even_shares, parts
 from meshwright.plan import Plan
 from meshwright.proof.groups import describe, grouping
 from meshwright.proof.question import Question
@@ -65,7 +65,7 @@ def by_hand(asked: Question, pieces: list[tuple[int, range]]) -> tuple[Tensor, T
 
 def test_local_statistics_are_those_of_each_microbatch_and_running_ones_of_rank_0() -> None:
     asked = replace(question("normalized"), plan=a_plan(ranks=2, accumulation=2))
-    pieces = [(rank, piece) for rank in range(2) for piece in parts(BATCH, rank, 2, 2)]
+    pieces = [(rank, piece) for rank in range(2) for piece in parts(even_shares(range(BATCH), 2), rank, 2)]
     loss, mean = by_hand(asked, pieces)
     found, _, state = step(asked)
     assert float(found) == pytest.approx(float(loss), rel=1e-13)
@@ -86,7 +86,7 @@ def test_synchronized_microbatches_are_normalized_one_by_one() -> None:
     together = replace(question("normalized"), plan=a_plan("synchronized", ranks=2, accumulation=2))
     groups = reference(together).next_batch().groups
     assert [group.samples for group in groups] == [4, 4]
-    first = {index for rank in range(2) for index in parts(BATCH, rank, 2, 2)[0]}
+    first = {index for rank in range(2) for index in parts(even_shares(range(BATCH), 2), rank, 2)[0]}
     setting = set_up(together)
     order = permutation(setting.seed, 0, len(setting.data))[:BATCH]
     expected = torch.stack([setting.data[int(order[index])][0] for index in sorted(first)])
