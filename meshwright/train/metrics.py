@@ -24,14 +24,15 @@ from meshwright.errors import InputError
 Metric = Callable[[Any, Any], Any]
 
 
-def accuracy(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    """The share of targets that the largest output names."""
-    return (output.argmax(dim=1) == target).sum(), target.numel()
+def accuracy(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The share of targets that the largest output names; a negative one, of a sample that was skipped, is none."""
+    return (output.argmax(dim=1) == target).sum(), (target >= 0).sum()
 
 
-def top_k(output: Tensor, target: Tensor, k: int = 5) -> tuple[Tensor, int]:
-    """The share of targets that are among the k largest outputs."""
-    return (output.topk(k, dim=1).indices == target.unsqueeze(1)).any(dim=1).sum(), target.numel()
+def top_k(output: Tensor, target: Tensor, k: int = 5) -> tuple[Tensor, Tensor]:
+    """The share of targets that are among the k largest outputs, of all where there are fewer."""
+    named = output.topk(min(k, output.shape[1]), dim=1).indices
+    return (named == target.unsqueeze(1)).any(dim=1).sum(), (target >= 0).sum()
 
 
 def mean_error(output: Tensor, target: Tensor) -> tuple[Tensor, int]:

@@ -1,4 +1,4 @@
-"""torchvision's models for classification and segmentation, their losses and metrics, and generated pictures.
+"""torchvision's models for classification and segmentation, their losses and metrics, and pictures made in memory.
 
 Picture i is a function of (seed, split, i), made when it is asked for, so a data set of any length takes no memory.
 What a class looks like depends on the class alone: it is the same in every split and under every seed.
@@ -18,19 +18,21 @@ from meshwright.errors import InputError
 
 SPLITS = ("train", "test")
 IGNORED = 255  # what PASCAL VOC marks the edges of objects with
+HIDDEN = 4096  # features between VGG's fully connected layers
 PATCHES = 4  # of a class's pattern, in each direction
 OBJECTS = 3  # in a scene
 
 # ---- models
 
 
-def vgg16(classes: int = 1000, **options: Any) -> nn.Module:
-    """`options` are torchvision's, such as `dropout`."""
-    return _torchvision("vgg16", classes, **options)
+def vgg16(classes: int = 1000, hidden: int = HIDDEN, **options: Any) -> nn.Module:
+    """`hidden`: features between the fully connected layers, fewer of them for small machines. `options` are
+    torchvision's, such as `dropout`."""
+    return _vgg("vgg16", classes, hidden, **options)
 
 
-def vgg19(classes: int = 1000, **options: Any) -> nn.Module:
-    return _torchvision("vgg19", classes, **options)
+def vgg19(classes: int = 1000, hidden: int = HIDDEN, **options: Any) -> nn.Module:
+    return _vgg("vgg19", classes, hidden, **options)
 
 
 def resnet18(classes: int = 1000, **options: Any) -> nn.Module:
@@ -41,9 +43,14 @@ def resnet50(classes: int = 1000, **options: Any) -> nn.Module:
     return _torchvision("resnet50", classes, **options)
 
 
-def deeplab(classes: int = 21, auxiliary: bool = False) -> nn.Module:
-    """DeepLabV3 on ResNet-101. With `auxiliary`, a second head learns from an earlier layer (`SegmentationLoss`)."""
-    made = _torchvision("segmentation.deeplabv3_resnet101", classes, weights_backbone=None, aux_loss=auxiliary)
+def deeplab(classes: int = 21, auxiliary: bool = False, zero_init_residual: bool = False) -> nn.Module:
+    """DeepLabV3 on ResNet-101. With `auxiliary`, a second head learns from an earlier layer (`SegmentationLoss`). With
+    `zero_init_residual`, which torchvision's ResNets take and this one does not, blocks add nothing to begin with."""
+    made: Any = _torchvision("segmentation.deeplabv3_resnet101", classes, weights_backbone=None, aux_loss=auxiliary)
+    if zero_init_residual:
+        for name, weight in made.backbone.named_parameters():
+            if name.endswith("bn3.weight"):
+                nn.init.zeros_(weight)
     return DeepLab(made)
 
 
@@ -70,6 +77,23 @@ def _torchvision(name: str, classes: int, **options: Any) -> nn.Module:
     # By `load`, which copes with a torchvision that was built for another torch.
     model: nn.Module = load(f"torchvision.models.{name}")(weights=None, num_classes=classes, **options)
     return model
+
+
+def _vgg(name: str, classes: int, hidden: int, **options: Any) -> nn.Module:
+    """With other fully connected layers where `hidden` asks for it; their names and places stay. They start as the
+    convolutions do (He et al. 2015): torchvision's constant deviation lets next to nothing through fewer features."""
+    if hidden < 1:
+        raise InputError(f"model: hidden is {hidden}: write a number of features from 1 on, {HIDDEN} is VGG's own")
+    model: Any = _torchvision(name, classes, **options)
+    if hidden != HIDDEN:
+        sizes = (model.classifier[0].in_features, hidden, hidden, classes)
+        for place, wide, narrow in zip((0, 3, 6), sizes[:-1], sizes[1:], strict=True):
+            layer = nn.Linear(wide, narrow)
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+            nn.init.zeros_(layer.bias)
+            model.classifier[place] = layer
+    made: nn.Module = model
+    return made
 
 
 def _enlarged(scores: Tensor, size: torch.Size) -> Tensor:

@@ -81,3 +81,11 @@ def test_ready_metrics() -> None:
 def test_what_is_none_of_the_three_is_refused_by_name() -> None:
     with pytest.raises(InputError, match="metric 'odd' returned Tensor: return a number, a pair"):
         Tally({"odd": lambda output, target: output}, CPU).add(OUTPUT, TARGET, 40)
+
+
+def test_labels_of_skipped_pictures_are_not_counted() -> None:
+    scores = torch.tensor([[0.1, 0.9, 0.0], [0.5, 0.3, 0.2], [0.2, 0.3, 0.5], [0.6, 0.3, 0.1]])
+    truth = torch.tensor([1, 1, -100, 2])
+    assert [int(part) for part in accuracy(scores, truth)] == [1, 3]
+    assert [int(part) for part in top_k(scores, truth, k=2)] == [2, 3]
+    assert [int(part) for part in top_k(scores, truth, k=5)] == [3, 3]  # there are but three classes

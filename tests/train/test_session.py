@@ -237,7 +237,7 @@ def test_ranks_go_on_bitwise(three: RankPool, tmp_path: Path) -> None:
 def evaluate_on_ranks(rank: int, size: int, samples: int, batch: int) -> tuple[dict[str, float] | None, int]:
     seen = 0
 
-    def counted(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    def counted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         nonlocal seen
         seen += len(target)
         return accuracy(output, target)

@@ -39,6 +39,16 @@ def test_classifiers_are_torchvisions(make: Any, millions: float) -> None:
     assert few(torch.empty(2, 3, 32, 32, device=META)).shape == (2, 7)
 
 
+def test_vggs_fully_connected_layers_may_be_narrower() -> None:
+    narrow = on_meta(vision.vgg16, classes=7, hidden=32)
+    wide = on_meta(vision.vgg16, classes=7)
+    assert narrow(torch.empty(2, 3, 32, 32, device=META)).shape == (2, 7)
+    assert list(narrow.state_dict()) == list(wide.state_dict())
+    assert narrow.get_parameter("classifier.3.weight").shape == (32, 32)
+    with pytest.raises(InputError, match="hidden is 0"):
+        vision.vgg16(hidden=0)
+
+
 def test_deeplab_gives_a_score_a_class_and_pixel() -> None:
     model = on_meta(vision.deeplab)
     assert model(torch.empty(2, 3, 64, 48, device=META)).shape == (2, 21, 64, 48)
@@ -51,6 +61,19 @@ def test_deeplabs_auxiliary_head_is_trained_and_then_left_out() -> None:
     scores, auxiliary = model(images)
     assert scores.shape == auxiliary.shape == (2, 21, 64, 64)
     assert model.eval()(images).shape == (2, 21, 64, 64)
+
+
+def test_deeplabs_blocks_may_add_nothing_to_begin_with() -> None:
+    from meshwright.parallel.initialize import initialized
+
+    def make() -> nn.Module:
+        return vision.deeplab(zero_init_residual=True)
+
+    started = initialized(make, seed=0).state_dict()
+    last = [name for name in started if name.endswith("bn3.weight")]
+    assert len(last) == 33
+    assert not any(started[name].any() for name in last)
+    assert started["backbone.bn1.weight"].all()
 
 
 def test_deeplabs_weights_have_torchvisions_names() -> None:

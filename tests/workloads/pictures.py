@@ -1,0 +1,76 @@
+"""Small data sets in the layouts of real ones, made with Pillow and NumPy, and the global batches that ranks make of
+them."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from meshwright.data.loading import Loading, Share, train_batches
+
+SEED, BATCH = 3, 8
+
+
+def noise(number: int, width: int = 24, height: int = 20) -> Image.Image:
+    random = np.random.RandomState(number)
+    return Image.fromarray(random.randint(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def make_folders(root: Path, split: str = "train", classes: tuple[str, ...] = ("ant", "bee"), each: int = 10) -> Path:
+    """root/split/<class>/<number>.png, without loss, so that tests know every pixel."""
+    for label, name in enumerate(classes):
+        folder = root / split / name
+        folder.mkdir(parents=True)
+        for number in range(each):
+            noise(label * each + number).save(folder / f"{number:03}.png")
+    return root
+
+
+def make_scenes(home: Path, names: tuple[str, ...], split: str = "train", classes: int = 21) -> Path:
+    """VOC's folders: noise, and masks in which rows of 255 divide two classes."""
+    for inside in ("JPEGImages", "SegmentationClass", "ImageSets/Segmentation"):
+        (home / inside).mkdir(parents=True, exist_ok=True)
+    for number, name in enumerate(names):
+        noise(number).save(home / "JPEGImages" / f"{name}.jpg", quality=95)
+        save_mask(home / "SegmentationClass" / f"{name}.png", [(number % classes), 255, (number + 1) % classes])
+    (home / "ImageSets" / "Segmentation" / f"{split}.txt").write_text("\n".join(names) + "\n")
+    return home
+
+
+def save_mask(file: Path, bands: list[int], width: int = 24, height: int = 20) -> None:
+    rows = np.repeat(np.array(bands, np.uint8), -(-height // len(bands)))[:height]
+    mask = Image.fromarray(np.repeat(rows[:, None], width, axis=1))
+    mask.putpalette([(color * 7) % 256 for color in range(768)])
+    mask.save(file)
+
+
+def global_batches(
+    dataset: Any, ranks: int = 1, workers: int = 0, start: tuple[int, int] = (0, 0)
+) -> list[tuple[Tensor, Tensor]]:
+    """Two epochs as all ranks together see them."""
+    shares = []
+    for rank in range(ranks):
+        found = train_batches(
+            dataset,
+            seed=SEED,
+            global_batch=BATCH,
+            share=Share(rank, ranks),
+            loading=Loading(workers=workers),
+            start=start,
+            epochs=2,
+        )
+        shares.append([[part.data for part in batch.parts if part.samples] for batch in found])
+    joined = []
+    for together in zip(*shares, strict=True):
+        parts = [part for share in together for part in share]
+        joined.append((torch.cat([images for images, _ in parts]), torch.cat([targets for _, targets in parts])))
+    return joined
+
+
+def same(first: list[tuple[Tensor, Tensor]], second: list[tuple[Tensor, Tensor]]) -> bool:
+    return len(first) == len(second) and all(
+        torch.equal(a, b) for one, other in zip(first, second, strict=True) for a, b in zip(one, other, strict=True)
+    )
