@@ -76,6 +76,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest plan for a job on any cluster, without it: ranked plans, and why the others were rejected."""
+    from dataclasses import replace
     from time import perf_counter
 
     from rich.console import Console
@@ -83,6 +84,7 @@ def plan(
     from meshwright.cluster.detect import find
     from meshwright.cluster.probe import measure
     from meshwright.job import load_job, load_plan
+    from meshwright.parallel.check import checker
     from meshwright.planner.answer import answer, of_one, show
     from meshwright.planner.question import with_own_operators
     from meshwright.planner.search import search
@@ -93,6 +95,7 @@ def plan(
     read = load_job(job, settings or [])
     given = load_plan(plan) if plan else None
     asked, profiles = asked_of(read, find(cluster or read.cluster, measure), exact=exact, top=top)
+    asked = replace(asked, refuses=checker(profiles.model, profiles.sample, profiles.target))
     question = with_own_operators(asked, profiles)
     answered = of_one(given, question, profiles) if given else answer(search(question, profiles), question, profiles)
     told = {**answered.to_dict(), "seconds": round(perf_counter() - begun, 3)}

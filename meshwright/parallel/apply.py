@@ -31,6 +31,7 @@ from meshwright.parallel.shard import shard
 from meshwright.parallel.stages import cut_stages, recompute_stages
 from meshwright.parallel.tensor import split_modules
 from meshwright.plan import Plan
+from meshwright.profile.dataflow import record_flow
 from meshwright.profile.recompute import recompute_blocks
 from meshwright.profile.structure import Structure, structure
 
@@ -154,7 +155,7 @@ def _structure(plan: Plan, module: nn.Module, sample: Any, target: str | None) -
             " give parallelize(…, sample_batch=batch)"
         )
     found = structure(module, sample, target=target)
-    check_branches(plan, module, sample, target, evaluating=found.evaluated)
+    check_branches(plan, module, lambda: record_flow(module, sample, 2, target=target, evaluating=found.evaluated))
     check_structure(plan, module, found)
     return beside_branches(found, plan)
 

@@ -1,14 +1,13 @@
 """Which branches of a plan can live on ranks of their own, said before ranks start."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
 from meshwright.errors import InputError, did_you_mean
 from meshwright.plan import Plan
-from meshwright.profile.dataflow import Call, Flow, record_flow
+from meshwright.profile.dataflow import Call, Flow
 from meshwright.profile.names import within
 from meshwright.profile.pieces import Pieces
 from meshwright.profile.recompute import find_blocks
@@ -29,10 +28,9 @@ def beside_branches(found: Structure, plan: Plan) -> Structure:
     return replace(found, splits=tuple(groups))
 
 
-def check_branches(
-    plan: Plan, model: nn.Module, sample: Any, target: str | None = None, *, evaluating: bool = False
-) -> None:
-    """The model may lie on the meta device. `evaluating`: in training, chance or data decide what runs."""
+def check_branches(plan: Plan, model: nn.Module, recorded: Callable[[], Flow]) -> None:
+    """The model may lie on the meta device. Its flow is asked for where the plan has branches; where chance or data
+    decide in training what runs, it is that of an evaluation."""
     if not apart(plan):
         return
     _check_names(plan, model)
@@ -40,7 +38,7 @@ def check_branches(
         _check_parameters(name, model)
         _check_splits(name, plan, model)
         _check_blocks(name, plan, model)
-    flow = record_flow(model, sample, 2, target=target, evaluating=evaluating)
+    flow = recorded()
     for name in plan.modules.branches:
         _check_flow(name, flow)
 

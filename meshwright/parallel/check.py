@@ -13,6 +13,7 @@ from meshwright.parallel.pipeline_check import check_pipeline
 from meshwright.parallel.pipeline_wiring import chosen_cuts
 from meshwright.parallel.tensor import check_splits
 from meshwright.plan import Plan
+from meshwright.profile.dataflow import Flow, record_flow
 from meshwright.profile.names import within
 from meshwright.profile.structure import Structure, structure
 
@@ -29,12 +30,16 @@ def checker(model: nn.Module, sample: Any, target: str | None = None) -> Callabl
     def found() -> Structure:
         return structure(model, sample, target=target)
 
+    @cache
+    def flow() -> Flow:
+        return record_flow(model, sample, 2, target=target, evaluating=found().evaluated)
+
     def check(plan: Plan) -> None:
         check_runnable(plan)
         check_cast(plan, model)
         check_sparse(plan, model)
         if needs_structure(plan):
-            check_branches(plan, model, sample, target, evaluating=found().evaluated)
+            check_branches(plan, model, flow)
             check_structure(plan, model, found())
 
     return check

@@ -1,6 +1,7 @@
 """Which plans there are for a model on a cluster: factorizations of the ranks, and the choices within each.
 
     ranks  = pipeline × replicate × shard × tensor, tensor within a node and dividing every split group      layouts
+             or tensor the ranks that branches live on: from 2 to as many as there are, without a pipeline     _apart
     batch  = (replicate × shard) × microbatches × samples of a microbatch                              microbatches
     stages = pipeline × stages of a rank, at most as many as the model can be cut into
 
@@ -16,6 +17,7 @@ from typing import Any, Literal
 from meshwright.errors import InputError
 from meshwright.plan import Axes, Compute, Memory, Modules, NumericsGroup, Pipeline, Plan
 from meshwright.planner.outline import Outline
+from meshwright.planner.placing import are_computed_again, beside, can_be_split, homes
 from meshwright.planner.question import Question
 from meshwright.simulator.pipeline_order import check_schedule
 
@@ -38,7 +40,8 @@ _BUSY = 0.75  # of the devices, that a plan which cannot use all of them must
 
 @dataclass(frozen=True)
 class Layout:
-    """How the ranks are divided. `wide`: a few huge layers are split over the replicate axis."""
+    """How the ranks are divided. `wide`: a few huge layers are split over the replicate axis. `apart`: towers or heads
+    live on different ranks of the tensor axis; with `beside` what they share is split along it, else it is whole."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -46,6 +49,12 @@ class Layout:
     shard: int = 1
     sharding: Sharding = "parameters"
     wide: bool = False
+    apart: Literal["", "towers", "heads"] = ""
+    beside: bool = False
+
+    @property
+    def axes(self) -> Axes:
+        return Axes(replicate=self.replicate, shard=self.shard, tensor=self.tensor, pipeline=self.pipeline)
 
     @property
     def ranks(self) -> int:
@@ -60,7 +69,8 @@ class Layout:
     def family(self) -> str:
         """The axes it uses, by name."""
         axes = [name for name in ("replicate", "shard", "tensor", "pipeline") if getattr(self, name) > 1]
-        return " × ".join(axes + ["wide layers split"] * self.wide) or "one rank"
+        more = ["wide layers split"] * self.wide + [f"{self.apart} apart"] * bool(self.apart) + ["split"] * self.beside
+        return " × ".join(axes + more) or "one rank"
 
 
 @dataclass(frozen=True)
@@ -112,6 +122,7 @@ def _layouts(outline: Outline, question: Question, ranks: int) -> Iterator[Layou
     batch = question.global_batch
     if question.even and 1 < ranks <= batch and gcd(ranks, batch) == 1:
         return  # stages and splits alone would leave every rank with the whole batch
+    yield from _apart(outline, question, ranks)
     cuttable = sum(piece.cuttable for piece in outline.pieces)
     for tensor in divisors(gcd(question.per_node, outline.degree, ranks)):
         for pipeline in divisors(ranks // tensor):
@@ -119,6 +130,22 @@ def _layouts(outline: Outline, question: Question, ranks: int) -> Iterator[Layou
             if pipeline > cuttable + 1 or samplers > batch or (question.even and batch % samplers):
                 continue
             yield from _data_parallel(outline, question, Layout(tensor, pipeline), samplers)
+
+
+def _apart(outline: Outline, question: Question, ranks: int) -> Iterator[Layout]:
+    """Branches on ranks of a node, as many as have one each or fewer; what is left are replicas and shards."""
+    for found in outline.placeable:
+        modules = [module for branch in found.branches for module in branch]
+        for tensor in divisors(gcd(question.per_node, ranks)):
+            samplers = ranks // tensor
+            if not 1 < tensor <= len(found.branches) or samplers > question.global_batch:
+                continue
+            if question.even and question.global_batch % samplers:
+                continue
+            layout = Layout(tensor, apart=found.kind)
+            yield from _data_parallel(outline, question, layout, samplers)
+            if can_be_split(outline, modules, tensor):
+                yield from _data_parallel(outline, question, replace(layout, beside=True), samplers)
 
 
 def _data_parallel(outline: Outline, question: Question, layout: Layout, samplers: int) -> Iterator[Layout]:
@@ -148,16 +175,22 @@ def microbatches(outline: Outline, layout: Layout, question: Question, precision
     """Lists of candidates that need more and more memory, by what else they choose. Without a pipeline the largest
     microbatches are the fastest."""
     share = -(-question.global_batch // layout.samplers)
-    sizes = _sizes(share, question.even)
+    sizes = [share] if question.joined else _sizes(share, question.even)
     for schedule, stages_per_rank in _SCHEDULES if layout.pipeline > 1 else _SCHEDULES[:1]:
         if layout.pipeline > 1 and layout.pipeline * stages_per_rank > sum(p.cuttable for p in outline.pieces) + 1:
             continue
-        for recompute in RECOMPUTES if any(piece.again for piece in outline.pieces) else RECOMPUTES[:1]:
+        for recompute in _recomputes(outline, layout):
             yield [
                 Candidate(layout, precision, recompute, schedule, stages_per_rank, -(-share // size), size)
                 for size in sizes
                 if layout.pipeline == 1 or _runs(schedule, layout.pipeline, stages_per_rank, -(-share // size))
             ]
+
+
+def _recomputes(outline: Outline, layout: Layout) -> tuple[Recompute, ...]:
+    if not any(piece.again for piece in outline.pieces):
+        return RECOMPUTES[:1]
+    return RECOMPUTES[:1] if layout.apart and are_computed_again(outline, layout.apart) else RECOMPUTES
 
 
 def _sizes(share: int, even: bool) -> list[int]:
@@ -184,12 +217,8 @@ def plan_of(candidate: Candidate, outline: Outline, question: Question) -> Plan:
     assert cuts is not None
     images = outline.has_convolutions and not question.exact
     return Plan(
-        axes=Axes(replicate=layout.replicate, shard=layout.shard, tensor=layout.tensor, pipeline=layout.pipeline),
-        modules=Modules(
-            splits=outline.wide_splits(layout.replicate) if layout.wide else {},
-            sequence=layout.tensor > 1 and outline.has_sequence,
-            loss=layout.tensor > 1 and outline.has_vocabulary,
-        ),
+        axes=layout.axes,
+        modules=_modules(layout, outline, question),
         pipeline=Pipeline(
             schedule=candidate.schedule,
             microbatches=candidate.microbatches if pipelined else 1,
@@ -202,6 +231,17 @@ def plan_of(candidate: Candidate, outline: Outline, question: Question) -> Plan:
         ),
         numerics=NumericsGroup.model_validate({"precision": candidate.precision}),
         compute=Compute(layout="channels_last" if images else "contiguous"),
+    )
+
+
+def _modules(layout: Layout, outline: Outline, question: Question) -> Modules:
+    if layout.apart:
+        where = homes(outline, question, layout.axes, layout.apart)
+        return Modules(splits=beside(outline, where, layout.tensor, layout.beside), branches=where)
+    return Modules(
+        splits=outline.wide_splits(layout.replicate) if layout.wide else {},
+        sequence=layout.tensor > 1 and outline.has_sequence,
+        loss=layout.tensor > 1 and outline.has_vocabulary,
     )
 
 

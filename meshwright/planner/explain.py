@@ -4,8 +4,9 @@ from meshwright.cluster.cluster import Link
 from meshwright.planner.outline import Outline
 from meshwright.planner.question import Question
 from meshwright.planner.search import Choice, Found
+from meshwright.simulator.branches import around, held
 from meshwright.simulator.placement import place
-from meshwright.simulator.tensor import kept_out
+from meshwright.simulator.tensor import kept_out, split_profile
 
 _GIB = 2**30
 _NOTABLE = 0.02  # of a step, from which a part of it is worth a word
@@ -21,12 +22,18 @@ _WHAT = {
     "shard": "gathering and combining shards",
 }
 
+_APART = {
+    "bubble": "waiting for other ranks' branches",
+    "tensor": "handing on results and gradients",
+}
+
 
 def explain(found: Found, question: Question) -> list[str]:
     """Sentences, the most important first."""
     best = found.ranked[0]
     lines = [_headline(best, found, question), *_memory(best, found.outline, question)]
     lines += _wide(best, found, question)
+    lines += _branches(best, found, question)
     lines += _axes(best, question)
     lines += _limits(best, question)
     lines += _runner_up(best, found, question)
@@ -45,6 +52,12 @@ def _headline(best: Choice, found: Found, question: Question) -> str:
         f" ({question.global_batch / step_s:,.4g} a second), {_share(best, 'compute'):.0%} of it computing;"
         f" {found.candidates:,} candidates, {found.priced} of them priced in full."
     )
+
+
+def _what(choice: Choice, part: str) -> str:
+    if choice.candidate.layout.apart and part in _APART:
+        return _APART[part]
+    return _WHAT[part]
 
 
 def _share(choice: Choice, part: str) -> float:
@@ -125,9 +138,41 @@ def _little(share: float) -> str:
     return f"under {max(1, round(share * 100 + 0.5))}%"
 
 
+def _branches(best: Choice, found: Found, question: Question) -> list[str]:
+    """For towers or heads, what placing them on different ranks spares and takes, or would."""
+    choices = (*found.ranked, *found.others)
+    fitting = [choice for choice in choices if choice.needs_bytes <= question.capacity_bytes]
+    placed, plain = ([c for c in fitting if bool(c.candidate.layout.apart) == apart] for apart in (True, False))
+    placed = placed or [choice for choice in choices if choice.candidate.layout.apart]
+    if not placed:
+        return []
+    one = best if best.candidate.layout.apart else min(placed, key=lambda choice: choice.prediction.step_s)
+    where = one.plan.modules.branches
+    ranks = [[name for name, home in where.items() if home == rank] for rank in range(one.plan.axes.tensor)]
+    names = " | ".join(", ".join(own) for own in ranks)
+    profile = found.outline.profile
+    shared = around(profile, one.plan)
+    most = max(split_profile(own, shared).parameter_bytes for own in held(profile, one.plan))
+    spared = f"a rank has {most / 1e6:,.4g} of {profile.parameter_bytes / 1e6:,.4g} MB of weights to train and combine"
+    kind = one.candidate.layout.apart
+    if one is not best:
+        said = f"With the {kind} on {len(ranks)} ranks of a node ({names}; {one.plan.summary()})"
+        is_slower = "is " if one in fitting else ""
+        return [f"{said} {spared}, but that {is_slower}{reason(one, best, question)}."]
+    lines = [f"The {kind} live on {len(ranks)} ranks of a node ({names}): {spared}, and {_costs(one, 'tensor')}."]
+    if plain:
+        other = min(plain, key=lambda choice: choice.prediction.step_s)
+        shorter = 1 - best.prediction.step_s / other.prediction.step_s
+        lines.append(
+            f"The step is {shorter:.1%} shorter than that of the best plan which does not place them,"
+            f" {other.plan.summary()}: {reason(other, best, question)}."
+        )
+    return lines
+
+
 def _axes(best: Choice, question: Question) -> list[str]:
     axes, lines = best.plan.axes, []
-    if axes.tensor > 1:
+    if axes.tensor > 1 and not best.candidate.layout.apart:
         link = _link_of(best, "tensor", question)
         lines.append(f"Tensor {axes.tensor} stays within a node, on {_reach(link)}: {_costs(best, 'tensor')}.")
     if axes.pipeline > 1:
@@ -142,7 +187,8 @@ def _axes(best: Choice, question: Question) -> list[str]:
 
 
 def _costs(choice: Choice, part: str) -> str:
-    return f"{_WHAT[part]} takes {seconds(choice.prediction.breakdown[part])}, {_share(choice, part):.1%} of the step"
+    taken = choice.prediction.breakdown[part]
+    return f"{_what(choice, part)} takes {seconds(taken)}, {_share(choice, part):.1%} of the step"
 
 
 def _limits(best: Choice, question: Question) -> list[str]:
@@ -175,6 +221,7 @@ def _runner_up(best: Choice, found: Found, question: Question) -> list[str]:
         choice
         for choice in found.others
         if choice.candidate.layout.family != best.candidate.layout.family
+        and bool(choice.candidate.layout.apart) == bool(best.candidate.layout.apart)  # the others are told of already
         and choice.needs_bytes <= question.capacity_bytes
     ]
     if not others:
@@ -197,7 +244,7 @@ def reason(choice: Choice, best: Choice, question: Question) -> str:
     link = (
         f" over {_reach(_link_of(choice, part, question))}" if part in place(choice.plan.axes, question.cluster) else ""
     )
-    return f"{slower:.1%} slower: {_WHAT[part]}{link} takes {seconds(theirs[part])}, {seconds(more)} more"
+    return f"{slower:.1%} slower: {_what(choice, part)}{link} takes {seconds(theirs[part])}, {seconds(more)} more"
 
 
 def too_large(needs_bytes: float, question: Question, at_least: bool = False) -> str:

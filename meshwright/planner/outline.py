@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd
+from typing import Literal
 
 from meshwright.cluster.cluster import Device
 from meshwright.plan import Axes, Modules, Plan, Split
@@ -43,6 +44,14 @@ class Wide:
     work_share: float
 
 
+@dataclass(frozen=True)
+class Placeable:
+    """Branches that can live on different ranks: of each the modules that hold its weights."""
+
+    kind: Literal["towers", "heads"]
+    branches: tuple[tuple[str, ...], ...]
+
+
 @dataclass
 class Outline:
     """`profile` keeps all activations. Seconds are those of an undivided piece on one device, of a CPU on so many
@@ -52,6 +61,8 @@ class Outline:
     device: Device
     cores: int = 1
     layout: str = "contiguous"
+    placeable: tuple[Placeable, ...] = ()
+    homes: dict[tuple[Axes, str], dict[str, int]] = field(default_factory=dict)  # that were found so far (placing.py)
     _seconds: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
     _pieces: dict[tuple[int, str], tuple[Piece, ...]] = field(default_factory=dict)
     _traced: dict[str, ModelProfile] = field(default_factory=dict)

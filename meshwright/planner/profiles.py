@@ -1,15 +1,19 @@
 """A model's profiles, traced when they are first asked for: each costs seconds for the largest models, so a search
 asks for no more of them than its bounds leave."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+from meshwright.profile.dataflow import record_flow
 from meshwright.profile.measured import profile_or_measure
 from meshwright.profile.recompute import Recompute
 from meshwright.profile.step import LossFunction
 from meshwright.profile.values import ModelProfile
+
+_SAMPLES = 2
 
 
 @dataclass
@@ -23,6 +27,11 @@ class Profiles:
     on_gpu: bool = True
     how: str = ""
     _known: dict[tuple[str, str], ModelProfile] = field(default_factory=dict)
+
+    def calls(self, *, evaluating: bool = False) -> Counter[str]:
+        """How often each module is called in a forward pass."""
+        flow = record_flow(self.model, self.sample, _SAMPLES, target=self.target, evaluating=evaluating)
+        return Counter(call.module for call in flow.calls)
 
     def get(self, precision: str, recompute: Recompute) -> ModelProfile:
         key = (precision, recompute)

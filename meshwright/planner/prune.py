@@ -13,6 +13,10 @@ Time, with c the seconds of a stage (forward f, backward b) after the tensor axi
     guess   = span + all-reduces of the tensor axis + transfers + gradients that nothing hides
               + optimizer                                                                               _more
 
+Of branches that live on different ranks, both are those of the rank with most (placing.py):
+
+    floor   = max over ranks of (held + saved);  m · max over ranks of c                     memory_floor, _apart
+
 The guess orders what is priced; only the floors exclude.
 """
 
@@ -22,9 +26,9 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from meshwright.cluster.cluster import Collective
-from meshwright.plan import Axes
 from meshwright.planner.candidates import Candidate, Layout
 from meshwright.planner.outline import Outline, Piece
+from meshwright.planner.placing import homes, rank_pieces, rank_seconds, shared_groups
 from meshwright.planner.question import Question
 from meshwright.profile.names import within
 from meshwright.simulator.communication import collective_s, overlap
@@ -92,6 +96,8 @@ class Bounder:
 
     def bounds(self, candidate: Candidate) -> Bounds | None:
         """None where the model cannot be cut into as many stages."""
+        if candidate.layout.apart:
+            return self._apart(candidate)
         stages = self._stages(candidate)
         if stages is None:
             return None
@@ -114,6 +120,8 @@ class Bounder:
 
     def states_bytes(self, layout: Layout) -> float:
         """Weights, gradients and optimizer state of a mean rank: before anything else is chosen."""
+        if layout.apart:
+            return max(self._held(layout, _weights(own), own) for own in self._rank_pieces(layout, "none"))
         return self._held(layout, self._rank_weights(layout, [(0, len(self.outline.pieces))]) / layout.pipeline)
 
     def _rank_weights(self, layout: Layout, stages: _Stages) -> float:
@@ -132,7 +140,12 @@ class Bounder:
             )
         return self._most[key]
 
-    def _held(self, layout: Layout, weights: float) -> float:
+    def _rank_pieces(self, layout: Layout, recompute: str) -> list[tuple[Piece, ...]]:
+        """Of each rank that branches live on."""
+        where = homes(self.outline, self.question, layout.axes, layout.apart)
+        return rank_pieces(self.outline, where, layout.tensor, layout.beside, recompute)
+
+    def _held(self, layout: Layout, weights: float, pieces: tuple[Piece, ...] | None = None) -> float:
         """With what is gathered and combined in a backward pass, or with the temporaries of the optimizer's step."""
         optimizer = self.question.optimizer
         part = weights / layout.shard
@@ -140,18 +153,23 @@ class Bounder:
         step = part * (1 + (optimizer.temporary if optimizer.at_once else 0.0))
         if layout.shard == 1:
             return held + max(weights, step)
-        gathered = weights if layout.sharding != "parameters" else self._gathered_bytes(layout.tensor)
+        gathered = weights if layout.sharding != "parameters" else self._gathered_bytes(layout.tensor, pieces)
         return held + max(gathered + (weights if layout.sharding == "optimizer" else part), step)
 
-    def _gathered_bytes(self, tensor: int) -> float:
+    def _gathered_bytes(self, tensor: int, pieces: tuple[Piece, ...] | None = None) -> float:
         """A block's weights, the flat buffer of the next one's, and what they are copied into."""
-        blocks = set(self.outline.profile.blocks)
-        sizes = [piece.weights for piece in self.outline.rank_pieces(tensor, "none") if piece.name in blocks]
+        blocks, own = set(self.outline.profile.blocks), pieces or self.outline.rank_pieces(tensor, "none")
+        sizes = [piece.weights for piece in own if piece.name in blocks and piece.weights]
         return min(sizes) + 2 * max(sizes) if sizes else 0.0
 
     def memory_floor(self, candidate: Candidate, stages: _Stages | None = None) -> float:
         """Of the first rank of a pipeline and the last, which keeps the scores."""
         layout, ranks = candidate.layout, candidate.layout.pipeline
+        if layout.apart:
+            return max(
+                self._held(layout, _weights(own), own) + candidate.batch * sum(piece.saved for piece in own)
+                for own in self._rank_pieces(layout, candidate.recompute)
+            )
         stages = stages or self._stages(candidate) or []
         _, saved = self._sums(layout.tensor, candidate.recompute)
         most = self.states_bytes(layout)
@@ -162,6 +180,22 @@ class Bounder:
         return most
 
     # ---- time
+
+    def _apart(self, candidate: Candidate) -> Bounds:
+        layout, outline = candidate.layout, self.outline
+        where = homes(outline, self.question, layout.axes, layout.apart)
+        own = rank_seconds(outline, where, layout.tensor, layout.beside, candidate.recompute, candidate.batch)
+        forward, backward = max(own, key=sum)
+        span = candidate.microbatches * (forward + backward)
+        weights = max(map(_weights, self._rank_pieces(layout, candidate.recompute)))
+        guess = span + self._optimizer_s(layout, weights)
+        if layout.beside:
+            groups = len(shared_groups(outline, where))
+            across = self._priced("all_reduce", self._sent * candidate.batch, layout, "tensor")
+            guess += 2 * across * groups * candidate.microbatches
+        if layout.samplers > 1:
+            guess += self._gradients_s(candidate, weights, _Passes(span, forward, backward))
+        return Bounds(self.memory_floor(candidate), span, guess)
 
     def _costs(self, candidate: Candidate, stages: _Stages) -> _Costs:
         if candidate.batch not in self._seconds:
@@ -198,11 +232,9 @@ class Bounder:
         return candidate.microbatches * one
 
     def _more(self, candidate: Candidate, stages: _Stages, passes: _Passes) -> float:
-        layout, question = candidate.layout, self.question
+        layout = candidate.layout
         weights = self._most_weights(candidate, stages)
-        # the optimizer reads weights, gradients and state, writes weights and state
-        moved = weights / layout.shard * (3 + 2 * question.optimizer.state)
-        seconds = moved / max(self.outline.device.bandwidth_bytes_per_s, 1.0)
+        seconds = self._optimizer_s(layout, weights)
         if layout.tensor > 1:
             # one in each pass of each group
             across = self._priced("all_reduce", self._sent * candidate.batch, layout, "tensor")
@@ -216,6 +248,11 @@ class Bounder:
         if layout.wide:
             seconds += self._gathered_s(candidate)
         return seconds
+
+    def _optimizer_s(self, layout: Layout, weights: float) -> float:
+        """It reads weights, gradients and state, writes weights and state."""
+        moved = weights / layout.shard * (3 + 2 * self.question.optimizer.state)
+        return moved / max(self.outline.device.bandwidth_bytes_per_s, 1.0)
 
     def _gradients_s(self, candidate: Candidate, weights: float, passes: _Passes) -> float:
         """What of combining gradients and gathering weights shows beside the passes of a rank."""
@@ -248,12 +285,15 @@ class Bounder:
     def _priced(self, kind: Collective, size: float, layout: Layout, *names: str) -> float:
         where = (layout, names)
         if where not in self._groups:
-            axes = Axes(replicate=layout.replicate, shard=layout.shard, tensor=layout.tensor, pipeline=layout.pipeline)
-            self._groups[where] = group(axes, names, self.question.cluster)
+            self._groups[where] = group(layout.axes, names, self.question.cluster)
         key = (kind, size, self._groups[where])
         if key not in self._wires:
             self._wires[key] = collective_s(kind, size, self._groups[where], self.question.cluster)
         return self._wires[key]
+
+
+def _weights(pieces: tuple[Piece, ...]) -> float:
+    return float(sum(piece.weights for piece in pieces))
 
 
 def _in_flight(candidate: Candidate, rank: int) -> int:

@@ -26,7 +26,8 @@ def anything(_: Plan) -> None:
 @dataclass(frozen=True)
 class Question:
     """`exact` asks for plans that leave the numbers as they are. Where the batch is not `even`, ranks may get one
-    sample more than others. `precisions` overrides what suits the hardware; `refuses` is what runs the plan."""
+    sample more than others. `precisions` overrides what suits the hardware; `refuses` is what runs the plan. Where the
+    loss compares all samples of the global batch (`joined`), a rank's share of it stays one microbatch."""
 
     cluster: Cluster
     global_batch: int
@@ -37,6 +38,7 @@ class Question:
     top: int = TOP
     precisions: tuple[str, ...] = ()
     refuses: Refuses = anything
+    joined: bool = False
     samples: int | None = None  # in an epoch, where it is known
 
     @property

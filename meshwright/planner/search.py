@@ -5,6 +5,8 @@
     skipped     larger microbatches, or less computed again, of what did not fit;
                 more computed again of what did: it could only be slower
                 what would not fit with the temporaries that like plans turned out to have
+    besides     the best guess of each family that places branches, `_PLACED` at most: a guess does not know that their
+                hosts start less
     stop        when even `_DOUBT` times less than the guess is slower than what is kept, or `_PRICED` were priced
                 of which some fit, or `_FITTING` that do
 
@@ -13,6 +15,7 @@ Times are of the same global batch, so the fastest step is the best plan.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from time import perf_counter
 from typing import Any
 
@@ -26,6 +29,7 @@ from meshwright.errors import InputError
 from meshwright.plan import Axes, Plan
 from meshwright.planner.candidates import RECOMPUTES, Candidate, layouts, microbatches, plan_of
 from meshwright.planner.outline import Outline
+from meshwright.planner.placing import placeable
 from meshwright.planner.profiles import Profiles
 from meshwright.planner.prune import Bounder, Bounds
 from meshwright.planner.question import Question, anything, with_own_operators
@@ -37,6 +41,7 @@ from meshwright.simulator.predict import Prediction, cost_of, predict_plan
 
 _PRICED = 20
 _FITTING = 10
+_PLACED = 6
 _TOLD = 4  # kinds of plans that are priced only to tell why they were not chosen
 _DOUBT = 1.1
 _SEEN = 0.8  # of the temporaries that priced plans had, what the others are taken to have too
@@ -90,6 +95,7 @@ class _Search:
     untraced: set[str] = field(default_factory=set)
     temporary: dict[str, float] = field(default_factory=dict)  # by recompute, the least that was seen of a sample
     least: dict[tuple[Any, ...], int] = field(default_factory=dict)  # by shape, the smallest that did not fit
+    placing: dict[tuple[Any, ...], bool] = field(default_factory=dict)  # of branches, whether the runtime takes it
 
     def price(self, candidate: Candidate) -> Choice | None:
         """None where the runtime refuses the plan."""
@@ -120,6 +126,8 @@ class _Search:
 
     def _see(self, choice: Choice) -> None:
         candidate = choice.candidate
+        if candidate.layout.apart:
+            return  # its ranks do not divide the temporaries alike
         more = max(0.0, choice.needs_bytes - self.bounder.memory_floor(candidate))
         of_sample = more * candidate.layout.tensor / candidate.batch
         known = self.temporary.get(candidate.recompute, of_sample)
@@ -134,7 +142,8 @@ class _Search:
             return True
         if candidate.batch >= self.least.get(candidate.shape, candidate.batch + 1):
             return True
-        seen = _SEEN * self.temporary.get(candidate.recompute, 0.0) * candidate.batch / candidate.layout.tensor
+        of_sample = 0.0 if candidate.layout.apart else self.temporary.get(candidate.recompute, 0.0)
+        seen = _SEEN * of_sample * candidate.batch / candidate.layout.tensor
         if self.bounder.memory_floor(candidate) + seen > self.question.capacity_bytes:  # now that more is known
             return True
         more = candidate.keeping_more
@@ -152,6 +161,7 @@ class _Search:
 def search(question: Question, profiles: Profiles) -> Found:
     """The best plans, fastest first. Raises an `InputError` where none fits."""
     begun = perf_counter()
+    question = replace(question, joined=question.joined or hasattr(profiles.loss, "joined"))
     found = [_search(question, profiles, precision) for precision in question.precisions_to_try()]
     fitting = [one for one in found if one.ranked]
     if not fitting:
@@ -184,8 +194,19 @@ def _search(question: Question, profiles: Profiles, precision: str) -> Found:
             state.price(candidate)
         if kept and (len(state.choices) >= _PRICED or len(state.ranked()) >= max(_FITTING, question.top)):
             break
+    _place(state, [candidate for candidate, _ in todo if candidate.layout.apart])
     others, more = _others(state, todo, excluded)
     return Found(tuple(state.ranked()), others, more, outline, count, len(state.choices), 0.0)
+
+
+def _place(state: _Search, candidates: Iterable[Candidate]) -> None:
+    """Prices the first of each family."""
+    families: dict[str, Candidate] = {}
+    for candidate in candidates:
+        if not state.hopeless(candidate):
+            families.setdefault(candidate.layout.family, candidate)
+    for candidate in islice(families.values(), _PLACED):
+        state.price(candidate)
 
 
 def outline_of(question: Question, profiles: Profiles, precision: str) -> Outline:
@@ -193,6 +214,10 @@ def outline_of(question: Question, profiles: Profiles, precision: str) -> Outlin
     outline = Outline(profile, question.device, question.cluster.cores if question.cluster.kind == "cpu" else 1)
     if outline.has_convolutions and not question.exact:
         outline.layout = "channels_last"
+    found = outline.structure
+    if found is not None and found.branches:
+        calls = profiles.calls(evaluating=found.evaluated)
+        outline.placeable = placeable(found, profile.parameters, calls)
     return outline
 
 
@@ -244,10 +269,16 @@ def _is_run(state: _Search, candidate: Candidate) -> bool:
         return False
     if state.question.refuses is anything:
         return True
+    layout = candidate.layout
+    key = layout.apart, layout.tensor if layout.beside else 0, candidate.recompute
+    if layout.apart and key in state.placing:
+        return state.placing[key]  # looking at branches takes a while; what is priced is asked for itself
     try:
         state.question.refuses(plan_of(candidate, state.outline, state.question))
     except InputError:
+        state.placing[key] = False
         return False
+    state.placing[key] = True
     return True
 
 
@@ -259,7 +290,8 @@ def _others(
     for candidate, _ in todo:
         families.setdefault(candidate.layout.family, []).append(candidate)
     priced = {choice.candidate.layout.family for choice in state.choices.values()}
-    simple = sorted((family for family in families if family not in priced), key=lambda family: family.count("×"))
+    missing = (family for family in families if family not in priced and not families[family][0].layout.apart)
+    simple = sorted(missing, key=lambda family: family.count("×"))
     for family in simple[:_TOLD]:
         # No further profile is traced only to tell why something was not chosen.
         cheap = next((member for member in families[family] if member.recompute == "none"), None)

@@ -5,6 +5,7 @@
                                     + activations of the microbatches under way + temporaries + rounding
     shard n:    optimizer state / n, and weights / n beside the gathered ones                          (sharding)
     tensor:     the rank's share of every split module                                                 (tensor.py)
+    branches:   what is shared and the rank's own, and every branch's result                           (branches.py)
     pipeline:   the stages of the rank; as many microbatches under way as its schedule runs ahead      (stages.py)
     reserved  ≥ allocated, rounded up to the segments the allocator takes from the device
     device    = reserved + context
@@ -15,13 +16,14 @@ cost 3% to 69% more than was allocated (bench/memory_h200.json).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.profile.optimizer import OptimizerCost
-from meshwright.profile.values import ModelProfile, Parameter
+from meshwright.profile.values import Growth, ModelProfile, Parameter
+from meshwright.simulator.branches import around, held, is_apart, results_bytes
 from meshwright.simulator.pipeline_order import Action, Order, pipeline_order, stages_of
 from meshwright.simulator.replay import Gathering, Held, Moment, Passes, replay
 from meshwright.simulator.stages import Stage, stage_profiles
@@ -76,6 +78,8 @@ def predict_memory(
     profile: ModelProfile, plan: Plan, batch: int, optimizer: OptimizerCost, device: DeviceMemory
 ) -> MemoryPrediction:
     """The peak of the worst rank, where each trains `batch` samples a microbatch."""
+    if is_apart(plan):
+        return _apart(profile, plan, batch, optimizer, device)
     ranks, schedule = plan.axes.pipeline, plan.pipeline.schedule
     if ranks > 1 and not plan.pipeline.cuts:
         raise InputError(f"the plan has a pipeline of {ranks} ranks but no cuts: its stages are not known")
@@ -86,6 +90,20 @@ def predict_memory(
         numbers = stages_of(schedule, ranks, plan.stages_per_rank, rank) if ranks > 1 else (0,)
         own = {number: stages[number] for number in numbers}
         predicted.append(_rank(own, order[rank], plan, batch, optimizer, device))
+    return max(predicted, key=lambda rank: rank.allocated_bytes)
+
+
+def _apart(
+    profile: ModelProfile, plan: Plan, batch: int, optimizer: OptimizerCost, device: DeviceMemory
+) -> MemoryPrediction:
+    """Of the ranks that branches live on, the one that needs most."""
+    results = Growth(results_bytes(profile, plan, batch), 0.0)
+    shared, order = around(profile, plan), _order(plan)
+    predicted = []
+    for own in held(profile, plan):
+        (stage,) = stage_profiles(split_profile(own, shared), ())
+        alone = {0: replace(stage, received=results)}
+        predicted.append(_rank(alone, order[0], plan, batch, optimizer, device))
     return max(predicted, key=lambda rank: rank.allocated_bytes)
 
 

@@ -28,6 +28,7 @@ from meshwright.cluster.timing import device_seconds
 from meshwright.plan import Plan
 from meshwright.profile.values import ModelProfile, Operator
 from meshwright.simulator.acted import Act, Builder, Scene
+from meshwright.simulator.branches import around, unsplit
 from meshwright.simulator.compute import products_in
 from meshwright.simulator.engine import find_engine
 from meshwright.simulator.engine_profile import run_by
@@ -81,7 +82,8 @@ def with_own_shapes(
         return cluster
     (node,) = cluster.nodes
     batch = max(1, round(global_batch / plan.shares))
-    part = split_profile(run_by(with_lone(profile, plan), find_engine("meshwright")), plan)
+    run = run_by(with_lone(profile, plan), find_engine("meshwright"))
+    part = split_profile(unsplit(run, plan), around(run, plan))  # branches of all ranks
     rank = _rank(node, plan)
     heavy = _heavy(part, batch, rank, budget_s)
     if not heavy:

@@ -6,21 +6,24 @@
                    passes                                                                                        _run
     gradients    = what combining them adds to the last microbatch's backward pass, and gathering weights that
                    stay whole to the first forward pass                                                          _end
-    step         = pipeline + gradients + optimizer                                                      predict_step
+    step         = pipeline + gradients + optimizer                                                      _rank_step
+    branches     = the slowest of the ranks that they live on, with what it waits for the others         _apart_step
 
 The model is taken as the engine runs it (engine_profile.py), so that a rank's share of it is priced.
 The breakdown is that of the busiest pipeline rank: compute, launch, tensor, pipeline, shard, replicate, bubble, input
-and optimizer add up to the step.
+and optimizer add up to the step. Where branches live on different ranks of the tensor axis (branches.py) it is that of
+the rank that works longest, and its bubble is what it waits for the others.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from meshwright.cluster.cluster import Cluster, Device
 from meshwright.plan import Plan
 from meshwright.profile.optimizer import OptimizerCost
 from meshwright.profile.values import ModelProfile
+from meshwright.simulator.branches import Work, around, handed, held, is_apart, is_summed, together_s
 from meshwright.simulator.communication import call_s, overlap
 from meshwright.simulator.compute import host_s, optimizer_s, pass_s, products_in
 from meshwright.simulator.engine import Engine
@@ -66,7 +69,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a step is predicted for."""
+    """What a step is predicted for. `handed` is what ranks with different branches exchange in a microbatch."""
 
     cluster: Cluster
     plan: Plan
@@ -75,6 +78,7 @@ class _Asked:
     engine: Engine
     device: Device
     prices: Speeds
+    handed: tuple[Message, ...] = ()
 
 
 def predict_step(
@@ -84,6 +88,12 @@ def predict_step(
     device, prices = _rank(cluster, plan)
     asked = _Asked(cluster, plan, batch, optimizer, engine, device, prices)
     run = run_by(with_lone(profile, plan), engine)
+    return _apart_step(run, asked) if is_apart(plan) else _rank_step(run, asked)[0]
+
+
+def _rank_step(run: ModelProfile, asked: _Asked) -> tuple[StepTime, list[StageTime]]:
+    """Of a model that all ranks of the tensor axis have alike, and its stages."""
+    plan, engine = asked.plan, asked.engine
     whole = stage_profiles(run, plan.pipeline.cuts)
     part = padded(split_profile(run, plan), engine)
     parts = stage_profiles(part, plan.pipeline.cuts)
@@ -98,7 +108,21 @@ def predict_step(
         "optimizer": last.optimizer_s,
         "input": engine.step_s,
     }
-    return StepTime(sum(breakdown.values()), breakdown, passed.timeline)
+    return StepTime(sum(breakdown.values()), breakdown, passed.timeline), times
+
+
+def _apart_step(run: ModelProfile, asked: _Asked) -> StepTime:
+    """Each rank as if it were alone, and then what the one that works longest waits for the others."""
+    sent = tuple(handed(run, asked.plan, asked.batch))
+    shared = replace(asked, plan=around(run, asked.plan), handed=sent)
+    many = asked.plan.microbatches
+    found = [_rank_step(own, shared) for own in held(run, asked.plan)]
+    works = [
+        Work(time.into_s, time.back_s, step.step_s - many * (time.into_s + time.back_s)) for step, (time,) in found
+    ]
+    longest = max((step for step, _ in found), key=lambda step: step.step_s)
+    step_s = together_s(works, many, summed=is_summed(sent))
+    return StepTime(step_s, {**longest.breakdown, "bubble": max(0.0, step_s - longest.step_s)})
 
 
 def _rank(cluster: Cluster, plan: Plan) -> tuple[Device, Speeds]:
@@ -134,6 +158,7 @@ def _stage(whole: ModelProfile, part: ModelProfile, weights: float, asked: _Aske
     forward, begun = pass_s(part, "forward", asked.batch, asked.prices, tf32)
     backward, more = pass_s(part, "backward", asked.batch, asked.prices, tf32)
     along, wide = tensor_exchange(whole, plan, asked.batch, engine)
+    along += asked.handed
     groups = place(plan.axes, cluster)
     shown = engine.communication * (1 - engine.tensor_overlaps)
     into, back = (

@@ -1,6 +1,8 @@
 """What a rank exchanges in a step, by axis and collective: the bytes that a run is counted against (proof/counted.py).
 
     split layers   in every microbatch, along the tensor axis and, for wide layers, the replicate axis     _split_layers
+    branches       that live on different ranks of the tensor axis: their results and the gradients of what they are
+                   given, in every microbatch (branches.py); of all ranks, the one that has and sends most   exchanges
     statistics     of synchronized BatchNorm, in every microbatch; `data` are the replicate and shard axes _statistics
     gradients      once a step; beside a tensor or pipeline axis with a number a weight: whether it is used  _replicas
     shards         in units, a block each and one for the rest; with room where ranks do not divide rows   _shards
@@ -25,6 +27,7 @@ from meshwright.cluster.cluster import Collective
 from meshwright.plan import Plan
 from meshwright.profile.names import within
 from meshwright.profile.values import ModelProfile, Parameter
+from meshwright.simulator.branches import around, handed, held
 from meshwright.simulator.engine import Engine, find_engine
 from meshwright.simulator.exchange import before_cut, behind_cut, in_pieces, over_cut, statistics, tensor_exchange
 from meshwright.simulator.lone import with_lone
@@ -52,25 +55,36 @@ def exchanges(
     """Of a step whose microbatches have `batch` samples a rank; equal collectives are counted together. Of the ranks
     of the other axes, the one that holds and sends most."""
     engine = engine or find_engine("meshwright")
-    marked = with_lone(profile, plan)
+    marked, rounds = with_lone(profile, plan), plan.memory.accumulation * plan.pipeline.microbatches
+    ranks = [_of_rank(own, around(marked, plan), batch, engine, pipeline_rank) for own in held(marked, plan)]
+    counted = max(ranks, key=lambda rank: sum(bytes_ * count for (*_, bytes_), count in rank.items()))
+    for message in handed(marked, plan, batch):
+        counted["tensor", message.collective, message.bytes] += message.times * rounds
+    return tuple(Exchange(*what, count) for what, count in sorted(counted.items()) if what[2] and count)
+
+
+_Counted = Counter[tuple[str, Collective, float]]
+
+
+def _of_rank(marked: ModelProfile, plan: Plan, batch: float, engine: Engine, pipeline_rank: int) -> _Counted:
     stages = stage_profiles(marked, plan.pipeline.cuts)
     parts = stage_profiles(split_profile(marked, plan), plan.pipeline.cuts)
     own = _stages_of(plan, pipeline_rank)
     rounds = plan.memory.accumulation * plan.pipeline.microbatches
-    held = {number: parts[number] for number in own}
-    counted: Counter[tuple[str, Collective, float]] = Counter()
+    mine = {number: parts[number] for number in own}
+    counted: _Counted = Counter()
     for found in (
         _split_layers([stages[number] for number in own], plan, batch, engine, rounds),
         _statistics([stages[number] for number in own], plan, rounds),
-        _replicas(list(held.values()), plan, engine),
-        _shards(held, plan, engine, pipeline_rank),
+        _replicas(list(mine.values()), plan, engine),
+        _shards(mine, plan, engine, pipeline_rank),
         _tied(parts, plan, pipeline_rank),
         _cuts(own, stages, plan, batch, engine, rounds),
-        _buffers(list(held.values()), plan),
+        _buffers(list(mine.values()), plan),
     ):
         for exchange in found:
             counted[exchange.axis, exchange.collective, exchange.bytes] += exchange.count
-    return tuple(Exchange(*what, count) for what, count in sorted(counted.items()) if what[2] and count)
+    return counted
 
 
 def _stages_of(plan: Plan, rank: int) -> tuple[int, ...]:
