@@ -128,3 +128,23 @@ def predictions(
         return
     for line in lines(made):
         print(line, flush=True)
+
+
+@bench.command()
+def loading(
+    rounds: Annotated[int, typer.Option(min=1, help="Alternating rounds; medians are reported.")] = 7,
+    rows: Annotated[int, typer.Option(min=1, metavar="N", help="Rows of the NumPy array.")] = 10_000_000,
+    as_json: AsJson = False,
+) -> None:
+    """Load pictures beside torchvision's loader, and rows of a large array."""
+    from dataclasses import asdict
+
+    from meshwright.bench.loading import lines, measure
+
+    found = measure(rounds, (0, 2), rows)
+    if as_json:
+        summary = {f"{row.what}, {row.workers} workers": row.ratio or row.samples_per_s for row in found}
+        print(json.dumps({"rows": [asdict(row) for row in found], "summary": summary}), flush=True)
+        return
+    for line in lines(found):
+        print(line, flush=True)

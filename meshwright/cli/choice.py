@@ -67,7 +67,7 @@ def _training_set(job: "Job") -> tuple[Any, bool]:
             raise reason from None
 
 
-def _by_dimension(job: "Job", ranks: int) -> "Plan":
+def by_dimension(job: "Job", ranks: int) -> "Plan":
     from meshwright.batch import split
     from meshwright.parallel.dimension import dimension_plan
     from meshwright.train.build import make_model, sample_batch
@@ -98,7 +98,7 @@ def chosen_plan(job: "Job", cluster: "Cluster", given: "Plan | Literal['auto']")
     from meshwright.simulator.predict import predict_plan
 
     if given == "auto" and job.data.partition == "dimension":  # which says how the model is to be divided
-        given = _by_dimension(job, cluster.devices)
+        given = by_dimension(job, cluster.devices)
     chosen = replicas(cluster.devices, job.train.global_batch) if given == "auto" else given
     if not _is_measured(cluster):
         return chosen, None

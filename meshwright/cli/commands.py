@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from meshwright.cli.bench import bench
-from meshwright.cli.choice import asked_of, chosen_plan, note_on
+from meshwright.cli.choice import asked_of, by_dimension, chosen_plan, note_on
 from meshwright.cli.data import data
 from meshwright.cli.options import AsJson, ClusterName, JobFile, PlanFile, Settings
 from meshwright.errors import InputError, MeshwrightError
@@ -94,7 +94,10 @@ def plan(
     begun = perf_counter()
     read = load_job(job, settings or [])
     given = load_plan(plan) if plan else None
-    asked, profiles = asked_of(read, find(cluster or read.cluster, measure), exact=exact, top=top)
+    on = find(cluster or read.cluster, measure)
+    if given is None and read.data.partition == "dimension":  # which says how the model is to be divided
+        given = by_dimension(read, on.devices)
+    asked, profiles = asked_of(read, on, exact=exact, top=top)
     asked = replace(asked, refuses=checker(profiles.model, profiles.sample, profiles.target))
     question = with_own_operators(asked, profiles)
     answered = of_one(given, question, profiles) if given else answer(search(question, profiles), question, profiles)

@@ -1,0 +1,23 @@
+"""The loading benchmark: every row, beside its reference. Rates are not judged here."""
+
+from pathlib import Path
+
+import pytest
+
+from meshwright.bench import loading
+
+
+def test_pictures_beside_torchvision_and_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(loading, "PICTURES", 16)
+    pictures, rows = loading.measure(2, (0,), 1000)
+    assert (pictures.what, rows.what) == ("pictures", "rows")
+    assert pictures.ratio is not None
+    assert pictures.spread is not None
+    assert pictures.spread[0] <= pictures.ratio <= pictures.spread[1]
+    assert pictures.samples_per_s > 0
+    assert rows.samples_per_s > 0
+    first, second = loading.lines([pictures, rows])
+    assert "torchvision" in first
+    assert "2 rounds" in first
+    assert second.startswith("rows, 0 workers")
