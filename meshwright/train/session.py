@@ -1,9 +1,8 @@
 """`Session`: a model under a plan, trained step by step, by the trainer or in a user's own loop."""
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -23,8 +22,6 @@ from meshwright.errors import InputError
 from meshwright.launch.world import World
 from meshwright.parallel.across import Across
 from meshwright.parallel.apply import Fill, apply
-from meshwright.parallel.clip import by_type
-from meshwright.parallel.layout import local_of
 from meshwright.parallel.mesh import data_group
 from meshwright.parallel.model import ParallelModel
 from meshwright.plan import Plan
@@ -33,6 +30,7 @@ from meshwright.train.evaluation import Rounds, combine
 from meshwright.train.graphed import Graphs
 from meshwright.train.loss import Loss, LossFunction, check_joined, join, models_own, understand
 from meshwright.train.loss_scale import LossScale
+from meshwright.train.mean import Mean
 from meshwright.train.metrics import Metric, Tally
 from meshwright.train.optimizer import fuse
 
@@ -99,13 +97,12 @@ class Session:
         self._frozen = frozen
         self._report = report
         self.updater: Updater | None = None
-        self.count: Tensor | float = 0.0  # of the last step's targets, where an updater divides by it; 0: by nothing
         self.on_gradients: Callable[[], None] | None = None  # called once a step's gradients are whole
         self.gradient_norm: Tensor | None = None  # of the last step, before clipping; None where nothing clips
         # Only what one rank does alone is recorded here; compiled blocks bring their own graphs.
         recorded = plan.compute.cuda_graphs and plan.compute.compile == "none" and world.device.type == "cuda"
         self._graphs = Graphs(self._forward_backward, list(self.module.parameters())) if recorded else None
-        self._counts_itself: bool | None = None  # what a rank that sees no loss was told of it
+        self._mean = Mean(self._parallel, self._loss, self.loss_scale, report)
         self.parts: int | None = None  # of a data set that is divided by sample
         self.steps = 0
         self.position = (0, 0)  # the epoch and batch that come next
@@ -120,6 +117,11 @@ class Session:
     def parallel(self) -> ParallelModel:
         """For those who look on: where this rank stands, and how the plan has divided the model."""
         return self._parallel
+
+    @property
+    def count(self) -> Tensor | float:
+        """Of the last step's targets, where an updater divides by it; 0: by nothing."""
+        return self._mean.count
 
     # ---- training
 
@@ -200,96 +202,7 @@ class Session:
         return True
 
     def _forward_backward(self, examples: list[tuple[Example, int]], global_samples: int | None) -> Tensor:
-        """Leaves the mean gradient over the global batch in the parameters, and returns the mean loss.
-
-        The gradients of ranks with other samples are averaged, so each one's sum is multiplied by data ranks / global
-        count. The count is known beforehand or summed up while the forward pass runs; the loss's own sum travels beside
-        backward. Of ranks with the same samples one speaks for all.
-        """
-        ranks = self.plan.data_ranks
-        total = self._start_total(examples, global_samples)
-        told: list[Tensor] = []  # the loss's sum, and the count that it tells itself
-        reduced: list[Callable[[], Sequence[Tensor]]] = []
-
-        def last_of_step(number: int) -> bool:
-            """Where a sum can travel beside the backward pass; that of stages is full of messages already."""
-            return number == len(examples) - 1 and self.plan.axes.pipeline == 1
-
-        def loss_of(number: int, output: Any) -> Tensor:
-            example, samples = examples[number]
-            term = self._loss.term(output, example.target, samples)
-            now = [term.sum] if term.own_count is None else [term.sum, term.own_count]
-            told[:] = [before + more for before, more in zip(told, now, strict=True)] if told else now
-            scale = term.weight * ranks / total()
-            if last_of_step(number):
-                reduced.append(self._start_sum(told))
-            self._report("backward")
-            if self.loss_scale:
-                scale *= self.loss_scale.value
-            return term.value if isinstance(scale, float) and scale == 1.0 else term.value * scale
-
-        self._report("forward")
-        self._parallel.run(examples, loss_of)
-        loss_sum, own_count, tells = (reduced[0] if reduced else self._start_sum(told))()
-        if self.updater is not None:
-            self.count = own_count if self._tells_count(told, tells) else self.count
-            return loss_sum
-        if not self._tells_count(told, tells):
-            return loss_sum / total()
-        # The loss told its count only after its forward pass: the gradients were divided by another one.
-        counted = own_count + (own_count == 0)
-        factor = torch.as_tensor(total() / counted, device=self.world.device) * (own_count != 0)
-        for gradients in by_type(local_of(p.grad) for p in self.module.parameters() if p.grad is not None):
-            torch._foreach_mul_(gradients, factor.reshape(()).to(gradients[0].dtype))
-        return loss_sum / counted
-
-    def _start_total(self, examples: list[tuple[Example, int]], global_samples: int | None) -> Callable[[], Any]:
-        """The global count that the sums are divided by, once it is asked for."""
-        if self.updater is not None:  # which knows the others' sums and counts, and divides
-            own = (self._loss.count(example.target, samples) for example, samples in examples)
-            self.count = 0.0 if self._loss.kind == "sum" else sum(own)
-            return lambda: 1.0
-        if self._loss.kind == "sum":
-            return lambda: 1.0
-        if self._loss.kind in ("samples", "joined") and global_samples is not None:
-            return lambda: global_samples
-        count = sum(self._loss.count(example.target, samples) for example, samples in examples)
-        if self.world.size == 1 and not isinstance(count, Tensor):
-            return lambda: count
-        counts = torch.as_tensor(count, device=self.world.device).double().reshape(1)
-        reduced = self._add_up(counts if self._parallel.place.first else torch.zeros_like(counts))
-
-        @cache
-        def total() -> Tensor:
-            (found,) = reduced()
-            return found + (found == 0)  # no target at all: a gradient of zero, not of 0/0
-
-        return total
-
-    def _tells_count(self, told: list[Tensor], tells: Tensor) -> bool:
-        """Whether the loss returns its own count. Reading `tells` waits for the device: only ranks that see no loss do
-        so, once, since that is the loss function's way."""
-        if told:
-            return len(told) > 1
-        if self._counts_itself is None:
-            self._counts_itself = bool(tells)
-        return self._counts_itself
-
-    def _start_sum(self, told: list[Tensor]) -> Callable[[], Sequence[Tensor]]:
-        """The loss's sum, its own count and whether it told one, of all ranks together."""
-        if not self._parallel.place.speaks:
-            return self._add_up(torch.zeros(3, dtype=torch.float64, device=self.world.device))
-        tells = told[0].new_full((), float(len(told) > 1))  # filled on the device: a copy would make the host wait
-        if self.world.size == 1:
-            return lambda: (told[0], told[-1], tells)
-        return self._add_up(torch.stack([told[0].double(), told[-1].double(), tells.double()]))
-
-    def _add_up(self, numbers: Tensor) -> Callable[[], Sequence[Tensor]]:
-        """Adds a few numbers over all ranks while other work goes on; the result waits for them."""
-        if self._parallel.sums is None:
-            return numbers.unbind
-        summed = self._parallel.sums.start(numbers)
-        return lambda: summed().unbind()
+        return self._mean(examples, global_samples, served=self.updater is not None)
 
     # ---- evaluation
 

@@ -190,11 +190,11 @@ class OwnMeans(Fault):
     """Every rank takes the mean over its own targets, and ranks take the mean of these."""
 
     def before(self, session: Session) -> None:
-        def total(examples: Any, samples: Any) -> Any:
+        def total(examples: Any, samples: Any, served: bool) -> Any:
             own = sum(session._loss.count(example.target, count) for example, count in examples)
             return lambda: own * session.plan.data_ranks
 
-        session._start_total = total  # type: ignore[method-assign, assignment]
+        session._mean._start_total = total  # type: ignore[method-assign, assignment]
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class LossNotReduced(Fault):
         def own(told: list[Tensor]) -> Any:
             return lambda: (told[0] * session.plan.data_ranks, told[-1], torch.zeros(()))
 
-        session._start_sum = own  # type: ignore[method-assign]
+        session._mean._start_sum = own  # type: ignore[method-assign]
 
 
 # ---- clipping
