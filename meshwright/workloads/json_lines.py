@@ -6,6 +6,7 @@ of a large file's lines are kept in the cache folder, as long as the file stays 
 
 import hashlib
 import json
+import os
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,13 +41,15 @@ class JsonLines(Sequence[dict[str, Any]]):
             raise InputError(f"{path}: there is no good line in it")
         self._places = found.places
         self._file: BinaryIO | None = None
+        self._opened_by = 0
 
     def __len__(self) -> int:
         return len(self._places)
 
     def __getitem__(self, index: Any) -> Any:
-        if self._file is None:
-            self._file = self.path.open("rb")
+        if self._file is None or self._opened_by != os.getpid():
+            # A forked worker shares the place that its parent reads at, and would move it.
+            self._file, self._opened_by = self.path.open("rb"), os.getpid()
         self._file.seek(self._places[index])
         return json.loads(self._file.readline())
 

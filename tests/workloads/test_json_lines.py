@@ -1,4 +1,7 @@
+import json
+import os
 import pickle
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +106,17 @@ def test_texts_are_strings_or_numbers(value: Any, words: str | None) -> None:
 @pytest.mark.parametrize("token", [0, 10])
 def test_numbers_outside_the_vocabulary_are_told(token: int) -> None:
     assert wrong_text({"text": [3, token]}, "text", 10) == f"'text' has token {token}, but tokens go from 1 to 9"
+
+
+def test_a_forked_process_reads_at_a_place_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "lines.jsonl"
+    file.write_text("".join(json.dumps({"number": number}) + "\n" for number in range(5000)))
+    lines = JsonLines(file, no_complaint, "any", "fatal")
+    assert lines[0] == {"number": 0}  # opened before the other process is there
+    assert lines._file is not None
+    before = os.lseek(lines._file.fileno(), 0, os.SEEK_CUR)
+    child = get_context("fork").Process(target=lines.__getitem__, args=(4000,))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert os.lseek(lines._file.fileno(), 0, os.SEEK_CUR) == before
