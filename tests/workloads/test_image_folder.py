@@ -180,3 +180,17 @@ def test_layouts_that_are_none_are_told(root: Path, tmp_path: Path) -> None:
 )
 def test_a_wrong_value_is_named(root: Path, keywords: dict[str, Any], words: str) -> None:
     refused(words, root=str(root), **keywords)
+
+
+def test_labels_are_known_without_reading(tmp_path: Path) -> None:
+    from meshwright.data.evenness import labels_of, told_of_parts
+    from meshwright.data.partition import ByPart
+
+    for name in ("cat", "dog"):
+        (tmp_path / "train" / name).mkdir(parents=True)
+        for number in range(30):
+            (tmp_path / "train" / name / f"{number}.jpg").write_bytes(b"never read")
+    labels = labels_of(image_folder("train", str(tmp_path)))
+    assert labels == [0] * 30 + [1] * 30
+    # By class is how folders lie: divided by sample, each of two ranks would have one class.
+    assert "skewed" in told_of_parts(ByPart(60, 8, 2, 0, 2), labels)[1]
