@@ -26,7 +26,13 @@ def part_of_input(columns: Tensor, width: int, mesh: DeviceMesh) -> Part:
 
 def first_layers(module: nn.Module, example: Example) -> list[str]:
     """The linear layers that are given the first input itself."""
-    given, found = example.arguments[0], []
+    given = next(iter(example.arguments), None)
+    if not isinstance(given, Tensor):
+        raise InputError(
+            "data.partition is dimension, which divides the first tensor of a batch, but batches are"
+            f" {'dicts' if example.keywords else 'no tensors'}: give pairs (features, target), or use batch"
+        )
+    found: list[str] = []
 
     def look(name: str) -> object:
         def hook(layer: nn.Module, arguments: tuple[object, ...]) -> None:

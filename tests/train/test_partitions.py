@@ -100,6 +100,8 @@ def test_a_plan_that_does_not_fit_is_refused() -> None:
         check_dimension(Plan(axes=Axes(tensor=2)), _model(), example)
     with pytest.raises(InputError, match="no linear layer inside the model"):
         check_dimension(Plan(), nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, 1)).double(), example)
+    with pytest.raises(InputError, match="batches are dicts: give pairs"):
+        check_dimension(Plan(), _model(), split({"x": _rows()[:2][0], "target": _rows()[:2][1]}))
     check_dimension(_plan("dimension", 2), _model(), example)
 
 
