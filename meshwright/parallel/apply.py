@@ -1,6 +1,7 @@
 """A plan put on a model, step by step. It decides nothing that the plan does not say."""
 
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -86,6 +87,8 @@ def apply(
         eight_bits(module, device)
     compile_blocks(held, plan, device)
     sums = _sums(plan, device) if world_size > 1 else None
+    if sums is not None:
+        weakref.finalize(held, sums.close)
     runner, combiner = held, None
     if fill is not None and plan.axes.shard == 1:
         fill(held, layouts)
