@@ -17,7 +17,7 @@ from meshwright.errors import InputError
 from meshwright.parallel.batch_norm import synchronize_batch_norm
 from meshwright.parallel.branches import connect, recompute_apart, set_apart
 from meshwright.parallel.branches_check import apart, beside_branches, check_branches
-from meshwright.parallel.check import check_cast, check_runnable, check_sparse, check_structure, needs_structure
+from meshwright.parallel.check import check_cast, check_runnable, check_structure, needs_structure
 from meshwright.parallel.combine import Combiner, combine
 from meshwright.parallel.compiled import compile_blocks
 from meshwright.parallel.float8 import eight_bits
@@ -53,7 +53,6 @@ def apply(
     `fill` gives a module that lies on the meta device, and its parts as the layouts say, memory and initial weights."""
     check_runnable(plan)
     check_cast(plan, module)
-    check_sparse(plan, module)
     mesh = build_mesh(plan, device.type, world_size)
     place = place_in(mesh, plan)
     found = _structure(plan, module, sample, target)

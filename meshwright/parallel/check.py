@@ -97,9 +97,9 @@ def check_cast(plan: Plan, model: nn.Module) -> None:
         )
 
 
-def check_sparse(plan: Plan, model: nn.Module) -> None:
-    """Replicas bring sparse gradients together row by row; what divides a weight, or adds up several microbatches in
-    buffers of its own, wants dense ones."""
+def check_sparse(plan: Plan, model: nn.Module, clip_norm: float | None = None) -> None:
+    """Replicas bring sparse gradients together row by row; what divides a weight wants dense ones, and so do torch's
+    norms and its scaled losses."""
     name = next((name for name, module in model.named_modules() if getattr(module, "sparse", False) is True), None)
     if name is None:
         return
@@ -107,6 +107,12 @@ def check_sparse(plan: Plan, model: nn.Module) -> None:
         raise InputError(
             f"{name} has sparse gradients, which replicas alone can bring together, but the plan is"
             f" {plan.summary()}: set sparse to false, or use the replicate axis only"
+        )
+    if clip_norm is not None or plan.numerics.precision == "fp16":
+        what = "train.clip_norm" if clip_norm is not None else "plan.numerics.precision fp16"
+        raise InputError(
+            f"{name} has sparse gradients, which torch neither clips nor unscales, but {what} asks for it: set"
+            " sparse to false, or leave that out"
         )
 
 

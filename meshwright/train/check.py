@@ -12,7 +12,7 @@ from meshwright.call import bind, build, check_arguments, load
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.job import Job
-from meshwright.parallel.check import check_cast, check_plan, check_runnable, needs_structure
+from meshwright.parallel.check import check_cast, check_plan, check_runnable, check_sparse, needs_structure
 from meshwright.parallel.dimension import check_dimension
 from meshwright.plan import Plan
 from meshwright.train.build import (
@@ -35,6 +35,8 @@ def check(job: Job, plan: Plan, cluster: Cluster) -> None:
     check_devices(plan, cluster)
     check_batch(job, plan)
     model = _check_model(job)
+    if model is not None:
+        check_sparse(plan, model, job.train.clip_norm)
     build_metrics(job)
     build_loading(job, torch.device("cpu"))
     if job.loss:

@@ -22,6 +22,7 @@ from meshwright.errors import InputError
 from meshwright.launch.world import World
 from meshwright.parallel.across import Across
 from meshwright.parallel.apply import Fill, apply
+from meshwright.parallel.check import check_sparse
 from meshwright.parallel.mesh import data_group
 from meshwright.parallel.model import ParallelModel
 from meshwright.plan import Plan
@@ -80,6 +81,7 @@ class Session:
         self.plan = plan
         self.world = world
         self.seed = seed
+        check_sparse(plan, model, clip_norm)
         self._parallel = apply(plan, model, world.device, world.size, sample, target, fill)
         self.optimizer = make_optimizer(self._parallel.parameters())
         if plan.compute.fused_optimizer:

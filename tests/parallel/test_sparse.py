@@ -57,5 +57,21 @@ def test_replicas_train_as_one_with_dense_gradients(algorithm: str) -> None:
 def test_plans_that_divide_weights_are_refused(axes: dict[str, int]) -> None:
     with pytest.raises(InputError, match=r"table has sparse gradients.*set sparse to false"):
         check_sparse(Plan(axes=Axes(**axes)), Words(True))
-    check_sparse(Plan(axes=Axes(**axes)), Words(False))
+    check_sparse(Plan(axes=Axes(**axes)), Words(False), 1.0)
     check_sparse(Plan(axes=Axes(replicate=4)), Words(True))
+
+
+def test_what_torch_does_with_dense_gradients_alone_is_refused() -> None:
+    with pytest.raises(InputError, match=r"torch neither clips nor unscales, but train.clip_norm"):
+        check_sparse(Plan(), Words(True), 1.0)
+    with pytest.raises(InputError, match=r"but plan.numerics.precision fp16"):
+        check_sparse(Plan.model_validate({"numerics": {"precision": "fp16"}}), Words(True))
+    with pytest.raises(InputError, match=r"train.clip_norm"):
+        Session(
+            Words(True),
+            lambda parameters: torch.optim.SGD(parameters.values(), lr=0.1),
+            loss=nn.functional.cross_entropy,
+            plan=Plan(),
+            world=World(0, 0, 1, 1, 0, torch.device("cpu"), None),
+            clip_norm=1.0,
+        )
