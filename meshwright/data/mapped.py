@@ -87,7 +87,7 @@ def train_mapped(
 ) -> Iterator[Batch]:
     size = _size(dataset)
     dataset, width = _own_columns(dataset, share, loading)
-    division = _division(size, global_batch, share, loading, seed, drop_last)
+    division = division_of(size, global_batch, share.ranks, loading, seed, drop_last)
     batches = division.batches
     if batches == 0:
         raise InputError(
@@ -146,10 +146,13 @@ def _own_columns(dataset: Any, share: Share, loading: Loading) -> tuple[Any, int
     return own, own.width
 
 
-def _division(size: int, global_batch: int, share: Share, loading: Loading, seed: int, drop_last: bool) -> Partition:
+def division_of(
+    size: int, global_batch: int, ranks: int, loading: Loading, seed: int = 0, drop_last: bool = False
+) -> Partition:
+    """Which of `size` samples go together, and to whom."""
     if loading.partition == "sample":
-        return ByPart(size, global_batch, share.ranks, seed, loading.parts or share.ranks)
-    return ByBatch(size, global_batch, share.ranks, seed, drop_last)
+        return ByPart(size, global_batch, ranks, seed, loading.parts or ranks)
+    return ByBatch(size, global_batch, ranks, seed, drop_last)
 
 
 def _takes_lists(dataset: Any) -> bool:

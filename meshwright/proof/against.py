@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshwright.data.order import batches_per_epoch
+from meshwright.data.mapped import division_of
 from meshwright.errors import InputError
 from meshwright.job import Job, load_job, load_plan
 from meshwright.plan import Plan
@@ -173,7 +173,9 @@ class _Comparison:
         data = self.setting.data
         if not hasattr(data, "__len__"):
             return False
-        return step % batches_per_epoch(len(data), self.setting.global_batch, self.setting.drop_last) == 0
+        setting, ranks = self.setting, self.question.plan.data_ranks
+        division = division_of(len(data), setting.global_batch, ranks, setting.loading, drop_last=setting.drop_last)
+        return step % division.batches == 0
 
     def _sizes(self) -> Sizes:
         """Counted while one device computes the first batch."""

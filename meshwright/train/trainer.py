@@ -4,7 +4,7 @@ import json
 import math
 import resource
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from meshwright.checkpoint.load import newest_good
 from meshwright.checkpoint.save import clear_unfinished, prune, save
 from meshwright.data.evenness import labels_of, told_of_parts
 from meshwright.data.loading import Batch
-from meshwright.data.order import batches_per_epoch
-from meshwright.data.partition import ByPart
+from meshwright.data.mapped import division_of
+from meshwright.data.partition import ByPart, Partition
 from meshwright.job import Job
 from meshwright.launch.output import terminal
 from meshwright.launch.place import Place
@@ -87,28 +87,23 @@ class Trainer:
 
     def _told_of_parts(self) -> list[str]:
         """How even fixed parts of the data set are."""
-        data = self.job.data
-        if data.partition != "sample" or not hasattr(self.train_set, "__len__"):
+        if not hasattr(self.train_set, "__len__"):
             return []
-        plan, size = self.session.plan, len(self.train_set)
-        parts = self.session.parts or data.parts or plan.data_ranks
-        division = ByPart(size, self.job.train.global_batch, plan.data_ranks, self.job.train.seed, parts)
-        return told_of_parts(division, labels_of(self.train_set))
+        division = self._division(len(self.train_set))
+        return told_of_parts(division, labels_of(self.train_set)) if isinstance(division, ByPart) else []
 
     def total_steps(self) -> int | None:
         """How many steps the job takes; None for streams that do not know their length."""
         train = self.job.train
         if train.epochs is None or not hasattr(self.train_set, "__len__"):
             return train.steps
-        per_epoch = self._batches_per_epoch(len(self.train_set))
+        per_epoch = self._division(len(self.train_set)).batches
         return min(train.epochs * per_epoch, train.steps or train.epochs * per_epoch)
 
-    def _batches_per_epoch(self, size: int) -> int:
-        data, batch = self.job.data, self.job.train.global_batch
-        if data.partition != "sample":
-            return batches_per_epoch(size, batch, data.drop_last)
-        parts = self.session.parts or data.parts or self.session.plan.data_ranks
-        return ByPart(size, batch, 1, self.job.train.seed, parts).batches
+    def _division(self, size: int) -> Partition:
+        train, ranks = self.job.train, self.session.plan.data_ranks
+        loading = replace(self.loading, parts=self.session.parts or self.loading.parts)
+        return division_of(size, train.global_batch, ranks, loading, train.seed, self.job.data.drop_last)
 
     # ---- the loop
 
