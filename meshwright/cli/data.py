@@ -13,11 +13,6 @@ from meshwright.errors import InputError
 data = typer.Typer(help="Make the files that jobs read.", no_args_is_help=True)
 
 
-@data.callback()
-def _group() -> None:
-    """Make the files that jobs read."""
-
-
 @data.command()
 def tokens(
     texts: Annotated[Path, typer.Argument(metavar="TEXTS", help="A folder of text files.")],
@@ -42,3 +37,18 @@ def tokens(
         return
     for name, about in made.items():
         print(f"{out / name}.bin: {about.count:,} tokens of {about.vocabulary:,} ({about.tokenizer})", flush=True)
+
+
+@data.command()
+def verify(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder of token files.")], as_json: AsJson = False
+) -> None:
+    """Read token files whole, and compare them with the checksums that they were built with."""
+    from meshwright.workloads.token_file import splits_in, verify_tokens
+
+    found = {split: verify_tokens(folder, split) for split in splits_in(folder)}
+    if as_json:
+        print(json.dumps({"folder": str(folder), "tokens": found}), flush=True)
+        return
+    for split, count in found.items():
+        print(f"{folder / split}.bin: {count:,} tokens, as they were built", flush=True)

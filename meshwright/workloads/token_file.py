@@ -87,14 +87,23 @@ def read_token_file(folder: Path, split: str, damaged: Damaged) -> TokenFile:
     return TokenFile(path, about, min(about.count, size // itemsize))
 
 
-def verify(file: TokenFile) -> None:
-    """Reads all of it, and refuses a file whose bytes are not those that were built."""
+def splits_in(folder: Path) -> list[str]:
+    found = sorted(one.stem for one in folder.glob("*.json") if one.with_suffix(".bin").is_file())
+    if not found:
+        raise InputError(f"{folder}: there are no token files (<split>.bin and <split>.json): {REMEDY}")
+    return found
+
+
+def verify_tokens(folder: Path, split: str) -> int:
+    """Reads all of a file, and refuses one whose bytes are not those that were built; how many tokens it has."""
+    file = read_token_file(folder, split, "fatal")
     found = hashlib.blake2b(digest_size=16)
     with file.path.open("rb") as opened:
         while block := opened.read(2**20):
             found.update(block)
     if found.hexdigest() != file.about.checksum:
         raise InputError(f"{file.path}: its checksum is {found.hexdigest()}, not {file.about.checksum}: {REMEDY}")
+    return file.count
 
 
 def _read_about(folder: Path, split: str) -> About:

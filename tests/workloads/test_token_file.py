@@ -1,5 +1,4 @@
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +9,7 @@ import torch
 from meshwright.errors import InputError
 from meshwright.workloads.text_generated import text
 from meshwright.workloads.token_build import build_tokens
-from meshwright.workloads.token_file import IGNORED, read_token_file, tokens, verify
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
+from meshwright.workloads.token_file import IGNORED, tokens, verify_tokens
 
 
 @pytest.fixture
@@ -56,7 +48,7 @@ def test_generated_tokens_are_files_that_the_same_loader_reads() -> None:
     assert torch.equal(again[7][0], dataset[7][0])
     assert bytes(dataset[0][0].tolist()).decode(errors="ignore") in text(0, 500)
     assert len(dataset) > 8 * len(unseen) > 0
-    verify(dataset.file)
+    verify_tokens(dataset.file.path.parent, dataset.file.path.stem)
 
 
 def test_without_data_both_ways_out_are_named() -> None:
@@ -122,9 +114,9 @@ def test_a_token_outside_the_vocabulary_is_fatal_or_counted_by_no_loss(root: Pat
 
 
 def test_a_changed_byte_is_found_by_the_checksum(root: Path) -> None:
-    verify(read_token_file(root, "train", "fatal"))
+    verify_tokens(root, "train")
     raw = np.fromfile(root / "train.bin", "<u2")
     raw[50] += 1
     raw.tofile(root / "train.bin")
     with pytest.raises(InputError, match="its checksum is"):
-        verify(read_token_file(root, "train", "fatal"))
+        verify_tokens(root, "train")
