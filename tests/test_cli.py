@@ -394,3 +394,45 @@ def test_train_takes_a_plan_that_it_runs_and_that_leaves_the_numbers_as_they_are
     assert predicted_s is not None
     assert chosen_plan(job, measured, two) == (two, pytest.approx(predicted_s))
     assert chosen_plan(job, measured, Plan())[1] is not None
+
+
+def test_token_files_are_made_and_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(*words: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["meshwright", "data", *words])
+        with pytest.raises(SystemExit) as end:
+            main()
+        captured = capsys.readouterr()
+        return f"{end.value.code} {captured.out}{captured.err}"
+
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "one.txt").write_text("all the same words\n" * 5000)
+    texts, out = str(tmp_path / "texts"), str(tmp_path / "tokens")
+    assert "train.bin: " in told("tokens", texts, out)
+    assert told("verify", out).startswith("0 ")
+    with (tmp_path / "tokens" / "train.bin").open("r+b") as file:
+        file.write(b"x")
+    assert "2 meshwright: " in (wrong := told("verify", out))
+    assert "train.bin: its checksum is" in wrong
+    assert "--damaged maybe: write fatal or skip" in told("tokens", texts, out, "--damaged", "maybe")
+    assert "there are no token files" in told("verify", texts)
+
+
+def test_planning_without_the_data_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    job = Path(__file__).parents[1] / "jobs" / "linear.yaml"
+    words = ["plan", str(job), "--cluster", "2xA100-80GB", "--json", "--set", "data.train.count=100"]
+    for partition, plan in (("batch", None), ("dimension", {"layers.0": {"kind": "row", "axis": "tensor"}})):
+        monkeypatch.setattr(sys, "argv", ["meshwright", *words, "--set", f"data.partition={partition}"])
+        with pytest.raises(SystemExit) as end:
+            main()
+        told = capsys.readouterr()
+        assert end.value.code == 0
+        assert "there is no data.root: what a batch looks like is taken from generated data" in told.err
+        best = json.loads(told.out.splitlines()[-1])["best"]["plan"]
+        if plan is not None:  # which says how the model is to be divided
+            assert best["modules"]["splits"] == plan
+            assert best["axes"]["tensor"] == 2

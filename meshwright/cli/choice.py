@@ -1,5 +1,6 @@
 """From a job to a plan: what the planner is asked, and which plan a run takes."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.errors import InputError, MeshwrightError
@@ -12,8 +13,11 @@ if TYPE_CHECKING:  # rooms are loaded by the command that needs them
     from meshwright.planner.question import Question
 
 
-def asked_of(job: "Job", cluster: "Cluster", *, exact: bool = False, top: int = 1) -> "tuple[Question, Profiles]":
-    """A job's model, batch and optimizer, as the planner takes them: without memory, where the model allows it."""
+def asked_of(
+    job: "Job", cluster: "Cluster", *, exact: bool = False, top: int = 1, say: Callable[[str], None] = lambda line: None
+) -> "tuple[Question, Profiles]":
+    """A job's model, batch and optimizer, as the planner takes them: without memory, where the model allows it. `say`
+    hears what an answer rests on."""
     import torch
 
     from meshwright.call import bind
@@ -24,6 +28,8 @@ def asked_of(job: "Job", cluster: "Cluster", *, exact: bool = False, top: int = 
     from meshwright.train.optimizer import build_optimizer
 
     data, generated = _training_set(job)
+    if generated and not job.data.synthetic:
+        say("there is no data.root: what a batch looks like is taken from generated data")
     sample = sample_batch(job, data)
     try:
         with torch.device("meta"):

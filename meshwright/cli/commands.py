@@ -77,6 +77,7 @@ def plan(
 ) -> None:
     """Find the fastest plan for a job on any cluster, without it: ranked plans, and why the others were rejected."""
     from dataclasses import replace
+    from functools import partial
     from time import perf_counter
 
     from rich.console import Console
@@ -97,7 +98,7 @@ def plan(
     on = find(cluster or read.cluster, measure)
     if given is None and read.data.partition == "dimension":  # which says how the model is to be divided
         given = by_dimension(read, on.devices)
-    asked, profiles = asked_of(read, on, exact=exact, top=top)
+    asked, profiles = asked_of(read, on, exact=exact, top=top, say=partial(print, file=sys.stderr))
     asked = replace(asked, refuses=checker(profiles.model, profiles.sample, profiles.target))
     question = with_own_operators(asked, profiles)
     answered = of_one(given, question, profiles) if given else answer(search(question, profiles), question, profiles)
