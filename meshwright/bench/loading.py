@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from meshwright.workloads.rows import rows
 
 PICTURES = 384
 SIZES = ((500, 375), (375, 500))  # ImageNet's usual ones
+SHORTER_SIDE = 256  # of the pictures that are kept decoded
 BATCH, ROW_BATCH = 32, 8192
 
 
@@ -42,22 +44,25 @@ def measure(rounds: int, workers: tuple[int, ...], count: int) -> list[Row]:
     try:
         with tempfile.TemporaryDirectory() as folder:
             _pictures(Path(folder))
-            found = [_pictures_row(folder, number, rounds) for number in workers]
+            found = [_pictures_row(folder, number, rounds, cached) for number in workers for cached in (False, True)]
         return [*found, _rows_row(count, rounds)]
     finally:
         torch.set_num_threads(before)
 
 
-def _pictures_row(folder: str, workers: int, rounds: int) -> Row:
-    ways = _ours(folder, workers), _torchvisions(folder, workers)
+def _pictures_row(folder: str, workers: int, rounds: int, cached: bool) -> Row:
+    ours = _ours(folder, workers, cached)
+    if cached:
+        ours()  # fills it
+    ways = ours, _torchvisions(folder, workers)
     pairs = [tuple(_rate(way) for way in (ways if number % 2 else ways[::-1])) for number in range(rounds)]
     ordered = [pair if number % 2 else pair[::-1] for number, pair in enumerate(pairs)]
-    ratios = [ours / theirs for ours, theirs in ordered]
+    ratios = [own / theirs for own, theirs in ordered]
     return Row(
-        "pictures",
+        "pictures, cached" if cached else "pictures",
         workers,
         rounds,
-        median(ours for ours, _ in ordered),
+        median(own for own, _ in ordered),
         median(theirs for _, theirs in ordered),
         median(ratios),
         (min(ratios), max(ratios)),
@@ -79,10 +84,12 @@ def _rate(read: Callable[[], int]) -> float:
     return read() / (perf_counter() - begun)
 
 
-def _ours(folder: str, workers: int) -> Callable[[], int]:
+def _ours(folder: str, workers: int, cached: bool) -> Callable[[], int]:
+    kept: dict[str, Any] = {"cache": str(Path(folder) / "kept"), "shorter_side": SHORTER_SIDE} if cached else {}
+
     def read() -> int:
         loading = Loading(workers=workers)
-        data = image_folder("train", root=folder)
+        data = image_folder("train", root=folder, **kept)
         found = train_batches(data, seed=0, global_batch=BATCH, share=Share(), loading=loading, epochs=1)
         return sum(batch.samples for batch in found)
 

@@ -10,8 +10,9 @@ from meshwright.bench import loading
 def test_pictures_beside_torchvision_and_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(loading, "PICTURES", 16)
-    pictures, rows = loading.measure(2, (0,), 1000)
-    assert (pictures.what, rows.what) == ("pictures", "rows")
+    pictures, cached, rows = loading.measure(2, (0,), 1000)
+    assert (pictures.what, cached.what, rows.what) == ("pictures", "pictures, cached", "rows")
+    assert cached.ratio is not None
     assert pictures.ratio is not None
     assert pictures.spread is not None
     assert pictures.spread[0] <= pictures.ratio <= pictures.spread[1]
