@@ -18,8 +18,8 @@ SIZES = {"train": (1600, 1200, 800, 400), "val": (160, 120, 80, 40)}  # of the f
 
 
 def generated_tasks(tasks: tuple[Task, ...]) -> Path:
-    said = "-".join(f"{task.name}.{task.kind}{task.classes or ''}" for task in tasks)
-    return made_once(cache_folder() / "synthetic" / f"tasks-{VERSION}-{said}", lambda folder: _write(folder, tasks))
+    said = derive(VERSION, *(f"{task.name} {task.kind} {task.classes}" for task in tasks))  # a file's name is not long
+    return made_once(cache_folder() / "synthetic" / f"tasks-{said:x}", lambda folder: _write(folder, tasks))
 
 
 def _write(folder: Path, tasks: tuple[Task, ...]) -> None:

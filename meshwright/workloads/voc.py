@@ -14,15 +14,16 @@ from meshwright.errors import InputError, did_you_mean
 from meshwright.workloads.augment import View, random_view, seen, whole_view
 from meshwright.workloads.picture_file import Damages, Reading, Undecodable, read_mask, read_picture
 from meshwright.workloads.pictures_generated import VERSION, make_voc
+from meshwright.workloads.vision import IGNORED
 
-IGNORED = 255  # the edges of objects, what lies beside a picture, and pictures that cannot be decoded
 LISTS = Path("ImageSets") / "Segmentation"
 PLACES = (".", "VOC2012", "VOCdevkit/VOC2012")  # of those folders within the root
 LAYOUT = "VOCdevkit/VOC2012 with JPEGImages, SegmentationClass and ImageSets/Segmentation"
 
 
 class VOC(Dataset[tuple[Tensor, Tensor]]):
-    """(image, mask): normalized floats (3, size, size) and each pixel's class (size, size), 255 where none counts."""
+    """(image, mask): normalized floats (3, size, size) and each pixel's class (size, size). 255 counts for nothing:
+    edges of objects, what lies beside a picture, and pictures that cannot be decoded."""
 
     def __init__(
         self,

@@ -21,11 +21,6 @@ SMALLER = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))  # one for all tests
-
-
 def job(name: str, *more: str) -> Job:
     return load_job(JOBS / f"{name}.yaml", [*SMALLER.get(name, []), *more])
 

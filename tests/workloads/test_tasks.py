@@ -1,6 +1,5 @@
 import json
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,6 @@ LINES: dict[str, list[dict[str, Any]]] = {
     "alike": [{"text": [n], "other": [n, n], "value": 1} for n in range(1, 4)],
     "fits": [{"text": [n], "better": [n, 1], "worse": [2]} for n in range(1, 4)],
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture
