@@ -21,12 +21,14 @@ from meshwright.collectives.scheduled import Scheduled
 from meshwright.collectives.shared_reducer import SharedMemory
 from meshwright.collectives.threaded import Threaded
 from meshwright.errors import InputError
-from meshwright.simulator.schedules import Host, Memory, Tier, Wires, native_gather_s, native_s
+from meshwright.simulator.schedules import GLOO_SEGMENTS, Host, Memory, Tier, Wires, native_s
 
 SMALL_BYTES = 48
+MEDIUM_BYTES = 48 * 2**10
 LARGE_BYTES = 3 * 2**20
 MEMORY_BYTES = tuple(3 * 2**power for power in range(13, 26, 2))
 BURST, LARGE_BURST, TURNS = 32, 8, 5
+NATIVE_LATENCIES = tuple(share / 20 for share in range(1, 401))
 _TAG = 7
 
 
@@ -89,19 +91,20 @@ def measure_wires(group: dist.ProcessGroup, nodes: Sequence[int], machines: int)
     across = _tier(group, outer, (0, firsts[1]), min(nodes), crowded_s) if many > 1 else None
     tier = within or across
     assert tier is not None, "one rank has no wires"
+    farthest_s = max(one.latency_s for one in (within, across) if one)
+    host = replace(host, message_s=max(raw_s, _scheduled_s(group, host.thread_s, farthest_s)))
     wires = Wires(tier, across, host, _memory(group, mine))
     return _with_native(wires, group, nodes)
 
 
 def _host(group: dist.ProcessGroup, each: _Ring, cores: float) -> tuple[Host, float]:
-    """And the seconds of a core for a bare message."""
+    """And the seconds of a core for a bare message, which stand for every kind of them here."""
     raw_s = each.pass_on(SMALL_BYTES, BURST).core_s
-    message_s = max(raw_s, _scheduled_s(group))
     large_s = each.pass_on(LARGE_BYTES, LARGE_BURST).core_s
     own, other = torch.ones(LARGE_BYTES // 4), torch.zeros(LARGE_BYTES // 4)
     host = Host(
         cores=cores,
-        message_s=message_s,
+        message_s=raw_s,
         native_message_s=raw_s,
         native_latency=1.0,
         byte_s=max(0.0, large_s - raw_s) / LARGE_BYTES,
@@ -120,23 +123,27 @@ def _idle_s(group: dist.ProcessGroup) -> float:
     return found
 
 
-def _scheduled_s(group: dist.ProcessGroup) -> float:
-    """Seconds of a core for a message, with all that goes on around it while a schedule runs."""
+def _scheduled_s(group: dist.ProcessGroup, thread_s: float, latency_s: float) -> float:
+    """Seconds of a core for a message, with all that goes on around it while a schedule runs. Several cores work for
+    a rank: what they do side by side keeps nobody waiting, so a message takes its rank no longer than its round."""
     reducer, few = Scheduled(group, ring(group.size())), torch.ones(SMALL_BYTES // 4 * group.size())
-    core_s = timed(group, partial(_reduce, reducer, few), 20).core_s
+    taken = timed(group, partial(_reduce, reducer, few), 20)
     dist.barrier(group)
     reducer.close()
-    return core_s / (2 * (group.size() - 1))
+    rounds = 2 * (group.size() - 1)
+    return min(taken.core_s / rounds, (taken.wall_s - thread_s) / rounds - latency_s)
 
 
 def _tier(group: dist.ProcessGroup, each: _Ring, pair: tuple[int, int], count: int, host_s: float) -> Tier:
     """Latency as a message has it that waits for the one before it: Gloo sends it when it has heard that there is room.
-    Bandwidth as one has it that is alone, and as those of `count` ranks of a node together."""
-    small, large = (_ping_pong(group, pair, size) for size in (SMALL_BYTES, LARGE_BYTES))
+    Bandwidth as one has it that is alone, and as those of `count` ranks of a node together. Credit is what a message
+    of some size takes less than that."""
+    small, medium, large = (_ping_pong(group, pair, size) for size in (SMALL_BYTES, MEDIUM_BYTES, LARGE_BYTES))
     together = count * LARGE_BYTES / each.pass_on(LARGE_BYTES, LARGE_BURST).wall_s
-    alone = LARGE_BYTES / max(large - small, large / 10)
+    alone = (LARGE_BYTES - MEDIUM_BYTES) / max(large - medium, large / 10)
     round_s, _ = _in_turn(each)
-    return Tier(max(round_s - host_s, 0.0) / 2, alone, together)
+    credit_s = max(0.0, MEDIUM_BYTES / alone - max(0.0, medium - small))
+    return Tier(max(round_s - host_s, 0.0) / 2, alone, together, credit_s)
 
 
 def _in_turn(each: _Ring) -> tuple[float, float]:
@@ -162,24 +169,29 @@ def _ping_pong(group: dist.ProcessGroup, pair: tuple[int, int], size: int) -> fl
 
 
 def _with_native(wires: Wires, group: dist.ProcessGroup, nodes: Sequence[int]) -> Wires:
-    """What the backend's own call and messages take: an all-reduce hands on twice as many as an all-gather."""
+    """What the backend's own call and messages take: of an all-reduce of next to nothing that is the whole. The call is
+    timed alone; what is left is divided among the rounds, since behind larger messages a round's wait is hidden."""
     ranks = group.size()
-    few, share = torch.ones(4 * ranks), torch.ones(4)
-    every = list(torch.empty(ranks, 4).unbind())
-    reduced = timed(group, partial(_reduce, Native(group), few), 20)
-    gathered = timed(group, lambda: dist.all_gather(every, share, group=group), 20)
-    message_s = (reduced.core_s - gathered.core_s) / (2 * (ranks - 1))
+    call = _call(group)
+    reduced = timed(group, partial(_reduce, Native(group), torch.ones(4 * ranks)), 20)
+    message_s = (reduced.core_s - call.core_s) / (2 * GLOO_SEGMENTS * (ranks - 1))
     raw_s = wires.host.native_message_s  # from Python, which the backend itself does not take longer than
-    host = replace(wires.host, native_message_s=min(raw_s, max(message_s, raw_s / 20)))
-    candidates = [replace(wires, host=replace(host, native_latency=share / 20)) for share in range(1, 21)]
+    host = replace(wires.host, call_s=call.wall_s, native_message_s=min(raw_s, max(message_s, raw_s / 20)))
 
     def missed(one: Wires) -> float:
-        rounds_s = native_s(16 * ranks, ranks, one, nodes) - native_gather_s(16, ranks, one, nodes)
-        return abs(rounds_s - (reduced.wall_s - gathered.wall_s))
+        return abs(native_s(16 * ranks, ranks, one, nodes) - reduced.wall_s)
 
-    best = min(candidates, key=missed)
-    call_s = max(0.0, reduced.wall_s - native_s(16 * ranks, ranks, best, nodes))
-    return replace(best, host=replace(best.host, call_s=call_s))
+    return min((replace(wires, host=replace(host, native_latency=share)) for share in NATIVE_LATENCIES), key=missed)
+
+
+def _call(group: dist.ProcessGroup) -> Taken:
+    """The backend's all-reduce of a rank alone: to its thread and back."""
+    own = dist.get_global_rank(group, group.rank())
+    alone = dist.new_group([own], backend="gloo", use_local_synchronization=True)
+    one = torch.ones(1)
+    taken = timed(group, lambda: dist.all_reduce(one, group=alone), 50)
+    dist.destroy_process_group(alone)
+    return taken
 
 
 def _memory(group: dist.ProcessGroup, mine: range) -> Memory | None:

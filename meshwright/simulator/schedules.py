@@ -8,12 +8,12 @@ travel together and are cut into segments as collectives/program.py does it.
                   not received in place, + b byte_s / 2 on each side for the transport: all on the node's cores
                                                                                             _Ranks._work, _Ranks._carry
     wire        : a message leaves once its sender has heard (after latency) that there is room for it; the link is
-                  taken for b / together once it is free; nothing arrives sooner than b / bandwidth + latency
-                  after it left                                                             _Ranks._leave
+                  taken for b / together once it is free, or credit before that if it was idle; nothing arrives
+                  sooner than b / bandwidth - credit + latency after it left                _Ranks._leave
     program     = every rank takes its steps in their order, as soon as what each waits for is there   _Ranks.run
     schedule_s  = thread_s + S / add (the division by n) + the end of the last rank         schedule_s
-    native      = call_s + S / add + a ring of Gloo's segments: of a chunk two at least, of 1 MiB at most; its own
-                  threads see `native_latency` of the latency that Python sees              native_s
+    native      = call_s + S / add + a ring of Gloo's segments: of a chunk two at least, of 1 MiB at most; each
+                  waits `native_latency` times the latency that Python's messages have      native_s
     shared      = 2 sync_s + S / reduce(S); up to 8 KiB staged_s + (n + 2) S / copy         shared_memory_s
     two levels  = thread_s + 2 sync_s + S / scatter(S) + the schedules between nodes, of S / k each, k at once
                   + 2 sync_s + S / gather(S)                                                two_level_memory_s
@@ -28,12 +28,12 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from heapq import heappop, heappush
 from itertools import count as count_from
-from math import exp, log
+from math import exp, inf, log
 
 from meshwright.collectives.builders import SCHEDULES, build
 from meshwright.collectives.execute import AHEAD, SEGMENT_BYTES
 from meshwright.collectives.program import Message, Program, Step, Transfer, program, transfers
-from meshwright.collectives.ring import all_gather, ring
+from meshwright.collectives.ring import ring
 from meshwright.collectives.schedule import Schedule, placed, side_by_side
 from meshwright.collectives.shared_memory import STAGE_UP_TO_BYTES
 from meshwright.collectives.two_level import across_nodes
@@ -49,18 +49,21 @@ MOST_RANKS = 64
 @dataclass(frozen=True)
 class Tier:
     """Within a node, or between two: one message's latency and bandwidth when it travels alone, and the bytes a second
-    of all that go from one node to another (or within one) at the same time."""
+    of all that go from one node to another (or within one) at the same time. A link that was idle may let the first
+    bytes through at once, as shapers of clouds do: they save `credit_s`, and idle time brings it back."""
 
     latency_s: float
     bandwidth_bytes_per_s: float
     together_bytes_per_s: float
+    credit_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Host:
     """What a node's `cores` do for it. Seconds of a core for a message's send and receive, from Python and by the
     backend itself, and for a byte's; to hand a tensor to a reducer's thread, or to the backend's, and to hear of its
-    end; and bytes a second that a core adds and copies. `native_latency` is the backend's part of a tier's latency."""
+    end; and bytes a second that a core adds and copies. `native_latency` is how many times a tier's latency the
+    backend's own messages have."""
 
     cores: float
     message_s: float
@@ -119,13 +122,6 @@ def native_s(size_bytes: int, ranks: int, wires: Wires, nodes: Sequence[int] | N
     return host.call_s + size_bytes / host.add_bytes_per_s + run_s
 
 
-def native_gather_s(share_bytes: int, ranks: int, wires: Wires, nodes: Sequence[int] | None = None) -> float:
-    """Of Gloo's own all-gather of so many bytes of each rank: half of the rounds of an all-reduce."""
-    size_bytes, host = share_bytes * ranks, wires.host
-    run_s = _run_s(_half_ring(ranks), size_bytes, _gloo(size_bytes, ranks, host), wires, _node_of(ranks, nodes))
-    return host.call_s + run_s
-
-
 def shared_memory_s(size_bytes: int, ranks: int, wires: Wires) -> float:
     if ranks == 1 or not size_bytes:
         return 0.0
@@ -182,7 +178,7 @@ def choose(size_bytes: int, ranks: int, nodes: Sequence[int], wires: Wires) -> t
 
 @dataclass(frozen=True)
 class _Way:
-    """How a program is run: in which segments, what a message costs a core, and which part of a tier's latency."""
+    """How a program is run: in which segments, what a message costs a core, and how often a tier's latency."""
 
     segment_bytes: int
     message_s: float
@@ -215,7 +211,7 @@ class _Ranks:
         self._held: dict[_Key, tuple[float, int]] = {}  # sent when, and how many bytes, for which there is no room yet
         self._arrived: dict[_Key, float] = {}
         self._waiting: dict[_Key, int] = {}
-        self._link_free: defaultdict[tuple[int, int], float] = defaultdict(float)
+        self._link_free: defaultdict[tuple[int, int], float] = defaultdict(lambda: -inf)  # idle until now
         count = max(1, round(wires.host.cores))
         self._core_free = {node: [0.0] * count for node in set(node_of)}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -302,9 +298,11 @@ class _Ranks:
         """A message that was sent, and for which there is room."""
         source, target, _ = key
         link, tier = (self._node_of[source], self._node_of[target]), self._tier(source, target)
-        self._link_free[link] = max(left, self._link_free[link]) + size / tier.together_bytes_per_s
+        begin = max(left - tier.credit_s, self._link_free[link])
+        self._link_free[link] = begin + size / tier.together_bytes_per_s
         copied = [self._carry(node, left, size * self._wires.host.byte_s / 2) for node in link]
-        wired = max(self._link_free[link], left + size / tier.bandwidth_bytes_per_s, *copied)
+        alone = left + max(0.0, size / tier.bandwidth_bytes_per_s - tier.credit_s)
+        wired = max(self._link_free[link], alone, *copied)
         self._arrived[key] = wired + self._latency_s(source, target)
         if (waiting := self._waiting.pop(key, None)) is not None:
             self._turn(waiting)
@@ -331,12 +329,6 @@ def _built(name: str, ranks: int, nodes: tuple[int, ...]) -> Schedule:
 @lru_cache(maxsize=64)
 def _ring(ranks: int) -> Schedule:
     return ring(ranks)
-
-
-@lru_cache(maxsize=64)
-def _half_ring(ranks: int) -> Schedule:
-    rounds = all_gather(range(ranks), [range(rank, rank + 1) for rank in range(ranks)])
-    return Schedule("all-gather", ranks, ranks, tuple(rounds))
 
 
 @lru_cache(maxsize=64)

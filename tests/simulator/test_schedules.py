@@ -83,6 +83,16 @@ def test_nodes_have_their_own_and_the_link_between_them_is_shared_each_way() -> 
     assert schedule_s(schedule, 64 * MIB, bandwidth(INFINITE, 1e9)) < 0.01 * found  # on one node nothing crosses
 
 
+def test_a_link_that_was_idle_lets_the_first_bytes_through_at_once() -> None:
+    """Once: the second round comes when the credit is spent. Nothing arrives before it was sent."""
+    ring, each_s = build("ring", 2, [1, 1]), 32 * MIB / 1e9
+    plain = bandwidth(INFINITE, 1e9)
+    shaped = replace(plain, across=Tier(0.0, INFINITE, 1e9, credit_s=each_s / 4))
+    assert schedule_s(ring, 64 * MIB, plain, [1, 1]) == pytest.approx(2 * each_s, rel=1e-6)
+    assert schedule_s(ring, 64 * MIB, shaped, [1, 1]) == pytest.approx(1.75 * each_s, rel=1e-6)
+    assert schedule_s(ring, 4, shaped, [1, 1]) == pytest.approx(0.0, abs=1e-20)
+
+
 def test_segments_overlap_what_links_and_hosts_do() -> None:
     """A tree of one segment goes from rank to rank; of many, the ranks work at the same time."""
     wires = Wires(Tier(0.0, 1e9, INFINITE), None, FREE, None)
