@@ -18,6 +18,7 @@ from torch import Tensor
 
 from meshwright.data.batch import Batch
 from meshwright.train.session import Session
+from meshwright.train.stepping import Stepping
 from meshwright.train.witness import Witness, digests, drew, local_norm, own_copies, samples_of, watch_bits
 
 Tensors = dict[str, Tensor]
@@ -160,11 +161,12 @@ class Recorder:
 
 
 @contextmanager
-def recording(session: Session, folder: Path, steps: int) -> Iterator[Callable[[Batch], Tensor]]:
+def recording(session: Stepping, folder: Path, steps: int) -> Iterator[Callable[[Batch], Tensor]]:
     """A session's `step`, which writes down what it does the first so many times."""
     if not steps:
         yield session.step
         return
+    assert isinstance(session, Session), "servers are recorded by their proof"
     recorder = Recorder(session, folder)
 
     def look() -> None:

@@ -30,7 +30,7 @@ from meshwright.train.logbook import Logbook, finite
 from meshwright.train.meter import Meter
 from meshwright.train.progress import Display, Silent, describe_metrics, display
 from meshwright.train.recording import recording
-from meshwright.train.session import Session
+from meshwright.train.stepping import Stepping
 
 LOWER_IS_BETTER = ("loss", "error", "perplexity")
 
@@ -43,7 +43,7 @@ class Best:
 
 class Trainer:
     def __init__(
-        self, job: Job, session: Session, world: World, folder: RunFolder, place: Place, record: int = 0
+        self, job: Job, session: Stepping, world: World, folder: RunFolder, place: Place, record: int = 0
     ) -> None:
         """`record`: so many of the first steps are written down, for `prove --against`."""
         self.job = job

@@ -12,6 +12,7 @@ from meshwright.launch.world import World
 from meshwright.plan import Plan
 from meshwright.train.build import build_session
 from meshwright.train.folder import RunFolder
+from meshwright.train.session import Session
 from meshwright.train.trainer import Trainer
 
 SIZE, BATCH = 50, 10
@@ -77,6 +78,11 @@ def train(job: Job, folder: Path, stop_after: int | None = None, rank: int = 0, 
     finished = trainer.run(stop)
     assert finished == (stop_after is None)
     return trainer
+
+
+def session_of(trainer: Trainer) -> Session:
+    assert isinstance(trainer.session, Session)
+    return trainer.session
 
 
 def equal_states(first: dict[str, Any], second: dict[str, Any]) -> bool:

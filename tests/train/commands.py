@@ -12,13 +12,13 @@ import yaml
 from meshwright.train.folder import RunFolder
 
 
-def start(folder: Path, job: Mapping[str, Any], ranks: int) -> tuple[subprocess.Popen[str], RunFolder]:
+def start(folder: Path, job: Mapping[str, Any], ranks: int, *options: str) -> tuple[subprocess.Popen[str], RunFolder]:
     """The job on so many CPU ranks, in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "toy.yaml"
     file.write_text(yaml.safe_dump({"cluster": f"{ranks}xcpu", "output": str(folder / "runs"), **job}))
     process = subprocess.Popen(
-        [sys.executable, "-m", "meshwright", "train", str(file), "--json"],
+        [sys.executable, "-m", "meshwright", "train", str(file), "--json", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -13,7 +13,7 @@ from meshwright.data.batch import Batch, Microbatch
 from meshwright.launch.signals import StopRequest
 from meshwright.train.recording import read, read_start, recorded_steps
 from meshwright.train.witness import bits_of, digest, drew, samples_of, watch_bits
-from tests.train.alone import equal_states, make_trainer, toy_job
+from tests.train.alone import equal_states, make_trainer, session_of, toy_job
 
 
 def test_the_first_steps_are_written_down_and_no_more(tmp_path: Path) -> None:
@@ -25,8 +25,8 @@ def test_the_first_steps_are_written_down_and_no_more(tmp_path: Path) -> None:
     folder = trainer.folder.record
     assert recorded_steps(folder) == 2
     start, first, second = read_start(folder), read(folder, 1, keep=True), read(folder, 2, keep=True)
-    assert set(first.gradients) == {name for name, _ in trainer.session.module.named_parameters()}
-    assert set(start.state) == set(first.state) == set(trainer.session.state_dict())
+    assert set(first.gradients) == {name for name, _ in session_of(trainer).module.named_parameters()}
+    assert set(start.state) == set(first.state) == set(session_of(trainer).state_dict())
     assert not torch.equal(first.state["layers.0.weight"], second.state["layers.0.weight"])
     (witness,) = first.seen
     assert witness.drew, "the model drops out"
@@ -38,7 +38,7 @@ def test_the_first_steps_are_written_down_and_no_more(tmp_path: Path) -> None:
     with StopRequest() as stop:
         assert plain.run(stop)
     assert not plain.folder.record.exists()
-    assert equal_states(plain.session.state_dict(), trainer.session.state_dict())
+    assert equal_states(session_of(plain).state_dict(), session_of(trainer).state_dict())
 
 
 def test_a_tensor_has_the_bits_of_the_shortest_type_that_holds_it() -> None:

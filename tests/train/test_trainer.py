@@ -16,7 +16,7 @@ from meshwright.launch.signals import StopRequest
 from meshwright.train.folder import read_result
 from meshwright.train.trainer import Trainer
 from tests.ranks import run_ranks
-from tests.train.alone import EVALUATED, equal_states, make_trainer, toy_job, train
+from tests.train.alone import EVALUATED, equal_states, make_trainer, session_of, toy_job, train
 from tests.train.toy import points
 
 STEPS = 10  # 2 epochs of 5
@@ -213,7 +213,7 @@ def test_a_stopped_run_goes_on_bitwise(tmp_path: Path, kind: str, stop: int) -> 
     assert stopped.session.steps == stop
     assert read_result(stopped.folder) is None
     again = train(job, tmp_path / "stopped")
-    assert equal_states(again.session.state_dict(), undisturbed.session.state_dict())
+    assert equal_states(session_of(again).state_dict(), session_of(undisturbed).state_dict())
     assert again.session.optimizer.param_groups[0]["lr"] == undisturbed.session.optimizer.param_groups[0]["lr"]
     assert logged(again, "train") == logged(undisturbed, "train")
     assert logged(again, "eval") == logged(undisturbed, "eval")
@@ -251,7 +251,7 @@ def test_what_was_logged_after_the_checkpoint_is_logged_once(tmp_path: Path) -> 
     assert [line["step"] for line in logged(trainer, "train")] == list(range(1, 8))
     again = train(job, tmp_path / "killed")
     assert logged(again, "train") == logged(undisturbed, "train")
-    assert equal_states(again.session.state_dict(), undisturbed.session.state_dict())
+    assert equal_states(session_of(again).state_dict(), session_of(undisturbed).state_dict())
 
 
 def test_a_finished_run_can_be_extended(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_a_finished_run_can_be_extended(tmp_path: Path) -> None:
     extended = train(toy_job(**EVALUATED, train={"epochs": 3}), tmp_path / "extended")
     whole = train(toy_job(**EVALUATED, train={"epochs": 3}), tmp_path / "whole")
     assert extended.session.steps == 15
-    assert equal_states(extended.session.state_dict(), whole.session.state_dict())
+    assert equal_states(session_of(extended).state_dict(), session_of(whole).state_dict())
     assert logged(extended, "eval") == logged(whole, "eval")
 
 
@@ -298,7 +298,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     told = capsys.readouterr().err
     assert f"damaged checkpoint left out: {newest}: {data.name} does not have the checksum" in told
     assert "going on after step 4" in told
-    assert equal_states(again.session.state_dict(), undisturbed.session.state_dict())
+    assert equal_states(session_of(again).state_dict(), session_of(undisturbed).state_dict())
 
 
 def test_a_damaged_checkpoint_does_not_take_the_place_of_a_good_one(tmp_path: Path) -> None:
@@ -327,11 +327,11 @@ def train_on_ranks(
     undisturbed = train(job, folder / "undisturbed", rank=rank, size=size)
     train(job, folder / "stopped", stop_after=7, rank=rank, size=size)
     again = train(job, folder / "stopped", rank=rank, size=size)
-    assert equal_states(again.session.state_dict(), undisturbed.session.state_dict())
+    assert equal_states(session_of(again).state_dict(), session_of(undisturbed).state_dict())
     torch.distributed.barrier()
     result = read_result(again.folder)
     assert result is not None
-    return again.session.state_dict(), logged(again, "train"), result
+    return session_of(again).state_dict(), logged(again, "train"), result
 
 
 def test_ranks_stop_together_and_only_one_writes(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The trainer on servers: it logs, evaluates, saves and resumes as under every plan, and says what only they know."""
 
 import json
-from typing import Any, cast
+from typing import Any
 
 from meshwright.launch.signals import StopRequest
 from meshwright.train.folder import read_result, write_text
@@ -10,13 +10,13 @@ from meshwright.train.trainer import Trainer
 
 
 class Conduct(Trainer):
-    """`session` is a `Serving`, which a trainer cannot tell from a session."""
-
     @property
     def serving(self) -> Serving:
-        return cast(Any, self.session)
+        assert isinstance(self.session, Serving)
+        return self.session
 
     def _train(self, stop: StopRequest) -> bool:
+        self.serving.divide(self.loading)
         self.serving.limit(self.total_steps())
         self.serving.lead.say = self.display.line
         return super()._train(stop)

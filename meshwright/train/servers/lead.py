@@ -67,6 +67,7 @@ class Lead:
     seed: int
     say: Callable[[str], None] = lambda line: None
     seen: Callable[[int], str] = lambda worker: ""  # where a worker was last seen, for errors
+    divided: int = 0  # into how many parts the data set is, by sample
     version: int = 0
     rejoined: int = 0
     peak_bytes: int = 0
@@ -187,6 +188,7 @@ class Lead:
             epoch=epoch,
             index=index,
             seed=self.seed,
+            divided=self.divided,
             part=part,
             parts=of,
             stepped=int(outcome.stepped),

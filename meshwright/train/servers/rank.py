@@ -1,7 +1,7 @@
 """One process of a run with parameter servers: the first ranks are its workers, those behind them its servers."""
 
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -86,6 +86,6 @@ def train_server(job: Job, plan: Plan, folder: RunFolder, world: World, place: P
         team = Team(store, server, gradients.servers, timeout_s)
         serving = Serving(of_job(job), plan, team, connect, timeout_s)
         serving.lead.seen = lambda worker: last_seen(folder.logs, worker)
-        conduct = Conduct(job, cast(Any, serving), among, folder, place)
+        conduct = Conduct(job, serving, among, folder, place)
         conduct.run(stop)
         serving.stop()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meshwright.checkpoint.load import load
 from meshwright.checkpoint.state import State, model_state, optimizer_state
+from meshwright.data.loading import Loading
 from meshwright.errors import CollectiveError
 from meshwright.launch.pairs import Connect
 from meshwright.plan import Plan
@@ -65,6 +66,16 @@ class Serving:
     @property
     def staleness(self) -> Staleness:
         return self.lead.staleness
+
+    @property
+    def parts(self) -> int | None:
+        """Of a data set that is divided by sample."""
+        return self.lead.divided or None
+
+    def divide(self, loading: Loading) -> None:
+        """A run keeps its parts, whoever goes on with it."""
+        if loading.partition == "sample":
+            self.lead.divided = self.parts or loading.parts or self.plan.data_ranks
 
     def limit(self, steps: int | None) -> None:
         """No worker goes beyond so many batches."""
@@ -160,6 +171,7 @@ class Serving:
             "clocks": clocks if self.plan.gradients.updates != "synchronous" else [],
             "workers": self.plan.world_size,
             "staleness": [seen.pushes, seen.total, seen.largest, lead.clocks.largest_lead],
+            **({"parts": self.parts} if self.parts else {}),
         }
 
     def restore(self, path: Path, about: Mapping[str, Any]) -> None:
@@ -177,6 +189,7 @@ class Serving:
     def _restore_lead(self, about: Mapping[str, Any]) -> None:
         lead = self.lead
         lead.seed = self.seed
+        lead.divided = int(about.get("parts") or 0)
         lead.clocks.start_at(self.steps)
         lead.positions = {self.steps: self.position}
         scale = self._loss_scale

@@ -54,8 +54,9 @@ class _Header:
 @dataclass(frozen=True)
 class Reply(_Header):
     """`clock`: how many batches are behind this worker; `epoch` and `index`: which one comes next. `version`: how many
-    updates the weights have seen. `part` of `parts` of the data is to be evaluated. `stepped`: whether the worker's
-    gradients were used; `loss` and `norm` are of that step. `scale`, `good` and `skipped` are the fp16 loss's."""
+    updates the weights have seen. `divided`: into how many parts the data is, by sample; 0: not at all. `part` of
+    `parts` of the data is to be evaluated. `stepped`: whether the worker's gradients were used; `loss` and `norm` are
+    of that step. `scale`, `good` and `skipped` are the fp16 loss's."""
 
     do: int = Do.WAIT
     version: int = 0
@@ -63,6 +64,7 @@ class Reply(_Header):
     epoch: int = 0
     index: int = 0
     seed: int = 0
+    divided: int = 0
     part: int = 0
     parts: int = 1
     stepped: int = 0

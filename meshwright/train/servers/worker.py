@@ -91,6 +91,7 @@ class Exchange:
         self.pull()
         session, reply = self._session, self.reply
         session.steps, session.seed, session.position = reply.clock, reply.seed, (reply.epoch, reply.index)
+        session.parts = reply.divided or None
         if session.loss_scale and reply.scale:
             session.loss_scale.load_state_dict({"value": reply.scale, "good": reply.good, "skipped": reply.skipped})
 

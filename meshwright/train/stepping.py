@@ -1,0 +1,43 @@
+"""What a trainer asks of whoever makes its steps: a `Session`, or a server that stands for all workers."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint.state import State
+from meshwright.data.loading import Loading
+from meshwright.plan import Plan
+from meshwright.train.metrics import Metric
+
+
+class Stepping(Protocol):
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def position(self) -> tuple[int, int]: ...
+    @property
+    def parts(self) -> int | None: ...
+
+    def batches(
+        self, dataset: Any, epochs: int | None, global_batch: int, loading: Loading, drop_last: bool, /
+    ) -> Iterator[Any]: ...
+    def step(self, batch: Any, /) -> Tensor: ...
+    def evaluate(
+        self,
+        dataset: Any,
+        metrics: Mapping[str, Metric] | None,
+        batch: int,
+        loading: Loading,
+        interrupted: Callable[[], bool],
+        /,
+    ) -> dict[str, float] | None: ...
+    def state(self) -> State: ...
+    def about(self) -> dict[str, Any]: ...
+    def restore(self, path: Path, about: Mapping[str, Any], /) -> None: ...
