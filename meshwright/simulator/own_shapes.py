@@ -6,6 +6,7 @@ the very ones, so that a look-up meets them.
                 as many as a budget allows                                                                 _heavy
     acted out   in the order of the step, with as many threads as the rank has, while the other ranks of
                 this machine do the same: forward results are kept until the backward pass wants them      _pass
+    waited      all begin a pass together, and it lasts until the slowest has done                       _on_cores
     rows        the median of the passes as `OperatorTime`, of one core: as if each thread had taken all of it  _row
 
 In a loop of its own an operator finds its memory and its inputs where it left them; in a step it does not, and what
@@ -164,10 +165,11 @@ def _on_gpu(heavy: Sequence[_Heavy], rank: _Rank) -> list[float]:
 
 
 def _on_cores(heavy: Sequence[_Heavy], rank: _Rank, budget_s: float) -> list[float]:
-    """The median of passes, after one that sets up."""
-    before, over = torch.get_num_threads(), threading.Event()
-    others = [threading.Thread(target=_neighbour, args=(heavy, rank, over), daemon=True) for _ in range(rank.ranks - 1)]
-    end = time.perf_counter() + budget_s
+    """The median of passes, after one that sets up. The ranks of this machine begin each together, and the slowest ends
+    it: a step waits for all of them."""
+    before, end = torch.get_num_threads(), time.perf_counter() + budget_s
+    together, over = threading.Barrier(rank.ranks), threading.Event()
+    neighbours = [_Neighbour(heavy, rank, together, over) for _ in range(rank.ranks - 1)]
     passes: list[list[float]] = []
     try:
         torch.set_num_threads(rank.cores)
@@ -175,26 +177,51 @@ def _on_cores(heavy: Sequence[_Heavy], rank: _Rank, budget_s: float) -> list[flo
             scene = Scene(rank.where, rank.channels_last)
             _pass(heavy, scene)
             scene.settle()
-            for other in others:
-                other.start()
+            for neighbour in neighbours:
+                neighbour.start()
             while len(passes) < FEWEST_PASSES or (len(passes) < MOST_PASSES and time.perf_counter() < end):
+                together.wait()
                 passes.append(_pass(heavy, scene))
+                together.wait()  # before anybody is told that it was the last
+            over.set()
+            together.wait()
     finally:
-        over.set()
-        for other in others:
-            if other.is_alive():
-                other.join()
+        if not over.is_set():
+            over.set()
+            together.abort()
+        for neighbour in neighbours:
+            if neighbour.is_alive():
+                neighbour.join()
         torch.set_num_threads(before)
-    return [median(taken) for taken in zip(*passes, strict=True)]
+    slowest = [max(taken) for taken in zip(map(sum, passes), *(one.taken for one in neighbours), strict=True)]
+    waited = [[one * end / sum(own) for one in own] for own, end in zip(passes, slowest, strict=True)]
+    return [median(taken) for taken in zip(*waited, strict=True)]
 
 
-def _neighbour(heavy: Sequence[_Heavy], rank: _Rank, over: threading.Event) -> None:
-    """Another rank, that keeps its cores as busy."""
-    torch.set_num_threads(rank.cores)
-    with torch.no_grad():
-        scene = Scene(rank.where, rank.channels_last)
-        while not over.is_set():
-            _pass(heavy, scene)
+class _Neighbour(threading.Thread):
+    """Another rank, that keeps its cores as busy; `taken` are the seconds of its passes."""
+
+    def __init__(
+        self, heavy: Sequence[_Heavy], rank: _Rank, together: threading.Barrier, over: threading.Event
+    ) -> None:
+        super().__init__(daemon=True)
+        self._heavy, self._rank, self._together, self._over = heavy, rank, together, over
+        self.taken: list[float] = []
+
+    def run(self) -> None:
+        torch.set_num_threads(self._rank.cores)
+        scene = Scene(self._rank.where, self._rank.channels_last)
+        try:
+            with torch.no_grad():
+                while True:
+                    self._together.wait()
+                    if self._over.is_set():
+                        return
+                    self.taken.append(sum(_pass(self._heavy, scene)))
+                    self._together.wait()
+        except BaseException:
+            self._together.abort()  # nobody shall wait for one that is gone
+            raise
 
 
 def _pass(heavy: Sequence[_Heavy], scene: Scene) -> list[float]:

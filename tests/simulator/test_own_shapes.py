@@ -1,5 +1,6 @@
 """A model's own operators, measured here: what they are told from, and whose predictions they change."""
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -126,6 +127,23 @@ def test_this_machine_is_left_as_it_was() -> None:
     assert {"convolution", "matmul"} <= {row.operator for row in added}
     assert all(row.seconds > 0 for row in added)
     assert now.sources["operators"] == BASED_ON
+
+
+@pytest.mark.skipif(detect_cpu().nodes[0].count < 2, reason="two ranks need two cores")
+def test_ranks_wait_for_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others' passes take three times as long here: so does every operator of a step that waits for them."""
+
+    def passed(heavy: Sequence[Any], scene: Scene) -> list[float]:
+        own = threading.current_thread() is threading.main_thread()
+        return [1e-3 if own else 3e-3] * len(heavy)
+
+    monkeypatch.setattr(own_shapes, "_pass", passed)
+    for ranks, seconds in ((1, 1e-3), (2, 3e-3)):
+        plan = Plan(axes=Axes(replicate=ranks), compute=Compute(threads=1))
+        (node,) = with_own_shapes(_here(), _traced(), plan, 2 * BATCH, budget_s=0.1).nodes
+        own = [row for row in node.device.operators if row.seconds != 1e-6]
+        assert own
+        assert [row.seconds for row in own] == pytest.approx([seconds] * len(own))
 
 
 def test_only_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
