@@ -42,7 +42,7 @@ def read_decoder(row: Row) -> Case:
     model, length = _model(row, assumed)
     cluster, words = cluster_of(row)
     assumed.used.extend(words)
-    precision, words = precision_of(row.precision or assumed.take("precision", "{}"), device_of(cluster))
+    precision, words = precision_of(_precision(row, settings, assumed), device_of(cluster))
     assumed.used.extend(words)
     layout = _layout(row, decoder_keywords(model.arguments)["layers"], assumed)
     global_batch, micro_batch = _batches(row, layout.data, assumed)
@@ -159,6 +159,13 @@ def _kind(row: Row) -> str:
     if kind not in _settings()["kinds"]:
         raise NotCovered(f"a model of family '{kind}'")
     return str(kind)
+
+
+def _precision(row: Row, settings: dict[str, Any], assumed: Assumed) -> str:
+    if "precision" in settings:
+        assumed.used.append(f"precision {settings['precision']}, as the repository's scripts have it")
+        return str(settings["precision"])
+    return str(row.precision or assumed.take("precision", "{}"))
 
 
 # ---- the plan
