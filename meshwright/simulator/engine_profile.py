@@ -1,6 +1,7 @@
 """A model's profile as an engine runs it: the operators of eager PyTorch, less those that it does not run.
 
-half weights   no casts of weights and activations; what blocks move in fp32 moves in half as many bytes    _halved
+half weights   no casts of weights and activations; what blocks, tables of words and sums of gradients move in fp32
+               moves in half as many bytes                                                                  _halved
 fused          dropout is part of the residual sum behind it, masks and all                                 _kept
 scores         attention = q kᵀ, softmax, dropout, p v: products over all pairs, of which softmax and dropout read and
                write 4 numbers a pair and a byte of mask; backward = four products, 5 numbers and the mask  _scores
@@ -87,7 +88,8 @@ def _operators(stretch: Stretch, profile: ModelProfile, engine: Engine, homes: d
             continue
         if operator.kind == "attention" and engine.attention != 1:
             operator = _more(operator, engine.attention)
-        found.append(_halved(operator) if half and stretch.blocks else operator)
+        halves = half and (stretch.blocks or operator.kind == "embedding" or _is_of_weight(operator))
+        found.append(_halved(operator) if halves else operator)
     return found
 
 
@@ -100,14 +102,17 @@ def _is_cast(operator: Operator) -> bool:
 
 
 def _cast(operator: Operator, homes: dict[str, str]) -> Operator:
-    of_weight = all(not size.linear and not size.square for size in operator.shape)
-    if not of_weight or operator.split or operator.layer not in homes:
+    if not _is_of_weight(operator) or operator.split or operator.layer not in homes:
         return operator
     return replace(operator, split=homes[operator.layer])
 
 
+def _is_of_weight(operator: Operator) -> bool:
+    return all(not size.linear and not size.square for size in operator.shape)
+
+
 def _halved(operator: Operator) -> Operator:
-    if operator.dtype != "float32" or operator.kind not in ("norm", "elementwise", "reduction", "copy"):
+    if operator.dtype != "float32" or operator.kind not in ("norm", "elementwise", "reduction", "copy", "embedding"):
         return operator
     return replace(operator, bytes=operator.bytes.times(0.5))
 

@@ -92,10 +92,20 @@ def split_profile(profile: ModelProfile, plan: Plan) -> ModelProfile:
         return profile
     assert profile.structure is not None
     groups = {group.name: group for group in profile.structure.splits if group.name in active}
+    homes = {split.module: active[name] for name, group in groups.items() for split in group.splits}
+
+    def own(operator: Operator) -> Operator:
+        home = homes.get(operator.layer) if not operator.split else None
+        if home and operator.kind == "embedding":
+            return _table(operator, home)
+        if home and operator.kind == "elementwise" and _is_fixed(operator.bytes):
+            return _lessened(operator, home.parameters)  # gradients of a weight that is used twice, added up
+        return _operator(operator, active, groups, sequence, plan.modules.loss)
+
     stretches = tuple(
         replace(
             stretch,
-            operators=tuple(_operator(o, active, groups, sequence, plan.modules.loss) for o in stretch.operators),
+            operators=tuple(map(own, stretch.operators)),
             changes=tuple(_change(c, active, sequence, plan.modules.loss) for c in stretch.changes),
         )
         for stretch in profile.stretches
@@ -164,6 +174,14 @@ def _operator(
         return replace(_lessened(operator, share.work), shape=shape)
     part = share.parameters if _is_fixed(operator.bytes) else share.work
     return _lessened(operator, part) if part < 1 else operator
+
+
+def _table(operator: Operator, share: Share) -> Operator:
+    """A rank has some of the words, and looks for all that it is asked for: the rest are zeros."""
+    rows = operator.bytes.constant * share.parameters
+    moved = Growth(rows, operator.bytes.linear * share.input, operator.bytes.square * share.input)
+    part = share.parameters if all(map(_is_fixed, operator.shape)) else share.input
+    return replace(operator, bytes=moved, shape=tuple(size.times(part) for size in operator.shape))
 
 
 def _is_fixed(size: Growth) -> bool:

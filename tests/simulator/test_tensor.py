@@ -54,6 +54,27 @@ def test_products_and_attention_are_divided_and_nothing_else() -> None:
                 assert one.bytes.at(4) / 2 < part.bytes.at(4) < one.bytes.at(4)
 
 
+def test_a_rank_fills_the_gradient_of_its_own_words_alone() -> None:
+    """And adds up those of a table that is the head, too, also where casts lie between it and its product. What it is
+    asked for stays whole."""
+    with torch.device("meta"):
+        model = Decoder(**{**WIDE, "tied": True})
+    whole = profile(model, tokens(), scores_loss, structured=True, precision="bf16")
+    half = split_profile(whole, plan(axes={"tensor": 2}))
+    pairs = [
+        (one, part)
+        for stretch, divided in zip(whole.stretches, half.stretches, strict=True)
+        for one, part in zip(stretch.operators, divided.operators, strict=True)
+        if one.layer == "embedding" and not one.split and one.kind in ("embedding", "elementwise")
+    ]
+    assert {one.name for one, _ in pairs} == {"embedding", "embedding_dense_backward", "add"}
+    for one, part in pairs:
+        assert part.bytes.constant == one.bytes.constant / 2
+        assert part.bytes.linear == one.bytes.linear
+        halves = not one.shape[0].linear
+        assert part.shape[0].at(4) == one.shape[0].at(4) / (2 if halves else 1)
+
+
 def test_a_split_model_has_the_weights_of_one_built_narrower() -> None:
     """Half the heads and half the feed-forward features, hidden size unchanged: what a rank of two holds."""
     half = split_profile(wide_decoder(), plan(axes={"tensor": 2}))
