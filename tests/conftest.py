@@ -26,7 +26,13 @@ def four() -> Iterator[RankPool]:
 
 
 # Files whose few tests start trainings of their own: begun last, one core would wait for them.
-_LONG = ("train/test_faults.py", "proof/test_command.py", "train/test_joined.py", "train/test_default_job.py")
+_LONG = (
+    "train/test_servers_faults.py",
+    "train/test_faults.py",
+    "proof/test_command.py",
+    "train/test_joined.py",
+    "train/test_default_job.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
