@@ -194,7 +194,7 @@ def _on_cores(heavy: Sequence[_Heavy], rank: _Rank, budget_s: float) -> list[flo
                 neighbour.join()
         torch.set_num_threads(before)
     slowest = [max(taken) for taken in zip(map(sum, passes), *(one.taken for one in neighbours), strict=True)]
-    waited = [[one * end / sum(own) for one in own] for own, end in zip(passes, slowest, strict=True)]
+    waited = [[one * longest / sum(own) for one in own] for own, longest in zip(passes, slowest, strict=True)]
     return [median(taken) for taken in zip(*waited, strict=True)]
 
 
