@@ -29,6 +29,7 @@ LARGE_BYTES = 3 * 2**20
 MEMORY_BYTES = tuple(3 * 2**power for power in range(13, 26, 2))
 BURST, LARGE_BURST, TURNS = 32, 8, 5
 NATIVE_LATENCIES = tuple(share / 20 for share in range(1, 401))
+_SMALL_SHARE_BYTES = 16  # of each rank, in an all-reduce of next to nothing
 _TAG = 7
 
 
@@ -173,15 +174,26 @@ def _with_native(wires: Wires, group: dist.ProcessGroup, nodes: Sequence[int]) -
     timed alone; what is left is divided among the rounds, since behind larger messages a round's wait is hidden."""
     ranks = group.size()
     call = _call(group)
-    reduced = timed(group, partial(_reduce, Native(group), torch.ones(4 * ranks)), 20)
+    reduced = timed(group, partial(_reduce, Native(group), torch.ones(_SMALL_SHARE_BYTES // 4 * ranks)), 20)
     message_s = (reduced.core_s - call.core_s) / (2 * GLOO_SEGMENTS * (ranks - 1))
     raw_s = wires.host.native_message_s  # from Python, which the backend itself does not take longer than
     host = replace(wires.host, call_s=call.wall_s, native_message_s=min(raw_s, max(message_s, raw_s / 20)))
+    return waiting(replace(wires, host=host), reduced.wall_s, nodes)
 
-    def missed(one: Wires) -> float:
-        return abs(native_s(16 * ranks, ranks, one, nodes) - reduced.wall_s)
 
-    return min((replace(wires, host=replace(host, native_latency=share)) for share in NATIVE_LATENCIES), key=missed)
+def waiting(wires: Wires, small_s: float, nodes: Sequence[int]) -> Wires:
+    """With as much of a tier's latency in each of the backend's rounds as makes a small all-reduce take so long. Where
+    tiers have none to speak of, the rest is its call's."""
+    ranks = sum(nodes)
+
+    def with_share(share: float) -> Wires:
+        return replace(wires, host=replace(wires.host, native_latency=share))
+
+    def left_s(one: Wires) -> float:
+        return small_s - native_s(_SMALL_SHARE_BYTES * ranks, ranks, one, nodes)
+
+    best = min(map(with_share, NATIVE_LATENCIES), key=lambda one: abs(left_s(one)))
+    return replace(best, host=replace(best.host, call_s=best.host.call_s + max(0.0, left_s(best))))
 
 
 def _call(group: dist.ProcessGroup) -> Taken:

@@ -1,7 +1,7 @@
 """The collectives benchmark: its rows and what it says about them. Times are not judged here."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -11,10 +11,11 @@ from meshwright.bench.collectives import SIZES, Row, measured_here, parse_sizes,
 from meshwright.bench.collectives_openmpi import is_there, openmpi_rows
 from meshwright.bench.collectives_rank import MEMORY_LIMIT, Asked, Found, from_json, measure, to_json
 from meshwright.bench.collectives_show import lines, seconds, show, size
-from meshwright.bench.collectives_wires import LARGE_BYTES, MEMORY_BYTES, SMALL_BYTES
+from meshwright.bench.collectives_wires import LARGE_BYTES, MEDIUM_BYTES, MEMORY_BYTES, SMALL_BYTES, waiting
 from meshwright.cli import app
 from meshwright.collectives.builders import SCHEDULES
 from meshwright.errors import InputError
+from meshwright.simulator.schedules import native_s
 from tests.ranks import run_ranks
 from tests.simulator.test_schedules import LATENCY
 
@@ -34,7 +35,16 @@ def _measured(rank: int, world_size: int, nodes: int | None, in_training: bool) 
 
 
 def test_wires_are_measured_at_other_sizes_than_the_rows() -> None:
-    assert not {SMALL_BYTES, LARGE_BYTES, *MEMORY_BYTES} & set(SIZES)
+    assert not {SMALL_BYTES, MEDIUM_BYTES, LARGE_BYTES, *MEMORY_BYTES} & set(SIZES)
+
+
+@pytest.mark.parametrize(("latency_s", "call_s"), [(1e-4, 0.0), (0.0, 6e-4)])
+def test_a_small_all_reduce_of_the_backend_is_predicted_as_it_was_measured(latency_s: float, call_s: float) -> None:
+    """By what its rounds wait for, and where they wait for nothing, by its call."""
+    wires = replace(LATENCY, within=replace(LATENCY.within, latency_s=latency_s))
+    found = waiting(wires, 6e-4, (2,))
+    assert native_s(32, 2, found) == pytest.approx(6e-4)
+    assert found.host.call_s == pytest.approx(call_s, abs=1e-12)
 
 
 @pytest.mark.soak
