@@ -4,6 +4,7 @@ failed, 1 anything else."""
 import json
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -232,8 +233,12 @@ def _print_result(result: dict[str, Any], as_json: bool) -> None:
 
 
 def main() -> None:
+    from meshwright.launch import environment
+    from meshwright.launch.ending import finishing
+
     try:
-        app(standalone_mode=True)
+        with finishing() if environment.read().launched else nullcontext():
+            app(standalone_mode=True)
     except MeshwrightError as error:
         sys.stdout.flush()
         print(f"meshwright: {error}", file=sys.stderr, flush=True)

@@ -1,10 +1,13 @@
-"""How a rank ends when it does not finish: with its launcher, or by its own failure, told and recorded."""
+"""How a rank ends: finished, with its launcher, or by its own failure, told and recorded."""
 
+import atexit
 import ctypes
+import logging
 import os
 import signal
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from meshwright.errors import MeshwrightError
@@ -26,6 +29,34 @@ def die_with_agent(here: Environment) -> None:
         os._exit(1)
 
 
+@contextmanager
+def finishing() -> Iterator[None]:
+    """Around all that a rank does: what has finished ends as finished. Without this, torch's threads now and then
+    abort the process while C++ takes itself down, and all ranks would start again for nothing."""
+    finished = atexit.register(_end)  # before all others that are still to come, so it runs after them
+    try:
+        yield
+    except SystemExit as exit:
+        if exit.code not in (None, 0):
+            atexit.unregister(finished)
+        raise
+    except BaseException:
+        atexit.unregister(finished)
+        raise
+
+
+def _end() -> None:
+    logging.shutdown()
+    _flush()
+    os._exit(0)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr, output.stderr()):
+        with suppress(OSError, ValueError):
+            stream.flush()
+
+
 def fail(error: BaseException, here: Environment, place: Place) -> NoReturn:
     """Records and logs the failure, and ends the process at once: a hung communicator cannot keep it."""
     failure = of_exception(error, here.rank, here.attempt, place)
@@ -34,9 +65,7 @@ def fail(error: BaseException, here: Environment, place: Place) -> NoReturn:
             write_record(here.folder, failure)
     with suppress(OSError, ValueError):
         _tell(failure, launched_here=here.agent is not None)
-    for stream in (sys.stdout, sys.stderr, output.stderr()):
-        with suppress(OSError, ValueError):
-            stream.flush()
+    _flush()
     os._exit(error.exit_code if isinstance(error, MeshwrightError) else 1)
 
 

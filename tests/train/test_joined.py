@@ -11,7 +11,7 @@ import yaml
 from tests.train.alone import TOY
 
 MODEL = """
-import os
+import ctypes, os
 from tests.train.toy import Net
 
 class Failing(Net):
@@ -22,6 +22,12 @@ class Failing(Net):
         if self.calls == 3 and os.environ["RANK"] == "1":
             raise ValueError("the third call")
         return super().forward(x)
+
+class Aborting(Net):
+    def __init__(self, hidden):  # torch's threads do so now and then: the process aborts when C++ takes itself down
+        super().__init__(hidden)
+        libc = ctypes.CDLL(None)
+        getattr(libc, "__cxa_atexit")(ctypes.cast(libc.abort, ctypes.c_void_p), None, None)
 """
 
 
@@ -34,7 +40,7 @@ def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_torchruns_ranks_train_together(tmp_path: Path) -> None:
-    run = torchrun(tmp_path, "--json")
+    run = torchrun(tmp_path, "--json", "--set", "model.call=model.py:Aborting")
     assert run.returncode == 0, run.stderr
     result = json.loads(run.stdout.splitlines()[-1])
     assert (result["steps"], result["run"]) == (10, str(tmp_path / "runs" / "toy-0001"))
