@@ -77,7 +77,8 @@ class Device(_Value):
     """One GPU, or one CPU core: a rank that has several cores has as many such devices' rates.
 
     `rates` are dense peaks; `launch_s` is what the host takes for one operator; `instructions` end in
-    the dtype they speed up (`tensor-bf16`, `amx-bf16`); `context_bytes` is what a process takes before any tensor.
+    the dtype they speed up (`tensor-bf16`, `amx-bf16`); `context_bytes` is what a process takes before any tensor;
+    `multiprocessors` run a GPU's blocks of threads, at most `clock_hz` fast.
     The memory and bandwidth of a CPU device are its share of the machine's. `sources` says where each constant
     comes from, by field, or by `rates.bf16` for one of several.
     """
@@ -87,6 +88,8 @@ class Device(_Value):
     memory_bytes: NonNegativeInt = 0
     bandwidth_bytes_per_s: NonNegativeFloat = 0
     rates: dict[Dtype, PositiveFloat] = {}
+    multiprocessors: NonNegativeInt = 0
+    clock_hz: NonNegativeFloat = 0
     launch_s: NonNegativeFloat = 0
     instructions: tuple[str, ...] = ()
     context_bytes: NonNegativeInt = 0

@@ -9,12 +9,13 @@ Shapes come from the device's own calibration (`doctor --calibrate`; of a CPU co
 GPU without one is taken to be like the reference GPU: an operator that its peak rate would finish in the same time is
 slowed down as much there, so sizes are scaled by the ratio of the rates before they are looked up (of what only moves
 bytes, by that of the memories), and datasheet peaks by what the reference reaches of its own, or by what is published
-of the GPU (rates_reached.yaml). Batched products with a side whose rows are no multiple of what a load takes are slower
-by as much as plain ones (`_odd`).
+of the GPU (rates_reached.yaml). A BatchNorm of contiguous images waits for multiprocessors or for memory, whichever is
+slower on the GPU (`_by_channels_s`). Batched products with a side whose rows are no multiple of what a load takes are
+slower by as much as plain ones (`_odd`).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import log
 from pathlib import Path
@@ -37,14 +38,17 @@ _ON_TENSOR_CORES: tuple[Dtype, ...] = ("tf32", "bf16", "fp16")
 _PRODUCTS = ("matmul", "convolution", "attention")
 _LIKE = {"fp16": ("fp16", "bf16", "fp32"), "bf16": ("bf16", "fp16", "fp32"), "tf32": ("tf32", "fp32")}
 _ARRANGED = ("convolution", "batch_norm", "pooling", "bias")  # that read images, and care how they lie
+_LARGE_BYTES = 1e8  # from here on what starting takes does not count
+_LARGEST = 99.0  # the logarithm of more bytes than any operator moves
 _Key = tuple[str, str, str, str]  # operator, direction, dtype, layout
 
 
 @dataclass(frozen=True)
 class Speeds:
     """What operators are priced with. `scale` and `memory` are how many times slower the device and its memory are
-    than those in the tables; `fp32_first`: its library's convolutions in fp32 are at their best, unlike those of the
-    one in the tables."""
+    than those in the tables, and `clock` its clock; `multiprocessors` are its own and those of the one in the tables, 0
+    if nobody told; `passes`: by direction, how often memory moves what a BatchNorm reads and writes; `fp32_first`: its
+    library's convolutions in fp32 are at their best, unlike those of the one in the tables."""
 
     rates: Mapping[str, float]
     bandwidth_bytes_per_s: float
@@ -53,6 +57,9 @@ class Speeds:
     layout: str = "contiguous"
     memory: float = 1.0
     fp32_first: bool = False
+    clock: float = 1.0
+    multiprocessors: tuple[int, int] = (0, 0)
+    passes: Mapping[str, float] = field(default_factory=dict)
 
     def table(self, name: str, direction: str, dtype: str) -> Table | None:
         """That of the dtype, or of the one that is most like it; forward where backward was not measured apart."""
@@ -92,6 +99,9 @@ def speeds(device: Device, dtype: Dtype, cores: int = 1, layout: str = "contiguo
         layout,
         reference.bandwidth_bytes_per_s / bandwidth,
         fp32_first="tf32" not in rates,
+        clock=datasheet.clock_hz / device.clock_hz if device.clock_hz else 1.0,
+        multiprocessors=(device.multiprocessors, datasheet.multiprocessors),
+        passes=_passes(reference.operators, reference.bandwidth_bytes_per_s),
     )
 
 
@@ -134,7 +144,10 @@ def operator_s(operator: Operator, batch: float, speeds: Speeds, backward: bool,
         slowdown = min(slowdown, _at_its_best(operator, found, batch, speeds))
     if found.name == "batched_matmul":
         slowdown *= _odd(operator, batch, speeds, used)
-    taken = max(least * slowdown, table.shortest_s) if table and least else least
+    if table and found.name == "batch_norm" and speeds.layout == "contiguous" and all(speeds.multiprocessors):
+        taken = _by_channels_s(found, table, speeds, backward)
+    else:
+        taken = max(least * slowdown, table.shortest_s) if table and least else least
     if operator.kind == "convolution" and (size := bias_of(operator, batch, backward)):
         taken += _moved_s("bias", size, used, speeds, backward)
     return taken
@@ -169,6 +182,21 @@ def _moved_s(name: str, size: float, dtype: str, speeds: Speeds, backward: bool)
     return max(least * table.slowdown((log(size * speeds.memory, 2),)), table.shortest_s)
 
 
+def _by_channels_s(found: LookedUp, table: Table, speeds: Speeds, backward: bool) -> float:
+    """Of a BatchNorm of contiguous images, on a GPU that is like the measured one. A block of threads has a channel, so
+    64 channels keep 64 multiprocessors busy, of however many, and memory waits for them: the tables have 12 times what
+    memory takes. Another GPU's multiprocessors take as long, but for their clock, and longer where channels outnumber
+    them; its memory takes what was least for the same bytes."""
+    least = found.bytes / speeds.bandwidth_bytes_per_s
+    slowdown, large = table.slowdown(found.sizes), table.slowdown((_LARGEST, found.sizes[1]))
+    passes = min(large, speeds.passes["backward" if backward else "forward"])
+    mine, measured = speeds.multiprocessors
+    rounds = max(1.0, 2 ** found.sizes[1] / mine) / max(1.0, 2 ** found.sizes[1] / measured)
+    more = speeds.clock * rounds
+    busy = table.slowdown((found.sizes[0] + log(more / speeds.memory, 2), found.sizes[1]))
+    return max(least * max(slowdown - large + passes, passes), least / speeds.memory * more * busy, table.shortest_s)
+
+
 # ---- tables from measured operators
 
 
@@ -185,6 +213,18 @@ def _tables(
             key = (name, row.direction, row.dtype, row.layout)
             grouped.setdefault(key, []).append((sizes, log(row.seconds / least), row.seconds))
     return {key: _table(sorted(found)) for key, found in grouped.items()}
+
+
+@lru_cache(maxsize=8)
+def _passes(rows: tuple[OperatorTime, ...], bandwidth: float) -> dict[str, float]:
+    """By direction, how many times over memory moves the bytes of a BatchNorm, at most: as of the large one that is
+    slowed down least."""
+    found: dict[str, float] = {}
+    for row in rows:
+        if row.bytes >= _LARGE_BYTES and measured_as(row)[0] == "batch_norm":
+            slowdown = row.seconds * bandwidth / row.bytes
+            found[row.direction] = min(found.get(row.direction, slowdown), slowdown)
+    return found
 
 
 def _table(found: list[tuple[tuple[float, ...], float, float]]) -> Table:

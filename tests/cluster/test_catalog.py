@@ -54,6 +54,16 @@ def test_every_constant_of_a_link_has_a_source(name: str) -> None:
     assert all(len(curve.source) > 10 for curves in link.curves.values() for curve in curves)
 
 
+def test_multiprocessors_and_their_clock_make_the_rate_of_fp32() -> None:
+    """With 64 lanes each, or 128, that multiply and add at once."""
+    for name, entry in entries().items():
+        device = entry.device
+        if device.kind == "cuda":
+            lanes = device.rates["fp32"] / (2 * device.multiprocessors * device.clock_hz)
+            assert min(abs(lanes / 64 - 1), abs(lanes / 128 - 1)) < 0.015, f"{name}: {lanes:.1f} lanes"
+            assert all(len(device.sources[constant]) > 10 for constant in ("multiprocessors", "clock_hz"))
+
+
 def test_dense_rates_stand_in_their_ratios() -> None:
     """Tensor cores halve from fp8 to bf16 to tf32: a sparse figure among dense ones would stand out."""
     for name, entry in entries().items():

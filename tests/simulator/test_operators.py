@@ -184,6 +184,27 @@ def test_batch_norm_in_fp16_is_faster_than_in_bf16() -> None:
     assert operator_s(half, 1, prices, False) < 0.8 * operator_s(brain, 1, prices, False)
 
 
+def _slower(device: Device, channels: int, layout: str = "contiguous") -> float:
+    """How many times as long a BatchNorm takes as on the reference, of images of 200 MB in fp16."""
+    vectors = 24.0 * channels  # what does not grow with the batch tells the channels
+    norm = Operator("", "native_batch_norm", "norm", "float16", Growth(0, 0), Growth(vectors, 2e8), (Growth(0, 1e8),))
+    own, others = (operator_s(norm, 1, speeds(one, "fp16", 1, layout), False) for one in (device, reference_gpu()[0]))
+    return own / others
+
+
+def test_a_batch_norm_of_few_channels_waits_for_multiprocessors_not_for_memory() -> None:
+    """A block of threads has a channel: what an H100 does not have of an H200's memory makes no difference."""
+    volta, hopper = (find_entry(name).device for name in ("V100-16GB", "H100"))
+    memories = find_entry("H200").device.bandwidth_bytes_per_s / hopper.bandwidth_bytes_per_s
+    assert _slower(hopper, 64) == pytest.approx(1.0, abs=0.01), "as many multiprocessors, as fast"
+    assert _slower(volta, 64) == pytest.approx(1.98 / 1.53, rel=0.1), "more than channels, at a lower clock"
+    assert 2 < _slower(volta, 128) < 2.6, "132 had a channel each, 80 have 1.6"
+    assert 3 < _slower(volta, 2048) < 4, "all are busy; memory, 5.3 times slower, is waited for more than there"
+    assert _slower(hopper, 64, "channels_last") == pytest.approx(memories, rel=0.1), "blocks have rows there"
+    nobody_knows = hopper.model_copy(update={"multiprocessors": 0})
+    assert _slower(nobody_knows, 64) == pytest.approx(memories, rel=0.1)
+
+
 def test_what_is_published_of_a_gpu_comes_before_what_the_reference_reaches() -> None:
     known, printed = (device.rates["bf16"] for device in reference_gpu())
     hopper, ampere, volta = (speeds(find_entry(name).device, "bf16") for name in ("H100", "A100-80GB", "V100-32GB"))
