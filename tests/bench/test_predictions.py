@@ -6,10 +6,10 @@ import pytest
 
 from meshwright.bench.predictions.fit import fit
 from meshwright.bench.predictions.predict import Predicted, engine_of, fits, generation, predict_case, traced
-from meshwright.bench.predictions.report import as_json, lines, report
-from meshwright.bench.predictions.score import Alarms, Errors, alarms, errors_of, order_of
+from meshwright.bench.predictions.report import APART, as_json, lines, report
+from meshwright.bench.predictions.score import Alarms, Errors, alarms, apart, errors_of, order_of
 from meshwright.bench.runs.case import Case
-from meshwright.bench.runs.cover import Coverage, case_of
+from meshwright.bench.runs.cover import Coverage, case_of, cover
 from meshwright.bench.runs.rows import rows
 
 
@@ -81,6 +81,18 @@ def test_orders_and_errors() -> None:
     assert errors.median == pytest.approx(errors.p90) == pytest.approx(0.1)
 
 
+def test_a_source_that_contradicts_itself_is_shown_and_not_judged() -> None:
+    known = cover().cases
+    spread = {source: apart(one for one in known if one.source == source) for source in {one.source for one in known}}
+    assert {source for source, ratio in spread.items() if ratio > APART} == {"bigscience_v100_gpt2"}
+    assert spread["bigscience_v100_gpt2"] == 225 / 125
+    one = case("vtrain_single-0023")
+    twice = (one, replace(one, id="again", step_s=1.5 * (one.step_s or 0)))
+    assert apart(twice) == pytest.approx(1.5)
+    assert apart((one, replace(twice[1], global_batch=1 + one.global_batch))) == 1, "another case"
+    assert apart(()) == 1
+
+
 def test_alarms_are_counted_on_rows_that_ran() -> None:
     ran, failed = case("bigscience_a100-0095"), case("bigscience_a100-0092")
     found = alarms([ran, failed], {ran.id: False, failed.id: False})
@@ -92,7 +104,11 @@ def test_the_report_names_every_row_that_is_left_out() -> None:
     made = report(coverage=Coverage(chosen, {"other-1": "a reason"}))
     assert [score.rows for score in made.scores] == [2, 1]
     assert made.reasons == {"other-1": "a reason"}
-    assert made.overall()["sources"] == 2
+    whole = made.overall()
+    assert (whole["sources"], whole["rows"], whole["every_rows"]) == (2, 3, 3)
+    disputed = replace(made, scores=(made.scores[0], replace(made.scores[1], apart=1.7)))
+    assert (disputed.overall()["sources"], disputed.overall()["rows"], disputed.overall()["every_rows"]) == (1, 2, 3)
+    assert any("not judged: one case 1.7 times apart" in line for line in lines(disputed))
     off = replace(
         made.scores[0], fitted=Errors(1, 0.3, 0.4), guessed=Errors(1, 0.5, 0.5), order=None, alarms=Alarms(10, 1, 2, 1)
     )

@@ -2,8 +2,9 @@
 
 A case is predicted three times: without any factor, with the one that `fit` reads off other sources, and by the guess
 of bench/runs/baseline.py (`alike`), which also goes without the source it is judged on. `skill` is the guess's median
-error over ours. A short run takes every n-th row of a source, at most `MOST`, and `FEW` where nearly every row has a
-model of its own to trace (`LONG`).
+error over ours. A source whose own repetitions of a case lie so far apart that no prediction could be near both of them
+is shown and not judged: it is in no total but those of every row, and of memory. A short run takes every n-th row of a
+source, at most `MOST`, and `FEW` where nearly every row has a model of its own to trace (`LONG`).
 """
 
 from collections import Counter
@@ -14,7 +15,7 @@ from typing import Any
 
 from meshwright.bench.predictions.fit import Factors, fit
 from meshwright.bench.predictions.predict import Predicted, Profiles, fits, predict_case, traced
-from meshwright.bench.predictions.score import Alarms, Errors, Order, alarms, errors_of, order_of
+from meshwright.bench.predictions.score import Alarms, Errors, Order, alarms, apart, errors_of, order_of
 from meshwright.bench.runs.baseline import guess, points
 from meshwright.bench.runs.case import Case
 from meshwright.bench.runs.cover import Coverage, cover
@@ -24,13 +25,15 @@ LONG = ("ryujaehun_cnn", "llm_foundry", "bigscience_a100")
 SLOW = "densenet"  # a minute to trace
 MOST, FEW = 60, 12
 MEDIAN, P90, TAU, FALSE_ALARMS = 0.10, 0.25, 0.8, 0.05  # what is asked of every source
+APART = (1 + P90) / (1 - P90)  # two steps of one case further apart are not both within P90 of any prediction
 GUESS, SKILL = 0.15, 2.0  # where the guess is further off than this, to be so many times better
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class SourceScore:
-    """`fitted` is ours, `plain` ours without any factor, `guessed` the constant rate's."""
+    """`fitted` is ours, `plain` ours without any factor, `guessed` the constant rate's; `apart` is how far the source's
+    own repetitions of a case are from each other."""
 
     source: str
     rows: int
@@ -39,6 +42,11 @@ class SourceScore:
     guessed: Errors
     order: Order | None
     alarms: Alarms
+    apart: float = 1.0
+
+    @property
+    def judged(self) -> bool:
+        return self.apart <= APART
 
     @property
     def skill(self) -> float:
@@ -67,24 +75,37 @@ class Report:
     reasons: dict[str, str]
 
     def overall(self) -> dict[str, float]:
-        """All rows together; the middle source; false alarms and calls of all."""
-        errors = errors_of([one.case for one in self.predicted], {one.case.id: one.step_s for one in self.predicted})
+        """Of the sources that are judged: all rows together, the middle source, the order of plans. Of every source:
+        errors and order again (`every_`), false alarms and calls."""
+        judged = [score for score in self.scores if score.judged]
+        errors, tau = self._errors_and_tau(judged)
+        every, every_tau = self._errors_and_tau(self.scores)
         told = [score.alarms for score in self.scores]
-        orders = [score.order for score in self.scores if score.order is not None]
-        pairs = sum(order.pairs for order in orders)
-        hard = [score for score in self.scores if score.guessed.median > GUESS]
+        hard = [score for score in judged if score.guessed.median > GUESS]
         return {
+            "rows": errors.rows,
             "median": errors.median,
             "p90": errors.p90,
-            "median_of_sources": median(score.fitted.median for score in self.scores),
-            "tau": sum(order.tau * order.pairs for order in orders) / max(1, pairs),
-            "sources": len(self.scores),
-            "passing": sum(not score.missed() for score in self.scores),
+            "median_of_sources": median(score.fitted.median for score in judged),
+            "tau": tau,
+            "sources": len(judged),
+            "passing": sum(not score.missed() for score in judged),
             "hard": len(hard),
             "skilled": sum(score.skill >= SKILL for score in hard),
+            "every_rows": every.rows,
+            "every_median": every.median,
+            "every_p90": every.p90,
+            "every_tau": every_tau,
             "false_alarms": sum(one.false_alarms for one in told) / max(1, sum(one.ran for one in told)),
             "called": sum(one.called for one in told) / max(1, sum(one.failed for one in told)),
         }
+
+    def _errors_and_tau(self, scores: Sequence[SourceScore]) -> tuple[Errors, float]:
+        sources = {score.source for score in scores}
+        of_them = [one for one in self.predicted if one.case.source in sources]
+        orders = [score.order for score in scores if score.order is not None]
+        tau = sum(order.tau * order.pairs for order in orders) / max(1, sum(order.pairs for order in orders))
+        return errors_of([one.case for one in of_them], {one.case.id: one.step_s for one in of_them}), tau
 
     def counted_reasons(self) -> Counter[str]:
         return Counter(f"{row.rpartition('-')[0]}: {reason}" for row, reason in self.reasons.items())
@@ -112,7 +133,7 @@ def report(
             reasons[case.id] = str(error)
     factors = fit(plain)
     fitted = tuple(predict_case(one.case, profiles, factors[one.case.source].launch) for one in plain)
-    return Report(tuple(_scores(chosen, plain, fitted, holds)), fitted, factors, reasons)
+    return Report(tuple(_scores(found.cases, chosen, plain, fitted, holds)), fitted, factors, reasons)
 
 
 def _chosen(cases: Sequence[Case], everything: bool, reasons: dict[str, str]) -> list[Case]:
@@ -140,7 +161,11 @@ def _is_judged(case: Case) -> bool:
 
 
 def _scores(
-    cases: Sequence[Case], plain: Sequence[Predicted], fitted: Sequence[Predicted], holds: dict[str, bool]
+    everything: Sequence[Case],
+    cases: Sequence[Case],
+    plain: Sequence[Predicted],
+    fitted: Sequence[Predicted],
+    holds: dict[str, bool],
 ) -> list[SourceScore]:
     known = points([one.case for one in plain])
     seconds = [
@@ -153,7 +178,9 @@ def _scores(
         timed = [one.case for one in plain if one.case.source == source]
         ours, plainly, guessed = (errors_of(timed, predicted) for predicted in seconds)
         called = alarms([case for case in cases if case.source == source], holds)
-        made.append(SourceScore(source, len(timed), ours, plainly, guessed, order_of(timed, seconds[0]), called))
+        order = order_of(timed, seconds[0])
+        itself = apart(case for case in everything if case.source == source)
+        made.append(SourceScore(source, len(timed), ours, plainly, guessed, order, called, itself))
     return made
 
 
@@ -170,7 +197,10 @@ def as_json(made: Report) -> dict[str, Any]:
         }
         for one in made.predicted
     ]
-    summary = {score.source: {**asdict(score), "skill": score.skill, "missed": score.missed()} for score in made.scores}
+    summary = {
+        score.source: {**asdict(score), "skill": score.skill, "judged": score.judged, "missed": score.missed()}
+        for score in made.scores
+    }
     return {"rows": rows, "summary": {"all": made.overall(), **summary}, "not_covered": dict(made.counted_reasons())}
 
 
@@ -184,11 +214,14 @@ def lines(made: Report) -> list[str]:
         shown = "".join(f"{errors.median:{wide}.1%}{errors.p90:{next_}.1%}" for errors, wide, next_ in pairs)
         ran = f"{told.false_alarms} of {told.ran}" if told.ran else ""
         failed = f"{told.called} of {told.failed}" if told.failed else ""
-        missed = " ".join(score.missed())
+        missed = " ".join(score.missed()) if score.judged else f"not judged: one case {score.apart:.1f} times apart"
         found.append(f"{score.source:22}{score.rows:5}{shown}{score.skill:7.1f}{tau}{ran:>15}{failed:>9}  {missed}")
     whole = made.overall()
     found += [
-        f"all rows: median {whole['median']:.1%}, p90 {whole['p90']:.1%}, tau {whole['tau']:.2f}",
+        f"{whole['rows']} rows that are judged: median {whole['median']:.1%}, p90 {whole['p90']:.1%}, "
+        f"tau {whole['tau']:.2f}",
+        f"every row, {whole['every_rows']}: median {whole['every_median']:.1%}, p90 {whole['every_p90']:.1%}, "
+        f"tau {whole['every_tau']:.2f}",
         f"the middle source: median {whole['median_of_sources']:.1%}",
         f"out of memory: {whole['false_alarms']:.1%} false alarms, {whole['called']:.0%} called",
         f"skill: {whole['skilled']} of {whole['hard']} sources whose guess is over {GUESS:.0%} off",

@@ -1,12 +1,13 @@
 """How good predictions are: errors of step times, the order of plans in a family, and calls of memory.
 
 error = |predicted - measured| / measured; median, and what nine of ten rows stay below           `errors_of`
+apart = the longest step of a case over its shortest, where a source measured one case more than once  `apart`
 tau   = (pairs in the right order - pairs in the wrong one) / pairs, of plans that differ         `kendall`
 alarm = a row that ran, called out of memory; call = one that did not, called so                  `alarms`
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from statistics import median
 
@@ -26,6 +27,17 @@ class Errors:
 def errors_of(cases: Iterable[Case], predicted_s: Mapping[str, float]) -> Errors:
     found = sorted(abs(predicted_s[case.id] / case.step_s - 1) for case in cases if case.step_s is not None)
     return Errors(len(found), median(found), found[min(len(found) - 1, int(0.9 * len(found)))])
+
+
+def apart(cases: Iterable[Case]) -> float:
+    """How far the source is from itself: no prediction of a case is near two steps of it that are far from each other.
+    1 where no case was measured twice."""
+    found: dict[str, list[float]] = {}
+    for case in cases:
+        if case.step_s is not None:
+            same = replace(case, id="", family="", step_s=None, memory_bytes=None, memory_kind=None, defaults=())
+            found.setdefault(repr(same), []).append(case.step_s)
+    return max((max(steps) / min(steps) for steps in found.values()), default=1.0)
 
 
 @dataclass(frozen=True)
