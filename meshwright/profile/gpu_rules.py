@@ -3,6 +3,8 @@
 - Autocast on CUDA computes a list of operators in fp32 (powers, norms, softmax, sums, losses) that the CPU leaves in
   the type they are given; both lower the same products and convolutions.
 - Attention with dropout is one fused operator on a GPU; the CPU falls back to a product that keeps every score.
+- Dropout is one fused operator on a GPU that keeps a mask of one byte a number; the CPU makes, divides and keeps noise
+  of the numbers' own type.
 - RMS norm is one fused operator on a GPU that keeps its input; the CPU runs and keeps its parts.
 """
 
@@ -37,6 +39,8 @@ class GpuRules(TorchFunctionMode):
             return func(*args[:4], **{**kwargs, **_attention_flags(args), "dropout_p": 0.0})
         if name == "rms_norm":
             return _rms_norm(*args, **kwargs)
+        if name == "dropout":
+            return _dropout(func, *args, **kwargs)
         if name in _IN_FP32 and torch.is_autocast_enabled("cpu"):
             args, kwargs = tree_map(_widen, args), tree_map(_widen, kwargs)
         return func(*args, **kwargs)
@@ -45,6 +49,14 @@ class GpuRules(TorchFunctionMode):
 def _attention_flags(args: tuple[Any, ...]) -> dict[str, Any]:
     """What stands behind dropout in a call by position."""
     return {"is_causal": args[5]} if len(args) > 5 else {}
+
+
+def _dropout(func: Any, input: Tensor, p: float = 0.5, train: bool = True, inplace: bool = False, **named: bool) -> Any:
+    """Of `torch`, or of `torch.nn.functional`, which calls it `training`."""
+    trains = named.get("training", train)
+    if trains and not inplace and 0 < p < 1:
+        return torch.native_dropout(input, p, True)[0]
+    return func(input, p, trains, *([True] if inplace else []))
 
 
 def _widen(value: Any) -> Any:

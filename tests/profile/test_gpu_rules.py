@@ -1,0 +1,60 @@
+"""What a trace for a GPU has where the CPU does otherwise."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.profile.trace import profile
+from meshwright.profile.values import ModelProfile
+
+
+class Dropping(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 8)
+        self.module = nn.Dropout(0.1, inplace=kind == "in place")
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if self.kind == "functional":
+            hidden = F.dropout(hidden, 0.1, self.training)
+        elif self.kind == "torch":
+            hidden = torch.dropout(hidden, 0.1, train=True)
+        elif self.kind == "none":
+            hidden = F.dropout(hidden, p=0.0, training=True)
+        elif self.kind == "off":
+            hidden = F.dropout(hidden, 0.1, training=False)
+        else:
+            hidden = self.module(hidden)
+        out: Tensor = self.last(hidden)
+        return out
+
+
+def _traced(kind: str, on_gpu: bool = True) -> ModelProfile:
+    batch = (torch.randn(2, 64), torch.zeros(2, dtype=torch.long))
+    return profile(Dropping(kind), batch, F.cross_entropy, on_gpu=on_gpu)
+
+
+def _names(found: ModelProfile) -> set[str]:
+    return {operator.name for stretch in found.stretches for operator in stretch.operators}
+
+
+@pytest.mark.parametrize("kind", ["module", "functional", "torch"])
+def test_dropout_is_one_operator_that_keeps_a_byte_a_number(kind: str) -> None:
+    gpu, cpu = _traced(kind), _traced(kind, on_gpu=False)
+    assert {"native_dropout", "native_dropout_backward"} <= _names(gpu)
+    assert "bernoulli_" not in _names(gpu)
+    assert "bernoulli_" in _names(cpu)
+    assert cpu.saved_bytes(10) - gpu.saved_bytes(10) == 10 * 64 * (4 - 1)
+
+
+def test_dropout_in_place_is_several_on_a_gpu_too() -> None:
+    assert "bernoulli_" in _names(_traced("in place"))
+
+
+@pytest.mark.parametrize("kind", ["none", "off"])
+def test_what_drops_nothing_stays_as_it_is(kind: str) -> None:
+    assert "native_dropout" not in _names(_traced(kind))
+    assert _traced(kind).saved_bytes(10) == _traced(kind, on_gpu=False).saved_bytes(10)
