@@ -4,7 +4,7 @@ and SSD on ResNet-50. Shapes and operators are those of NVIDIA's DeepLearningExa
 from typing import Any, Literal
 
 import torch.nn.functional as F
-from torch import Tensor, cat, nn
+from torch import Tensor, cat, nn, zeros
 
 from meshwright.call import load
 
@@ -37,11 +37,13 @@ class Bert(nn.Module):
             attn_implementation=attention,
         )
         self.targets = targets
+        self.masked = attention == "eager"  # which adds it to the scores, as NVIDIA's program does
         self.bert = load("transformers.BertModel")(config, add_pooling_layer=False)
         self.head = _words_head(hidden, vocabulary) if task == "words" else nn.Linear(hidden, 2)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.bert(tokens).last_hidden_state
+        mask = zeros((len(tokens), 1, 1, tokens.shape[1]), device=tokens.device) if self.masked else None
+        hidden = self.bert(tokens, attention_mask=mask).last_hidden_state
         scores: Tensor = self.head(hidden[:, : self.targets] if self.targets else hidden)
         return scores
 
