@@ -44,7 +44,8 @@ class Engine(BaseModel):
     Parts of a pass behind which exchange can hide: `overlaps` gradients, `gathers` weights, `tensor_overlaps` of the
     tensor exchange itself.
 
-    Factors on seconds: of `communication`, of the host's `launch`; `step_s` is spent once a step;
+    Factors on seconds: of `communication`, of the host's `launch`; `waits`: for each operator before it starts the next
+    one (CUDA_LAUNCH_BLOCKING); `step_s` is spent once a step;
     `arranging` is what a core does for a plan beside computing."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -68,6 +69,7 @@ class Engine(BaseModel):
     tensor_overlaps: NonNegativeFloat = 0.0
     communication: PositiveFloat = 1.0
     launch: NonNegativeFloat = 1.0
+    waits: bool = False
     step_s: NonNegativeFloat = 0.0
     arranging: Arranging = Arranging()
 

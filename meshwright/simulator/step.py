@@ -170,11 +170,12 @@ def _stage(whole: ModelProfile, part: ModelProfile, weights: float, asked: _Aske
     if asked.device.kind == "cuda":
         calls = sum(message.times for message in (*along, *wide))
         started = engine.launch * ((begun + more) * host_s(asked.device) + calls * call_s(cluster))
+    ahead = 0.0 if engine.waits else forward + backward + into + back
     return StageTime(
         forward,
         backward,
         # The host runs ahead: it is waited for only where all that the device does is done before. A core is its own.
-        max(0.0, started - forward - backward - into - back) + _arranging(part, (*along, *wide), asked),
+        max(0.0, started - ahead) + _arranging(part, (*along, *wide), asked),
         into,
         back,
         _sharded(weights, len(part.blocks), forward, backward, asked),

@@ -86,6 +86,9 @@ def test_a_host_is_waited_for_only_behind_all_that_the_device_does() -> None:
     slow = step(Engine(name="slow", launch=10.0), batch=1.0)
     assert slow.breakdown["launch"] > 0
     assert step(Engine(name="no host", launch=0.0), batch=1.0).breakdown["launch"] == 0
+    waiting = step(Engine(name="waiting", waits=True), batch=512.0)
+    assert waiting.breakdown["launch"] > 0, "for every operator, however long it takes"
+    assert step(Engine(name="ahead"), batch=512.0).breakdown["launch"] == 0
     computing = step(Engine(name="slower too", launch=10.0, attention=2.0), batch=1.0)
     assert computing.step_s == pytest.approx(slow.step_s)
 

@@ -30,6 +30,7 @@ from meshwright.yaml_file import read_mapping
 Profiles = Callable[[Case], ModelProfile]
 _NO_STEP = OptimizerCost(state=0.0, temporary=0.0, at_once=True)
 _COSTS = {"SGD": OptimizerCost(1.0, 0.0, at_once=True), "AdamW": OptimizerCost(2.0, 0.0, at_once=True)}
+_MEGATRONS = ("megatron", "megatron-deepspeed", "megatron-deepspeed-waiting")
 KERNELS = Path(__file__).parents[1] / "runs" / "kernels.yaml"
 
 
@@ -74,7 +75,7 @@ def engine_of(case: Case, launch: float = 1.0) -> Engine:
     told["attention"] = _slower_attention(case)
     if case.compiled:
         told |= {"fused": True, "launch": 0.25 * named.launch * launch}
-    if case.plan.numerics.precision == "bf16" and case.engine in ("megatron", "megatron-deepspeed"):
+    if case.plan.numerics.precision == "bf16" and case.engine in _MEGATRONS:
         told["gradient"] = 1.0  # --bf16 turns on --accumulate-allreduce-grads-in-fp32
     return named.model_copy(update=told)
 
