@@ -101,7 +101,7 @@ def speeds(device: Device, dtype: Dtype, cores: int = 1, layout: str = "contiguo
         fp32_first="tf32" not in rates,
         clock=datasheet.clock_hz / device.clock_hz if device.clock_hz else 1.0,
         multiprocessors=(device.multiprocessors, datasheet.multiprocessors),
-        passes=_passes(reference.operators, reference.bandwidth_bytes_per_s),
+        passes=_passes(),
     )
 
 
@@ -215,14 +215,15 @@ def _tables(
     return {key: _table(sorted(found)) for key, found in grouped.items()}
 
 
-@lru_cache(maxsize=8)
-def _passes(rows: tuple[OperatorTime, ...], bandwidth: float) -> dict[str, float]:
-    """By direction, how many times over memory moves the bytes of a BatchNorm, at most: as of the large one that is
-    slowed down least."""
+@lru_cache(maxsize=1)
+def _passes() -> dict[str, float]:
+    """By direction, how many times over the reference's memory moves the bytes of a BatchNorm, at most: as of the large
+    one that is slowed down least."""
+    reference, _ = reference_gpu()
     found: dict[str, float] = {}
-    for row in rows:
+    for row in reference.operators:
         if row.bytes >= _LARGE_BYTES and measured_as(row)[0] == "batch_norm":
-            slowdown = row.seconds * bandwidth / row.bytes
+            slowdown = row.seconds * reference.bandwidth_bytes_per_s / row.bytes
             found[row.direction] = min(found.get(row.direction, slowdown), slowdown)
     return found
 
