@@ -127,7 +127,7 @@ def report(
         try:
             if case.step_s is not None:
                 plain.append(predict_case(case, profiles))
-            if _is_judged(case):
+            if _tells_memory(case):
                 holds[case.id] = fits(case, profiles)
         except MeshwrightError as error:
             reasons[case.id] = str(error)
@@ -155,7 +155,7 @@ def _chosen(cases: Sequence[Case], everything: bool, reasons: dict[str, str]) ->
     return short
 
 
-def _is_judged(case: Case) -> bool:
+def _tells_memory(case: Case) -> bool:
     """Whether it ran is known of all; what it needed, only where its recomputation is stated and a plan can say it."""
     return case.sample.kind == "tokens" and not any("recompu" in default for default in case.defaults)
 

@@ -1,8 +1,8 @@
 """How good predictions are: errors of step times, the order of plans in a family, and calls of memory.
 
 error = |predicted - measured| / measured; median, and what nine of ten rows stay below           `errors_of`
-apart = the longest step of a case over its shortest, where a source measured one case more than once  `apart`
-tau   = (pairs in the right order - pairs in the wrong one) / pairs, of plans that differ         `kendall`
+apart = the longest step of a case over its shortest, at most, where one was measured repeatedly  `apart`
+tau   = (pairs in the right order - pairs in the wrong one) / pairs, of plans that differ         `order_of`
 alarm = a row that ran, called out of memory; call = one that did not, called so                  `alarms`
 """
 
