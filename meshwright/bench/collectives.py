@@ -3,9 +3,9 @@ was predicted from single messages that were measured before."""
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import combinations, pairwise
+from itertools import combinations
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -137,8 +137,8 @@ def summary(rows: Sequence[Row], found: Found) -> dict[str, Any]:
         "chosen": {size: row.algorithm for size, row in chosen.items()},
         "chosen_regret": {size: _regret(chosen[size], fastest[size]) for size in sizes},
         "fastest": {size: row.algorithm for size, row in fastest.items()},
-        "crossovers_measured": _crossovers(by_size, lambda row: row.time_s),
-        "crossovers_predicted": _crossovers(by_size, _predicted),
+        "crossovers_measured": _crossovers(by_size, lambda row: row.time_s, lambda row: row.spread),
+        "crossovers_predicted": _crossovers(by_size, _predicted, lambda row: (_predicted(row), _predicted(row))),
         "pairs_apart": sum(len(_apart(of_size)) for of_size in by_size.values()),
         "ranked_wrongly": [{"bytes": size, "pair": pair} for size, pairs in wrong.items() for pair in pairs],
         "prediction_error_median": round(median(errors), 4) if errors else None,
@@ -162,13 +162,20 @@ def _regret(taken: Row, fastest: Row) -> float:
     return round(max(0.0, taken.time_s / fastest.time_s - 1), 4)
 
 
-def _crossovers(by_size: dict[int, list[Row]], seconds: Any) -> list[dict[str, Any]]:
-    """From which size on another algorithm is the fastest."""
-    best = [(size, min(of_size, key=seconds).algorithm) for size, of_size in by_size.items()]
-    changes = []
-    for (_, before), (size, after) in pairwise(best):
-        if before != after:
-            changes.append({"bytes": size, "from": before, "to": after})
+def _crossovers(
+    by_size: dict[int, list[Row]], seconds: Callable[[Row], float], spread: Callable[[Row], tuple[float, float]]
+) -> list[dict[str, Any]]:
+    """From which size on another algorithm is the fastest, and not only by chance: rounds of the one before it are all
+    slower."""
+    changes: list[dict[str, Any]] = []
+    before = None
+    for size, rows in by_size.items():
+        of_name, best = {row.algorithm: row for row in rows}, min(rows, key=seconds)
+        if before is not None and before in of_name and spread(best)[1] >= spread(of_name[before])[0]:
+            continue
+        if before is not None:
+            changes.append({"bytes": size, "from": before, "to": best.algorithm})
+        before = best.algorithm
     return changes
 
 
@@ -202,6 +209,7 @@ def told(rows: Sequence[Row], found: Found) -> dict[str, Any]:
         "cores": found.cores,
         "rounds": len(next(iter(found.times[REFERENCE].values()))),
         "load": found.load,
+        "stolen": found.stolen,
         "wires": asdict(found.wires),
         "skipped": [{"algorithm": name, "reason": reason} for name, reason in found.refused.items()],
     }

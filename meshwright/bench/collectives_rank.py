@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from meshwright.bench.collectives_time import alternating
+from meshwright.bench.collectives_time import alternating, stolen_s
 from meshwright.bench.collectives_training import measure_training
 from meshwright.bench.collectives_wires import measure_wires
 from meshwright.cluster.cores import usable_cores
@@ -57,6 +58,7 @@ class Found:
     times: dict[str, dict[int, list[float]]]
     refused: dict[str, str] = field(default_factory=dict)
     load: tuple[float, float] = (0.0, 0.0)  # of the machine, before and after
+    stolen: float = 0.0  # cores that a virtual machine's host gave to others, on average
     training: dict[str, Any] | None = None
 
 
@@ -66,7 +68,7 @@ def measure(asked: Asked, world: World) -> Found:
     if group is None or world.size < 2:
         raise InputError("one rank has nobody to combine with: start two at least (--ranks 2)")
     torch.set_num_threads(1)
-    before = os.getloadavg()[0]
+    before, began, stolen = os.getloadavg()[0], perf_counter(), stolen_s()
     machines = len(machines_of(group))
     nodes = _nodes(world.size, asked.nodes or machines)
     wires = measure_wires(group, nodes, machines)
@@ -83,8 +85,9 @@ def measure(asked: Asked, world: World) -> Found:
     for reducer in reducers.values():
         reducer.close()
     load = (round(before, 2), round(os.getloadavg()[0], 2))
+    lost = round((stolen_s() - stolen) / (perf_counter() - began), 3)
     return Found(
-        nodes, machines, usable_cores(), torch.get_num_threads(), wires, picked, times, refused, load, training
+        nodes, machines, usable_cores(), torch.get_num_threads(), wires, picked, times, refused, load, lost, training
     )
 
 

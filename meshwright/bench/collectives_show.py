@@ -15,7 +15,7 @@ def show(rows: Sequence[Row], found: Found, console: Console) -> None:
     where = f"{len(found.nodes)} nodes of {found.nodes[0]}" if len(found.nodes) > 1 else "one node"
     table = Table(
         title=f"all-reduce of {ranks} ranks, {where}, {found.cores} cores; medians of {rounds} rounds,"
-        f" load {found.load[0]:g} to {found.load[1]:g}"
+        f" load {found.load[0]:g} to {found.load[1]:g}{f', {found.stolen:g} cores taken away' if found.stolen else ''}"
     )
     for name in ("bytes", "algorithm", "time", "its quartiles", "bytes/s", "to native", "predicted", "error"):
         table.add_column(name, justify="left" if name == "algorithm" else "right")

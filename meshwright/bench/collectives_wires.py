@@ -21,13 +21,14 @@ from meshwright.collectives.scheduled import Scheduled
 from meshwright.collectives.shared_reducer import SharedMemory
 from meshwright.collectives.threaded import Threaded
 from meshwright.errors import InputError
-from meshwright.simulator.schedules import GLOO_SEGMENTS, Host, Memory, Tier, Wires, native_s
+from meshwright.simulator.schedules import GLOO_SEGMENTS, Host, Memory, Tier, Wires, native_s, schedule_s
 
 SMALL_BYTES = 48
 MEDIUM_BYTES = 48 * 2**10
 LARGE_BYTES = 3 * 2**20
 MEMORY_BYTES = tuple(3 * 2**power for power in range(13, 26, 2))
-BURST, LARGE_BURST, TURNS = 32, 8, 5
+BURST, LARGE_BURST, TURNS, OFTEN = 32, 8, 5, 60
+HALVINGS = 12
 NATIVE_LATENCIES = tuple(share / 20 for share in range(1, 401))
 _SMALL_SHARE_BYTES = 16  # of each rank, in an all-reduce of next to nothing
 _TAG = 7
@@ -70,7 +71,7 @@ class _Ring:
                     work.wait()
 
         reducer = Threaded("in turn", self._group, reduce)
-        found = timed(self._group, partial(_reduce, reducer, sent), 20).wall_s
+        found = timed(self._group, partial(_reduce, reducer, sent), OFTEN).wall_s
         reducer.close()
         return found
 
@@ -92,9 +93,7 @@ def measure_wires(group: dist.ProcessGroup, nodes: Sequence[int], machines: int)
     across = _tier(group, outer, (0, firsts[1]), min(nodes), crowded_s) if many > 1 else None
     tier = within or across
     assert tier is not None, "one rank has no wires"
-    farthest_s = max(one.latency_s for one in (within, across) if one)
-    host = replace(host, message_s=max(raw_s, _scheduled_s(group, host.thread_s, farthest_s)))
-    wires = Wires(tier, across, host, _memory(group, mine))
+    wires = _with_schedule(Wires(tier, across, host, _memory(group, mine)), group, nodes)
     return _with_native(wires, group, nodes)
 
 
@@ -124,15 +123,32 @@ def _idle_s(group: dist.ProcessGroup) -> float:
     return found
 
 
-def _scheduled_s(group: dist.ProcessGroup, thread_s: float, latency_s: float) -> float:
-    """Seconds of a core for a message, with all that goes on around it while a schedule runs. Several cores work for
-    a rank: what they do side by side keeps nobody waiting, so a message takes its rank no longer than its round."""
-    reducer, few = Scheduled(group, ring(group.size())), torch.ones(SMALL_BYTES // 4 * group.size())
-    taken = timed(group, partial(_reduce, reducer, few), 20)
+def _with_schedule(wires: Wires, group: dist.ProcessGroup, nodes: Sequence[int]) -> Wires:
+    """What a message takes with all that goes on around it while a schedule runs."""
+    small = _SMALL_SHARE_BYTES * group.size()
+    reducer = Scheduled(group, ring(group.size()))
+    taken = timed(group, partial(_reduce, reducer, torch.ones(small // 4)), OFTEN)
     dist.barrier(group)
     reducer.close()
-    rounds = 2 * (group.size() - 1)
-    return min(taken.core_s / rounds, (taken.wall_s - thread_s) / rounds - latency_s)
+    return working(wires, taken, small, nodes)
+
+
+def working(wires: Wires, taken: Taken, small: int, nodes: Sequence[int]) -> Wires:
+    """With as many seconds of a core for a message as make a ring of so few bytes take as long as it did. Several cores
+    work for a rank: what they do side by side keeps nobody waiting, so that is no more than what they were busy."""
+    schedule = ring(sum(nodes))
+    least, most = 0.0, taken.core_s / (2 * (sum(nodes) - 1))
+
+    def with_message(seconds: float) -> Wires:
+        return replace(wires, host=replace(wires.host, message_s=seconds))
+
+    for _ in range(HALVINGS):
+        middle = (least + most) / 2
+        if schedule_s(schedule, small, with_message(middle), nodes) < taken.wall_s:
+            least = middle
+        else:
+            most = middle
+    return with_message(most)
 
 
 def _tier(group: dist.ProcessGroup, each: _Ring, pair: tuple[int, int], count: int, host_s: float) -> Tier:
@@ -166,7 +182,7 @@ def _ping_pong(group: dist.ProcessGroup, pair: tuple[int, int], size: int) -> fl
             dist.recv(room, group=group, group_src=pair[0], tag=_TAG)
             dist.send(room, group=group, group_dst=pair[0], tag=_TAG)
 
-    return timed(group, run, 20 if size <= 2**16 else 5).wall_s / 2
+    return timed(group, run, OFTEN if size <= 2**16 else 5).wall_s / 2
 
 
 def _with_native(wires: Wires, group: dist.ProcessGroup, nodes: Sequence[int]) -> Wires:
@@ -174,7 +190,7 @@ def _with_native(wires: Wires, group: dist.ProcessGroup, nodes: Sequence[int]) -
     timed alone; what is left is divided among the rounds, since behind larger messages a round's wait is hidden."""
     ranks = group.size()
     call = _call(group)
-    reduced = timed(group, partial(_reduce, Native(group), torch.ones(_SMALL_SHARE_BYTES // 4 * ranks)), 20)
+    reduced = timed(group, partial(_reduce, Native(group), torch.ones(_SMALL_SHARE_BYTES // 4 * ranks)), OFTEN)
     message_s = (reduced.core_s - call.core_s) / (2 * GLOO_SEGMENTS * (ranks - 1))
     raw_s = wires.host.native_message_s  # from Python, which the backend itself does not take longer than
     host = replace(wires.host, call_s=call.wall_s, native_message_s=min(raw_s, max(message_s, raw_s / 20)))

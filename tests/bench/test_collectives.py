@@ -2,20 +2,25 @@
 
 import json
 from dataclasses import asdict, replace
+from os import sysconf
+from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from meshwright.bench import collectives_time
 from meshwright.bench.collectives import SIZES, Row, measured_here, parse_sizes, rows_of, summary, told
 from meshwright.bench.collectives_openmpi import is_there, openmpi_rows
 from meshwright.bench.collectives_rank import MEMORY_LIMIT, Asked, Found, from_json, measure, to_json
 from meshwright.bench.collectives_show import lines, seconds, show, size
-from meshwright.bench.collectives_wires import LARGE_BYTES, MEDIUM_BYTES, MEMORY_BYTES, SMALL_BYTES, waiting
+from meshwright.bench.collectives_time import Taken, stolen_s, undisturbed
+from meshwright.bench.collectives_wires import LARGE_BYTES, MEDIUM_BYTES, MEMORY_BYTES, SMALL_BYTES, waiting, working
 from meshwright.cli import app
 from meshwright.collectives.builders import SCHEDULES
+from meshwright.collectives.ring import ring
 from meshwright.errors import InputError
-from meshwright.simulator.schedules import native_s
+from meshwright.simulator.schedules import native_s, schedule_s
 from tests.ranks import run_ranks
 from tests.simulator.test_schedules import LATENCY
 
@@ -45,6 +50,38 @@ def test_a_small_all_reduce_of_the_backend_is_predicted_as_it_was_measured(laten
     found = waiting(wires, 6e-4, (2,))
     assert native_s(32, 2, found) == pytest.approx(6e-4)
     assert found.host.call_s == pytest.approx(call_s, abs=1e-12)
+
+
+def test_a_small_ring_is_predicted_as_it_was_measured() -> None:
+    found = working(LATENCY, Taken(1e-3, 6e-4), 64, (4,))
+    assert schedule_s(ring(4), 64, found) == pytest.approx(1e-3, rel=0.01)
+    waited = working(LATENCY, Taken(1.0, 6e-4), 64, (4,))  # and not for its cores, busy for 0.1 ms of each round
+    assert waited.host.message_s == pytest.approx(1e-4)
+
+
+def test_rounds_in_which_cores_were_taken_away_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    stolen, made = [0.0], iter(range(100))
+
+    def run() -> int:
+        number = next(made)
+        stolen[0] += 1.0 if number in taken else 0.0
+        return number
+
+    monkeypatch.setattr(collectives_time, "stolen_s", lambda: stolen[0])
+    monkeypatch.setattr(collectives_time, "slowest", lambda group, seconds: seconds)
+    group: Any = None
+    taken: set[int] = {1, 2}
+    assert undisturbed(group, run, 3) == [0, 3, 4]
+    made, taken = iter(range(100)), set(range(1, 100))
+    assert undisturbed(group, run, 3)[0] == 0
+    assert next(made) == 6  # twice as many, and no more
+
+
+def test_what_a_host_gave_to_others_is_read_off_the_kernel(tmp_path: Path) -> None:
+    told_by = tmp_path / "stat"
+    told_by.write_text("cpu  10 0 5 100 3 0 2 250 0 0\ncpu0 1 1 1 1\n")
+    assert stolen_s(told_by) == pytest.approx(250 / sysconf("SC_CLK_TCK"))
+    assert stolen_s(tmp_path / "none") == 0.0
 
 
 @pytest.mark.soak
@@ -98,6 +135,16 @@ def test_regret_crossovers_and_wrong_pairs() -> None:
     assert said["pairs_apart"] == 4
     assert said["ranked_wrongly"] == [{"bytes": 4096, "pair": ("native", "shared_memory")}]
     assert any("native from 4 KiB on" in line for line in lines(said))
+
+
+def test_rounds_that_overlap_are_no_crossover() -> None:
+    times: dict[str, dict[int, list[float]]] = {
+        "native": {1024: [1.0, 1.1], 4096: [0.4, 0.5, 0.6]},
+        "shared_memory": {1024: [0.5, 0.6], 4096: [0.5, 0.7, 0.8]},
+    }
+    said = summary(rows_of(_found(times)), _found(times))
+    assert said["fastest"][4096] == "native"
+    assert said["crossovers_measured"] == []
 
 
 def test_nodes_of_one_machine_have_no_memory_in_common() -> None:
