@@ -31,9 +31,13 @@ Operator = Literal[
     "pooling",
     "bias",
     "softmax",
+    "log_softmax",
     "loss",
     "reduction",
     "elementwise",
+    "gelu",
+    "dropout",
+    "widen",
     "copy",
     "embedding",
     "optimizer",
@@ -57,9 +61,10 @@ class _Value(BaseModel):
 class OperatorTime(_Value):
     """One operator as it was measured. `shape` by operator: matmul m n k; batched_matmul b m n k; attention batch
     heads sequence head_dim (causal); convolution n c_in h w c_out kernel stride groups; norm rows columns (LayerNorm),
-    or n c h w (BatchNorm); pooling (2 × 2 maxima) and bias (of a convolution) n c h w; softmax, loss and reduction rows
-    columns; elementwise and copy (transposing) elements; embedding rows columns lookups; optimizer tensors elements and
-    states (2 of AdamW, 1 of SGD with momentum; all tensors at once).
+    or n c h w (BatchNorm); pooling (2 × 2 maxima) and bias (of a convolution) n c h w; softmax, log_softmax, loss and
+    reduction rows columns; elementwise (ReLU), gelu, dropout (a GPU's, with a mask of bytes), widen (16 bits to 32) and
+    copy (transposing) elements; embedding rows columns lookups; optimizer tensors elements and states (2 of AdamW, 1 of
+    SGD with momentum; all tensors at once).
     Seconds are those that the device is busy; what its host takes to start an operator is `launch_s`.
     """
 

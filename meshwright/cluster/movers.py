@@ -80,11 +80,18 @@ def _rows(large: bool) -> Iterator[Case]:
     shapes = ((96, 192), (3072, 1000), (12288, 3072), (3072, 30011), (12288, 40013))
     for rows, columns in shapes if large else ((24, 12), (96, 96), (384, 768)):
         size, shape = rows * columns, (rows, columns)
-        yield Case("softmax", shape, partial(_log_softmax, shape), 2 * size, 3 * size)
+        # A softmax goes back in two steps on a GPU, its logarithm in one.
+        yield Case("softmax", shape, partial(_softmax, shape), 2 * size, 3 * size)
+        yield Case("log_softmax", shape, partial(_log_softmax, shape), 2 * size, 3 * size)
         yield Case("loss", shape, partial(_negative_log_likelihood, shape), size, 2 * size, 8 * rows)
     sums = ((96, 192), (1536, 768), (12288, 768), (12288, 3072), (24576, 6144))
     for shape in sums if large else ((24, 96), (96, 768)):
         yield Case("reduction", shape, partial(_sum, shape), shape[0] * shape[1])
+
+
+def _softmax(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Run:
+    scores = random(shape, dtype, device)
+    return lambda: F.softmax(scores, dim=1)
 
 
 def _log_softmax(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Run:
@@ -109,11 +116,31 @@ def _elementwise(large: bool) -> Iterator[Case]:
     for elements in (3 * 2**power for power in powers):
         yield Case("elementwise", (elements,), partial(_relu, elements), 2 * elements)
         yield Case("copy", (elements,), partial(_turned, elements), 2 * elements)
+        yield Case("gelu", (elements,), partial(_gelu, elements), 2 * elements, 3 * elements)
+        if large:  # on a CPU it is several operators
+            yield Case("dropout", (elements,), partial(_dropout, elements), 2 * elements, 2 * elements, elements)
+            widen = partial(_widen, elements)
+            yield Case("widen", (elements,), widen, 3 * elements, dtypes=("bf16",))  # a number in, room for two out
 
 
 def _relu(elements: int, dtype: torch.dtype, device: torch.device) -> Run:
     x = random((elements,), dtype, device).detach()
     return lambda: F.relu(x)
+
+
+def _gelu(elements: int, dtype: torch.dtype, device: torch.device) -> Run:
+    x = random((elements,), dtype, device)
+    return lambda: F.gelu(x)
+
+
+def _dropout(elements: int, dtype: torch.dtype, device: torch.device) -> Run:
+    x = random((elements,), dtype, device)
+    return lambda: F.dropout(x, 0.1)
+
+
+def _widen(elements: int, dtype: torch.dtype, device: torch.device) -> Run:
+    x = random((elements,), dtype, device).detach()
+    return lambda: x.float()
 
 
 def _turned(elements: int, dtype: torch.dtype, device: torch.device) -> Run:

@@ -15,7 +15,15 @@ _ALIGNED_BYTES = 16  # of a row: what one load of a GPU takes at most
 _SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _VECTORS = {False: 6.0, True: 7.0}  # of one number a channel, that BatchNorm reads and writes, forward and backward
 _FILLED = ("copy_", "fill_", "zero_", "bernoulli_", "normal_", "uniform_")  # in place, and not read
-_CLASSES = {"softmax": "softmax", "nll_loss": "loss", "max_pool": "pooling"}
+_CLASSES = {  # by a part of their names, the first that fits
+    "log_softmax": "log_softmax",
+    "softmax": "softmax",
+    "nll_loss": "loss",
+    "max_pool": "pooling",
+    "gelu": "gelu",
+    "native_dropout": "dropout",
+}
+_WIDER_BYTES = 6  # a number of 16 bits read, one of 32 written
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,8 @@ def looked_up(operator: Operator, batch: float, scale: float, backward: bool, me
         return LookedUp("batch_norm", _logs(moved * memory, max(channels, 1.0)), flops, moved)
     if kind == "elementwise" and operator.name.endswith("_") and operator.name not in _FILLED and shape:
         moved += shape[0] * size  # counted once, but read and written
+    if operator.name == "_to_copy" and size == 2 and shape and moved == _WIDER_BYTES * shape[0]:
+        return LookedUp("widen", _logs(moved * memory), 0.0, moved)
     return LookedUp(_class(operator), _logs(moved * memory), 0.0, moved)
 
 

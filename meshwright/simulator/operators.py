@@ -38,6 +38,14 @@ _ON_TENSOR_CORES: tuple[Dtype, ...] = ("tf32", "bf16", "fp16")
 _PRODUCTS = ("matmul", "convolution", "attention")
 _LIKE = {"fp16": ("fp16", "bf16", "fp32"), "bf16": ("bf16", "fp16", "fp32"), "tf32": ("tf32", "fp32")}
 _ARRANGED = ("convolution", "batch_norm", "pooling", "bias")  # that read images, and care how they lie
+# Classes that a calibration may lack, and those that it then has for them.
+_STAND_INS = {
+    "softmax": "log_softmax",
+    "log_softmax": "softmax",
+    "gelu": "elementwise",
+    "dropout": "elementwise",
+    "widen": "elementwise",
+}
 _LARGE_BYTES = 1e8  # from here on what starting takes does not count
 _LARGEST = 99.0  # the logarithm of more bytes than any operator moves
 _Key = tuple[str, str, str, str]  # operator, direction, dtype, layout
@@ -63,6 +71,10 @@ class Speeds:
 
     def table(self, name: str, direction: str, dtype: str) -> Table | None:
         """That of the dtype, or of the one that is most like it; forward where backward was not measured apart."""
+        found = self._table(name, direction, dtype)
+        return found or (self._table(_STAND_INS[name], direction, dtype) if name in _STAND_INS else None)
+
+    def _table(self, name: str, direction: str, dtype: str) -> Table | None:
         layouts = (self.layout, "contiguous") if name in _ARRANGED else ("contiguous",)
         for way in (direction, "forward"):
             for kind in _LIKE.get(dtype, ("fp32", "bf16")):

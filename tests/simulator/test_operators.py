@@ -63,7 +63,10 @@ def test_what_is_written_over_is_read_too() -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "expected"),
     [
-        ("reduction", "_log_softmax_backward_data", "softmax"),
+        ("reduction", "_log_softmax_backward_data", "log_softmax"),
+        ("reduction", "_softmax", "softmax"),
+        ("elementwise", "gelu_backward", "gelu"),
+        ("elementwise", "native_dropout", "dropout"),
         ("reduction", "nll_loss_forward", "loss"),
         ("reduction", "max_pool2d_with_indices", "pooling"),
         ("reduction", "sum", "reduction"),
@@ -77,6 +80,31 @@ def test_operators_are_looked_up_as_what_they_are(kind: str, name: str, expected
     found = looked_up(_operator(kind, name, _fixed(10), 0, 2400, "float32"), 1, 1.0, False)
     assert found is not None
     assert found.name == expected
+
+
+def test_casts_to_wider_types_are_apart() -> None:
+    def name(dtype: str, moved: float) -> str:
+        found = looked_up(_operator("copy", "_to_copy", _fixed(100), 0, moved, dtype), 1, 1.0, False)
+        assert found is not None
+        return found.name
+
+    assert name("bfloat16", 600) == "widen"
+    assert name("float32", 600) == "elementwise"
+    assert name("bfloat16", 400) == "elementwise"
+
+
+@pytest.mark.parametrize("name", ["native_dropout", "gelu", "_softmax"])
+def test_what_a_calibration_lacks_is_taken_for_what_is_most_like_it(name: str) -> None:
+    """Those of before had no class for it."""
+    operator = _operator("elementwise", name, _fixed(1e6), 0, 8e6, "float32")
+    found = looked_up(operator, 1, 1.0, False)
+    assert found is not None
+    instead = "log_softmax" if found.name == "softmax" else "elementwise"
+    old, new = (_device((kind, (1,), 8e6, 5e-3)) for kind in (instead, found.name))
+    assert operator_s(operator, 1, speeds(old, "fp32"), False) == pytest.approx(5e-3)
+    both = _device((instead, (1,), 8e6, 5e-3), (found.name, (1,), 8e6, 7e-3))
+    assert operator_s(operator, 1, speeds(both, "fp32"), False) == pytest.approx(7e-3)
+    assert operator_s(operator, 1, speeds(new, "fp32"), False) == pytest.approx(5e-3)
 
 
 def test_channels_are_what_does_not_grow_with_the_batch() -> None:
