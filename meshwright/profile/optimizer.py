@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.profile.record import Recorder
+from meshwright.profile.record import OperatorSeen, Recorder
+from meshwright.profile.values import ITEM_BYTES
 
 _ELEMENTS = 4096
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -20,11 +21,14 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 @dataclass(frozen=True)
 class OptimizerCost:
     """Bytes per byte of (fp32) parameters; `at_once` says whether the temporaries are of all parameters together
-    or of the largest one."""
+    or of the largest one. Of a step that takes one parameter after another, the operators that each needs, and what
+    they move; 0 where nobody counted."""
 
     state: float
     temporary: float
     at_once: bool
+    operators: float = 0.0
+    moved: float = 0.0
 
 
 def optimizer_cost(make: MakeOptimizer, at_once: bool) -> OptimizerCost:
@@ -50,8 +54,13 @@ def optimizer_cost(make: MakeOptimizer, at_once: bool) -> OptimizerCost:
         peak = max(peak, now)
     own = sum(p.numel() * p.element_size() for p in parameters)
     reference = own if at_once else own / len(parameters)
+    seen = [o for o in recorder.recording.operators if not o.name.startswith("_record_function")]  # a profiler's
     return OptimizerCost(
-        state=sum(v.numel() * v.element_size() for v in state) / own, temporary=peak / reference, at_once=at_once
+        state=sum(v.numel() * v.element_size() for v in state) / own,
+        temporary=peak / reference,
+        at_once=at_once,
+        operators=0.0 if at_once else len(seen) / len(parameters),
+        moved=0.0 if at_once else sum(map(_moved, seen)) / own,
     )
 
 
@@ -59,6 +68,12 @@ def _step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> N
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
+
+
+def _moved(operator: OperatorSeen) -> int:
+    """What is changed in place is read and written. Step counts and the like do not grow."""
+    again = operator.shape[0] * ITEM_BYTES.get(operator.dtype, 4) if operator.name.endswith("_") else 0
+    return operator.bytes + again if operator.bytes >= _ELEMENTS else 0
 
 
 def _is_large(value: Any) -> bool:

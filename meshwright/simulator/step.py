@@ -321,7 +321,7 @@ def _end(rank: int, times: list[StageTime], parts: tuple[Stage, ...], asked: _As
     return _End(
         exposed * part,
         exposed * (1 - part) + gather,
-        optimizer_s(size, len(trained), asked.optimizer, asked.device, asked.prices),
+        optimizer_s(size, len(trained), asked.optimizer, asked.device, asked.prices, engine.launch),
     )
 
 

@@ -55,3 +55,15 @@ def test_an_optimizer_of_many_passes_takes_longer_than_a_fused_one() -> None:
     assert 2 * fused < adamw < 5 * fused
     assert sgd < adamw
     assert optimizer_s(0.0, 0, ADAMW, DEVICE, prices) == 0
+
+
+def test_an_optimizer_of_single_tensors_waits_for_its_host_or_for_memory() -> None:
+    """On a GPU; many small tensors take as long as their operators take to be started."""
+    prices = speeds(DEVICE, "bf16")
+    alone = OptimizerCost(state=2.0, temporary=3.0, at_once=False, operators=12.0, moved=29.0)
+    small, more = (optimizer_s(4e3 * tensors, tensors, alone, DEVICE, prices) for tensors in (100, 200))
+    assert more == pytest.approx(2 * small)
+    assert optimizer_s(4e5, 100, alone, DEVICE, prices, launch=2.0) == pytest.approx(2 * small)
+    large = optimizer_s(4e10, 100, alone, DEVICE, prices)
+    assert large > 29 * 4e10 / DEVICE.bandwidth_bytes_per_s
+    assert large > optimizer_s(4e10, 100, ADAMW, DEVICE, prices)

@@ -187,6 +187,23 @@ def test_an_optimizer_is_known_by_watching_it(make_optimizer: Any, state: float,
     assert (cost.state, cost.temporary) == (state, temporary)
 
 
+def test_an_optimizer_of_single_tensors_is_counted_operator_by_operator() -> None:
+    """Read and written; read and written; both read, one written."""
+
+    class Three(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for parameter in self.param_groups[0]["params"]:
+                parameter.sub_(parameter.grad + parameter.grad.mul_(2))
+
+    cost = optimizer_cost(Three, at_once=True)
+    assert (cost.at_once, cost.operators, cost.moved) == (False, 3, 2 + 2 + 3)
+    assert optimizer_cost(lambda p: torch.optim.AdamW(p), at_once=True).operators == 0
+
+
 def test_large_tensors_are_rounded_to_their_segment_where_little_is_left() -> None:
     mib = 2**20
     assert DeviceMemory().rounding(12345) == 0

@@ -12,12 +12,12 @@ import torch
 from meshwright.bench.runs.build import make_batch, make_loss, make_model
 from meshwright.bench.runs.case import Case, Sample
 from meshwright.bench.runs.hardware import device_of
-from meshwright.call import Call
+from meshwright.call import Call, load
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.names import named as named_cluster
 from meshwright.plan import Plan
 from meshwright.planner.question import MARGIN
-from meshwright.profile.optimizer import OptimizerCost
+from meshwright.profile.optimizer import OptimizerCost, optimizer_cost
 from meshwright.profile.recompute import Recompute
 from meshwright.profile.trace import profile
 from meshwright.profile.values import ModelProfile
@@ -29,7 +29,10 @@ from meshwright.yaml_file import read_mapping
 
 Profiles = Callable[[Case], ModelProfile]
 _NO_STEP = OptimizerCost(state=0.0, temporary=0.0, at_once=True)
-_COSTS = {"SGD": OptimizerCost(1.0, 0.0, at_once=True), "AdamW": OptimizerCost(2.0, 0.0, at_once=True)}
+_COSTS = {
+    "SGD": OptimizerCost(1.0, 0.0, at_once=True),
+    "AdamW": OptimizerCost(2.0, 0.0, at_once=True),
+}
 _MEGATRONS = ("megatron", "megatron-deepspeed", "megatron-deepspeed-waiting")
 KERNELS = Path(__file__).parents[1] / "runs" / "kernels.yaml"
 
@@ -84,15 +87,24 @@ def fits(case: Case, profiles: Profiles) -> bool:
     """Whether a rank's memory holds it, with the driver's context and the margin that the planner keeps free."""
     cluster, plan = cluster_of(case.cluster), _runnable(case.plan)
     batch = -(-case.global_batch // plan.shares)
-    cost = _COSTS[case.optimizer.call.rpartition(":")[2]] if case.optimizer else _NO_STEP
-    found = engine_memory(profiles(case), plan, batch, cost, device_memory(cluster), engine_of(case))
+    found = engine_memory(profiles(case), plan, batch, _cost(case), device_memory(cluster), engine_of(case))
     return found.device_bytes <= cluster.nodes[0].device.memory_bytes * (1 - MARGIN)
 
 
 def step_of(case: Case, found: ModelProfile, engine: Engine) -> StepTime:
     plan = _runnable(case.plan)
-    cost = _COSTS[case.optimizer.call.rpartition(":")[2]] if case.optimizer else _NO_STEP
-    return predict_step(cluster_of(case.cluster), found, plan, case.global_batch / plan.shares, cost, engine)
+    return predict_step(cluster_of(case.cluster), found, plan, case.global_batch / plan.shares, _cost(case), engine)
+
+
+def _cost(case: Case) -> OptimizerCost:
+    if case.optimizer is None:
+        return _NO_STEP
+    return _COSTS.get(case.optimizer.call.rpartition(":")[2]) or _found_cost(case.optimizer.call)
+
+
+@cache
+def _found_cost(optimizer: str) -> OptimizerCost:
+    return optimizer_cost(load(optimizer), at_once=True)
 
 
 def _runnable(plan: Plan) -> Plan:

@@ -47,7 +47,8 @@ def read_example(row: Row) -> Case:
     defaults += words
     images = _layout_of_images(row, sample, precision, settings)
     defaults += (f"{images} images",) if sample.kind == "images" and precision == "fp16" else ()
-    optimizer, words = _optimizer(settings["optimizer"], sample)
+    engine = _engine(row, settings["engine"])
+    optimizer, words = _optimizer(settings["optimizer"], sample, engine, precision)
     plan = make_plan(
         Layout(ranks),
         accumulation,
@@ -56,7 +57,6 @@ def read_example(row: Row) -> Case:
         layout_of_images=images,
     )
     global_batch = batch * accumulation * ranks
-    engine = _engine(row, settings["engine"])
     measured_as = f"{engine}, {row.measured['stat']}" if "stat" in row.measured else engine
     memory_bytes, memory_kind = memory_of(row)
     return Case(
@@ -120,10 +120,12 @@ def _bert(row: Row, keywords: dict[str, Any]) -> tuple[Call, Sample, tuple[str, 
     return call, Sample("words", (length,), targets), (f"{targets} words of a sample predicted", "AdamW for LAMB")
 
 
-def _optimizer(word: str, sample: Sample) -> tuple[Call | None, tuple[str, ...]]:
+def _optimizer(word: str, sample: Sample, engine: str, precision: str) -> tuple[Call | None, tuple[str, ...]]:
     if word == "none":
         return None, ()
     chosen = "adam" if sample.kind in ("words", "spans") else word
+    if engine == "nvidia-bert" and sample.kind == "spans" and precision in ("fp32", "tf32"):
+        chosen = "bert-adam"  # run_squad.py has apex's fused one for fp16 alone
     return Call(**_settings()["optimizers"][chosen]), (f"optimizer {chosen}",)
 
 
