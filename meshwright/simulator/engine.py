@@ -28,7 +28,7 @@ class Engine(BaseModel):
     """What runs (engine_profile.py, engine_memory.py):
     `half_weights` weights and activations lie in the type of the products, beside fp32 copies for the optimizer;
     `fused`        dropout, residual sums and casts are part of other kernels;
-    `scores`       attention writes out the scores of all pairs of tokens;
+    `scores`       attention writes out the scores of all pairs of tokens, and drops some (`drops_scores`);
     `attention`    how many times longer its attention takes than the reference GPU's share of the peak;
     `again`        under selective recomputation, the share of the products that are computed again;
     `again_scores` under selective recomputation, attention is computed again;
@@ -54,6 +54,7 @@ class Engine(BaseModel):
     half_weights: bool = False
     fused: bool = False
     scores: bool = False
+    drops_scores: bool = True
     attention: PositiveFloat = 1.0
     again: NonNegativeFloat = 0.0
     again_scores: bool = False

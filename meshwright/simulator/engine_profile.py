@@ -3,8 +3,9 @@
 half weights   no casts of weights and activations; what blocks, tables of words and sums of gradients move in fp32
                moves in half as many bytes                                                                  _halved
 fused          dropout is part of the residual sum behind it, masks and all                                 _kept
-scores         attention = q kᵀ, softmax, dropout, p v: products over all pairs, of which softmax and dropout read and
-               write 4 numbers a pair and a byte of mask; backward = four products, 5 numbers and the mask  _scores
+scores         attention = q kᵀ, softmax, dropout, p v: products over all pairs, of which softmax reads and writes 2
+               numbers, dropout 2 and a byte of mask; backward = four products, 3 numbers, 2 and the mask. Where it is
+               not fused, what lies ahead is filled in before, 2 numbers in both passes                     _scores
 casts          of a weight that is split, each rank's part                                                  _cast
 """
 
@@ -13,10 +14,11 @@ from dataclasses import replace
 from meshwright.profile.values import ITEM_BYTES, Growth, ModelProfile, Operator, Stretch
 from meshwright.simulator.engine import Engine
 
+_OF_SCORES = ("bmm", "fused_log_softmax", "masked_fill", "softmax", "native_dropout")
 _DROPOUT = ("empty_like", "bernoulli_", "div_", "mul", "native_dropout")
 _LIKED = 8  # tensor cores take sizes of 16 bytes, eight numbers in half precision
-# Numbers a pair of tokens that softmax and dropout move, beside a mask of one byte.
-_PAIR_FORWARD, _PAIR_BACKWARD = 4, 5
+# Numbers a pair of tokens that softmax moves, dropout beside a mask of one byte, and filling in what lies ahead.
+_SOFTMAX_FORWARD, _SOFTMAX_BACKWARD, _DROPPED, _FILLED = 2, 3, 2, 2
 
 
 def run_by(profile: ModelProfile, engine: Engine) -> ModelProfile:
@@ -57,7 +59,7 @@ def _again(stretches: list[Stretch], engine: Engine) -> list[Stretch]:
     for stretch in stretches:
         before: list[Operator] = []
         for operator in forward.get(stretch.blocks[::-1], forward.get(stretch.blocks, ())):
-            attends = operator.name in ("bmm", "softmax") or operator.kind == "attention"
+            attends = operator.name in _OF_SCORES or operator.kind == "attention"
             share = float(engine.again_scores) if attends else engine.again * (operator.kind == "matmul")
             if share:
                 before.append(_more(operator, share))
@@ -84,7 +86,7 @@ def _operators(stretch: Stretch, profile: ModelProfile, engine: Engine, homes: d
                 found.append(_cast(operator, homes))
             continue
         if operator.kind == "attention" and engine.scores:
-            found += _scores(operator, stretch.phase == "backward")
+            found += _scores(operator, stretch.phase == "backward", engine)
             continue
         if operator.kind == "attention" and engine.attention != 1:
             operator = _more(operator, engine.attention)
@@ -117,7 +119,7 @@ def _halved(operator: Operator) -> Operator:
     return replace(operator, bytes=operator.bytes.times(0.5))
 
 
-def _scores(operator: Operator, backward: bool) -> list[Operator]:
+def _scores(operator: Operator, backward: bool, engine: Engine) -> list[Operator]:
     batch, heads, queries, keys, width = operator.shape[:5]
     many = batch.times(heads.constant)
     pairs = queries.constant * keys.constant
@@ -131,16 +133,23 @@ def _scores(operator: Operator, backward: bool) -> list[Operator]:
         replace(operator, name="bmm", kind="matmul", flops=flops, bytes=many.times(sizes), shape=shape)
         for shape in products
     ]
-    moved = (_PAIR_BACKWARD if backward else _PAIR_FORWARD) * item + 1
-    between = replace(
-        operator,
-        name="softmax",
-        kind="elementwise",
-        flops=Growth(0.0, 0.0),
-        bytes=many.times(moved * pairs),
-        shape=(many.times(pairs),),
-    )
-    return [*made, between]
+    softmax = (_SOFTMAX_BACKWARD if backward else _SOFTMAX_FORWARD) * item
+    # One kernel that goes over the scores once, as that of a softmax's logarithm does; or PyTorch's own.
+    moved = {"fused_log_softmax": softmax} if engine.fused else {"masked_fill": _FILLED * item, "softmax": softmax}
+    if engine.drops_scores:
+        moved["native_dropout"] = _DROPPED * item + 1
+    between = [
+        replace(
+            operator,
+            name=name,
+            kind="elementwise",
+            flops=Growth(0.0, 0.0),
+            bytes=many.times(size * pairs),
+            shape=(many.times(pairs),),
+        )
+        for name, size in moved.items()
+    ]
+    return [*made, *between]
 
 
 def _more(operator: Operator, factor: float) -> Operator:

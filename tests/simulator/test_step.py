@@ -123,6 +123,22 @@ def test_a_vocabulary_is_padded_and_attention_is_not() -> None:
     assert sides(16.0) == [16.0, 2048.0, 225.0, 64.0]
 
 
+@pytest.mark.parametrize(
+    ("fused", "drops", "between"),
+    [
+        (True, True, {"fused_log_softmax", "native_dropout"}),
+        (False, True, {"masked_fill", "softmax", "native_dropout"}),
+        (False, False, {"masked_fill", "softmax"}),
+    ],
+)
+def test_scores_are_gone_over_as_the_engine_does_it(fused: bool, drops: bool, between: set[str]) -> None:
+    found = traced()
+    only = tuple(replace(s, operators=tuple(o for o in s.operators if o.kind == "attention")) for s in found.stretches)
+    engine = Engine(name="scores", scores=True, fused=fused, drops_scores=drops)
+    run = run_by(replace(found, stretches=only), engine)
+    assert {o.name for s in run.stretches for o in s.operators} == between | {"bmm"}
+
+
 def test_scores_of_wider_numbers_move_more_bytes() -> None:
     def moved(dtype: str) -> float:
         found = traced()
