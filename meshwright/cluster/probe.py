@@ -66,6 +66,9 @@ def _device(node: Node, found: dict[str, Any]) -> Device:
     if found["instructions"] and not known["instructions"]:
         known["instructions"] = found["instructions"]
         sources["instructions"] = f"measured: products of these dtypes ran faster than fp32, torch {torch.__version__}"
+    for name in ("multiprocessors", "clock_hz"):
+        if found.get(name) and not known[name]:
+            known[name], sources[name] = found[name], f"the driver, by torch {torch.__version__}"
     return Device.model_validate({**known, **values, "operators": found["operators"], "sources": sources})
 
 
@@ -160,8 +163,11 @@ def _measure_device(device: torch.device, asked: dict[str, Any]) -> dict[str, An
             "operators": operators,
             "instructions": [],  # the flags of the processor tell
         }
+    told = torch.cuda.get_device_properties(device)
     return {
-        "memory_bytes": torch.cuda.get_device_properties(device).total_memory,
+        "memory_bytes": told.total_memory,
+        "multiprocessors": told.multi_processor_count,
+        "clock_hz": 1e3 * getattr(told, "clock_rate", 0),  # kHz, by newer versions of torch
         "bandwidth_bytes_per_s": bandwidth,
         "rates": rates,
         "launch_s": launch,

@@ -3,6 +3,7 @@
 half weights   no casts of weights and activations; what blocks, tables of words and sums of gradients move in fp32
                moves in half as many bytes                                                                  _halved
 fused          dropout is part of the residual sum behind it, masks and all                                 _kept
+               casts of activations are part of what reads or writes them, which moves half as many bytes   _operators
 scores         attention = q kᵀ, softmax, dropout, p v: products over all pairs, of which softmax reads and writes 2
                numbers, dropout 2 and a byte of mask; backward = four products, 3 numbers, 2 and the mask. Where it is
                not fused, what lies ahead is filled in before, 2 numbers in both passes                     _scores
@@ -77,12 +78,13 @@ def _split_homes(profile: ModelProfile) -> dict[str, str]:
 
 def _operators(stretch: Stretch, profile: ModelProfile, engine: Engine, homes: dict[str, str]) -> list[Operator]:
     found: list[Operator] = []
-    half = engine.half_weights and profile.precision in ("bf16", "fp16")
+    low = profile.precision in ("bf16", "fp16")
+    half, fused = engine.half_weights and low, engine.fused and low
     for operator in stretch.operators:
         if operator.name == "empty_like" or (engine.fused and not _kept(operator, stretch)):
             continue
         if _is_cast(operator):
-            if not half:
+            if not (half or (fused and not _is_of_weight(operator))):
                 found.append(_cast(operator, homes))
             continue
         if operator.kind == "attention" and engine.scores:
@@ -91,7 +93,8 @@ def _operators(stretch: Stretch, profile: ModelProfile, engine: Engine, homes: d
         if operator.kind == "attention" and engine.attention != 1:
             operator = _more(operator, engine.attention)
         halves = half and (stretch.blocks or operator.kind == "embedding" or _is_of_weight(operator))
-        found.append(_halved(operator) if halves else operator)
+        narrow = fused and stretch.blocks and not _is_of_weight(operator)
+        found.append(_halved(operator) if halves or narrow else operator)
     return found
 
 

@@ -7,7 +7,7 @@ from meshwright.cluster import probe
 from meshwright.cluster.calibrate import cases, measure_operators
 from meshwright.cluster.cluster import OperatorTime
 from meshwright.cluster.curves import curve_time
-from meshwright.cluster.detect import detect_cpu
+from meshwright.cluster.detect import detect_cpu, find
 from meshwright.cluster.probe import measure
 from meshwright.errors import MeshwrightError
 
@@ -30,6 +30,17 @@ def test_this_machine_is_measured() -> None:
     assert curve.ranks == 2
     assert (curve_time(node.link, "all_reduce", 2**20, 2) or 0) > 0
     assert type(cluster).model_validate(cluster.model_dump()) == cluster
+
+
+@pytest.mark.parametrize(("known", "expected"), [(0, 58), (132, 132)])
+def test_the_driver_tells_what_the_catalog_does_not(known: int, expected: int) -> None:
+    node = find("H200").nodes[0]
+    asked = node.model_copy(update={"device": node.device.model_copy(update={"multiprocessors": known})})
+    found = {"multiprocessors": 58, "instructions": [], "operators": [], "launch_s": 1e-5}
+    device = probe._device(asked, found)
+    assert device.multiprocessors == expected
+    assert device.sources["multiprocessors"].startswith("the driver") == (not known)
+    assert device.launch_s == 1e-5
 
 
 def test_a_rank_that_fails_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
