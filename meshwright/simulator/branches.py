@@ -31,7 +31,7 @@ from meshwright.errors import InputError, did_you_mean
 from meshwright.plan import Modules, Plan
 from meshwright.profile.names import within
 from meshwright.profile.values import ITEM_BYTES, Change, ModelProfile, Operator, Phase, Stretch
-from meshwright.simulator.exchange import Message
+from meshwright.simulator.crossings import Message
 
 
 def is_apart(plan: Plan) -> bool:

@@ -26,9 +26,10 @@ from meshwright.profile.values import ModelProfile
 from meshwright.simulator.branches import Work, around, handed, held, is_apart, is_summed, together_s
 from meshwright.simulator.communication import call_s, overlap
 from meshwright.simulator.compute import host_s, optimizer_s, pass_s, products_in
+from meshwright.simulator.crossings import Message, tensor_exchange
 from meshwright.simulator.engine import Engine
 from meshwright.simulator.engine_profile import padded, run_by
-from meshwright.simulator.exchange import Message, gradient_exchange, messages_s, tensor_exchange, transfer_s
+from meshwright.simulator.exchange import gradient_exchange, messages_s, transfer_s
 from meshwright.simulator.lone import with_lone
 from meshwright.simulator.operators import Speeds, speeds
 from meshwright.simulator.pipeline_order import Action, Order, pipeline_order, stages_of

@@ -28,8 +28,9 @@ from meshwright.plan import Plan
 from meshwright.profile.names import within
 from meshwright.profile.values import ModelProfile, Parameter
 from meshwright.simulator.branches import around, handed, held
+from meshwright.simulator.crossings import tensor_exchange
 from meshwright.simulator.engine import Engine, find_engine
-from meshwright.simulator.exchange import before_cut, behind_cut, in_pieces, over_cut, statistics, tensor_exchange
+from meshwright.simulator.exchange import before_cut, behind_cut, in_pieces, over_cut, statistics
 from meshwright.simulator.lone import with_lone
 from meshwright.simulator.pipeline_order import Action, pipeline_order, stages_of
 from meshwright.simulator.stages import Stage, stage_profiles

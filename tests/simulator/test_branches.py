@@ -17,8 +17,8 @@ from meshwright.profile.trace import profile
 from meshwright.profile.values import ModelProfile
 from meshwright.proof.counted import counting, held_bytes, total
 from meshwright.simulator.branches import Work, handed, held, together_s
+from meshwright.simulator.crossings import Message
 from meshwright.simulator.engine import find_engine
-from meshwright.simulator.exchange import Message
 from meshwright.simulator.memory import CPU_MEMORY, predict_memory
 from meshwright.simulator.step import StepTime, predict_step
 from meshwright.simulator.tensor import split_profile

@@ -11,8 +11,9 @@ from meshwright.plan import Plan
 from meshwright.profile.trace import profile
 from meshwright.profile.values import ModelProfile
 from meshwright.simulator.communication import collective_s
+from meshwright.simulator.crossings import Message, tensor_exchange
 from meshwright.simulator.engine import Engine, find_engine
-from meshwright.simulator.exchange import Message, gradient_exchange, statistics, tensor_exchange, transfer_s
+from meshwright.simulator.exchange import gradient_exchange, statistics, transfer_s
 from meshwright.simulator.placement import group
 from meshwright.simulator.stages import stage_profiles
 from meshwright.workloads.decoder import Decoder
