@@ -1,7 +1,7 @@
 """Linear layers that a plan splits by themselves: those that it names and no group of the model's structure has.
 
 A group hands its parts on from layer to layer until they are summed up; those of a lone layer are put together behind
-it (crossings.py). Once it is marked (`with_lone`), a lone layer is a group like the others. Of its operators and memory:
+it (crossings.py). Once marked (`with_lone`), a lone layer is a group like the others. Of its operators and memory:
 
     column   weight and bias, their gradients and casts are divided; the input is kept whole, also where the values
              around the layer are divided, by samples or along the sequence                               kept_inputs

@@ -10,8 +10,8 @@ GPU without one is taken to be like the reference GPU: an operator that its peak
 slowed down as much there, so sizes are scaled by the ratio of the rates before they are looked up (of what only moves
 bytes, by that of the memories), and datasheet peaks by what the reference reaches of its own, or by what is published
 of the GPU (rates_reached.yaml). A BatchNorm of contiguous images waits for multiprocessors or for memory, whichever is
-slower on the GPU (`_by_channels_s`). Batched products with a side whose rows are no multiple of what a load takes are
-slower by as much as plain ones (`_odd`).
+slower on the GPU (`_by_channels_s`), and so do dropout, GELU and casts to wider types (`_computed_s`). Batched products
+with a side whose rows are no multiple of what a load takes are slower by as much as plain ones (`_odd`).
 """
 
 from collections.abc import Mapping
@@ -46,6 +46,9 @@ _STAND_INS = {
     "dropout": "elementwise",
     "widen": "elementwise",
 }
+# Those that are slower than others that move as many bytes, as they wait for arithmetic in fp32, or for what a
+# multiprocessor of any generation does as often in a cycle: products of integers (they draw numbers), loads and stores.
+_BY_VECTORS, _BY_CYCLES = ("gelu",), ("dropout", "widen")
 _LARGE_BYTES = 1e8  # from here on what starting takes does not count
 _LARGEST = 99.0  # the logarithm of more bytes than any operator moves
 _Key = tuple[str, str, str, str]  # operator, direction, dtype, layout
@@ -54,9 +57,10 @@ _Key = tuple[str, str, str, str]  # operator, direction, dtype, layout
 @dataclass(frozen=True)
 class Speeds:
     """What operators are priced with. `scale` and `memory` are how many times slower the device and its memory are
-    than those in the tables, and `clock` its clock; `multiprocessors` are its own and those of the one in the tables, 0
-    if nobody told; `passes`: by direction, how often memory moves what a BatchNorm reads and writes; `fp32_first`: its
-    library's convolutions in fp32 are at their best, unlike those of the one in the tables."""
+    than those in the tables, `clock` its clock and `vector` its arithmetic in fp32 outside of products;
+    `multiprocessors` are its own and those of the one in the tables, 0 if nobody told; `passes`: by direction, how
+    often memory moves what a BatchNorm reads and writes; `fp32_first`: its library's convolutions in fp32 are at their
+    best, unlike those of the one in the tables."""
 
     rates: Mapping[str, float]
     bandwidth_bytes_per_s: float
@@ -66,6 +70,7 @@ class Speeds:
     memory: float = 1.0
     fp32_first: bool = False
     clock: float = 1.0
+    vector: float = 1.0
     multiprocessors: tuple[int, int] = (0, 0)
     passes: Mapping[str, float] = field(default_factory=dict)
 
@@ -112,6 +117,7 @@ def speeds(device: Device, dtype: Dtype, cores: int = 1, layout: str = "contiguo
         reference.bandwidth_bytes_per_s / bandwidth,
         fp32_first="tf32" not in rates,
         clock=datasheet.clock_hz / device.clock_hz if device.clock_hz else 1.0,
+        vector=printed["fp32"] / rates["fp32"],
         multiprocessors=(device.multiprocessors, datasheet.multiprocessors),
         passes=_passes(),
     )
@@ -158,6 +164,8 @@ def operator_s(operator: Operator, batch: float, speeds: Speeds, backward: bool,
         slowdown *= _odd(operator, batch, speeds, used)
     if table and found.name == "batch_norm" and speeds.layout == "contiguous" and all(speeds.multiprocessors):
         taken = _by_channels_s(found, table, speeds, backward)
+    elif table and found.name in (*_BY_VECTORS, *_BY_CYCLES):
+        taken = _computed_s(found, table, speeds, used, backward)
     else:
         taken = max(least * slowdown, table.shortest_s) if table and least else least
     if operator.kind == "convolution" and (size := bias_of(operator, batch, backward)):
@@ -192,6 +200,16 @@ def _moved_s(name: str, size: float, dtype: str, speeds: Speeds, backward: bool)
         return 0.0
     least = size / speeds.bandwidth_bytes_per_s
     return max(least * table.slowdown((log(size * speeds.memory, 2),)), table.shortest_s)
+
+
+def _computed_s(found: LookedUp, table: Table, speeds: Speeds, dtype: str, backward: bool) -> float:
+    """Of something that computes much for each number: as long as memory takes for what only moves as many bytes, or as
+    long as in the tables, but for the device's arithmetic, or its multiprocessors and their clock."""
+    moved = _moved_s("elementwise", found.bytes, dtype, speeds, backward)
+    mine, measured = speeds.multiprocessors
+    more = speeds.clock * measured / mine if mine and found.name in _BY_CYCLES else speeds.vector
+    computed = found.bytes / speeds.bandwidth_bytes_per_s / speeds.memory * table.slowdown(found.sizes) * more
+    return max(moved, computed, table.shortest_s)
 
 
 def _by_channels_s(found: LookedUp, table: Table, speeds: Speeds, backward: bool) -> float:

@@ -233,6 +233,24 @@ def test_a_batch_norm_of_few_channels_waits_for_multiprocessors_not_for_memory()
     assert _slower(nobody_knows, 64) == pytest.approx(memories, rel=0.1)
 
 
+def test_drawing_numbers_takes_multiprocessors_and_moving_them_memory() -> None:
+    """For as many bytes in 16 bits dropout takes the reference 1.3 times as long as ReLU: it waits for arithmetic. An
+    H100 has as much of it and less memory, so it waits for memory; an A100 has less of it than of memory."""
+
+    def seconds(name: str, device: Device) -> float:
+        operator = _operator("elementwise", name, _fixed(2e8), 0, 1e9, "bfloat16")
+        return operator_s(operator, 1, speeds(device, "bf16"), False)
+
+    hopper, ampere, volta = (find_entry(name).device for name in ("H100", "A100-80GB", "V100-16GB"))
+    here = reference_gpu()[0]
+    assert seconds("native_dropout", here) > 1.1 * seconds("relu", here)
+    assert seconds("native_dropout", hopper) == pytest.approx(seconds("relu", hopper), rel=0.02)
+    longer = 132 * 1.98 / (108 * 1.41)
+    assert seconds("native_dropout", ampere) == pytest.approx(longer * seconds("native_dropout", here), rel=0.02)
+    assert seconds("native_dropout", volta) == pytest.approx(seconds("relu", volta), rel=0.02)
+    assert seconds("gelu", ampere) > seconds("native_dropout", ampere), "a third of the reference's fp32"
+
+
 def test_what_is_published_of_a_gpu_comes_before_what_the_reference_reaches() -> None:
     known, printed = (device.rates["bf16"] for device in reference_gpu())
     hopper, ampere, volta = (speeds(find_entry(name).device, "bf16") for name in ("H100", "A100-80GB", "V100-32GB"))
