@@ -84,7 +84,8 @@ def a_random_moment(seed: int, ranks: int) -> tuple[int, int, str]:
 
 
 MOMENTS = [
-    pytest.param(3, 1, 14, "save", id="3 ranks, inside a save"),
+    pytest.param(2, 1, 14, "save", id="2 ranks, inside a save"),
+    pytest.param(3, 1, 14, "save", id="3 ranks, inside a save", marks=pytest.mark.soak),
     pytest.param(3, 2, 10, "evaluate", id="3 ranks, inside an evaluation", marks=pytest.mark.soak),
     pytest.param(4, 0, 23, "backward", id="4 ranks", marks=pytest.mark.soak),
     *(
@@ -108,7 +109,10 @@ def test_a_killed_rank_costs_one_restart_and_not_a_bit(
     assert_same(final_state(folder), expected)
 
 
-@pytest.mark.parametrize(("ranks", "step"), [(3, 12), pytest.param(4, 31, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("ranks", "step"),
+    [(2, 12), pytest.param(3, 12, marks=pytest.mark.soak), pytest.param(4, 31, marks=pytest.mark.soak)],
+)
 def test_after_a_stop_the_same_command_goes_on_as_if_nothing_had_been(
     tmp_path: Path, undisturbed: Any, ranks: int, step: int
 ) -> None:
