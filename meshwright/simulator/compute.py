@@ -13,7 +13,7 @@ from math import log2
 from meshwright.cluster.cluster import Device, Dtype
 from meshwright.profile.optimizer import OptimizerCost
 from meshwright.profile.values import ModelProfile, Phase, Stretch
-from meshwright.simulator.operators import Speeds, operator_s, reference_gpu, speeds
+from meshwright.simulator.operators import Speeds, moved_s, operator_s, reference_gpu, speeds
 
 # Of the host, in operators, measured beside the reference GPU with a row of small layers: a cast of autocast, which no
 # line of Python asks for; what our own step does beside its passes, starting an optimizer of all tensors at once
@@ -116,11 +116,10 @@ def optimizer_s(
     if not weights_bytes:
         return 0.0
     if device.kind == "cuda" and optimizer.operators:
-        started = launch * host_s(device) * _WITHOUT_GRADIENTS * optimizer.operators * tensors
-        table = prices.table("elementwise", "forward", "fp32")
-        each = weights_bytes * optimizer.moved / optimizer.operators / tensors
-        slowdown = table.slowdown((log2(max(each, 1.0) * prices.memory),)) if table else 1.0
-        return max(weights_bytes * optimizer.moved / prices.bandwidth_bytes_per_s * slowdown, started)
+        operators, moved = optimizer.operators * tensors, weights_bytes * optimizer.moved
+        busy = operators * moved_s("elementwise", moved / operators, "fp32", prices, backward=False)
+        started = launch * host_s(device) * _WITHOUT_GRADIENTS * operators
+        return max(busy, started, moved / prices.bandwidth_bytes_per_s)
     started = 0.0 if optimizer.at_once else host_s(device) * 5 * tensors
     moved = weights_bytes * (3 + 2 * optimizer.state)
     # What is measured takes several passes over all tensors, one an operation; a fused step takes one.

@@ -6,7 +6,7 @@ what a convolution moves beyond images and filters is its bias.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import log2
+from math import isclose, log2
 
 from meshwright.cluster.cluster import OperatorTime
 from meshwright.profile.values import Operator
@@ -56,7 +56,7 @@ def looked_up(operator: Operator, batch: float, scale: float, backward: bool, me
         return LookedUp("batch_norm", _logs(moved * memory, max(channels, 1.0)), flops, moved)
     if kind == "elementwise" and operator.name.endswith("_") and operator.name not in _FILLED and shape:
         moved += shape[0] * size  # counted once, but read and written
-    if operator.name == "_to_copy" and size == 2 and shape and moved == _WIDER_BYTES * shape[0]:
+    if operator.name == "_to_copy" and size == 2 and shape and isclose(moved, _WIDER_BYTES * shape[0], rel_tol=1e-6):
         return LookedUp("widen", _logs(moved * memory), 0.0, moved)
     return LookedUp(_class(operator), _logs(moved * memory), 0.0, moved)
 

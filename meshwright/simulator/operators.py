@@ -169,7 +169,7 @@ def operator_s(operator: Operator, batch: float, speeds: Speeds, backward: bool,
     else:
         taken = max(least * slowdown, table.shortest_s) if table and least else least
     if operator.kind == "convolution" and (size := bias_of(operator, batch, backward)):
-        taken += _moved_s("bias", size, used, speeds, backward)
+        taken += moved_s("bias", size, used, speeds, backward)
     return taken
 
 
@@ -193,7 +193,7 @@ def _odd(operator: Operator, batch: float, speeds: Speeds, dtype: str) -> float:
     return max(1.0, odd.slowdown(sizes) / liked.slowdown(sizes)) if liked and odd and name != "matmul" else 1.0
 
 
-def _moved_s(name: str, size: float, dtype: str, speeds: Speeds, backward: bool) -> float:
+def moved_s(name: str, size: float, dtype: str, speeds: Speeds, backward: bool) -> float:
     """Of something that only moves so many bytes; nothing where it was not measured, as it takes no time of its own."""
     table = speeds.table(name, "backward" if backward else "forward", dtype)
     if table is None:
@@ -205,11 +205,12 @@ def _moved_s(name: str, size: float, dtype: str, speeds: Speeds, backward: bool)
 def _computed_s(found: LookedUp, table: Table, speeds: Speeds, dtype: str, backward: bool) -> float:
     """Of something that computes much for each number: as long as memory takes for what only moves as many bytes, or as
     long as in the tables, but for the device's arithmetic, or its multiprocessors and their clock."""
-    moved = _moved_s("elementwise", found.bytes, dtype, speeds, backward)
+    plain = speeds.table("elementwise", "backward" if backward else "forward", dtype) or table
+    slowdown, least = table.slowdown(found.sizes), found.bytes / speeds.bandwidth_bytes_per_s
     mine, measured = speeds.multiprocessors
     more = speeds.clock * measured / mine if mine and found.name in _BY_CYCLES else speeds.vector
-    computed = found.bytes / speeds.bandwidth_bytes_per_s / speeds.memory * table.slowdown(found.sizes) * more
-    return max(moved, computed, table.shortest_s)
+    moved = least * min(slowdown, plain.slowdown(found.sizes))
+    return max(moved, least / speeds.memory * slowdown * more, table.shortest_s)
 
 
 def _by_channels_s(found: LookedUp, table: Table, speeds: Speeds, backward: bool) -> float:

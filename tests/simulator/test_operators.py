@@ -1,5 +1,6 @@
 """Seconds of one operator: from measured shapes where there are some, never less than the shortest of them."""
 
+from dataclasses import replace
 from math import log2
 
 import pytest
@@ -89,6 +90,10 @@ def test_casts_to_wider_types_are_apart() -> None:
         return found.name
 
     assert name("bfloat16", 600) == "widen"
+    third = _operator("copy", "_to_copy", (Growth(0.0, 1000 / 3),), 0, 1, "bfloat16")
+    divided = looked_up(replace(third, bytes=Growth(0.0, 6000).times(1 / 3)), 7, 1.0, False)
+    assert divided is not None
+    assert divided.name == "widen"
     assert name("float32", 600) == "elementwise"
     assert name("bfloat16", 400) == "elementwise"
 
@@ -105,6 +110,13 @@ def test_what_a_calibration_lacks_is_taken_for_what_is_most_like_it(name: str) -
     both = _device((instead, (1,), 8e6, 5e-3), (found.name, (1,), 8e6, 7e-3))
     assert operator_s(operator, 1, speeds(both, "fp32"), False) == pytest.approx(7e-3)
     assert operator_s(operator, 1, speeds(new, "fp32"), False) == pytest.approx(5e-3)
+
+
+def test_a_device_that_was_measured_itself_is_believed() -> None:
+    """Also where dropout took it less time than ReLU."""
+    operator = _operator("elementwise", "native_dropout", _fixed(1e6), 0, 8e6, "float32")
+    device = _device(("elementwise", (1,), 8e6, 5e-3), ("dropout", (1,), 8e6, 3e-3))
+    assert operator_s(operator, 1, speeds(device, "fp32"), False) == pytest.approx(3e-3)
 
 
 def test_channels_are_what_does_not_grow_with_the_batch() -> None:
