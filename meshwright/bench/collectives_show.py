@@ -17,7 +17,7 @@ def show(rows: Sequence[Row], found: Found, console: Console) -> None:
         title=f"all-reduce of {ranks} ranks, {where}, {found.cores} cores; medians of {rounds} rounds,"
         f" load {found.load[0]:g} to {found.load[1]:g}{f', {found.stolen:g} cores taken away' if found.stolen else ''}"
     )
-    for name in ("bytes", "algorithm", "time", "its quartiles", "bytes/s", "to native", "predicted", "error"):
+    for name in ("bytes", "algorithm", "time", "its rounds", "bytes/s", "to native", "predicted", "error"):
         table.add_column(name, justify="left" if name == "algorithm" else "right")
     for place, row in enumerate(rows):
         last = place + 1 == len(rows) or rows[place + 1].bytes != row.bytes

@@ -2,7 +2,7 @@
 
 A virtual machine's cores may be given to others for a while, and then ranks wait for the one whose core is gone. The
 kernel counts that time; rounds that had much of it are made again, up to as many as were asked for, and those that had
-least are kept (`undisturbed`).
+least are kept (`undisturbed`). Where two ways are run right behind each other (`beside`), both have it.
 """
 
 from collections.abc import Callable, Mapping
