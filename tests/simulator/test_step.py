@@ -111,6 +111,21 @@ def test_casts_of_split_weights_are_each_ranks_own() -> None:
     assert cast(split) == pytest.approx(cast(run) / 8)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_casts_of_activations_are_part_of_fused_kernels(fused: bool) -> None:
+    """Those of weights are not; what was computed in fp32 between casts moves half as many bytes."""
+
+    def found(engine: Engine) -> tuple[set[bool], float]:
+        operators = [o for s in run_by(traced(), engine).stretches if s.blocks for o in s.operators]
+        casts = {bool(o.shape[0].linear) for o in operators if o.name == "_to_copy"}
+        return casts, sum(o.bytes.linear for o in operators if o.kind == "norm" and o.dtype == "float32")
+
+    casts, norms = found(Engine(name="one", fused=fused))
+    assert casts == ({False} if fused else {False, True})
+    assert norms == pytest.approx(found(Engine(name="eager"))[1] / (2 if fused else 1))
+    assert norms
+
+
 def test_a_vocabulary_is_padded_and_attention_is_not() -> None:
     def sides(many: float) -> list[float]:
         stretch = traced().stretches[0]

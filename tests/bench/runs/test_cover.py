@@ -131,3 +131,19 @@ def test_images_and_weights_lie_as_the_program_of_each_lab_has_them() -> None:
     assert cases()["lambda_v2-0001"].plan.compute.layout == "contiguous"
     assert cases()["lambda_v1-0062"].engine == "nvidia-bert"
     assert cases()["nvidia_dle-0091"].engine == "nvidia-examples"
+
+
+@pytest.mark.parametrize(
+    ("row", "optimizer"),
+    [
+        ("lambda_v1-0613", "LineByLine"),  # fine-tuned in tf32: apex's fused Adam is for fp16
+        ("lambda_v1-0503", "LineByLine"),  # fp32
+        ("lambda_v2-0086", "AdamW"),  # fp16
+        ("nvidia_dle-0309", "AdamW"),  # pre-trained in tf32
+        ("nvidia_dle-0080", "AdamW"),  # fine-tuned in tf32, in Paddle
+    ],
+)
+def test_bert_is_fine_tuned_in_fp32_with_nvidias_own_adam(row: str, optimizer: str) -> None:
+    chosen = cases()[row].optimizer
+    assert chosen is not None
+    assert chosen.call.endswith(f":{optimizer}")
