@@ -262,14 +262,16 @@ def test_a_step_of_the_run_is_a_batchs_worth_of_shares() -> None:
 @pytest.mark.parametrize("updates", ["synchronous", "asynchronous", "bounded"])
 def test_a_dead_worker_is_done_without_and_comes_back(updates: str, servers: int) -> None:
     """Worker 1 dies before its fourth step; the others pass five more, then it is there again, and all finish."""
-    again, back = threading.Event(), threading.Event()
+    dead, again, back = threading.Event(), threading.Event(), threading.Event()
 
     def before(worker: int, step: int) -> None:
         if worker == 1 and not again.is_set() and step == 3:
+            dead.set()
             raise Died
         if worker == 1 and again.is_set():
             back.set()
         if worker == 0 and step == 8:
+            assert dead.wait(30)  # where nobody waits for anybody, worker 0 may be here first
             again.set()
         if worker == 0 and step == 9:
             assert back.wait(30)
