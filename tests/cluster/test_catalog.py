@@ -21,6 +21,7 @@ DEVICES = [
 LINKS = [
     *("PCIe3-x16", "PCIe4-x16", "PCIe5-x16", "NVLink1", "NVLink2", "NVLink3", "NVLink4", "NVLink5"),
     *("InfiniBand-EDR", "InfiniBand-HDR", "InfiniBand-NDR", "RoCE-100G", "Ethernet-10G", "Ethernet-800G"),
+    "OmniPath-100G",
 ]
 CONSTANTS = ["memory_bytes", "bandwidth_bytes_per_s", "rates", "launch_s", "instructions", "context_bytes", "cores"]
 

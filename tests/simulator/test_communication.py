@@ -139,6 +139,17 @@ def loopback(*curves: Curve) -> Cluster:
     return Cluster(name="local", nodes=(Node(device=device, count=8, link=link, cores=8),))
 
 
+@pytest.mark.parametrize(
+    ("cluster", "measured_s"), [("16x4xV100-32GB@OmniPath-100G", 1.162), ("4x8xA100-80GB@OmniPath-50G", 1.531)]
+)
+def test_omni_path_gives_nccl_a_tenth_of_its_ports(cluster: str, measured_s: float) -> None:
+    """As measured on Jean Zay in rings of NCCL, 4 GB over four ports of 100 Gbit/s a node."""
+    machines = named(cluster)
+    everybody = group(Axes(replicate=machines.devices), ("replicate",), machines)
+    ring_s = collective_s("all_reduce", 4_000_000_000, everybody, machines, "ring")
+    assert ring_s == pytest.approx(measured_s, rel=0.2)
+
+
 def test_cpu_ranks_take_rounds_of_what_two_were_measured_to_take() -> None:
     cluster = loopback(Curve(ranks=2, points=((1000, 2e-4), (1_000_000, 2e-3)), source="made up"))
     two, four = (group(Axes(replicate=ranks), ("replicate",), cluster) for ranks in (2, 4))
