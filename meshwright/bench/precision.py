@@ -15,7 +15,8 @@ from meshwright.errors import MeshwrightError
 from meshwright.job import Job, load_job
 from meshwright.launch.world import World
 from meshwright.plan import Plan
-from meshwright.train.build import build_data, build_loading, build_session
+from meshwright.train.build import build_data, build_loading
+from meshwright.train.job_session import build_session
 
 ROUNDS = 5
 WAYS: dict[str, dict[str, Any]] = {

@@ -11,7 +11,7 @@ from meshwright.cluster.cluster import Cluster, Device, Dtype
 from meshwright.job import Job
 from meshwright.launch.world import World
 from meshwright.plan import Plan
-from meshwright.train.build import build_data, build_loading, build_session
+from meshwright.train.build import build_data, build_loading
 from meshwright.train.check import check
 
 _LOWER: tuple[Dtype, ...] = ("tf32", "bf16", "fp16")
@@ -59,6 +59,8 @@ def _in(plan: Plan, precision: str) -> Plan:
 
 def _measure(plan: Plan, job: Job, cluster: Cluster) -> float:
     """Seconds of a step of one rank's microbatch, alone: what ranks exchange is the same in every precision."""
+    from meshwright.train.job_session import build_session  # only here a launcher needs the engine
+
     alone = Plan(numerics=plan.numerics.model_copy(update={"cast": "operators"}), compute=plan.compute)
     batch = max(1, job.train.global_batch // plan.shares)
     device = torch.device("cuda", 0) if cluster.kind == "cuda" else torch.device("cpu")

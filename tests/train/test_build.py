@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from meshwright.errors import InputError
 from meshwright.job import Job, Weights
 from meshwright.plan import Plan
-from meshwright.train import build
-from meshwright.train.build import build_data, build_loading, build_metrics, build_model, build_session, load_weights
-from tests.ranks import ranks
+from meshwright.train.build import build_data, build_loading, build_metrics, build_model, load_weights
+from meshwright.train.job_session import build_session
 from tests.train.alone import equal_states, toy_job, world
 
 
@@ -202,38 +201,3 @@ def test_a_data_set_that_fails_says_so_in_one_line() -> None:
     job = toy_job(data={"train": {"call": "tests.train.test_build:unhappy"}})
     with pytest.raises(InputError, match=r"^data.train: .*ValueError: the split is unknown \(.*test_build\.py, line"):
         build_data(job)
-
-
-DECODER = {"call": "meshwright.workloads.decoder_sizes:decoder", "size": "gpt2", "layers": 2, "hidden": 16, "heads": 2}
-
-
-def started(rank: int, size: int, axes: dict[str, int], without_memory: bool) -> tuple[bool, dict[str, Tensor]]:
-    """Whether the model began on the meta device, and its weights after two steps."""
-    tokens = {"call": "meshwright.workloads.tokens:tokens", "sequence": 8, "vocabulary": 40, "samples": 16}
-    job = toy_job(
-        model={**DECODER, "vocabulary": 40, "sequence": 8},
-        data={"train": {**tokens, "split": "train"}},
-        loss={"call": "meshwright.workloads.decoder:NextTokenLoss"},
-        train={"global_batch": 8, "freeze": ["blocks.0.norm1"]},
-    )
-    stages = {"pipeline": {"cuts": ["blocks.0"], "microbatches": 2}} if "pipeline" in axes else {}
-    plan = Plan.model_validate({"axes": axes, **stages})
-    limit, build.LARGE_BYTES = build.LARGE_BYTES, 0 if without_memory else 2**30
-    try:
-        model, fill = build._start(job, plan, torch.device("cpu"))
-        session = build_session(job, plan, world(rank, size), lambda doing: None)
-    finally:
-        build.LARGE_BYTES = limit
-    for batch in session.batches(build_data(job)[0], 1, 8):
-        session.step(batch)
-    empty = fill is not None and all(p.is_meta for p in model.parameters())
-    return empty, session.state_dict()
-
-
-@pytest.mark.parametrize("axis", ["shard", "tensor", "pipeline"])
-def test_a_large_model_that_is_divided_starts_without_memory(axis: str) -> None:
-    with ranks(2) as two:
-        filled, built = two.run(started, {axis: 2}, True), two.run(started, {axis: 2}, False)
-    for (empty, weights), (_, expected) in zip(filled, built, strict=True):
-        assert empty
-        assert equal_states(weights, expected)

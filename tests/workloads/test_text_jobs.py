@@ -19,7 +19,8 @@ from meshwright.plan import Plan
 from meshwright.proof.proof import Proof
 from meshwright.proof.prove import prove_in
 from meshwright.proof.question import Question
-from meshwright.train.build import build_data, build_metrics, build_session, make_model
+from meshwright.train.build import build_data, build_metrics, make_model
+from meshwright.train.job_session import build_session
 from meshwright.train.loss import understand
 from meshwright.train.optimizer import build_optimizer
 from tests.ranks import RankPool

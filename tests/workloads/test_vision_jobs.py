@@ -9,7 +9,8 @@ import torch
 from meshwright.errors import InputError
 from meshwright.job import Job, load_job
 from meshwright.plan import Plan
-from meshwright.train.build import build_data, build_metrics, build_model, build_session
+from meshwright.train.build import build_data, build_metrics, build_model
+from meshwright.train.job_session import build_session
 from meshwright.workloads import vision
 from tests.train.alone import world
 
