@@ -29,6 +29,7 @@ class Engine(BaseModel):
     `half_weights` weights and activations lie in the type of the products, beside fp32 copies for the optimizer;
     `fused`        dropout, residual sums and casts are part of other kernels;
     `scores`       attention writes out the scores of all pairs of tokens, and drops some (`drops_scores`);
+    `masks_views`  where that is not fused, what lies ahead is filled in, in place, in a view of the scores;
     `attention`    how many times longer its attention takes than the reference GPU's share of the peak;
     `again`        under selective recomputation, the share of the products that are computed again;
     `again_scores` under selective recomputation, attention is computed again;
@@ -55,6 +56,7 @@ class Engine(BaseModel):
     fused: bool = False
     scores: bool = False
     drops_scores: bool = True
+    masks_views: bool = False
     attention: PositiveFloat = 1.0
     again: NonNegativeFloat = 0.0
     again_scores: bool = False

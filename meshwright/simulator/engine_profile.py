@@ -6,7 +6,8 @@ fused          dropout is part of the residual sum behind it, masks and all     
                casts of activations are part of what reads or writes them, which moves half as many bytes   _operators
 scores         attention = q kᵀ, softmax, dropout, p v: products over all pairs, of which softmax reads and writes 2
                numbers, dropout 2 and a byte of mask; backward = four products, 3 numbers, 2 and the mask. Where it is
-               not fused, what lies ahead is filled in before, 2 numbers in both passes                     _scores
+               not fused, what lies ahead is filled in before, 2 numbers in both passes. Where that is done in place
+               in a view, autograd's CopySlices copies the gradient five times and zeroes it once          _scores
 casts          of a weight that is split, each rank's part                                                  _cast
 """
 
@@ -15,11 +16,12 @@ from dataclasses import replace
 from meshwright.profile.values import ITEM_BYTES, Growth, ModelProfile, Operator, Stretch
 from meshwright.simulator.engine import Engine
 
-_OF_SCORES = ("bmm", "fused_log_softmax", "masked_fill", "softmax", "native_dropout")
+_OF_SCORES = ("bmm", "fused_log_softmax", "masked_fill", "softmax", "native_dropout", "copy_", "zero_")
 _DROPOUT = ("empty_like", "bernoulli_", "div_", "mul", "native_dropout")
 _LIKED = 8  # tensor cores take sizes of 16 bytes, eight numbers in half precision
 # Numbers a pair of tokens that softmax moves, dropout beside a mask of one byte, and filling in what lies ahead.
 _SOFTMAX_FORWARD, _SOFTMAX_BACKWARD, _DROPPED, _FILLED = 2, 3, 2, 2
+_SLICED = [("zero_", 1), *[("copy_", 2)] * 5]  # as torch's profiler lists them, and the numbers that each moves
 
 
 def run_by(profile: ModelProfile, engine: Engine) -> ModelProfile:
@@ -138,9 +140,13 @@ def _scores(operator: Operator, backward: bool, engine: Engine) -> list[Operator
     ]
     softmax = (_SOFTMAX_BACKWARD if backward else _SOFTMAX_FORWARD) * item
     # One kernel that goes over the scores once, as that of a softmax's logarithm does; or PyTorch's own.
-    moved = {"fused_log_softmax": softmax} if engine.fused else {"masked_fill": _FILLED * item, "softmax": softmax}
+    moved = (
+        [("fused_log_softmax", softmax)] if engine.fused else [("masked_fill", _FILLED * item), ("softmax", softmax)]
+    )
+    if engine.masks_views and not engine.fused and backward:
+        moved += [(name, numbers * item) for name, numbers in _SLICED]
     if engine.drops_scores:
-        moved["native_dropout"] = _DROPPED * item + 1
+        moved.append(("native_dropout", _DROPPED * item + 1))
     between = [
         replace(
             operator,
@@ -150,7 +156,7 @@ def _scores(operator: Operator, backward: bool, engine: Engine) -> list[Operator
             bytes=many.times(size * pairs),
             shape=(many.times(pairs),),
         )
-        for name, size in moved.items()
+        for name, size in moved
     ]
     return [*made, *between]
 

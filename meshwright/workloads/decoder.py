@@ -19,7 +19,8 @@ EPSILON = 1e-5  # of every norm in GPT-2, GPT-3 and Llama
 
 class Decoder(nn.Module):
     """Tokens (batch, length) to logits (batch, length, vocabulary), for any length up to `sequence`; with rotary
-    positions also beyond it. `feedforward` defaults to what the published models of that activation have."""
+    positions also beyond it. `feedforward` defaults to what the published models of that activation have. Without a
+    `head` it gives what the last norm does (batch, length, hidden)."""
 
     def __init__(
         self,
@@ -37,6 +38,7 @@ class Decoder(nn.Module):
         bias: bool = True,
         dropout: float = 0.0,
         rotary_base: float = 10_000.0,
+        head: bool = True,
     ) -> None:
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
@@ -68,10 +70,12 @@ class Decoder(nn.Module):
             for _ in range(layers)
         )
         self.norm = _norm(norm, hidden, bias)
-        # A tied head's own weight would be thrown away at once: on meta it is never allocated.
-        self.head = nn.Linear(hidden, vocabulary, bias=False, device="meta" if tied else None)
-        if tied:
-            self.head.weight = self.embedding.weight
+        self.head: nn.Module = nn.Identity()
+        if head:
+            # A tied head's own weight would be thrown away at once: on meta it is never allocated.
+            self.head = nn.Linear(hidden, vocabulary, bias=False, device="meta" if tied else None)
+            if tied:
+                self.head.weight = self.embedding.weight
         self._initialize(layers)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -154,6 +154,23 @@ def test_scores_are_gone_over_as_the_engine_does_it(fused: bool, drops: bool, be
     assert {o.name for s in run.stretches for o in s.operators} == between | {"bmm"}
 
 
+@pytest.mark.parametrize(("views", "moved"), [(False, 2 + 3), (True, 2 + 3 + 1 + 5 * 2)])
+def test_a_mask_in_a_view_copies_the_gradient_of_all_scores(views: bool, moved: int) -> None:
+    """Counted by the profiler beside PyTorch's own softmax: one buffer zeroed, five copies."""
+    found = traced()
+    only = tuple(
+        replace(s, operators=tuple(replace(o, dtype="float32") for o in s.operators if o.kind == "attention"))
+        for s in found.stretches
+        if s.phase == "backward"
+    )
+    engine = Engine(name="scores", scores=True, drops_scores=False, masks_views=views)
+    run = run_by(replace(found, stretches=only), engine)
+    between = [o for s in run.stretches for o in s.operators if o.name != "bmm"]
+    pairs = next(o.shape[0].at(1) for o in between)
+    attentions = sum(o.name == "softmax" for o in between)
+    assert sum(o.bytes.at(1) for o in between) == pytest.approx(4 * moved * pairs * attentions)
+
+
 def test_scores_of_wider_numbers_move_more_bytes() -> None:
     def moved(dtype: str) -> float:
         found = traced()

@@ -102,6 +102,12 @@ def test_positions_are_told_apart(positions: str) -> None:
     assert (model.positions is None) == (positions == "rotary")
 
 
+def test_without_a_head_it_gives_what_the_last_norm_does() -> None:
+    model = made(head=False)
+    assert model(torch.zeros(2, 3, dtype=torch.long)).shape == (2, 3, model.embedding.embedding_dim)
+    assert not any(name.startswith("head") for name in model.state_dict())
+
+
 def test_a_tied_head_is_the_embedding() -> None:
     model = made()
     assert model.head.weight is model.embedding.weight

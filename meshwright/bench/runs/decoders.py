@@ -143,10 +143,10 @@ def _model(row: Row, assumed: Assumed) -> tuple[Call, int]:
     if "size" not in keywords and not {"layers", "hidden", "heads"} <= set(keywords):
         raise NotCovered("layers and hidden size not stated")
     if row.model.get("vocab"):
-        keywords["vocabulary"] = row.model["vocab"]
-    elif "size" not in keywords:
+        keywords.setdefault("vocabulary", row.model["vocab"])
+    elif not {"size", "vocabulary"} & set(keywords):
         keywords["vocabulary"] = assumed.take("vocabulary", "vocabulary {}")
-    if assumed.has("dropout"):
+    if assumed.has("dropout") and "dropout" not in named:
         keywords["dropout"] = assumed.take("dropout", "dropout {}")
     if stands_for:
         chosen = ", ".join(f"{key} {value}" for key, value in named.items()) or keywords["activation"]
