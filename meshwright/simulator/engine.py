@@ -33,7 +33,9 @@ class Engine(BaseModel):
     `attention`    how many times longer its attention takes than the reference GPU's share of the peak;
     `again`        under selective recomputation, the share of the products that are computed again;
     `again_scores` under selective recomputation, attention is computed again;
-    `pads`         a divided vocabulary is filled up to a multiple of so many words a rank.
+    `pads`         a divided vocabulary is filled up to a multiple of so many words a rank;
+    `sums`         bytes a weight that adding up the gradients of one more microbatch moves: it reads both and writes
+                   one, in fp32 unless weights are half.
 
     What it keeps beside: `buffers_bytes` for exchange where anything is sharded.
 
@@ -61,6 +63,7 @@ class Engine(BaseModel):
     again: NonNegativeFloat = 0.0
     again_scores: bool = False
     pads: PositiveInt = 1
+    sums: NonNegativeFloat = 12.0
     buffers_bytes: NonNegativeFloat = 0.0
     weight: PositiveFloat = 1.0
     gradient: PositiveFloat = 1.0

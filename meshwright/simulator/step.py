@@ -1,11 +1,11 @@
 """How long a step takes under a plan, and where the time goes.
 
-    stage pass   = compute of a microbatch + its tensor exchange + what gathering weights adds to it
-                   + what the host takes beyond all of that                                          _stage, _sharded
+    stage pass   = compute of a microbatch + adding its gradients to those before + its tensor exchange + what gathering
+                   weights adds to it + what the host takes beyond all of that               _stage, _summed, _sharded
     pipeline     = the timeline of all stages and microbatches (timeline.py); without one, accumulation × both
                    passes                                                                                        _run
     gradients    = what combining them adds to the last microbatch's backward pass, and gathering weights that
-                   stay whole to the first forward pass                                                          _end
+                   stay whole to the first forward pass; those of weights that stages share are summed          _end
     step         = pipeline + gradients + optimizer                                                      _rank_step
     branches     = the slowest of the ranks that they live on, with what it waits for the others         _apart_step
 
@@ -24,7 +24,7 @@ from meshwright.plan import Plan
 from meshwright.profile.optimizer import OptimizerCost
 from meshwright.profile.values import ModelProfile
 from meshwright.simulator.branches import Work, around, handed, held, is_apart, is_summed, together_s
-from meshwright.simulator.communication import call_s, overlap
+from meshwright.simulator.communication import call_s, collective_s, overlap
 from meshwright.simulator.compute import host_s, optimizer_s, pass_s, products_in
 from meshwright.simulator.crossings import Message, tensor_exchange
 from meshwright.simulator.engine import Engine
@@ -33,7 +33,7 @@ from meshwright.simulator.exchange import gradient_exchange, messages_s, transfe
 from meshwright.simulator.lone import with_lone
 from meshwright.simulator.operators import Speeds, speeds
 from meshwright.simulator.pipeline_order import Action, Order, pipeline_order, stages_of
-from meshwright.simulator.placement import place
+from meshwright.simulator.placement import Group, place
 from meshwright.simulator.stages import Stage, stage_profiles
 from meshwright.simulator.tensor import kept_out, split_profile
 from meshwright.simulator.timeline import Timeline, timeline
@@ -100,10 +100,12 @@ def _rank_step(run: ModelProfile, asked: _Asked) -> tuple[StepTime, list[StageTi
     parts = stage_profiles(part, plan.pipeline.cuts)
     times = _stages(whole, parts, asked)
     passed, slack = _run(times, parts, asked)
-    ends = [_end(rank, times, parts, asked, slack[rank]) for rank in range(plan.axes.pipeline)]
+    shared = _shared(parts, asked)
+    ends = [_end(rank, times, parts, asked, slack[rank], shared[rank]) for rank in range(plan.axes.pipeline)]
     last = max(ends, key=lambda end: end.total_s)
     breakdown = {
         **passed.breakdown,
+        "pipeline": last.shared_s + passed.breakdown["pipeline"],
         "replicate": last.replicate_s,
         "shard": last.shard_s + passed.breakdown["shard"],
         "optimizer": last.optimizer_s,
@@ -158,6 +160,7 @@ def _stage(whole: ModelProfile, part: ModelProfile, weights: float, asked: _Aske
     tf32 = part.precision == "tf32"
     forward, begun = pass_s(part, "forward", asked.batch, asked.prices, tf32)
     backward, more = pass_s(part, "backward", asked.batch, asked.prices, tf32)
+    backward += _summed(part, asked)
     along, wide = tensor_exchange(whole, plan, asked.batch, engine)
     along += asked.handed
     groups = place(plan.axes, cluster)
@@ -181,6 +184,16 @@ def _stage(whole: ModelProfile, part: ModelProfile, weights: float, asked: _Aske
         back,
         _sharded(weights, len(part.blocks), forward, backward, asked),
     )
+
+
+def _summed(part: ModelProfile, asked: _Asked) -> float:
+    """What adding up gradients takes a microbatch: the first one's have nothing to be added to. Where they are
+    scattered after each, a rank adds up its part."""
+    plan = asked.plan
+    parts = plan.axes.shard if plan.memory.sharding != "optimizer" else 1
+    weights = sum(p.bytes for p in part.parameters if p.trainable) / 4 / parts
+    others = 1 - 1 / plan.microbatches
+    return others * asked.engine.sums * weights / asked.prices.bandwidth_bytes_per_s
 
 
 def _arranging(part: ModelProfile, sent: Sequence[Message], asked: _Asked) -> float:
@@ -289,16 +302,19 @@ def _span(
 class _End:
     """What follows a rank's passes."""
 
+    shared_s: float
     replicate_s: float
     shard_s: float
     optimizer_s: float
 
     @property
     def total_s(self) -> float:
-        return self.replicate_s + self.shard_s + self.optimizer_s
+        return self.shared_s + self.replicate_s + self.shard_s + self.optimizer_s
 
 
-def _end(rank: int, times: list[StageTime], parts: tuple[Stage, ...], asked: _Asked, slack_s: float) -> _End:
+def _end(
+    rank: int, times: list[StageTime], parts: tuple[Stage, ...], asked: _Asked, slack_s: float, shared_s: float
+) -> _End:
     """Gradients hide behind the last backward pass, all but the last bucket, which is ready only when that is done,
     and behind the passes of ranks that end later; weights that were gathered once, behind the next forward pass."""
     plan, engine, kind = asked.plan, asked.engine, asked.device.kind
@@ -320,10 +336,37 @@ def _end(rank: int, times: list[StageTime], parts: tuple[Stage, ...], asked: _As
     size = sum(p.bytes for p in trained) / plan.axes.shard
     part = sent.replicate_s / total if total else 0.0
     return _End(
+        shared_s,
         exposed * part,
         exposed * (1 - part) + gather,
         optimizer_s(size, len(trained), asked.optimizer, asked.device, asked.prices, engine.launch),
     )
+
+
+def _shared(parts: tuple[Stage, ...], asked: _Asked) -> list[float]:
+    """By rank of a pipeline, of weights that several of them use, as a tied table of words: their gradients are summed
+    when all passes are done."""
+    plan, engine = asked.plan, asked.engine
+    seconds = [0.0] * plan.axes.pipeline
+    if plan.axes.pipeline == 1:
+        return seconds
+    holders: dict[str, set[int]] = {}
+    sizes: dict[str, float] = {}
+    for rank in range(plan.axes.pipeline):
+        for stage in stages_of(plan.pipeline.schedule, plan.axes.pipeline, plan.stages_per_rank, rank):
+            for parameter in parts[stage].profile.parameters:
+                if parameter.trainable:
+                    holders.setdefault(parameter.names[0], set()).add(rank)
+                    sizes[parameter.names[0]] = parameter.bytes * engine.gradient
+    divided = plan.axes.shard if plan.memory.sharding != "optimizer" else 1
+    across = place(plan.axes, asked.cluster)["pipeline"].nodes > 1
+    for name in (name for name, ranks in holders.items() if len(ranks) > 1):
+        many = len(holders[name])
+        group = Group(many, nodes=many) if across else Group(many, per_node=many, fewest=many)
+        found = engine.communication * collective_s("all_reduce", sizes[name] / divided, group, asked.cluster)
+        for rank in holders[name]:
+            seconds[rank] += found
+    return seconds
 
 
 def _forward(time: StageTime) -> float:

@@ -12,8 +12,11 @@ from meshwright.plan import Plan
 from meshwright.profile.optimizer import OptimizerCost
 from meshwright.profile.trace import profile
 from meshwright.profile.values import Growth, ModelProfile
+from meshwright.simulator.communication import collective_s
 from meshwright.simulator.engine import Engine, engines, find_engine
 from meshwright.simulator.engine_profile import padded, run_by
+from meshwright.simulator.operators import speeds
+from meshwright.simulator.placement import Group
 from meshwright.simulator.step import StepTime, predict_step
 from meshwright.simulator.tensor import split_profile
 from meshwright.workloads.decoder import Decoder
@@ -24,10 +27,10 @@ PARTS = {"compute", "launch", "tensor", "pipeline", "shard", "replicate", "bubbl
 
 
 @cache
-def traced(recompute: str = "none") -> ModelProfile:
+def traced(recompute: str = "none", tied: bool = False) -> ModelProfile:
     with torch.device("meta"):
         tokens = torch.empty(2, 512, dtype=torch.long)
-        model = Decoder(layers=8, hidden=1024, heads=16, sequence=512, vocabulary=4096, tied=False)
+        model = Decoder(layers=8, hidden=1024, heads=16, sequence=512, vocabulary=4096, tied=tied)
     kind: Any = recompute
     return profile(model, (tokens, tokens), scores_loss, precision="bf16", recompute=kind, structured=True)
 
@@ -80,6 +83,38 @@ def test_weights_are_gathered_for_every_microbatch_only_where_they_are_divided()
     assert shard("parameters", 4) == pytest.approx(4 * shard("parameters", 1))
     assert shard("optimizer", 4) == pytest.approx(shard("optimizer", 1))
     assert shard("optimizer", 4) < shard("gradients", 4) < shard("parameters", 4)
+
+
+@pytest.mark.parametrize(
+    ("memory", "axes", "adds"),
+    [
+        ({"accumulation": 1}, {}, 0),
+        ({"accumulation": 4}, {}, 3),
+        ({"accumulation": 4, "sharding": "optimizer"}, {"shard": 8}, 3),
+        ({"accumulation": 4}, {"shard": 8}, 3 / 8),  # scattered after each, and a part is added
+    ],
+)
+def test_gradients_of_all_microbatches_but_the_first_are_added(
+    memory: dict[str, Any], axes: dict[str, int], adds: float
+) -> None:
+    some, none = (
+        step(Engine(name="sums", sums=sums), axes=axes, memory=memory).breakdown["compute"] for sums in (12.0, 0.0)
+    )
+    weights = sum(parameter.bytes for parameter in traced().parameters) / 4
+    device = named("8xA100-80GB").nodes[0].device
+    assert some - none == pytest.approx(adds * 12 * weights / speeds(device, "bf16").bandwidth_bytes_per_s, abs=1e-9)
+
+
+def test_gradients_of_a_table_that_two_stages_use_are_summed_once_a_step() -> None:
+    def spent(many: int, tied: bool) -> float:
+        plan = Plan.model_validate({"numerics": {"precision": "bf16"}, **pipeline(many)})
+        return predict_step(machines, traced(tied=tied), plan, 1.0, ADAMW, Engine(name="plain")).breakdown["pipeline"]
+
+    machines = named("4x1xA100-80GB")
+    table = 4096 * 1024 * 4
+    once = collective_s("all_reduce", table, Group(2, nodes=2), machines)
+    for many in (8, 16):
+        assert spent(many, tied=True) - spent(many, tied=False) == pytest.approx(once, rel=0.05)
 
 
 def test_a_host_is_waited_for_only_behind_all_that_the_device_does() -> None:

@@ -79,7 +79,7 @@ def engine_of(case: Case, launch: float = 1.0) -> Engine:
     if case.compiled:
         told |= {"fused": True, "launch": 0.25 * named.launch * launch}
     if case.plan.numerics.precision == "bf16" and case.engine in _MEGATRONS:
-        told["gradient"] = 1.0  # --bf16 turns on --accumulate-allreduce-grads-in-fp32
+        told |= {"gradient": 1.0, "sums": 10.0}  # --bf16 turns on --accumulate-allreduce-grads-in-fp32
     return named.model_copy(update=told)
 
 
