@@ -22,13 +22,15 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 class OptimizerCost:
     """Bytes per byte of (fp32) parameters; `at_once` says whether the temporaries are of all parameters together
     or of the largest one. Of a step that takes one parameter after another, the operators that each needs, and what
-    they move; 0 where nobody counted."""
+    they move; 0 where nobody counted. `waits`: the host starts them only when the device has done all before, as
+    where it has looked at a gradient, and does not run ahead."""
 
     state: float
     temporary: float
     at_once: bool
     operators: float = 0.0
     moved: float = 0.0
+    waits: bool = True
 
 
 def optimizer_cost(make: MakeOptimizer, at_once: bool) -> OptimizerCost:

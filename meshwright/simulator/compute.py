@@ -118,7 +118,7 @@ def optimizer_s(
     if device.kind == "cuda" and optimizer.operators:
         operators, moved = optimizer.operators * tensors, weights_bytes * optimizer.moved
         busy = operators * moved_s("elementwise", moved / operators, "fp32", prices, backward=False)
-        started = launch * host_s(device) * _WITHOUT_GRADIENTS * operators
+        started = launch * host_s(device) * _WITHOUT_GRADIENTS * operators if optimizer.waits else 0.0
         return max(busy, started, moved / prices.bandwidth_bytes_per_s)
     started = 0.0 if optimizer.at_once else host_s(device) * 5 * tensors
     moved = weights_bytes * (3 + 2 * optimizer.state)

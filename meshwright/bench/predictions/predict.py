@@ -2,8 +2,8 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from functools import cache, lru_cache
+from dataclasses import asdict, dataclass, replace
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -99,12 +99,21 @@ def step_of(case: Case, found: ModelProfile, engine: Engine) -> StepTime:
 def _cost(case: Case) -> OptimizerCost:
     if case.optimizer is None:
         return _NO_STEP
-    return _COSTS.get(case.optimizer.call.rpartition(":")[2]) or _found_cost(case.optimizer.call)
+    call = case.optimizer
+    if call.arguments.get("foreach") is False:
+        # A scaler of losses asks the device whether gradients were finite; without one the host runs ahead.
+        return replace(_by_tensor(call.call, **call.arguments), waits=case.precision == "fp16")
+    return _COSTS.get(call.call.rpartition(":")[2]) or _found_cost(call.call)
 
 
 @cache
 def _found_cost(optimizer: str) -> OptimizerCost:
     return optimizer_cost(load(optimizer), at_once=True)
+
+
+@cache
+def _by_tensor(optimizer: str, **arguments: Any) -> OptimizerCost:
+    return optimizer_cost(partial(load(optimizer), **arguments), at_once=False)
 
 
 def _runnable(plan: Plan) -> Plan:

@@ -22,6 +22,7 @@ LISTED = re.compile(r"^(resnet|resnext|wide_resnet|densenet|squeezenet|vgg|mnasn
 CELLS = re.compile(r"batch cell: (\d+) *, *(\d+); accum cell: (\d+) *, *(\d+)")
 BY_PRECISION = re.compile(r"batch cell: (\d+) \(FP32\) / (\d+) \(AMP\)")
 MIB = 2**20
+TORCH_2 = 2023  # the year of its release
 
 
 @cache
@@ -48,7 +49,7 @@ def read_example(row: Row) -> Case:
     images = _layout_of_images(row, sample, precision, settings)
     defaults += (f"{images} images",) if sample.kind == "images" and precision == "fp16" else ()
     engine = _engine(row, settings["engine"])
-    optimizer, words = _optimizer(settings["optimizer"], sample, engine, precision)
+    optimizer, words = _optimizer(row, settings["optimizer"], sample, engine, precision)
     plan = make_plan(
         Layout(ranks),
         accumulation,
@@ -120,10 +121,12 @@ def _bert(row: Row, keywords: dict[str, Any]) -> tuple[Call, Sample, tuple[str, 
     return call, Sample("words", (length,), targets), (f"{targets} words of a sample predicted", "AdamW for LAMB")
 
 
-def _optimizer(word: str, sample: Sample, engine: str, precision: str) -> tuple[Call | None, tuple[str, ...]]:
+def _optimizer(row: Row, word: str, sample: Sample, engine: str, precision: str) -> tuple[Call | None, tuple[str, ...]]:
     if word == "none":
         return None, ()
     chosen = "adam" if sample.kind in ("words", "spans") else word
+    if chosen == "sgd" and row.year < TORCH_2 and row.framework.startswith("PyTorch"):
+        chosen = "sgd by tensor"
     if engine == "nvidia-bert" and sample.kind == "spans" and precision in ("fp32", "tf32"):
         chosen = "bert-adam"  # run_squad.py has apex's fused one for fp16 alone
     return Call(**_settings()["optimizers"][chosen]), (f"optimizer {chosen}",)

@@ -38,6 +38,10 @@ class Row:
         return self.id.rpartition("-")[0]
 
     @property
+    def year(self) -> int:
+        return int(origins()[self.origin]["year"])
+
+    @property
     def framework(self) -> str:
         return str(self.plan.get("framework", ""))
 
