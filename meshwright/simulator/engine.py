@@ -30,6 +30,7 @@ class Engine(BaseModel):
     `fused`        dropout, residual sums and casts are part of other kernels;
     `scores`       attention writes out the scores of all pairs of tokens, and drops some (`drops_scores`);
     `masks_views`  where that is not fused, what lies ahead is filled in, in place, in a view of the scores;
+    `plain_loss`   a cross entropy over words is computed line by line in fp32, each a pass over all scores;
     `attention`    how many times longer its attention takes than the reference GPU's share of the peak;
     `again`        under selective recomputation, the share of the products that are computed again;
     `again_scores` under selective recomputation, attention is computed again;
@@ -41,8 +42,8 @@ class Engine(BaseModel):
 
     What is sent: bytes of `weight` and `gradient` for each of a parameter (fp32); `scatters`: of what crosses a
     pipeline's cut each tensor rank sends its part, and the next stage gathers it; `whole_cuts`: each sends all of it,
-    also of what is divided along the sequence; `combines`: gradients of CPU ranks by the plan's algorithm, else by the
-    backend's own.
+    also of what is divided along the sequence; `whole_sums`: where the optimizer is sharded, gradients are all-reduced,
+    not scattered; `combines`: gradients of CPU ranks by the plan's algorithm, else by the backend's own.
 
     Parts of a pass behind which exchange can hide: `overlaps` gradients, `gathers` weights, `tensor_overlaps` of the
     tensor exchange itself.
@@ -59,6 +60,7 @@ class Engine(BaseModel):
     scores: bool = False
     drops_scores: bool = True
     masks_views: bool = False
+    plain_loss: bool = False
     attention: PositiveFloat = 1.0
     again: NonNegativeFloat = 0.0
     again_scores: bool = False
@@ -69,6 +71,7 @@ class Engine(BaseModel):
     gradient: PositiveFloat = 1.0
     scatters: bool = False
     whole_cuts: bool = False
+    whole_sums: bool = False
     combines: bool = False
     overlaps: NonNegativeFloat = 1.0
     gathers: NonNegativeFloat = 1.0

@@ -8,12 +8,14 @@ scores         attention = q kᵀ, softmax, dropout, p v: products over all pair
                numbers, dropout 2 and a byte of mask; backward = four products, 3 numbers, 2 and the mask. Where it is
                not fused, what lies ahead is filled in before, 2 numbers in both passes. Where that is done in place
                in a view, autograd's CopySlices copies the gradient five times and zeroes it once          _scores
+plain loss     of all scores, cast to fp32: their maximum, that subtracted, exp, its sum, divided; backward scaled and
+               cast back: 4, 8, 8, 4, 8 and 8 bytes, and 6 each way                                         _lines
 casts          of a weight that is split, each rank's part                                                  _cast
 """
 
 from dataclasses import replace
 
-from meshwright.profile.values import ITEM_BYTES, Growth, ModelProfile, Operator, Stretch
+from meshwright.profile.values import ITEM_BYTES, Growth, Kind, ModelProfile, Operator, Stretch
 from meshwright.simulator.engine import Engine
 
 _OF_SCORES = ("bmm", "fused_log_softmax", "masked_fill", "softmax", "native_dropout", "copy_", "zero_")
@@ -21,6 +23,22 @@ _DROPOUT = ("empty_like", "bernoulli_", "div_", "mul", "native_dropout")
 _LIKED = 8  # tensor cores take sizes of 16 bytes, eight numbers in half precision
 # Numbers a pair of tokens that softmax moves, dropout beside a mask of one byte, and filling in what lies ahead.
 _SOFTMAX_FORWARD, _SOFTMAX_BACKWARD, _DROPPED, _FILLED = 2, 3, 2, 2
+# By what eager PyTorch runs, the bytes that it moves for a score, and what moves how many instead.
+_LINES: dict[str, tuple[float, list[tuple[str, Kind, float]]]] = {
+    "_log_softmax": (
+        8.0,
+        [
+            ("amax", "reduction", 4),
+            ("sub", "elementwise", 8),
+            ("exp", "elementwise", 8),
+            ("sum", "reduction", 4),
+            ("div_", "elementwise", 8),
+        ],
+    ),
+    "nll_loss_forward": (4.0, []),
+    "nll_loss_backward": (8.0, []),
+    "_log_softmax_backward_data": (12.0, [("mul_", "elementwise", 8)]),
+}
 _SLICED = [("zero_", 1), *[("copy_", 2)] * 5]  # as torch's profiler lists them, and the numbers that each moves
 
 
@@ -88,6 +106,9 @@ def _operators(stretch: Stretch, profile: ModelProfile, engine: Engine, homes: d
         if _is_cast(operator):
             if not (half or (fused and not _is_of_weight(operator))):
                 found.append(_cast(operator, homes))
+            continue
+        if engine.plain_loss and operator.name in _LINES:
+            found += _lines(operator, low)
             continue
         if operator.kind == "attention" and engine.scores:
             found += _scores(operator, stretch.phase == "backward", engine)
@@ -159,6 +180,15 @@ def _scores(operator: Operator, backward: bool, engine: Engine) -> list[Operator
         for name, size in moved
     ]
     return [*made, *between]
+
+
+def _lines(operator: Operator, low: bool) -> list[Operator]:
+    moved, lines = _LINES[operator.name]
+    casts: list[tuple[str, Kind, float]] = [("_to_copy", "copy", 6)] if low and lines else []
+    return [
+        replace(operator, name=name, kind=kind, bytes=operator.bytes.times(size / moved))
+        for name, kind, size in lines + casts
+    ]
 
 
 def _more(operator: Operator, factor: float) -> Operator:

@@ -21,7 +21,7 @@ of it. traffic.py adds all of them up.
 
 from dataclasses import dataclass, replace
 
-from meshwright.cluster.cluster import Cluster
+from meshwright.cluster.cluster import Cluster, Collective
 from meshwright.plan import Plan
 from meshwright.profile.names import within
 from meshwright.profile.values import ModelProfile
@@ -84,7 +84,8 @@ def gradient_exchange(weights_bytes: float, blocks: int, plan: Plan, cluster: Cl
         combined = pieces * combine_s(gradient / shard, replicate, algorithm, cluster)
     if shard > 1:
         sharded = group(axes, ("shard",), cluster)
-        scattered = pieces * collective_s("reduce_scatter", gradient, sharded, cluster)
+        kind: Collective = "all_reduce" if engine.whole_sums else "reduce_scatter"
+        scattered = pieces * collective_s(kind, gradient, sharded, cluster)
         gathered = pieces * collective_s("all_gather", weight, sharded, cluster)
     factor = engine.communication
     return Gradients(combined * factor, scattered * factor, gathered * factor, pieces)

@@ -149,6 +149,14 @@ def test_shards_send_what_engines_keep() -> None:
     assert whole.scatter_s / halves.scatter_s == pytest.approx(2, rel=0.1)
 
 
+def test_gradients_that_are_summed_whole_are_not_scattered() -> None:
+    cluster, chosen = named("2x8xA100-80GB"), plan(axes={"shard": 16}, memory={"sharding": "optimizer"})
+    scattered = gradient_exchange(2**32, LAYERS, chosen, cluster, EAGER)
+    whole = gradient_exchange(2**32, LAYERS, chosen, cluster, Engine(name="whole", whole_sums=True))
+    assert 1.5 < whole.scatter_s / scattered.scatter_s < 2.5
+    assert whole.gather_s == scattered.gather_s
+
+
 def test_what_crosses_a_cut_is_divided_for_the_way() -> None:
     cluster = named("2x8xA100-80GB")
     chosen = plan(axes={"tensor": 8, "pipeline": 2}, numerics={"precision": "bf16"})

@@ -206,6 +206,15 @@ def test_a_mask_in_a_view_copies_the_gradient_of_all_scores(views: bool, moved: 
     assert sum(o.bytes.at(1) for o in between) == pytest.approx(4 * moved * pairs * attentions)
 
 
+@pytest.mark.parametrize(("plain", "moved"), [(False, 8 + 4 + 8 + 12), (True, 6 + 4 + 8 + 8 + 4 + 8 + 8 + 6)])
+def test_a_loss_line_by_line_goes_over_all_scores_with_each(plain: bool, moved: int) -> None:
+    found = traced()
+    names = ("_log_softmax", "nll_loss_forward", "nll_loss_backward", "_log_softmax_backward_data")
+    only = tuple(replace(s, operators=tuple(o for o in s.operators if o.name in names)) for s in found.stretches)
+    run = run_by(replace(found, stretches=only), Engine(name="loss", plain_loss=plain))
+    assert sum(o.bytes.at(1) for s in run.stretches for o in s.operators) == pytest.approx(moved * 512 * 4096, rel=0.01)
+
+
 def test_scores_of_wider_numbers_move_more_bytes() -> None:
     def moved(dtype: str) -> float:
         found = traced()

@@ -9,7 +9,7 @@ from meshwright.bench.runs.case import Case, NotCovered, Sample
 from meshwright.bench.runs.families import family_of
 from meshwright.bench.runs.flops import DECODER, decoder_keywords
 from meshwright.bench.runs.hardware import cluster_of, device_of
-from meshwright.bench.runs.layout import Layout, Level, even_blocks, make_plan, microbatches_of
+from meshwright.bench.runs.layout import Layout, Level, blocks_by_cost, even_blocks, make_plan, microbatches_of
 from meshwright.bench.runs.measures import memory_of, step_of
 from meshwright.bench.runs.rows import Row
 from meshwright.bench.runs.words import precision_of, recompute_of
@@ -21,6 +21,9 @@ LOSS = Call(call="meshwright.workloads.decoder:NextTokenLoss")
 ADAM = Call.model_validate({"call": "torch.optim:AdamW", "lr": 1e-4, "fused": True})
 ZERO: dict[int, Level | None] = {0: None, 1: "optimizer", 2: "gradients", 3: "parameters"}
 OTHER_SELECTIVE = {"megatron": "that of attention alone", "fms-fsdp": "that of some blocks"}
+# Nanotron cuts at equal costs: a block's are 4h² + 3hf, its head's are Vh (models/llama.py, get_block_compute_costs);
+# ten blocks and six, and five on the first of four stages, as the parameters a rank has in its table say.
+BY_COST = ("nanotron_ultrascale",)
 SIZES = {"layers": "layers", "hidden": "hidden", "heads": "heads", "kv_heads": "kv_heads", "ffn": "feedforward"}
 
 
@@ -44,7 +47,8 @@ def read_decoder(row: Row) -> Case:
     assumed.used.extend(words)
     precision, words = precision_of(_precision(row, settings, assumed), device_of(cluster))
     assumed.used.extend(words)
-    layout = _layout(row, decoder_keywords(model.arguments)["layers"], assumed)
+    layout = _layout(row, decoder_keywords(model.arguments), assumed)
+    settings = {**settings, **(settings.get("sharded", {}) if layout.sharding else {})}
     global_batch, micro_batch = _batches(row, layout.data, assumed)
     recompute = recompute_of(row.recompute or _technique(row, assumed))
     if recompute == "selective" and settings["engine"] in OTHER_SELECTIVE:
@@ -171,14 +175,18 @@ def _precision(row: Row, settings: dict[str, Any], assumed: Assumed) -> str:
 # ---- the plan
 
 
-def _layout(row: Row, layers: int, assumed: Assumed) -> Layout:
-    plan = _stated(row)
+def _layout(row: Row, model: dict[str, Any], assumed: Assumed) -> Layout:
+    plan, layers = _stated(row), model["layers"]
     tensor, pipeline, ranks = plan.get("tp", 1), plan.get("pp", 1), row.hardware["n_gpus"]
     data = plan.get("dp") or ranks // (tensor * pipeline)
     if data * tensor * pipeline != ranks:
         raise NotCovered("the product of the stated axes is not the number of GPUs")
     sharding, shard = _sharding(row, plan, data, assumed)
     chunks = _chunks(row, plan, layers, assumed)
+    if row.source in BY_COST and pipeline > 1:
+        block = 4 * model["hidden"] ** 2 + 3 * model["hidden"] * model["feedforward"]
+        blocks = blocks_by_cost(layers, pipeline, model["vocabulary"] * model["hidden"] / block)
+        return Layout(data, tensor, pipeline, chunks, sharding, shard, blocks)
     blocks = _blocks(plan, layers, pipeline * chunks) if pipeline > 1 else ()
     if len(set(blocks)) > 1 and "stage_layers" not in plan:
         assumed.used.append(f"{layers} blocks over {len(blocks)} stages as evenly as can be")

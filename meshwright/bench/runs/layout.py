@@ -77,6 +77,13 @@ def even_blocks(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(end - begin for begin, end in pairwise(ends))
 
 
+def blocks_by_cost(layers: int, stages: int, head: float) -> tuple[int, ...]:
+    """Each stage as many as end within its share of all costs, in blocks: the last one's head counts as `head`."""
+    share = (layers + head) / stages
+    ends = [min(layers, int(stage * share * (1 + 1e-9))) for stage in range(stages)]
+    return tuple(end - begin for begin, end in pairwise([*ends, layers]))
+
+
 def microbatches_of(global_batch: int, data: int, micro_batch: int) -> int:
     if global_batch % (data * micro_batch):
         raise NotCovered("the microbatch does not divide a rank's share of the global batch")

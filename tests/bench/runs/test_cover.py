@@ -93,6 +93,19 @@ def test_sharding_levels_come_from_the_words_for_them() -> None:
     assert (hybrid.axes.replicate, hybrid.axes.shard, hybrid.memory.sharding) == (16, 8, "parameters")
 
 
+@pytest.mark.parametrize(
+    ("row", "tokens_per_s", "cuts"),
+    [("0024", 38894.51, ("blocks.9",)), ("0021", 36497.09, ("blocks.9",)), ("0017", 33677.07, ("blocks.9",))],
+)
+def test_nanotron_counts_every_parameter_and_cuts_by_cost(row: str, tokens_per_s: float, cuts: tuple[str, ...]) -> None:
+    """Its table has tokens a second and GPU beside its MFU, and the parameters of a rank: ten blocks of sixteen."""
+    case = cases()[f"nanotron_ultrascale-{row}"]
+    assert case.step_s is not None
+    tokens = case.global_batch * case.sample.size[0] / case.plan.world_size
+    assert tokens / case.step_s == pytest.approx(tokens_per_s, rel=5e-4)
+    assert case.plan.pipeline.cuts == cuts
+
+
 def test_stages_that_count_embedding_and_head_are_read_as_blocks() -> None:
     cuts = cases()["sailor_clariden-0010"].plan.pipeline.cuts
     assert cuts == tuple(f"blocks.{last}" for last in (1, 6, 11, 16, 20, 24, 28))
