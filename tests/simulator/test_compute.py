@@ -1,5 +1,7 @@
 """Seconds of passes and optimizer steps."""
 
+from dataclasses import replace
+
 import pytest
 
 from meshwright.profile.optimizer import OptimizerCost
@@ -64,6 +66,7 @@ def test_an_optimizer_of_single_tensors_waits_for_its_host_or_for_memory() -> No
     small, more = (optimizer_s(4e3 * tensors, tensors, alone, DEVICE, prices) for tensors in (100, 200))
     assert more == pytest.approx(2 * small)
     assert optimizer_s(4e5, 100, alone, DEVICE, prices, launch=2.0) == pytest.approx(2 * small)
+    assert optimizer_s(4e5, 100, replace(alone, waits=False), DEVICE, prices) < small / 2, "the host has run ahead"
     large = optimizer_s(4e10, 100, alone, DEVICE, prices)
     assert large > 29 * 4e10 / DEVICE.bandwidth_bytes_per_s
     assert large > optimizer_s(4e10, 100, ADAMW, DEVICE, prices)

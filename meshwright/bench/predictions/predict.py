@@ -80,6 +80,8 @@ def engine_of(case: Case, launch: float = 1.0) -> Engine:
         told |= {"fused": True, "launch": 0.25 * named.launch * launch}
     if case.plan.numerics.precision == "bf16" and case.engine in _MEGATRONS:
         told |= {"gradient": 1.0, "sums": 10.0}  # --bf16 turns on --accumulate-allreduce-grads-in-fp32
+    if case.engine == "tensorflow-bert" and case.precision == "fp16":
+        told["gradient"] = 0.5
     return named.model_copy(update=told)
 
 

@@ -85,12 +85,14 @@ def read_example(row: Row) -> Case:
 
 
 def _engine(row: Row, word: str) -> str:
-    """BERT has a program of its own among NVIDIA's examples."""
+    """BERT has programs of its own among NVIDIA's examples."""
     first = (row.framework.split() or [""])[0]
     if row.source == "u39kun" and first == "PyTorch":
         return "pytorch"
     engine = str(_settings()["engines"][first]) if word == "framework" else word
-    return "nvidia-bert" if engine == "nvidia-examples" and "bert" in str(row.model["name"]).lower() else engine
+    if "bert" not in str(row.model["name"]).lower():
+        return engine
+    return {"PyTorch": "nvidia-bert", "TensorFlow": "tensorflow-bert"}.get(first, engine)
 
 
 def _model(row: Row) -> tuple[Call, Sample, tuple[str, ...]]:

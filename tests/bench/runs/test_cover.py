@@ -143,7 +143,16 @@ def test_images_and_weights_lie_as_the_program_of_each_lab_has_them() -> None:
     assert cases()["nvidia_dle-0237"].plan.compute.layout == "channels_last"
     assert cases()["lambda_v2-0001"].plan.compute.layout == "contiguous"
     assert cases()["lambda_v1-0062"].engine == "nvidia-bert"
+    assert cases()["nvidia_dle-0670"].engine == "tensorflow-bert"
     assert cases()["nvidia_dle-0091"].engine == "nvidia-examples"
+
+
+def test_optimizers_went_from_tensor_to_tensor_before_torch_2() -> None:
+    old, new = cases()["nvidia_dle-0091"].optimizer, cases()["lambda_v2-0616"].optimizer
+    assert old is not None
+    assert new is not None
+    assert old.arguments["foreach"] is False
+    assert "foreach" not in new.arguments
 
 
 @pytest.mark.parametrize(
