@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from math import log
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import numpy as np
@@ -129,8 +130,11 @@ def _shares() -> dict[str, Any]:
 
 
 def _published(device: Device) -> dict[str, float]:
-    """The rates of which it is published what the device reaches."""
-    share = _shares()["tensor_cores"].get(device.name)
+    """The rates of which it is published what the device reaches. `sources` may name a publisher to do without."""
+    told = _shares()["tensor_cores"].get(device.name)
+    by = told if isinstance(told, dict) else {"": told} if told else {}
+    shares = [value for publisher, value in by.items() if publisher != device.sources.get("without")]
+    share = geometric_mean(shares) if shares else 0.0
     found = {name: share * device.rates[name] for name in _ON_TENSOR_CORES if share and name in device.rates}
     if "tf32" not in device.rates:
         before = _shares()["fp32_before_tf32"]

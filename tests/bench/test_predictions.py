@@ -5,12 +5,22 @@ from dataclasses import replace
 import pytest
 
 from meshwright.bench.predictions.fit import fit
-from meshwright.bench.predictions.predict import Predicted, engine_of, fits, generation, predict_case, traced
+from meshwright.bench.predictions.predict import (
+    Predicted,
+    cluster_of,
+    engine_of,
+    fits,
+    generation,
+    predict_case,
+    traced,
+)
 from meshwright.bench.predictions.report import APART, as_json, lines, report
 from meshwright.bench.predictions.score import Alarms, Errors, alarms, apart, errors_of, order_of
 from meshwright.bench.runs.case import Case
 from meshwright.bench.runs.cover import Coverage, case_of, cover
+from meshwright.bench.runs.kin import publisher
 from meshwright.bench.runs.rows import rows
+from meshwright.simulator.operators import speeds
 
 
 def case(name: str) -> Case:
@@ -121,3 +131,13 @@ def test_the_report_names_every_row_that_is_left_out() -> None:
 def test_what_was_out_of_memory_is_called() -> None:
     assert not fits(case("bigscience_a100-0092"), traced)
     assert fits(case("bigscience_a100-0095"), traced)
+
+
+def test_what_a_source_measured_of_its_gpus_is_left_out_where_it_is_reported_on() -> None:
+    """Both published shares of a B200 make the catalog's; SimuMax's own rows go by the other one alone."""
+    name = "8xB200"
+    everybody, own = cluster_of(name).nodes[0].device, cluster_of(name, publisher("simumax_b200")).nodes[0].device
+    rate = {"all": speeds(everybody, "bf16").rates["bf16"], "without": speeds(own, "bf16").rates["bf16"]}
+    assert rate["without"] == pytest.approx(0.634 * 2250e12)
+    assert rate["all"] == pytest.approx((0.634 * 0.488) ** 0.5 * 2250e12)
+    assert publisher("colossalai") is None

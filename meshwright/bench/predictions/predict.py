@@ -12,6 +12,7 @@ import torch
 from meshwright.bench.runs.build import make_batch, make_loss, make_model
 from meshwright.bench.runs.case import Case, Sample
 from meshwright.bench.runs.hardware import device_of
+from meshwright.bench.runs.kin import publisher
 from meshwright.call import Call, load
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.names import named as named_cluster
@@ -87,7 +88,7 @@ def engine_of(case: Case, launch: float = 1.0) -> Engine:
 
 def fits(case: Case, profiles: Profiles) -> bool:
     """Whether a rank's memory holds it, with the driver's context and the margin that the planner keeps free."""
-    cluster, plan = cluster_of(case.cluster), _runnable(case.plan)
+    cluster, plan = cluster_of(case.cluster, publisher(case.source)), _runnable(case.plan)
     batch = -(-case.global_batch // plan.shares)
     found = engine_memory(profiles(case), plan, batch, _cost(case), device_memory(cluster), engine_of(case))
     return found.device_bytes <= cluster.nodes[0].device.memory_bytes * (1 - MARGIN)
@@ -95,7 +96,8 @@ def fits(case: Case, profiles: Profiles) -> bool:
 
 def step_of(case: Case, found: ModelProfile, engine: Engine) -> StepTime:
     plan = _runnable(case.plan)
-    return predict_step(cluster_of(case.cluster), found, plan, case.global_batch / plan.shares, _cost(case), engine)
+    cluster = cluster_of(case.cluster, publisher(case.source))
+    return predict_step(cluster, found, plan, case.global_batch / plan.shares, _cost(case), engine)
 
 
 def _cost(case: Case) -> OptimizerCost:
@@ -126,8 +128,16 @@ def _runnable(plan: Plan) -> Plan:
 
 
 @lru_cache(maxsize=512)
-def cluster_of(name: str) -> Cluster:
-    return named_cluster(name)
+def cluster_of(name: str, without: str | None = None) -> Cluster:
+    """Without what a publisher measured of its GPUs."""
+    found = named_cluster(name)
+    if without is None:
+        return found
+    nodes = []
+    for node in found.nodes:
+        device = node.device.model_copy(update={"sources": {**node.device.sources, "without": without}})
+        nodes.append(node.model_copy(update={"device": device}))
+    return found.model_copy(update={"nodes": tuple(nodes)})
 
 
 def traced(case: Case) -> ModelProfile:

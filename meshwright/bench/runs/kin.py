@@ -21,3 +21,10 @@ def kin_of(source: str) -> frozenset[str]:
 def untrusted() -> frozenset[str]:
     """Sources that calibrate nothing."""
     return frozenset(read_mapping(FILE, "kin of sources")["untrusted"])
+
+
+@cache
+def publisher(source: str) -> str | None:
+    """Under which name rates_reached.yaml has what the source measured of its own machines."""
+    found: dict[str, str] = read_mapping(FILE, "kin of sources")["publisher"]
+    return found.get(source)
