@@ -29,7 +29,7 @@ from meshwright.simulator.combining import combine_s
 from meshwright.simulator.communication import collective_s
 from meshwright.simulator.crossings import Message
 from meshwright.simulator.engine import Engine
-from meshwright.simulator.placement import Group, group, place
+from meshwright.simulator.placement import Group, group, neighbours, place
 
 
 def statistics(profile: ModelProfile, plan: Plan) -> list[Message]:
@@ -98,14 +98,13 @@ def in_pieces(weights_bytes: float, blocks: int, plan: Plan, engine: Engine) -> 
     return pieces, sent / pieces, weights_bytes * engine.weight / pieces
 
 
-def transfer_s(size: float, plan: Plan, cluster: Cluster, engine: Engine) -> float:
-    """One message from a stage to the next."""
+def transfer_s(size: float, plan: Plan, cluster: Cluster, engine: Engine, rank: int = 0) -> float:
+    """One message from a stage on that rank of a pipeline to the one on the next."""
     if plan.axes.pipeline == 1:
         return 0.0
-    groups = place(plan.axes, cluster)
-    way = collective_s("point_to_point", over_cut(size, plan, engine), groups["pipeline"], cluster)
+    way = collective_s("point_to_point", over_cut(size, plan, engine), neighbours(plan.axes, cluster)[rank], cluster)
     if gathered := before_cut(size, plan, engine) or behind_cut(size, plan, engine):
-        way += collective_s("all_gather", gathered, groups["tensor"], cluster)
+        way += collective_s("all_gather", gathered, place(plan.axes, cluster)["tensor"], cluster)
     return way * engine.communication
 
 

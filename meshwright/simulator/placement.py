@@ -65,6 +65,21 @@ def group(axes: Axes, names: Iterable[str], cluster: Cluster) -> Group:
     return _place(sizes, tuple(MESH_ORDER.index(name) for name in sorted(set(names), key=MESH_ORDER.index)), counts)
 
 
+def neighbours(axes: Axes, cluster: Cluster) -> tuple[Group, ...]:
+    """Every rank of a pipeline with the one behind it, the last with the first. Across nodes where any such two are."""
+    sizes = tuple(getattr(axes, name) for name in MESH_ORDER)
+    counts = tuple((node.count, node.number) for node in cluster.nodes)
+    apart, together = Group(2, nodes=2), Group(2, per_node=2, fewest=2)
+    return tuple(apart if across else together for across in _across(sizes, MESH_ORDER.index("pipeline"), counts))
+
+
+@lru_cache(maxsize=4096)
+def _across(sizes: tuple[int, ...], axis: int, counts: tuple[tuple[int, int], ...]) -> tuple[bool, ...]:
+    groups = _groups(sizes, (axis,))
+    nodes = _devices(counts, groups.size)[0][groups]
+    return tuple((nodes != np.roll(nodes, -1, axis=1)).any(axis=0).tolist())
+
+
 @lru_cache(maxsize=4096)
 def _place(sizes: tuple[int, ...], chosen: tuple[int, ...], counts: tuple[tuple[int, int], ...]) -> Group:
     inside = [axis for axis in chosen if sizes[axis] > 1]

@@ -231,7 +231,10 @@ def _run(times: list[StageTime], parts: tuple[Stage, ...], asked: _Asked) -> tup
         breakdown = _spent(times, many * rounds)
         return StepTime(sum(breakdown.values()), breakdown), [0.0]
     ranks, schedule, stages = plan.axes.pipeline, plan.pipeline.schedule, plan.stages_per_rank
-    sent = [transfer_s(part.sent.at(asked.batch), plan, asked.cluster, asked.engine) for part in parts]
+    rank_of = {stage: rank for rank in range(ranks) for stage in stages_of(schedule, ranks, stages, rank)}
+    sent = [
+        _sent(part, rank_of[stage], rank_of.get(stage + 1, rank_of[stage]), asked) for stage, part in enumerate(parts)
+    ]
 
     def cost(action: Action) -> float:
         time = times[action.stage]
@@ -255,6 +258,14 @@ def _run(times: list[StageTime], parts: tuple[Stage, ...], asked: _Asked) -> tup
     breakdown["bubble"] = span - sum(breakdown.values())
     passed = StepTime(span * rounds, {name: seconds * rounds for name, seconds in breakdown.items()}, shown)
     return passed, [shown.span_s - ends[-1] for ends in shown.ends_s]
+
+
+def _sent(part: Stage, rank: int, following: int, asked: _Asked) -> float:
+    """What a stage sends to the one behind it, on the next rank or, where a chain of stages turns, the one before."""
+    if rank == following:
+        return 0.0
+    first = rank if following == (rank + 1) % asked.plan.axes.pipeline else following
+    return transfer_s(part.sent.at(asked.batch), asked.plan, asked.cluster, asked.engine, first)
 
 
 def _spent(times: list[StageTime], many: int) -> dict[str, float]:

@@ -149,6 +149,13 @@ def test_shards_send_what_engines_keep() -> None:
     assert whole.scatter_s / halves.scatter_s == pytest.approx(2, rel=0.1)
 
 
+def test_stages_on_one_node_hand_over_faster_than_across_nodes() -> None:
+    cluster, chosen = named("2x4xV100-32GB@OmniPath-100G"), plan(axes={"pipeline": 4, "replicate": 2})
+    ways = [transfer_s(2.0**23, chosen, cluster, EAGER, rank) for rank in range(4)]
+    assert ways[0] == ways[2], "ranks 0 to 3 on the first node, two stages of them; the others on the second"
+    assert ways[1] == ways[3] > 5 * ways[0], "from the second to the third, and where chunks go round, to the first"
+
+
 def test_gradients_that_are_summed_whole_are_not_scattered() -> None:
     cluster, chosen = named("2x8xA100-80GB"), plan(axes={"shard": 16}, memory={"sharding": "optimizer"})
     scattered = gradient_exchange(2**32, LAYERS, chosen, cluster, EAGER)
