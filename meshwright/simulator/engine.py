@@ -42,8 +42,9 @@ class Engine(BaseModel):
 
     What is sent: bytes of `weight` and `gradient` for each of a parameter (fp32); `scatters`: of what crosses a
     pipeline's cut each tensor rank sends its part, and the next stage gathers it; `whole_cuts`: each sends all of it,
-    also of what is divided along the sequence; `whole_sums`: where the optimizer is sharded, gradients are all-reduced,
-    not scattered; `combines`: gradients of CPU ranks by the plan's algorithm, else by the backend's own.
+    also of what is divided along the sequence; `sends_wait`: a stage goes on when what it sent has arrived;
+    `whole_sums`: where the optimizer is sharded, gradients are all-reduced, not scattered; `combines`: gradients of CPU
+    ranks by the plan's algorithm, else by the backend's own.
 
     Parts of a pass behind which exchange can hide: `overlaps` gradients, `gathers` weights, `tensor_overlaps` of the
     tensor exchange itself.
@@ -70,6 +71,7 @@ class Engine(BaseModel):
     weight: PositiveFloat = 1.0
     gradient: PositiveFloat = 1.0
     scatters: bool = False
+    sends_wait: bool = False
     whole_cuts: bool = False
     whole_sums: bool = False
     combines: bool = False

@@ -246,14 +246,27 @@ def _run(times: list[StageTime], parts: tuple[Stage, ...], asked: _Asked) -> tup
         share = _INPUT_WEIGHT if action.stage else 0.0
         return time.back_s * (share if action.kind == "input_backward" else 1 - share)
 
+    def waiting(action: Action) -> float:
+        """Until what it makes has arrived at the other stage."""
+        if action.kind == "forward":
+            return cost(action) + sent[action.stage]
+        hands_on = action.stage and action.kind in ("backward", "input_backward")
+        return cost(action) + (sent[action.stage - 1] if hands_on else 0.0)
+
     def transfer(one: int, other: int) -> float:
         return sent[min(one, other)]
 
-    span, shown = _span(schedule, ranks, stages, many, cost, transfer)
+    def nothing(one: int, other: int) -> float:
+        return 0.0
+
+    if asked.engine.sends_wait:
+        span, shown = _span(schedule, ranks, stages, many, waiting, nothing)
+    else:
+        span, shown = _span(schedule, ranks, stages, many, cost, transfer)
     own = [stages_of(schedule, ranks, stages, rank) for rank in range(ranks)]
     busy = [sum(times[s].into_s + times[s].back_s for s in numbers) for numbers in own]
     breakdown = _spent([times[s] for s in own[busy.index(max(busy))]], many)
-    without, _ = _span(schedule, ranks, stages, many, cost, lambda one, other: 0.0)
+    without, _ = _span(schedule, ranks, stages, many, cost, nothing)
     breakdown["pipeline"] = max(0.0, span - without)
     breakdown["bubble"] = span - sum(breakdown.values())
     passed = StepTime(span * rounds, {name: seconds * rounds for name, seconds in breakdown.items()}, shown)

@@ -117,6 +117,18 @@ def test_gradients_of_a_table_that_two_stages_use_are_summed_once_a_step() -> No
         assert spent(many, tied=True) - spent(many, tied=False) == pytest.approx(once, rel=0.05)
 
 
+def test_stages_that_wait_for_what_they_send_lose_more_time() -> None:
+    """Those in the middle send twice in every microbatch, of which otherwise a part hides: of four stages, a fourth."""
+
+    def spent(waits: bool) -> float:
+        plan = Plan.model_validate({"numerics": {"precision": "bf16"}, **pipeline(64)})
+        engine = Engine(name="sends", sends_wait=waits)
+        found = predict_step(named("4x1xA100-80GB@Ethernet-10G"), traced(), plan, 8.0, ADAMW, engine)
+        return found.breakdown["pipeline"]
+
+    assert spent(waits=True) == pytest.approx(4 / 3 * spent(waits=False), rel=0.1)
+
+
 def test_a_host_is_waited_for_only_behind_all_that_the_device_does() -> None:
     slow = step(Engine(name="slow", launch=10.0), batch=1.0)
     assert slow.breakdown["launch"] > 0
