@@ -1,5 +1,6 @@
 """What of a plan cannot be run, or not on this model, said before ranks start and with what can be run instead."""
 
+from bisect import bisect_left
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -14,7 +15,7 @@ from meshwright.parallel.pipeline_wiring import chosen_cuts
 from meshwright.parallel.tensor import check_splits
 from meshwright.plan import Plan
 from meshwright.profile.dataflow import Flow, record_flow
-from meshwright.profile.names import within
+from meshwright.profile.names import around
 from meshwright.profile.structure import Structure, structure
 
 
@@ -34,10 +35,15 @@ def checker(model: nn.Module, sample: Any, target: str | None = None) -> Callabl
     def flow() -> Flow:
         return record_flow(model, sample, 2, target=target, evaluating=found().evaluated)
 
+    @cache
+    def is_sparse() -> bool:
+        return _sparse(model) is not None
+
     def check(plan: Plan) -> None:
         check_runnable(plan)
         check_cast(plan, model)
-        check_sparse(plan, model)
+        if is_sparse():
+            check_sparse(plan, model)
         if needs_structure(plan):
             check_branches(plan, model, flow)
             check_structure(plan, model, found())
@@ -89,8 +95,10 @@ def _check_precision(plan: Plan) -> None:
 
 def check_cast(plan: Plan, model: nn.Module) -> None:
     """PyTorch's BatchNorm takes half-precision weights only with statistics of the same kind."""
+    if plan.numerics.cast != "weights":
+        return
     name = next((name for name, module in model.named_modules() if isinstance(module, _BatchNorm)), None)
-    if plan.numerics.cast == "weights" and name is not None:
+    if name is not None:
         raise InputError(
             f"plan.numerics.cast is weights, but {name} is a BatchNorm, whose statistics stay in fp32 and do not go"
             " with rounded weights: set it to operators"
@@ -100,7 +108,7 @@ def check_cast(plan: Plan, model: nn.Module) -> None:
 def check_sparse(plan: Plan, model: nn.Module, clip_norm: float | None = None) -> None:
     """Replicas bring sparse gradients together row by row; what divides a weight wants dense ones, and so do torch's
     norms and its scaled losses."""
-    name = next((name for name, module in model.named_modules() if getattr(module, "sparse", False) is True), None)
+    name = _sparse(model)
     if name is None:
         return
     if plan.world_size > plan.axes.replicate or any(s.kind != "none" for s in plan.modules.splits.values()):
@@ -116,6 +124,10 @@ def check_sparse(plan: Plan, model: nn.Module, clip_norm: float | None = None) -
         )
 
 
+def _sparse(model: nn.Module) -> str | None:
+    return next((name for name, module in model.named_modules() if getattr(module, "sparse", False) is True), None)
+
+
 def check_structure(plan: Plan, model: nn.Module, found: Structure) -> None:
     check_pipeline(plan, found)
     check_splits(model, plan, beside_branches(found, plan))
@@ -125,11 +137,12 @@ def check_structure(plan: Plan, model: nn.Module, found: Structure) -> None:
 
 def _check_groups_are_whole(plan: Plan, found: Structure) -> None:
     """Modules that are split together lie in one stage."""
-    ends = [found.pieces.index(cut.after) for cut in chosen_cuts(plan, found)]
+    numbers = {name: number for number, name in enumerate(found.pieces)}
+    ends = sorted(numbers[cut.after] for cut in chosen_cuts(plan, found))
 
     def stage_of(module: str) -> int:
-        piece = next((number for number, name in enumerate(found.pieces) if within(module, name)), 0)
-        return sum(piece > end for end in ends)
+        piece = min((numbers[name] for name in around(module) if name in numbers), default=0)
+        return bisect_left(ends, piece)
 
     for group in found.splits:
         if any(split.kind == "vocabulary" for split in group.splits):

@@ -18,7 +18,7 @@ from meshwright.parallel.layout import Layout, lay_out, part_of, whole_shape
 from meshwright.parallel.part import Kind, Mark
 from meshwright.parallel.tensor_swap import Slot, has_fused_path, swap_while_running, without_fused_paths
 from meshwright.plan import Modules, Plan
-from meshwright.profile.names import within
+from meshwright.profile.names import around, within
 from meshwright.profile.shards import Shard
 from meshwright.profile.splits import Split, SplitGroup
 from meshwright.profile.structure import Structure
@@ -65,7 +65,7 @@ def _team(mesh: DeviceMesh, axis: str, plan: Plan) -> Team:
 def _bundles(module: nn.Module, plan: Plan, structure: Structure) -> Iterator[Bundle]:
     named = {
         name: split
-        for name, child in module.named_modules()
+        for name, child in (module.named_modules() if plan.modules.splits else ())
         if (split := plan.modules.split_of(name)) and split.kind != "none" and _has_weight(child)
     }
     done: set[str] = set()
@@ -104,9 +104,9 @@ def _says(split: Split, kind: str) -> bool:
 
 def _left_whole(split: Split, modules: Modules) -> bool:
     """Whether the plan leaves the module, or one around it, as it is."""
-    parts = split.module.split(".")
-    around = [".".join(parts[: count + 1]) for count in range(len(parts))]
-    return any((found := modules.split_of(name)) is not None and found.kind == "none" for name in around)
+    if not modules.splits:
+        return False
+    return any((own := modules.split_of(name)) is not None and own.kind == "none" for name in around(split.module))
 
 
 def _checked(group: SplitGroup, axis: str, plan: Plan) -> Bundle:
@@ -140,6 +140,8 @@ def check_splits(module: nn.Module, plan: Plan, structure: Structure) -> None:
 
 def check_names(modules: Modules, module: nn.Module, structure: Structure) -> None:
     """Every pattern of the plan names a module. Those of other pipeline stages are known from the structure."""
+    if not modules.splits:
+        return
     known = {name for name, _ in module.named_modules()} | set(structure.pieces)
     known |= {split.module for group in structure.splits for split in group.splits}
     known |= {name for chain in structure.wide for name in chain.modules}
