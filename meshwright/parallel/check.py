@@ -15,7 +15,7 @@ from meshwright.parallel.pipeline_wiring import chosen_cuts
 from meshwright.parallel.tensor import check_splits
 from meshwright.plan import Plan
 from meshwright.profile.dataflow import Flow, record_flow
-from meshwright.profile.names import around
+from meshwright.profile.names import enclosing
 from meshwright.profile.structure import Structure, structure
 
 
@@ -141,7 +141,7 @@ def _check_groups_are_whole(plan: Plan, found: Structure) -> None:
     ends = sorted(numbers[cut.after] for cut in chosen_cuts(plan, found))
 
     def stage_of(module: str) -> int:
-        piece = min((numbers[name] for name in around(module) if name in numbers), default=0)
+        piece = min((numbers[name] for name in enclosing(module) if name in numbers), default=0)
         return bisect_left(ends, piece)
 
     for group in found.splits:

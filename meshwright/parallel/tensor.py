@@ -18,7 +18,7 @@ from meshwright.parallel.layout import Layout, lay_out, part_of, whole_shape
 from meshwright.parallel.part import Kind, Mark
 from meshwright.parallel.tensor_swap import Slot, has_fused_path, swap_while_running, without_fused_paths
 from meshwright.plan import Modules, Plan
-from meshwright.profile.names import around, within
+from meshwright.profile.names import enclosing, within
 from meshwright.profile.shards import Shard
 from meshwright.profile.splits import Split, SplitGroup
 from meshwright.profile.structure import Structure
@@ -106,7 +106,7 @@ def _left_whole(split: Split, modules: Modules) -> bool:
     """Whether the plan leaves the module, or one around it, as it is."""
     if not modules.splits:
         return False
-    return any((own := modules.split_of(name)) is not None and own.kind == "none" for name in around(split.module))
+    return any((own := modules.split_of(name)) is not None and own.kind == "none" for name in enclosing(split.module))
 
 
 def _checked(group: SplitGroup, axis: str, plan: Plan) -> Bundle:

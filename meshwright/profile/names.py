@@ -6,7 +6,7 @@ def within(name: str, module: str) -> bool:
     return name == module or name.startswith(f"{module}.")
 
 
-def around(name: str) -> list[str]:
+def enclosing(name: str) -> list[str]:
     """The module, and all that it lies in, from the outermost on."""
     parts = name.split(".")
     return [".".join(parts[: count + 1]) for count in range(len(parts))]

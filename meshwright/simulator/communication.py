@@ -269,7 +269,7 @@ def _all_to_all(size: float, group: Group, inner: _Tier, outer: _Tier | None, pe
 
 
 def _send(size: float, group: Group, inner: _Tier, outer: _Tier | None) -> float:
-    """The farthest of neighbours: across nodes where any of them is."""
+    """Across nodes, where the group is."""
     tier = outer or inner
     return blend(tier.start_s, size / tier.bandwidth, tier.softness)
 

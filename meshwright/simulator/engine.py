@@ -36,14 +36,15 @@ class Engine(BaseModel):
     `again_scores` under selective recomputation, attention is computed again;
     `pads`         a divided vocabulary is filled up to a multiple of so many words a rank;
     `sums`         bytes a weight that adding up the gradients of one more microbatch moves: it reads both and writes
-                   one, in fp32 unless weights are half.
+                   one; 12 in fp32.
 
     What it keeps beside: `buffers_bytes` for exchange where anything is sharded.
 
     What is sent: bytes of `weight` and `gradient` for each of a parameter (fp32); `scatters`: of what crosses a
     pipeline's cut each tensor rank sends its part, and the next stage gathers it; `whole_cuts`: each sends all of it,
     also of what is divided along the sequence; `sends_wait`: a stage goes on when what it sent has arrived;
-    `whole_sums`: where the optimizer is sharded, gradients are all-reduced, not scattered; `combines`: gradients of CPU
+    `whole_sums`: where anything is sharded, gradients are all-reduced, not scattered; `shared_first`: those of weights
+    that stages share are summed before, as whole ones; `combines`: gradients of CPU
     ranks by the plan's algorithm, else by the backend's own.
 
     Parts of a pass behind which exchange can hide: `overlaps` gradients, `gathers` weights, `tensor_overlaps` of the
@@ -74,6 +75,7 @@ class Engine(BaseModel):
     sends_wait: bool = False
     whole_cuts: bool = False
     whole_sums: bool = False
+    shared_first: bool = False
     combines: bool = False
     overlaps: NonNegativeFloat = 1.0
     gathers: NonNegativeFloat = 1.0

@@ -18,8 +18,9 @@ from dataclasses import replace
 from meshwright.profile.values import ITEM_BYTES, Growth, Kind, ModelProfile, Operator, Stretch
 from meshwright.simulator.engine import Engine
 
-_OF_SCORES = ("bmm", "fused_log_softmax", "masked_fill", "softmax", "native_dropout", "copy_", "zero_")
+_OF_SCORES = ("bmm", "fused_log_softmax", "masked_fill", "softmax", "native_dropout")
 _DROPOUT = ("empty_like", "bernoulli_", "div_", "mul", "native_dropout")
+_HALVES = {"bf16": "bfloat16", "fp16": "float16"}
 _LIKED = 8  # tensor cores take sizes of 16 bytes, eight numbers in half precision
 # Numbers a pair of tokens that softmax moves, dropout beside a mask of one byte, and filling in what lies ahead.
 _SOFTMAX_FORWARD, _SOFTMAX_BACKWARD, _DROPPED, _FILLED = 2, 3, 2, 2
@@ -32,14 +33,14 @@ _LINES: dict[str, tuple[float, list[tuple[str, Kind, float]]]] = {
             ("sub", "elementwise", 8),
             ("exp", "elementwise", 8),
             ("sum", "reduction", 4),
-            ("div_", "elementwise", 8),
+            ("div", "elementwise", 8),
         ],
     ),
     "nll_loss_forward": (4.0, []),
     "nll_loss_backward": (8.0, []),
-    "_log_softmax_backward_data": (12.0, [("mul_", "elementwise", 8)]),
+    "_log_softmax_backward_data": (12.0, [("mul", "elementwise", 8)]),
 }
-_SLICED = [("zero_", 1), *[("copy_", 2)] * 5]  # as torch's profiler lists them, and the numbers that each moves
+_SLICED = [("zero", 1), *[("copy", 2)] * 5]  # as torch's profiler lists them, and the numbers that each moves
 
 
 def run_by(profile: ModelProfile, engine: Engine) -> ModelProfile:
@@ -108,7 +109,7 @@ def _operators(stretch: Stretch, profile: ModelProfile, engine: Engine, homes: d
                 found.append(_cast(operator, homes))
             continue
         if engine.plain_loss and operator.name in _LINES:
-            found += _lines(operator, low)
+            found += _lines(operator, _HALVES[profile.precision] if half or fused else None)
             continue
         if operator.kind == "attention" and engine.scores:
             found += _scores(operator, stretch.phase == "backward", engine)
@@ -182,13 +183,17 @@ def _scores(operator: Operator, backward: bool, engine: Engine) -> list[Operator
     return [*made, *between]
 
 
-def _lines(operator: Operator, low: bool) -> list[Operator]:
+def _lines(operator: Operator, half: str | None) -> list[Operator]:
+    """`half`: the type that scores are cast from, and their gradient to, where those casts are not among the others."""
     moved, lines = _LINES[operator.name]
-    casts: list[tuple[str, Kind, float]] = [("_to_copy", "copy", 6)] if low and lines else []
-    return [
-        replace(operator, name=name, kind=kind, bytes=operator.bytes.times(size / moved))
-        for name, kind, size in lines + casts
+    made = [
+        replace(operator, name=name, kind=kind, bytes=operator.bytes.times(size / moved)) for name, kind, size in lines
     ]
+    if half and lines:
+        cast_from = half if operator.name == "_log_softmax" else operator.dtype
+        six = operator.bytes.times(6 / moved)
+        made.append(replace(operator, name="_to_copy", kind="copy", dtype=cast_from, bytes=six))
+    return made
 
 
 def _more(operator: Operator, factor: float) -> Operator:

@@ -10,7 +10,8 @@ Gradients and shards, W the bytes of the rank's parameters but for those split o
 (`gradient_exchange`; buckets, or blocks where there is a shard axis):
 
     replicate  all_reduce W / shard, once a step, by the plan's algorithm (combining.py)
-    shard      reduce_scatter W, in every backward pass; once a step where only the optimizer's state is divided
+    shard      reduce_scatter W, in every backward pass; once a step where only the optimizer's state is divided; an
+               engine may all_reduce it instead
                all_gather W, in both passes where parameters are divided; else once a step
 
     pipeline   point_to_point: what crosses a cut, there and back                                 transfer_s

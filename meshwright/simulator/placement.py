@@ -69,15 +69,21 @@ def neighbours(axes: Axes, cluster: Cluster) -> tuple[Group, ...]:
     """Every rank of a pipeline with the one behind it, the last with the first. Across nodes where any such two are."""
     sizes = tuple(getattr(axes, name) for name in MESH_ORDER)
     counts = tuple((node.count, node.number) for node in cluster.nodes)
-    apart, together = Group(2, nodes=2), Group(2, per_node=2, fewest=2)
-    return tuple(apart if across else together for across in _across(sizes, MESH_ORDER.index("pipeline"), counts))
+    return _neighbours(sizes, MESH_ORDER.index("pipeline"), counts)
 
 
 @lru_cache(maxsize=4096)
-def _across(sizes: tuple[int, ...], axis: int, counts: tuple[tuple[int, int], ...]) -> tuple[bool, ...]:
+def _neighbours(sizes: tuple[int, ...], axis: int, counts: tuple[tuple[int, int], ...]) -> tuple[Group, ...]:
     groups = _groups(sizes, (axis,))
-    nodes = _devices(counts, groups.size)[0][groups]
-    return tuple((nodes != np.roll(nodes, -1, axis=1)).any(axis=0).tolist())
+    node_of, local, count_of = _devices(counts, groups.size)
+    found = []
+    for rank in range(groups.shape[1]):
+        pairs = groups[:, [rank, (rank + 1) % groups.shape[1]]]
+        if (node_of[pairs[:, 0]] != node_of[pairs[:, 1]]).any():
+            found.append(Group(2, nodes=2))
+        else:
+            found.append(Group(2, per_node=2, fewest=2, beside=_beside(pairs, node_of, 2 * local >= count_of)))
+    return tuple(found)
 
 
 @lru_cache(maxsize=4096)

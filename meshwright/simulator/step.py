@@ -190,7 +190,8 @@ def _summed(part: ModelProfile, asked: _Asked) -> float:
     """What adding up gradients takes a microbatch: the first one's have nothing to be added to. Where they are
     scattered after each, a rank adds up its part."""
     plan = asked.plan
-    parts = plan.axes.shard if plan.memory.sharding != "optimizer" else 1
+    each = plan.memory.sharding != "optimizer" and plan.axes.pipeline == 1  # a pipeline scatters behind the last one
+    parts = plan.axes.shard if each else 1
     weights = sum(p.bytes for p in part.parameters if p.trainable) / 4 / parts
     others = 1 - 1 / plan.microbatches
     return others * asked.engine.sums * weights / asked.prices.bandwidth_bytes_per_s
@@ -382,11 +383,12 @@ def _shared(parts: tuple[Stage, ...], asked: _Asked) -> list[float]:
                 if parameter.trainable:
                     holders.setdefault(parameter.names[0], set()).add(rank)
                     sizes[parameter.names[0]] = parameter.bytes * engine.gradient
-    divided = plan.axes.shard if plan.memory.sharding != "optimizer" else 1
-    across = place(plan.axes, asked.cluster)["pipeline"].nodes > 1
+    divided = 1 if engine.shared_first else plan.axes.shard
+    pipeline = place(plan.axes, asked.cluster)["pipeline"]
     for name in (name for name, ranks in holders.items() if len(ranks) > 1):
         many = len(holders[name])
-        group = Group(many, nodes=many) if across else Group(many, per_node=many, fewest=many)
+        near = Group(many, per_node=many, fewest=many, beside=pipeline.beside)
+        group = Group(many, nodes=many) if pipeline.nodes > 1 else near
         found = engine.communication * collective_s("all_reduce", sizes[name] / divided, group, asked.cluster)
         for rank in holders[name]:
             seconds[rank] += found

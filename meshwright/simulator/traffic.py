@@ -15,7 +15,8 @@
     buffers        from the first data rank to the others, once a step                                     _buffers
 
 The sizes are those that exchange.py prices. It prices shards as if all weights were in equal blocks, and leaves out
-statistics, buffers and tied weights, which are few. Neither states sums of losses, norms, flags and sizes.
+statistics and buffers, which are few; tied weights are priced at the step's end (step.py). Neither states sums of
+losses, norms, flags and sizes.
 """
 
 from collections import Counter

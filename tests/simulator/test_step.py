@@ -15,6 +15,7 @@ from meshwright.profile.values import Growth, ModelProfile
 from meshwright.simulator.communication import collective_s
 from meshwright.simulator.engine import Engine, engines, find_engine
 from meshwright.simulator.engine_profile import padded, run_by
+from meshwright.simulator.lookup import looked_up
 from meshwright.simulator.operators import speeds
 from meshwright.simulator.placement import Group
 from meshwright.simulator.step import StepTime, predict_step
@@ -215,7 +216,8 @@ def test_a_mask_in_a_view_copies_the_gradient_of_all_scores(views: bool, moved: 
     between = [o for s in run.stretches for o in s.operators if o.name != "bmm"]
     pairs = next(o.shape[0].at(1) for o in between)
     attentions = sum(o.name == "softmax" for o in between)
-    assert sum(o.bytes.at(1) for o in between) == pytest.approx(4 * moved * pairs * attentions)
+    looked = [looked_up(operator, 1, 1.0, True, 1.0) for operator in between]
+    assert sum(one.bytes for one in looked if one) == pytest.approx(4 * moved * pairs * attentions)
 
 
 @pytest.mark.parametrize(("plain", "moved"), [(False, 8 + 4 + 8 + 12), (True, 6 + 4 + 8 + 8 + 4 + 8 + 8 + 6)])
@@ -223,8 +225,13 @@ def test_a_loss_line_by_line_goes_over_all_scores_with_each(plain: bool, moved: 
     found = traced()
     names = ("_log_softmax", "nll_loss_forward", "nll_loss_backward", "_log_softmax_backward_data")
     only = tuple(replace(s, operators=tuple(o for o in s.operators if o.name in names)) for s in found.stretches)
-    run = run_by(replace(found, stretches=only), Engine(name="loss", plain_loss=plain))
-    assert sum(o.bytes.at(1) for s in run.stretches for o in s.operators) == pytest.approx(moved * 512 * 4096, rel=0.01)
+    run = run_by(replace(found, stretches=only), Engine(name="loss", plain_loss=plain, half_weights=plain))
+    looked = [
+        looked_up(operator, 1, 1.0, stretch.phase == "backward", 1.0)
+        for stretch in run.stretches
+        for operator in stretch.operators
+    ]
+    assert sum(one.bytes for one in looked if one) == pytest.approx(moved * 512 * 4096, rel=0.01)
 
 
 def test_scores_of_wider_numbers_move_more_bytes() -> None:

@@ -92,7 +92,8 @@ def _engine(row: Row, word: str) -> str:
     engine = str(_settings()["engines"][first]) if word == "framework" else word
     if "bert" not in str(row.model["name"]).lower():
         return engine
-    return {"PyTorch": "nvidia-bert", "TensorFlow": "tensorflow-bert"}.get(first, engine)
+    own = "tensorflow-bert" if first == "TensorFlow" else engine
+    return "nvidia-bert" if engine == "nvidia-examples" else own
 
 
 def _model(row: Row) -> tuple[Call, Sample, tuple[str, ...]]:

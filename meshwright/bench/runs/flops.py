@@ -52,7 +52,8 @@ def decoder_forward(arguments: dict[str, Any], length: int) -> Forward:
     wide = keywords.get("feedforward") or default_feedforward(hidden, activation)
     weights = (2 + 2 * kv_heads / heads) * hidden**2 + (2 if activation == "gelu" else 3) * hidden * wide
     block = 2 * length * weights + 4 * length**2 * hidden
-    return Forward(layers * block, 2 * length * hidden * keywords["vocabulary"])
+    head = 2 * length * hidden * keywords["vocabulary"] if keywords.get("head", True) else 0.0
+    return Forward(layers * block, head)
 
 
 def decoder_keywords(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -81,7 +81,10 @@ def blocks_by_cost(layers: int, stages: int, head: float) -> tuple[int, ...]:
     """Each stage as many as end within its share of all costs, in blocks: the last one's head counts as `head`."""
     share = (layers + head) / stages
     ends = [min(layers, int(stage * share * (1 + 1e-9))) for stage in range(stages)]
-    return tuple(end - begin for begin, end in pairwise([*ends, layers]))
+    counts = tuple(end - begin for begin, end in pairwise([*ends, layers]))
+    if min(counts) < 1:
+        raise NotCovered("a stage without blocks")
+    return counts
 
 
 def microbatches_of(global_batch: int, data: int, micro_batch: int) -> int:
