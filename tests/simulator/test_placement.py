@@ -6,7 +6,7 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.names import named
 from meshwright.errors import InputError
 from meshwright.plan import Axes
-from meshwright.simulator.placement import Group, group, place
+from meshwright.simulator.placement import Group, group, neighbours, place
 
 
 def uneven(*counts: int) -> Cluster:
@@ -64,3 +64,10 @@ def test_ranks_beyond_the_devices_are_refused() -> None:
 def test_a_large_cluster_is_placed() -> None:
     axes = Axes(pipeline=10, replicate=125, tensor=8)
     assert place(axes, named("1250x8xH100"))["replicate"].nodes == 125
+
+
+def test_neighbours_of_a_pipeline_cross_the_bridge_of_a_node_or_the_network_only_where_they_must() -> None:
+    near = neighbours(Axes(pipeline=2, tensor=4), named("8xRTX3090"))
+    assert [(pair.nodes, pair.beside) for pair in near] == [(1, 4), (1, 4)], "four pairs, one in each half"
+    pairs = neighbours(Axes(pipeline=4, replicate=2), named("2x4xV100-32GB"))
+    assert [pair.nodes for pair in pairs] == [1, 2, 1, 2]
