@@ -5,7 +5,7 @@
     pipeline     = the timeline of all stages and microbatches (timeline.py); without one, accumulation × both
                    passes                                                                                        _run
     gradients    = what combining them adds to the last microbatch's backward pass, and gathering weights that
-                   stay whole to the first forward pass; those of weights that stages share are summed          _end
+                   stay whole to the first forward pass; those of weights that stages share (shared_weights.py)  _end
     step         = pipeline + gradients + optimizer                                                      _rank_step
     branches     = the slowest of the ranks that they live on, with what it waits for the others         _apart_step
 
@@ -24,7 +24,7 @@ from meshwright.plan import Plan
 from meshwright.profile.optimizer import OptimizerCost
 from meshwright.profile.values import ModelProfile
 from meshwright.simulator.branches import Work, around, handed, held, is_apart, is_summed, together_s
-from meshwright.simulator.communication import call_s, collective_s, overlap
+from meshwright.simulator.communication import call_s, overlap
 from meshwright.simulator.compute import host_s, optimizer_s, pass_s, products_in
 from meshwright.simulator.crossings import Message, tensor_exchange
 from meshwright.simulator.engine import Engine
@@ -33,7 +33,8 @@ from meshwright.simulator.exchange import gradient_exchange, messages_s, transfe
 from meshwright.simulator.lone import with_lone
 from meshwright.simulator.operators import Speeds, speeds
 from meshwright.simulator.pipeline_order import Action, Order, pipeline_order, stages_of
-from meshwright.simulator.placement import Group, place
+from meshwright.simulator.placement import place
+from meshwright.simulator.shared_weights import shared_s
 from meshwright.simulator.stages import Stage, stage_profiles
 from meshwright.simulator.tensor import kept_out, split_profile
 from meshwright.simulator.timeline import Timeline, timeline
@@ -100,7 +101,7 @@ def _rank_step(run: ModelProfile, asked: _Asked) -> tuple[StepTime, list[StageTi
     parts = stage_profiles(part, plan.pipeline.cuts)
     times = _stages(whole, parts, asked)
     passed, slack = _run(times, parts, asked)
-    shared = _shared(parts, asked)
+    shared = shared_s(parts, plan, asked.cluster, engine)
     ends = [_end(rank, times, parts, asked, slack[rank], shared[rank]) for rank in range(plan.axes.pipeline)]
     last = max(ends, key=lambda end: end.total_s)
     breakdown = {
@@ -366,33 +367,6 @@ def _end(
         exposed * (1 - part) + gather,
         optimizer_s(size, len(trained), asked.optimizer, asked.device, asked.prices, engine.launch),
     )
-
-
-def _shared(parts: tuple[Stage, ...], asked: _Asked) -> list[float]:
-    """By rank of a pipeline, of weights that several of them use, as a tied table of words: their gradients are summed
-    when all passes are done."""
-    plan, engine = asked.plan, asked.engine
-    seconds = [0.0] * plan.axes.pipeline
-    if plan.axes.pipeline == 1:
-        return seconds
-    holders: dict[str, set[int]] = {}
-    sizes: dict[str, float] = {}
-    for rank in range(plan.axes.pipeline):
-        for stage in stages_of(plan.pipeline.schedule, plan.axes.pipeline, plan.stages_per_rank, rank):
-            for parameter in parts[stage].profile.parameters:
-                if parameter.trainable:
-                    holders.setdefault(parameter.names[0], set()).add(rank)
-                    sizes[parameter.names[0]] = parameter.bytes * engine.gradient
-    divided = 1 if engine.shared_first else plan.axes.shard
-    pipeline = place(plan.axes, asked.cluster)["pipeline"]
-    for name in (name for name, ranks in holders.items() if len(ranks) > 1):
-        many = len(holders[name])
-        near = Group(many, per_node=many, fewest=many, beside=pipeline.beside)
-        group = Group(many, nodes=many) if pipeline.nodes > 1 else near
-        found = engine.communication * collective_s("all_reduce", sizes[name] / divided, group, asked.cluster)
-        for rank in holders[name]:
-            seconds[rank] += found
-    return seconds
 
 
 def _forward(time: StageTime) -> float:

@@ -15,7 +15,7 @@
     buffers        from the first data rank to the others, once a step                                     _buffers
 
 The sizes are those that exchange.py prices. It prices shards as if all weights were in equal blocks, and leaves out
-statistics and buffers, which are few; tied weights are priced at the step's end (step.py). Neither states sums of
+statistics and buffers, which are few; tied weights are priced apart (shared_weights.py). Neither states sums of
 losses, norms, flags and sizes.
 """
 
@@ -34,6 +34,7 @@ from meshwright.simulator.engine import Engine, find_engine
 from meshwright.simulator.exchange import before_cut, behind_cut, in_pieces, over_cut, statistics
 from meshwright.simulator.lone import with_lone
 from meshwright.simulator.pipeline_order import Action, pipeline_order, stages_of
+from meshwright.simulator.shared_weights import shared_weights
 from meshwright.simulator.stages import Stage, stage_profiles
 from meshwright.simulator.tensor import kept_out, split_profile
 
@@ -188,17 +189,9 @@ def _with_room(parameter: Parameter, ranks: int) -> float:
 
 
 def _tied(parts: Sequence[Stage], plan: Plan, rank: int) -> Iterator[Exchange]:
-    if plan.axes.pipeline == 1:
-        return
-    holders: dict[str, set[int]] = {}
-    for place in range(plan.axes.pipeline):
-        for number in _stages_of(plan, place):
-            for parameter in parts[number].profile.parameters:
-                holders.setdefault(parameter.names[0], set()).add(place)
-    own = {p.names[0]: p for number in _stages_of(plan, rank) for p in parts[number].profile.parameters}
-    for name, parameter in own.items():
-        if len(holders[name]) > 1 and parameter.trainable:
-            shard = plan.axes.shard
+    shard = plan.axes.shard
+    for parameter, ranks in shared_weights(parts, plan):
+        if rank in ranks:
             size = _with_room(parameter, shard) / shard if shard > 1 else float(parameter.bytes)
             yield Exchange("pipeline", "all_reduce", size, 1)
 
