@@ -1,7 +1,9 @@
 """A model and a batch without memory: twins whose tensors have shapes and types but no bytes."""
 
 import copy
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,6 +51,22 @@ def fake_batch(sample: Any, size: int, mode: FakeTensorMode) -> Any:
 
     with mode:
         return tree_map(twin, sample)
+
+
+@contextmanager
+def one_sequence() -> Iterator[None]:
+    """That rows of tokens are one sequence each, for transformers: it looks at their positions, and where these have no
+    numbers it assumes several, and masks attention that would have been causal: twice the work of what will run."""
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    looked = getattr(masks, "find_packed_sequence_indices", None)
+    if looked is None:
+        yield
+        return
+    masks.find_packed_sequence_indices = lambda positions: None
+    try:
+        yield
+    finally:
+        masks.find_packed_sequence_indices = looked
 
 
 def bytes_in(batch: Any) -> int:

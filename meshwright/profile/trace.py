@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.errors import InputError
-from meshwright.profile.fake import bytes_in, fake_batch, fake_model
+from meshwright.profile.fake import bytes_in, fake_batch, fake_model, one_sequence
 from meshwright.profile.gpu_rules import GpuRules
 from meshwright.profile.marks import Marks, find_marks
 from meshwright.profile.names import within
@@ -126,7 +126,7 @@ def _record(
     batch = fake_batch(sample, size, mode)
     blocks = {name for run in runs for name in (run.first, run.middle, run.last)}
     try:
-        with mode:
+        with mode, one_sequence():
             return record_step(twin, lambda module: run(module, batch), batch, names, blocks, recompute, rules)
     except InputError:
         raise

@@ -18,6 +18,7 @@ from meshwright.profile.trace import profile
 from meshwright.simulator.memory import CUDA_MEMORY, predict_memory
 from meshwright.workloads.decoder_sizes import decoder
 from tests.profile.models import make, scores_loss, tiny_decoder
+from tests.profile.structured import ids, transformer
 
 MODELS = ("mnist", "vgg", "resnet18", "gpt", "llama", "encoder")
 
@@ -193,3 +194,19 @@ def test_a_batch_that_does_not_fit_the_model_is_one_line() -> None:
     sample = (torch.zeros(2, 5), torch.zeros(2, dtype=torch.long))
     with pytest.raises(InputError, match=r"cannot be traced in 0 \(Linear\)"):
         profile(nn.Sequential(nn.Linear(4, 4)), sample, F.cross_entropy)
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
+def test_attention_of_the_transformers_library_is_as_causal_as_it_runs(name: str) -> None:
+    """It looks at positions to tell, which a trace has no numbers for."""
+    pytest.importorskip("transformers")
+
+    def own_loss(outputs: Any, batch: Any) -> Tensor:
+        return outputs["logits"].float().mean()
+
+    model: Any = transformer(name)
+    model.config.use_cache = False
+    found = profile(model, ids(), own_loss)
+    attention = [one for stretch in found.stretches for one in stretch.operators if one.kind == "attention"]
+    assert attention
+    assert all(one.shape[-1].at(4) == 1 for one in attention)
