@@ -1,7 +1,7 @@
 """Step times, measured here and predicted: `python -m meshwright.bench.steps [NAME ...]`.
 
-On a GPU every case of steps_cases.yaml, in bf16 (both layouts) and fp32; on CPU cores the MNIST net under one and two
-ranks with the global batch of its job. Predictions are those of this machine as `local` measured it, with the
+On a GPU every case of steps_cases.yaml, in bf16 (both layouts), fp32 and tf32; on CPU cores the MNIST net under one and
+two ranks with the global batch of its job. Predictions are those of this machine as `local` measured it, with the
 model's own operators measured beside (simulator/own_shapes.py); steps_h200.json are measurements of another one, which
 tests hold the reference GPU's calibration against.
 """
@@ -83,6 +83,7 @@ def rows_here(cluster: Cluster) -> Iterator[Row]:
             if "tokens" not in case["input"]:
                 yield Row(case, "bf16", "channels_last")
             yield Row(case, "fp32")
+            yield Row(case, "tf32")
         return
     case = {**cases()["mnist"], "batch": CPU_GLOBAL_BATCH}
     for ranks in (1, 2):

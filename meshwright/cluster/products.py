@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.cluster.case import PRODUCTS, Case, Run, random
-from meshwright.cluster.cluster import Layout
+from meshwright.cluster.cluster import Layout, Operator
 
 LAYOUTS: tuple[Layout, ...] = ("contiguous", "channels_last")
 _Shape = tuple[int, ...]
@@ -39,12 +39,19 @@ def _matmuls(large: bool) -> Iterator[Case]:
         yield _matmul((many, odd, hidden), _linear)
         yield _matmul((many, hidden, odd), _input_gradient)
         yield _matmul((odd, hidden, many), _weight_gradient)
+    # Of rows that are: Hopper's instructions for TF32 want the inner side of both operands together, and a weight's
+    # gradient, where it is the rows, takes half as long again. Other types may lie either way.
+    if large:
+        for shape in product(grids[0], repeat=3):
+            yield _matmul(shape, _weight_gradient, "weight_gradient")
 
 
-def _matmul(shape: _Shape, build: Callable[[_Shape, torch.dtype, torch.device], Run]) -> Case:
+def _matmul(
+    shape: _Shape, build: Callable[[_Shape, torch.dtype, torch.device], Run], operator: Operator = "matmul"
+) -> Case:
     m, n, k = shape
     moved = m * k + k * n + m * n
-    return Case("matmul", shape, partial(build, shape), moved, flops=2 * m * n * k, dtypes=PRODUCTS)
+    return Case(operator, shape, partial(build, shape), moved, flops=2 * m * n * k, dtypes=PRODUCTS)
 
 
 def _linear(shape: _Shape, dtype: torch.dtype, device: torch.device) -> Run:

@@ -34,6 +34,7 @@ class Engine(BaseModel):
     `attention`    how many times longer its attention takes than the reference GPU's share of the peak;
     `again`        under selective recomputation, the share of the products that are computed again;
     `again_scores` under selective recomputation, attention is computed again;
+    `tf32_images`  its convolutions of fp32 take tf32, as PyTorch lets them unless told otherwise;
     `pads`         a divided vocabulary is filled up to a multiple of so many words a rank;
     `sums`         bytes a weight that adding up the gradients of one more microbatch moves: it reads both and writes
                    one; 12 in fp32.
@@ -66,6 +67,7 @@ class Engine(BaseModel):
     attention: PositiveFloat = 1.0
     again: NonNegativeFloat = 0.0
     again_scores: bool = False
+    tf32_images: bool = True
     pads: PositiveInt = 1
     sums: NonNegativeFloat = 12.0
     buffers_bytes: NonNegativeFloat = 0.0

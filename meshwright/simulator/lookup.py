@@ -23,6 +23,15 @@ _CLASSES = {  # by a part of their names, the first that fits
     "gelu": "gelu",
     "native_dropout": "dropout",
 }
+# Classes that a calibration may lack, and those that it then has for them.
+STAND_INS = {
+    "weight_gradient": "matmul",
+    "softmax": "log_softmax",
+    "log_softmax": "softmax",
+    "gelu": "elementwise",
+    "dropout": "elementwise",
+    "widen": "elementwise",
+}
 _WIDER_BYTES = 6  # a number of 16 bits read, one of 32 written
 
 
@@ -45,7 +54,10 @@ def looked_up(operator: Operator, batch: float, scale: float, backward: bool, me
     if kind == "matmul" and shape[0] > 1:
         return LookedUp("batched_matmul", _logs(shape[0] * scale, *shape[1:]), flops, moved)
     if kind == "matmul":
-        return LookedUp(f"matmul{_odd(operator)}", _logs(shape[1] * scale, *shape[2:]), flops, moved)
+        odd = _odd(operator)
+        weight = backward and not odd and operator.shape[3].linear and not operator.shape[1].linear
+        name = "weight_gradient" if weight else f"matmul{odd}"
+        return LookedUp(name, _logs(shape[1] * scale, *shape[2:]), flops, moved)
     if kind == "attention":
         flops /= 2 if shape[-1] else 1  # what lies ahead of a token is not computed
         return LookedUp("attention", _logs(shape[0] * shape[1] * scale, shape[2], shape[4]), flops, moved)
@@ -133,7 +145,7 @@ def measured_as(row: OperatorTime) -> tuple[str, tuple[float, ...]]:
     if row.operator == "matmul":
         odd = next((f" {side}" for side, size in zip("mnk", shape, strict=True) if size % 8), "")
         return f"matmul{odd}", _logs(*shape)
-    if row.operator == "batched_matmul":
+    if row.operator in ("batched_matmul", "weight_gradient"):
         return row.operator, _logs(*shape)
     if row.operator == "norm" and len(shape) == 4:
         return "batch_norm", _logs(row.bytes, shape[1])

@@ -28,7 +28,7 @@ from meshwright.cluster.catalog import CATALOG, find_entry
 from meshwright.cluster.cluster import Device, Dtype, OperatorTime
 from meshwright.cluster.file import load_device
 from meshwright.profile.values import Operator
-from meshwright.simulator.lookup import LookedUp, as_product, bias_of, looked_up, measured_as, stacked
+from meshwright.simulator.lookup import STAND_INS, LookedUp, as_product, bias_of, looked_up, measured_as, stacked
 from meshwright.simulator.table import Table
 from meshwright.yaml_file import read_mapping
 
@@ -39,14 +39,6 @@ _ON_TENSOR_CORES: tuple[Dtype, ...] = ("tf32", "bf16", "fp16")
 _PRODUCTS = ("matmul", "convolution", "attention")
 _LIKE = {"fp16": ("fp16", "bf16", "fp32"), "bf16": ("bf16", "fp16", "fp32"), "tf32": ("tf32", "fp32")}
 _ARRANGED = ("convolution", "batch_norm", "pooling", "bias")  # that read images, and care how they lie
-# Classes that a calibration may lack, and those that it then has for them.
-_STAND_INS = {
-    "softmax": "log_softmax",
-    "log_softmax": "softmax",
-    "gelu": "elementwise",
-    "dropout": "elementwise",
-    "widen": "elementwise",
-}
 # Those that are slower than others that move as many bytes, as they wait for arithmetic in fp32, or for what a
 # multiprocessor of any generation does as often in a cycle: products of integers (they draw numbers), loads and stores.
 _BY_VECTORS, _BY_CYCLES = ("gelu",), ("dropout", "widen")
@@ -61,7 +53,7 @@ class Speeds:
     than those in the tables, `clock` its clock and `vector` its arithmetic in fp32 outside of products;
     `multiprocessors` are its own and those of the one in the tables, 0 if nobody told; `passes`: by direction, how
     often memory moves what a BatchNorm reads and writes; `fp32_first`: its library's convolutions in fp32 are at their
-    best, unlike those of the one in the tables."""
+    best, unlike those of the one in the tables; `tf32_images`: convolutions of fp32 take tf32."""
 
     rates: Mapping[str, float]
     bandwidth_bytes_per_s: float
@@ -74,11 +66,12 @@ class Speeds:
     vector: float = 1.0
     multiprocessors: tuple[int, int] = (0, 0)
     passes: Mapping[str, float] = field(default_factory=dict)
+    tf32_images: bool = False
 
     def table(self, name: str, direction: str, dtype: str) -> Table | None:
         """That of the dtype, or of the one that is most like it; forward where backward was not measured apart."""
         found = self._table(name, direction, dtype)
-        return found or (self._table(_STAND_INS[name], direction, dtype) if name in _STAND_INS else None)
+        return found or (self._table(STAND_INS[name], direction, dtype) if name in STAND_INS else None)
 
     def _table(self, name: str, direction: str, dtype: str) -> Table | None:
         layouts = (self.layout, "contiguous") if name in _ARRANGED else ("contiguous",)
@@ -90,12 +83,14 @@ class Speeds:
         return None
 
 
-def speeds(device: Device, dtype: Dtype, cores: int = 1, layout: str = "contiguous") -> Speeds:
+def speeds(
+    device: Device, dtype: Dtype, cores: int = 1, layout: str = "contiguous", tf32_images: bool = False
+) -> Speeds:
     """Of a device that computes its products in `dtype`; of a CPU rank that has so many cores."""
     rates: dict[str, float] = {name: rate * cores for name, rate in device.rates.items()}
     bandwidth = device.bandwidth_bytes_per_s * cores
     if device.operators:
-        return Speeds(rates, bandwidth, tables(device), 1.0, layout)
+        return Speeds(rates, bandwidth, tables(device), 1.0, layout, tf32_images=tf32_images)
     if device.kind == "cpu":
         return Speeds(rates, bandwidth, {}, 1.0, layout)
     reference, datasheet = reference_gpu()
@@ -112,7 +107,7 @@ def speeds(device: Device, dtype: Dtype, cores: int = 1, layout: str = "contiguo
     return Speeds(
         {**rates, **reached, **({} if _is_measured(device, "rates") else _published(device))},
         bandwidth,
-        tables(reference),
+        _as_they_lie(tables(reference), device),
         known[used] / reached[used],
         layout,
         reference.bandwidth_bytes_per_s / bandwidth,
@@ -121,7 +116,20 @@ def speeds(device: Device, dtype: Dtype, cores: int = 1, layout: str = "contiguo
         vector=printed["fp32"] / rates["fp32"],
         multiprocessors=(device.multiprocessors, datasheet.multiprocessors),
         passes=_passes(),
+        tf32_images=tf32_images,
     )
+
+
+def _as_they_lie(found: dict[_Key, Table], device: Device) -> dict[_Key, Table]:
+    """Those of the reference, but for a weakness of its kind alone."""
+    if device.name in _shares()["tf32_inner_together"]:
+        return found
+    weights, others = (_key(name) for name in ("weight_gradient", "matmul"))
+    return {**found, weights: found[others]}
+
+
+def _key(name: str) -> _Key:
+    return name, "forward", "tf32", "contiguous"
 
 
 @lru_cache(maxsize=1)
@@ -150,8 +158,7 @@ def _is_measured(device: Device, field: str) -> bool:
 def operator_s(operator: Operator, batch: float, speeds: Speeds, backward: bool, tf32: bool = False) -> float:
     """Seconds that the device is busy with it."""
     dtype = _DTYPES.get(operator.dtype, "fp32")
-    # Torch lets a GPU's convolutions of fp32 take shorter mantissas unless told otherwise.
-    shorter = _PRODUCTS if tf32 else ("convolution",)
+    shorter = _PRODUCTS if tf32 else ("convolution",) if speeds.tf32_images else ()
     used = "tf32" if dtype == "fp32" and operator.kind in shorter and "tf32" in speeds.rates else dtype
     if speeds.fp32_first and operator.kind in _PRODUCTS and speeds.rates.get(used, 0.0) <= 1.1 * speeds.rates["fp32"]:
         used = "fp32"  # a type that the device stores and does not compute in

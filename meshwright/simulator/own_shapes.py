@@ -34,7 +34,7 @@ from meshwright.simulator.compute import products_in
 from meshwright.simulator.engine import find_engine
 from meshwright.simulator.engine_profile import run_by
 from meshwright.simulator.lone import with_lone
-from meshwright.simulator.lookup import LookedUp, looked_up, measured_as
+from meshwright.simulator.lookup import STAND_INS, LookedUp, looked_up, measured_as
 from meshwright.simulator.operators import Speeds, operator_s, speeds
 from meshwright.simulator.tensor import split_profile
 
@@ -256,7 +256,7 @@ def _dtype(operator: Operator, rank: _Rank) -> Dtype:
     """As operators.py looks it up."""
     types: dict[str, Dtype] = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
     found = types.get(operator.dtype, "fp32")
-    shorter = operator.kind == "convolution" or (rank.tf32 and operator.kind in ("matmul", "attention"))
+    shorter = rank.tf32 and operator.kind in ("convolution", "matmul", "attention")
     return "tf32" if found == "fp32" and shorter and "tf32" in rank.prices.rates else found
 
 
@@ -279,6 +279,8 @@ def _row(one: _Heavy, seconds: float, batch: int, rank: _Rank) -> OperatorTime:
         sizes = [
             size if name.endswith(side) else -(-size // 8) * 8 for side, size in zip("mnk", sizes[1:], strict=True)
         ]
+    elif name == "weight_gradient":
+        sizes = sizes[1:]
     elif name == "attention":
         sizes = [*sizes[:3], sizes[4]]
     elif name == "batch_norm":
@@ -307,10 +309,13 @@ def _joined(known: tuple[OperatorTime, ...], own: tuple[OperatorTime, ...]) -> t
         key = _class(row)
         if not any(_class(other) == key for other in rows):
             name, _, dtype, _ = key
-            like = [other for other in known if (_class(other)[0], other.dtype) == (name, dtype)]
+            alike = [other for other in known if other.dtype == dtype]
+            like = [other for other in alike if _class(other)[0] == name]
+            like = like or [other for other in alike if _class(other)[0] == STAND_INS.get(name)]
             like = [other for other in like if other.direction == row.direction] or like
             like = [other for other in like if other.layout == row.layout] or like
-            rows += [other.model_copy(update={"direction": row.direction, "layout": row.layout}) for other in like]
+            same = {"operator": row.operator, "direction": row.direction, "layout": row.layout}
+            rows += [other.model_copy(update=same) for other in like]
             if not like:
                 continue
         rows.append(row)

@@ -87,7 +87,7 @@ def predict_step(
     cluster: Cluster, profile: ModelProfile, plan: Plan, batch: float, optimizer: OptimizerCost, engine: Engine
 ) -> StepTime:
     """A step in which every microbatch has `batch` samples."""
-    device, prices = _rank(cluster, plan)
+    device, prices = _rank(cluster, plan, engine)
     asked = _Asked(cluster, plan, batch, optimizer, engine, device, prices)
     run = run_by(with_lone(profile, plan), engine)
     return _apart_step(run, asked) if is_apart(plan) else _rank_step(run, asked)[0]
@@ -129,7 +129,7 @@ def _apart_step(run: ModelProfile, asked: _Asked) -> StepTime:
     return StepTime(step_s, {**longest.breakdown, "bubble": max(0.0, step_s - longest.step_s)})
 
 
-def _rank(cluster: Cluster, plan: Plan) -> tuple[Device, Speeds]:
+def _rank(cluster: Cluster, plan: Plan, engine: Engine) -> tuple[Device, Speeds]:
     """The slowest device there is, with the CPU cores of one rank."""
     dtype = products_in(plan.numerics.precision)
     node = min(cluster.nodes, key=lambda node: node.device.rates.get(dtype, node.device.rates.get("fp32", 0.0)))
@@ -140,7 +140,7 @@ def _rank(cluster: Cluster, plan: Plan) -> tuple[Device, Speeds]:
     if device.rates.get(dtype, 0.0) < device.rates["fp32"] and device.kind == "cuda":
         # A type that the device only emulates: libraries store it, and compute in fp32.
         device = device.model_copy(update={"rates": {**device.rates, dtype: device.rates["fp32"]}})
-    return device, speeds(device, dtype, cores, plan.compute.layout)
+    return device, speeds(device, dtype, cores, plan.compute.layout, engine.tf32_images)
 
 
 def _stages(whole: tuple[Stage, ...], parts: tuple[Stage, ...], asked: _Asked) -> list[StageTime]:

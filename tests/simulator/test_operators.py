@@ -8,6 +8,7 @@ import pytest
 from meshwright.cluster.catalog import find_entry
 from meshwright.cluster.cluster import Device, OperatorTime
 from meshwright.profile.values import Growth, Operator
+from meshwright.simulator.engine import find_engine
 from meshwright.simulator.lookup import bias_of, looked_up
 from meshwright.simulator.operators import operator_s, reference_gpu, speeds
 
@@ -143,6 +144,42 @@ def test_rows_that_loads_do_not_fit_are_far_slower_on_tensor_cores() -> None:
     )
     one_more = [operator_s(growing, batch, prices, False) for batch in (16000, 16001)]
     assert one_more[0] == pytest.approx(one_more[1], rel=0.01)  # rows are not what is loaded at once
+
+
+def _weight_gradient(m: float, n: float, k: float, dtype: str) -> Operator:
+    """Of `k` samples."""
+    size, whole = (4 if dtype == "float32" else 2), _product(m, n, k, dtype)
+    bytes_ = Growth(size * m * n, size * (m + n))
+    return replace(whole, flops=Growth(0.0, 2 * m * n), bytes=bytes_, shape=(*_fixed(1, m, n), Growth(0.0, 1.0)))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "longer"),
+    [("H100", "tf32", (1.4, 1.8)), ("A100-80GB", "tf32", (0.99, 1.01)), ("H100", "bf16", (0.95, 1.1))],
+)
+def test_gradients_of_weights_wait_for_their_rows_in_tf32_on_hopper_alone(
+    gpu: str, dtype: str, longer: tuple[float, float]
+) -> None:
+    prices, kind = speeds(find_entry(gpu).device, dtype), {"tf32": "float32", "bf16": "bfloat16"}[dtype]  # type: ignore[arg-type]
+    samples = 8192
+    gradient, plain = _weight_gradient(4096, 4096, samples, kind), _product(4096, 4096, samples, kind)
+    ratio = operator_s(gradient, samples, prices, True, dtype == "tf32") / operator_s(
+        plain, samples, prices, True, dtype == "tf32"
+    )
+    assert longer[0] < ratio < longer[1]
+    if dtype == "tf32":  # what is computed forward has its inner side together, samples or not
+        forward = [operator_s(one, samples, prices, False, True) for one in (gradient, plain)]
+        assert forward[0] == pytest.approx(forward[1], rel=0.01)
+
+
+def test_convolutions_of_fp32_take_tf32_only_under_engines_that_let_them() -> None:
+    device, one = find_entry("A100-80GB").device, _convolution(256, 3, "float32")
+    ours, theirs = (speeds(device, "fp32", tf32_images=let) for let in (False, True))
+    short = operator_s(one, 1, theirs, False)
+    assert operator_s(one, 1, ours, False) > 2 * short
+    assert operator_s(one, 1, ours, False, tf32=True) == pytest.approx(short, rel=0.3)
+    assert not find_engine("meshwright").tf32_images, "its fp32 is fp32: parallel/precision.py"
+    assert find_engine("pytorch").tf32_images
 
 
 def test_a_bias_is_told_by_the_bytes_of_a_convolution() -> None:
