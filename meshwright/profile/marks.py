@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.profile.dataflow import Flow, FlowRecorder, following
 from meshwright.profile.fake import fake_batch, fake_model
+from meshwright.profile.operators import of_recomputing
 from meshwright.profile.repeats import Run, left_out, shorten
 from meshwright.profile.splits import splits_with_values
 from meshwright.profile.vocabulary import find_vocabulary
@@ -61,7 +62,7 @@ def find_marks(
         name = next((divided[value] for value in (*op.outputs, *op.inputs) if value in divided), None)
         copies = [flow.root(value) for value in op.inputs if name and "mm" in op.name and _sources(flow, value)]
         divided.update({value: parameters[p] for value in copies for p in _sources(flow, value) if p in parameters})
-    kept = [number for number, op in enumerate(flow.ops) if op.name != "detach"]
+    kept = [number for number, op in enumerate(flow.ops) if not of_recomputing(op.name, op.args)]
     operators, results, given = {}, {}, {}
     for place, number in enumerate(kept):
         op = flow.ops[number]

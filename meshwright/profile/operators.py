@@ -68,6 +68,12 @@ _COPY = (
 )
 
 
+def of_recomputing(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether only a forward pass that will be computed again has it, so that it does not count where passes are laid
+    side by side: `detach` of what is kept, and, before torch 2.12, two tensors of no size a block."""
+    return name == "detach" or (name == "empty" and bool(args) and 0 in args[0])
+
+
 def kind_of(func: Any) -> Kind:
     """The operator class, by which efficiency is measured and looked up."""
     packet = func._overloadpacket

@@ -18,7 +18,7 @@ from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.profile.operators import Kind, bytes_of, flops_of, kind_of, shape_of, workspace_of
+from meshwright.profile.operators import Kind, bytes_of, flops_of, kind_of, of_recomputing, shape_of, workspace_of
 from meshwright.profile.recompute import Recompute, recompute_blocks
 
 Rules = Callable[[], AbstractContextManager[Any]]
@@ -107,7 +107,7 @@ class Recorder(TorchDispatchMode):
         if func.namespace == "prim":  # questions about a tensor, such as its device
             return func(*args, **kwargs)
         name = func._overloadpacket.__name__
-        place = self._place(name)
+        place = self._place(name, args)
         result = func(*args, **kwargs)
         kind = kind_of(func)
         if kind != "view":
@@ -128,7 +128,7 @@ class Recorder(TorchDispatchMode):
                 self._follow(leaf, place)
         return result
 
-    def _place(self, name: str) -> Place:
+    def _place(self, name: str, args: tuple[Any, ...]) -> Place:
         if self._next_again is not None:
             return self._place_again(name)
         if self.backward:
@@ -138,7 +138,7 @@ class Recorder(TorchDispatchMode):
         place = Place(len(self._forward), self._stack[-1], False)
         # Below autograd the node of this operator exists already and was the last to be numbered.
         self._node_places.setdefault(torch.autograd._get_sequence_nr() - 1, place)
-        if name != "detach":  # recomputation that keeps some results adds these
+        if not of_recomputing(name, args):
             self._forward.append(place)
             self._forward_names.append(name)
         return place

@@ -1,18 +1,21 @@
 """Computing activations again changes nothing but the memory: not a bit of loss, gradients or running statistics."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from meshwright.errors import InputError
 from meshwright.plan import Plan
+from meshwright.profile import recompute
 from meshwright.profile.optimizer import OptimizerCost
 from meshwright.profile.recompute import Recompute, find_blocks, recompute_blocks
 from meshwright.profile.trace import profile
 from meshwright.simulator.memory import CUDA_MEMORY, predict_memory
-from tests.profile.models import make
+from tests.profile.models import make, scores_loss, tiny_decoder
 
 MODELS = ("gpt", "llama", "encoder", "resnet18")
 KINDS: tuple[Recompute, ...] = ("selective", "full")
@@ -87,3 +90,22 @@ def test_blocks_are_found_and_a_model_without_any_is_refused() -> None:
     assert find_blocks(make("gpt")[0])[0] == "blocks.0"
     with pytest.raises(InputError, match=r"memory.recompute is full, but Linear has no blocks to compute again"):
         recompute_blocks(nn.Linear(2, 2), "full")
+
+
+def test_what_is_split_is_told_also_where_recomputing_adds_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.11 does: two tensors of no size for every block."""
+
+    def splits() -> list[tuple[str, str]]:
+        model, tokens = tiny_decoder(layers=4), torch.zeros(2, 16, dtype=torch.long)
+        found = profile(model, (tokens, tokens), scores_loss, recompute="full", structured=True)
+        return [(one.layer, one.split) for part in found.stretches for one in part.operators if one.kind == "matmul"]
+
+    def older(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        torch.empty((0,), requires_grad=True)
+        torch.empty((0,))
+        return checkpoint(function, *args, **kwargs)
+
+    now = splits()
+    assert any(split for _, split in now)
+    monkeypatch.setattr(recompute, "checkpoint", older)
+    assert splits() == now
