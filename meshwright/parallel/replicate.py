@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from meshwright.collectives.native import Native
 from meshwright.collectives.reducer import Reducer
 from meshwright.collectives.sums import SharedSums, Sums
+from meshwright.errors import InputError
 from meshwright.parallel.precision import travelling_dtype
 from meshwright.parallel.replicate_group import Beside
 from meshwright.plan import MIB, Plan
@@ -54,6 +55,11 @@ def replicate(
 def _register(model: DistributedDataParallel, group: dist.ProcessGroup, plan: Plan, reducer: Reducer) -> None:
     gradients, travelling = plan.gradients, travelling_dtype(plan)
     if gradients.powersgd_rank:
+        if next(model.parameters()).device.type == "cpu" and torch.cuda.is_available():
+            raise InputError(
+                "PyTorch's PowerSGD waits for a GPU wherever there is one, and these ranks have none: start them with"
+                " CUDA_VISIBLE_DEVICES= (empty), or set gradients.powersgd_rank to 0"
+            )
         shorter = power_sgd.PowerSGDState(group, gradients.powersgd_rank, start_powerSGD_iter=POWER_SGD_AFTER)
         model.register_comm_hook(shorter, power_sgd.powerSGD_hook if _is_nccl(group) else _power_sgd_in_turn)
     elif travelling is not None or not isinstance(reducer, Native):

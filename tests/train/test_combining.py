@@ -1,11 +1,13 @@
 """Every way of combining gradients trains: those that are exact as one process does, the others nearly so."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
+from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.train.session import Session
 from tests.ranks import RankPool
@@ -77,6 +79,7 @@ def test_rounded_gradients_train_nearly_so(three: RankPool, alone: Any, algorith
     assert found["losses"] == pytest.approx(alone[6]["losses"], rel=0.01)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch's PowerSGD waits for a GPU wherever there is one")
 def test_powersgd_trains_another_way_to_nearly_the_same_loss(two: RankPool, alone: Any) -> None:
     first, second = two.run(trained, {"powersgd_rank": 2}, 40)
     assert first["losses"] == second["losses"]
@@ -85,6 +88,19 @@ def test_powersgd_trains_another_way_to_nearly_the_same_loss(two: RankPool, alon
     assert first["losses"][-1] < 0.5 * first["losses"][0]
     for name, value in first["apart"].items():
         assert torch.equal(second["apart"][name], value)
+
+
+def test_powersgd_of_cpu_ranks_is_refused_where_pytorch_would_wait_for_a_gpu(two: RankPool) -> None:
+    assert two.run(_said_beside_a_gpu) == [True, True]
+
+
+def _said_beside_a_gpu(rank: int, world_size: int) -> bool:
+    with mock.patch("torch.cuda.is_available", return_value=True):
+        try:
+            trained(rank, world_size, {"powersgd_rank": 2}, 1)
+        except InputError as error:
+            return "CUDA_VISIBLE_DEVICES= " in str(error)
+    return False
 
 
 def test_local_steps_let_ranks_go_apart_and_come_together(two: RankPool, alone: Any) -> None:
