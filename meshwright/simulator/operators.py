@@ -35,7 +35,7 @@ from meshwright.yaml_file import read_mapping
 REFERENCE: Path = CATALOG / "reference_gpu.yaml"
 REACHED = Path(__file__).with_name("rates_reached.yaml")
 _DTYPES: dict[str, Dtype] = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-_ON_TENSOR_CORES: tuple[Dtype, ...] = ("tf32", "bf16", "fp16")
+_AT_THE_LIMIT: tuple[Dtype, ...] = ("bf16", "fp16")  # of a GPU's power
 _PRODUCTS = ("matmul", "convolution", "attention")
 _LIKE = {"fp16": ("fp16", "bf16", "fp32"), "bf16": ("bf16", "fp16", "fp32"), "tf32": ("tf32", "fp32")}
 _ARRANGED = ("convolution", "batch_norm", "pooling", "bias")  # that read images, and care how they lie
@@ -143,7 +143,7 @@ def _published(device: Device) -> dict[str, float]:
     by = told if isinstance(told, dict) else {"": told} if told else {}
     shares = [value for publisher, value in by.items() if publisher != device.sources.get("without")]
     share = geometric_mean(shares) if shares else 0.0
-    found = {name: share * device.rates[name] for name in _ON_TENSOR_CORES if share and name in device.rates}
+    found = {name: share * device.rates[name] for name in _AT_THE_LIMIT if share and name in device.rates}
     if "tf32" not in device.rates:
         before = _shares()["fp32_before_tf32"]
         found["fp32"] = before.get(device.name, before["others"]) * device.rates["fp32"]
