@@ -24,6 +24,7 @@ Dtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8"]
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "point_to_point"]
 Operator = Literal[
     "matmul",
+    "input_gradient",
     "weight_gradient",
     "batched_matmul",
     "attention",
@@ -60,13 +61,13 @@ class _Value(BaseModel):
 
 
 class OperatorTime(_Value):
-    """One operator as it was measured. `shape` by operator: matmul m n k (of a linear layer); weight_gradient m n k (a
-    product of two whose inner sides lie apart); batched_matmul b m n k; attention batch heads sequence head_dim
-    (causal); convolution n c_in h w c_out kernel stride groups; norm rows columns (LayerNorm), or n c h w
-    (BatchNorm); pooling (2 × 2 maxima) and bias (of a convolution) n c h w; softmax, log_softmax, loss and
-    reduction rows columns; elementwise (ReLU), gelu, dropout (a GPU's, with a mask of bytes), widen (16 bits to 32) and
-    copy (transposing) elements; embedding rows columns lookups; optimizer tensors elements and states (2 of AdamW, 1 of
-    SGD with momentum; all tensors at once).
+    """One operator as it was measured. `shape` by operator: matmul m n k (of a linear layer); input_gradient and
+    weight_gradient m n k (products whose second operand, or both, lie with the inner side apart); batched_matmul b
+    m n k; attention batch heads sequence head_dim (causal); convolution n c_in h w c_out kernel stride groups; norm
+    rows columns (LayerNorm), or n c h w (BatchNorm); pooling (2 × 2 maxima) and bias (of a convolution) n c h w;
+    softmax, log_softmax, loss and reduction rows columns; elementwise (ReLU), gelu, dropout (a GPU's, with a mask
+    of bytes), widen (16 bits to 32) and copy (transposing) elements; embedding rows columns lookups; optimizer
+    tensors elements and states (2 of AdamW, 1 of SGD with momentum; all tensors at once).
     Seconds are those that the device is busy; what its host takes to start an operator is `launch_s`.
     """
 

@@ -39,10 +39,10 @@ def _matmuls(large: bool) -> Iterator[Case]:
         yield _matmul((many, odd, hidden), _linear)
         yield _matmul((many, hidden, odd), _input_gradient)
         yield _matmul((odd, hidden, many), _weight_gradient)
-    # Of rows that are: Hopper's instructions for TF32 want the inner side of both operands together, and a weight's
-    # gradient, where it is the rows, takes half as long again. Other types may lie either way.
+    # Of rows that are: Hopper's instructions for TF32 want the inner side of both operands together.
     if large:
         for shape in product(grids[0], repeat=3):
+            yield _matmul(shape, _input_gradient, "input_gradient")
             yield _matmul(shape, _weight_gradient, "weight_gradient")
 
 

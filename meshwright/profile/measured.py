@@ -215,6 +215,7 @@ def _operator(seen: OperatorSeen, size: int, other: OperatorSeen | None, half: _
         bytes=_growth(seen.bytes, size, other.bytes if other else None, half),
         shape=tuple(_growth(mine, size, its, half) for mine, its in zip(seen.shape, shape, strict=True)),
         workspace=_growth(seen.workspace, size, other.workspace if other else None, half),
+        gradient=seen.place.gradient,
     )
 
 

@@ -248,6 +248,7 @@ def _operator(seen: list[OperatorSeen], sizes: tuple[int, ...], marks: Marks) ->
         shape=tuple(fit(list(values), sizes) for values in zip(*(o.shape for o in seen), strict=True)),
         split=marks.operators.get(first.place.forward, ""),
         workspace=fit([o.workspace for o in seen], sizes),
+        gradient=first.place.gradient,
     )
 
 

@@ -37,7 +37,7 @@ class Growth:
 class Operator:
     """One operator of a step. `layer` is the module that ran it, in backward the one whose gradient it computes.
     `split` is the group of modules it is divided with, if it is; `workspace` is what it takes on a GPU while it
-    runs."""
+    runs; `gradient`: it computes one, unlike what a backward pass computes again."""
 
     layer: str
     name: str
@@ -48,6 +48,7 @@ class Operator:
     shape: tuple[Growth, ...]
     split: str = ""
     workspace: Growth = Growth(0.0, 0.0)
+    gradient: bool = False
 
 
 @dataclass(frozen=True)

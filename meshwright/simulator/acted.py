@@ -110,7 +110,7 @@ class Builder:
         if operator.kind == "convolution":
             return self._convolution(operator, dtype, backward)
         if operator.kind == "matmul":
-            return _product(operator, self._sizes(operator.shape), dtype, backward)
+            return _product(operator, self._sizes(operator.shape), dtype)
         if operator.kind == "attention":
             return _attention(self._sizes(operator.shape), dtype, backward)
         if operator.name.startswith("max_pool2d_with_indices"):
@@ -219,17 +219,17 @@ def _pooling_backward(image: _Shape, out: _Shape, window: tuple[list[int], ...],
     return run
 
 
-def _product(operator: Operator, shape: _Shape, dtype: torch.dtype, backward: bool) -> Act:
+def _product(operator: Operator, shape: _Shape, dtype: torch.dtype) -> Act:
     """A forward pass multiplies with the transposed weight; of a weight's gradient the inner side is the samples."""
     many, m, n, k = shape
     place = object()
     if many > 1:
         return lambda scene: torch.bmm(scene.take((many, m, k), dtype), scene.weight((many, k, n), dtype, place))
-    if not backward and operator.name == "addmm":
+    if not operator.gradient and operator.name == "addmm":
         return lambda scene: torch.addmm(
             scene.weight((n,), dtype, place), scene.take((m, k), dtype), scene.weight((n, k), dtype, place).t()
         )
-    if not backward:
+    if not operator.gradient:
         return lambda scene: scene.take((m, k), dtype) @ scene.weight((n, k), dtype, place).t()
     if operator.shape[3].linear and not operator.shape[1].linear:
         return lambda scene: scene.take((k, m), dtype).t() @ scene.saved((k, n), dtype, place)

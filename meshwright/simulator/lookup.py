@@ -25,6 +25,7 @@ _CLASSES = {  # by a part of their names, the first that fits
 }
 # Classes that a calibration may lack, and those that it then has for them.
 STAND_INS = {
+    "input_gradient": "matmul",
     "weight_gradient": "matmul",
     "softmax": "log_softmax",
     "log_softmax": "softmax",
@@ -54,10 +55,7 @@ def looked_up(operator: Operator, batch: float, scale: float, backward: bool, me
     if kind == "matmul" and shape[0] > 1:
         return LookedUp("batched_matmul", _logs(shape[0] * scale, *shape[1:]), flops, moved)
     if kind == "matmul":
-        odd = _odd(operator)
-        weight = backward and not odd and operator.shape[3].linear and not operator.shape[1].linear
-        name = "weight_gradient" if weight else f"matmul{odd}"
-        return LookedUp(name, _logs(shape[1] * scale, *shape[2:]), flops, moved)
+        return LookedUp(_product(operator), _logs(shape[1] * scale, *shape[2:]), flops, moved)
     if kind == "attention":
         flops /= 2 if shape[-1] else 1  # what lies ahead of a token is not computed
         return LookedUp("attention", _logs(shape[0] * shape[1] * scale, shape[2], shape[4]), flops, moved)
@@ -80,6 +78,15 @@ def _class(operator: Operator) -> str:
     if found or operator.kind == "reduction":
         return found or "reduction"
     return "copy" if operator.name == "clone" else "elementwise"
+
+
+def _product(operator: Operator) -> str:
+    """Whether rows fit what a load takes, and which way the operands of a product lie if they do: the inner side of a
+    weight's gradient is the samples."""
+    odd, (m, k) = _odd(operator), (operator.shape[1].linear, operator.shape[3].linear)
+    if odd or not operator.gradient or bool(m) == bool(k):
+        return f"matmul{odd}"
+    return "weight_gradient" if k else "input_gradient"
 
 
 def _odd(operator: Operator) -> str:
@@ -145,7 +152,7 @@ def measured_as(row: OperatorTime) -> tuple[str, tuple[float, ...]]:
     if row.operator == "matmul":
         odd = next((f" {side}" for side, size in zip("mnk", shape, strict=True) if size % 8), "")
         return f"matmul{odd}", _logs(*shape)
-    if row.operator in ("batched_matmul", "weight_gradient"):
+    if row.operator in ("batched_matmul", "input_gradient", "weight_gradient"):
         return row.operator, _logs(*shape)
     if row.operator == "norm" and len(shape) == 4:
         return "batch_norm", _logs(row.bytes, shape[1])

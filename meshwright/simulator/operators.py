@@ -124,8 +124,8 @@ def _as_they_lie(found: dict[_Key, Table], device: Device) -> dict[_Key, Table]:
     """Those of the reference, but for a weakness of its kind alone."""
     if device.name in _shares()["tf32_inner_together"]:
         return found
-    weights, others = (_key(name) for name in ("weight_gradient", "matmul"))
-    return {**found, weights: found[others]}
+    plain = found[_key("matmul")]
+    return {**found, _key("input_gradient"): plain, _key("weight_gradient"): plain}
 
 
 def _key(name: str) -> _Key:

@@ -279,7 +279,7 @@ def _row(one: _Heavy, seconds: float, batch: int, rank: _Rank) -> OperatorTime:
         sizes = [
             size if name.endswith(side) else -(-size // 8) * 8 for side, size in zip("mnk", sizes[1:], strict=True)
         ]
-    elif name == "weight_gradient":
+    elif name.endswith("_gradient"):
         sizes = sizes[1:]
     elif name == "attention":
         sizes = [*sizes[:3], sizes[4]]

@@ -109,3 +109,16 @@ def test_what_is_split_is_told_also_where_recomputing_adds_operators(monkeypatch
     assert any(split for _, split in now)
     monkeypatch.setattr(recompute, "checkpoint", older)
     assert splits() == now
+
+
+def test_what_is_computed_again_is_no_gradient() -> None:
+    model, tokens = tiny_decoder(layers=4), torch.zeros(2, 16, dtype=torch.long)
+
+    def products(kind: Recompute, gradient: bool) -> int:
+        found = profile(model, (tokens, tokens), scores_loss, recompute=kind)
+        back = [part for part in found.stretches if part.phase == "backward"]
+        return sum(part.count for part in back for o in part.operators if (o.kind, o.gradient) == ("matmul", gradient))
+
+    assert products("none", False) == 0
+    assert products("full", True) == products("none", True) > 0
+    assert products("full", False) > 0
