@@ -66,7 +66,7 @@ def _shapes(traced: ModelProfile, batch: int) -> set[tuple[str, tuple[int, ...]]
         for operator in stretch.operators:
             shape = tuple(round(size.at(batch)) for size in operator.shape)
             if operator.kind == "matmul":
-                found.add(("matmul", shape[1:]))
+                found.update((name, shape[1:]) for name in ("matmul", "input_gradient", "weight_gradient"))
             elif operator.kind == "convolution":
                 found.add(("convolution", shape))
             elif operator.kind == "attention":
