@@ -15,7 +15,6 @@ from meshwright.parallel.pipeline_wiring import chosen_cuts
 from meshwright.parallel.tensor import check_splits
 from meshwright.plan import Plan
 from meshwright.profile.dataflow import Flow, record_flow
-from meshwright.profile.names import enclosing
 from meshwright.profile.structure import Structure, structure
 
 
@@ -139,19 +138,13 @@ def _check_groups_are_whole(plan: Plan, found: Structure) -> None:
     """Modules that are split together lie in one stage."""
     numbers = {name: number for number, name in enumerate(found.pieces)}
     ends = sorted(numbers[cut.after] for cut in chosen_cuts(plan, found))
-
-    def stage_of(module: str) -> int:
-        piece = min((numbers[name] for name in enclosing(module) if name in numbers), default=0)
-        return bisect_left(ends, piece)
-
-    for group in found.splits:
-        if any(split.kind == "vocabulary" for split in group.splits):
+    for group, (begin, end) in zip(found.splits, found.spans, strict=True):
+        stage = bisect_left(ends, begin)
+        if stage == bisect_left(ends, end) or any(split.kind == "vocabulary" for split in group.splits):
             continue
-        stages = {stage_of(split.module) for split in group.splits}
-        left_whole = any((own := plan.modules.split_of(s.module)) and own.kind == "none" for s in group.splits)
-        if len(stages) > 1 and not left_whole:
+        if not any((own := plan.modules.split_of(s.module)) and own.kind == "none" for s in group.splits):
             first, last = group.splits[0].module, group.splits[-1].module
-            cut = plan.pipeline.cuts[min(stages)]
+            cut = plan.pipeline.cuts[stage]
             raise InputError(
                 f"plan.pipeline.cuts: the cut behind {cut} parts {first} and {last}, which are split along the tensor"
                 f" axis together: cut behind {last}, or leave them whole with plan.modules.splits:"

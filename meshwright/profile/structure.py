@@ -7,6 +7,7 @@ in the middle one holds for all between.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ from meshwright.errors import InputError
 from meshwright.profile.branches import Branches, collapsed, find_branches
 from meshwright.profile.cuts import Cut, NoCut, find_cuts
 from meshwright.profile.dataflow import Flow, record_flow
-from meshwright.profile.names import within
+from meshwright.profile.names import enclosing, within
 from meshwright.profile.pieces import find_pieces
 from meshwright.profile.published import with_published
 from meshwright.profile.repeats import Run, find_runs
@@ -50,6 +51,17 @@ class Structure:
     branches: tuple[Branches, ...]
     ties: tuple[Tie, ...]
     evaluated: bool = False
+
+    @cached_property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """By group of `splits`, the first and the last of the `pieces` that its modules lie in."""
+        numbers = {name: number for number, name in enumerate(self.pieces)}
+
+        def piece_of(module: str) -> int:
+            return min((numbers[name] for name in enclosing(module) if name in numbers), default=0)
+
+        places = [[piece_of(split.module) for split in group.splits] for group in self.splits]
+        return tuple((min(own, default=0), max(own, default=0)) for own in places)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, words and numbers, for YAML."""
