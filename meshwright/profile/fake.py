@@ -2,7 +2,7 @@
 
 import copy
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,19 +54,26 @@ def fake_batch(sample: Any, size: int, mode: FakeTensorMode) -> Any:
 
 
 @contextmanager
-def one_sequence() -> Iterator[None]:
+def one_sequence(sample: Any) -> Iterator[None]:
     """That rows of tokens are one sequence each, for transformers: it looks at their positions, and where these have no
-    numbers it assumes several, and masks attention that would have been causal: twice the work of what will run."""
+    numbers it assumes several, and masks attention that would have been causal: twice the work of what will run. A
+    batch that brings positions may well have several."""
     masks: Any = sys.modules.get("transformers.masking_utils")
     looked = getattr(masks, "find_packed_sequence_indices", None)
-    if looked is None:
+    if looked is None or _has_positions(sample):
         yield
         return
-    masks.find_packed_sequence_indices = lambda positions: None
+    masks.find_packed_sequence_indices = lambda *_, **__: None
     try:
         yield
     finally:
         masks.find_packed_sequence_indices = looked
+
+
+def _has_positions(sample: Any) -> bool:
+    if isinstance(sample, Mapping):
+        return "position_ids" in sample or any(map(_has_positions, sample.values()))
+    return isinstance(sample, list | tuple) and any(map(_has_positions, sample))
 
 
 def bytes_in(batch: Any) -> int:

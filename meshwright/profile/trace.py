@@ -68,7 +68,8 @@ def profile(
     rules: Rules = GpuRules if on_gpu else nullcontext
 
     def record(size: int) -> Recording:
-        return _record(model, sample, run, size, runs, recompute, rules)
+        with one_sequence(sample):
+            return _record(model, sample, run, size, runs, recompute, rules)
 
     try:
         recordings = [record(size) for size in BATCHES]
@@ -91,7 +92,7 @@ def profile(
         )
     marks = Marks({}, {}, {}, {})
     if structured:
-        with rules():
+        with rules(), one_sequence(sample):
             marks = find_marks(model, sample, run, BATCHES[0], runs)
     stretches = _combine(recordings, BATCHES, cuts, marks)
     found = ModelProfile(
@@ -126,7 +127,7 @@ def _record(
     batch = fake_batch(sample, size, mode)
     blocks = {name for run in runs for name in (run.first, run.middle, run.last)}
     try:
-        with mode, one_sequence():
+        with mode:
             return record_step(twin, lambda module: run(module, batch), batch, names, blocks, recompute, rules)
     except InputError:
         raise

@@ -196,17 +196,36 @@ def test_a_batch_that_does_not_fit_the_model_is_one_line() -> None:
         profile(nn.Sequential(nn.Linear(4, 4)), sample, F.cross_entropy)
 
 
+def _logits_mean(outputs: Any, batch: Any) -> Tensor:
+    return outputs["logits"].float().mean()
+
+
+def _without_cache(name: str) -> nn.Module:
+    pytest.importorskip("transformers")
+    model: Any = transformer(name)
+    model.config.use_cache = False
+    return model
+
+
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
 def test_attention_of_the_transformers_library_is_as_causal_as_it_runs(name: str) -> None:
     """It looks at positions to tell, which a trace has no numbers for."""
-    pytest.importorskip("transformers")
 
-    def own_loss(outputs: Any, batch: Any) -> Tensor:
-        return outputs["logits"].float().mean()
+    def causal(batch: Any) -> list[float]:
+        found = profile(_without_cache(name), batch, _logits_mean)
+        return [o.shape[-1].at(4) for part in found.stretches for o in part.operators if o.kind == "attention"]
 
-    model: Any = transformer(name)
-    model.config.use_cache = False
-    found = profile(model, ids(), own_loss)
-    attention = [one for stretch in found.stretches for one in stretch.operators if one.kind == "attention"]
-    assert attention
-    assert all(one.shape[-1].at(4) == 1 for one in attention)
+    assert set(causal(ids())) == {1}
+    positions = torch.arange(8).repeat(4, 2)  # two sequences in a row, which it masks from each other
+    assert set(causal({**ids(), "position_ids": positions})) == {0}
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
+def test_what_is_split_of_the_transformers_library_is_what_its_layers_are(name: str) -> None:
+    """Two passes are laid side by side, which must have the same operators."""
+    found = profile(_without_cache(name), ids(), _logits_mean, structured=True)
+    assert found.structure is not None
+    homes = {split.module: group.name for group in found.structure.splits for split in group.splits}
+    products = [o for part in found.stretches for o in part.operators if o.kind == "matmul" and o.layer in homes]
+    assert len(products) > 12
+    assert all(one.split == homes[one.layer] for one in products)
