@@ -1,9 +1,10 @@
-"""Step times, measured here and predicted: `python -m meshwright.bench.steps [NAME ...]`.
+"""Step times, measured here and predicted: `python -m meshwright.bench.steps [NAME ...]`, or `recorded`.
 
 On a GPU every case of steps_cases.yaml, in bf16 (both layouts), fp32 and tf32; on CPU cores the MNIST net under one and
 two ranks with the global batch of its job. Predictions are those of this machine as `local` measured it, with the
 model's own operators measured beside (simulator/own_shapes.py); steps_h200.json are measurements of another one, which
-tests hold the reference GPU's calibration against.
+tests hold the reference GPU's calibration against, and which `recorded` shows: `held` ones, at the power limit, also
+as such a GPU is predicted that nobody has calibrated.
 """
 
 import gc
@@ -33,6 +34,7 @@ from meshwright.plan import Plan
 from meshwright.profile.optimizer import optimizer_cost
 from meshwright.profile.trace import profile
 from meshwright.profile.values import ModelProfile
+from meshwright.simulator.operators import reference_gpu
 from meshwright.simulator.own_shapes import with_own_shapes
 from meshwright.simulator.predict import Prediction, predict_plan
 from meshwright.train.session import Session
@@ -68,10 +70,10 @@ def cases() -> dict[str, dict[str, Any]]:
     return {case["name"]: case for case in yaml.safe_load(CASES.read_text())}
 
 
-def measured_rows() -> Iterator[tuple[Row, float]]:
-    """Those of steps_h200.json, with their seconds."""
+def measured_rows(kind: str = "rows") -> Iterator[tuple[Row, float]]:
+    """Those of steps_h200.json, short or `held`, with their seconds."""
     known = cases()
-    for row in json.loads(MEASURED.read_text())["rows"]:
+    for row in json.loads(MEASURED.read_text())[kind]:
         yield Row(known[row["name"]], row["precision"], row["layout"]), row["step_s"]
 
 
@@ -178,7 +180,30 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def recorded_on() -> Cluster:
+    """The GPU of steps_h200.json, with the reference's calibration."""
+    cluster = find("H200")
+    node = cluster.nodes[0].model_copy(update={"device": reference_gpu()[0]})
+    return cluster.model_copy(update={"nodes": (node,), "based_on": "calibrated"})
+
+
+def show_recorded() -> None:
+    errors: dict[str, list[float]] = {}
+    for row, taken in measured_rows():
+        errors.setdefault(row.precision, []).append(predict(row, recorded_on()).step_s / taken - 1)
+        print(f"{row.case['name']:10} {row.precision} {row.layout:13} {errors[row.precision][-1]:+.1%}", flush=True)
+    for precision, found in errors.items():
+        off = [abs(error) for error in found]
+        print(f"{precision}: {len(off)} steps, median error {median(off):.1%}, largest {max(off):.1%}")
+    for row, taken in measured_rows("held"):
+        alone, limited = (predict(row, cluster).step_s / taken - 1 for cluster in (recorded_on(), find("H200")))
+        name = f"{row.case['name']} {row.precision}"
+        print(f"held: {name:13} calibrated {alone:+.1%}, not calibrated {limited:+.1%}", flush=True)
+
+
 def main(names: list[str]) -> None:
+    if names == ["recorded"]:
+        return show_recorded()
     cluster = find("local", measure_machine)
     turns = TURNS if cluster.kind == "cpu" else 1
     print(f"{cluster.devices} × {cluster.nodes[0].device.name}, {cluster.based_on}; medians of {turns} turns")
