@@ -14,8 +14,8 @@ _WHERE = {
     "load_job": "meshwright.job",
     "load_plan": "meshwright.job",
     "parallelize": "meshwright.train.parallelize",
-    "predict": "meshwright.simulator.predict",
-    "prove": "meshwright.proof.own",
+    "predict": "meshwright.planner.predict",
+    "prove": "meshwright.proof.prove_model",
 }
 __all__ = [
     "Job",

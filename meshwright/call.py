@@ -12,9 +12,19 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 
 from meshwright.errors import InputError, MeshwrightError, did_you_mean
+
+_MOVED = {  # modules that job files written for earlier versions name
+    "text": ("decoder", "decoder_sizes", "encoder", "masked", "skip_gram", "token_file", "tokens", "word_contexts"),
+    "images": ("image_folder", "voc"),
+}
+_NEW_PATHS = {
+    f"meshwright.workloads.{module}": f"meshwright.workloads.{room}.{module}"
+    for room, modules in _MOVED.items()
+    for module in modules
+}
 
 
 class Call(BaseModel):
@@ -25,6 +35,13 @@ class Call(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="allow")
     call: str
+
+    @field_validator("call")
+    @classmethod
+    def _by_new_path(cls, path: str) -> str:
+        """Modules that have moved are known by their earlier paths too, so that old job files and runs stay valid."""
+        module, colon, name = path.partition(":")
+        return f"{_NEW_PATHS.get(module, module)}{colon}{name}"
 
     @property
     def arguments(self) -> dict[str, Any]:

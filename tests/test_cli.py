@@ -21,7 +21,7 @@ from meshwright.cluster.detect import find
 from meshwright.errors import InputError
 from meshwright.job import load_job
 from meshwright.plan import Plan
-from meshwright.train.folder import RunFolder, record
+from meshwright.train.output.folder import RunFolder, record
 
 JOB: dict[str, Any] = {
     "model": {"call": "tests.train.toy:Net"},

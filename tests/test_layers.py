@@ -1,4 +1,6 @@
-"""The design's table of levels: imports flow down only, and rooms on one level do not import each other."""
+"""The design's table of levels: imports flow down only, rooms on one level do not import each other, and no file
+imports itself through others. Within a room the folders have an order of their own; files that lie directly in the room
+may be below its folders (shared values) or above them (what joins them)."""
 
 import ast
 from collections.abc import Iterator
@@ -12,14 +14,13 @@ PACKAGE = Path(meshwright.__file__).parent
 
 LEVELS = {
     "cli": 7,
-    "report": 6,
     "proof": 5,
-    "compat": 5,
     "bench": 5,
     "export": 5,
     "planner": 4,
     "train": 4,
     "checkpoint": 3,
+    "calibrate": 3,
     "simulator": 2,
     "parallel": 2,
     "workloads": 2,
@@ -29,17 +30,33 @@ LEVELS = {
     "data": 1,
     "launch": 1,
     "job": 1,
+    "blocks": 0,
     "plan": 0,
     "call": 0,
     "batch": 0,
     "cache": 0,
+    "dtypes": 0,
     "yaml_file": 0,
     "errors": 0,
+}
+# The folders inside a room, from the lowest up: each may import those before it.
+FOLDERS = {
+    "bench": ("collectives",),
+    "collectives": ("schedules", "shared_memory"),
+    "launch": ("local",),
+    "parallel": ("weights", "tensor", "pipeline", "branches", "replicate"),
+    "profile": ("structure", "tracing"),
+    "proof": ("reference", "record", "compare", "causes"),
+    "simulator": ("compute", "tensor", "communication", "pipeline", "memory"),
+    "train": ("step", "output", "servers"),
+    "workloads": ("text", "images"),
 }
 ENTRY_POINTS = ("__init__", "__main__")  # they may name anything, and nothing may name them
 EVERYBODYS = "errors"  # what a user may be told is also said by its neighbours on level 0
 PREDICTING, EXECUTING = {"simulator", "planner"}, {"parallel", "checkpoint", "train"}
 WITHOUT_TORCH = ("plan", "job", "errors", "call", "yaml_file")
+MOST_FILES = 15  # directly in one folder, `__init__.py` apart
+MOST_LINES = 400
 
 
 def problems(package: Path) -> list[str]:
@@ -61,8 +78,8 @@ def problems(package: Path) -> list[str]:
             found.append(f"{where}: '{room}' is not in the design's table")
             continue
         for name in _imported(ast.walk(tree), inside):
-            found += [f"{where}: {reason}" for reason in _breach(room, name)]
-    return found
+            found += [f"{where}: {reason}" for reason in (*_breach(room, name), *_folder_breach(inside, name))]
+    return found + _circles(package) + _sizes(package)
 
 
 def _breach(room: str, name: str) -> Iterator[str]:
@@ -80,6 +97,56 @@ def _breach(room: str, name: str) -> Iterator[str]:
         yield f"{room} (level {LEVELS[room]}) imports {other} (level {LEVELS[other]})"
 
 
+def _folder_breach(inside: tuple[str, ...], name: str) -> Iterator[str]:
+    """A folder of a room that imports one above it, or that the table does not have."""
+    room, *others = name.split(".")[1:] or [""]
+    if len(inside) < 3:
+        return
+    folders = FOLDERS.get(inside[0], ("causes",))
+    if inside[1] not in folders:
+        yield f"folder '{inside[1]}' of {inside[0]} is not in the table"
+    elif room == inside[0] and set(others[:1]) & set(folders[folders.index(inside[1]) + 1 :]):
+        yield f"{inside[0]}/{inside[1]} imports {inside[0]}/{others[0]}, which lies above it"
+
+
+def _circles(package: Path) -> list[str]:
+    """Files that import each other, directly or through others."""
+    files = {_module(package, file): file for file in package.rglob("*.py")}
+    imports = {
+        name: {
+            one
+            for one in _imported(ast.walk(ast.parse(file.read_text())), file.relative_to(package).with_suffix("").parts)
+            if one in files
+        }
+        for name, file in files.items()
+    }
+    # Files that import nothing of what is left, and files that nothing of what is left imports, are in no circle.
+    while True:
+        left = {name for name, others in imports.items() if others & imports.keys()}
+        left &= {one for others in imports.values() for one in others}
+        if left == imports.keys():
+            return [f"{name} is in a circle of imports" for name in sorted(left)]
+        imports = {name: others for name, others in imports.items() if name in left}
+
+
+def _module(package: Path, file: Path) -> str:
+    parts = [package.name, *file.relative_to(package).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _sizes(package: Path) -> list[str]:
+    """Files and folders that are too large to be read as one."""
+    found = []
+    for folder in (package, *(path for path in package.rglob("*") if path.is_dir() and path.name != "__pycache__")):
+        files = [file for file in folder.iterdir() if file.is_file() and file.name != "__init__.py"]
+        if len(files) > MOST_FILES:
+            found.append(f"{folder.name}/ has {len(files)} files, more than {MOST_FILES}")
+        for file in files:
+            if file.suffix == ".py" and (lines := file.read_text().count("\n")) > MOST_LINES:
+                found.append(f"{file.relative_to(package)} has {lines} lines, more than {MOST_LINES}")
+    return found
+
+
 def _imported(nodes: Iterator[ast.AST] | list[ast.stmt], inside: tuple[str, ...]) -> Iterator[str]:
     """Dotted names; `from meshwright import errors` is meshwright.errors."""
     for node in nodes:
@@ -89,7 +156,15 @@ def _imported(nodes: Iterator[ast.AST] | list[ast.stmt], inside: tuple[str, ...]
             base = ["meshwright", *inside[: len(inside) - node.level]] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
             for alias in node.names:
-                yield f"{module}.{alias.name}" if module == "meshwright" else module
+                yield f"{module}.{alias.name}" if _is_package(module, alias.name) else module
+
+
+def _is_package(module: str, name: str) -> bool:
+    """Whether `from module import name` imports a file or folder called `name`."""
+    if module == "meshwright":
+        return True
+    place = PACKAGE.parent.joinpath(*module.split("."))
+    return (place / f"{name}.py").is_file() or (place / name / "__init__.py").is_file()
 
 
 def _environment(tree: ast.AST) -> Iterator[int]:
@@ -121,7 +196,7 @@ def test_every_room_has_a_level() -> None:
         ("data/order.py", "import meshwright.launch.world", "data (level 1) imports launch (level 1)"),
         ("data/order.py", "def late():\n    from meshwright.job import Job", "data (level 1) imports job (level 1)"),
         ("planner/search.py", "from meshwright.parallel.apply import apply", "predicting and executing"),
-        ("train/trainer.py", "from meshwright.simulator.memory import peak", "predicting and executing"),
+        ("train/trainer.py", "from meshwright.simulator.memory.peak import peak", "predicting and executing"),
         ("train/trainer.py", "from meshwright.cli import app", "train (level 4) imports cli (level 7)"),
         ("plan.py", "from meshwright.call import Call", "plan (level 0) imports call (level 0)"),
         ("plan.py", "import torch", "imports torch when it is loaded"),

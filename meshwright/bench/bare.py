@@ -18,8 +18,8 @@ from meshwright.call import bind
 from meshwright.errors import InputError
 from meshwright.job import Job, load_job
 from meshwright.train.build import build_data, build_loading, freeze, make_model
-from meshwright.train.loss import models_own
-from meshwright.train.optimizer import build_optimizer
+from meshwright.train.step.loss import models_own
+from meshwright.train.step.optimizer import build_optimizer
 
 
 def samples_per_s(

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 from meshwright.call import load
 from meshwright.data.batch import Loading, Share
 from meshwright.data.loading import train_batches
-from meshwright.workloads.augment import MEAN, STD
-from meshwright.workloads.image_folder import image_folder
+from meshwright.workloads.images.augment import MEAN, STD
+from meshwright.workloads.images.image_folder import image_folder
 from meshwright.workloads.rows import rows
 
 PICTURES = 384

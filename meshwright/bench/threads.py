@@ -6,7 +6,7 @@
 import sys
 
 from meshwright.bench.bare import samples_per_s
-from meshwright.parallel.threads import by_threads
+from meshwright.bench.data_parallel import by_threads
 
 if __name__ == "__main__":
     job_file, steps, device, threads = sys.argv[1:]

@@ -23,8 +23,8 @@ from meshwright.checkpoint.state import (
     restore_optimizer,
 )
 from meshwright.errors import CheckpointError
-from meshwright.parallel.layout import Tied
 from meshwright.parallel.shard import reshard
+from meshwright.parallel.weights.layout import Tied
 
 
 @dataclass(frozen=True)

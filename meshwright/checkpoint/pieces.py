@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from meshwright.parallel.layout import Layout, local_of, rectangles, view_of, whole_shape
+from meshwright.parallel.weights.layout import Layout, local_of, rectangles, view_of, whole_shape
 
 
 class Pieces:

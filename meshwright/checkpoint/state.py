@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.checkpoint.pieces import held, pieces
 from meshwright.errors import CheckpointError
-from meshwright.parallel.layout import Layout, Tied, axis_apart, whole_shape
 from meshwright.parallel.shard import reshard
+from meshwright.parallel.weights.layout import Layout, Tied, axis_apart, whole_shape
 
 State = dict[str, Any]
 Layouts = Mapping[str, Layout]

@@ -47,8 +47,8 @@ def strategies(
 
     from meshwright.bench.strategies import chosen, compare, lines
     from meshwright.bench.strategy_plans import plan_for
+    from meshwright.calibrate.probe import measure
     from meshwright.cluster.detect import find
-    from meshwright.cluster.probe import measure
     from meshwright.job import load_job
 
     read, names = load_job(job, settings or []), chosen(only)
@@ -94,10 +94,10 @@ def collectives(
     """
     from rich.console import Console
 
-    from meshwright.bench.collectives import measured_here, measured_joined, parse_sizes, rows_of, told
-    from meshwright.bench.collectives_openmpi import is_there, openmpi_rows
-    from meshwright.bench.collectives_rank import Asked
-    from meshwright.bench.collectives_show import show
+    from meshwright.bench.collectives.compare import measured_here, measured_joined, parse_sizes, rows_of, told
+    from meshwright.bench.collectives.openmpi import is_there, openmpi_rows
+    from meshwright.bench.collectives.rank import Asked
+    from meshwright.bench.collectives.show import show
     from meshwright.launch.world import is_launched
 
     asked = Asked(nodes, parse_sizes(sizes), rounds, in_training=in_training)
@@ -111,23 +111,6 @@ def collectives(
         print(json.dumps(told(rows, found)), flush=True)
     else:
         show(rows, found, Console(width=None if sys.stdout.isatty() else 200))
-
-
-@bench.command()
-def predictions(
-    everything: Annotated[bool, typer.Option("--all", help="Every published row: this takes an hour.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Score the predictor on published training runs, each source by factors from the others."""
-    from meshwright.bench.predictions.report import as_json as told
-    from meshwright.bench.predictions.report import lines, report
-
-    made = report(everything, progress=lambda line: print(line, file=sys.stderr, flush=True))
-    if as_json:
-        print(json.dumps(told(made)), flush=True)
-        return
-    for line in lines(made):
-        print(line, flush=True)
 
 
 @bench.command()

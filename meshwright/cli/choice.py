@@ -23,9 +23,9 @@ def asked_of(
     from meshwright.call import bind
     from meshwright.planner.profiles import Profiles
     from meshwright.planner.question import Question
-    from meshwright.simulator.predict import cost_of as optimizer_of
+    from meshwright.profile.optimizer import cost_of as optimizer_of
     from meshwright.train.build import freeze, make_model, sample_batch
-    from meshwright.train.optimizer import build_optimizer
+    from meshwright.train.step.optimizer import build_optimizer
 
     data, generated = _training_set(job)
     if generated and not job.data.synthetic:
@@ -75,7 +75,7 @@ def _training_set(job: "Job") -> tuple[Any, bool]:
 
 def by_dimension(job: "Job", ranks: int) -> "Plan":
     from meshwright.batch import split
-    from meshwright.parallel.dimension import dimension_plan
+    from meshwright.parallel.tensor.dimension import dimension_plan
     from meshwright.train.build import make_model, sample_batch
 
     example = split(sample_batch(job, _training_set(job)[0]), job.data.target)

@@ -83,8 +83,8 @@ def plan(
 
     from rich.console import Console
 
+    from meshwright.calibrate.probe import measure
     from meshwright.cluster.detect import find
-    from meshwright.cluster.probe import measure
     from meshwright.job import load_job, load_plan
     from meshwright.parallel.check import checker
     from meshwright.planner.answer import answer, of_one, show
@@ -200,7 +200,7 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Show this machine's devices and links as measured, and what stands in the way of training."""
-    from meshwright.cluster.doctor import examine, examine_thoroughly, lines
+    from meshwright.calibrate.doctor import examine, examine_thoroughly, lines
 
     if output and not calibrate:
         raise InputError(f"--output {output}: only --calibrate writes a file")

@@ -27,7 +27,7 @@ def tokens(
     as_json: AsJson = False,
 ) -> None:
     """Turn a folder of texts into the token files of the jobs gpt and bert."""
-    from meshwright.workloads.token_build import build_tokens
+    from meshwright.workloads.text.token_build import build_tokens
 
     if damaged not in ("fatal", "skip"):
         raise InputError(f"--damaged {damaged}: write fatal or skip")
@@ -44,7 +44,7 @@ def verify(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder of token files.")], as_json: AsJson = False
 ) -> None:
     """Read token files whole, and compare them with the checksums that they were built with."""
-    from meshwright.workloads.token_file import splits_in, verify_tokens
+    from meshwright.workloads.text.token_file import splits_in, verify_tokens
 
     found = {split: verify_tokens(folder, split) for split in splits_in(folder)}
     if as_json:

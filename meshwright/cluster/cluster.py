@@ -19,8 +19,9 @@ from pydantic import (
     model_validator,
 )
 
+from meshwright.dtypes import Dtype
+
 Kind = Literal["cpu", "cuda"]
-Dtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8"]
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "point_to_point"]
 Operator = Literal[
     "matmul",
@@ -47,7 +48,6 @@ Operator = Literal[
 Layout = Literal["contiguous", "channels_last"]
 BasedOn = Literal["measured", "measured here, with the model's own shapes", "calibrated", "datasheet", "detected"]
 
-DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 
 

@@ -4,8 +4,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.collectives.program import Message, Program, program, transfers
-from meshwright.collectives.schedule import Schedule
+from meshwright.collectives.schedules.program import Message, Program, program, transfers
+from meshwright.collectives.schedules.schedule import Schedule
 
 # Measured on two busy ARM cores (load 5), Gloo over loopback, ring and tree of 8 and 32 MiB, 2 and 4 ranks, median of 7
 # rounds: a message costs about 0.5 ms there, so 256 KiB took 2 to 3 times as long as 4 MiB, 1 MiB 1.1 to 1.5 times.

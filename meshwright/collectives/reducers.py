@@ -3,13 +3,13 @@
 import torch
 import torch.distributed as dist
 
-from meshwright.collectives import storages
-from meshwright.collectives.builders import SCHEDULES, build
 from meshwright.collectives.native import Native
 from meshwright.collectives.reducer import Reducer
 from meshwright.collectives.scheduled import Scheduled
-from meshwright.collectives.shared_reducer import SharedMemory
-from meshwright.collectives.two_level_memory import TwoLevelMemory, machines_of
+from meshwright.collectives.schedules.builders import SCHEDULES, build
+from meshwright.collectives.shared_memory import storages
+from meshwright.collectives.shared_memory.reducer import SharedMemory
+from meshwright.collectives.shared_memory.two_level import TwoLevelMemory, machines_of
 from meshwright.errors import InputError
 from meshwright.plan import Algorithm
 

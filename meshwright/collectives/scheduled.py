@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.collectives.execute import STREAMS, Execution, UnansweredError
-from meshwright.collectives.schedule import Schedule
+from meshwright.collectives.schedules.schedule import Schedule
 from meshwright.collectives.threaded import Threaded
 from meshwright.errors import CollectiveError
 

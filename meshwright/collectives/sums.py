@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.collectives.shared_memory import STAGE_UP_TO_BYTES
-from meshwright.collectives.shared_reducer import SharedMemory
+from meshwright.collectives.shared_memory.reducer import SharedMemory
+from meshwright.collectives.shared_memory.steps import STAGE_UP_TO_BYTES
 from meshwright.errors import InputError
 from meshwright.plan import Algorithm
 

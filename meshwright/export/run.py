@@ -10,9 +10,9 @@ from meshwright.checkpoint.load import load, newest_good
 from meshwright.checkpoint.manifest import Manifest, verify
 from meshwright.errors import CheckpointError, InputError
 from meshwright.job import Job, load_job
-from meshwright.parallel.initialize import initialized
+from meshwright.parallel.weights.initialize import initialized
 from meshwright.train.build import make_model
-from meshwright.train.folder import RunFolder
+from meshwright.train.output.folder import RunFolder
 
 
 @dataclass(frozen=True)

@@ -11,30 +11,30 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from meshwright.blocks.recompute import recompute_blocks
 from meshwright.collectives.reducers import make_reducer
 from meshwright.collectives.sums import Sums, make_sums
 from meshwright.errors import InputError
-from meshwright.parallel.batch_norm import synchronize_batch_norm
-from meshwright.parallel.branches import connect, recompute_apart, set_apart
-from meshwright.parallel.branches_check import apart, beside_branches, check_branches
+from meshwright.parallel.branches.branches import connect, recompute_apart, set_apart
+from meshwright.parallel.branches.check import apart, beside_branches, check_branches
 from meshwright.parallel.check import check_cast, check_runnable, check_structure, needs_structure
-from meshwright.parallel.combine import Combiner, combine
 from meshwright.parallel.compiled import compile_blocks
 from meshwright.parallel.float8 import eight_bits
-from meshwright.parallel.layout import Layout
-from meshwright.parallel.local_steps import LocalSteps
 from meshwright.parallel.mesh import build_mesh, data_group, place_in
 from meshwright.parallel.model import ParallelModel
-from meshwright.parallel.pipeline import Pipeline
+from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.parallel.pipeline.stages import cut_stages, recompute_stages
 from meshwright.parallel.precision import travelling_dtype
-from meshwright.parallel.replicate import replicate
+from meshwright.parallel.replicate.batch_norm import synchronize_batch_norm
+from meshwright.parallel.replicate.combine import Combiner, combine
+from meshwright.parallel.replicate.local_steps import LocalSteps
+from meshwright.parallel.replicate.replicate import replicate
 from meshwright.parallel.shard import shard
-from meshwright.parallel.stages import cut_stages, recompute_stages
-from meshwright.parallel.tensor import split_modules
+from meshwright.parallel.tensor.split_modules import split_modules
+from meshwright.parallel.weights.layout import Layout
 from meshwright.plan import Plan
-from meshwright.profile.dataflow import record_flow
-from meshwright.profile.recompute import recompute_blocks
-from meshwright.profile.structure import Structure, structure
+from meshwright.profile.structure.dataflow import record_flow
+from meshwright.profile.structure.structure import Structure, structure
 
 T = TypeVar("T")
 Fill = Callable[[nn.Module, Mapping[str, Layout]], None]

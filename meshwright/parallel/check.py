@@ -9,13 +9,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from meshwright.errors import InputError
-from meshwright.parallel.branches_check import apart, beside_branches, check_branches
-from meshwright.parallel.pipeline_check import check_pipeline
-from meshwright.parallel.pipeline_wiring import chosen_cuts
-from meshwright.parallel.tensor import check_splits
+from meshwright.parallel.branches.check import apart, beside_branches, check_branches
+from meshwright.parallel.pipeline.check import check_pipeline
+from meshwright.parallel.pipeline.wiring import chosen_cuts
+from meshwright.parallel.tensor.split_modules import check_splits
 from meshwright.plan import Plan
-from meshwright.profile.dataflow import Flow, record_flow
-from meshwright.profile.structure import Structure, structure
+from meshwright.profile.structure.dataflow import Flow, record_flow
+from meshwright.profile.structure.structure import Structure, structure
 
 
 def check_plan(plan: Plan, model: nn.Module, sample: Any, target: str | None = None) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from meshwright.parallel.layout import Layout, Tied, local_of
+from meshwright.parallel.weights.layout import Layout, Tied, local_of
 
 NamedGradients = Iterable[tuple[str, Tensor | None]]
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.blocks.recompute import find_blocks
 from meshwright.plan import Plan
-from meshwright.profile.recompute import find_blocks
 
 
 def compile_blocks(module: nn.Module, plan: Plan, device: torch.device) -> None:

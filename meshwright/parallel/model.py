@@ -14,17 +14,17 @@ from meshwright.batch import Example, at_least_fp32
 from meshwright.collectives.sums import Sums
 from meshwright.parallel import shard
 from meshwright.parallel.clip import clip_
-from meshwright.parallel.combine import Combiner
-from meshwright.parallel.dimension import part_of_input
-from meshwright.parallel.layout import Layout, Tied
-from meshwright.parallel.local_steps import LocalSteps
 from meshwright.parallel.mesh import Place
-from meshwright.parallel.part import gathered
-from meshwright.parallel.pipeline import Pipeline
+from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.parallel.plain_attention import plain_attention
 from meshwright.parallel.precision import arithmetic, forward_precision
-from meshwright.parallel.replicate import align_buffers
-from meshwright.parallel.state import full_gradients, full_state
+from meshwright.parallel.replicate.combine import Combiner
+from meshwright.parallel.replicate.local_steps import LocalSteps
+from meshwright.parallel.replicate.replicate import align_buffers
+from meshwright.parallel.tensor.dimension import part_of_input
+from meshwright.parallel.tensor.shard_view import gathered
+from meshwright.parallel.weights.layout import Layout, Tied
+from meshwright.parallel.weights.state import full_gradients, full_state
 from meshwright.plan import Plan
 
 Examples = Sequence[tuple[Example, int]]  # microbatches, with their numbers of samples

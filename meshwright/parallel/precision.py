@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from meshwright.cluster.reach import float32_products
+from meshwright.dtypes import float32_products
 from meshwright.plan import Plan
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}

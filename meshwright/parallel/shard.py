@@ -25,14 +25,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from meshwright.blocks.recompute import find_blocks
 from meshwright.errors import InputError
-from meshwright.parallel.combine import average
-from meshwright.parallel.left_out import LeftOut
-from meshwright.parallel.pipeline_check import on_several_stages
+from meshwright.parallel.pipeline.check import on_several_stages
+from meshwright.parallel.pipeline.remote_modules import LeftOut
 from meshwright.parallel.precision import sharding_policy
-from meshwright.parallel.replicate import align_over
+from meshwright.parallel.replicate.combine import average
+from meshwright.parallel.replicate.replicate import align_over
 from meshwright.plan import Plan
-from meshwright.profile.recompute import find_blocks
 
 
 def shard(module: nn.Module, mesh: DeviceMesh, plan: Plan, *, units: bool = True) -> None:

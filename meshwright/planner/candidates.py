@@ -19,7 +19,7 @@ from meshwright.plan import Axes, Compute, Memory, Modules, NumericsGroup, Pipel
 from meshwright.planner.outline import Outline
 from meshwright.planner.placing import are_computed_again, beside, can_be_split, homes
 from meshwright.planner.question import Question
-from meshwright.simulator.pipeline_order import check_schedule
+from meshwright.simulator.pipeline.order import check_schedule
 
 Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]

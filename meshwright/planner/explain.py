@@ -4,9 +4,9 @@ from meshwright.cluster.cluster import Link
 from meshwright.planner.outline import Outline
 from meshwright.planner.question import Question
 from meshwright.planner.search import Choice, Found
-from meshwright.simulator.branches import around, held
-from meshwright.simulator.placement import place
-from meshwright.simulator.tensor import kept_out, split_profile
+from meshwright.simulator.communication.placement import place
+from meshwright.simulator.tensor.branches import around, held
+from meshwright.simulator.tensor.split_profile import kept_out, split_profile
 
 _GIB = 2**30
 _NOTABLE = 0.02  # of a step, from which a part of it is worth a word

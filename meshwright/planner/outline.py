@@ -7,16 +7,16 @@ from functools import cached_property
 from math import gcd
 from typing import Literal
 
+from meshwright.blocks.module_names import within
 from meshwright.cluster.cluster import Device
 from meshwright.plan import Axes, Modules, Plan, Split
 from meshwright.planner.cuts import balanced
-from meshwright.profile.names import within
-from meshwright.profile.splits import SplitGroup
-from meshwright.profile.structure import Structure
+from meshwright.profile.structure.splits import SplitGroup
+from meshwright.profile.structure.structure import Structure
 from meshwright.profile.values import ModelProfile, Stretch
-from meshwright.simulator.compute import products_in
-from meshwright.simulator.operators import Speeds, operator_s, speeds
-from meshwright.simulator.tensor import split_profile
+from meshwright.simulator.compute.operator_time import Speeds, operator_s, speeds
+from meshwright.simulator.compute.passes import products_in
+from meshwright.simulator.tensor.split_profile import split_profile
 
 _SIXTEEN_BITS = ("bf16", "fp16")
 _KEPT = ("matmul", "convolution", "attention")  # by selective recomputation

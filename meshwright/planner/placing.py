@@ -14,15 +14,15 @@ Towers and heads are not placed together: a plan has the ones or the others. Wha
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from meshwright.blocks.module_names import within
 from meshwright.plan import Axes, Split
 from meshwright.planner.outline import Outline, Piece, Placeable
 from meshwright.planner.question import Question
-from meshwright.profile.names import within
-from meshwright.profile.splits import SplitGroup
-from meshwright.profile.structure import Structure
+from meshwright.profile.structure.splits import SplitGroup
+from meshwright.profile.structure.structure import Structure
 from meshwright.profile.values import Parameter
-from meshwright.simulator.communication import collective_s
-from meshwright.simulator.placement import group
+from meshwright.simulator.communication.collectives import collective_s
+from meshwright.simulator.communication.placement import group
 
 _WHOLE = Split(kind="none")
 

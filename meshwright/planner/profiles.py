@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.profile.dataflow import record_flow
-from meshwright.profile.measured import profile_or_measure
-from meshwright.profile.recompute import Recompute
-from meshwright.profile.step import LossFunction
+from meshwright.blocks.recompute import Recompute
+from meshwright.profile.structure.dataflow import record_flow
+from meshwright.profile.tracing.real_steps import profile_or_measure
+from meshwright.profile.tracing.step import LossFunction
 from meshwright.profile.values import ModelProfile
 
 _SAMPLES = 2

@@ -25,14 +25,14 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
+from meshwright.blocks.module_names import within
 from meshwright.cluster.cluster import Collective
 from meshwright.planner.candidates import Candidate, Layout
 from meshwright.planner.outline import Outline, Piece
 from meshwright.planner.placing import homes, rank_pieces, rank_seconds, shared_groups
 from meshwright.planner.question import Question
-from meshwright.profile.names import within
-from meshwright.simulator.communication import collective_s, overlap
-from meshwright.simulator.placement import Group, group
+from meshwright.simulator.communication.collectives import collective_s, overlap
+from meshwright.simulator.communication.placement import Group, group
 
 _HIDDEN = 0.8  # of a backward pass, beside which gradients are sent: the last bucket comes with its end
 

@@ -4,11 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import gcd
 
-from meshwright.cluster.cluster import Cluster, Device, Dtype
+from meshwright.calibrate.model_operators import is_here, with_own_shapes
+from meshwright.cluster.cluster import Cluster, Device
+from meshwright.dtypes import Dtype
 from meshwright.plan import Plan
 from meshwright.planner.profiles import Profiles
 from meshwright.profile.optimizer import OptimizerCost
-from meshwright.simulator.own_shapes import is_here, with_own_shapes
 
 MARGIN = 0.08  # of a device's memory, left free for what is not replayed: fragments, what convolutions try out
 TOP = 5

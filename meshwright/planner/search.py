@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.calibrate.probe import measure
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find
-from meshwright.cluster.probe import measure
 from meshwright.errors import InputError
 from meshwright.plan import Axes, Plan
 from meshwright.planner.candidates import RECOMPUTES, Candidate, layouts, microbatches, plan_of
@@ -33,11 +33,12 @@ from meshwright.planner.placing import placeable
 from meshwright.planner.profiles import Profiles
 from meshwright.planner.prune import Bounder, Bounds
 from meshwright.planner.question import Question, anything, with_own_operators
-from meshwright.profile.step import LossFunction
+from meshwright.profile.optimizer import cost_of
+from meshwright.profile.tracing.step import LossFunction
 from meshwright.profile.values import ModelProfile
-from meshwright.simulator.combining import chosen_algorithm
-from meshwright.simulator.placement import group
-from meshwright.simulator.predict import Prediction, cost_of, predict_plan
+from meshwright.simulator.communication.combining import chosen_algorithm
+from meshwright.simulator.communication.placement import group
+from meshwright.simulator.predict import Prediction, predict_plan
 
 _PRICED = 20
 _FITTING = 10

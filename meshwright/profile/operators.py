@@ -15,86 +15,23 @@ Bytes are those of every distinct tensor read or written; a view moves nothing.
 
 from collections.abc import Callable, Iterable
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-Kind = Literal["matmul", "convolution", "attention", "norm", "embedding", "reduction", "elementwise", "copy", "view"]
+from meshwright.blocks.operator_kinds import Kind
 
 aten = torch.ops.aten
 _FLOPS: dict[Any, Callable[..., int]] = dict(flop_registry)
-
-_MATMUL = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._scaled_mm, aten._grouped_mm}
-_CONVOLUTION = {aten.convolution, aten.convolution_backward, aten.cudnn_convolution}
-_NORM = (
-    "native_layer_norm",
-    "native_batch_norm",
-    "native_group_norm",
-    "fused_rms_norm",
-    "_fused_rms_norm",
-    "batch_norm",
-)
-_REDUCTION = (
-    "sum",
-    "mean",
-    "softmax",
-    "nll_loss",
-    "max",
-    "min",
-    "norm",
-    "argmax",
-    "topk",
-    "var",
-    "pool",
-    "cumsum",
-    "amax",
-)
-_COPY = (
-    "copy_",
-    "clone",
-    "_to_copy",
-    "cat",
-    "stack",
-    "contiguous",
-    "fill",
-    "zero",
-    "new_",
-    "empty",
-    "index_put",
-    "slice_scatter",
-)
 
 
 def of_recomputing(name: str, args: tuple[Any, ...]) -> bool:
     """Whether only a forward pass that will be computed again has it, so that it does not count where passes are laid
     side by side: `detach` of what is kept, and, before torch 2.12, two tensors of no size a block."""
     return name == "detach" or (name == "empty" and bool(args) and 0 in args[0])
-
-
-def kind_of(func: Any) -> Kind:
-    """The operator class, by which efficiency is measured and looked up."""
-    packet = func._overloadpacket
-    name = packet.__name__
-    if packet in _MATMUL:
-        return "matmul"
-    if packet in _CONVOLUTION:
-        return "convolution"
-    if "attention" in name:
-        return "attention"
-    if name.startswith(_NORM):
-        return "norm"
-    if "embedding" in name:
-        return "embedding"
-    if func.is_view or name == "_unsafe_view":
-        return "view"
-    if any(word in name for word in _REDUCTION):
-        return "reduction"
-    if any(word in name for word in _COPY):
-        return "copy"
-    return "elementwise"
 
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -130,8 +67,8 @@ def shape_of(kind: Kind, func: Any, args: tuple[Any, ...], result: Any) -> tuple
 
 def workspace_of(kind: Kind, func: Any, args: tuple[Any, ...], result: Any) -> int:
     """What a convolution takes on a GPU for the time it runs: its images and filters once more, with the channels
-    last, as tensor cores want them (bench/convolution_workspaces.json). Images that have them last already, filters
-    of one pixel on rows of whole 16 bytes, and convolutions of each channel by itself need none."""
+    last, as tensor cores want them (validation/memory/convolution_workspaces.json). Images that have them last already,
+    filters of one pixel on rows of whole 16 bytes, and convolutions of each channel by itself need none."""
     if kind != "convolution":
         return 0
     back = func._overloadpacket is aten.convolution_backward

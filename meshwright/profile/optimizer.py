@@ -4,6 +4,7 @@ Found by running two steps of the optimizer itself on a few small tensors and wa
 is known, and both its ways: all parameters at once (`foreach`, what torch does on GPUs) or one after another.
 """
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.profile.record import OperatorSeen, Recorder
+from meshwright.profile.tracing.record import OperatorSeen, Recorder
 from meshwright.profile.values import ITEM_BYTES
 
 _ELEMENTS = 4096
@@ -80,3 +81,16 @@ def _moved(operator: OperatorSeen) -> int:
 
 def _is_large(value: Any) -> bool:
     return isinstance(value, Tensor) and value.numel() >= _ELEMENTS
+
+
+def cost_of(template: torch.optim.Optimizer | None, on_gpu: bool) -> OptimizerCost:
+    if template is None:
+        return OptimizerCost(state=0.0, temporary=0.0, at_once=False)
+    kind = type(template)
+    known = inspect.signature(kind).parameters
+    options = {k: v for k, v in template.param_groups[0].items() if k in known and k != "params"}
+
+    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return kind(parameters, **options)
+
+    return optimizer_cost(make, at_once=on_gpu and options.get("foreach") is not False)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from meshwright.profile.operators import Kind
-from meshwright.profile.structure import Structure
+from meshwright.blocks.operator_kinds import Kind
+from meshwright.profile.structure.structure import Structure
 
 Phase = Literal["forward", "backward"]
 Role = Literal["saved", "gradient", "temporary"]

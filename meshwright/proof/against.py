@@ -18,19 +18,19 @@ from meshwright.data.mapped import division_of
 from meshwright.errors import InputError
 from meshwright.job import Job, load_job, load_plan
 from meshwright.plan import Plan
-from meshwright.proof.compare import drift_of
-from meshwright.proof.comparing import Comparing, kept_by_clipping, norm_of
-from meshwright.proof.diagnose import diagnose
-from meshwright.proof.evidence import Evidence, Expected
-from meshwright.proof.groups import grouping
-from meshwright.proof.laboratory import Laboratory
+from meshwright.proof.causes.diagnose import diagnose
+from meshwright.proof.causes.evidence import Evidence, Expected
+from meshwright.proof.compare.errors import drift_of
+from meshwright.proof.compare.step_comparator import Comparing, kept_by_clipping, norm_of
+from meshwright.proof.compare.tolerance import LAMBDA, Shadow, Sizes, counted
 from meshwright.proof.proof import Proof
 from meshwright.proof.question import Question
-from meshwright.proof.reference import Reference, Trained, generators_kept
-from meshwright.proof.setting import set_up
-from meshwright.proof.tolerance import LAMBDA, Shadow, Sizes, counted
-from meshwright.train.folder import RunFolder, differences
-from meshwright.train.recording import Recorded, read, read_start, recorded_steps
+from meshwright.proof.reference.experiments import Laboratory
+from meshwright.proof.reference.groups import grouping
+from meshwright.proof.reference.reference import Reference, Trained, generators_kept
+from meshwright.proof.reference.setting import set_up
+from meshwright.train.output.folder import RunFolder, differences
+from meshwright.train.output.recording import Recorded, read, read_start, recorded_steps
 
 # What products are rounded to. tf32 has the mantissa of fp16.
 _ROUNDED = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float16, "fp8": torch.float8_e4m3fn}

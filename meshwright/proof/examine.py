@@ -7,19 +7,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshwright.proof.compare import Difference, drift_of, layer_scales
-from meshwright.proof.comparing import Comparing, kept_by_clipping
-from meshwright.proof.diagnose import diagnose
-from meshwright.proof.evidence import Evidence, Expected
-from meshwright.proof.groups import describe, grouping, looks_at_the_batch
-from meshwright.proof.laboratory import Laboratory
+from meshwright.proof.causes.diagnose import diagnose
+from meshwright.proof.causes.evidence import Evidence, Expected
+from meshwright.proof.compare.errors import Difference, drift_of, layer_scales
+from meshwright.proof.compare.step_comparator import Comparing, kept_by_clipping
+from meshwright.proof.compare.tolerance import Shadow, Sizes, counted
 from meshwright.proof.notes import notes
 from meshwright.proof.proof import Proof
 from meshwright.proof.question import Question
-from meshwright.proof.reference import Reference, generators_kept
-from meshwright.proof.setting import set_up
-from meshwright.proof.tolerance import Shadow, Sizes, counted
-from meshwright.train.recording import Recorded, read, read_start
+from meshwright.proof.reference.experiments import Laboratory
+from meshwright.proof.reference.groups import describe, grouping, looks_at_the_batch
+from meshwright.proof.reference.reference import Reference, generators_kept
+from meshwright.proof.reference.setting import set_up
+from meshwright.train.output.recording import Recorded, read, read_start
 
 Tensors = dict[str, Tensor]
 _NOTICED = 0.01  # of the tolerance: what is less could not add up to it within a few steps

@@ -14,14 +14,8 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import InputError
-from meshwright.proof.compare import Comparison, What, error_of, layer_scales
-from meshwright.proof.groups import GlobalBatch, describe, grouping, looks_at_the_batch
-from meshwright.proof.notes import notes
-from meshwright.proof.proof import Proof
-from meshwright.proof.question import Question
-from meshwright.proof.reference import generators_kept
-from meshwright.proof.rounded_reference import RoundedReference
-from meshwright.proof.rounding import (
+from meshwright.proof.compare.errors import Comparison, What, error_of, layer_scales
+from meshwright.proof.compare.rounding import (
     LAMBDA,
     PASSES,
     SPACING,
@@ -37,10 +31,16 @@ from meshwright.proof.rounding import (
     summed_layers,
     units,
 )
-from meshwright.proof.setting import set_up
-from meshwright.proof.tolerance import LAMBDA as SUMS
-from meshwright.proof.tolerance import Count, counted
-from meshwright.train.recording import Recorded, read, read_start, recorded_steps
+from meshwright.proof.compare.tolerance import LAMBDA as SUMS
+from meshwright.proof.compare.tolerance import Count, counted
+from meshwright.proof.notes import notes
+from meshwright.proof.proof import Proof
+from meshwright.proof.question import Question
+from meshwright.proof.reference.groups import GlobalBatch, describe, grouping, looks_at_the_batch
+from meshwright.proof.reference.reference import generators_kept
+from meshwright.proof.reference.rounded_reference import RoundedReference
+from meshwright.proof.reference.setting import set_up
+from meshwright.train.output.recording import Recorded, read, read_start, recorded_steps
 
 Tensors = dict[str, Tensor]
 

@@ -1,7 +1,7 @@
 """What a reader of a proof must know of how it was made."""
 
 from meshwright.proof.question import PLAIN, Question
-from meshwright.proof.setting import Setting
+from meshwright.proof.reference.setting import Setting
 
 
 def notes(question: Question, setting: Setting, groups: str | None) -> tuple[str, ...]:

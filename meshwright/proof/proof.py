@@ -7,8 +7,8 @@ from typing import Any
 
 from meshwright.errors import InputError
 from meshwright.plan import Plan
-from meshwright.proof.compare import Comparison, Difference
-from meshwright.train.logbook import finite
+from meshwright.proof.compare.errors import Comparison, Difference
+from meshwright.train.output.metrics_log import finite
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,17 @@ from meshwright.cluster.cores import usable_cores
 from meshwright.cluster.detect import detect, detect_cpu
 from meshwright.errors import InputError, RankError
 from meshwright.job import Job
-from meshwright.launch.local import Ranks, launch
+from meshwright.launch.local.launch import Ranks, launch
 from meshwright.launch.world import World, is_launched
 from meshwright.plan import Plan
-from meshwright.proof import carry
 from meshwright.proof.examine import examine
 from meshwright.proof.examine_rounded import examine_rounded, explained
 from meshwright.proof.fault import Fault
 from meshwright.proof.proof import Proof
 from meshwright.proof.question import DTYPES, Question
-from meshwright.proof.rank import QUESTION
-from meshwright.proof.record import record
+from meshwright.proof.record import question_file as carry
+from meshwright.proof.record.rank import QUESTION
+from meshwright.proof.record.record import record
 from meshwright.proof.shrink import shrink
 from meshwright.train.check import check
 
@@ -100,7 +100,7 @@ def _run(question: Question, device: str, folder: Path) -> Proof:
     count = question.plan.processes
     threads = question.plan.compute.threads or max(1, usable_cores() // question.plan.world_size)
     launch(
-        "meshwright.proof.rank",
+        "meshwright.proof.record.rank",
         [str(folder.resolve()), device],
         Ranks(count, device, threads, restarts=0),
         folder / "logs",

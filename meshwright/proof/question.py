@@ -10,8 +10,8 @@ from torch import nn
 from meshwright.job import Job
 from meshwright.plan import Plan
 from meshwright.proof.fault import Fault
-from meshwright.train.loss import LossFunction
 from meshwright.train.session import MakeSchedule
+from meshwright.train.step.loss import LossFunction
 
 # What models are compared in; `plan`: fp32 weights, and products as the plan rounds them.
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "plan": torch.float32}

@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import Dataset
 
 from meshwright.data.order import derive
-from meshwright.train.batch import samples_in
+from meshwright.train.step.batch import samples_in
 
 
 class Samples(Dataset[Any]):

@@ -69,7 +69,7 @@ class Engine(BaseModel):
     again_scores: bool = False
     tf32_images: bool = True
     pads: PositiveInt = 1
-    sums: NonNegativeFloat = 12.0
+    accumulate_bytes_per_weight: NonNegativeFloat = 12.0
     buffers_bytes: NonNegativeFloat = 0.0
     weight: PositiveFloat = 1.0
     gradient: PositiveFloat = 1.0

@@ -23,21 +23,21 @@ from meshwright.cluster.cluster import Cluster, Device
 from meshwright.plan import Plan
 from meshwright.profile.optimizer import OptimizerCost
 from meshwright.profile.values import ModelProfile
-from meshwright.simulator.branches import Work, around, handed, held, is_apart, is_summed, together_s
-from meshwright.simulator.communication import call_s, overlap
-from meshwright.simulator.compute import host_s, optimizer_s, pass_s, products_in
-from meshwright.simulator.crossings import Message, tensor_exchange
+from meshwright.simulator.communication.collectives import call_s, overlap
+from meshwright.simulator.communication.exchange import gradient_exchange, messages_s, transfer_s
+from meshwright.simulator.communication.placement import place
+from meshwright.simulator.compute.engine_profile import padded, run_by
+from meshwright.simulator.compute.operator_time import Speeds, speeds
+from meshwright.simulator.compute.passes import host_s, optimizer_s, pass_s, products_in
 from meshwright.simulator.engine import Engine
-from meshwright.simulator.engine_profile import padded, run_by
-from meshwright.simulator.exchange import gradient_exchange, messages_s, transfer_s
-from meshwright.simulator.lone import with_lone
-from meshwright.simulator.operators import Speeds, speeds
-from meshwright.simulator.pipeline_order import Action, Order, pipeline_order, stages_of
-from meshwright.simulator.placement import place
-from meshwright.simulator.shared_weights import shared_s
-from meshwright.simulator.stages import Stage, stage_profiles
-from meshwright.simulator.tensor import kept_out, split_profile
-from meshwright.simulator.timeline import Timeline, timeline
+from meshwright.simulator.pipeline.order import Action, Order, pipeline_order, stages_of
+from meshwright.simulator.pipeline.shared_weights import shared_s
+from meshwright.simulator.pipeline.stages import Stage, stage_profiles
+from meshwright.simulator.pipeline.timeline import Timeline, timeline
+from meshwright.simulator.tensor.branches import Work, around, handed, held, is_apart, is_summed, together_s
+from meshwright.simulator.tensor.messages import Message, tensor_exchange
+from meshwright.simulator.tensor.split_profile import kept_out, split_profile
+from meshwright.simulator.tensor.standalone_splits import with_lone
 
 _INPUT_WEIGHT = 0.5  # of a backward pass, what the gradient of the input takes: half of its products
 
@@ -195,7 +195,7 @@ def _summed(part: ModelProfile, asked: _Asked) -> float:
     parts = plan.axes.shard if each else 1
     weights = sum(p.bytes for p in part.parameters if p.trainable) / 4 / parts
     others = 1 - 1 / plan.microbatches
-    return others * asked.engine.sums * weights / asked.prices.bandwidth_bytes_per_s
+    return others * asked.engine.accumulate_bytes_per_weight * weights / asked.prices.bandwidth_bytes_per_s
 
 
 def _arranging(part: ModelProfile, sent: Sequence[Message], asked: _Asked) -> float:

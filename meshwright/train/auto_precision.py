@@ -7,7 +7,8 @@ from statistics import median
 
 import torch
 
-from meshwright.cluster.cluster import Cluster, Device, Dtype
+from meshwright.cluster.cluster import Cluster, Device
+from meshwright.dtypes import Dtype
 from meshwright.job import Job
 from meshwright.launch.world import World
 from meshwright.plan import Plan

@@ -12,9 +12,9 @@ from meshwright.call import Call, bind, build, complaint
 from meshwright.data.loading import Loading
 from meshwright.errors import InputError, MeshwrightError, did_you_mean
 from meshwright.job import Job, Weights
-from meshwright.parallel.initialize import initialized
+from meshwright.parallel.weights.initialize import initialized
 from meshwright.train.metrics import Metric
-from meshwright.train.optimizer import matches
+from meshwright.train.step.optimizer import matches
 
 
 def build_data(job: Job) -> tuple[Any, Any]:

@@ -13,7 +13,7 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.job import Job
 from meshwright.parallel.check import check_cast, check_plan, check_runnable, check_sparse, needs_structure
-from meshwright.parallel.dimension import check_dimension
+from meshwright.parallel.tensor.dimension import check_dimension
 from meshwright.plan import Plan
 from meshwright.train.build import (
     build_data,
@@ -24,8 +24,8 @@ from meshwright.train.build import (
     make_model,
     sample_batch,
 )
-from meshwright.train.loss import check_joined, understand
-from meshwright.train.optimizer import build_optimizer
+from meshwright.train.step.loss import check_joined, understand
+from meshwright.train.step.optimizer import build_optimizer
 
 
 def check(job: Job, plan: Plan, cluster: Cluster) -> None:

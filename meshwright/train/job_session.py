@@ -13,7 +13,7 @@ from meshwright.job import Job
 from meshwright.launch.world import World
 from meshwright.parallel.apply import Fill
 from meshwright.parallel.check import needs_structure
-from meshwright.parallel.deferred import materialize, problems, recorded
+from meshwright.parallel.weights.deferred import materialize, problems, recorded
 from meshwright.plan import Plan
 from meshwright.train.build import (
     build_data,
@@ -24,8 +24,8 @@ from meshwright.train.build import (
     sample_batch,
     schedule_unit,
 )
-from meshwright.train.optimizer import optimizer_groups, optimizer_on
 from meshwright.train.session import Report, Session
+from meshwright.train.step.optimizer import optimizer_groups, optimizer_on
 
 LARGE_BYTES = 2**30  # of weights, from which a rank does not build a model that it holds a part of
 

@@ -14,7 +14,7 @@ from meshwright.launch.rank import run_rank
 from meshwright.launch.world import World
 from meshwright.plan import Axes, Plan
 from meshwright.train.check import check
-from meshwright.train.folder import Claim, RunFolder, claim, read_result, record
+from meshwright.train.output.folder import Claim, RunFolder, claim, read_result, record
 from meshwright.train.rank import train_rank
 
 

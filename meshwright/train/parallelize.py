@@ -9,9 +9,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from meshwright.launch.world import join
 from meshwright.plan import Plan
-from meshwright.train.loss import LossFunction
-from meshwright.train.optimizer import rebuild_optimizer
 from meshwright.train.session import Session
+from meshwright.train.step.loss import LossFunction
+from meshwright.train.step.optimizer import rebuild_optimizer
 
 
 def parallelize(

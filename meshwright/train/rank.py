@@ -12,8 +12,8 @@ from meshwright.launch.rank import run_rank
 from meshwright.launch.signals import StopRequest
 from meshwright.launch.world import World
 from meshwright.plan import Plan
-from meshwright.train.folder import RunFolder
 from meshwright.train.job_session import build_session
+from meshwright.train.output.folder import RunFolder
 from meshwright.train.servers.rank import run_served
 from meshwright.train.trainer import Trainer
 

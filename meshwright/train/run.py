@@ -10,11 +10,11 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import check_here
 from meshwright.errors import InputError, Stopped
 from meshwright.job import Job
-from meshwright.launch.local import Ranks, launch
+from meshwright.launch.local.launch import Ranks, launch
 from meshwright.plan import Plan
 from meshwright.train.auto_precision import choose_precision
 from meshwright.train.check import check
-from meshwright.train.folder import claim, read_result, record
+from meshwright.train.output.folder import claim, read_result, record
 
 # cuBLAS is deterministic only with a workspace of its own, which it is told of before it starts.
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}

@@ -26,14 +26,14 @@ from meshwright.parallel.check import check_sparse
 from meshwright.parallel.mesh import data_group
 from meshwright.parallel.model import ParallelModel
 from meshwright.plan import Plan
-from meshwright.train.batch import chunks, move, samples_in
-from meshwright.train.evaluation import Rounds, combine
-from meshwright.train.graphed import Graphs
-from meshwright.train.loss import Loss, LossFunction, check_joined, join, models_own, understand
-from meshwright.train.loss_scale import LossScale
-from meshwright.train.mean import Mean
 from meshwright.train.metrics import Metric, Tally
-from meshwright.train.optimizer import fuse
+from meshwright.train.step.batch import chunks, move, samples_in
+from meshwright.train.step.cuda_graphs import Graphs
+from meshwright.train.step.evaluation import Rounds, combine
+from meshwright.train.step.loss import Loss, LossFunction, check_joined, join, models_own, understand
+from meshwright.train.step.loss_scale import LossScale
+from meshwright.train.step.mean import Mean
+from meshwright.train.step.optimizer import fuse
 
 Report = Callable[[str], None]
 Parameters = Mapping[str, nn.Parameter]  # those that this rank holds, by the untouched model's names

@@ -25,11 +25,11 @@ from meshwright.launch.signals import StopRequest
 from meshwright.launch.world import World
 from meshwright.train.agreement import StopAgreement
 from meshwright.train.build import build_data, build_loading, build_metrics
-from meshwright.train.folder import RunFolder, write_text
-from meshwright.train.logbook import Logbook, finite
-from meshwright.train.meter import Meter
-from meshwright.train.progress import Display, Silent, describe_metrics, display
-from meshwright.train.recording import recording
+from meshwright.train.output.folder import RunFolder, write_text
+from meshwright.train.output.metrics_log import Logbook, finite
+from meshwright.train.output.progress import Display, Silent, describe_metrics, display
+from meshwright.train.output.recording import recording
+from meshwright.train.output.throughput import Meter
 from meshwright.train.stepping import Stepping
 
 LOWER_IS_BETTER = ("loss", "error", "perplexity")

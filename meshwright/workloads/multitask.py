@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.errors import InputError, did_you_mean
-from meshwright.workloads.encoder import Encoder, initialize
-from meshwright.workloads.json_lines import PADDING
 from meshwright.workloads.task_kinds import Task, Tasks, read_tasks
+from meshwright.workloads.text.encoder import Encoder, initialize
+from meshwright.workloads.text.json_lines import PADDING
 
 
 class Multitask(nn.Module):

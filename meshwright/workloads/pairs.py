@@ -15,9 +15,9 @@ from torch.utils.data import Dataset
 
 from meshwright.cache import cache_folder, made_once
 from meshwright.data.order import derive
-from meshwright.workloads.json_lines import JsonLines, token_numbers, wrong_text
-from meshwright.workloads.text_files import Damaged
-from meshwright.workloads.text_generated import FACTOR, SHIFT, VERSION, WORDS, no_data, word
+from meshwright.workloads.text.json_lines import JsonLines, token_numbers, wrong_text
+from meshwright.workloads.text.text_files import Damaged
+from meshwright.workloads.text.text_generated import FACTOR, SHIFT, VERSION, WORDS, no_data, word
 
 SIZES = {"train": 4000, "val": 400}  # of the generated pairs
 

@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from meshwright.errors import InputError, did_you_mean
-from meshwright.workloads.json_lines import JsonLines, token_numbers, wrong_text
 from meshwright.workloads.task_kinds import TEXTS, Task, Tasks, read_tasks, texts_of
 from meshwright.workloads.tasks_generated import generated_tasks
-from meshwright.workloads.text_files import Damaged
-from meshwright.workloads.text_generated import no_data
+from meshwright.workloads.text.json_lines import JsonLines, token_numbers, wrong_text
+from meshwright.workloads.text.text_files import Damaged
+from meshwright.workloads.text.text_generated import no_data
 
 
 def tasks(

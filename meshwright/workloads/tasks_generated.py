@@ -10,7 +10,7 @@ import numpy as np
 from meshwright.cache import cache_folder, made_once
 from meshwright.data.order import derive
 from meshwright.workloads.task_kinds import Task
-from meshwright.workloads.text_generated import VERSION, WORDS, word
+from meshwright.workloads.text.text_generated import VERSION, WORDS, word
 
 LENGTH = 8  # words of a text
 TOPICS = 4

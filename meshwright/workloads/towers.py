@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.errors import InputError
-from meshwright.workloads.json_lines import PADDING
+from meshwright.workloads.text.json_lines import PADDING
 
 
 class TwoTowers(nn.Module):

@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from meshwright.bench import collectives_time
-from meshwright.bench.collectives import SIZES, Row, measured_here, parse_sizes, rows_of, summary, told
-from meshwright.bench.collectives_openmpi import is_there, openmpi_rows
-from meshwright.bench.collectives_rank import MEMORY_LIMIT, Asked, Found, from_json, measure, to_json
-from meshwright.bench.collectives_show import lines, seconds, show, size
-from meshwright.bench.collectives_time import Taken, stolen_s, undisturbed
-from meshwright.bench.collectives_wires import LARGE_BYTES, MEDIUM_BYTES, MEMORY_BYTES, SMALL_BYTES, waiting, working
+from meshwright.bench.collectives import timing as collectives_time
+from meshwright.bench.collectives.compare import SIZES, Row, measured_here, parse_sizes, rows_of, summary, told
+from meshwright.bench.collectives.openmpi import is_there, openmpi_rows
+from meshwright.bench.collectives.rank import MEMORY_LIMIT, Asked, Found, from_json, measure, to_json
+from meshwright.bench.collectives.show import lines, seconds, show, size
+from meshwright.bench.collectives.timing import Taken, stolen_s, undisturbed
+from meshwright.bench.collectives.wires import LARGE_BYTES, MEDIUM_BYTES, MEMORY_BYTES, SMALL_BYTES, waiting, working
 from meshwright.cli import app
-from meshwright.collectives.builders import SCHEDULES
-from meshwright.collectives.ring import ring
+from meshwright.collectives.schedules.builders import SCHEDULES
+from meshwright.collectives.schedules.ring import ring
 from meshwright.errors import InputError
-from meshwright.simulator.schedules import native_s, schedule_s
+from meshwright.simulator.communication.schedules import native_s, schedule_s
 from tests.ranks import run_ranks
-from tests.simulator.test_schedules import LATENCY
+from tests.simulator.communication.test_schedules import LATENCY
 
 
 def _found(times: dict[str, dict[int, list[float]]], nodes: tuple[int, ...] = (2,)) -> Found:
@@ -204,7 +204,7 @@ def test_the_command_ends_with_one_line_of_json() -> None:
 
 
 def test_openmpi_says_what_it_misses(monkeypatch: pytest.MonkeyPatch) -> None:
-    from meshwright.bench import collectives_openmpi
+    from meshwright.bench.collectives import openmpi as collectives_openmpi
 
     row = Row("native", 2, 1024, 1.0, (1.0, 1.0), 1024.0, 1.0, None)
     monkeypatch.setattr(collectives_openmpi, "_mpirun", lambda: None)

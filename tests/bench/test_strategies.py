@@ -16,7 +16,7 @@ from meshwright.job import Job, parse_job
 from meshwright.plan import Axes, Plan
 from meshwright.planner.profiles import Profiles
 from meshwright.planner.question import Question
-from meshwright.simulator.predict import cost_of
+from meshwright.profile.optimizer import cost_of
 from meshwright.workloads.mnist import Net
 
 LOSS = nn.functional.cross_entropy

@@ -13,7 +13,7 @@ from meshwright.checkpoint.load import load
 from meshwright.checkpoint.save import save_at
 from meshwright.checkpoint.state import model_state, optimizer_state
 from meshwright.errors import CheckpointError
-from meshwright.parallel.state import full_state
+from meshwright.parallel.weights.state import full_state
 from tests.parallel.divided import AXES, Divided, divide, whole_model
 from tests.ranks import RankPool
 from tests.soaked import all_but

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.collectives.builders import SCHEDULES, build
 from meshwright.collectives.execute import SEGMENT_BYTES, Execution
-from meshwright.collectives.rehearse import rehearse
-from meshwright.collectives.schedule import Schedule, Send
+from meshwright.collectives.schedules.builders import SCHEDULES, build
+from meshwright.collectives.schedules.schedule import Schedule, Send
+from tests.collectives.rehearse import rehearse
 from tests.ranks import RankPool, ranks
 
 Types = Sequence[torch.dtype]

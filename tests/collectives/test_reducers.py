@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.collectives import reducers, two_level_memory
+from meshwright.collectives import reducers
 from meshwright.collectives.native import Native
 from meshwright.collectives.reducers import make_reducer
 from meshwright.collectives.scheduled import Scheduled
-from meshwright.collectives.shared_reducer import SharedMemory
-from meshwright.collectives.two_level_memory import TwoLevelMemory, machines_of
+from meshwright.collectives.shared_memory import two_level as two_level_memory
+from meshwright.collectives.shared_memory.reducer import SharedMemory
+from meshwright.collectives.shared_memory.two_level import TwoLevelMemory, machines_of
 from meshwright.errors import InputError
 from tests.ranks import RankPool
 

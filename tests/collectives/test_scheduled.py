@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwright.collectives.builders import build
 from meshwright.collectives.reducer import Reducer
 from meshwright.collectives.scheduled import Scheduled
+from meshwright.collectives.schedules.builders import build
 from meshwright.errors import CollectiveError
 from tests import ranks as ranks_file
 from tests.ranks import RankPool

@@ -12,7 +12,7 @@ from meshwright.data.batch import Loading, Share
 from meshwright.data.columns import columns_of
 from meshwright.data.loading import eval_batches, train_batches
 from meshwright.errors import InputError
-from meshwright.parallel.layout import stretches
+from meshwright.parallel.weights.layout import stretches
 
 BY_DIMENSION = Loading(partition="dimension")
 

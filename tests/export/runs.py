@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 from meshwright.job import Job, parse_job
 from meshwright.plan import Plan
-from meshwright.train.folder import RunFolder, record
+from meshwright.train.output.folder import RunFolder, record
 from tests.train.alone import train
 
 DECODER: dict[str, Any] = {
     "name": "decoder",
     "model": {
-        "call": "meshwright.workloads.decoder:Decoder",
+        "call": "meshwright.workloads.text.decoder:Decoder",
         "layers": 1,
         "hidden": 32,
         "heads": 2,
@@ -23,7 +23,7 @@ DECODER: dict[str, Any] = {
     },
     "data": {
         part: {
-            "call": "meshwright.workloads.tokens:tokens",
+            "call": "meshwright.workloads.text.tokens:tokens",
             "split": split,
             "sequence": 8,
             "vocabulary": 500,
@@ -31,8 +31,8 @@ DECODER: dict[str, Any] = {
         }
         for part, split, samples in (("train", "train", 16), ("eval", "test", 11))
     },
-    "loss": {"call": "meshwright.workloads.decoder:NextTokenLoss"},
-    "metrics": {"accuracy": {"call": "meshwright.workloads.decoder:token_accuracy"}},
+    "loss": {"call": "meshwright.workloads.text.decoder:NextTokenLoss"},
+    "metrics": {"accuracy": {"call": "meshwright.workloads.text.decoder:token_accuracy"}},
     "optimizer": {"call": "torch.optim:AdamW", "lr": 0.01},
     "train": {"steps": 2, "global_batch": 4},
     "log": {"tensorboard": False},

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from meshwright.export.quantize import quantize
 from meshwright.export.rows import RowEmbedding, held, keep_as_rows, quantized, restored
-from meshwright.workloads.decoder import Decoder
+from meshwright.workloads.text.decoder import Decoder
 
 
 def nearest(table: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from safetensors import safe_open
 
 from meshwright.export.weights import in_bf16, read_weights, size_bytes, write_weights
-from meshwright.workloads.decoder import Decoder
+from meshwright.workloads.text.decoder import Decoder
 from tests.train.toy import Net
 
 

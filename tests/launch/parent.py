@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from meshwright.errors import MeshwrightError
-from meshwright.launch.local import Ranks, launch
+from meshwright.launch.local.launch import Ranks, launch
 
 if __name__ == "__main__":
     case, folder, grace_s = sys.argv[1:]

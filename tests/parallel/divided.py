@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from meshwright.parallel.layout import Layout, fill_from, lay_out, part_of
 from meshwright.parallel.mesh import build_mesh
+from meshwright.parallel.weights.layout import Layout, fill_from, lay_out, part_of
 from meshwright.plan import Plan
 
 AXES: list[dict[str, int]] = [

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.parallel.clip import clip_, global_norm
-from meshwright.parallel.state import full_gradients
+from meshwright.parallel.weights.state import full_gradients
 from tests.parallel.divided import AXES, divide, everywhere, whole_model
 from tests.ranks import RankPool
 from tests.soaked import all_but

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import InputError
 from meshwright.parallel.float8 import eight_bits
-from meshwright.workloads.decoder_sizes import decoder
+from meshwright.workloads.text.decoder_sizes import decoder
 
 pytest.importorskip("torchao", reason="8 bits are torchao's")
 

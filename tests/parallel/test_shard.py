@@ -9,13 +9,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from meshwright.blocks.recompute import recompute_blocks
 from meshwright.errors import InputError
 from meshwright.parallel.mesh import build_mesh
-from meshwright.parallel.replicate import align_buffers
+from meshwright.parallel.replicate.replicate import align_buffers
 from meshwright.parallel.shard import combining, reshard, shard
-from meshwright.parallel.state import full_gradients, full_state
+from meshwright.parallel.weights.state import full_gradients, full_state
 from meshwright.plan import Plan
-from meshwright.profile.recompute import recompute_blocks
 from tests.parallel.mixed import Trained, assert_same, batch, loss_of, mixed, optimizer_of, train_alone
 from tests.ranks import RankPool
 from tests.soaked import all_but

@@ -14,8 +14,8 @@ from meshwright.planner.question import Question
 from meshwright.planner.search import Found, search
 from meshwright.profile.optimizer import OptimizerCost
 from meshwright.workloads import vision
-from meshwright.workloads.decoder import Decoder, NextTokenLoss
-from meshwright.workloads.decoder_sizes import decoder
+from meshwright.workloads.text.decoder import Decoder, NextTokenLoss
+from meshwright.workloads.text.decoder_sizes import decoder
 
 ADAMW = OptimizerCost(state=2.0, temporary=1.0, at_once=True)
 MOMENTUM = OptimizerCost(state=1.0, temporary=0.0, at_once=True)

@@ -14,9 +14,8 @@ from meshwright.planner.profiles import Profiles
 from meshwright.planner.prune import Bounder
 from meshwright.planner.question import Question
 from meshwright.planner.search import Choice, Found, outline_of, search
-from meshwright.profile.splits import Split, SplitGroup
+from meshwright.profile.structure.splits import Split, SplitGroup
 from meshwright.simulator.predict import predict_plan
-from meshwright.simulator.traffic import exchanges
 from tests.planner.questions import (
     ADAMW,
     MOMENTUM,
@@ -27,6 +26,7 @@ from tests.planner.questions import (
     published_decoder,
     small_decoder,
 )
+from tests.simulator.traffic import exchanges
 
 PCIE = "8xV100@PCIe3-x16"
 

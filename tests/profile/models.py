@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.call import load
-from meshwright.workloads.decoder import Decoder
 from meshwright.workloads.mnist import Net
+from meshwright.workloads.text.decoder import Decoder
 
 Made = tuple[nn.Module, Any, Callable[[Any, Any], Tensor]]
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.profile.trace import profile
+from meshwright.profile.tracing.trace import profile
 from meshwright.profile.values import ModelProfile
 
 

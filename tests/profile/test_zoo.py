@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from meshwright.call import load
 from meshwright.errors import InputError
-from meshwright.profile.trace import profile
+from meshwright.profile.tracing.trace import profile
 
 SMALL = {
     "hidden_size": 64,

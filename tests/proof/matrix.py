@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import default_collate
 
 from meshwright.plan import Plan
-from meshwright.profile.structure import structure
+from meshwright.profile.structure.structure import structure
 from tests.zoo import ZOO, Made
 
 AXES = {"R": "replicate", "S": "shard", "T": "tensor", "P": "pipeline"}

@@ -16,10 +16,10 @@ from meshwright.plan import Plan
 from meshwright.proof.against import against
 from meshwright.proof.fault import Fault
 from meshwright.train.build import build_data, build_loading
-from meshwright.train.folder import RunFolder, record
 from meshwright.train.job_session import build_session
-from meshwright.train.recording import recording
-from tests.proof import faults
+from meshwright.train.output.folder import RunFolder, record
+from meshwright.train.output.recording import recording
+from tests.proof.causes import faults
 from tests.ranks import RankPool
 
 R2 = {"axes": {"replicate": 2}}

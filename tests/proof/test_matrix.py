@@ -17,7 +17,7 @@ from meshwright.parallel.check import checker
 from meshwright.planner.profiles import Profiles
 from meshwright.planner.question import Question as PlanQuestion
 from meshwright.planner.search import search
-from meshwright.simulator.predict import cost_of
+from meshwright.profile.optimizer import cost_of
 from tests.proof.matrix import COVERING, every
 from tests.proof.tried import TOLERANCE, Worlds, asked, by_size, prove_case, prove_only
 from tests.zoo import BATCH, SAMPLES, ZOO, Made

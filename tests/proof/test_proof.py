@@ -11,7 +11,7 @@ from rich.console import Console
 
 from meshwright.errors import InputError
 from meshwright.plan import Plan
-from meshwright.proof.compare import Comparison
+from meshwright.proof.compare.errors import Comparison
 from meshwright.proof.proof import Proof, save
 from meshwright.proof.show import show
 

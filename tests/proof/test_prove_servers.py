@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.train.test_faults import JOB
+from tests.train.runs.test_faults import JOB
 
 ADAMW = {"call": "torch.optim:AdamW", "lr": 0.01, "weight_decay": 0.1, "groups": "no_decay"}
 SCHEDULED = {"call": "torch.optim.lr_scheduler:StepLR", "step_size": 2, "gamma": 0.5, "per": "step"}

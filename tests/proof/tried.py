@@ -17,8 +17,8 @@ from meshwright.plan import Plan
 from meshwright.proof.proof import Proof
 from meshwright.proof.prove import prove_in
 from meshwright.proof.question import OwnModel, Question
-from meshwright.proof.record import make_session
-from meshwright.proof.setting import Setting, computing_in, set_up
+from meshwright.proof.record.record import make_session
+from meshwright.proof.reference.setting import Setting, computing_in, set_up
 from tests.proof.matrix import plan_of
 from tests.ranks import RankPool
 from tests.zoo import BATCH, SAMPLES, ZOO, Made

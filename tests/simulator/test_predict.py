@@ -10,12 +10,12 @@ import meshwright as mw
 from meshwright.cluster.names import named
 from meshwright.errors import InputError
 from meshwright.profile.optimizer import OptimizerCost
-from meshwright.profile.trace import profile
+from meshwright.profile.tracing.trace import profile
 from meshwright.simulator.engine import find_engine
-from meshwright.simulator.engine_memory import engine_memory
-from meshwright.simulator.memory import predict_memory
+from meshwright.simulator.memory.engine_memory import engine_memory
+from meshwright.simulator.memory.peak import predict_memory
 from meshwright.simulator.predict import device_memory, plan_memory, predict_plan
-from meshwright.workloads.decoder_sizes import decoder
+from meshwright.workloads.text.decoder_sizes import decoder
 from tests.profile.models import make, scores_loss
 
 

@@ -10,17 +10,17 @@ import torch
 from meshwright.cluster.names import named
 from meshwright.plan import Plan
 from meshwright.profile.optimizer import OptimizerCost
-from meshwright.profile.trace import profile
+from meshwright.profile.tracing.trace import profile
 from meshwright.profile.values import Growth, ModelProfile
-from meshwright.simulator.communication import collective_s
+from meshwright.simulator.communication.collectives import collective_s
+from meshwright.simulator.communication.placement import Group
+from meshwright.simulator.compute.engine_profile import padded, run_by
+from meshwright.simulator.compute.lookup import looked_up
+from meshwright.simulator.compute.operator_time import speeds
 from meshwright.simulator.engine import Engine, engines, find_engine
-from meshwright.simulator.engine_profile import padded, run_by
-from meshwright.simulator.lookup import looked_up
-from meshwright.simulator.operators import speeds
-from meshwright.simulator.placement import Group
 from meshwright.simulator.step import StepTime, predict_step
-from meshwright.simulator.tensor import split_profile
-from meshwright.workloads.decoder import Decoder
+from meshwright.simulator.tensor.split_profile import split_profile
+from meshwright.workloads.text.decoder import Decoder
 from tests.profile.models import scores_loss
 
 ADAMW = OptimizerCost(state=2.0, temporary=0.0, at_once=True)
@@ -99,7 +99,8 @@ def test_gradients_of_all_microbatches_but_the_first_are_added(
     memory: dict[str, Any], axes: dict[str, int], adds: float
 ) -> None:
     some, none = (
-        step(Engine(name="sums", sums=sums), axes=axes, memory=memory).breakdown["compute"] for sums in (12.0, 0.0)
+        step(Engine(name="sums", accumulate_bytes_per_weight=sums), axes=axes, memory=memory).breakdown["compute"]
+        for sums in (12.0, 0.0)
     )
     weights = sum(parameter.bytes for parameter in traced().parameters) / 4
     device = named("8xA100-80GB").nodes[0].device

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from meshwright.plan import Plan
-from meshwright.profile.trace import profile
+from meshwright.profile.tracing.trace import profile
 from meshwright.simulator.engine import Engine, find_engine
-from meshwright.simulator.traffic import Exchange, exchanges
-from meshwright.workloads.decoder import Decoder
+from meshwright.workloads.text.decoder import Decoder
 from tests.profile.models import make, scores_loss
-from tests.simulator.test_exchange import BATCH, HIDDEN, LAYERS, LENGTH, ONE, traced
+from tests.simulator.communication.test_exchange import BATCH, HIDDEN, LAYERS, LENGTH, ONE, traced
+from tests.simulator.traffic import Exchange, exchanges
 
 WEIGHTS = traced().parameter_bytes
 

@@ -10,8 +10,8 @@ from meshwright.launch.place import Place
 from meshwright.launch.signals import StopRequest
 from meshwright.launch.world import World
 from meshwright.plan import Plan
-from meshwright.train.folder import RunFolder
 from meshwright.train.job_session import build_session
+from meshwright.train.output.folder import RunFolder
 from meshwright.train.session import Session
 from meshwright.train.trainer import Trainer
 

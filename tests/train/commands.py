@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from meshwright.train.folder import RunFolder
+from meshwright.train.output.folder import RunFolder
 
 
 def start(folder: Path, job: Mapping[str, Any], ranks: int, *options: str) -> tuple[subprocess.Popen[str], RunFolder]:

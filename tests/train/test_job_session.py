@@ -10,16 +10,22 @@ from meshwright.train.build import build_data
 from tests.ranks import ranks
 from tests.train.alone import equal_states, toy_job, world
 
-DECODER = {"call": "meshwright.workloads.decoder_sizes:decoder", "size": "gpt2", "layers": 2, "hidden": 16, "heads": 2}
+DECODER = {
+    "call": "meshwright.workloads.text.decoder_sizes:decoder",
+    "size": "gpt2",
+    "layers": 2,
+    "hidden": 16,
+    "heads": 2,
+}
 
 
 def started(rank: int, size: int, axes: dict[str, int], without_memory: bool) -> tuple[bool, dict[str, Tensor]]:
     """Whether the model began on the meta device, and its weights after two steps."""
-    tokens = {"call": "meshwright.workloads.tokens:tokens", "sequence": 8, "vocabulary": 40, "samples": 16}
+    tokens = {"call": "meshwright.workloads.text.tokens:tokens", "sequence": 8, "vocabulary": 40, "samples": 16}
     job = toy_job(
         model={**DECODER, "vocabulary": 40, "sequence": 8},
         data={"train": {**tokens, "split": "train"}},
-        loss={"call": "meshwright.workloads.decoder:NextTokenLoss"},
+        loss={"call": "meshwright.workloads.text.decoder:NextTokenLoss"},
         train={"global_batch": 8, "freeze": ["blocks.0.norm1"]},
     )
     stages = {"pipeline": {"cuts": ["blocks.0"], "microbatches": 2}} if "pipeline" in axes else {}

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 from meshwright.checkpoint.manifest import read_manifest
 from meshwright.job import Job
 from meshwright.launch.signals import StopRequest
-from meshwright.train.folder import read_result
+from meshwright.train.output.folder import read_result
 from meshwright.train.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.train.alone import EVALUATED, equal_states, make_trainer, session_of, toy_job, train

@@ -10,9 +10,9 @@ from meshwright.batch import split
 from meshwright.call import bind, build
 from meshwright.job import Job, load_job
 from meshwright.train.build import build_data, build_metrics, make_model
-from meshwright.train.loss import understand
 from meshwright.train.metrics import Tally
-from meshwright.train.optimizer import build_optimizer
+from meshwright.train.step.loss import understand
+from meshwright.train.step.optimizer import build_optimizer
 
 JOBS = Path(__file__).parents[2] / "jobs"
 SMALLER = {

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 from meshwright.errors import InputError
-from meshwright.workloads.json_lines import hashed
 from meshwright.workloads.pairs import pairs
+from meshwright.workloads.text.json_lines import hashed
 from meshwright.workloads.towers import TwoTowers
-from tests.workloads.shares import assert_same_everywhere
+from tests.workloads.text.shares import assert_same_everywhere
 
 
 @pytest.fixture(autouse=True)

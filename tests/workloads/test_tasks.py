@@ -8,7 +8,7 @@ import torch
 
 from meshwright.errors import InputError
 from meshwright.workloads.tasks import tasks
-from tests.workloads.shares import assert_same_everywhere, loaded
+from tests.workloads.text.shares import assert_same_everywhere, loaded
 
 TASKS: dict[str, dict[str, Any]] = {
     "topic": {"kind": "classification", "classes": 3},

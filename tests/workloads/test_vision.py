@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from meshwright.errors import InputError
-from meshwright.train.loss import understand
 from meshwright.train.metrics import Tally
+from meshwright.train.step.loss import understand
 from meshwright.workloads import vision
 
 META = torch.device("meta")
@@ -64,7 +64,7 @@ def test_deeplabs_auxiliary_head_is_trained_and_then_left_out() -> None:
 
 
 def test_deeplabs_blocks_may_add_nothing_to_begin_with() -> None:
-    from meshwright.parallel.initialize import initialized
+    from meshwright.parallel.weights.initialize import initialized
 
     def make() -> nn.Module:
         return vision.deeplab(zero_init_residual=True)

@@ -1,9 +1,9 @@
 """BatchNorm statistics: over other samples than the plan says, or running ones that learnt otherwise."""
 
-from meshwright.proof.compare import error_of, layer_of, layer_scales
-from meshwright.proof.evidence import Evidence, Verdict
-from meshwright.proof.groups import Grouping
-from meshwright.proof.laboratory import Outcome
+from meshwright.proof.causes.evidence import Evidence, Verdict
+from meshwright.proof.compare.errors import error_of, layer_of, layer_scales
+from meshwright.proof.reference.experiments import Outcome
+from meshwright.proof.reference.groups import Grouping
 
 _WORDS: dict[Grouping, str] = {
     "local": "each microbatch of each data rank by itself",

@@ -2,8 +2,8 @@
 
 import math
 
-from meshwright.proof.evidence import Evidence, Verdict, mean_of
-from meshwright.proof.laboratory import Tensors, added
+from meshwright.proof.causes.evidence import Evidence, Verdict, mean_of
+from meshwright.proof.reference.experiments import Tensors, added
 
 _CLIP_EPSILON = 1e-6  # torch's own, beside the norm
 

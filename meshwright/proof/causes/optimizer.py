@@ -1,6 +1,6 @@
 """A parameter that no optimizer holds."""
 
-from meshwright.proof.evidence import Evidence, Verdict, listed
+from meshwright.proof.causes.evidence import Evidence, Verdict, listed
 
 
 def not_optimized(evidence: Evidence) -> Verdict | None:

@@ -1,7 +1,7 @@
 """A precision below that of the comparison: in a layer, on the way of the gradients, or in the weights themselves."""
 
-from meshwright.proof.evidence import Evidence, Tensors, Verdict, listed
-from meshwright.train.witness import BITS, bits_of
+from meshwright.proof.causes.evidence import Evidence, Tensors, Verdict, listed
+from meshwright.train.output.witness import BITS, bits_of
 
 _ROUNDINGS = 1000  # how many of them a difference may be made of; more is no rounding
 _MOST = 0.5  # in the shortest types, too, most of a gradient is left

@@ -2,7 +2,7 @@
 
 import math
 
-from meshwright.proof.evidence import Evidence, Tensors, Verdict
+from meshwright.proof.causes.evidence import Evidence, Tensors, Verdict
 
 _OTHER_DRAWS = 3
 _ALIKE = 10.0  # a difference within this factor of what other random numbers make is what they make

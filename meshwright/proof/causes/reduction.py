@@ -2,9 +2,9 @@
 
 import torch
 
+from meshwright.proof.causes.evidence import Evidence, Tensors, Verdict, listed, mean_of
 from meshwright.proof.causes.scale import factor_of
-from meshwright.proof.evidence import Evidence, Tensors, Verdict, listed, mean_of
-from meshwright.proof.laboratory import added
+from meshwright.proof.reference.experiments import added
 
 # What ranks along an axis have of a gradient that the axis does not divide: means of other samples, or parts of a sum.
 _SUMMED = ("tensor", "pipeline")

@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from meshwright.proof.evidence import Evidence, Verdict
-from meshwright.train.witness import Witness
+from meshwright.proof.causes.evidence import Evidence, Verdict
+from meshwright.train.output.witness import Witness
 
 
 def wrong_samples(evidence: Evidence) -> Verdict | None:

@@ -1,8 +1,8 @@
 """Gradients scaled by a constant, and which of the plan's sizes that constant is."""
 
 from meshwright.plan import Plan
-from meshwright.proof.evidence import Evidence, Verdict, listed
-from meshwright.proof.laboratory import added
+from meshwright.proof.causes.evidence import Evidence, Verdict, listed
+from meshwright.proof.reference.experiments import added
 
 
 def scaled(evidence: Evidence) -> Verdict | None:

@@ -1,6 +1,6 @@
 """Weights or buffers that differed before the first step."""
 
-from meshwright.proof.evidence import Evidence, Verdict
+from meshwright.proof.causes.evidence import Evidence, Verdict
 
 
 def different_start(evidence: Evidence) -> Verdict | None:

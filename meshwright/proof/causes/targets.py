@@ -1,7 +1,7 @@
 """Targets weighted unevenly: a mean of means, where ranks or microbatches have different numbers of targets."""
 
-from meshwright.proof.evidence import Evidence, Tensors, Verdict, mean_of
-from meshwright.proof.laboratory import Brought, added
+from meshwright.proof.causes.evidence import Evidence, Tensors, Verdict, mean_of
+from meshwright.proof.reference.experiments import Brought, added
 
 
 def uneven_targets(evidence: Evidence) -> Verdict | None:

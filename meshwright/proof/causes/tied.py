@@ -1,6 +1,6 @@
 """Tied copies that drifted apart on the stages that hold them."""
 
-from meshwright.proof.evidence import Evidence, Verdict
+from meshwright.proof.causes.evidence import Evidence, Verdict
 
 
 def tied_drift(evidence: Evidence) -> Verdict | None:

@@ -16,12 +16,12 @@ from meshwright.launch.signals import StopRequest
 from meshwright.launch.world import World, stand_apart
 from meshwright.plan import Plan
 from meshwright.train.build import build_data, build_loading, build_metrics
-from meshwright.train.folder import RunFolder
 from meshwright.train.job_session import build_session
-from meshwright.train.servers.conduct import Conduct
+from meshwright.train.output.folder import RunFolder
 from meshwright.train.servers.recipe import of_job, workers_plan
-from meshwright.train.servers.serving import Serving
+from meshwright.train.servers.server import Serving
 from meshwright.train.servers.team import Team
+from meshwright.train.servers.trainer import Conduct
 from meshwright.train.servers.worker import Exchange, work
 
 

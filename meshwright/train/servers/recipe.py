@@ -12,9 +12,9 @@ from meshwright.errors import InputError
 from meshwright.job import Job
 from meshwright.plan import Axes, Gradients, Plan
 from meshwright.train.build import build_model, schedule_unit
-from meshwright.train.optimizer import optimizer_groups, optimizer_on
-from meshwright.train.servers.shards import Piece, divide, works_by_number
+from meshwright.train.servers.assignment import Piece, divide, works_by_number
 from meshwright.train.session import MakeOptimizer, MakeSchedule
+from meshwright.train.step.optimizer import optimizer_groups, optimizer_on
 
 
 @dataclass(frozen=True)

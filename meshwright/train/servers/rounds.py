@@ -9,10 +9,10 @@ import torch
 
 from meshwright.errors import CollectiveError
 from meshwright.launch.pairs import Late
-from meshwright.train.servers.desk import Desk, Seat
-from meshwright.train.servers.holding import Holding, Outcome
+from meshwright.train.servers.connections import Desk, Seat
+from meshwright.train.servers.messages import Do, Reply
+from meshwright.train.servers.parameter_shard import Holding, Outcome
 from meshwright.train.servers.team import Team
-from meshwright.train.servers.wire import Do, Reply
 
 _UPDATE, _REPLY = 1, 2  # behind the latter, what to do
 

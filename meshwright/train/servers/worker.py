@@ -16,10 +16,10 @@ from meshwright.data.loading import Batch, Share
 from meshwright.errors import CollectiveError
 from meshwright.launch.pairs import Broken, Connect, Late, Pair, last_seen
 from meshwright.plan import Plan
-from meshwright.train.servers.desk import announce, pair_store
-from meshwright.train.servers.holding import USED, push_frame, reply_frame
+from meshwright.train.servers.connections import announce, pair_store
+from meshwright.train.servers.messages import Do, Frame, Reply, Said, Told, of_tensors
+from meshwright.train.servers.parameter_shard import USED, push_frame, reply_frame
 from meshwright.train.servers.recipe import parts_of
-from meshwright.train.servers.wire import Do, Frame, Reply, Said, Told, of_tensors
 from meshwright.train.session import Session
 
 

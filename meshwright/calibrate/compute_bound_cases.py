@@ -1,0 +1,197 @@
+"""The shapes of matrix products, attention and convolutions that are measured: a grid of their own, no model's."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+
+import torch
+import torch.nn.functional as F
+
+from meshwright.calibrate.case import PRODUCTS, Case, Run, random
+from meshwright.cluster.cluster import Layout, Operator
+
+LAYOUTS: tuple[Layout, ...] = ("contiguous", "channels_last")
+_Shape = tuple[int, ...]
+
+
+def product_cases(large: bool) -> Iterator[Case]:
+    yield from _matmuls(large)
+    yield from _batched(large)
+    yield from _attentions(large)
+    yield from _convolutions(large)
+
+
+# ---- matrix products
+
+
+def _matmuls(large: bool) -> Iterator[Case]:
+    # Two grids, one in the middle of the other's cells.
+    grids = ((48, 192, 768, 3072, 12288), (96, 384, 1536, 6144)) if large else ((16, 96, 576, 3456),)
+    for sides in grids:
+        for shape in product(sides, repeat=3):
+            yield _matmul(shape, _linear)
+    # Rows that are no multiple of 16 bytes: whose they are tells which operand or result they are those of.
+    classes = [(96, 384, 13)]
+    if large:
+        classes = [(192, 96, 13), (192, 768, 13), (1536, 768, 107)]
+        classes += product((1536, 12288), (768, 3072), (10007, 40013))
+    for many, hidden, odd in classes:
+        yield _matmul((many, odd, hidden), _linear)
+        yield _matmul((many, hidden, odd), _input_gradient)
+        yield _matmul((odd, hidden, many), _weight_gradient)
+    # Of rows that are: Hopper's instructions for TF32 want the inner side of both operands together.
+    if large:
+        for shape in product(grids[0], repeat=3):
+            yield _matmul(shape, _input_gradient, "input_gradient")
+            yield _matmul(shape, _weight_gradient, "weight_gradient")
+
+
+def _matmul(
+    shape: _Shape, build: Callable[[_Shape, torch.dtype, torch.device], Run], operator: Operator = "matmul"
+) -> Case:
+    m, n, k = shape
+    moved = m * k + k * n + m * n
+    return Case(operator, shape, partial(build, shape), moved, flops=2 * m * n * k, dtypes=PRODUCTS)
+
+
+def _linear(shape: _Shape, dtype: torch.dtype, device: torch.device) -> Run:
+    m, n, k = shape
+    inputs, weight = (random(size, dtype, device).detach() for size in ((m, k), (n, k)))
+    return lambda: F.linear(inputs, weight)
+
+
+def _input_gradient(shape: _Shape, dtype: torch.dtype, device: torch.device) -> Run:
+    m, n, k = shape
+    gradient, weight = (random(size, dtype, device).detach() for size in ((m, k), (k, n)))
+    return lambda: gradient @ weight
+
+
+def _weight_gradient(shape: _Shape, dtype: torch.dtype, device: torch.device) -> Run:
+    m, n, k = shape
+    gradient, inputs = (random(size, dtype, device).detach() for size in ((k, m), (k, n)))
+    return lambda: gradient.t() @ inputs
+
+
+def _batched(large: bool) -> Iterator[Case]:
+    shapes: tuple[_Shape, ...] = ((6, 48, 48, 24), (24, 96, 96, 48))
+    if large:
+        shapes = ((24, 192, 192, 48), (48, 768, 768, 96), (192, 384, 48, 384), (384, 96, 96, 96))
+    for shape in shapes:
+        b, m, n, k = shape
+        moved = b * (m * k + k * n + m * n)
+        yield Case("batched_matmul", shape, partial(_bmm, shape), moved, flops=2 * b * m * n * k, dtypes=PRODUCTS)
+
+
+def _bmm(shape: _Shape, dtype: torch.dtype, device: torch.device) -> Run:
+    b, m, n, k = shape
+    left, right = (random(size, dtype, device).detach() for size in ((b, m, k), (b, k, n)))
+    return lambda: torch.bmm(left, right)
+
+
+def _attentions(large: bool) -> Iterator[Case]:
+    shapes: tuple[_Shape, ...] = ((1, 3, 48, 32), (2, 6, 96, 64), (1, 4, 384, 64))
+    if large:
+        shapes = (
+            (2, 10, 384, 64), (6, 20, 768, 64), (24, 10, 896, 64), (48, 10, 192, 64), (8, 24, 1536, 64),
+            (24, 20, 768, 64), (32, 12, 256, 64), (4, 16, 512, 64), (12, 16, 1280, 64), (4, 16, 3072, 64),
+            (4, 20, 768, 128), (3, 24, 1536, 128), (8, 16, 1280, 128), (6, 24, 3072, 128), (1, 40, 6144, 128),
+        )  # fmt: skip
+    for shape in shapes:
+        batch, heads, sequence, width = shape
+        size = batch * heads * sequence * width
+        # Two products, of which the causal half counts.
+        flops = 2 * size * sequence
+        build = partial(_attention, shape)
+        yield Case("attention", shape, build, 4 * size, 8 * size, 0, flops, 2.5 * flops, dtypes=PRODUCTS)
+
+
+def _attention(shape: _Shape, dtype: torch.dtype, device: torch.device) -> Run:
+    q, k, v = (random(shape, dtype, device) for _ in range(3))
+    return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+# ---- convolutions: n, c_in, h, w, c_out, kernel, stride, groups
+
+
+def _convolutions(large: bool) -> Iterator[Case]:
+    for shape, layout in product(dict.fromkeys(_large() if large else _small()), LAYOUTS):
+        n, c_in, h, w, c_out, kernel, stride, groups = shape
+        image, filters = n * c_in * h * w, c_out * c_in // groups * kernel**2
+        out = n * c_out * -(-h // stride) * -(-w // stride)
+        flops, gradients = 2 * out * c_in // groups * kernel**2, 1 if _is_first(shape) else 2
+        yield Case(
+            "convolution",
+            shape,
+            partial(_convolution, shape, layout),
+            image + filters + out,
+            gradients * image + 2 * filters + out,
+            flops=flops,
+            back_flops=gradients * flops,
+            layout=layout,
+            dtypes=PRODUCTS if layout == "contiguous" or not large else PRODUCTS[1:],
+        )
+
+
+def _is_first(shape: _Shape) -> bool:
+    """Few channels are those of data: nobody asks for its gradient."""
+    return shape[1] <= 3
+
+
+def _convolution(shape: _Shape, layout: Layout, dtype: torch.dtype, device: torch.device) -> Run:
+    n, c_in, h, w, c_out, kernel, stride, groups = shape
+    images = random((n, c_in, h, w), dtype, device, layout).requires_grad_(not _is_first(shape))
+    filters = random((c_out, c_in // groups, kernel, kernel), dtype, device, layout)
+    return lambda: F.conv2d(images, filters, stride=stride, padding=kernel // 2, groups=groups)
+
+
+def _large() -> Iterator[_Shape]:
+    for n, side in ((20, 160), (80, 192), (160, 256), (320, 160), (6, 384)):
+        yield (n, 3, side, side, 64, 7, 2, 1)
+        yield (n, 3, side, side, 64, 3, 1, 1)
+        yield (n, 64, side, side, 64, 3, 1, 1)
+    for n, side, c_in, c_out in (
+        (20, 80, 64, 128), (160, 80, 64, 128), (20, 80, 128, 128), (240, 80, 128, 128), (20, 40, 128, 256),
+        (160, 40, 128, 256), (20, 40, 256, 256), (240, 40, 256, 256), (20, 20, 256, 512), (240, 20, 256, 512),
+        (20, 20, 512, 512), (240, 20, 512, 512), (20, 10, 512, 512), (240, 10, 512, 512), (6, 40, 512, 512),
+        (6, 40, 256, 256), (6, 40, 1024, 256), (6, 80, 128, 128), (80, 40, 64, 64), (240, 40, 64, 64),
+    ):  # fmt: skip
+        yield (n, c_in, side, side, c_out, 3, 1, 1)
+    # Filters of one pixel: on rows of whole 16 bytes (sides of a multiple of 4) and on others.
+    for n, side, c_in, c_out in (
+        (40, 40, 64, 64), (240, 48, 64, 64), (40, 40, 64, 256), (240, 48, 64, 256), (40, 40, 256, 64),
+        (240, 48, 256, 64), (40, 40, 256, 128), (240, 48, 256, 128), (6, 80, 256, 64), (6, 112, 64, 256),
+        (6, 112, 64, 64), (6, 80, 256, 128), (80, 42, 64, 256), (80, 42, 256, 64), (40, 20, 128, 512),
+        (240, 24, 128, 512),
+        (40, 20, 512, 128), (240, 24, 512, 128), (40, 20, 512, 256), (240, 24, 512, 256), (160, 18, 128, 512),
+        (160, 18, 512, 128), (40, 12, 256, 1024), (240, 12, 256, 1024), (40, 12, 1024, 256), (240, 12, 1024, 256),
+        (40, 10, 256, 1024), (240, 18, 256, 1024), (240, 18, 1024, 256), (240, 18, 1024, 512), (40, 10, 1024, 256),
+        (240, 8, 512, 2048), (240, 8, 2048, 512), (240, 9, 512, 2048), (240, 9, 2048, 512), (40, 5, 512, 2048),
+        (6, 40, 1024, 256), (6, 48, 256, 1024), (6, 40, 512, 128), (6, 48, 128, 512), (6, 40, 2048, 512),
+        (6, 40, 512, 2048), (6, 40, 2048, 256), (6, 40, 256, 24), (6, 40, 1280, 256),
+    ):  # fmt: skip
+        yield (n, c_in, side, side, c_out, 1, 1, 1)
+    for n, side, channels in ((40, 80, 128), (240, 40, 128), (240, 40, 256), (240, 20, 512), (40, 20, 256)):
+        yield (n, channels, side, side, channels, 3, 2, 1)
+        yield (n, channels, side, side, 2 * channels, 1, 2, 1)
+    yield (40, 64, 80, 80, 128, 3, 2, 1)
+    yield (96, 1, 32, 32, 24, 3, 1, 1)
+    yield (96, 24, 32, 32, 48, 3, 1, 1)
+    yield (48, 3, 160, 160, 640, 16, 16, 1)
+    yield (40, 192, 40, 40, 192, 3, 1, 192)
+    yield (160, 96, 80, 80, 96, 3, 1, 96)
+
+
+def _small() -> Iterator[_Shape]:
+    yield from (
+        (6, 1, 24, 24, 12, 5, 1, 1),
+        (24, 1, 24, 24, 24, 3, 1, 1),
+        (96, 1, 32, 32, 24, 3, 1, 1),
+        (6, 3, 32, 32, 24, 3, 1, 1),
+        (12, 24, 12, 12, 48, 3, 1, 1),
+        (24, 24, 24, 24, 48, 3, 1, 1),
+        (12, 48, 20, 20, 48, 3, 1, 1),
+        (6, 48, 20, 20, 96, 3, 1, 1),
+        (6, 96, 12, 12, 96, 3, 2, 1),
+        (6, 96, 12, 12, 48, 1, 1, 1),
+        (3, 96, 12, 12, 96, 3, 1, 96),
+    )

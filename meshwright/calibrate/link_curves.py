@@ -1,0 +1,71 @@
+"""How long collectives take between the ranks that run this together: curves over sizes and numbers of ranks."""
+
+from collections.abc import Callable
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from meshwright.calibrate.timing import elapsed
+from meshwright.cluster.cluster import Collective
+
+ROUNDS = 3
+SIZES = {"cpu": [2**10, 2**14, 2**18, 2**20, 2**22, 2**24], "cuda": [2**10, 2**14, 2**18, 2**20, 2**22, 2**24, 2**28]}
+
+Curves = dict[Collective, dict[int, list[tuple[int, float]]]]
+
+
+def measure_curves(collectives: list[Collective], device: torch.device) -> Curves:
+    """Points (bytes, seconds) by collective and number of ranks. Every rank calls this; rank 0's answer counts."""
+    world = dist.get_world_size()
+    numbers = [ranks for ranks in (2, 4, 8, 16) if ranks < world] + [world]
+    curves: Curves = {collective: {} for collective in collectives}
+    for ranks in numbers:
+        group = dist.new_group(list(range(ranks)))  # every rank helps to make a group, also those outside of it
+        if dist.get_rank() < ranks:
+            for collective in collectives:
+                curves[collective][ranks] = [
+                    (size, _time(collective, size, ranks, device, group)) for size in SIZES[device.type]
+                ]
+        dist.barrier()
+    return curves
+
+
+def _time(collective: Collective, size: int, ranks: int, device: torch.device, group: dist.ProcessGroup) -> float:
+    run = _operation(collective, size, ranks, device, group)
+    repeats = 10 if size <= 2**20 else 3
+    run()
+    return median(elapsed(run, device, repeats) / repeats for _ in range(ROUNDS))
+
+
+def _operation(
+    collective: Collective, size: int, ranks: int, device: torch.device, group: dist.ProcessGroup
+) -> Callable[[], object]:
+    """The collective over a whole tensor of `size` bytes, each rank with its share where it has one."""
+    elements = size // 4
+    whole = torch.ones(elements, device=device)
+    share = torch.ones(elements // ranks, device=device)
+    even = whole[: share.numel() * ranks]
+    if collective == "all_reduce":
+        return lambda: dist.all_reduce(whole, group=group)
+    if collective == "all_gather":
+        return lambda: dist.all_gather_into_tensor(even, share, group=group)
+    if collective == "reduce_scatter":
+        return lambda: dist.reduce_scatter_tensor(share, even, group=group)
+    if collective == "all_to_all":
+        received = torch.empty_like(even)
+        return lambda: dist.all_to_all_single(received, even, group=group)
+    if collective == "broadcast":
+        return lambda: dist.broadcast(whole, src=0, group=group)
+    return lambda: _pass_on(whole, group)
+
+
+def _pass_on(whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Rank 0 sends to rank 1 and hears of its arrival. The others have nothing to do."""
+    rank = dist.get_rank()
+    if rank == 0:
+        dist.send(whole, 1, group=group)
+        dist.recv(whole[:1], 1, group=group)
+    elif rank == 1:
+        dist.recv(whole, 0, group=group)
+        dist.send(whole[:1], 0, group=group)

@@ -1,0 +1,28 @@
+"""A schedule by the name that a plan gives it."""
+
+from collections.abc import Callable, Sequence
+
+from meshwright.collectives.schedules.halving_doubling import halving_doubling
+from meshwright.collectives.schedules.ring import ring
+from meshwright.collectives.schedules.schedule import Schedule
+from meshwright.collectives.schedules.tree import double_tree
+from meshwright.collectives.schedules.two_level import two_level
+from meshwright.errors import InputError, did_you_mean
+
+_FLAT: dict[str, Callable[[int], Schedule]] = {
+    "ring": ring,
+    "tree": double_tree,
+    "halving_doubling": halving_doubling,
+}
+SCHEDULES = (*_FLAT, "two_level")
+
+
+def build(name: str, ranks: int, nodes: Sequence[int]) -> Schedule:
+    """`nodes`: how many of the ranks each node has, in the order of the ranks; only `two_level` looks at it."""
+    if name not in SCHEDULES:
+        raise InputError(f"there is no schedule '{name}'{did_you_mean(name, SCHEDULES)}")
+    if name != "two_level":
+        return _FLAT[name](ranks)
+    if sum(nodes) != ranks:
+        raise InputError(f"nodes of {list(nodes)} ranks are {sum(nodes)} ranks, but {ranks} combine their gradients")
+    return two_level(nodes)

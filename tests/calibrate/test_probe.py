@@ -1,0 +1,69 @@
+"""This machine measured for real: everything positive, and a device that can be predicted with."""
+
+import pytest
+import torch
+
+from meshwright.calibrate import probe
+from meshwright.calibrate.operators import cases, measure_operators
+from meshwright.calibrate.probe import measure
+from meshwright.cluster.cluster import OperatorTime
+from meshwright.cluster.curves import curve_time
+from meshwright.cluster.detect import detect_cpu, find
+from meshwright.errors import MeshwrightError
+
+
+def test_this_machine_is_measured() -> None:
+    detected = detect_cpu()
+    cluster = measure(detected)
+    (node,) = cluster.nodes
+    assert cluster.based_on == "measured"
+    assert (cluster.devices, node.cores) == (detected.devices, detected.cores)
+    assert node.device.is_known
+    assert {"fp64", "fp32"} <= set(node.device.rates)
+    assert min(node.device.rates.values()) > 0
+    assert 0 < node.device.launch_s < 1
+    assert {row.operator for row in node.device.operators} >= {"matmul", "convolution", "optimizer"}
+    assert node.device.context_bytes > 0
+    assert node.device.sources["rates"].startswith("measured: torch")
+    assert node.link.latency_s > 0
+    (curve,) = node.link.curves["all_reduce"]
+    assert curve.ranks == 2
+    assert (curve_time(node.link, "all_reduce", 2**20, 2) or 0) > 0
+    assert type(cluster).model_validate(cluster.model_dump()) == cluster
+
+
+@pytest.mark.parametrize(("known", "expected"), [(0, 58), (132, 132)])
+def test_the_driver_tells_what_the_catalog_does_not(known: int, expected: int) -> None:
+    node = find("H200").nodes[0]
+    asked = node.model_copy(update={"device": node.device.model_copy(update={"multiprocessors": known})})
+    found = {"multiprocessors": 58, "instructions": [], "operators": [], "launch_s": 1e-5}
+    device = probe._device(asked, found)
+    assert device.multiprocessors == expected
+    assert device.sources["multiprocessors"].startswith("the driver") == (not known)
+    assert device.launch_s == 1e-5
+
+
+def test_a_rank_that_fails_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe.sys, "executable", "/bin/false")
+    with pytest.raises(MeshwrightError, match=r"^this machine could not be measured: it left no word$"):
+        measure(detect_cpu())
+
+
+def test_every_class_of_operators_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    smallest = {case.operator: case for case in sorted(cases("cpu"), key=lambda case: -case.elements)}
+    monkeypatch.setattr("meshwright.calibrate.operators.cases", lambda kind: smallest.values())
+    monkeypatch.setattr("meshwright.calibrate.operators.BUDGET_S", {"cpu": 1e-3})
+    rows = [OperatorTime.model_validate(row) for row in measure_operators(torch.device("cpu"), {"fp32": 1e10})]
+    assert len(smallest) == 15  # all but what is an operator of its own on a GPU alone: bias, dropout, wider casts
+    assert {row.operator for row in rows} == set(smallest)
+    backward = {row.operator for row in rows if row.direction == "backward"}
+    losses = {"softmax", "log_softmax", "loss"}
+    assert backward == {"attention", "convolution", "norm", "pooling", "gelu", "embedding"} | losses
+    assert {row.dtype for row in rows} == {"fp32"}
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_no_shape_is_asked_for_twice(kind: str) -> None:
+    shapes = [(case.operator, case.shape, case.layout) for case in cases(kind)]
+    assert len(shapes) == len(set(shapes))
+    assert all(case.elements > 0 for case in cases(kind))

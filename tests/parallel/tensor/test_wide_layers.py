@@ -1,0 +1,136 @@
+"""A few huge layers over the replicate axis: every rank keeps its own samples, the layers' weights are divided, and the
+gradients are the mean's, also where ranks have different numbers of samples."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from meshwright.parallel.tensor.split_modules import split_modules
+from meshwright.parallel.weights.layout import whole_of
+from meshwright.plan import Axes, Modules, Plan, Split
+from meshwright.profile.structure.structure import structure
+from tests.parallel.tensor.models import Classifier
+from tests.ranks import RankPool, ranks
+
+CHAIN = {"classifier.0": "column", "classifier.3": "row", "classifier.6": "column"}
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    with ranks(request.param) as made:
+        yield made
+
+
+def built(world_size: int, kinds: dict[str, str], dropout: float = 0.0) -> tuple[Any, Any, Any, Any]:
+    torch.manual_seed(0)
+    model = Classifier(dropout).double()
+    splits = {name: Split(kind=kind, axis="replicate") for name, kind in kinds.items()}  # type: ignore[arg-type]
+    plan = Plan(axes=Axes(replicate=world_size), modules=Modules(splits=splits))
+    found = structure(model, (torch.zeros(2, 2, 4, 4, dtype=torch.float64), torch.zeros(2)))
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("replicate",))
+    parallel = copy.deepcopy(model)
+    return model, parallel, split_modules([parallel], plan, found, mesh), mesh.get_group("replicate")
+
+
+def batches(world_size: int) -> list[Tensor]:
+    """Rank r has r + 1 samples."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(r + 1, 2, 4, 4, dtype=torch.float64, generator=generator) for r in range(world_size)]
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return (output.sin() * torch.arange(output.shape[1])).sum()
+
+
+def errors(rank: int, world_size: int, kinds: dict[str, str]) -> tuple[dict[str, float], list[str], list[str]]:
+    model, parallel, layouts, group = built(world_size, kinds)
+    xs = batches(world_size)
+    count = sum(len(x) for x in xs)
+    (loss_of(model(torch.cat(xs))) / count).backward()
+    calls: list[str] = []
+    with _noted(calls):
+        out = parallel(xs[rank])
+    found = {"output": float((out - model(xs[rank])).abs().max())}
+    (loss_of(out) * world_size / count).backward()
+    wanted = dict(model.named_parameters())
+    for name, parameter in parallel.named_parameters():
+        if name in layouts:
+            grad = whole_of(parameter.grad, layouts[name], group)
+        else:  # as DDP does
+            grad = parameter.grad.clone()
+            dist.all_reduce(grad)
+            grad /= world_size
+        right = wanted[name].grad
+        found[name] = float((grad - right).abs().max() / right.abs().max())
+    parallel.eval()
+    with torch.no_grad():
+        found["evaluation"] = float((parallel(xs[rank]) - model.eval()(xs[rank])).abs().max())
+    return found, sorted(layouts), calls
+
+
+class _noted:
+    """Notes the collectives of activations: those that tell sizes are of one number."""
+
+    def __init__(self, calls: list[str]) -> None:
+        names = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all_single")
+        self.patches = [patch.object(dist, name, self._noting(name, calls)) for name in names]
+
+    def _noting(self, name: str, calls: list[str]) -> Any:
+        real = getattr(dist, name)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if not (name == "all_gather" and args[1].dtype == torch.int64):
+                calls.append(name)
+            return real(*args, **kwargs)
+
+        return called
+
+    def __enter__(self) -> None:
+        for each in self.patches:
+            each.start()
+
+    def __exit__(self, *_: object) -> None:
+        for each in self.patches:
+            each.stop()
+
+
+def test_a_chain_gives_the_means_gradients(pool: RankPool) -> None:
+    for found, names, calls in pool.run(errors, CHAIN):
+        assert max(found.values()) < 1e-9, found
+        assert names == [
+            "classifier.0.bias",
+            "classifier.0.weight",
+            "classifier.3.weight",
+            "classifier.6.bias",
+            "classifier.6.weight",
+        ]
+        assert calls == ["all_gather", "reduce_scatter", "all_gather", "all_to_all_single"]
+
+
+@pytest.mark.parametrize("kinds", [{"classifier.3": "column"}, {"classifier.3": "row"}])
+def test_layers_alone(pool: RankPool, kinds: dict[str, str]) -> None:
+    for found, names, _ in pool.run(errors, kinds):
+        assert max(found.values()) < 1e-9, found
+        assert "classifier.3.weight" in names
+
+
+def with_dropout(rank: int, world_size: int) -> list[float]:
+    _, parallel, _, _ = built(world_size, CHAIN, 0.5)
+    torch.manual_seed(rank)
+    x = batches(world_size)[rank]
+    out = parallel(x)
+    out.sum().backward()
+    return [float((parallel(x) - parallel(x)).abs().max()), float(out.shape[0])]
+
+
+def test_dropout_between_them_runs(pool: RankPool) -> None:
+    for rank, (changed, samples) in enumerate(pool.run(with_dropout)):
+        assert changed > 0
+        assert samples == rank + 1

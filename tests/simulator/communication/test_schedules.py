@@ -1,0 +1,223 @@
+"""A schedule's price follows from its messages: closed forms where there are some, and what more of anything costs."""
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.cluster.catalog import find_link
+from meshwright.cluster.cluster import Cluster, Device, Node
+from meshwright.collectives.execute import SEGMENT_BYTES
+from meshwright.collectives.schedules.builders import SCHEDULES, build
+from meshwright.errors import InputError
+from meshwright.plan import Axes, Plan
+from meshwright.simulator.communication.collectives import collective_s
+from meshwright.simulator.communication.combining import chosen_algorithm, combine_s, host_costs, wires_of
+from meshwright.simulator.communication.exchange import gradient_exchange
+from meshwright.simulator.communication.placement import group
+from meshwright.simulator.communication.schedules import (
+    Host,
+    Memory,
+    Tier,
+    Wires,
+    choose,
+    native_s,
+    prices,
+    rate,
+    schedule_s,
+    shared_memory_s,
+    two_level_memory_s,
+)
+from meshwright.simulator.engine import find_engine
+
+INFINITE = 1e30
+MIB = 2**20
+FREE = Host(
+    cores=64,
+    message_s=0.0,
+    native_message_s=0.0,
+    native_latency=1.0,
+    byte_s=0.0,
+    thread_s=0.0,
+    call_s=0.0,
+    add_bytes_per_s=INFINITE,
+    copy_bytes_per_s=INFINITE,
+)
+WITHIN, ACROSS = Tier(1e-4, INFINITE, INFINITE), Tier(1e-3, INFINITE, INFINITE)
+MEMORY = Memory(1e-6, 2e-6, ((1, 1e9),), ((1, 2e9),), ((1, 4e9),))
+LATENCY = Wires(WITHIN, ACROSS, FREE, MEMORY)  # nothing else takes time
+
+
+def bandwidth(within: float, across: float) -> Wires:
+    return Wires(Tier(0.0, INFINITE, within), Tier(0.0, INFINITE, across), FREE, MEMORY)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_a_round_takes_one_latency_and_the_first_word_another(ranks: int) -> None:
+    """Gloo sends when it knows of room: at the beginning nobody does, later all of it is posted ahead."""
+    found = schedule_s(build("ring", ranks, [ranks]), 4096, LATENCY)
+    rounds = 2 * (ranks - 1)
+    assert found == pytest.approx((rounds + 1) * 1e-4, rel=0.35)  # receives are posted 8 ahead, not all of them
+    if rounds <= 8:
+        assert found == pytest.approx((rounds + 1) * 1e-4)
+
+
+def test_halving_and_doubling_takes_fewer_rounds_than_a_ring() -> None:
+    ring, halving = (schedule_s(build(name, 8, [8]), 4096, LATENCY) for name in ("ring", "halving_doubling"))
+    assert halving == pytest.approx(7e-4)
+    assert ring > 2 * halving
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_all_messages_of_a_node_share_its_bandwidth(ranks: int) -> None:
+    """A ring of n sends 2 (n - 1) / n of the tensor from each rank."""
+    found = schedule_s(build("ring", ranks, [ranks]), 64 * MIB, bandwidth(1e9, 1e9))
+    assert found == pytest.approx(ranks * 2 * (ranks - 1) / ranks * 64 * MIB / 1e9, rel=0.01)
+
+
+def test_nodes_have_their_own_and_the_link_between_them_is_shared_each_way() -> None:
+    """Two levels send half of the tensor each way, whichever rank of a node does; one ring over all sends more."""
+    schedule = build("two_level", 4, [2, 2])
+    found = schedule_s(schedule, 64 * MIB, bandwidth(INFINITE, 1e9), [2, 2])
+    assert found == pytest.approx(64 * MIB / 1e9, rel=0.01)
+    assert schedule_s(build("ring", 4, [4]), 64 * MIB, bandwidth(INFINITE, 1e9), [2, 2]) > 1.4 * found
+    assert schedule_s(schedule, 64 * MIB, bandwidth(INFINITE, 1e9)) < 0.01 * found  # on one node nothing crosses
+
+
+def test_a_link_that_was_idle_lets_the_first_bytes_through_at_once() -> None:
+    """Once: the second round comes when the credit is spent. Nothing arrives before it was sent."""
+    ring, each_s = build("ring", 2, [1, 1]), 32 * MIB / 1e9
+    plain = bandwidth(INFINITE, 1e9)
+    shaped = replace(plain, across=Tier(0.0, INFINITE, 1e9, credit_s=each_s / 4))
+    assert schedule_s(ring, 64 * MIB, plain, [1, 1]) == pytest.approx(2 * each_s, rel=1e-6)
+    assert schedule_s(ring, 64 * MIB, shaped, [1, 1]) == pytest.approx(1.75 * each_s, rel=1e-6)
+    assert schedule_s(ring, 4, shaped, [1, 1]) == pytest.approx(0.0, abs=1e-20)
+
+
+def test_segments_overlap_what_links_and_hosts_do() -> None:
+    """A tree of one segment goes from rank to rank; of many, the ranks work at the same time."""
+    wires = Wires(Tier(0.0, 1e9, INFINITE), None, FREE, None)
+    tree = build("tree", 8, [8])
+    one, many = (schedule_s(tree, size, wires) / size for size in (SEGMENT_BYTES, 16 * SEGMENT_BYTES))
+    assert many < 0.6 * one
+
+
+@pytest.mark.parametrize("name", ["ring", "tree", "halving_doubling"])
+def test_hosts_pay_for_messages_and_for_what_they_add(name: str) -> None:
+    schedule = build(name, 4, [4])
+    busy = replace(LATENCY, host=replace(FREE, message_s=1e-3))
+    adding = replace(LATENCY, host=replace(FREE, add_bytes_per_s=1e9))
+    copying = replace(LATENCY, host=replace(FREE, byte_s=1e-9))
+    least = schedule_s(schedule, MIB, LATENCY)
+    assert schedule_s(schedule, MIB, busy) > least + 2e-3
+    assert schedule_s(schedule, MIB, adding) > least + MIB / 1e9  # the mean alone reads all of it
+    assert schedule_s(schedule, MIB, copying) > least
+
+
+def test_more_ranks_than_cores_take_turns() -> None:
+    busy = replace(LATENCY, host=replace(FREE, message_s=1e-3, cores=8))
+    crowded = replace(LATENCY, host=replace(FREE, message_s=1e-3, cores=1))
+    ring = build("ring", 8, [8])
+    assert schedule_s(ring, 4096, crowded) > 5 * schedule_s(ring, 4096, busy)
+
+
+def test_the_backend_runs_a_ring_of_its_own_segments() -> None:
+    """Two of a chunk at least, of 1 MiB at most."""
+    per_message = replace(LATENCY, host=replace(FREE, native_message_s=1e-3), within=Tier(0.0, INFINITE, INFINITE))
+    assert native_s(4096, 2, per_message) == pytest.approx(4e-3)  # a rank sends and receives 4
+    assert native_s(64 * MIB, 2, per_message) == pytest.approx(64e-3, rel=0.05)
+    quick = replace(LATENCY, host=replace(FREE, native_latency=0.5, call_s=1.0))
+    assert native_s(4096, 2, quick) == pytest.approx(1.0 + 1.5e-4)
+
+
+def test_shared_memory_waits_twice_and_moves_the_tensor() -> None:
+    assert shared_memory_s(MIB, 2, LATENCY) == pytest.approx(2e-6 + MIB / 1e9)
+    assert shared_memory_s(1024, 2, LATENCY) == pytest.approx(2e-6)  # copied: one moment less
+    assert shared_memory_s(MIB, 1, LATENCY) == 0.0
+    with pytest.raises(InputError, match="share memory"):
+        shared_memory_s(MIB, 2, replace(LATENCY, memory=None))
+
+
+def test_two_levels_of_memory_send_a_slice_between_nodes() -> None:
+    found = two_level_memory_s(MIB, [4, 4], bandwidth(INFINITE, 1e9))
+    assert found == pytest.approx(4e-6 + MIB / 2e9 + MIB / 4e9 + MIB / 1e9, rel=0.01)
+
+
+def test_rates_lie_on_straight_lines_between_measured_sizes() -> None:
+    points = ((1024, 1e9), (4096, 4e9))
+    assert rate(points, 10) == 1e9
+    assert rate(points, 2048) == pytest.approx(2e9)
+    assert rate(points, 10**9) == 4e9
+
+
+def test_every_way_has_a_price_and_the_cheapest_is_chosen() -> None:
+    one, two = prices(MIB, 4, [4], LATENCY), prices(MIB, 4, [2, 2], LATENCY)
+    assert set(one) == {"native", *SCHEDULES, "shared_memory"} - {"two_level"}
+    assert set(two) == {"native", *SCHEDULES, "two_level_memory"}
+    assert set(prices(MIB, 3, [2, 1], replace(LATENCY, memory=None))) == {"native", *SCHEDULES}
+    assert choose(MIB, 4, [4], LATENCY) == min(((name, s) for name, s in one.items()), key=lambda pair: pair[1])
+    with pytest.raises(InputError, match="but 4 combine"):
+        choose(MIB, 4, [2, 1], LATENCY)
+
+
+# ---- on clusters
+
+
+def cluster(nodes: int, cores: int) -> Cluster:
+    device = Device(
+        name="core", kind="cpu", memory_bytes=2**32, bandwidth_bytes_per_s=1e10, rates={"fp32": 1e11}, sources={}
+    )
+    node = Node(device=device, count=cores, link=find_link("Loopback"), cores=cores, number=nodes)
+    link = find_link("Ethernet-10G") if nodes > 1 else None
+    return Cluster(name="cpus", nodes=(node,), link=link, based_on="measured")
+
+
+def test_every_cost_of_a_host_has_its_source() -> None:
+    costs = host_costs()
+    assert set(costs.sources) == set(costs.model_dump()) - {"sources"}
+
+
+def test_gradients_of_one_machine_are_priced_in_its_memory() -> None:
+    here = cluster(1, 4)
+    plan = Plan(axes=Axes(replicate=4))
+    replicas = group(plan.axes, ("replicate",), here)
+    shared = combine_s(MIB, replicas, "auto", here)
+    assert shared == combine_s(MIB, replicas, "shared_memory", here)
+    assert shared == shared_memory_s(MIB, 4, wires_of(here, replicas))
+    assert combine_s(MIB, replicas, "native", here) == collective_s("all_reduce", MIB, replicas, here) > shared
+    found = gradient_exchange(MIB, 1, plan, here, find_engine("meshwright"))
+    assert found.replicate_s == pytest.approx(shared)
+    others = gradient_exchange(MIB, 1, plan, here, find_engine("pytorch"))
+    assert others.replicate_s == pytest.approx(collective_s("all_reduce", MIB, replicas, here))
+
+
+def test_ranks_that_share_a_core_wait_for_each_other() -> None:
+    few, many = cluster(1, 4), cluster(1, 4).with_devices(8)
+    wires = [wires_of(each, group(Axes(replicate=each.devices), ("replicate",), each)) for each in (few, many)]
+    memories = [each.memory for each in wires]
+    assert memories[0] is not None
+    assert memories[1] is not None
+    assert memories[1].sync_s == 2 * memories[0].sync_s
+
+
+def test_plans_stay_auto_where_that_is_the_fastest() -> None:
+    here, there = cluster(1, 4), cluster(2, 4)
+    assert chosen_algorithm(25 * MIB, group(Axes(replicate=4), ("replicate",), here), here) == "auto"
+    assert chosen_algorithm(25 * MIB, group(Axes(replicate=8), ("replicate",), there), there) == "auto"
+
+
+def test_a_schedule_is_named_where_the_backend_is_slower() -> None:
+    """One rank a node, far away: no memory is shared, and every round of a ring takes its time."""
+    near = cluster(16, 1)
+    assert near.link is not None
+    many = near.model_copy(update={"link": near.link.model_copy(update={"latency_s": 5e-3})})
+    replicas = group(Axes(replicate=16), ("replicate",), many)
+    named = chosen_algorithm(4096, replicas, many)
+    assert named in ("tree", "halving_doubling")
+    assert combine_s(4096, replicas, named, many) < combine_s(4096, replicas, "ring", many)
+
+
+def test_what_is_not_followed_has_the_backends_price() -> None:
+    large = cluster(32, 4)
+    replicas = group(Axes(replicate=128), ("replicate",), large)
+    assert chosen_algorithm(MIB, replicas, large) == "auto"
+    assert combine_s(MIB, replicas, "auto", large) == collective_s("all_reduce", MIB, replicas, large)

@@ -1,0 +1,329 @@
+"""Seconds of one operator: from measured shapes where there are some, never less than the shortest of them."""
+
+from dataclasses import replace
+from math import log2
+
+import pytest
+
+from meshwright.cluster.catalog import find_entry
+from meshwright.cluster.cluster import Device, OperatorTime
+from meshwright.dtypes import Dtype
+from meshwright.profile.values import Growth, Operator
+from meshwright.simulator.compute.lookup import bias_of, looked_up
+from meshwright.simulator.compute.operator_time import operator_s, reference_gpu, speeds
+from meshwright.simulator.engine import find_engine
+
+
+def _fixed(*sizes: float) -> tuple[Growth, ...]:
+    return tuple(Growth(size, 0.0) for size in sizes)
+
+
+def _operator(kind: str, name: str, shape: tuple[Growth, ...], flops: float, moved: float, dtype: str) -> Operator:
+    return Operator("", name, kind, dtype, Growth(flops, 0.0), Growth(moved, 0.0), shape)  # type: ignore[arg-type]
+
+
+def _product(m: float, n: float, k: float, dtype: str = "bfloat16") -> Operator:
+    size = 4 if dtype == "float32" else 2
+    return _operator("matmul", "mm", _fixed(1, m, n, k), 2 * m * n * k, size * (m * k + k * n + m * n), dtype)
+
+
+def _device(*rows: tuple[str, tuple[int, ...], float, float]) -> Device:
+    operators = tuple(
+        OperatorTime(operator=name, dtype="fp32", shape=shape, flops=0, bytes=moved, seconds=seconds)  # type: ignore[arg-type]
+        for name, shape, moved, seconds in rows
+    )
+    return Device(
+        name="one", kind="cuda", memory_bytes=1, bandwidth_bytes_per_s=1e9, rates={"fp32": 1e12}, operators=operators
+    )
+
+
+def test_between_two_measured_sizes_the_slowdown_lies_between_theirs() -> None:
+    device = _device(("elementwise", (1,), 1e6, 2e-3), ("elementwise", (1,), 4e6, 16e-3))
+    prices = speeds(device, "fp32")
+    taken = [
+        operator_s(_operator("elementwise", "relu", _fixed(1), 0, moved, "float32"), 1, prices, False)
+        for moved in (1e6, 2e6, 4e6, 64e6, 1e3)
+    ]
+    assert taken[0] == pytest.approx(2e-3)
+    assert taken[1] == pytest.approx(2e-3 * 8**0.5)  # slowdowns of 2 and 4, in logarithms
+    assert taken[2] == pytest.approx(16e-3)
+    assert taken[3] == pytest.approx(16 * 16e-3)  # beyond what was measured the last slowdown goes on
+    assert taken[4] == 2e-3  # and nothing is shorter than the shortest
+
+
+def test_what_is_written_over_is_read_too() -> None:
+    fresh = looked_up(_operator("elementwise", "relu", _fixed(1e6), 0, 8e6, "float32"), 1, 1.0, False)
+    inplace = looked_up(_operator("elementwise", "relu_", _fixed(1e6), 0, 4e6, "float32"), 1, 1.0, False)
+    filled = looked_up(_operator("elementwise", "bernoulli_", _fixed(1e6), 0, 4e6, "float32"), 1, 1.0, False)
+    assert fresh is not None
+    assert inplace is not None
+    assert filled is not None
+    assert fresh.bytes == inplace.bytes == 8e6
+    assert filled.bytes == 4e6
+    assert looked_up(_operator("copy", "empty_like", _fixed(1e6), 0, 8e6, "float32"), 1, 1.0, False) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "expected"),
+    [
+        ("reduction", "_log_softmax_backward_data", "log_softmax"),
+        ("reduction", "_softmax", "softmax"),
+        ("elementwise", "gelu_backward", "gelu"),
+        ("elementwise", "native_dropout", "dropout"),
+        ("reduction", "nll_loss_forward", "loss"),
+        ("reduction", "max_pool2d_with_indices", "pooling"),
+        ("reduction", "sum", "reduction"),
+        ("copy", "clone", "copy"),
+        ("copy", "_to_copy", "elementwise"),
+        ("norm", "native_layer_norm", "norm"),
+        ("norm", "native_batch_norm", "batch_norm"),
+    ],
+)
+def test_operators_are_looked_up_as_what_they_are(kind: str, name: str, expected: str) -> None:
+    found = looked_up(_operator(kind, name, _fixed(10), 0, 2400, "float32"), 1, 1.0, False)
+    assert found is not None
+    assert found.name == expected
+
+
+def test_casts_to_wider_types_are_apart() -> None:
+    def name(dtype: str, moved: float) -> str:
+        found = looked_up(_operator("copy", "_to_copy", _fixed(100), 0, moved, dtype), 1, 1.0, False)
+        assert found is not None
+        return found.name
+
+    assert name("bfloat16", 600) == "widen"
+    third = _operator("copy", "_to_copy", (Growth(0.0, 1000 / 3),), 0, 1, "bfloat16")
+    divided = looked_up(replace(third, bytes=Growth(0.0, 6000).times(1 / 3)), 7, 1.0, False)
+    assert divided is not None
+    assert divided.name == "widen"
+    assert name("float32", 600) == "elementwise"
+    assert name("bfloat16", 400) == "elementwise"
+
+
+@pytest.mark.parametrize("name", ["native_dropout", "gelu", "_softmax"])
+def test_what_a_calibration_lacks_is_taken_for_what_is_most_like_it(name: str) -> None:
+    """Those of before had no class for it."""
+    operator = _operator("elementwise", name, _fixed(1e6), 0, 8e6, "float32")
+    found = looked_up(operator, 1, 1.0, False)
+    assert found is not None
+    instead = "log_softmax" if found.name == "softmax" else "elementwise"
+    old, new = (_device((kind, (1,), 8e6, 5e-3)) for kind in (instead, found.name))
+    assert operator_s(operator, 1, speeds(old, "fp32"), False) == pytest.approx(5e-3)
+    both = _device((instead, (1,), 8e6, 5e-3), (found.name, (1,), 8e6, 7e-3))
+    assert operator_s(operator, 1, speeds(both, "fp32"), False) == pytest.approx(7e-3)
+    assert operator_s(operator, 1, speeds(new, "fp32"), False) == pytest.approx(5e-3)
+
+
+def test_a_device_that_was_measured_itself_is_believed() -> None:
+    """Also where dropout took it less time than ReLU."""
+    operator = _operator("elementwise", "native_dropout", _fixed(1e6), 0, 8e6, "float32")
+    device = _device(("elementwise", (1,), 8e6, 5e-3), ("dropout", (1,), 8e6, 3e-3))
+    assert operator_s(operator, 1, speeds(device, "fp32"), False) == pytest.approx(3e-3)
+
+
+def test_channels_are_what_does_not_grow_with_the_batch() -> None:
+    norm = Operator(
+        "", "native_batch_norm", "norm", "float32", Growth(0, 0), Growth(24.0 * 64, 8000.0), (Growth(0, 1000),)
+    )
+    found = looked_up(norm, 10, 1.0, False)
+    assert found is not None
+    assert found.sizes[1] == log2(64)
+
+
+def test_rows_that_loads_do_not_fit_are_far_slower_on_tensor_cores() -> None:
+    prices = speeds(reference_gpu()[0], "bf16")
+    even, odd = (operator_s(_product(16000, n, 800), 1, prices, False) for n in (50304, 50257))
+    assert 4 < odd / even < 12
+    growing = Operator(
+        "",
+        "mm",
+        "matmul",
+        "bfloat16",
+        Growth(0, 2.0 * 800 * 800),
+        Growth(0, 3200.0),
+        (Growth(1, 0), Growth(0, 1), Growth(800, 0), Growth(800, 0)),
+    )
+    one_more = [operator_s(growing, batch, prices, False) for batch in (16000, 16001)]
+    assert one_more[0] == pytest.approx(one_more[1], rel=0.01)  # rows are not what is loaded at once
+
+
+def _of_samples(one: Operator, inner: bool, gradient: bool) -> Operator:
+    """The same product, with the samples as its inner side or as its rows."""
+    shape = list(one.shape)
+    place = 3 if inner else 1
+    shape[place] = Growth(0.0, one.shape[place].constant)
+    return replace(one, shape=tuple(shape), gradient=gradient)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "inputs", "weights"),
+    [
+        ("H100", "tf32", (1.02, 1.3), (1.4, 1.8)),
+        ("A100-80GB", "tf32", (0.99, 1.01), (0.99, 1.01)),
+        ("H100", "bf16", (0.95, 1.1), (0.95, 1.1)),
+    ],
+)
+def test_gradients_wait_for_sides_that_lie_apart_in_tf32_on_hopper_alone(
+    gpu: str, dtype: Dtype, inputs: tuple[float, float], weights: tuple[float, float]
+) -> None:
+    prices, plain = (
+        speeds(find_entry(gpu).device, dtype),
+        _product(4096, 4096, 4096, {"bf16": "bfloat16"}.get(dtype, "float32")),
+    )
+
+    def longer(one: Operator) -> float:
+        taken, usual = (operator_s(each, 1, prices, True, dtype == "tf32") for each in (one, plain))
+        return taken / usual
+
+    assert inputs[0] < longer(_of_samples(plain, inner=False, gradient=True)) < inputs[1]
+    assert weights[0] < longer(_of_samples(plain, inner=True, gradient=True)) < weights[1]
+    # What is computed again in a backward pass lies as it did in the forward pass.
+    assert longer(_of_samples(plain, inner=False, gradient=False)) == pytest.approx(1.0)
+
+
+def test_convolutions_of_fp32_take_tf32_only_under_engines_that_let_them() -> None:
+    device, one = find_entry("A100-80GB").device, _convolution(256, 3, "float32")
+    ours, theirs = (speeds(device, "fp32", tf32_images=let) for let in (False, True))
+    short = operator_s(one, 1, theirs, False)
+    assert operator_s(one, 1, ours, False) > 2 * short
+    assert operator_s(one, 1, ours, False, tf32=True) == pytest.approx(short, rel=0.3)
+    assert not find_engine("meshwright").tf32_images, "its fp32 is fp32: parallel/precision.py"
+    assert find_engine("pytorch").tf32_images
+
+
+def test_a_bias_is_told_by_the_bytes_of_a_convolution() -> None:
+    shape = _fixed(8, 16, 32, 32, 24, 3, 1, 1)
+    image, filters, out = 8 * 16 * 1024, 24 * 16 * 9, 8 * 24 * 1024
+    flops = 2.0 * out * 16 * 9
+    for back, moved, gradients in ((False, image + filters + out, 1), (True, 2 * image + 2 * filters + out, 2)):
+        bare, biased = (
+            _operator("convolution", "convolution", shape, flops * gradients, 2.0 * (moved + more), "bfloat16")
+            for more in (0, 24)
+        )
+        assert bias_of(bare, 1, back) == 0
+        assert bias_of(biased, 1, back) == 2.0 * out * (1 if back else 2)
+        prices = speeds(reference_gpu()[0], "bf16")
+        assert operator_s(biased, 1, prices, back) > operator_s(bare, 1, prices, back)
+
+
+def test_a_gpu_without_a_calibration_is_taken_to_be_like_the_reference() -> None:
+    other = find_entry("A100-80GB").device
+    product = _product(8192, 8192, 8192)
+    ratio = operator_s(product, 1, speeds(other, "bf16"), False) / operator_s(
+        product, 1, speeds(reference_gpu()[0], "bf16"), False
+    )
+    printed = reference_gpu()[1].rates["bf16"] / other.rates["bf16"]
+    assert ratio == pytest.approx(printed, rel=0.1)
+
+
+def test_measured_rates_are_not_taken_for_a_datasheets() -> None:
+    reference, product = reference_gpu()[0], _product(8192, 8192, 8192)
+    quick = reference.model_copy(
+        update={"operators": (), "sources": dict.fromkeys(("rates", "bandwidth_bytes_per_s"), "measured: here")}
+    )
+    calibrated, measured = (operator_s(product, 1, speeds(device, "bf16"), False) for device in (reference, quick))
+    assert measured == pytest.approx(calibrated, rel=0.01)
+
+
+def test_channels_last_convolutions_are_faster_on_tensor_cores() -> None:
+    shape = _fixed(64, 128, 56, 56, 128, 3, 1, 1)
+    moved = 2.0 * (2 * 64 * 128 * 56 * 56 + 128 * 128 * 9)
+    operator = _operator("convolution", "convolution", shape, 2.0 * 64 * 56 * 56 * 128 * 128 * 9, moved, "bfloat16")
+    device = reference_gpu()[0]
+    slow, fast = (
+        operator_s(operator, 1, speeds(device, "bf16", 1, layout), False) for layout in ("contiguous", "channels_last")
+    )
+    assert fast < slow
+
+
+def _convolution(channels: int, kernel: int, dtype: str) -> Operator:
+    """Of 32 images of 28 × 28."""
+    size, pixels = (4 if dtype == "float32" else 2), 32 * 28 * 28
+    flops = 2 * pixels * channels**2 * kernel**2
+    moved = size * (2 * pixels * channels + channels**2 * kernel**2)
+    shape = _fixed(32, channels, 28, 28, channels, kernel, 1, 1)
+    return _operator("convolution", "convolution", shape, flops, moved, dtype)
+
+
+def test_convolutions_in_fp32_are_at_their_best_where_tf32_is_not_to_be_had() -> None:
+    prices = speeds(find_entry("V100-16GB").device, "fp32")
+    one = _convolution(256, 3, "float32")
+    rate = one.flops.at(1) / operator_s(one, 1, prices, False)
+    assert prices.rates["fp32"] < rate < 2.25 * prices.rates["fp32"], "Winograd's algorithm multiplies less"
+
+
+def test_a_type_that_a_device_only_stores_is_computed_in_fp32() -> None:
+    pascal = find_entry("TitanXp").device
+    slow = pascal.model_copy(update={"rates": {**pascal.rates, "fp16": pascal.rates["fp32"]}})
+    half, whole = (_convolution(256, 3, dtype) for dtype in ("float16", "float32"))
+    prices = speeds(slow, "fp16")
+    assert operator_s(half, 1, prices, False) == pytest.approx(operator_s(whole, 1, prices, False), rel=0.05)
+
+
+def test_batch_norm_in_fp16_is_faster_than_in_bf16() -> None:
+    reference, _ = reference_gpu()
+    moved = 2.0 * 2 * 64 * 256 * 56 * 56
+    half, brain = (
+        _operator("norm", "native_batch_norm", _fixed(1), 0, moved, dtype) for dtype in ("float16", "bfloat16")
+    )
+    prices = speeds(reference, "bf16")
+    assert operator_s(half, 1, prices, False) < 0.8 * operator_s(brain, 1, prices, False)
+
+
+def _slower(device: Device, channels: int, layout: str = "contiguous") -> float:
+    """How many times as long a BatchNorm takes as on the reference, of images of 200 MB in fp16."""
+    vectors = 24.0 * channels  # what does not grow with the batch tells the channels
+    norm = Operator("", "native_batch_norm", "norm", "float16", Growth(0, 0), Growth(vectors, 2e8), (Growth(0, 1e8),))
+    own, others = (operator_s(norm, 1, speeds(one, "fp16", 1, layout), False) for one in (device, reference_gpu()[0]))
+    return own / others
+
+
+def test_a_batch_norm_of_few_channels_waits_for_multiprocessors_not_for_memory() -> None:
+    """A block of threads has a channel: what an H100 does not have of an H200's memory makes no difference."""
+    volta, hopper = (find_entry(name).device for name in ("V100-16GB", "H100"))
+    memories = find_entry("H200").device.bandwidth_bytes_per_s / hopper.bandwidth_bytes_per_s
+    assert _slower(hopper, 64) == pytest.approx(1.0, abs=0.01), "as many multiprocessors, as fast"
+    assert _slower(volta, 64) == pytest.approx(1.98 / 1.53, rel=0.1), "more than channels, at a lower clock"
+    assert 2 < _slower(volta, 128) < 2.6, "132 had a channel each, 80 have 1.6"
+    assert 3 < _slower(volta, 2048) < 4, "all are busy; memory, 5.3 times slower, is waited for more than there"
+    assert _slower(hopper, 64, "channels_last") == pytest.approx(memories, rel=0.1), "blocks have rows there"
+    nobody_knows = hopper.model_copy(update={"multiprocessors": 0})
+    assert _slower(nobody_knows, 64) == pytest.approx(memories, rel=0.1)
+
+
+def test_drawing_numbers_takes_multiprocessors_and_moving_them_memory() -> None:
+    """For as many bytes in 16 bits dropout takes the reference 1.3 times as long as ReLU: it waits for arithmetic. An
+    H100 has as much of it and less memory, so it waits for memory; an A100 has less of it than of memory."""
+
+    def seconds(name: str, device: Device) -> float:
+        operator = _operator("elementwise", name, _fixed(2e8), 0, 1e9, "bfloat16")
+        return operator_s(operator, 1, speeds(device, "bf16"), False)
+
+    hopper, ampere, volta = (find_entry(name).device for name in ("H100", "A100-80GB", "V100-16GB"))
+    here = reference_gpu()[0]
+    assert seconds("native_dropout", here) > 1.1 * seconds("relu", here)
+    assert seconds("native_dropout", hopper) == pytest.approx(seconds("relu", hopper), rel=0.02)
+    longer = 132 * 1.98 / (108 * 1.41)
+    assert seconds("native_dropout", ampere) == pytest.approx(longer * seconds("native_dropout", here), rel=0.02)
+    assert seconds("native_dropout", volta) == pytest.approx(seconds("relu", volta), rel=0.02)
+    assert seconds("gelu", ampere) > seconds("native_dropout", ampere), "a third of the reference's fp32"
+
+
+def test_what_is_published_of_a_gpu_comes_before_what_the_reference_reaches() -> None:
+    known, printed = (device.rates["bf16"] for device in reference_gpu())
+    hopper, ampere, volta = (speeds(find_entry(name).device, "bf16") for name in ("H100", "A100-80GB", "V100-32GB"))
+    assert hopper.rates["bf16"] == pytest.approx(0.706 * find_entry("H100").device.rates["bf16"])
+    assert ampere.rates["bf16"] == pytest.approx(known / printed * find_entry("A100-80GB").device.rates["bf16"])
+    assert volta.rates["fp32"] == pytest.approx(0.87 * find_entry("V100-32GB").device.rates["fp32"])
+    assert speeds(reference_gpu()[0], "bf16").rates["bf16"] == known, "what was measured stays"
+
+
+def test_batched_products_with_odd_sides_are_as_much_slower_as_plain_ones() -> None:
+    def seconds(width: int) -> float:
+        shape, flops = _fixed(32, 2048, 2048, width), 32 * 2 * 2048**2 * width
+        moved = 32 * 2 * (2 * 2048 * width + 2048**2)
+        return operator_s(_operator("matmul", "bmm", shape, flops, moved, "float16"), 1, prices, False)
+
+    prices = speeds(find_entry("A100-80GB").device, "fp16")
+    assert seconds(225) > 3 * seconds(224)
+    assert seconds(232) == pytest.approx(seconds(224), rel=0.1)

@@ -1,0 +1,220 @@
+"""What a rank exchanges in a step, by axis and collective: the bytes that a run is counted against
+(tests/proof/counted.py).
+
+    split layers   in every microbatch, along the tensor axis and, for wide layers, the replicate axis     _split_layers
+    branches       that live on different ranks of the tensor axis: their results and the gradients of what they are
+                   given, in every microbatch (branches.py); of all ranks, the one that has and sends most   exchanges
+    statistics     of synchronized BatchNorm, in every microbatch; `data` are the replicate and shard axes _statistics
+    gradients      once a step; beside a tensor or pipeline axis with a number a weight: whether it is used  _replicas
+    shards         in units, a block each and one for the rest; with room where ranks do not divide rows   _shards
+                     scattered   in every microbatch; once a step for the `optimizer` level, and in a pipeline
+                     gathered    once a step; for the `parameters` level by every pass that does not find a block
+                                 gathered: it is freed behind its forward pass and, but for pipelines, its backward
+                                 pass. What is in no block waits gathered between both passes
+    tied weights   on several ranks of a pipeline: their gradients are summed once a step                  _tied
+    stages         what crosses the cuts before and behind them, in every microbatch                       _cuts
+    buffers        from the first data rank to the others, once a step                                     _buffers
+
+The sizes are those that exchange.py prices. It prices shards as if all weights were in equal blocks, and leaves out
+statistics and buffers, which are few; tied weights are priced apart (shared_weights.py). Neither states sums of
+losses, norms, flags and sizes.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from meshwright.blocks.module_names import within
+from meshwright.cluster.cluster import Collective
+from meshwright.plan import Plan
+from meshwright.profile.values import ModelProfile, Parameter
+from meshwright.simulator.communication.exchange import before_cut, behind_cut, in_pieces, over_cut, statistics
+from meshwright.simulator.engine import Engine, find_engine
+from meshwright.simulator.pipeline.order import Action, pipeline_order, stages_of
+from meshwright.simulator.pipeline.shared_weights import shared_weights
+from meshwright.simulator.pipeline.stages import Stage, stage_profiles
+from meshwright.simulator.tensor.branches import around, handed, held
+from meshwright.simulator.tensor.messages import tensor_exchange
+from meshwright.simulator.tensor.split_profile import kept_out, split_profile
+from meshwright.simulator.tensor.standalone_splits import with_lone
+
+_DATA = ("replicate", "shard")
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """`count` collectives along an axis, each of so many `bytes`: of the whole tensor, of what one rank has of it
+    where the collective is an all-to-all, of the message where it is a `point_to_point`."""
+
+    axis: str
+    collective: Collective
+    bytes: float
+    count: int
+
+
+def exchanges(
+    profile: ModelProfile, plan: Plan, batch: float, engine: Engine | None = None, pipeline_rank: int = 0
+) -> tuple[Exchange, ...]:
+    """Of a step whose microbatches have `batch` samples a rank; equal collectives are counted together. Of the ranks
+    of the other axes, the one that holds and sends most."""
+    engine = engine or find_engine("meshwright")
+    marked, rounds = with_lone(profile, plan), plan.memory.accumulation * plan.pipeline.microbatches
+    ranks = [_of_rank(own, around(marked, plan), batch, engine, pipeline_rank) for own in held(marked, plan)]
+    counted = max(ranks, key=lambda rank: sum(bytes_ * count for (*_, bytes_), count in rank.items()))
+    for message in handed(marked, plan, batch):
+        counted["tensor", message.collective, message.bytes] += message.times * rounds
+    return tuple(Exchange(*what, count) for what, count in sorted(counted.items()) if what[2] and count)
+
+
+_Counted = Counter[tuple[str, Collective, float]]
+
+
+def _of_rank(marked: ModelProfile, plan: Plan, batch: float, engine: Engine, pipeline_rank: int) -> _Counted:
+    stages = stage_profiles(marked, plan.pipeline.cuts)
+    parts = stage_profiles(split_profile(marked, plan), plan.pipeline.cuts)
+    own = _stages_of(plan, pipeline_rank)
+    rounds = plan.memory.accumulation * plan.pipeline.microbatches
+    mine = {number: parts[number] for number in own}
+    counted: _Counted = Counter()
+    for found in (
+        _split_layers([stages[number] for number in own], plan, batch, engine, rounds),
+        _statistics([stages[number] for number in own], plan, rounds),
+        _replicas(list(mine.values()), plan, engine),
+        _shards(mine, plan, engine, pipeline_rank),
+        _tied(parts, plan, pipeline_rank),
+        _cuts(own, stages, plan, batch, engine, rounds),
+        _buffers(list(mine.values()), plan),
+    ):
+        for exchange in found:
+            counted[exchange.axis, exchange.collective, exchange.bytes] += exchange.count
+    return counted
+
+
+def _stages_of(plan: Plan, rank: int) -> tuple[int, ...]:
+    ranks = plan.axes.pipeline
+    return stages_of(plan.pipeline.schedule, ranks, plan.stages_per_rank, rank) if ranks > 1 else (0,)
+
+
+def _split_layers(stages: Iterable[Stage], plan: Plan, batch: float, engine: Engine, rounds: int) -> Iterator[Exchange]:
+    for stage in stages:
+        along, wide = tensor_exchange(stage.profile, plan, batch, engine)
+        for axis, messages in (("tensor", along), ("replicate", wide)):
+            for message in messages:
+                yield Exchange(axis, message.collective, message.bytes, message.times * rounds)
+
+
+def _statistics(stages: Iterable[Stage], plan: Plan, rounds: int) -> Iterator[Exchange]:
+    axes = [axis for axis in _DATA if getattr(plan.axes, axis) > 1]
+    for stage in stages:
+        for message in statistics(stage.profile, plan):
+            axis = axes[0] if len(axes) == 1 else "data"
+            yield Exchange(axis, message.collective, message.bytes, message.times * rounds)
+
+
+# ---- gradients and weights
+
+
+def _trained(part: Stage, plan: Plan) -> list[Parameter]:
+    alone = kept_out(part.profile, plan)
+    return [p for p in part.profile.parameters if p.trainable and p.names[0] not in alone]
+
+
+def _replicas(parts: list[Stage], plan: Plan, engine: Engine) -> Iterator[Exchange]:
+    if plan.axes.replicate == 1 or plan.axes.shard > 1:
+        return
+    trained = {p.names[0]: p for part in parts for p in _trained(part, plan)}.values()
+    size = sum(p.bytes for p in trained)
+    if plan.world_size > plan.axes.replicate:
+        size += sum(p.bytes // max(1, prod(p.shape)) for p in trained)
+    pieces, gradient, _ = in_pieces(size, 0, plan, engine)
+    yield Exchange("replicate", "all_reduce", gradient, pieces)
+
+
+def _shards(parts: dict[int, Stage], plan: Plan, engine: Engine, rank: int) -> Iterator[Exchange]:
+    shard, level = plan.axes.shard, plan.memory.sharding
+    if shard == 1:
+        return
+    rounds = plan.memory.accumulation * plan.pipeline.microbatches
+    scattered = 1 if level == "optimizer" or plan.axes.pipeline > 1 else rounds
+    for number, part in parts.items():
+        again = _gatherings(number, plan, rank) if level == "parameters" else 1
+        between = rounds if level == "parameters" and plan.axes.pipeline == 1 else 1
+        for parameters, times in _units(part, plan, again, between):
+            weight = sum(_with_room(p, shard) for p in parameters) * engine.weight
+            gradient = sum(_with_room(p, shard) for p in parameters if p.trainable) * engine.gradient
+            yield Exchange("shard", "all_gather", weight, times)
+            yield Exchange("shard", "reduce_scatter", gradient, scattered)
+            if plan.axes.replicate > 1:
+                yield Exchange("replicate", "all_reduce", gradient / shard, 1)
+
+
+def _units(part: Stage, plan: Plan, blocks: int, rest: int) -> Iterator[tuple[list[Parameter], int]]:
+    """What is gathered together, and how often."""
+    whole = part.profile.blocks
+    # A model without lists has its own children for blocks; a stage is one unit then.
+    if plan.axes.pipeline > 1:
+        whole = tuple(block for block in whole if "." in block or block.isdigit())
+    left = list(part.profile.parameters)
+    for block in whole:
+        inside = [p for p in left if any(within(name, block) for name in p.names)]
+        if inside and all(within(name, block) for p in inside for name in p.names):
+            yield inside, blocks
+            left = [p for p in left if p not in inside]
+    if left:
+        yield left, rest
+
+
+def _gatherings(stage: int, plan: Plan, rank: int) -> int:
+    """How many passes of a step find a block freed: each forward pass frees it, and each backward pass outside of a
+    pipeline."""
+    if plan.axes.pipeline == 1:
+        return 2 * plan.memory.accumulation
+    found, gathered = 0, False
+    for action in _actions(plan, rank) * plan.memory.accumulation:
+        if action.stage == stage:
+            found += not gathered
+            gathered = action.kind != "forward"
+    return found
+
+
+def _actions(plan: Plan, rank: int) -> tuple[Action, ...]:
+    shape = plan.pipeline
+    return pipeline_order(shape.schedule, plan.axes.pipeline, plan.stages_per_rank, shape.microbatches)[rank]
+
+
+def _with_room(parameter: Parameter, ranks: int) -> float:
+    """Every rank has as many rows as the first; a single number is not divided."""
+    rows = parameter.shape[0] if parameter.shape else 0
+    return parameter.bytes * (-(-rows // ranks) * ranks) / rows if rows else 0.0
+
+
+def _tied(parts: Sequence[Stage], plan: Plan, rank: int) -> Iterator[Exchange]:
+    shard = plan.axes.shard
+    for parameter, ranks in shared_weights(parts, plan):
+        if rank in ranks:
+            size = _with_room(parameter, shard) / shard if shard > 1 else float(parameter.bytes)
+            yield Exchange("pipeline", "all_reduce", size, 1)
+
+
+# ---- stages
+
+
+def _cuts(
+    own: Iterable[int], stages: Sequence[Stage], plan: Plan, batch: float, engine: Engine, rounds: int
+) -> Iterator[Exchange]:
+    """Activations go to the next stage, gradients back to the one before; but not to stages of the same rank."""
+    own = set(own)
+    for number in own if plan.axes.pipeline > 1 else ():
+        sent, received = stages[number].sent.at(batch), stages[number].received.at(batch)
+        for crossing, other in ((sent, number + 1), (received, number - 1)):
+            if other not in own:
+                yield Exchange("pipeline", "point_to_point", over_cut(crossing, plan, engine), rounds)
+                yield Exchange("tensor", "all_gather", behind_cut(crossing, plan, engine), rounds)
+        yield Exchange("tensor", "all_gather", before_cut(sent, plan, engine), rounds)
+
+
+def _buffers(parts: list[Stage], plan: Plan) -> Iterator[Exchange]:
+    for axis in _DATA:
+        if getattr(plan.axes, axis) > 1:
+            yield Exchange(axis, "broadcast", float(sum(part.profile.buffer_bytes for part in parts)), 1)

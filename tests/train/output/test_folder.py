@@ -1,0 +1,155 @@
+"""Which folder a command trains in: a new one, the unfinished one, or the one that is named."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.errors import InputError
+from meshwright.job import Job, load_job, load_plan
+from meshwright.plan import Plan
+from meshwright.train.output.folder import Claim, RunFolder, claim, differences, read_result, record, write_text
+from tests.train.alone import EVALUATED, toy_job
+
+
+def start(job: Job, resume: str = "auto", finish: bool = False) -> Claim:
+    """Claims a folder as a run does, and lets it go as a killed or a finished one does."""
+    claimed = claim(job, resume)
+    record(claimed.folder, job, Plan())
+    claimed.folder.logs.mkdir(exist_ok=True)
+    if finish:
+        write_text(claimed.folder.result, json.dumps({"steps": 1}))
+    claimed.lock.close()
+    return claimed
+
+
+def test_an_unfinished_run_is_gone_on_with_and_a_finished_one_is_not(tmp_path: Path) -> None:
+    job = toy_job(output=str(tmp_path))
+    first = start(job)
+    assert (first.folder.path.name, first.fresh) == ("toy-0001", True)
+    again = start(job)
+    assert (again.folder.path.name, again.fresh) == ("toy-0001", False)
+    start(job, finish=True)
+    assert start(job).folder.path.name == "toy-0002"
+
+
+def test_never_starts_anew(tmp_path: Path) -> None:
+    job = toy_job(output=str(tmp_path))
+    assert [start(job, "never").folder.path.name for _ in range(3)] == ["toy-0001", "toy-0002", "toy-0003"]
+
+
+def test_runs_of_other_jobs_and_foreign_folders_do_not_count(tmp_path: Path) -> None:
+    for name in ("toy-x", "toy-big-0007", "other-0003"):
+        (tmp_path / name).mkdir()
+    assert start(toy_job(output=str(tmp_path))).folder.path.name == "toy-0001"
+    assert start(toy_job(output=str(tmp_path), name="toy-big")).folder.path.name == "toy-big-0008"
+
+
+def test_another_training_gets_a_folder_of_its_own(tmp_path: Path) -> None:
+    start(toy_job(output=str(tmp_path)))
+    other = toy_job(output=str(tmp_path), optimizer={"call": "torch.optim:SGD", "lr": 0.5})
+    assert start(other).folder.path.name == "toy-0002"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"train": {"epochs": 9}},
+        {"train": {"timeout_s": 5, "restarts": 0}},
+        {"checkpoint": {"keep": 9}},
+        {"log": {"every_steps": 7}},
+        {"plan": {"axes": {"replicate": 2}}},
+        {"cluster": "3xcpu"},
+        {"data": {"workers": 2}},
+        EVALUATED,
+    ],
+)
+def test_how_long_how_often_and_on_what_may_change(tmp_path: Path, change: dict[str, Any]) -> None:
+    start(toy_job(output=str(tmp_path)))
+    assert start(toy_job(output=str(tmp_path), **change)).fresh is False
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"train": {"global_batch": 5}}, "train.global_batch is 10 there and 5 here"),
+        ({"train": {"seed": 4}}, "train.seed is 3 there and 4 here"),
+        ({"train": {"freeze": ["layers.0"]}}, "train.freeze"),
+        ({"model": {"hidden": 9}}, "model"),
+        ({"data": {"drop_last": True}}, "data.drop_last"),
+        ({"schedule": {"call": "torch.optim.lr_scheduler:StepLR", "step_size": 1}}, "schedule"),
+    ],
+)
+def test_what_is_trained_on_what_may_not_change(tmp_path: Path, change: dict[str, Any], field: str) -> None:
+    folder = start(toy_job(output=str(tmp_path))).folder
+    job = toy_job(output=str(tmp_path), **change)
+    assert differences(job, folder)[0].startswith(field)
+    with pytest.raises(InputError, match="that run trains something else: ") as refusal:
+        claim(job, str(folder.path))
+    assert field in str(refusal.value)
+
+
+def test_a_named_run_is_gone_on_with_also_when_it_is_finished(tmp_path: Path) -> None:
+    job = toy_job(output=str(tmp_path))
+    folder = start(job, finish=True).folder
+    assert start(job, str(folder.path)).folder == folder
+    assert read_result(folder) is None, "what is gone on with is not finished"
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    job = toy_job(output=str(tmp_path))
+    with pytest.raises(InputError, match=r"no run folder, it has no job\.yaml"):
+        claim(job, str(tmp_path))
+    (tmp_path / "job.yaml").write_text(job.to_yaml())
+    with pytest.raises(InputError, match=r"no run folder, it has no plan\.yaml"):
+        claim(job, str(tmp_path))
+
+
+def test_two_commands_do_not_train_in_one_folder(tmp_path: Path) -> None:
+    job = toy_job(output=str(tmp_path))
+    first = claim(job, "auto")
+    record(first.folder, job, Plan())
+    first.folder.logs.mkdir()
+    second = claim(job, "auto")
+    assert second.folder.path.name == "toy-0002"
+    with pytest.raises(InputError, match="another process is training there"):
+        claim(job, str(first.folder.path))
+    second.lock.close()
+    first.lock.close()
+    assert start(job, str(first.folder.path)).folder == first.folder
+
+
+def test_the_folder_says_what_was_run(tmp_path: Path) -> None:
+    job, plan = toy_job(output=str(tmp_path)), Plan.model_validate({"axes": {"replicate": 2}})
+    folder = claim(job, "auto").folder
+    record(folder, job, plan)
+    assert load_job(folder.job) == job
+    assert load_plan(folder.plan) == plan
+
+
+@pytest.mark.parametrize("output", ["file", "file/below"])
+def test_an_output_that_cannot_be_written_is_refused(tmp_path: Path, output: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="output: cannot write in "):
+        claim(toy_job(output=str(tmp_path / output)), "auto")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_text_is_replaced_in_one_go(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    write_text(folder.result, "{}")
+    write_text(folder.result, '{"steps": 1}')
+    assert read_result(folder) == {"steps": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+
+
+def test_an_unfinished_run_that_is_left_alone_is_spoken_of(tmp_path: Path) -> None:
+    start(toy_job(output=str(tmp_path)))
+    other = start(toy_job(output=str(tmp_path), optimizer={"call": "torch.optim:SGD", "lr": 9.0}))
+    assert "toy-0001" in other.note
+    assert "9.0" in other.note
+    held = claim(toy_job(output=str(tmp_path), optimizer={"call": "torch.optim:SGD", "lr": 9.0}), "auto")
+    beside = start(toy_job(output=str(tmp_path), optimizer={"call": "torch.optim:SGD", "lr": 9.0}))
+    held.lock.close()
+    assert "another process" in beside.note

@@ -1,0 +1,75 @@
+"""metrics.jsonl and TensorBoard tell of the run as if nothing had disturbed it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from meshwright.train.output.folder import RunFolder
+from meshwright.train.output.metrics_log import Logbook
+
+
+def lines(folder: RunFolder) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+
+
+def write(folder: RunFolder, start: int, steps: range, tensorboard: bool = False) -> None:
+    logbook = Logbook(folder, start, tensorboard)
+    for step in steps:
+        logbook.write("train", step, 0, {"loss": float(step), "samples_per_s": None})
+    logbook.close()
+
+
+def test_each_line_is_json_with_kind_step_epoch_and_values(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    logbook = Logbook(folder, 0, False)
+    logbook.write("eval", 7, 2, {"accuracy": 0.5})
+    assert {**lines(folder)[0], "time": None} == {
+        "kind": "eval",
+        "step": 7,
+        "epoch": 2,
+        "accuracy": 0.5,
+        "time": None,
+    }, "a line can be read as soon as it is written"
+    logbook.close()
+
+
+def test_a_future_that_did_not_happen_is_taken_out(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    write(folder, 0, range(1, 8))
+    write(folder, 4, range(5, 7))
+    assert [line["step"] for line in lines(folder)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_line_that_a_kill_cut_short_is_taken_out(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    write(folder, 0, range(1, 4))
+    with folder.metrics.open("a") as opened:
+        opened.write('{"kind": "train", "st')
+    write(folder, 3, range(4, 5))
+    assert [line["step"] for line in lines(folder)] == [1, 2, 3, 4]
+
+
+def test_tensorboard_shows_each_step_once_after_a_restart(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = RunFolder(tmp_path)
+    write(folder, 0, range(1, 8), tensorboard=True)
+    write(folder, 4, range(5, 7), tensorboard=True)
+    events = EventAccumulator(str(folder.events))
+    events.Reload()
+    assert events.Tags()["scalars"] == ["train/loss"], "a value that is not known is not shown"
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(s, float(s)) for s in range(1, 7)]
+
+
+def test_without_tensorboard_no_events_are_written(tmp_path: Path) -> None:
+    write(RunFolder(tmp_path), 0, range(1, 3))
+    assert not RunFolder(tmp_path).events.exists()
+
+
+def test_a_loss_that_is_no_number_is_null_in_json(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    logbook = Logbook(folder, 0, False)
+    logbook.write("train", 1, 0, {"loss": float("nan"), "lr": float("inf")})
+    logbook.close()
+    assert "NaN" not in folder.metrics.read_text()
+    assert (lines(folder)[0]["loss"], lines(folder)[0]["lr"]) == (None, None)

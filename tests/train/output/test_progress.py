@@ -1,0 +1,64 @@
+"""A bar on a terminal, plain lines elsewhere; both say step, loss and speed."""
+
+import io
+
+import pytest
+
+from meshwright.train.output.progress import Bar, Lines, Silent, describe_metrics, display
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_plain_lines_where_there_is_no_terminal() -> None:
+    stream = io.StringIO()
+    shown = display(stream, 100, 0)
+    assert isinstance(shown, Lines)
+    shown.step(10, 0.25, 1234.5)
+    shown.step(20, 0.125, None)
+    shown.line("evaluation")
+    shown.close()
+    assert stream.getvalue().splitlines() == [
+        "step 10 of 100: loss 0.2500, 1,234 samples/s",
+        "step 20 of 100: loss 0.1250",
+        "evaluation",
+    ]
+
+
+def test_a_stream_without_length_has_no_total() -> None:
+    stream = io.StringIO()
+    display(stream, None, 0).step(10, 0.25, None)
+    assert stream.getvalue() == "step 10: loss 0.2500\n"
+
+
+def test_a_bar_on_a_terminal_with_step_loss_and_speed() -> None:
+    stream = Terminal()
+    shown = display(stream, 100, 40)
+    assert isinstance(shown, Bar)
+    shown.step(50, 0.25, 1234.5)
+    shown.close()
+    for words in ("50/100", "loss 0.2500", "1,234 samples/s"):
+        assert words in stream.getvalue()
+
+
+def test_lines_above_the_bar_are_shown_as_they_are() -> None:
+    """A path may hold what rich takes for markup, and be longer than the terminal is wide."""
+    stream, text = Terminal(), "in /runs/[/red][bold]x:smile:/" + "long/" * 40
+    shown = display(stream, 100, 0)
+    shown.line(text)
+    shown.close()
+    assert text in stream.getvalue()
+
+
+def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    silent = Silent()
+    silent.step(1, 0.5, None)
+    silent.line("x")
+    silent.close()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_metrics_in_one_line() -> None:
+    assert describe_metrics({"loss": 0.04123, "accuracy": 0.98712}) == "accuracy 0.9871, loss 0.0412"

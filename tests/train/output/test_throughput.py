@@ -1,0 +1,61 @@
+"""Speed counts training alone: neither the first step's warm-up nor evaluations and checkpoints."""
+
+import pytest
+
+from meshwright.train.output import throughput as meter_module
+from meshwright.train.output.throughput import Meter
+
+
+class Clock:
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(meter_module, "time", clock)
+    return clock
+
+
+def step(meter: Meter, clock: Clock, seconds: float, samples: int = 10) -> None:
+    clock.now += seconds
+    meter.step(samples)
+
+
+def test_the_first_step_is_warm_up(clock: Clock) -> None:
+    meter = Meter()
+    step(meter, clock, 100)
+    assert meter.read() is None
+    step(meter, clock, 2)
+    assert meter.read() == 5
+    assert (meter.samples_per_s, meter.step_s) == (5, 2)
+
+
+def test_pauses_do_not_count(clock: Clock) -> None:
+    meter = Meter()
+    for _ in range(3):
+        step(meter, clock, 1)
+    meter.pause()
+    clock.now += 1000
+    step(meter, clock, 50)  # starts the clock again
+    step(meter, clock, 1)
+    meter.read()
+    assert (meter.samples_per_s, meter.step_s) == (10, 1)
+
+
+def test_a_step_is_the_median_and_the_rate_is_over_all(clock: Clock) -> None:
+    meter = Meter()
+    step(meter, clock, 1)
+    for seconds in (1, 1, 10):
+        step(meter, clock, seconds)
+        meter.read()
+    assert meter.step_s == 1
+    assert meter.samples_per_s == 30 / 12
+
+
+def test_nothing_measured_is_not_zero() -> None:
+    assert Meter().samples_per_s is None
+    assert Meter().step_s is None

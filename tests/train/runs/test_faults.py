@@ -1,0 +1,134 @@
+"""What kills cost: one restart and not a bit of the result. Each run here is a real `meshwright train`."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.checkpoint.load import load, newest_good
+from meshwright.train.output.folder import RunFolder
+from tests.train import commands
+from tests.train.kill import kill_at, wait_for
+from tests.train.toy import Net
+
+STEPS = 51  # three epochs of 17 batches, the last of them short
+JOB: dict[str, Any] = {
+    "model": {"call": "tests.train.toy:Net"},
+    "data": {"train": {"call": "tests.train.toy:points"}, "eval": {"call": "tests.train.toy:points", "size": 301}},
+    "loss": {"call": "torch.nn.functional:cross_entropy"},
+    "metrics": {"accuracy": {"call": "meshwright.train.metrics:accuracy"}},
+    "optimizer": {"call": "torch.optim:Adam", "lr": 0.01},
+    "schedule": {"call": "torch.optim.lr_scheduler:MultiStepLR", "milestones": [1, 2], "gamma": 0.5},
+    "train": {"epochs": 3, "global_batch": 31, "seed": 3},
+    "checkpoint": {"every_steps": 5, "keep": 2, "best": "accuracy"},
+    "log": {"every_steps": 5, "eval_every_steps": 10, "tensorboard": False},
+}
+
+
+def start(folder: Path, ranks: int) -> tuple[subprocess.Popen[str], RunFolder]:
+    plan = {"axes": {"replicate": ranks}, "gradients": {"bucket_bytes": 8000}}
+    return commands.start(folder, {**JOB, "plan": plan}, ranks)
+
+
+def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
+    return commands.finish(process, STEPS)[0]
+
+
+def final_state(folder: RunFolder) -> dict[str, Any]:
+    """Weights, buffers and optimizer state of the last checkpoint, and the curve of losses."""
+    found = newest_good(folder.checkpoints)
+    assert found.path is not None
+    assert found.manifest is not None
+    assert found.manifest.step == STEPS
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters())
+    load(found.path, model, optimizer)
+    entries = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    curve = [(e["kind"], e["step"], e["loss"]) for e in entries]
+    state = optimizer.state_dict()["state"]
+    moments = {f"{number}.{key}": value for number, entry in state.items() for key, value in entry.items()}
+    return {"tensors": {**model.state_dict(), **moments}, "curve": curve}
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["tensors"].keys() == expected["tensors"].keys()
+    assert [name for name, value in expected["tensors"].items() if not torch.equal(found["tensors"][name], value)] == []
+    assert found["curve"] == expected["curve"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The result of a run that nobody disturbs, by number of ranks."""
+
+    @cache
+    def run(ranks: int) -> dict[str, Any]:
+        process, folder = start(tmp_path_factory.mktemp("undisturbed"), ranks)
+        result = finish(process)
+        assert result["restarts"] == 0
+        return final_state(folder)
+
+    return run
+
+
+def a_random_moment(seed: int, ranks: int) -> tuple[int, int, str]:
+    chance = random.Random(seed)
+    doing = chance.choice(["data", "forward", "backward", "optimizer"])
+    return chance.randrange(ranks), chance.randrange(1, STEPS - 5), doing
+
+
+MOMENTS = [
+    pytest.param(2, 1, 14, "save", id="2 ranks, inside a save"),
+    pytest.param(3, 1, 14, "save", id="3 ranks, inside a save", marks=pytest.mark.soak),
+    pytest.param(3, 2, 10, "evaluate", id="3 ranks, inside an evaluation", marks=pytest.mark.soak),
+    pytest.param(4, 0, 23, "backward", id="4 ranks", marks=pytest.mark.soak),
+    *(
+        pytest.param(
+            ranks, *a_random_moment(seed, ranks), id=f"{ranks} ranks, random moment {seed}", marks=pytest.mark.soak
+        )
+        for ranks in (3, 4)
+        for seed in range(3)
+    ),
+]
+
+
+@pytest.mark.parametrize(("ranks", "rank", "step", "doing"), MOMENTS)
+def test_a_killed_rank_costs_one_restart_and_not_a_bit(
+    tmp_path: Path, undisturbed: Any, ranks: int, rank: int, step: int, doing: str
+) -> None:
+    expected = undisturbed(ranks)
+    process, folder = start(tmp_path, ranks)
+    kill_at(folder, rank, step, doing)
+    assert finish(process)["restarts"] == 1
+    assert_same(final_state(folder), expected)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "step"),
+    [(2, 12), pytest.param(3, 12, marks=pytest.mark.soak), pytest.param(4, 31, marks=pytest.mark.soak)],
+)
+def test_after_a_stop_the_same_command_goes_on_as_if_nothing_had_been(
+    tmp_path: Path, undisturbed: Any, ranks: int, step: int
+) -> None:
+    expected = undisturbed(ranks)
+    process, folder = start(tmp_path, ranks)
+    wait_for(folder, rank=0, step=step)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "goes on" in err.splitlines()[-1]
+    assert "Traceback" not in err
+    stopped_at = newest_good(folder.checkpoints).manifest
+    assert stopped_at is not None
+    assert step <= stopped_at.step < STEPS
+    again, same = start(tmp_path, ranks)
+    result = finish(again)
+    assert result["run"] == str(same.path)
+    assert os.listdir(tmp_path / "runs") == ["toy-0001"]
+    assert_same(final_state(folder), expected)

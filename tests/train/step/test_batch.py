@@ -1,0 +1,72 @@
+"""What of a batch goes into the model and what into the loss: tuples, dicts, and anything else."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.batch import split
+from meshwright.errors import InputError
+from meshwright.train.step.batch import chunks, move, samples_in
+
+X, Y, Z = torch.zeros(4, 2), torch.ones(4), torch.full((4, 3), 2.0)
+
+
+@pytest.mark.parametrize(
+    ("data", "arguments", "keywords", "target"),
+    [
+        ((X, Y), (X,), {}, Y),
+        ([X, Y], (X,), {}, Y),
+        ((X, Z, Y), (X, Z), {}, Y),
+        ((X,), (X,), {}, X),
+        (X, (X,), {}, X),
+        ({"image": X, "label": Y}, (), {"image": X}, Y),
+        ({"a": X, "b": Z, "targets": Y}, (), {"a": X, "b": Z}, Y),
+    ],
+)
+def test_the_target_is_the_last_item_or_has_its_name(data: Any, arguments: Any, keywords: Any, target: Any) -> None:
+    example = split(data)
+    assert example.target is target
+    assert [id(value) for value in example.arguments] == [id(value) for value in arguments]
+    assert {name: id(value) for name, value in example.keywords.items()} == {k: id(v) for k, v in keywords.items()}
+
+
+def test_a_job_may_name_the_target() -> None:
+    data = {"image": X, "label": Y, "mask": Z}
+    example = split(data, "mask")
+    assert example.target is Z
+    assert set(example.keywords) == {"image", "label"}
+    with pytest.raises(InputError, match=r"data\.target is 'msk', but batches have no such key: did you mean 'mask'"):
+        split(data, "msk")
+
+
+def test_a_dict_without_target_goes_whole_to_model_and_loss() -> None:
+    data = {"tokens": X, "mask": Y}
+    example = split(data)
+    assert set(example.keywords) == set(data)
+    assert example.target is data
+
+
+def test_images_get_the_layout_of_the_plan_and_nothing_else_changes() -> None:
+    images = torch.randn(2, 3, 4, 4)
+    moved = move({"image": images, "label": Y, "name": ["a", "b"]}, torch.device("cpu"), channels_last=True)
+    assert moved["image"].is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(moved["image"], images)
+    assert torch.equal(moved["label"], Y)
+    assert moved["name"] == ["a", "b"]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 7])
+def test_microbatches_hold_every_sample_once_and_none_is_empty(parts: int) -> None:
+    data = (torch.arange(4), {"y": torch.arange(4.0), "scale": torch.tensor(3.0)})
+    pieces = chunks(data, parts)
+    assert len(pieces) == min(parts, 4)
+    assert torch.equal(torch.cat([piece[0] for piece in pieces]), data[0])
+    assert torch.equal(torch.cat([piece[1]["y"] for piece in pieces]), torch.arange(4.0))
+    assert all(float(piece[1]["scale"]) == 3.0 for piece in pieces)
+
+
+def test_the_size_of_a_foreign_batch_is_read_off_its_first_tensor() -> None:
+    assert samples_in({"name": "x", "scale": torch.tensor(1.0), "image": X}) == 4
+    with pytest.raises(InputError, match="the batch holds no tensor"):
+        samples_in({"name": "x"})

@@ -1,0 +1,178 @@
+"""Lower precisions under every axis: the loss follows that of fp32, and all ranks leave out a step that overflows."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from meshwright.errors import InputError
+from meshwright.launch.world import World
+from meshwright.parallel.check import check_cast, check_runnable
+from meshwright.parallel.weights.layout import local_of
+from meshwright.plan import Plan
+from meshwright.train.session import Session
+from meshwright.train.step.loss_scale import INTERVAL, START, LossScale
+from tests.proof.matrix import plan_of
+from tests.ranks import RankPool
+from tests.soaked import all_but
+from tests.zoo import BATCH, ZOO, Made
+
+AXES = ("R2", "S2", "T2", "P2")
+LOW = ("bf16", "fp16")
+EPOCHS = 8
+BAND = 0.03  # of the loss that fp32 begins with: three times what bf16's 8 bits are off in one product
+
+
+def planned(kind: str, case: str, **groups: dict[str, Any]) -> Plan:
+    raw = plan_of(kind, case).model_dump()
+    for group, fields in groups.items():
+        raw[group].update(fields)
+    return Plan.model_validate(raw)
+
+
+def session_of(kind: str, plan: Plan, rank: int, size: int) -> tuple[Session, Made]:
+    torch.manual_seed(0)
+    data = Made(ZOO[kind].data)
+    session = Session(
+        ZOO[kind].model(),
+        lambda held: torch.optim.AdamW(held.values(), lr=3e-3),
+        loss=ZOO[kind].loss,
+        plan=plan,
+        world=World(rank, rank, size, size, 0, torch.device("cpu"), None),
+        clip_norm=1.0,
+        sample=default_collate([data[0]] * 2),
+    )
+    return session, data
+
+
+def losses(rank: int, size: int, kind: str, plan: Plan) -> tuple[list[float], set[torch.dtype], set[torch.dtype]]:
+    """The loss of every step, and the types of what the model returned and of its parameters."""
+    session, data = session_of(kind, plan, rank, size)
+    returned: set[torch.dtype] = set()
+    for module in session.module.modules():
+        if not list(module.children()):
+            module.register_forward_hook(lambda _, __, out: returned.add(out.dtype) if is_plain(out) else None)
+    found = [float(session.step(batch)) for batch in session.batches(data, EPOCHS, BATCH)]
+    return found, returned, {parameter.dtype for parameter in session.module.parameters()}
+
+
+def is_plain(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def follows(found: list[float], expected: list[float]) -> bool:
+    assert expected[-1] < 0.9 * expected[0], "nothing is learnt that could be followed"
+    return max(abs(a - b) for a, b in zip(found, expected, strict=True)) <= BAND * expected[0]
+
+
+@pytest.mark.parametrize(
+    ("case", "precision"),
+    all_but({("S2", "bf16"), ("T2", "fp16"), ("P2", "bf16")}, [(case, low) for case in AXES for low in LOW]),
+)
+def test_the_loss_follows_that_of_fp32(two: RankPool, case: str, precision: str) -> None:
+    expected, _, _ = two.run(losses, "gpt", planned("gpt", case))[0]
+    low = torch.bfloat16 if precision == "bf16" else torch.float16
+    answers = two.run(losses, "gpt", planned("gpt", case, numerics={"precision": precision}))
+    for found, returned, held in answers:
+        assert follows(found, expected)
+        assert low in returned
+        assert held == {torch.float32}
+    assert answers[0][0] != expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "case", "precision"),
+    all_but(
+        {("gpt", "S2", "bf16")},
+        [(kind, case, low) for kind in ("gpt", "two_tower") for case in ("S2", "S2 gradients", "S2P2") for low in LOW],
+    ),
+)
+def test_weights_are_gathered_in_low_precision_and_kept_in_fp32(
+    two: RankPool, four: RankPool, kind: str, case: str, precision: str
+) -> None:
+    plan = planned(kind, case, numerics={"precision": precision, "cast": "weights"})
+    pool = two if plan.world_size == 2 else four
+    expected, _, _ = pool.run(losses, kind, planned(kind, case))[0]
+    for found, _, held in pool.run(losses, kind, plan):
+        assert follows(found, expected)
+        assert held == {torch.float32}
+
+
+@pytest.mark.parametrize("case", all_but({"R2"}, ["R2", "S2", "R2T2"]))
+def test_gradients_travel_rounded(two: RankPool, four: RankPool, case: str) -> None:
+    pool = two if plan_of("gpt", case).world_size == 2 else four
+    expected, _, _ = pool.run(losses, "gpt", planned("gpt", case))[0]
+    found, _, _ = pool.run(losses, "gpt", planned("gpt", case, gradients={"precision": "bf16"}))[0]
+    assert follows(found, expected)
+    assert found[0] == pytest.approx(expected[0], abs=1e-6), "the forward pass is in fp32"
+    assert found != expected
+
+
+def test_batch_norm_does_not_take_rounded_weights() -> None:
+    plan = planned("resnet", "S2", numerics={"precision": "bf16", "cast": "weights"})
+    with pytest.raises(InputError, match="is a BatchNorm, whose statistics stay in fp32"):
+        check_cast(plan, ZOO["resnet"].model())
+
+
+def overflown(rank: int, size: int, kind: str, case: str) -> list[tuple[float, int, dict[str, Tensor]]]:
+    """Behind each of three steps: the factor, the steps left out, and the weights. In the second one rank's gradient of
+    one weight is too large."""
+    session, data = session_of(kind, planned(kind, case, numerics={"precision": "fp16"}), rank, size)
+    once = session._forward_backward
+
+    def spoilt(*given: Any) -> Tensor:
+        loss = once(*given)
+        if rank == size - 1 and session.steps == 1:
+            gradient = next(p.grad for p in session.module.parameters() if p.grad is not None)
+            local_of(gradient).fill_(float("inf"))
+        return loss
+
+    monkey: Any = session
+    monkey._forward_backward = spoilt
+    found = []
+    for batch in session.batches(data, 1, BATCH):
+        session.step(batch)
+        assert session.loss_scale is not None
+        weights = {name: value.clone() for name, value in session.state_dict().items()}
+        found.append((session.loss_scale.value, session.loss_scale.skipped, weights))
+    return found
+
+
+@pytest.mark.parametrize("case", all_but({"R2", "T2"}, AXES))
+def test_one_ranks_overflow_makes_all_leave_the_step_out(two: RankPool, case: str) -> None:
+    for first, second, third in two.run(overflown, "gpt", case):
+        assert (first[:2], second[:2], third[:2]) == ((START, 0), (START / 2, 1), (START / 2, 1))
+        assert all(torch.equal(first[2][name], second[2][name]) for name in first[2])
+        assert any(not torch.equal(second[2][name], third[2][name]) for name in first[2])
+
+
+def test_the_factor_grows_after_many_good_steps_and_is_saved() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    scale = LossScale(torch.device("cpu"), 1)
+    for _ in range(INTERVAL):
+        weight.grad = torch.full((2,), scale.value)
+        assert scale.unscale_([weight])
+        assert weight.grad.tolist() == [1, 1]
+    assert scale.value == 2 * START
+    weight.grad = torch.tensor([1.0, float("nan")])
+    assert not scale.unscale_([weight])
+    other = LossScale(torch.device("cpu"), 1)
+    other.load_state_dict(scale.state_dict())
+    assert (other.value, other.skipped) == (START, 1)
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({"numerics": {"precision": "auto"}}, "a run replaces it"),
+        ({"numerics": {"precision": "bf16", "cast": "weights"}}, "axes.shard is 1 and precision bf16: raise the axis"),
+        ({"axes": {"shard": 2}, "numerics": {"cast": "weights"}}, "axes.shard is 2 and precision fp32"),
+        ({"axes": {"tensor": 2}, "numerics": {"precision": "fp8"}}, "fp8, which runs over replicate and shard"),
+        ({"axes": {"replicate": 2}, "compute": {"cuda_graphs": True}}, "or set compute.compile to default"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(plan: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        check_runnable(Plan.model_validate(plan))

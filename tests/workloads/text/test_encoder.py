@@ -1,0 +1,65 @@
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from meshwright.errors import InputError
+from meshwright.parallel.weights.initialize import initialized
+from meshwright.workloads.text.encoder import Encoder, MaskedLanguage
+
+SMALL: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "sequence": 16, "vocabulary": 50, "dropout": 0.0}
+
+
+def text() -> torch.Tensor:
+    return torch.randint(50, (2, 12), generator=torch.Generator().manual_seed(1))
+
+
+def test_bert_base_has_the_published_number_of_parameters() -> None:
+    """Of bert-base-uncased with its masked-language head, 109,514,298, which has two segments besides."""
+    with torch.device("meta"):
+        model = MaskedLanguage()
+    assert sum(p.numel() for p in model.parameters()) == 109_514_298 - 2 * 768
+
+
+def test_every_token_sees_every_other() -> None:
+    torch.manual_seed(0)
+    model, before = Encoder(**SMALL), text()
+    after = before.clone()
+    after[:, 9] = (after[:, 9] + 1) % 50
+    changed = (model(before) - model(after)).abs().amax(-1)
+    assert (changed > 1e-6).all()
+
+
+def test_a_block_is_what_its_formula_says() -> None:
+    torch.manual_seed(0)
+    block: Any = Encoder(**SMALL).blocks[0]
+    x = torch.randn(2, 5, 32)
+    q, k, v = (block.attention.get_submodule(name)(x).view(2, 5, 4, 8).transpose(1, 2) for name in "qkv")
+    mixed = ((q @ k.transpose(-1, -2) / 8**0.5).softmax(-1) @ v).transpose(1, 2).reshape(2, 5, 32)
+    first = F.layer_norm(x + block.attention.o(mixed), (32,))
+    wide = F.gelu(block.feedforward.up(first), approximate="tanh")
+    assert torch.allclose(block(x), F.layer_norm(first + block.feedforward.down(wide), (32,)), atol=1e-5)
+
+
+def test_scores_are_by_the_table_that_embeds() -> None:
+    model = MaskedLanguage(**SMALL)
+    assert model.head.weight is model.encoder.embedding.weight
+    assert model(text()).shape == (2, 12, 50)
+    start = initialized(lambda: MaskedLanguage(**SMALL), seed=1).requires_grad_(False)
+    assert float(start.get_parameter("head.bias").abs().max()) == 0
+    assert float(start.get_parameter("encoder.embedding.weight").std()) == pytest.approx(0.02, rel=0.1)
+    assert float(start(text()).abs().max()) < 1  # no word is preferred before anything is learned
+
+
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"hidden": 30}, r"hidden\(30\) does not divide into heads\(4\)"),
+        ({"layers": 0}, "the encoder's layers is 0"),
+        ({"sequence": 4}, "12 tokens long, but the model has positions for sequence = 4"),
+    ],
+)
+def test_a_mistake_is_told(keywords: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        MaskedLanguage(**{**SMALL, **keywords})(text())

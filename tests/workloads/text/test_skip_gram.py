@@ -1,0 +1,50 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from meshwright.errors import InputError
+from meshwright.workloads.text.skip_gram import NegativeSampling, SkipGram, found_first
+
+
+def test_scores_are_products_of_centers_and_contexts() -> None:
+    torch.manual_seed(0)
+    model = SkipGram(30, 8)
+    torch.nn.init.normal_(model.context.weight)
+    centers, contexts = torch.randint(30, (2, 5)), torch.randint(30, (2, 5, 4))
+    scores = model(centers, contexts)
+    assert scores.shape == (2, 5, 4)
+    expected = model.center.weight[centers[1, 2]] @ model.context.weight[contexts[1, 2, 3]]
+    assert torch.allclose(scores[1, 2, 3], expected)
+
+
+def test_the_loss_is_what_its_formula_says() -> None:
+    scores = torch.randn(2, 3, 4)
+    right = torch.zeros(2, 3, 4)
+    right[..., 0] = 1
+    expected = -F.logsigmoid(scores[..., 0]) - F.logsigmoid(-scores[..., 1:]).sum(-1)
+    assert torch.allclose(NegativeSampling()(scores, right), expected.mean())
+    assert float(NegativeSampling()(scores.double(), right)) == pytest.approx(float(expected.mean()))
+
+
+def test_the_share_of_neighbours_that_go_best_with_their_words() -> None:
+    right = torch.tensor([[[1.0, 0, 0], [1, 0, 0]]])
+    hits, of = found_first(torch.tensor([[[3.0, 1, 2], [1, 2, 0]]]), right)
+    assert (float(hits), of) == (1, 2)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_gradients_are_sparse_where_asked(sparse: bool) -> None:
+    model = SkipGram(30, 8, sparse=sparse)
+    right = torch.tensor([[[1.0, 0.0]]])
+    optimizer = torch.optim.Adagrad(model.parameters(), 0.1)
+    NegativeSampling()(model(torch.tensor([[3]]), torch.tensor([[[4, 5]]])), right).backward()
+    gradient = model.context.weight.grad
+    assert gradient is not None
+    assert gradient.is_sparse == sparse
+    optimizer.step()
+    assert model.context.weight.abs().sum(1).nonzero().flatten().tolist() == [4, 5]
+
+
+def test_mistakes_are_told() -> None:
+    with pytest.raises(InputError, match="the model's dim is 0"):
+        SkipGram(10, 0)

@@ -1,0 +1,157 @@
+"""The text jobs as they are shipped: their parts fit together at full size, and with generated data they learn, alone
+and under their plans."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_map
+from torch.utils.data import default_collate
+
+from meshwright.batch import split
+from meshwright.call import bind, build
+from meshwright.errors import InputError
+from meshwright.job import Job, load_job
+from meshwright.plan import Plan
+from meshwright.proof.proof import Proof
+from meshwright.proof.prove import prove_in
+from meshwright.proof.question import Question
+from meshwright.train.build import build_data, build_metrics, make_model
+from meshwright.train.job_session import build_session
+from meshwright.train.step.loss import understand
+from meshwright.train.step.optimizer import build_optimizer
+from tests.ranks import RankPool
+from tests.soaked import all_but
+from tests.train.alone import world
+
+JOBS = Path(__file__).parents[3] / "jobs"
+SMALL = "data.synthetic=true"
+NAMES = ("gpt", "bert", "two_tower", "multitask", "embeddings")
+HEADS = {"heads.topic": 0, "heads.mood": 0, "heads.alike": 1, "heads.fits": 1}
+VOCABULARY = {"center": {"kind": "vocabulary"}, "context": {"kind": "vocabulary"}}
+PLANS: dict[str, dict[str, dict[str, Any]]] = {
+    "replicate": {name: {"axes": {"replicate": 2}} for name in NAMES},
+    "shard": {name: {"axes": {"shard": 2}} for name in NAMES},
+    "tensor": {
+        "gpt": {"axes": {"tensor": 2}, "modules": {"sequence": True, "loss": True}},
+        "bert": {"axes": {"tensor": 2}, "modules": {"loss": True}},
+        "multitask": {"axes": {"tensor": 2}},
+        "embeddings": {"axes": {"tensor": 2}, "modules": {"splits": VOCABULARY}},
+    },
+    "pipeline": {
+        name: {"axes": {"pipeline": 2}, "pipeline": {"cuts": [cut], "microbatches": 2}}
+        for name, cut in (("gpt", "blocks.0"), ("bert", "encoder.blocks.0"), ("multitask", "encoder.blocks.0"))
+    },
+    "branches": {
+        "multitask": {"axes": {"tensor": 2}, "modules": {"branches": HEADS}},
+        "two_tower": {"axes": {"tensor": 2}, "modules": {"branches": {"query": 0, "document": 1}}},
+    },
+}
+CASES = [(name, kind) for kind, plans in PLANS.items() for name in plans]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("cache")
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """The models are small: threads would wait for each other, the longer the more tests run at a time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def job(name: str, *more: str) -> Job:
+    return load_job(JOBS / f"{name}.yaml", more)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_job_without_data_names_both_ways_out(name: str) -> None:
+    with pytest.raises(InputError, match=r"data\.root=FOLDER.*data\.synthetic=true"):
+        build_data(job(name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_parts_of_a_job_fit_together_at_full_size(name: str) -> None:
+    """Only the data are generated ones; on the meta device, so that the models cost nothing."""
+    whole = job(name)
+    small = whole.model_copy(update={"data": whole.data.model_copy(update={"synthetic": True})})
+    train, _ = build_data(small)
+    example = split(tree_map(lambda one: one.to("meta"), default_collate([train[0], train[1]])))
+    with torch.device("meta"):
+        model = make_model(whole)
+        output = model(*example.arguments)
+    assert whole.loss is not None
+    understand(bind(whole.loss, "loss")).term(output, example.target, 2)
+    optimizer = build_optimizer(whole.optimizer, model)
+    if whole.schedule:
+        build(whole.schedule, optimizer, role="schedule")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_on_generated_data_the_loss_falls_as_the_header_says(name: str) -> None:
+    found = re.search(
+        r"falls below (\d+)% of its start\s*(?:# )?in 20 steps|in 20 steps the loss falls below (\d+)%",
+        (JOBS / f"{name}.yaml").read_text(),
+    )
+    assert found is not None
+    share = int(found[1] or found[2]) / 100
+    small = job(name, SMALL)
+    train, evaluation = build_data(small)
+    session = build_session(small, Plan(), world(), lambda doing: None)
+    batches = session.batches(train, global_batch=small.train.global_batch)
+    losses = [float(session.step(next(batches))) for _ in range(20)]
+    assert losses[-1] < share * losses[0]
+    evaluated = session.evaluate(evaluation, build_metrics(small), batch=64)
+    assert evaluated is not None
+    assert evaluated["loss"] < share * losses[0]
+    assert set(evaluated) == {"loss", *small.metrics}
+
+
+def proved(rank: int, size: int, name: str, plan: Plan, folder: Path, cache: Path) -> Proof | None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        return prove_in(Question(job(name, SMALL), plan, steps=2), world(rank, size), folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), all_but({("bert", "replicate"), ("multitask", "branches"), ("embeddings", "tensor")}, CASES)
+)
+def test_a_job_trains_under_its_plans_as_alone(
+    two: RankPool, tmp_path: Path, cache: Path, name: str, kind: str
+) -> None:
+    found = two.run(proved, name, Plan.model_validate(PLANS[kind][name]), tmp_path, cache)[0]
+    assert found.equal, found.first_difference
+    assert found.steps == 2
+
+
+def test_gpt_decays_matrices_only() -> None:
+    small = job("gpt", SMALL)
+    optimizer = build_optimizer(small.optimizer, make_model(small))
+    decayed, spared = optimizer.param_groups
+    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
+    assert {p.dim() for p in decayed["params"]} == {2}
+    assert {p.dim() for p in spared["params"]} == {1}
+
+
+def test_gpt_goes_on_where_it_was_saved(tmp_path: Path) -> None:
+    small = job("gpt", SMALL)
+    session = build_session(small, Plan(), world(), lambda doing: None)
+    batches = session.batches(build_data(small)[0], global_batch=8)
+    for _ in range(3):
+        session.step(next(batches))
+    path = session.save(tmp_path / "saved")
+    again = build_session(small, Plan(), world(), lambda doing: None)
+    again.load(path)
+    assert again.optimizer.param_groups[0]["lr"] == session.optimizer.param_groups[0]["lr"]
+    batch = next(batches)
+    assert float(again.step(batch)) == float(session.step(batch))

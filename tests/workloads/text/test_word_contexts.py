@@ -1,0 +1,96 @@
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from meshwright.data.randomness import seed_generators
+from meshwright.errors import InputError
+from meshwright.workloads.text.word_contexts import words
+from tests.workloads.text.shares import assert_same_everywhere, loaded
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        yield
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    """Twenty words in turn, so that a word's neighbours are known; the first is one more often there."""
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "one").write_text(" ".join(f"w{number % 20:02}" for number in range(4001)))
+    return str(tmp_path / "texts")
+
+
+ASKED: dict[str, Any] = {"minimum": 1, "window": 3, "negatives": 4, "centers": 10, "subsample": None}
+
+
+def test_neighbours_are_near_and_the_others_are_others(root: str) -> None:
+    dataset = words(root=root, **ASKED)
+    distances = []
+    for index in range(200):
+        seed_generators(index)
+        centers, contexts, right = dataset[index]
+        assert (centers.shape, contexts.shape, right.shape) == ((10,), (10, 5), (10, 5))
+        assert right.tolist() == [[1, 0, 0, 0, 0]] * 10
+        assert not (contexts[:, 1:] == contexts[:, :1]).any()
+        distances += ((contexts[:, 0] - centers + 10) % 20 - 10).abs().tolist()
+    shares = np.bincount(distances, minlength=4) / len(distances)
+    assert shares[0] == 0
+    assert len(shares) == 4
+    assert shares[1:].tolist() == pytest.approx([11 / 18, 5 / 18, 2 / 18], abs=0.03)  # nearer ones more often
+
+
+def test_others_are_drawn_by_a_power_of_their_frequency(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "one").write_text("a b " * 800 + "a c " * 100)
+    dataset = words(root=str(tmp_path / "texts"), **{**ASKED, "negatives": 200})
+    drawn = np.diff(dataset.chances, prepend=0)
+    expected = np.array([900, 800, 100]) ** 0.75
+    assert drawn.tolist() == pytest.approx((expected / expected.sum()).tolist())
+
+
+def test_what_is_drawn_is_a_function_of_seed_epoch_and_sample(root: str) -> None:
+    dataset = words(root=root, **ASKED)
+    assert_same_everywhere(dataset)
+    first, second = loaded(dataset, 1)[:1], loaded(dataset, 1, start=(1, 0))[:1]
+    assert not torch.equal(first[0][1], second[0][1])
+
+
+def test_no_sample_is_both_trained_and_evaluated_on(root: str) -> None:
+    train, val = words(root=root, **ASKED), words("val", root=root, **ASKED)
+    assert sorted([*train.samples, *val.samples]) == list(range(400))
+    assert len(val) == 8
+
+
+def test_workers_are_sent_no_map(root: str) -> None:
+    dataset = words(root=root, **ASKED)
+    before = len(pickle.dumps(dataset))
+    dataset[0]
+    assert isinstance(dataset._opened(), np.memmap)
+    assert len(pickle.dumps(dataset)) == before
+
+
+@pytest.mark.parametrize(
+    ("keywords", "told"),
+    [
+        ({"split": "test"}, "split is 'test'"),
+        ({"window": 0}, "window is 0"),
+        ({"centers": 3000}, "4001 words, 20 diff"),
+    ],
+)
+def test_mistakes_are_told(root: str, keywords: dict[str, Any], told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        words(root=root, **{**ASKED, **keywords})
+
+
+def test_without_data_both_ways_out_are_named() -> None:
+    with pytest.raises(InputError, match=r"with text files by --set data\.root=FOLDER, or .*data\.synthetic=true"):
+        words()
+    assert len(words(synthetic=True).corpus.words) == 64

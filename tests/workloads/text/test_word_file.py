@@ -1,0 +1,72 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshwright.errors import InputError
+from meshwright.workloads.text import word_file
+from meshwright.workloads.text.word_file import Corpus, corpus
+
+
+@pytest.fixture
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "one.txt").write_text("The cat, the dog.\nThe häuser rare cat")
+    (folder / "two.txt").write_text("dog the häuser")
+    return folder
+
+
+def read(found: Corpus) -> list[str]:
+    return [found.words[number] for number in np.fromfile(found.path, "<u4")]
+
+
+def test_words_are_ranked_by_frequency_and_rare_ones_left_out(texts: Path) -> None:
+    found = corpus(texts, vocabulary=10, minimum=2, subsample=None, damaged="fatal")
+    assert found.words == ("the", "cat", "dog", "häuser")
+    assert found.counts == (4, 2, 2, 2)
+    assert read(found) == ["the", "cat", "the", "dog", "the", "häuser", "cat", "dog", "the", "häuser"]
+    assert found.count == 10
+    few = corpus(texts, vocabulary=2, minimum=1, subsample=None, damaged="fatal")
+    assert read(few) == ["the", "cat", "the", "the", "cat", "the"]
+
+
+def test_it_is_made_once_and_again_when_the_texts_change(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = corpus(texts, 10, 1, None, "fatal")
+    with monkeypatch.context() as patch:
+        patch.setattr(word_file, "_write", lambda *_: pytest.fail("it was there already"))
+        assert corpus(texts, 10, 1, None, "fatal") == first
+    (texts / "three.txt").write_text("bird")
+    assert "bird" in corpus(texts, 10, 1, None, "fatal").words
+
+
+def test_frequent_words_are_thinned_out(texts: Path) -> None:
+    (texts / "three.txt").write_text("common " * 9_000 + "seldom " * 1_000)
+    found = corpus(texts, 10, 100, 0.01, "fatal")
+    share, kept = 9_000 / 10_011, 0.01
+    words = read(found)
+    assert words.count("common") / 9_000 == pytest.approx((kept / share) ** 0.5 + kept / share, rel=0.1)
+    assert words.count("seldom") / 1_000 > 3 * words.count("common") / 9_000
+    assert corpus(texts, 10, 100, 0.01, "fatal") == found
+
+
+def test_while_counting_memory_is_bounded(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (texts / "three.txt").write_text(" ".join(f"w{number}" for number in range(200)))
+    monkeypatch.setattr(word_file, "_MOST_COUNTED", 20)
+    assert corpus(texts, 10, 2, None, "fatal").words[0] == "the"
+
+
+def test_damage_is_told_and_fatal_or_left_out(texts: Path) -> None:
+    (texts / "zz").write_bytes(b"fine fine\nbroken \xff\n")
+    with pytest.raises(InputError, match="zz, line 2"):
+        corpus(texts, 10, 1, None, "fatal")
+    with pytest.warns(UserWarning, match="zz, line 2"):
+        found = corpus(texts, 20, 1, None, "skip")
+    assert "fine" in found.words
+    assert "broken" not in found.words
+
+
+def test_texts_without_frequent_words_are_told(texts: Path) -> None:
+    with pytest.raises(InputError, match="no word occurs 9 times"):
+        corpus(texts, 10, 9, None, "fatal")
