@@ -1,16 +1,22 @@
 # Everything a fresh machine needs lies behind these targets: Python >= 3.11, make and g++ are enough.
 PYTHON ?= python3
-BIN := .venv/bin
+# `make test TORCH=2.15.0` tests with another torch, in an environment of its own.
+TORCH ?= 2.13.0
+VENV := $(if $(filter 2.13.0,$(TORCH)),.venv,.venv-torch-$(TORCH))
+BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo test check soak clean
+.PHONY: setup demo test check soak validate clean
 
-setup: .venv/ready
+setup: $(VENV)/ready
 
 # torch first and by its pinned version: whatever is installed after it finds it there.
-.venv/ready: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[vision,zoo,quantize,dev]"
+$(VENV)/ready: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q torch==$(TORCH)
+	printf 'torch==%s\n' $(TORCH) > $(VENV)/constraints.txt
+	if [ $(TORCH) = 2.13.0 ]; then cp constraints.txt $(VENV)/constraints.txt; fi
+	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt -e ".[vision,zoo,quantize,dev]"
 	touch $@
 
 demo: setup
@@ -23,10 +29,15 @@ check: setup
 
 # Two at a time, a file at a time: what a file has traced or started once serves all its tests.
 test: check
-	$(BIN)/python -m pytest -m "not soak" -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not soak" --durations 10
 
+# `make soak SHARD=1/4` runs the first quarter of the files.
 soak: setup
-	$(BIN)/python -m pytest -m soak -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m soak --durations 10 $(if $(SHARD),--shard $(SHARD))
+
+# Predicts published training runs and writes validation/report.md; ALL=1 takes every row.
+validate: setup
+	$(BIN)/python -m validation $(if $(ALL),--all)
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-torch-* .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -5,12 +5,12 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# Loaded when first used: `import meshwright` and `meshwright --help` do not wait for torch.
-_WHERE = {
+# The public names and their modules, which are imported at first use: `import meshwright` does not import torch.
+_MODULES = {
     "Job": "meshwright.job",
     "Plan": "meshwright.plan",
     "Session": "meshwright.train.session",
-    "best_plan": "meshwright.planner.search",
+    "best_plan": "meshwright.auto.choose",
     "load_job": "meshwright.job",
     "load_plan": "meshwright.job",
     "parallelize": "meshwright.train.parallelize",
@@ -32,6 +32,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
+    if name not in _MODULES:
         raise AttributeError(f"module 'meshwright' has no attribute '{name}'")
-    return getattr(import_module(_WHERE[name]), name)
+    return getattr(import_module(_MODULES[name]), name)

@@ -1,4 +1,4 @@
-"""`python -m meshwright`, and `torchrun -m meshwright train JOB`."""
+"""Entry point of `python -m meshwright` and of `torchrun -m meshwright train JOB`."""
 
 from meshwright.cli import main
 

@@ -1,4 +1,4 @@
-"""Where things are kept between runs: the user's cache folder (XDG), which may be deleted at any time."""
+"""The user's cache folder, where files are kept between runs. It may be deleted at any time."""
 
 import fcntl
 import os
@@ -9,26 +9,26 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/meshwright`, which is `~/.cache/meshwright` where nobody says otherwise."""
-    told = os.path.expandvars("$XDG_CACHE_HOME")
-    base = Path(told) if Path(told).is_absolute() else Path("~/.cache").expanduser()
-    return base / "meshwright"
+    """The folder `$XDG_CACHE_HOME/meshwright`, or `~/.cache/meshwright` if that variable is not an absolute path."""
+    configured = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (configured if configured.is_absolute() else Path.home() / ".cache") / "meshwright"
 
 
-def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
-    """`folder`, filled by the first process that asks for it; ranks that come meanwhile wait. It is there whole or not
-    at all: `make` fills another one, which then takes its name."""
+def fill_once(folder: Path, make: Callable[[Path], None]) -> Path:
+    """Has `make` fill `folder` unless it exists, and returns it. Of several ranks that call this at once, one fills the
+    folder and the others wait for it. The folder exists complete or not at all: `make` fills a temporary folder, which
+    is then renamed."""
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / f".{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.is_dir():
-            aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+            temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
             try:
-                make(aside)
-                aside.chmod(0o755)
-                aside.rename(folder)
+                make(temporary)
+                temporary.chmod(0o755)
+                temporary.rename(folder)
             finally:
-                shutil.rmtree(aside, ignore_errors=True)
+                shutil.rmtree(temporary, ignore_errors=True)
     return folder

@@ -1,5 +1,5 @@
-"""`Call`: something callable, named by import path with keyword arguments, so that a user's own
-`my_model.py:build` works as well as `torchvision.models.vgg16`."""
+"""`Call`: a callable that a job names by import path, with keyword arguments. A user's own `my_model.py:build` works as
+well as `torchvision.models.vgg16`. `load` imports it, `build` calls it, `bind` prepares it for later calls."""
 
 import importlib
 import importlib.util
@@ -16,21 +16,21 @@ from pydantic import BaseModel, ConfigDict, field_validator
 
 from meshwright.errors import InputError, MeshwrightError, did_you_mean
 
-_MOVED = {  # modules that job files written for earlier versions name
+_MOVED = {  # modules that have moved since; job files of earlier versions name their old paths
     "text": ("decoder", "decoder_sizes", "encoder", "masked", "skip_gram", "token_file", "tokens", "word_contexts"),
     "images": ("image_folder", "voc"),
 }
 _NEW_PATHS = {
-    f"meshwright.workloads.{module}": f"meshwright.workloads.{room}.{module}"
-    for room, modules in _MOVED.items()
+    f"meshwright.workloads.{module}": f"meshwright.workloads.{folder}.{module}"
+    for folder, modules in _MOVED.items()
     for module in modules
 }
 
 
 class Call(BaseModel):
-    """`{call: package.module:name, key: value, ...}`; every other key is a keyword argument.
+    """`{call: package.module:name, key: value, ...}`: an import path, and every other key as a keyword argument.
 
-    An argument that is itself a mapping with `call` is built first and passed as the result.
+    An argument that is itself a mapping with `call` is called first, and its result is passed.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -38,18 +38,19 @@ class Call(BaseModel):
 
     @field_validator("call")
     @classmethod
-    def _by_new_path(cls, path: str) -> str:
-        """Modules that have moved are known by their earlier paths too, so that old job files and runs stay valid."""
+    def _current_path(cls, path: str) -> str:
+        """Replaces the old path of a module that has moved, so that old job files and runs stay valid."""
         module, colon, name = path.partition(":")
         return f"{_NEW_PATHS.get(module, module)}{colon}{name}"
 
     @property
     def arguments(self) -> dict[str, Any]:
+        """The keyword arguments, as they stand in the job."""
         return dict(self.model_extra or {})
 
 
 def load(path: str) -> Any:
-    """The object an import path names: `package.module:name`, `package.module.name` or `folder/file.py:name`."""
+    """The object that an import path names: `package.module:name`, `package.module.name` or `folder/file.py:name`."""
     if ".py:" in path:
         file, _, name = path.rpartition(":")
         return _attribute(_import_file(Path(file), path), name, path)
@@ -61,41 +62,44 @@ def load(path: str) -> Any:
 
 
 def build(call: Call, *positional: Any, offered: Mapping[str, Any] | None = None, role: str) -> Any:
-    """Calls what `call` names. `offered` arguments are passed only where the callable knows them by name.
+    """Calls the callable that `call` names, and returns its result. Each `offered` keyword argument is passed if the
+    callable has a parameter of that name.
 
-    `role` says in messages which part of the job this is.
+    `role` names the part of the job in error messages.
     """
     target = load(call.call)
     arguments = _build_nested(call.arguments, role)
     for name, value in (offered or {}).items():
-        if name not in arguments and name in _names(target):
+        if name not in arguments and name in _parameter_names(target):
             arguments[name] = value
     check_arguments(target, positional, arguments, f"{role}: {call.call}")
     return target(*positional, **arguments)
 
 
 def bind(call: Call, role: str) -> Callable[..., Any]:
-    """A function to be called later: a class is constructed now, a function gets its arguments fixed."""
+    """A function to call later: an instance of a class, which is constructed now, or a function with its keyword
+    arguments filled in."""
     target = load(call.call)
     arguments = _build_nested(call.arguments, role)
     if inspect.isclass(target):
         check_arguments(target, (), arguments, f"{role}: {call.call}")
-        made = target(**arguments)
-        if not callable(made):
-            raise InputError(f"{role}: {call.call} makes a {type(made).__name__}, which cannot be called")
-        return made
+        instance = target(**arguments)
+        if not callable(instance):
+            raise InputError(f"{role}: {call.call} makes a {type(instance).__name__}, which cannot be called")
+        return instance
     if not callable(target):
         raise InputError(f"{role}: {call.call} is a {type(target).__name__}, which cannot be called")
     unknown = [name for name in arguments if not _accepts(target, name)]
     if unknown:
-        raise InputError(f"{role}: {call.call} takes no '{unknown[0]}'{did_you_mean(unknown[0], _names(target))}")
+        near = did_you_mean(unknown[0], _parameter_names(target))
+        raise InputError(f"{role}: {call.call} takes no '{unknown[0]}'{near}")
     return partial(target, **arguments) if arguments else target
 
 
 def check_arguments(
     target: Callable[..., Any], positional: tuple[Any, ...], arguments: Mapping[str, Any], role: str
 ) -> None:
-    """Refuses arguments that the callable does not take, before it runs."""
+    """Raises an `InputError` when the callable does not accept these arguments, without calling it."""
     if not callable(target):
         raise InputError(f"{role} is a {type(target).__name__}, which cannot be called")
     signature = _signature(target)
@@ -103,20 +107,21 @@ def check_arguments(
         return
     unknown = [name for name in arguments if not _accepts(target, name)]
     if unknown:
-        raise InputError(f"{role} takes no '{unknown[0]}'{did_you_mean(unknown[0], _names(target))}")
+        raise InputError(f"{role} takes no '{unknown[0]}'{did_you_mean(unknown[0], _parameter_names(target))}")
     try:
         signature.bind(*positional, **arguments)
     except TypeError as error:
         raise InputError(f"{role}: {error}") from None
 
 
-def complaint(error: Exception) -> str:
-    """What code that is not ours said when it failed, and where, in one line."""
+def describe_error(error: Exception) -> str:
+    """An exception of a user's or a library's code in one line: its class, message, file and line."""
     where = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {' '.join(str(error).split())} ({where.filename}, line {where.lineno})"
 
 
 def _build_nested(value: Any, role: str) -> Any:
+    """A copy of an argument in which every mapping with `call`, at any depth, is replaced by the call's result."""
     if isinstance(value, Mapping):
         if isinstance(value.get("call"), str):
             return build(Call.model_validate(value), role=role)
@@ -129,11 +134,11 @@ def _build_nested(value: Any, role: str) -> Any:
 def _signature(target: Callable[..., Any]) -> inspect.Signature | None:
     try:
         return inspect.signature(target)
-    except (TypeError, ValueError):  # built-ins without one
+    except (TypeError, ValueError):  # built-ins have none
         return None
 
 
-def _names(target: Callable[..., Any]) -> list[str]:
+def _parameter_names(target: Callable[..., Any]) -> list[str]:
     signature = _signature(target)
     return [name for name in signature.parameters if name != "self"] if signature else []
 
@@ -149,10 +154,10 @@ def _accepts(target: Callable[..., Any], name: str) -> bool:
 def _import_module(module: str, path: str) -> Any:
     if not module or module.startswith("."):
         raise InputError(f"'{path}' is not an import path: write 'package.module:name' or 'file.py:name'")
-    # Console scripts do not have the working folder on the path, where users keep their modules.
+    # Users keep their modules in the working folder, which console scripts do not have on the path.
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-    if module.split(".")[0] in ("torchvision", "timm", "transformers"):  # the latter two import the first
+    if module.split(".")[0] in ("torchvision", "timm", "transformers"):  # timm and transformers import torchvision
         _define_torchvision_operators()
     try:
         return importlib.import_module(module)
@@ -165,7 +170,7 @@ def _import_module(module: str, path: str) -> Any:
     except MeshwrightError:
         raise
     except Exception as error:
-        raise InputError(f"'{path}': importing {module} failed: {complaint(error)}") from error
+        raise InputError(f"'{path}': importing {module} failed: {describe_error(error)}") from error
 
 
 def _import_file(file: Path, path: str) -> Any:
@@ -174,7 +179,7 @@ def _import_file(file: Path, path: str) -> Any:
     name = f"meshwright_user_{file.stem}_{crc32(str(file.resolve()).encode()):08x}"
     if name in sys.modules:
         return sys.modules[name]
-    if str(file.resolve().parent) not in sys.path:  # so that the file's own imports of its neighbours work
+    if str(file.resolve().parent) not in sys.path:  # so that the file can import modules from its folder
         sys.path.insert(0, str(file.resolve().parent))
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
@@ -184,37 +189,39 @@ def _import_file(file: Path, path: str) -> Any:
     try:
         spec.loader.exec_module(module)
     except BaseException as error:
-        del sys.modules[name]  # or the next one to ask would get half a module
+        del sys.modules[name]  # otherwise the next import would return the incomplete module
         if isinstance(error, SyntaxError):
             raise InputError(f"'{path}': {error.filename}, line {error.lineno}: {error.msg}") from None
         if isinstance(error, ModuleNotFoundError):
             raise InputError(f"'{path}': {file} needs '{error.name}', which is not installed") from None
         if isinstance(error, Exception) and not isinstance(error, MeshwrightError):
-            raise InputError(f"'{path}': importing it failed: {complaint(error)}") from error
+            raise InputError(f"'{path}': importing it failed: {describe_error(error)}") from error
         raise
     return module
 
 
 def _attribute(module: Any, name: str, path: str) -> Any:
-    found = module
+    """The attribute of a module with a name that may be dotted (`Path.home`)."""
+    value = module
     for part in name.split("."):
-        if not hasattr(found, part):
-            where = getattr(found, "__name__", str(found))
-            raise InputError(f"'{path}': {where} has no '{part}'{did_you_mean(part, _public(found))}")
-        found = getattr(found, part)
-    return found
+        if not hasattr(value, part):
+            where = getattr(value, "__name__", str(value))
+            raise InputError(f"'{path}': {where} has no '{part}'{did_you_mean(part, _public_names(value))}")
+        value = getattr(value, part)
+    return value
 
 
-def _public(module: Any) -> list[str]:
+def _public_names(module: Any) -> list[str]:
     return [name for name in dir(module) if not name.startswith("_")]
 
 
-_torchvision_operators: list[Any] = []  # a library lives as long as somebody holds it
+_torchvision_operators: list[Any] = []  # torch drops a library's operators when the last reference to it is gone
 
 
 def _define_torchvision_operators() -> None:
-    """A torchvision built for another torch cannot load its own operators, and then fails to import because
-    two of them are missing. Its models and data sets need neither, so their names are enough."""
+    """Makes torchvision importable when it was built for another version of torch. It then cannot load its compiled
+    operators, and its import fails because two of them are undefined. Its models and data sets call neither, so
+    defining their signatures is enough."""
     if _torchvision_operators or "torchvision" in sys.modules:
         return
     import torch
@@ -231,4 +238,4 @@ def _define_torchvision_operators() -> None:
         library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         _torchvision_operators.append(library)
     except ImportError:
-        pass  # the import that follows says so
+        pass  # torchvision is not installed: the import that the caller makes next reports it

@@ -1,39 +1,41 @@
-"""What a user may be told: every exception here prints as one clear line, never as a traceback."""
+"""The exceptions that users may see. The command line prints each of them as one clear line, without a traceback."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 
 class MeshwrightError(Exception):
-    """Something a user can understand and act upon. `exit_code` is what the command line returns for it."""
+    """The base class of all errors that a user can understand and act upon. `exit_code` is the command line's exit
+    status for it."""
 
     exit_code = 1
 
 
 class InputError(MeshwrightError):
-    """The job, plan, cluster, data or command line is wrong: names, values, and what to do."""
+    """The job, plan, cluster, data or command line is wrong. The message says which field, its value and what to do."""
 
     exit_code = 2
 
 
 class RankError(MeshwrightError):
-    """A rank failed: which one, where it was, and its own words."""
+    """A rank failed. The message says which rank, what it was doing, and its own error message."""
 
 
 class CollectiveError(MeshwrightError):
-    """Ranks stopped answering each other: which rank, at which step, in which operation."""
+    """Ranks lost contact with each other. The message says which rank, at which step and in which operation."""
 
 
 class CheckpointError(MeshwrightError):
-    """A checkpoint is missing, damaged, or holds something else than the model needs."""
+    """A checkpoint is missing, damaged, or does not fit the model."""
 
 
 class Stopped(MeshwrightError):
-    """The run was asked to stop before its end, and says where it can be taken up again."""
+    """The run was stopped before its end by a signal. The message says how to resume it."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`: did you mean 'epochs'?`, or the list of what is known when nothing is near."""
+    """The end of an error message about an unknown name: `: did you mean 'epochs'?`; the list of known names when none
+    is similar; an empty string when that list is empty or longer than 20 names."""
     options = sorted(known)
     near = get_close_matches(name, options, n=1, cutoff=0.6)
     if near:

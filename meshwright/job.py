@@ -1,4 +1,5 @@
-"""`Job`: what to train. The user's YAML file as a frozen value, and the one line a mistake in it deserves."""
+"""`Job`: what to train, as the user's YAML file says it: model, data, loss, optimizer, length, and how to log and save.
+`load_job` reads a file; a mistake in it raises an `InputError` that names the field in one line."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -11,55 +12,67 @@ from yaml import YAMLError
 from meshwright.call import Call
 from meshwright.errors import InputError, did_you_mean
 from meshwright.plan import Plan
-from meshwright.yaml_file import dump, parse, read_mapping, validated
+from meshwright.yaml_file import dump, parse, read_mapping, validate
 
 
 class _Section(BaseModel):
+    """A frozen section of a job that refuses unknown fields."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Data(_Section):
-    """`root`, `synthetic` and `damaged` are handed to the data sets that take them."""
+    """The data sets, and how ranks load them.
+
+    `root`, `synthetic` and `damaged` are passed as keyword arguments to those data sets that accept them.
+    """
 
     train: Call
     eval: Call | None = None
-    root: str | None = None
-    synthetic: bool = False
-    partition: Literal["batch", "sample", "dimension"] = "batch"
-    parts: PositiveInt | None = None  # of the data set, divided by sample; null: one a rank
-    workers: NonNegativeInt = 0
-    pin_memory: bool | None = None  # null: where there are GPUs
+    root: str | None = None  # folder of the full data set
+    synthetic: bool = False  # generate data in the same format
+    partition: Literal["batch", "sample", "dimension"] = "batch"  # what the ranks divide among them
+    parts: PositiveInt | None = None  # number of fixed parts for `partition: sample`; null: one per rank
+    workers: NonNegativeInt = 0  # loader processes per rank
+    pin_memory: bool | None = None  # null: only where there are GPUs
     collate: Call | None = None
-    target: str | None = None  # the target's key in batches that are dicts; null: target(s) or label(s)
+    target: str | None = None  # key of the target in batches that are dicts; null: target(s) or label(s)
     drop_last: bool = False
-    damaged: Literal["fatal", "skip"] = "fatal"  # a sample whose file cannot be read: handed to those that take it
+    damaged: Literal["fatal", "skip"] = "fatal"  # what to do with a sample whose file cannot be read
 
 
 class Optimizer(Call):
-    """`groups`: the word `no_decay` (no weight decay on norms and biases), or a list of that word and of
-    `{match: "head.*", lr: 0.1}`; the first match wins."""
+    """The optimizer's class and options, and its parameter groups.
+
+    `groups` is the word `no_decay` (no weight decay on norms and biases), or a list that may hold this word and groups
+    such as `{match: "head.*", lr: 0.1}`. A parameter belongs to the first group whose `match` fits its name.
+    """
 
     groups: Literal["no_decay"] | list[Literal["no_decay"] | dict[str, Any]] = Field(default_factory=list)
 
 
-class Schedule(Call):
-    """Stepped after every optimizer step or epoch; null: per epoch where the job counts epochs."""
+class LearningRateSchedule(Call):
+    """The learning-rate schedule's class and options.
+
+    `per` says whether it is stepped after every optimizer `step` or after every `epoch`; null means `epoch` when the
+    job sets `train.epochs`, and `step` otherwise.
+    """
 
     per: Literal["step", "epoch"] | None = None
 
 
-_HINTS = {kind.__name__: ": write {call: package.module:name, ...}" for kind in (Call, Optimizer, Schedule)}
+_HINTS = {kind.__name__: ": write {call: package.module:name, ...}" for kind in (Call, Optimizer, LearningRateSchedule)}
 
 
 class Weights(_Section):
-    """Pretrained weights to start from; parameters that match `skip` keep their fresh values."""
+    """A file of pretrained weights to start from. Parameters that match a `skip` pattern keep their initial values."""
 
     path: str
     skip: list[str] = []
 
 
 class Train(_Section):
-    """The run ends after `epochs` or `steps`, whichever comes first."""
+    """Length and settings of the training. The run ends after `epochs` or `steps`, whichever comes first."""
 
     epochs: PositiveInt | None = None
     steps: PositiveInt | None = None
@@ -71,7 +84,7 @@ class Train(_Section):
     deterministic: bool = False
     timeout_s: PositiveFloat = 600  # how long a rank waits for the others
     restarts: NonNegativeInt = 3  # how often failed ranks are started again
-    grace_s: PositiveFloat = 30  # how long ranks may take to save when asked to stop
+    grace_s: PositiveFloat = 30  # how long ranks may take to save after a stop signal
 
     @model_validator(mode="before")
     @classmethod
@@ -82,8 +95,11 @@ class Train(_Section):
 
 
 class Checkpoint(_Section):
-    """`best` names the metric that chooses the best checkpoint; its `better` is `lower` or `higher`
-    (null: lower for losses and errors)."""
+    """When to save checkpoints and which to keep.
+
+    `best` is the name of the metric that selects the best checkpoint. `better` says whether `lower` or `higher` values
+    are better; null means lower for losses, errors and perplexities, and higher otherwise.
+    """
 
     every_steps: PositiveInt | None = 100
     keep: PositiveInt = 3
@@ -92,7 +108,8 @@ class Checkpoint(_Section):
 
 
 class Log(_Section):
-    """`eval_every_steps: null` evaluates after every epoch and at the end."""
+    """When to log and when to evaluate. With `eval_every_steps: null` the run evaluates after every epoch and at the
+    end."""
 
     every_steps: PositiveInt = 10
     eval_every_steps: PositiveInt | None = None
@@ -100,16 +117,19 @@ class Log(_Section):
 
 
 class Job(_Section):
-    """`synthetic`: fields by their dotted names, and what `data.synthetic: true` makes of them, so that a job for a
-    cluster can be tried on a small machine."""
+    """Everything that a job file says.
 
-    name: str = Field(default="job", pattern=r"^[\w.-]+$")  # runs are folders of this name
+    `synthetic` maps dotted field names to the values that they take when `data.synthetic` is true, so that a job for a
+    large cluster can be tried on a small machine.
+    """
+
+    name: str = Field(default="job", pattern=r"^[\w.-]+$")  # runs are written to folders with this name
     model: Call
     data: Data
     loss: Call | None = None  # null: the model returns its own loss
     metrics: dict[str, Call] = {}
     optimizer: Optimizer
-    schedule: Schedule | None = None
+    schedule: LearningRateSchedule | None = None
     train: Train = Train(epochs=1)
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
@@ -119,59 +139,65 @@ class Job(_Section):
     synthetic: dict[str, Any] = {}
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Self:
+    def _sections_are_consistent(self) -> Self:
         if self.train.epochs is None and self.train.steps is None:
-            raise ValueError("train needs 'epochs' or 'steps': how long shall it train?")
+            raise ValueError("train needs 'epochs' or 'steps': set one of them to say how long to train")
         if self.data.parts is not None and self.data.partition != "sample":
             raise ValueError(
-                f"data.parts is {self.data.parts}, into which data.partition: sample divides the data set, but that is"
-                f" {self.data.partition}: leave one of them out"
+                f"data.parts is {self.data.parts}, which only data.partition: sample uses, but data.partition is"
+                f" {self.data.partition}: leave out data.parts or set data.partition to sample"
             )
         if "loss" in self.metrics:
-            raise ValueError("metrics.loss: evaluations measure the loss already under this name, choose another")
+            raise ValueError("metrics.loss: every evaluation already reports the loss under this name, choose another")
         best = self.checkpoint.best
         if best and best != "loss" and best not in self.metrics:
             raise ValueError(
-                f"checkpoint.best is '{best}', but metrics has no such one{did_you_mean(best, self.metrics)}"
+                f"checkpoint.best is '{best}', but metrics has no metric of this name{did_you_mean(best, self.metrics)}"
             )
         if best and self.data.eval is None:
-            raise ValueError(f"checkpoint.best is '{best}', but data.eval is missing, on which it is measured")
+            raise ValueError(
+                f"checkpoint.best is '{best}', but data.eval is missing: name the data set to measure it on"
+            )
         return self
 
     def to_yaml(self) -> str:
+        """The job as YAML text, which `load_job` reads back."""
         return dump(self.model_dump())
 
 
 def load_job(path: str | Path, settings: Sequence[str] = ()) -> Job:
-    """Reads a job file and applies `--set a.b=c` overrides."""
+    """Reads a job file. `settings` are overrides such as `train.epochs=3`, applied in order (`--set`)."""
     file = Path(path)
     raw = read_mapping(file, "job")
     raw.setdefault("name", re.sub(r"[^\w.-]", "-", file.stem))
     for setting in settings:
         _override(raw, setting)
-    _make_small(raw, {setting.partition("=")[0] for setting in settings})
+    _apply_synthetic_sizes(raw, {setting.partition("=")[0] for setting in settings})
     return parse_job(raw, folder=file.parent, source=str(path))
 
 
 def parse_job(raw: Mapping[str, Any], folder: Path = Path(), source: str = "job") -> Job:
-    """A job from plain data; `folder` is where relative input files are looked for before the working folder."""
+    """Validates plain data, as read from YAML, as a job. Relative input files are looked for in `folder` first, then in
+    the working folder. `source` is named in error messages."""
     resolved = _resolve_files(raw, folder)
     plan = resolved.get("plan", "auto")
     if plan != "auto":
-        resolved["plan"] = load_plan(_find(plan, folder) if isinstance(plan, str) else plan, source)
-    return validated(Job, resolved, source, hints=_HINTS)
+        resolved["plan"] = load_plan(_absolute_path(plan, folder) if isinstance(plan, str) else plan, source)
+    return validate(Job, resolved, source, hints=_HINTS)
 
 
 def load_plan(plan: str | Path | Mapping[str, Any], source: str = "plan") -> Plan:
-    """A plan from a YAML file or from plain data; a wrong field is named with its nearest known one."""
+    """Reads a plan from a YAML file, or from a mapping of its groups. `source` is named in errors about a mapping. An
+    unknown field is refused with the nearest known one."""
     if isinstance(plan, Mapping):
-        return validated(Plan, dict(plan), source, prefix="plan")
+        return validate(Plan, dict(plan), source, prefix="plan")
     if not isinstance(plan, str | Path):
         raise InputError(f"{source}: plan is {plan!r}: write 'auto', a file, or the plan's groups")
-    return validated(Plan, read_mapping(Path(plan), "plan"), str(plan))
+    return validate(Plan, read_mapping(Path(plan), "plan"), str(plan))
 
 
 def _override(raw: dict[str, Any], setting: str) -> None:
+    """Sets one field of the raw job from a setting such as `train.epochs=3`."""
     key, equals, text = setting.partition("=")
     if not equals or not key:
         raise InputError(f"--set {setting}: write --set a.b=c")
@@ -179,26 +205,28 @@ def _override(raw: dict[str, Any], setting: str) -> None:
         value = parse(text)
     except YAMLError:
         raise InputError(f"--set {setting}: '{text}' is not YAML") from None
-    _put(raw, key, value, f"--set {setting}")
+    _set_field(raw, key, value, f"--set {setting}")
 
 
-def _make_small(raw: dict[str, Any], settled: Collection[str]) -> None:
-    """Generated data bring their own sizes with them; what was `--set` stays as it is."""
-    data, smaller = raw.get("data"), raw.get("synthetic")
-    if not (isinstance(data, Mapping) and data.get("synthetic") is True and isinstance(smaller, Mapping)):
+def _apply_synthetic_sizes(raw: dict[str, Any], overridden: Collection[str]) -> None:
+    """Applies the job's `synthetic` section when `data.synthetic` is true. Fields that the user has `overridden` on the
+    command line keep the user's value."""
+    data, sizes = raw.get("data"), raw.get("synthetic")
+    if not (isinstance(data, Mapping) and data.get("synthetic") is True and isinstance(sizes, Mapping)):
         return
-    for key, value in smaller.items():
-        if not any(one == key or one.startswith(f"{key}.") or key.startswith(f"{one}.") for one in settled):
-            _put(raw, str(key), value, f"synthetic: {key}")
-    raw["synthetic"] = {}  # done: the run's own job file says what it was
+    for key, value in sizes.items():
+        if not any(user == key or user.startswith(f"{key}.") or key.startswith(f"{user}.") for user in overridden):
+            _set_field(raw, str(key), value, f"synthetic: {key}")
+    raw["synthetic"] = {}  # applied: reading the run's own job file must not apply it again
 
 
-def _put(raw: dict[str, Any], key: str, value: Any, source: str) -> None:
+def _set_field(raw: dict[str, Any], key: str, value: Any, source: str) -> None:
+    """Sets the field with a dotted name, creating the sections on the way to it."""
     *path, last = key.split(".")
     section = raw
     for depth, part in enumerate(path):
         inner = section.get(part)
-        if inner is None or inner == "auto":  # `plan: auto` gives way to what is set inside a plan
+        if inner is None or inner == "auto":  # a field inside a plan replaces `plan: auto`
             inner = {}
         if not isinstance(inner, dict):
             raise InputError(f"{source}: {'.'.join(path[: depth + 1])} is {inner!r}, it has no '{last}'")
@@ -206,26 +234,27 @@ def _put(raw: dict[str, Any], key: str, value: Any, source: str) -> None:
     section[last] = value
 
 
-def _find(path: str, folder: Path) -> str:
-    """Input files of a job lie beside it or in the working folder."""
-    beside = folder / path
-    return str(beside.resolve()) if beside.exists() else str(Path(path).resolve())
+def _absolute_path(path: str, folder: Path) -> str:
+    """The absolute path of an input file, which is looked for in the job's folder and then in the working folder."""
+    in_folder = folder / path
+    return str(in_folder.resolve()) if in_folder.exists() else str(Path(path).resolve())
 
 
 def _resolve_files(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Makes input files absolute, so that the resolved job in the run directory works from anywhere."""
+    """Makes the paths of input files absolute, so that the job file in the run folder works from any working folder."""
     resolved: dict[str, Any] = _resolve_calls(raw, folder)
     data, train = resolved.get("data"), resolved.get("train")
     if isinstance(data, dict) and isinstance(data.get("root"), str):
-        data["root"] = _find(data["root"], folder)
+        data["root"] = _absolute_path(data["root"], folder)
     if isinstance(train, dict) and isinstance(train.get("weights"), str):
-        train["weights"] = _find(train["weights"], folder)
+        train["weights"] = _absolute_path(train["weights"], folder)
     elif isinstance(train, dict) and isinstance(train.get("weights"), dict) and "path" in train["weights"]:
-        train["weights"]["path"] = _find(str(train["weights"]["path"]), folder)
+        train["weights"]["path"] = _absolute_path(str(train["weights"]["path"]), folder)
     return resolved
 
 
 def _resolve_calls(value: Any, folder: Path) -> Any:
+    """A copy of the raw value in which `file.py:name` calls, at any depth, name the file by its absolute path."""
     if isinstance(value, list):
         return [_resolve_calls(item, folder) for item in value]
     if not isinstance(value, Mapping):
@@ -234,5 +263,5 @@ def _resolve_calls(value: Any, folder: Path) -> Any:
     call = resolved.get("call")
     if isinstance(call, str) and ".py:" in call:
         file, _, name = call.rpartition(":")
-        resolved["call"] = f"{_find(file, folder)}:{name}"
+        resolved["call"] = f"{_absolute_path(file, folder)}:{name}"
     return resolved

@@ -1,7 +1,8 @@
-"""`Plan`: how to train, every choice spelled out. The vocabulary that planning and execution share; no torch.
+"""`Plan`: how to train a model, with every choice spelled out. The planner writes plans, the trainer executes them, and
+both share this vocabulary. The module does not import torch.
 
-Each field is marked with what it does to the numbers: `same` (the training is equal up to summation order),
-`rounding` (other kernels, other last bits) or `changes` (another arithmetic).
+Each field is marked with its effect on the numerical result: `same` (equal up to the order of summation), `rounding`
+(other kernels, so the last bits may differ) or `changes` (different arithmetic).
 """
 
 from pathlib import Path
@@ -13,21 +14,28 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 Numerics = Literal["same", "rounding", "changes"]
 Algorithm = Literal["auto", "native", "ring", "tree", "halving_doubling", "two_level", "shared_memory"]
 MIB = 2**20
-# From the axis whose ranks lie furthest apart to the one whose ranks are neighbours: those that exchange the most.
+# From the axis whose ranks are furthest apart to the one whose ranks are neighbours, which exchange the most bytes.
 MESH_ORDER = ("pipeline", "replicate", "shard", "tensor")
-STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "zbv": 2}  # the other schedules run any number
+STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "zbv": 2}  # the other schedules accept any number
 
 
 def _choice(default: Any, numerics: Numerics, **limits: Any) -> Any:
     return Field(default=default, json_schema_extra={"numerics": numerics}, **limits)
 
 
-class _Group(BaseModel):
+class _PlanGroup(BaseModel):
+    """A frozen group of a plan's fields that refuses unknown ones."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Axes(_Group):
-    """The mesh of training ranks: the product of the axes is their number."""
+class Axes(_PlanGroup):
+    """The sizes of the device mesh's axes. Their product is the number of training ranks.
+
+    `replicate`: ranks that hold a full copy of the model and train on different samples. `shard`: ranks that train on
+    different samples and divide weights, gradients and optimizer state among them. `tensor`: ranks that train on the
+    same samples and divide the layers among them. `pipeline`: ranks that hold consecutive stages of the model.
+    """
 
     replicate: PositiveInt = _choice(1, "same")
     shard: PositiveInt = _choice(1, "same")
@@ -35,19 +43,26 @@ class Axes(_Group):
     pipeline: PositiveInt = _choice(1, "same")
 
 
-class Split(_Group):
-    """One layer's split. Over the `replicate` axis the batch is gathered before the layer and scattered behind it,
-    so a few huge layers are divided while the rest of the model is replicated."""
+class Split(_PlanGroup):
+    """How one layer's weight is divided among ranks, and along which axis of the mesh.
+
+    With `axis: replicate` the batch is all-gathered before the layer and scattered again after it, so that a few huge
+    layers are divided while the rest of the model is replicated.
+    """
 
     kind: Literal["column", "row", "vocabulary", "none"]
     axis: Literal["tensor", "replicate"] = "tensor"
 
 
-class Modules(_Group):
-    """`splits` by module name, where `*` stands for one part of it; what is not named is split along the tensor axis
-    as the model's structure says. `sequence`: between the split layers activations are divided along the sequence.
-    `loss`: scores stay divided by vocabulary up to the loss. `branches`: towers or heads by module name, and the rank
-    of the tensor axis that each lives on; the others are handed its result."""
+class Modules(_PlanGroup):
+    """How the layers are divided over the tensor axis.
+
+    `splits` maps module names to splits; in a name, `*` stands for one component between dots. Layers that are not
+    named are split along the tensor axis as the model's structure suggests. `sequence`: activations between split
+    layers are divided along the sequence dimension. `loss`: logits stay divided by vocabulary up to and including the
+    loss. `branches` maps the module names of towers or heads to the tensor-axis rank that computes them; the other
+    ranks receive the output.
+    """
 
     splits: dict[str, Split] = _choice({}, "same")
     sequence: bool = _choice(False, "same")
@@ -55,39 +70,55 @@ class Modules(_Group):
     branches: dict[str, NonNegativeInt] = _choice({}, "same")
 
     def split_of(self, module: str) -> Split | None:
-        parts = module.split(".")
+        """The split that `splits` gives the module, by the first pattern that matches; None when no pattern does."""
+        components = module.split(".")
         for pattern, split in self.splits.items():
-            asked = pattern.split(".")
-            if len(asked) == len(parts) and all(a in ("*", b) for a, b in zip(asked, parts, strict=True)):
+            patterns = pattern.split(".")
+            if len(patterns) == len(components) and all(
+                wanted in ("*", actual) for wanted, actual in zip(patterns, components, strict=True)
+            ):
                 return split
         return None
 
 
-class Pipeline(_Group):
-    """`microbatches` of a rank's share of a step go through the stages. A stage begins behind each module of `cuts`;
-    with all schedules but `gpipe` and `1f1b` a rank may have several (cuts = ranks × stages of a rank - 1)."""
+class Pipeline(_PlanGroup):
+    """How the stages of the pipeline axis are cut and scheduled.
+
+    `microbatches`: number of microbatches into which a rank's share of a step is cut for the pipeline. `cuts`: the
+    modules after which a new stage begins, so the number of cuts is ranks × stages per rank - 1. With `gpipe` and
+    `1f1b` every rank has one stage; with the other schedules it may have several.
+    """
 
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"] = _choice("1f1b", "same")
     microbatches: PositiveInt = _choice(1, "same")
     cuts: tuple[str, ...] = _choice((), "same")
 
 
-class Memory(_Group):
-    """`sharding`: what the shard axis divides, each level with those before it. `recompute`: activations of a block
-    are computed again in the backward pass, all of them or (`selective`) all but those of matrix products and
-    attention. `accumulation`: microbatches that a rank computes one after another before gradients are combined."""
+class Memory(_PlanGroup):
+    """What is traded for memory.
+
+    `sharding`: what the shard axis divides: `optimizer` state; `gradients` as well; `parameters` as well. `recompute`:
+    which activations of a block are computed again in the backward pass: `none`; `selective`, all but those of matrix
+    products and attention; `full`, all of them. `accumulation`: number of microbatches that a rank computes one after
+    another before gradients are combined.
+    """
 
     sharding: Literal["optimizer", "gradients", "parameters"] = _choice("parameters", "same")
     recompute: Literal["none", "selective", "full"] = _choice("none", "same")
     accumulation: PositiveInt = _choice(1, "same")
 
 
-class NumericsGroup(_Group):
-    """`fp32` runs the model in the types it was built with, `tf32` too but with products of shorter mantissas; `bf16`
-    and `fp16` compute its forward pass under autocast, `fp16` with a scaled loss; `fp8` is `bf16` with linear layers'
-    products in 8 bits. `auto` is replaced, before a run, by what is fastest here. `cast`: what is rounded to `bf16` or
-    `fp16`, each operator's inputs or already the weights that the shard axis gathers, whose fp32 originals stay
-    divided. `batch_norm` takes its statistics over a rank's microbatch, or over that of all ranks with other samples.
+class NumericsGroup(_PlanGroup):
+    """In which precision the model computes.
+
+    `precision`: `fp32` keeps the dtypes that the model was built with. `tf32` does too, but multiplies matrices with
+    10-bit mantissas. `bf16` and `fp16` run the forward pass under autocast, `fp16` with a scaled loss. `fp8` is `bf16`
+    with the matrix products of linear layers in 8 bits. `auto` is replaced before the run by the precision that is
+    measured to be the fastest.
+    `cast`: what is rounded to `bf16` or `fp16`: the inputs of `operators` (autocast), or the `weights` before the
+    shard axis gathers them, while their fp32 originals stay sharded.
+    `batch_norm`: whether its statistics are taken over a rank's own microbatch (`local`) or over the microbatches of
+    all data-parallel ranks (`synchronized`).
     """
 
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "auto"] = _choice("fp32", "changes")
@@ -95,13 +126,18 @@ class NumericsGroup(_Group):
     batch_norm: Literal["local", "synchronized"] = _choice("local", "changes")
 
 
-class Gradients(_Group):
-    """How gradients are combined over the replicate axis: `bucket_bytes` travel together, in the parameters' own type
-    (`fp32`) or rounded, by an `algorithm`; `auto` is shared memory between CPU ranks of one machine, and the backend's
-    own elsewhere. `powersgd_rank`: only products of two matrices of that rank travel. `local_steps`: so many steps each
-    rank takes alone before weights are averaged, the first `local_after` steps together. Or `servers`: so many ranks
-    beside the training ranks hold the parameters and the optimizer, and wait for everybody's gradients, for nobody's,
-    or let no worker run ahead of the slowest by more than `staleness` steps."""
+class Gradients(_PlanGroup):
+    """How the ranks of the replicate axis combine their gradients.
+
+    `algorithm`: the all-reduce algorithm; `auto` uses shared memory between CPU ranks of one machine, and the backend's
+    own all-reduce elsewhere. `bucket_bytes`: size of the buckets in which gradients are sent. `precision`: the dtype in
+    which they are sent; `fp32` means the parameters' own dtype. `powersgd_rank`: when above 0, PowerSGD compresses each
+    gradient to two factors of this rank. `local_steps`: number of steps that each rank takes alone before weights are
+    averaged (local SGD); the first `local_after` steps are synchronous all the same.
+    `servers`: number of additional ranks that hold the parameters and the optimizer (parameter servers); 0 means none.
+    `updates`: the servers wait for the gradients of all workers (`synchronous`), of none (`asynchronous`), or let no
+    worker run ahead of the slowest one by more than `staleness` steps (`bounded`).
+    """
 
     algorithm: Algorithm = _choice("auto", "same")
     bucket_bytes: PositiveInt = _choice(25 * MIB, "same")
@@ -114,10 +150,13 @@ class Gradients(_Group):
     staleness: NonNegativeInt = _choice(2, "changes")
 
 
-class Compute(_Group):
-    """The layout of images; `compile`: blocks are compiled, with a search for the fastest kernels in `max-autotune`;
-    `cuda_graphs`: what is launched on a GPU is recorded once; `fused_optimizer`: one kernel updates many weights;
-    `threads` per rank (null: the cores divided among the ranks of a machine)."""
+class Compute(_PlanGroup):
+    """How each rank runs its operators.
+
+    `layout`: memory format of image tensors. `compile`: the `torch.compile` mode for the model's blocks. `cuda_graphs`:
+    kernel launches are captured once as a CUDA graph and replayed. `fused_optimizer`: one kernel updates many weights.
+    `threads`: CPU threads per rank; null divides the machine's cores among its ranks.
+    """
 
     layout: Literal["contiguous", "channels_last"] = _choice("contiguous", "rounding")
     compile: Literal["none", "default", "max-autotune"] = _choice("none", "rounding")
@@ -126,8 +165,11 @@ class Compute(_Group):
     threads: PositiveInt | None = _choice(None, "rounding")
 
 
-class Plan(_Group):
-    """Complete: applying it decides nothing."""
+class Plan(_PlanGroup):
+    """How to train a model on `processes` ranks. A plan is complete: executing it involves no further decision.
+
+    It is validated when it is constructed, prints as one line (`summary`) and is written as YAML (`save`).
+    """
 
     axes: Axes = Axes()
     modules: Modules = Modules()
@@ -139,46 +181,48 @@ class Plan(_Group):
 
     @model_validator(mode="after")
     def _branches_fit_the_axis(self) -> Self:
-        for name, place in self.modules.branches.items():
-            if place >= self.axes.tensor:
+        for name, rank in self.modules.branches.items():
+            if rank >= self.axes.tensor:
                 raise ValueError(
-                    f"modules.branches.{name} is {place}, but the tensor axis has {self.axes.tensor} ranks, numbered"
+                    f"modules.branches.{name} is {rank}, but the tensor axis has {self.axes.tensor} ranks, numbered"
                     f" from 0: raise axes.tensor or choose a rank below it"
                 )
         return self
 
     @model_validator(mode="after")
-    def _exchange_fits_together(self) -> Self:
-        """What changes how replicas meet does so alone: where only they are, and one way at a time."""
-        gradients, alone = self.gradients, self.world_size == self.axes.replicate
-        chosen = {
+    def _gradient_methods_are_compatible(self) -> Self:
+        """Parameter servers, local steps and PowerSGD each replace the all-reduce of replicas, so a plan may choose
+        only one of them, and only without other axes."""
+        gradients, only_replicas = self.gradients, self.world_size == self.axes.replicate
+        is_chosen = {
             "servers": gradients.servers > 0,
             "local_steps": gradients.local_steps > 1,
             "powersgd_rank": gradients.powersgd_rank > 0,
         }
-        named = [name for name, is_chosen in chosen.items() if is_chosen]
-        if named and not alone:
+        methods = [name for name, chosen in is_chosen.items() if chosen]
+        if methods and not only_replicas:
             raise ValueError(
-                f"gradients.{named[0]} is {getattr(gradients, named[0])}, which is for replicas alone, but the plan has"
-                " other axes, too: set these to 1, or leave it out"
+                f"gradients.{methods[0]} is {getattr(gradients, methods[0])}, which works with the replicate axis only,"
+                " but the plan has other axes, too: set their sizes to 1, or leave it out"
             )
-        if len(named) > 1:
-            raise ValueError(f"gradients.{named[0]} and gradients.{named[1]} exclude each other: choose one")
-        if named and gradients.precision != "fp32":
+        if len(methods) > 1:
+            raise ValueError(f"gradients.{methods[0]} and gradients.{methods[1]} exclude each other: choose one")
+        if methods and gradients.precision != "fp32":
             raise ValueError(
-                f"gradients.{named[0]} decides what travels itself, but gradients.precision is {gradients.precision}:"
-                " set that to fp32"
+                f"gradients.{methods[0]} determines the dtype that is sent, but gradients.precision is"
+                f" {gradients.precision}: set gradients.precision to fp32"
             )
-        if gradients.algorithm not in ("auto", "native") and (named or self.axes.shard > 1):
-            # Said, not ignored: servers, factors and averaged weights go their own way, and so does what is sharded.
-            beside = f"gradients.{named[0]}" if named else f"axes.shard ({self.axes.shard})"
+        if gradients.algorithm not in ("auto", "native") and (methods or self.axes.shard > 1):
+            # Refused rather than ignored: each of these combines gradients without an all-reduce over replicas.
+            other = f"gradients.{methods[0]}" if methods else f"axes.shard ({self.axes.shard})"
             raise ValueError(
-                f"gradients.algorithm is {gradients.algorithm}, which combines the gradients of replicas, but {beside}"
-                " does that otherwise: set the algorithm to auto"
+                f"gradients.algorithm is {gradients.algorithm}, which combines the gradients of replicas, but {other}"
+                " combines them in another way: set gradients.algorithm to auto"
             )
         if gradients.updates != "synchronous" and not gradients.servers:
             raise ValueError(
-                f"gradients.updates is {gradients.updates}, which parameter servers do: set gradients.servers"
+                f"gradients.updates is {gradients.updates}, which needs parameter servers: set gradients.servers to"
+                " 1 or more"
             )
         return self
 
@@ -188,45 +232,53 @@ class Plan(_Group):
         if stages == 1:
             return self
         if stages % ranks:
-            raise ValueError(f"{stages - 1} cuts make {stages} stages, which {ranks} pipeline ranks do not divide")
-        wanted = STAGES_PER_RANK.get(schedule, stages // ranks)
-        if stages != wanted * ranks:
             raise ValueError(
-                f"{schedule} runs {wanted} {'stage' if wanted == 1 else 'stages'} a rank, but {stages - 1} cuts make"
-                f" {stages} stages for {ranks} ranks"
+                f"pipeline.cuts: {stages - 1} cuts make {stages} stages, which {ranks} pipeline ranks do not divide:"
+                f" choose cuts that make {ranks} stages, or a multiple of that"
+            )
+        per_rank = STAGES_PER_RANK.get(schedule, stages // ranks)
+        if stages != per_rank * ranks:
+            raise ValueError(
+                f"pipeline.schedule: {schedule} runs {per_rank} {'stage' if per_rank == 1 else 'stages'} per rank, but"
+                f" {stages - 1} cuts make {stages} stages for {ranks} ranks: choose cuts that"
+                f" make {per_rank * ranks} stages"
             )
         return self
 
     @property
     def stages_per_rank(self) -> int:
+        """Number of pipeline stages that each rank holds."""
         return max(1, (len(self.pipeline.cuts) + 1) // self.axes.pipeline)
 
     @property
     def shares(self) -> int:
-        """Into how many microbatches all ranks together divide a global batch."""
+        """Number of microbatches into which all ranks together divide a global batch."""
         return self.data_ranks * self.microbatches
 
     @property
     def data_ranks(self) -> int:
-        """How many ranks have samples of their own; the tensor and pipeline peers of each have the same ones."""
+        """Number of ranks that train on different samples. Ranks that differ only in their tensor or pipeline
+        coordinate train on the same samples."""
         return self.axes.replicate * self.axes.shard
 
     @property
     def microbatches(self) -> int:
-        """Into how many a rank's share of a step is cut."""
+        """Number of microbatches into which one rank's share of a global batch is cut."""
         return self.memory.accumulation * self.pipeline.microbatches
 
     @property
     def world_size(self) -> int:
+        """Number of training ranks; parameter servers are not counted."""
         return self.data_ranks * self.axes.tensor * self.axes.pipeline
 
     @property
     def processes(self) -> int:
-        """The training ranks, and the servers beside them."""
+        """Number of processes of a run: the training ranks and the parameter servers."""
         return self.world_size + self.gradients.servers
 
     def summary(self) -> str:
-        """One line: `replicate 4 × tensor 2 · bf16 · 1f1b/8 · recompute full`."""
+        """The plan in one line, with the fields that differ from their defaults, such as
+        `replicate 4 × tensor 2 · bf16 · 1f1b/8 · recompute full`."""
         axes = [f"{name} {size}" for name, size in self.axes.model_dump().items() if size > 1]
         parts = [" × ".join(axes) or "one rank", self.numerics.precision]
         if self.numerics.cast != "operators":
@@ -249,7 +301,7 @@ class Plan(_Group):
             parts.append(f"{self.numerics.batch_norm} BatchNorm")
         if self.gradients.precision != "fp32":
             parts.append(f"{self.gradients.precision} gradients")
-        parts += self._exchange_words()
+        parts += self._gradient_summary()
         if self.compute.layout != "contiguous":
             parts.append(self.compute.layout)
         if self.compute.compile != "none":
@@ -260,7 +312,8 @@ class Plan(_Group):
             parts.append("fused optimizer")
         return " · ".join(parts)
 
-    def _exchange_words(self) -> list[str]:
+    def _gradient_summary(self) -> list[str]:
+        """The parts of the summary that say how gradients are combined."""
         words, gradients = [], self.gradients
         if gradients.algorithm != "auto":
             words.append(gradients.algorithm.replace("_", " "))
@@ -274,8 +327,10 @@ class Plan(_Group):
         return words
 
     def to_yaml(self) -> str:
+        """The plan as YAML text, which `load_plan` reads back."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
     def save(self, path: Path) -> Self:
+        """Writes the plan as a YAML file; returns the plan."""
         path.write_text(self.to_yaml())
         return self

@@ -1,4 +1,5 @@
-"""YAML files as checked values: every mistake in one is one line that names the file and the field."""
+"""Reads YAML files and validates them as pydantic values. A mistake in a file raises an `InputError` of one line that
+names the file and the field."""
 
 import re
 from collections.abc import Mapping
@@ -11,17 +12,17 @@ from pydantic import BaseModel, ValidationError
 from meshwright.errors import InputError, did_you_mean
 
 Value = TypeVar("Value", bound=BaseModel)
-# Of libyaml where it is there: fast, and the only writer that keeps a text's \x85 ("next line") as it is.
+# libyaml's classes where it is installed: they are fast, and only its writer preserves \x85 ("next line") in a string.
 _FastLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _FastDumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 class _Loader(_FastLoader):
-    """YAML 1.1 reads `1e-3` as a word; people who write it mean a number."""
+    """Reads `1e-3` as a number. YAML 1.1, which PyYAML implements, reads it as a string."""
 
 
 class _Dumper(_FastDumper):
-    """Quotes the words that `_Loader` would read as numbers."""
+    """Quotes the strings that `_Loader` would read as numbers."""
 
 
 for _kind in (_Loader, _Dumper):
@@ -33,16 +34,17 @@ for _kind in (_Loader, _Dumper):
 
 
 def parse(text: str) -> Any:
+    """The value of a YAML text; raises `yaml.YAMLError` when it is malformed."""
     return yaml.load(text, _Loader)
 
 
 def dump(raw: Any) -> str:
-    """Text that `parse` reads back as it was."""
+    """The value as YAML text, which `parse` reads back unchanged."""
     return yaml.dump(raw, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def read_mapping(file: Path, what: str) -> dict[str, Any]:
-    """`what` says in messages which kind of file this is."""
+    """The mapping that a YAML file holds. `what` names the kind of file in error messages (`job`, `plan`, ...)."""
     try:
         text = file.read_text()
     except FileNotFoundError:
@@ -61,14 +63,16 @@ def read_mapping(file: Path, what: str) -> dict[str, Any]:
     return raw
 
 
-def validated(
+def validate(
     kind: type[Value],
     raw: dict[str, Any],
     source: str,
     prefix: str = "",
     hints: Mapping[str, str] | None = None,
 ) -> Value:
-    """`source` and `prefix` say where the data stands; `hints`, by the name of a class, how to write one."""
+    """Validates raw data as a value of class `kind`, and raises an `InputError` about the first problem. `source` names
+    the file and `prefix` the section that the data comes from. `hints` maps names of classes to the end of a message
+    about a value that should be of that class."""
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
@@ -78,21 +82,23 @@ def validated(
 
 
 def _one_line(kind: type[BaseModel], problem: Any, prefix: str, hints: Mapping[str, str]) -> str:
+    """One of pydantic's problems in one line: the dotted name of the field, its value and what is wrong with it."""
     location = problem["loc"]
     where = ".".join(str(part) for part in (prefix, *location) if part not in ("", "[key]"))
     if problem["type"] == "extra_forbidden":
-        return f"{where} is not a field{did_you_mean(str(location[-1]), _fields_around(kind, location[:-1]))}"
+        return f"{where} is not a field{did_you_mean(str(location[-1]), _fields_at(kind, location[:-1]))}"
     if problem["type"] == "missing":
         return f"{where} is missing"
     if problem["type"] == "value_error":
         return f"{where}: {problem['ctx']['error']}" if where else str(problem["ctx"]["error"])
-    given, message = repr(problem["input"]), problem["msg"]
+    value, message = repr(problem["input"]), problem["msg"]
     hint = hints.get(problem["ctx"]["class_name"], "") if problem["type"] == "model_type" else ""
-    return f"{where} is {given if len(given) < 80 else given[:77] + '...'}: {message[0].lower()}{message[1:]}{hint}"
+    return f"{where} is {value if len(value) < 80 else value[:77] + '...'}: {message[0].lower()}{message[1:]}{hint}"
 
 
-def _fields_around(kind: Any, location: tuple[int | str, ...]) -> list[str]:
-    """The fields known where an unknown one was found: steps through values, tuples and mappings of them."""
+def _fields_at(kind: Any, location: tuple[int | str, ...]) -> list[str]:
+    """The names of the fields that are known at a location inside `kind`, for a suggestion beside an unknown one. The
+    location may lead through nested values, and through tuples and mappings of them."""
     for part in location:
         if isinstance(kind, type) and issubclass(kind, BaseModel) and part in kind.model_fields:
             kind = kind.model_fields[str(part)].annotation

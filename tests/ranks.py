@@ -1,9 +1,9 @@
-"""Runs a function in several ranks for a test: file rendezvous, Gloo on loopback, one thread each, a time limit.
-On a GPU, one rank may have NCCL.
+"""Runs a function in several ranks for a test: file rendezvous, Gloo on loopback, one thread each, a time limit. One
+rank on a GPU may use NCCL.
 
-`run_ranks(function, 2, *args)` runs one function; `with ranks(2) as pool: pool.run(function, *args)` many. Functions
-live at module level and are called as `function(rank, world_size, *args)`. Starting ranks takes longer than most tests:
-worlds of a size are kept for all tests of a process.
+`run_ranks(function, 2, *args)` runs one function; `with ranks(2) as pool: pool.run(function, *args)` runs many.
+Functions are defined at module level and called as `function(rank, world_size, *args)`. Starting ranks takes longer
+than most tests, so small pools are shared by all tests of a process.
 """
 
 import atexit
@@ -24,18 +24,17 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-_SETTLE_S = 1.0  # how long the other ranks may take to tell the cause of a broken connection
-
-
-_KEPT_UP_TO = 4
+_SETTLE_S = 1.0  # how long the other ranks may take to report the cause of a broken connection
+_LARGEST_SHARED = 4  # ranks of the largest pool that tests share
 
 
 class RankFailure(RuntimeError):
-    """A rank raised: the text holds its traceback."""
+    """A rank raised an exception; the text contains its traceback."""
 
 
 class RankPool:
-    """Runs one function after another in one world; a failure ends it, and the next call starts a new one."""
+    """Runs one function after another in the same processes. After a failure they are ended, and the next call starts
+    new ones."""
 
     def __init__(self, world_size: int, timeout_s: float = 120, backend: str = "gloo") -> None:
         self.world_size = world_size
@@ -46,7 +45,7 @@ class RankPool:
         self._folder: Path | None = None
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """The results by rank."""
+        """Returns the results by rank."""
         if not all(process.is_alive() for process in self._processes):
             self.close()
         if not self._processes:
@@ -77,25 +76,25 @@ class RankPool:
         context = multiprocessing.get_context("spawn")
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         rendezvous = str(self._folder / "store")
-        before = os.environ.get("OMP_NUM_THREADS")
+        previous = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = "1"  # torch reads it when it is imported
         try:
             for rank in range(self.world_size):
-                ours, theirs = context.Pipe()
+                pipe, rank_pipe = context.Pipe()
                 process = context.Process(
                     target=_serve,
-                    args=(rank, self.world_size, rendezvous, self.timeout_s, self.backend, theirs),
+                    args=(rank, self.world_size, rendezvous, self.timeout_s, self.backend, rank_pipe),
                     name=f"rank {rank} of {self.world_size}",
                     daemon=True,
                 )
                 process.start()
-                theirs.close()
+                rank_pipe.close()
                 self._processes.append(process)
-                self._pipes.append(ours)
+                self._pipes.append(pipe)
         finally:
             os.environ.pop("OMP_NUM_THREADS")
-            if before is not None:
-                os.environ["OMP_NUM_THREADS"] = before
+            if previous is not None:
+                os.environ["OMP_NUM_THREADS"] = previous
 
     def _collect(self, answers: dict[int, tuple[bool, Any]], deadline: float) -> None:
         failed: list[str] = []
@@ -115,54 +114,54 @@ class RankPool:
                     failed.append(f"rank {rank} of {self.world_size} failed:\n{answers[rank][1]}")
                     deadline = min(deadline, time.monotonic() + _SETTLE_S)
         if failed:
-            # A broken connection is what the others see of the rank that failed first.
+            # The others report a broken connection when the first rank fails.
             raise RankFailure(next((text for text in failed if "gloo" not in text), failed[0]))
 
     def _receive(self, rank: int, pipe: Connection) -> tuple[bool, Any]:
         try:
-            good, result = pickle.loads(pipe.recv_bytes())
+            succeeded, result = pickle.loads(pipe.recv_bytes())
         except (EOFError, ConnectionError):
             process = self._processes[rank]
             process.join(_SETTLE_S)
             return False, f"it died with exit code {process.exitcode}"
-        return good, result
+        return succeeded, result
 
     def _show_stacks(self, stuck: list[int]) -> None:
         for rank in stuck:
             if self._processes[rank].is_alive():
                 os.kill(self._processes[rank].pid, signal.SIGUSR1)
-        time.sleep(0.5)  # nothing tells when they have printed
+        time.sleep(0.5)  # there is no signal when they have printed
 
 
-_KEPT: dict[tuple[int, str], RankPool] = {}
+_SHARED_POOLS: dict[tuple[int, str], RankPool] = {}
 
 
 @atexit.register
-def _close_kept() -> None:
-    for pool in _KEPT.values():
+def _close_shared_pools() -> None:
+    for pool in _SHARED_POOLS.values():
         pool.close()
 
 
 @contextmanager
 def ranks(world_size: int, timeout_s: float = 120, backend: str = "gloo") -> Iterator[RankPool]:
-    """A world of that size; `timeout_s` holds for each call. Small ones stay for whoever wants one next."""
-    if world_size > _KEPT_UP_TO:
+    """Yields a pool of this size; `timeout_s` is the time limit of each call. Small pools are shared by tests."""
+    if world_size > _LARGEST_SHARED:
         pool = RankPool(world_size, timeout_s, backend)
         try:
             yield pool
         finally:
             pool.close()
         return
-    kept = _KEPT.setdefault((world_size, backend), RankPool(world_size, timeout_s, backend))
-    before, kept.timeout_s = kept.timeout_s, timeout_s
+    shared = _SHARED_POOLS.setdefault((world_size, backend), RankPool(world_size, timeout_s, backend))
+    previous, shared.timeout_s = shared.timeout_s, timeout_s
     try:
-        yield kept
+        yield shared
     finally:
-        kept.timeout_s = before
+        shared.timeout_s = previous
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
-    """What `function(rank, world_size, *args)` returns in each rank."""
+    """Returns the results of `function(rank, world_size, *args)` by rank."""
     with ranks(world_size, timeout_s) as pool:
         return pool.run(function, *args)
 
@@ -194,7 +193,7 @@ def _join(rank: int, world_size: int, rendezvous: str, timeout_s: float, backend
 
     torch.set_num_threads(1)
     if torch.cuda.is_available():
-        torch.cuda.set_device(0)  # that all of them share
+        torch.cuda.set_device(0)  # all ranks share it
     os.environ["GLOO_SOCKET_IFNAME"] = interface()
     dist.init_process_group(
         backend,
@@ -203,14 +202,14 @@ def _join(rank: int, world_size: int, rendezvous: str, timeout_s: float, backend
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
     )
-    # One mesh of a shape for all tests, for whoever imports this function from now on: each has groups with threads of
-    # their own, which those of hundreds of tests would keep the cores busy with, and which may not be ended, since
-    # PyTorch keeps meshes for equal ones to come.
+    # All tests share one mesh of each shape. A mesh has process groups with threads of their own, and those of hundreds
+    # of tests would keep the cores busy. They must not be destroyed, because PyTorch reuses meshes of equal shape.
     setattr(device_mesh, "init_device_mesh", cache(device_mesh.init_device_mesh))  # noqa: B010
 
 
 def _answer(function: Callable[..., Any], rank: int, world_size: int, args: tuple[Any, ...]) -> bytes:
-    """Plain pickle, by value: torch's pickling for pipes would hand over memory that dies with this process."""
+    """Returns the pickled result. It is pickled by value, because torch's own pickling for pipes would pass shared
+    memory that ends with this process."""
     try:
         return pickle.dumps((True, function(rank, world_size, *args)))
     except BaseException:

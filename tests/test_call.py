@@ -1,4 +1,4 @@
-"""Anything callable is named by import path, also a user's own file, and a mistake in it is one line."""
+"""Callables are named by import path, also those in a user's own file; a mistake in one is reported in one line."""
 
 import sys
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from meshwright.errors import InputError
 
 @pytest.fixture(autouse=True)
 def _import_state() -> Iterator[None]:
-    """User files are imported for good in a run; tests take them out again."""
+    """Removes the user files that a test imported, which stay imported during a run."""
     path, modules = list(sys.path), set(sys.modules)
     yield
     sys.path[:] = path
@@ -80,7 +80,7 @@ def test_modules_in_the_working_folder_are_found(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("path", "words"),
+    ("path", "message"),
     [
         ("no_such_package.module:name", "there is no module 'no_such_package'"),
         ("collections.nothing:name", "there is no module 'collections.nothing'"),
@@ -92,31 +92,31 @@ def test_modules_in_the_working_folder_are_found(tmp_path: Path, monkeypatch: py
         (".models:Net", "is not an import path"),
     ],
 )
-def test_a_path_that_names_nothing_is_told_in_one_line(path: str, words: str) -> None:
+def test_a_path_that_names_nothing_is_reported_in_one_line(path: str, message: str) -> None:
     with pytest.raises(InputError) as refusal:
         load(path)
-    assert words in str(refusal.value)
+    assert message in str(refusal.value)
     assert f"'{path}'" in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(
-    ("source", "words"),
+    ("source", "message"),
     [
         ("def build(:\n  pass", "users_broken.py, line 1: "),
         ("import no_such_package", "users_broken.py needs 'no_such_package', which is not installed"),
     ],
 )
-def test_a_user_file_that_cannot_be_imported_is_told_in_one_line(tmp_path: Path, source: str, words: str) -> None:
+def test_a_user_file_that_cannot_be_imported_is_reported_in_one_line(tmp_path: Path, source: str, message: str) -> None:
     (tmp_path / "users_broken.py").write_text(source)
-    for _ in range(2):  # the second time, too: no half module is kept
+    for _ in range(2):  # the second time as well: the incomplete module is not kept
         with pytest.raises(InputError) as refusal:
             load(f"{tmp_path}/users_broken.py:build")
-        assert words in str(refusal.value)
+        assert message in str(refusal.value)
         assert "\n" not in str(refusal.value)
 
 
-def test_a_module_that_fails_while_it_is_imported_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_fails_while_it_is_imported_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "failing_neighbour.py").write_text("x = 1\nraise NameError('no such\\nname')\n")
     monkeypatch.chdir(tmp_path)
     for path in ("failing_neighbour.py:X", "failing_neighbour:X"):
@@ -133,22 +133,22 @@ def test_a_module_with_a_missing_import_names_what_is_missing(tmp_path: Path, mo
 
 def test_arguments_may_be_calls_themselves_at_any_depth() -> None:
     inner = {"call": "tests.test_call:pair", "first": {"call": "fractions:Fraction", "numerator": 3}}
-    made = build(call("tests.test_call:pair", first=[inner, 1], second={"plain": inner}), role="model")
-    assert made[0] == [(3, 2, {}), 1]
-    assert made[1] == {"plain": (3, 2, {})}
+    result = build(call("tests.test_call:pair", first=[inner, 1], second={"plain": inner}), role="model")
+    assert result[0] == [(3, 2, {}), 1]
+    assert result[1] == {"plain": (3, 2, {})}
 
 
-def test_what_an_inner_call_makes_is_passed_as_it_is() -> None:
+def test_the_result_of_an_inner_call_is_passed_unchanged() -> None:
     inner = {"call": "collections:OrderedDict"}
     assert type(build(call("tests.test_call:pair", first=inner), role="model")[0]).__name__ == "OrderedDict"
 
 
-def test_a_mistake_in_an_inner_call_is_told() -> None:
+def test_a_mistake_in_an_inner_call_is_reported() -> None:
     with pytest.raises(InputError, match=r"model: tests\.test_call:plain takes no 'sise': did you mean 'size'\?"):
         build(call("tests.test_call:pair", first={"call": "tests.test_call:plain", "sise": 3}), role="model")
 
 
-def test_offered_arguments_reach_only_who_names_them() -> None:
+def test_offered_arguments_are_passed_only_to_callables_that_name_them() -> None:
     offered = {"seed": 5, "synthetic": True}
     assert build(call("tests.test_call:plain", size=1), offered=offered, role="data") == (1, "own default", 5)
     assert build(call("tests.test_call:plain", size=1, seed=9), offered=offered, role="data")[2] == 9
@@ -156,16 +156,16 @@ def test_offered_arguments_reach_only_who_names_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         ({"size": 1, "roots": "x"}, "data: tests.test_call:plain takes no 'roots': did you mean 'root'?"),
         ({}, "data: tests.test_call:plain: missing a required argument: 'size'"),
     ],
 )
-def test_arguments_are_checked_before_the_call(arguments: dict[str, Any], words: str) -> None:
+def test_arguments_are_checked_before_the_call(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError) as refusal:
         build(call("tests.test_call:plain", **arguments), role="data")
-    assert str(refusal.value) == words
+    assert str(refusal.value) == message
 
 
 def test_binding_constructs_classes_and_fixes_arguments_of_functions() -> None:
@@ -175,7 +175,7 @@ def test_binding_constructs_classes_and_fixes_arguments_of_functions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "arguments", "words"),
+    ("path", "arguments", "message"),
     [
         ("tests.test_call:plain", {"sizes": 1}, "loss: tests.test_call:plain takes no 'sizes'"),
         ("tests.test_call:Scale", {"bye": 1}, "loss: tests.test_call:Scale takes no 'bye': did you mean 'by'?"),
@@ -183,7 +183,7 @@ def test_binding_constructs_classes_and_fixes_arguments_of_functions() -> None:
         ("math:pi", {}, "loss: math:pi is a float, which cannot be called"),
     ],
 )
-def test_what_cannot_be_bound_is_told(path: str, arguments: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_bound_is_reported(path: str, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError) as refusal:
         bind(call(path, **arguments), "loss")
-    assert words in str(refusal.value)
+    assert message in str(refusal.value)

@@ -1,4 +1,4 @@
-"""The user's file: what it means, that it survives its own YAML, and how a mistake in it reads."""
+"""A job file: what its fields mean, that it survives a round trip through YAML, and how mistakes in it are reported."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from meshwright.errors import InputError
 from meshwright.job import Job, load_job, parse_job
 from meshwright.plan import Plan
 
-LEAST: dict[str, Any] = {
+SMALLEST: dict[str, Any] = {
     "model": {"call": "torch.nn:Linear", "in_features": 2, "out_features": 2},
     "data": {"train": {"call": "tests.train.toy:points"}},
     "optimizer": {"call": "torch.optim:SGD", "lr": 0.1},
@@ -63,7 +63,7 @@ def refusal(raw: dict[str, Any]) -> str:
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
-    raw: dict[str, Any] = yaml.safe_load(yaml.safe_dump(LEAST))
+    raw: dict[str, Any] = yaml.safe_load(yaml.safe_dump(SMALLEST))
     *sections, last = path.split(".")
     section = raw
     for name in sections:
@@ -72,7 +72,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
     return raw
 
 
-def test_every_section_goes_through_yaml_unchanged(tmp_path: Path) -> None:
+def test_every_section_survives_a_round_trip_through_yaml(tmp_path: Path) -> None:
     job = load_job(write(tmp_path, EVERYTHING))
     again = load_job(write(tmp_path, job.to_yaml(), "again.yaml"))
     assert again == job
@@ -84,7 +84,7 @@ def test_every_section_goes_through_yaml_unchanged(tmp_path: Path) -> None:
 @settings(deadline=None)
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(), st.lists))
 @example("one\x85line")
-def test_any_argument_goes_through_yaml_unchanged(tmp_path_factory: pytest.TempPathFactory, value: Any) -> None:
+def test_any_argument_survives_a_round_trip_through_yaml(tmp_path_factory: pytest.TempPathFactory, value: Any) -> None:
     job = parse_job(changed("model.anything", value))
     file = write(tmp_path_factory.mktemp("job"), job.to_yaml())
     assert load_job(file).model.arguments["anything"] == value
@@ -105,13 +105,13 @@ def test_exponents_are_numbers_with_or_without_a_point(tmp_path: Path, text: str
     assert job.optimizer.arguments["eps"] == number
 
 
-def test_a_job_is_called_after_its_file(tmp_path: Path) -> None:
-    assert load_job(write(tmp_path, LEAST, "digits.yaml")).name == "digits"
-    assert load_job(write(tmp_path, {**LEAST, "name": "own"}, "digits.yaml")).name == "own"
+def test_a_job_without_a_name_is_named_after_its_file(tmp_path: Path) -> None:
+    assert load_job(write(tmp_path, SMALLEST, "digits.yaml")).name == "digits"
+    assert load_job(write(tmp_path, {**SMALLEST, "name": "own"}, "digits.yaml")).name == "own"
 
 
 def test_settings_override_any_field_in_order(tmp_path: Path) -> None:
-    file = write(tmp_path, LEAST)
+    file = write(tmp_path, SMALLEST)
     job = load_job(
         file,
         ["train.epochs=4", "train.epochs=5", "optimizer.lr=1e-2", "data.eval={call: tests.train.toy:points}", "name=x"],
@@ -121,7 +121,7 @@ def test_settings_override_any_field_in_order(tmp_path: Path) -> None:
 
 
 def test_settings_reach_inside_a_plan_that_is_auto(tmp_path: Path) -> None:
-    file = write(tmp_path, {**LEAST, "plan": "auto"})
+    file = write(tmp_path, {**SMALLEST, "plan": "auto"})
     assert load_job(file).plan == "auto"
     assert load_job(file, ["plan.axes.replicate=2"]).plan == Plan.model_validate({"axes": {"replicate": 2}})
     both = load_job(file, ["plan.axes.replicate=2", "plan.numerics.precision=bf16"]).plan
@@ -130,19 +130,19 @@ def test_settings_reach_inside_a_plan_that_is_auto(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("setting", ["train.epochs", "=3", "train.epochs=[1", "name.first=x"])
-def test_a_malformed_setting_is_told_as_it_was_written(tmp_path: Path, setting: str) -> None:
+def test_a_malformed_setting_is_quoted_in_the_error(tmp_path: Path, setting: str) -> None:
     with pytest.raises(InputError, match=r"^--set ") as caught:
-        load_job(write(tmp_path, {**LEAST, "name": "n"}), [setting])
+        load_job(write(tmp_path, {**SMALLEST, "name": "n"}), [setting])
     assert setting in str(caught.value)
 
 
 def test_a_plan_may_lie_in_a_file_beside_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")
     write(tmp_path, {"axes": {"replicate": 3}}, "plan.yaml")
-    job = load_job(write(tmp_path, {**LEAST, "plan": "plan.yaml"}))
+    job = load_job(write(tmp_path, {**SMALLEST, "plan": "plan.yaml"}))
     assert job.plan == Plan.model_validate({"axes": {"replicate": 3}})
     with pytest.raises(InputError, match=r"elsewhere\.yaml: there is no such plan file"):
-        load_job(write(tmp_path, {**LEAST, "plan": "elsewhere.yaml"}))
+        load_job(write(tmp_path, {**SMALLEST, "plan": "elsewhere.yaml"}))
 
 
 def test_files_beside_the_job_are_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +177,7 @@ def test_files_in_the_working_folder_are_found_too(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "words"),
+    ("path", "value", "message"),
     [
         ("train.epoch", 3, "train.epoch is not a field: did you mean 'epochs'?"),
         ("optimiser", {}, "optimiser is not a field: did you mean 'optimizer'?"),
@@ -191,35 +191,35 @@ def test_files_in_the_working_folder_are_found_too(tmp_path: Path, monkeypatch: 
         ("model", "torch.nn:Linear", "model is 'torch.nn:Linear': "),
         ("model", {"in_features": 3}, "model.call is missing"),
         ("train", {"global_batch": 3}, "train needs 'epochs' or 'steps'"),
-        ("checkpoint.best", "acuracy", "checkpoint.best is 'acuracy', but metrics has no such one"),
+        ("checkpoint.best", "acuracy", "checkpoint.best is 'acuracy', but metrics has no metric of this name"),
         ("checkpoint.best", "loss", "checkpoint.best is 'loss', but data.eval is missing"),
         ("metrics", {"loss": {"call": "meshwright.train.metrics:accuracy"}}, "metrics.loss: "),
         ("optimizer.groups", "nodecay", "optimizer.groups"),
     ],
 )
-def test_a_mistake_is_told_with_its_place_and_value(path: str, value: Any, words: str) -> None:
-    assert words in refusal(changed(path, value))
+def test_an_error_names_the_field_and_its_value(path: str, value: Any, message: str) -> None:
+    assert message in refusal(changed(path, value))
 
 
-def test_only_what_is_callable_is_told_how_to_write_a_callable() -> None:
+def test_the_hint_how_to_write_a_callable_is_given_for_callables_only() -> None:
     assert "write {call: package.module:name, ...}" in refusal(changed("model", "torch.nn:Linear"))
     assert "call" not in refusal(changed("train", 5))
 
 
 def test_a_missing_section_is_named() -> None:
-    assert "model is missing" in refusal({key: value for key, value in LEAST.items() if key != "model"})
+    assert "model is missing" in refusal({key: value for key, value in SMALLEST.items() if key != "model"})
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("model: {call: x", r"job\.yaml, line \d+: not YAML: "),
         ("- a list", r"job\.yaml: a job file is a YAML mapping, this one is list"),
         ("", r"job\.yaml: a job file is a YAML mapping, this one is NoneType"),
     ],
 )
-def test_a_file_that_is_no_job_is_named(tmp_path: Path, text: str, words: str) -> None:
-    with pytest.raises(InputError, match=words) as caught:
+def test_a_file_that_is_no_job_is_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
         load_job(write(tmp_path, text))
     assert "\n" not in str(caught.value)
 
@@ -234,15 +234,15 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         load_job(tmp_path / "binary.yaml")
 
 
-def test_a_name_is_a_folders_name(tmp_path: Path) -> None:
+def test_a_job_name_is_valid_as_a_folder_name(tmp_path: Path) -> None:
     file = tmp_path / "my [job].yaml"
-    file.write_text(yaml.safe_dump(LEAST))
+    file.write_text(yaml.safe_dump(SMALLEST))
     assert load_job(file).name == "my--job-"
     with pytest.raises(InputError, match="name is 'a/b'"):
         load_job(file, ["name=a/b"])
 
 
-def test_generated_data_bring_their_sizes_with_them(tmp_path: Path) -> None:
+def test_synthetic_data_apply_the_fields_of_the_synthetic_section(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text(
         "model: {call: torch.nn:Linear, in_features: 4096}\n"
@@ -253,7 +253,7 @@ def test_generated_data_bring_their_sizes_with_them(tmp_path: Path) -> None:
     )
     assert load_job(file).train.global_batch == 256
     small = load_job(file, ["data.synthetic=true", "train.global_batch=12"])
-    assert small.train.global_batch == 12  # what the user says holds
+    assert small.train.global_batch == 12  # a setting on the command line wins
     assert small.data.train.arguments == {"size": 32}
     assert small.model.arguments == {"in_features": 8}
-    assert small.synthetic == {}  # so that a run's own job file does not do it again
+    assert small.synthetic == {}  # so that reading the run's own job file does not apply it again

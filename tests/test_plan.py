@@ -1,4 +1,4 @@
-"""A plan is complete, validated when it is made, prints as one line, and goes through YAML unchanged."""
+"""A plan is validated when it is constructed, prints as one line, and survives a round trip through YAML."""
 
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ PLANS = st.fixed_dictionaries(
 
 @settings(deadline=None)
 @given(PLANS)
-def test_a_plan_goes_through_its_file_unchanged(tmp_path_factory: pytest.TempPathFactory, plan: Plan) -> None:
+def test_a_plan_is_read_back_unchanged_from_its_file(tmp_path_factory: pytest.TempPathFactory, plan: Plan) -> None:
     file = tmp_path_factory.mktemp("plan") / "plan.yaml"
     plan.save(file)
     assert load_plan(file) == plan
@@ -76,13 +76,13 @@ def test_a_plan_prints_as_one_line(groups: dict[str, Any], line: str) -> None:
     assert Plan.model_validate(groups).summary() == line
 
 
-def test_every_choice_is_marked_with_what_it_does_to_the_numbers() -> None:
+def test_every_field_is_marked_with_its_effect_on_the_numbers() -> None:
     def leaves(kind: type[BaseModel]) -> list[Any]:
-        found: list[Any] = []
+        fields: list[Any] = []
         for field in kind.model_fields.values():
             inner = field.annotation
-            found += leaves(inner) if isinstance(inner, type) and issubclass(inner, BaseModel) else [field]
-        return found
+            fields += leaves(inner) if isinstance(inner, type) and issubclass(inner, BaseModel) else [field]
+        return fields
 
     marks = [field.json_schema_extra["numerics"] for field in leaves(Plan)]
     assert len(marks) >= 8
@@ -95,7 +95,7 @@ def test_a_plan_cannot_be_changed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("groups", "words"),
+    ("groups", "message"),
     [
         ({"axis": {}}, "plan.axis is not a field: did you mean 'axes'?"),
         ({"axes": {"replica": 2}}, "plan.axes.replica is not a field: did you mean 'replicate'?"),
@@ -107,15 +107,15 @@ def test_a_plan_cannot_be_changed() -> None:
         ),
         (
             {"axes": {"pipeline": 2}, "pipeline": {"cuts": ["a", "b", "c"]}},
-            "1f1b runs 1 stage a rank, but 3 cuts make 4 stages for 2 ranks",
+            "1f1b runs 1 stage per rank, but 3 cuts make 4 stages for 2 ranks: choose cuts that make 2 stages",
         ),
         (7, "plan is 7: write 'auto', a file, or the plan's groups"),
     ],
 )
-def test_a_wrong_plan_is_refused_in_one_line(groups: Any, words: str) -> None:
+def test_a_wrong_plan_is_refused_in_one_line(groups: Any, message: str) -> None:
     with pytest.raises(InputError) as refusal:
         load_plan(groups)
-    assert words in str(refusal.value)
+    assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
 
@@ -128,21 +128,24 @@ def test_a_wrong_plan_file_is_named(tmp_path: Path) -> None:
         load_plan(file)
 
 
-def test_every_choice_stands_in_the_documentation() -> None:
-    told = Path(__file__).parent.parent.joinpath("docs", "job.md").read_text()
+def test_every_field_is_documented_with_its_numerics_mark() -> None:
+    documentation = Path(__file__).parent.parent.joinpath("docs", "job.md").read_text()
     for group, field in Plan.model_fields.items():
         assert isinstance(field.annotation, type)
         assert issubclass(field.annotation, BaseModel)
         for name, choice in field.annotation.model_fields.items():
             assert isinstance(choice.json_schema_extra, dict)
-            (line,) = [line for line in told.splitlines() if line.startswith(f"| `{group}.{name}` |")]
+            (line,) = [line for line in documentation.splitlines() if line.startswith(f"| `{group}.{name}` |")]
             assert line.split(" | ")[2] == choice.json_schema_extra["numerics"], line
 
 
 @pytest.mark.parametrize(
-    ("plan", "said"),
+    ("plan", "message"),
     [
-        ({"axes": {"shard": 2}, "gradients": {"servers": 1}}, "gradients.servers is 1, which is for replicas alone"),
+        (
+            {"axes": {"shard": 2}, "gradients": {"servers": 1}},
+            "gradients.servers is 1, which works with the replicate axis",
+        ),
         ({"axes": {"tensor": 2}, "gradients": {"local_steps": 4}}, "gradients.local_steps is 4"),
         ({"gradients": {"servers": 1, "powersgd_rank": 2}}, "exclude each other"),
         ({"gradients": {"powersgd_rank": 2, "precision": "bf16"}}, "gradients.precision is bf16"),
@@ -152,8 +155,8 @@ def test_every_choice_stands_in_the_documentation() -> None:
         ({"axes": {"shard": 2}, "gradients": {"algorithm": "ring"}}, "algorithm is ring.*axes.shard .2."),
     ],
 )
-def test_ways_of_combining_gradients_that_do_not_go_together_are_refused(plan: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
+def test_incompatible_ways_of_combining_gradients_are_refused(plan: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         Plan.model_validate(plan)
 
 
@@ -161,5 +164,5 @@ def test_the_way_gradients_are_combined_is_part_of_the_summary() -> None:
     plan = Plan.model_validate({"axes": {"replicate": 3}, "gradients": {"servers": 2, "updates": "bounded"}})
     assert plan.summary() == "replicate 3 · fp32 · 2 bounded 2 servers"
     assert (plan.world_size, plan.processes) == (3, 5)
-    tree = Plan.model_validate({"axes": {"replicate": 3}, "gradients": {"algorithm": "native", "local_steps": 8}})
-    assert tree.summary() == "replicate 3 · fp32 · native · 8 local steps"
+    local = Plan.model_validate({"axes": {"replicate": 3}, "gradients": {"algorithm": "native", "local_steps": 8}})
+    assert local.summary() == "replicate 3 · fp32 · native · 8 local steps"

@@ -1,4 +1,4 @@
-"""What `import meshwright` gives, and that it waits for torch only where torch is needed."""
+"""The public names of `import meshwright`, and that torch is imported only when it is needed."""
 
 import subprocess
 import sys
@@ -27,18 +27,18 @@ MNIST = Path(meshwright.__file__).parent.parent / "jobs" / "mnist.yaml"
     ids=["import", "load a job", "--help", "train --help"],
 )
 def test_torch_is_not_imported_before_it_is_needed(code: str) -> None:
-    check = "\nimport sys\nassert 'torch' not in sys.modules and 'numpy' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code + check], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    check_imports = "\nimport sys\nassert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    process = subprocess.run([sys.executable, "-c", code + check_imports], capture_output=True, text=True, timeout=60)
+    assert process.returncode == 0, process.stderr
 
 
 def test_help_names_the_commands_and_options() -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "meshwright", "train", "--help"], capture_output=True, text=True, timeout=60
     )
-    assert done.returncode == 0
+    assert process.returncode == 0
     for word in ("JOB", "--plan", "--cluster", "--resume", "--set", "--json"):
-        assert word in done.stdout
+        assert word in process.stdout
 
 
 def test_every_public_name_can_be_loaded() -> None:

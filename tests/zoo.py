@@ -1,4 +1,4 @@
-"""Small models of the kinds that people train, as they would write them: what every plan is shown equal on."""
+"""Small models of common kinds, written as users write them, with data and loss: every plan is proved equal on them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from torch.utils.data import Dataset
 from meshwright.workloads.mnist import Net
 
 SAMPLES, BATCH = 42, 16  # the third batch is short: ten samples
-CLASSES, WORDS, LENGTH = 4, 37, 6  # words that no number of ranks divides
+CLASSES, WORDS, LENGTH = 4, 37, 6  # a vocabulary that no number of ranks divides
 
 
 class Vgg(nn.Module):
-    """Convolutions, and a classifier that holds most of the weights."""
+    """Convolutions, and a classifier that has most of the weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class ResNet(nn.Module):
 
 
 class Attention(nn.Module):
-    """As nanoGPT has it: one layer for queries, keys and values, and sizes written out."""
+    """Attention as in nanoGPT: one layer for queries, keys and values, and sizes written out in views."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Gpt(nn.Module):
 
 
 class Bert(nn.Module):
-    """torch's own encoder, padding masked, scores by the table that embeds."""
+    """torch's own encoder with masked padding. The output layer shares its weight with the embedding."""
 
     def __init__(self, width: int = 16, heads: int = 4, layers: int = 4) -> None:
         super().__init__()
@@ -154,21 +154,20 @@ class MultiTask(nn.Module):
         return self.classify(shared), self.estimate(shared)
 
 
-class Made(Dataset[Any]):
-    """Random samples of one kind; of the targets that may be ignored, those of the first third are."""
+class RandomSamples(Dataset[Any]):
+    """Random samples of one kind. In the first third of them, targets that a loss may ignore have the ignored value."""
 
     def __init__(self, kind: str) -> None:
-        made = torch.Generator().manual_seed(1)
+        generator = torch.Generator().manual_seed(1)
         self.kind = kind
-        self.images = torch.randn(
-            SAMPLES, 1, 28 if kind == "digits" else 8, 28 if kind == "digits" else 8, generator=made
-        )
-        self.tokens = torch.randint(1, WORDS, (SAMPLES, LENGTH), generator=made)
+        size = 28 if kind == "digits" else 8
+        self.images = torch.randn(SAMPLES, 1, size, size, generator=generator)
+        self.tokens = torch.randint(1, WORDS, (SAMPLES, LENGTH), generator=generator)
         self.tokens[:, -1] *= torch.arange(SAMPLES) % 2  # some end in padding
-        self.classes = torch.randint(0, CLASSES, (SAMPLES,), generator=made)
-        self.next = torch.randint(0, WORDS, (SAMPLES, LENGTH), generator=made)
-        self.numbers = torch.randn(SAMPLES, generator=made)
-        self.features = torch.randn(SAMPLES, 12, generator=made)
+        self.classes = torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
+        self.next = torch.randint(0, WORDS, (SAMPLES, LENGTH), generator=generator)
+        self.numbers = torch.randn(SAMPLES, generator=generator)
+        self.features = torch.randn(SAMPLES, 12, generator=generator)
         self.classes[: SAMPLES // 3] = -100
         self.next[: SAMPLES // 3, 1:] = -100
 
@@ -186,7 +185,7 @@ class Made(Dataset[Any]):
 
 
 def token_loss(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """A pair: the sum over the valid tokens of all samples, and how many there are."""
+    """The sum of the losses of all valid tokens, and their number."""
     return F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum"), (targets != -100).sum()
 
 
@@ -200,18 +199,20 @@ def task_loss(outputs: tuple[Tensor, Tensor], targets: dict[str, Tensor]) -> Ten
 
 
 @dataclass(frozen=True)
-class Kind:
+class ZooModel:
+    """How to build a model, the kind of its samples, and its loss."""
+
     model: Callable[[], nn.Module]
     data: str
     loss: Callable[[Any, Any], Any]
 
 
 ZOO = {
-    "mnist": Kind(Net, "digits", F.cross_entropy),
-    "vgg": Kind(Vgg, "images", F.cross_entropy),
-    "resnet": Kind(ResNet, "images", F.cross_entropy),
-    "gpt": Kind(Gpt, "tokens", token_loss),
-    "bert": Kind(Bert, "tokens", token_loss),
-    "two_tower": Kind(TwoTowers, "pairs", pair_loss),
-    "multitask": Kind(MultiTask, "features", task_loss),
+    "mnist": ZooModel(Net, "digits", F.cross_entropy),
+    "vgg": ZooModel(Vgg, "images", F.cross_entropy),
+    "resnet": ZooModel(ResNet, "images", F.cross_entropy),
+    "gpt": ZooModel(Gpt, "tokens", token_loss),
+    "bert": ZooModel(Bert, "tokens", token_loss),
+    "two_tower": ZooModel(TwoTowers, "pairs", pair_loss),
+    "multitask": ZooModel(MultiTask, "features", task_loss),
 }

@@ -1,4 +1,4 @@
-"""The reference of the strategies benchmark: the loop anybody would write for one process, without Meshwright.
+"""The reference of the strategies benchmark: a plain PyTorch training loop in one process, without Meshwright.
 
 `python -m meshwright.bench.bare JOB.yaml STEPS cpu|cuda` prints its samples per second.
 """
@@ -13,33 +13,34 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
-from meshwright.batch import split
+from meshwright.batch import split_batch
 from meshwright.call import bind
 from meshwright.errors import InputError
 from meshwright.job import Job, load_job
-from meshwright.train.build import build_data, build_loading, freeze, make_model
-from meshwright.train.step.loss import models_own
+from meshwright.train.build import build_data, build_loading, construct_model, freeze
+from meshwright.train.step.loss import loss_from_model
 from meshwright.train.step.optimizer import build_optimizer
 
 
 def samples_per_s(
     job_file: str, steps: int, device: str, parallel: Callable[[nn.Module], nn.Module] = lambda model: model
 ) -> float:
-    """A plain DataLoader, forward, backward and optimizer step; the first step is not counted. `parallel` says how the
-    model is run."""
+    """Samples per second of a loop of DataLoader, forward, backward and optimizer step. The first step is not counted.
+    `parallel` may wrap the model that is run."""
     job = load_job(job_file)
-    loss_function = bind(job.loss, "loss") if job.loss else models_own().function
+    loss_function = bind(job.loss, "loss") if job.loss else loss_from_model().function
     torch.manual_seed(job.train.seed)
-    model = make_model(job).to(device)
+    model = construct_model(job).to(device)
     freeze(model, job.train.freeze)
     optimizer = build_optimizer(job.optimizer, model)
-    runner = parallel(model)
+    parallel_model = parallel(model)
     batches = _batches(job, device)
-    began = 0.0
+    begin = 0.0
     for step in range(steps + 1):
-        example = split(next(batches), job.data.target)
-        found = loss_function(runner(*example.arguments, **example.keywords), example.target)
-        loss = found[0] / found[1] if isinstance(found, tuple) else found  # a sum and a count
+        example = split_batch(next(batches), job.data.target)
+        output = parallel_model(*example.arguments, **example.keywords)
+        result = loss_function(output, example.target)
+        loss = result[0] / result[1] if isinstance(result, tuple) else result  # some losses return a sum and a count
         optimizer.zero_grad()
         loss.backward()
         if job.train.clip_norm:
@@ -47,20 +48,20 @@ def samples_per_s(
         optimizer.step()
         if step in (0, steps):
             loss.item()  # waits for the device
-            began = began or time.perf_counter()
-    return steps * job.train.global_batch / (time.perf_counter() - began)
+            begin = begin or time.perf_counter()
+    return steps * job.train.global_batch / (time.perf_counter() - begin)
 
 
 def _batches(job: Job, device: str) -> Iterator[Any]:
     data, batch = build_data(job)[0], job.train.global_batch
-    mapped = hasattr(data, "__getitem__")
-    if mapped and len(data) < batch:
+    is_mapped = hasattr(data, "__getitem__")
+    if is_mapped and len(data) < batch:
         raise InputError(f"train.global_batch is {batch}, but data.train has {len(data)} samples: lower it")
     collate = build_loading(job, torch.device(device)).collate
-    loader = DataLoader(data, batch, shuffle=mapped, drop_last=True, collate_fn=collate)
+    loader = DataLoader(data, batch, shuffle=is_mapped, drop_last=True, collate_fn=collate)
     while True:
-        for one in loader:
-            yield tree_map(lambda value: value.to(device) if isinstance(value, torch.Tensor) else value, one)
+        for samples in loader:
+            yield tree_map(lambda value: value.to(device) if isinstance(value, torch.Tensor) else value, samples)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""A job's step in every precision that this machine has, and how its loss goes: `python -m meshwright.bench.precision
-JOB [STEPS] [--set A.B=C ...]` on one device, in rounds of all beside fp32, medians and spread."""
+"""The step time and the loss of a job in every precision that this machine has, compared with fp32 on one device:
+`python -m meshwright.bench.precision JOB [STEPS] [--set A.B=C ...]` prints medians and spread."""
 
 import gc
 import sys
@@ -19,7 +19,7 @@ from meshwright.train.build import build_data, build_loading
 from meshwright.train.job_session import build_session
 
 ROUNDS = 5
-WAYS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "tf32": {"numerics": {"precision": "tf32"}},
     "bf16": {"numerics": {"precision": "bf16"}},
@@ -34,33 +34,36 @@ _GPU_ONLY = ("tf32", "bf16 CUDA graphs", "fp8", "fp8 compiled")
 
 
 @dataclass(frozen=True)
-class Row:
-    """`losses` of the first and the last step."""
+class PrecisionRow:
+    """The median step time of one variant, its spread over the rounds, and the losses of the first and last step."""
 
-    way: str
+    variant: str
     step_s: float
     spread: float
     losses: tuple[float, float]
 
 
-def measure(job: Job, way: str, steps: int) -> Row:
-    """The same batches for all. The rounds begin once a quarter of the steps has warmed up."""
+def measure(job: Job, variant: str, steps: int) -> PrecisionRow:
+    """Trains one variant. All variants get the same batches, and the rounds begin after a quarter of the steps."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    session = build_session(job, Plan.model_validate(WAYS[way]), World(0, 0, 1, 1, 0, device, None), lambda doing: None)
+    session = build_session(
+        job, Plan.model_validate(VARIANTS[variant]), World(0, 0, 1, 1, 0, device, None), lambda doing: None
+    )
     batches = session.batches(build_data(job)[0], None, job.train.global_batch, build_loading(job, device))
     first = float(session.step(next(batches)))
     for _ in range(max(4, steps // 4)):
         session.step(next(batches))
-    taken, last = [], first
+    round_times, last = [], first
     for _ in range(ROUNDS):
-        ready = [next(batches) for _ in range(max(1, steps // ROUNDS))]
+        round_batches = [next(batches) for _ in range(max(1, steps // ROUNDS))]
         _wait(device)
-        began = time.perf_counter()
-        for batch in ready:
+        begin = time.perf_counter()
+        for batch in round_batches:
             loss = session.step(batch)
         last = float(loss)
-        taken.append((time.perf_counter() - began) / len(ready))
-    return Row(way, median(taken), (max(taken) - min(taken)) / median(taken), (first, last))
+        round_times.append((time.perf_counter() - begin) / len(round_batches))
+    step_s = median(round_times)
+    return PrecisionRow(variant, step_s, (max(round_times) - min(round_times)) / step_s, (first, last))
 
 
 def _wait(device: torch.device) -> None:
@@ -69,26 +72,27 @@ def _wait(device: torch.device) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    settings = [word for word in arguments if "=" in word]
-    file, *rest = [word for word in arguments if "=" not in word and word != "--set"]
+    settings = [argument for argument in arguments if "=" in argument]
+    file, *rest = [argument for argument in arguments if "=" not in argument and argument != "--set"]
     job = load_job(file, settings)
     reference: float | None = None
-    for way in WAYS:
-        if way in _GPU_ONLY and not torch.cuda.is_available():
+    for variant in VARIANTS:
+        if variant in _GPU_ONLY and not torch.cuda.is_available():
             continue
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
-                row = measure(job, way, int(rest[0]) if rest else 40)
+                row = measure(job, variant, int(rest[0]) if rest else 40)
         except (MeshwrightError, RuntimeError) as error:
-            print(f"{way:22} not run: {(str(error).strip().splitlines() or [''])[0]}", flush=True)
+            print(f"{variant:22} not run: {(str(error).strip().splitlines() or [''])[0]}", flush=True)
             continue
         finally:
             gc.collect()
             torch.cuda.empty_cache()
         reference = reference or row.step_s
+        ratio = row.step_s / reference
         print(
-            f"{way:22} {row.step_s * 1e3:9.2f} ms  ratio to fp32 {row.step_s / reference:.3f}  spread {row.spread:.1%}"
+            f"{variant:22} {row.step_s * 1e3:9.2f} ms  ratio to fp32 {ratio:.3f}  spread {row.spread:.1%}"
             f"  loss {row.losses[0]:.4f} to {row.losses[1]:.4f}",
             flush=True,
         )

@@ -1,4 +1,5 @@
-"""How fast a job trains one way and another: always beside a bare PyTorch loop, in alternating rounds."""
+"""`meshwright bench strategies`: how fast a job trains with each strategy, compared with a bare PyTorch loop in
+alternating rounds."""
 
 import subprocess
 import sys
@@ -11,12 +12,13 @@ from statistics import median
 from typing import Any
 
 from meshwright.cluster.cluster import Cluster
-from meshwright.cluster.detect import check_here
+from meshwright.cluster.detect import check_is_local
 from meshwright.errors import InputError, MeshwrightError, Stopped, did_you_mean
 from meshwright.job import Job
 from meshwright.launch import environment
 from meshwright.plan import Plan
-from meshwright.train.check import check
+from meshwright.train.check import check_job
+from meshwright.train.job_parts import JobParts
 from meshwright.train.run import train
 
 REFERENCE = "bare PyTorch loop"
@@ -24,8 +26,13 @@ STRATEGIES = ("one rank", "threads", "replicate", "shard", "tensor", "pipeline",
 
 
 @dataclass(frozen=True)
-class Row:
-    """`ratio` is to the reference's median; `spread` is (highest - lowest) / median over the rounds."""
+class StrategyRow:
+    """The measured speed of one strategy.
+
+    how     the plan, or how many processes and threads
+    ratio   the median of the rounds divided by the reference's median
+    spread  (highest - lowest) / median over the rounds
+    """
 
     strategy: str
     how: str
@@ -37,7 +44,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Skipped:
+class SkippedStrategy:
     """A strategy that this job cannot be trained with, or that failed."""
 
     strategy: str
@@ -45,14 +52,19 @@ class Skipped:
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Measurement:
+    """One strategy that can be run. `measure` trains once and returns samples per second."""
+
     how: str
     ranks: int
     measure: Callable[[], float]
 
 
-def chosen(only: str | None) -> tuple[str, ...]:
-    """The strategies of `--only A,B`, in the order of the table; all without it."""
+PlanForStrategy = Callable[[str, JobParts], Plan]
+
+
+def selected_strategies(only: str | None) -> tuple[str, ...]:
+    """The strategies that `--only A,B` names, in the order of `STRATEGIES`; all of them without the option."""
     if only is None:
         return STRATEGIES
     names = [name.strip() for name in only.split(",")]
@@ -63,69 +75,77 @@ def chosen(only: str | None) -> tuple[str, ...]:
 
 
 def compare(
-    job: Job, cluster: Cluster, strategies: Sequence[str], plan_for: Callable[[str], Plan], steps: int, rounds: int
-) -> tuple[list[Row], list[Skipped]]:
-    """One round runs every strategy once, so that a machine that slows down slows all of them. `plan_for` raises an
-    `InputError` for a strategy that the model cannot be divided by."""
-    check_here(cluster)
+    job: Job, cluster: Cluster, strategies: Sequence[str], plan_for: PlanForStrategy, steps: int, rounds: int
+) -> tuple[list[StrategyRow], list[SkippedStrategy]]:
+    """Measures the reference and the strategies. One round runs each of them once, so that a machine that slows down
+    slows all of them. `plan_for` returns the plan of a strategy, and raises an `InputError` where there is none."""
+    check_is_local(cluster)
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as folder:
-        quick = _without_interruptions(job, steps, Path(folder))
-        check(quick, Plan(), cluster)  # what is wrong with the job itself is no strategy's fault
-        ways, skipped = _ways(quick, cluster, strategies, plan_for, steps, Path(folder) / "job.yaml")
-        rates = _measured(ways, rounds, skipped)
+        short_job = _without_interruptions(job, steps, Path(folder))
+        parts = JobParts(short_job)
+        check_job(short_job, Plan(), cluster, parts)  # a mistake in the job is no reason to skip a strategy
+        measurements, skipped = _measurements(parts, cluster, strategies, plan_for, steps, Path(folder) / "job.yaml")
+        parts.release()
+        rates = _measure_rounds(measurements, rounds, skipped)
     reference = median(rates[REFERENCE])
     rows = [
-        Row(
+        StrategyRow(
             strategy=name,
-            how=ways[name].how,
-            ranks=ways[name].ranks,
-            samples_per_s=median(found),
-            ratio=median(found) / reference,
-            spread=(max(found) - min(found)) / median(found),
+            how=measurements[name].how,
+            ranks=measurements[name].ranks,
+            samples_per_s=median(round_rates),
+            ratio=median(round_rates) / reference,
+            spread=(max(round_rates) - min(round_rates)) / median(round_rates),
             rounds=rounds,
         )
-        for name, found in rates.items()
+        for name, round_rates in rates.items()
     ]
-    return rows, [Skipped(name, reason) for name, reason in skipped.items()]
+    return rows, [SkippedStrategy(name, reason) for name, reason in skipped.items()]
 
 
-def lines(rows: Sequence[Row], skipped: Sequence[Skipped]) -> list[str]:
+def report_lines(rows: Sequence[StrategyRow], skipped: Sequence[SkippedStrategy]) -> list[str]:
     width = max(len(row.how) for row in rows)
     table = [
         f"{row.strategy:18} {row.how:{width}} {row.samples_per_s:10,.0f} samples/s  ratio {row.ratio:.3f}"
         f"  spread {row.spread:.1%} over {row.rounds} rounds"
         for row in rows
     ]
-    return table + [f"{one.strategy:18} not run: {one.reason}" for one in skipped]
+    return table + [f"{strategy.strategy:18} not run: {strategy.reason}" for strategy in skipped]
 
 
-def _ways(
-    job: Job, cluster: Cluster, strategies: Sequence[str], plan_for: Callable[[str], Plan], steps: int, file: Path
-) -> tuple[dict[str, _Way], dict[str, str]]:
-    """The reference and what can be run of the strategies, and why the others cannot. Loops read `file`."""
+def _measurements(
+    parts: JobParts, cluster: Cluster, strategies: Sequence[str], plan_for: PlanForStrategy, steps: int, file: Path
+) -> tuple[dict[str, _Measurement], dict[str, str]]:
+    """The measurements of the reference and of the strategies that can be run, and the reasons why others cannot. The
+    job is written to `file` for the loops."""
+    job = parts.job
     file.write_text(job.to_yaml())
-    loop = partial(_own_process, "meshwright.bench.bare", file, steps, cluster, cluster.cores)
-    ways, skipped = {REFERENCE: _Way("one process", 1, loop)}, {}
+    loop = partial(_run_loop, "meshwright.bench.bare", file, steps, cluster, cluster.cores)
+    measurements, skipped = {REFERENCE: _Measurement("one process", 1, loop)}, {}
     for name in strategies:
         try:
             if name == "threads":
-                ways[name] = _threads(file, steps, cluster)
+                measurements[name] = _threads(file, steps, cluster)
             else:
-                plan = plan_for(name)
-                check(job, plan, cluster)
-                ways[name] = _Way(plan.summary(), plan.world_size, partial(_trained, job, plan, cluster))
+                plan = plan_for(name, parts)
+                check_job(job, plan, cluster, parts)
+                run = partial(_train, job, plan, cluster)
+                measurements[name] = _Measurement(plan.summary(), plan.world_size, run)
         except InputError as error:
             skipped[name] = str(error)
-    return ways, skipped
+    return measurements, skipped
 
 
-def _measured(ways: dict[str, _Way], rounds: int, skipped: dict[str, str]) -> dict[str, list[float]]:
-    """Samples per second of every round. A strategy that fails, for want of memory say, costs the others nothing."""
-    rates: dict[str, list[float]] = {name: [] for name in ways}
+def _measure_rounds(
+    measurements: dict[str, _Measurement], rounds: int, skipped: dict[str, str]
+) -> dict[str, list[float]]:
+    """Samples per second of every round. A strategy that fails, for lack of memory for example, is added to `skipped`,
+    and the others continue."""
+    rates: dict[str, list[float]] = {name: [] for name in measurements}
     for _ in range(rounds):
         for name in list(rates):
             try:
-                rates[name].append(ways[name].measure())
+                rates[name].append(measurements[name].measure())
             except Stopped:
                 raise
             except MeshwrightError as error:
@@ -137,7 +157,7 @@ def _measured(ways: dict[str, _Way], rounds: int, skipped: dict[str, str]) -> di
 
 
 def _without_interruptions(job: Job, steps: int, folder: Path) -> Job:
-    """The same training, without what the bare loop does not do either: evaluations and checkpoints."""
+    """The same job without evaluations and checkpoints, which the bare loop does not do either."""
     return job.model_copy(
         update={
             "train": job.train.model_copy(update={"steps": steps + 1, "epochs": None}),
@@ -149,25 +169,26 @@ def _without_interruptions(job: Job, steps: int, folder: Path) -> Job:
     )
 
 
-def _trained(job: Job, plan: Plan, cluster: Cluster) -> float:
+def _train(job: Job, plan: Plan, cluster: Cluster) -> float:
     result: dict[str, Any] = train(job, plan, cluster, resume="never")
     return float(result["samples_per_s"])
 
 
-def _threads(job_file: Path, steps: int, cluster: Cluster) -> _Way:
-    threads = cluster.devices
+def _threads(job_file: Path, steps: int, cluster: Cluster) -> _Measurement:
+    threads = cluster.device_count
     if threads == 1:
-        raise InputError("threads needs several devices, and the cluster has one")
+        raise InputError("threads needs several devices, but the cluster has one")
     cores = max(1, cluster.cores // threads)
-    measure = partial(_own_process, "meshwright.bench.threads", job_file, steps, cluster, cores, str(threads))
-    return _Way(f"one process, {threads} threads", 1, measure)
+    measure = partial(_run_loop, "meshwright.bench.threads", job_file, steps, cluster, cores, str(threads))
+    return _Measurement(f"one process, {threads} threads", 1, measure)
 
 
-def _own_process(module: str, job_file: Path, steps: int, cluster: Cluster, cores: int, *more: str) -> float:
-    """What the loop in `module` prints. Each of its threads computes on so many cores."""
-    with environment.changed({"OMP_NUM_THREADS": str(cores), "MKL_NUM_THREADS": str(cores)}):
-        command = [sys.executable, "-m", module, str(job_file), str(steps), cluster.kind, *more]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise MeshwrightError(f"{module} failed: {(done.stderr.strip().splitlines() or ['no word'])[-1]}")
-    return float(done.stdout.split()[-1])
+def _run_loop(module: str, job_file: Path, steps: int, cluster: Cluster, cores: int, *arguments: str) -> float:
+    """Runs the training loop in `module` in a process of its own, and returns the samples per second that it prints.
+    Each of its threads computes on so many cores."""
+    with environment.environment_variables({"OMP_NUM_THREADS": str(cores), "MKL_NUM_THREADS": str(cores)}):
+        command = [sys.executable, "-m", module, str(job_file), str(steps), cluster.kind, *arguments]
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise MeshwrightError(f"{module} failed: {(process.stderr.strip().splitlines() or ['no message'])[-1]}")
+    return float(process.stdout.split()[-1])

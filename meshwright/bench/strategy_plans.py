@@ -1,47 +1,57 @@
-"""The plan of each strategy that the strategies benchmark compares: one axis over all devices."""
+"""The plan of each strategy that the strategies benchmark compares: one axis over all devices, or `plan: auto`."""
 
 from collections.abc import Callable
 
+from meshwright.auto.choose import plan_of_job
+from meshwright.auto.inputs import planning_inputs
+from meshwright.cluster.cluster import Cluster
 from meshwright.errors import InputError
 from meshwright.plan import Axes, Plan
-from meshwright.planner.candidates import Candidate, Layout, plan_of
-from meshwright.planner.outline import Outline
+from meshwright.planner.candidates import AxisSizes, Candidate, plan_of
+from meshwright.planner.inputs import PlanningInputs
+from meshwright.planner.model_summary import ModelSummary
 from meshwright.planner.profiles import Profiles
-from meshwright.planner.question import Question
-from meshwright.planner.search import outline_of
-
-Asked = Callable[[], tuple[Question, Profiles]]  # `exact`; the model is traced only for plans that divide it
+from meshwright.planner.search import summarize_model
+from meshwright.train.job_parts import JobParts
 
 
-def plan_for(strategy: str, devices: int, asked: Asked) -> Plan:
-    """Raises the reason where the model cannot be divided so."""
+def strategy_plan(strategy: str, parts: JobParts, cluster: Cluster) -> Plan:
+    """The plan that trains a job with this strategy. Raises an `InputError` with the reason where there is none."""
+    if strategy == "auto":
+        return plan_of_job(parts, cluster, "auto")[0]
+    return one_axis_plan(strategy, cluster.device_count, lambda: planning_inputs(parts, cluster, exact=True))
+
+
+def one_axis_plan(strategy: str, devices: int, planning: Callable[[], tuple[PlanningInputs, Profiles]]) -> Plan:
+    """The plan with one axis over all devices. `planning` is called, and the model traced, only for strategies that
+    divide the model. Raises an `InputError` with the reason where the model cannot be divided so."""
     if strategy == "one rank":
         return Plan()
     if devices == 1:
-        raise InputError(f"{strategy} needs several devices, and the cluster has one")
+        raise InputError(f"{strategy} needs several devices, but the cluster has one")
     if strategy == "replicate":
         return Plan(axes=Axes(replicate=devices))
     if strategy == "shard":
         return Plan(axes=Axes(shard=devices))
-    question, profiles = asked()
-    outline = outline_of(question, profiles, "fp32")
-    candidate = _split(outline, question) if strategy == "tensor" else _cut(outline, question)
-    return plan_of(candidate, outline, question)
+    inputs, profiles = planning()
+    summary = summarize_model(inputs, profiles, "fp32")
+    candidate = _tensor_candidate(summary, inputs) if strategy == "tensor" else _pipeline_candidate(summary, inputs)
+    return plan_of(candidate, summary, inputs)
 
 
-def _split(outline: Outline, question: Question) -> Candidate:
-    if outline.splits == 0:
+def _tensor_candidate(summary: ModelSummary, inputs: PlanningInputs) -> Candidate:
+    if summary.split_group_count == 0:
         raise InputError("the model has no layers that can be split along the tensor axis")
-    batch = question.global_batch
-    return Candidate(Layout(tensor=question.cluster.devices), "fp32", "none", "1f1b", 1, 1, batch)
+    sizes = AxisSizes(tensor=inputs.cluster.device_count)
+    return Candidate(sizes, "fp32", "none", "1f1b", 1, 1, inputs.global_batch)
 
 
-def _cut(outline: Outline, question: Question) -> Candidate:
-    """Twice as many microbatches as stages, as far as the batch goes: a third of a step, or less, is waiting."""
-    stages, batch = question.cluster.devices, question.global_batch
-    if outline.cuts(stages, "none") is None:
-        places = sum(piece.cuttable for piece in outline.pieces)
-        why = f": {outline.structure.reason}" if outline.structure and outline.structure.reason else ""
-        raise InputError(f"the model can be cut in {places} places, too few for {stages} stages{why}")
+def _pipeline_candidate(summary: ModelSummary, inputs: PlanningInputs) -> Candidate:
+    """Twice as many microbatches as stages, or as many as there are samples: at most a third of a step is bubble."""
+    stages, batch = inputs.cluster.device_count, inputs.global_batch
+    if summary.cuts(stages, "none") is None:
+        cuts = sum(piece.cuttable for piece in summary.pieces)
+        reason = f": {summary.structure.no_cut_reason}" if summary.structure and summary.structure.no_cut_reason else ""
+        raise InputError(f"the model can be cut in {cuts} places, too few for {stages} stages{reason}")
     count = min(2 * stages, batch)
-    return Candidate(Layout(pipeline=stages), "fp32", "none", "1f1b", 1, count, -(-batch // count))
+    return Candidate(AxisSizes(pipeline=stages), "fp32", "none", "1f1b", 1, count, -(-batch // count))

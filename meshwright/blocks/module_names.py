@@ -1,12 +1,12 @@
-"""How modules lie in each other, by their names."""
+"""Which module contains which, judged by their qualified names."""
 
 
-def within(name: str, module: str) -> bool:
-    """Whether it is the module, or one inside of it."""
+def is_inside(name: str, module: str) -> bool:
+    """Whether `name` is the module itself or a module (or parameter) inside of it."""
     return name == module or name.startswith(f"{module}.")
 
 
-def enclosing(name: str) -> list[str]:
-    """The module, and all that it lies in, from the outermost on."""
+def enclosing_modules(name: str) -> list[str]:
+    """The names of all modules that contain this one, the outermost first and the module itself last."""
     parts = name.split(".")
     return [".".join(parts[: count + 1]) for count in range(len(parts))]

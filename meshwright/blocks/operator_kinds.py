@@ -1,11 +1,13 @@
-"""Which class an operator of torch belongs to. Efficiency is measured and looked up by class, and selective
-recomputation keeps the results of some classes."""
+"""The kind of a torch operator (matmul, convolution, ...). Efficiency is measured and looked up by kind, and selective
+recomputation saves the results of some kinds."""
 
 from typing import Any, Literal
 
 import torch
 
-Kind = Literal["matmul", "convolution", "attention", "norm", "embedding", "reduction", "elementwise", "copy", "view"]
+OperatorKind = Literal[
+    "matmul", "convolution", "attention", "norm", "embedding", "reduction", "elementwise", "copy", "view"
+]
 
 aten = torch.ops.aten
 
@@ -50,8 +52,8 @@ _COPY = (
 )
 
 
-def kind_of(func: Any) -> Kind:
-    """The operator class, by which efficiency is measured and looked up."""
+def operator_kind(func: Any) -> OperatorKind:
+    """The kind of an operator, given the `OpOverload` that torch dispatches."""
     packet = func._overloadpacket
     name = packet.__name__
     if packet in _MATMUL:

@@ -1,4 +1,4 @@
-"""One operator and shape whose time is measured: how to build it, and what it counts as."""
+"""`OperatorCase`: one operator and shape that calibration times, with its FLOPs and bytes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,40 +7,44 @@ from math import prod
 import torch
 from torch import Tensor
 
-from meshwright.cluster.cluster import Layout, Operator
+from meshwright.cluster.cluster import MeasuredOperator, MemoryLayout
 from meshwright.dtypes import Dtype
 
-Run = Callable[[], Tensor]
-PRODUCTS: tuple[Dtype, ...] = ("fp32", "tf32", "bf16")
-MOVED: tuple[Dtype, ...] = ("fp32", "bf16")
+TimedCall = Callable[[], Tensor]
+COMPUTE_BOUND_DTYPES: tuple[Dtype, ...] = ("fp32", "tf32", "bf16")
+MEMORY_BOUND_DTYPES: tuple[Dtype, ...] = ("fp32", "bf16")
 
 
 @dataclass(frozen=True)
-class Case:
-    """`build` makes the inputs and returns the forward pass, from which a backward pass is taken where there is one.
+class OperatorCase:
+    """`build` creates the inputs and returns a function that runs the forward pass. Where `backward_elements` is above
+    zero, the backward pass is timed too.
 
-    Elements are those of every tensor that a profile counts (profile/operators.py `bytes_of`), integers apart: the
-    same bytes are on both sides when a measured time is looked up.
+    `elements` counts the floating-point numbers of the tensors that a profile counts (`bytes_of` in profile/), and
+    `integer_bytes` the bytes of the integer ones, so that measured and profiled operators agree on their bytes.
     """
 
-    operator: Operator
+    operator: MeasuredOperator
     shape: tuple[int, ...]
-    build: Callable[[torch.dtype, torch.device], Run]
+    build: Callable[[torch.dtype, torch.device], TimedCall]
     elements: float
-    back_elements: float = 0.0
+    backward_elements: float = 0.0
     integer_bytes: float = 0.0
     flops: float = 0.0
-    back_flops: float = 0.0
-    layout: Layout = "contiguous"
-    dtypes: tuple[Dtype, ...] = MOVED
+    backward_flops: float = 0.0
+    layout: MemoryLayout = "contiguous"
+    dtypes: tuple[Dtype, ...] = MEMORY_BOUND_DTYPES
 
     @property
     def largest_bytes(self) -> float:
-        return 4 * max(self.elements, self.back_elements) + self.integer_bytes
+        return 4 * max(self.elements, self.backward_elements) + self.integer_bytes
 
 
-def random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, layout: Layout = "contiguous") -> Tensor:
-    """A leaf that wants a gradient, of random numbers: zeros would draw less power than real data."""
+def random_leaf(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, layout: MemoryLayout = "contiguous"
+) -> Tensor:
+    """Returns a leaf tensor of random numbers that requires a gradient. With zeros a device would draw less power
+    than with real data."""
     values = torch.randn(*shape, dtype=dtype, device=device)
     if layout == "channels_last":
         values = values.to(memory_format=torch.channels_last)
@@ -48,22 +52,22 @@ def random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, lay
 
 
 def images_case(
-    operator: Operator,
+    operator: MeasuredOperator,
     shape: tuple[int, ...],
-    layout: Layout,
-    build: Callable[[Tensor], Run],
+    layout: MemoryLayout,
+    build: Callable[[Tensor], TimedCall],
     elements: float,
-    back_elements: float,
+    backward_elements: float,
     integer_bytes: float = 0.0,
-) -> Case:
-    """A case on images (n, c, h, w); elements are told as a multiple of theirs."""
+) -> OperatorCase:
+    """Returns a case on images of shape (n, c, h, w). Elements and bytes are given per element of the images."""
     size = prod(shape)
-    return Case(
+    return OperatorCase(
         operator,
         shape,
-        lambda dtype, device: build(random(shape, dtype, device, layout)),
+        lambda dtype, device: build(random_leaf(shape, dtype, device, layout)),
         elements * size,
-        back_elements * size,
+        backward_elements * size,
         integer_bytes * size,
         layout=layout,
     )

@@ -1,4 +1,4 @@
-"""The shapes of matrix products, attention and convolutions that are measured: a grid of their own, no model's."""
+"""The shapes of matrix products, attention and convolutions that calibration times: a grid that belongs to no model."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -7,16 +7,18 @@ from itertools import product
 import torch
 import torch.nn.functional as F
 
-from meshwright.calibrate.case import PRODUCTS, Case, Run, random
-from meshwright.cluster.cluster import Layout, Operator
+from meshwright.calibrate.case import COMPUTE_BOUND_DTYPES, OperatorCase, TimedCall, random_leaf
+from meshwright.cluster.cluster import MeasuredOperator, MemoryLayout
 
-LAYOUTS: tuple[Layout, ...] = ("contiguous", "channels_last")
+LAYOUTS: tuple[MemoryLayout, ...] = ("contiguous", "channels_last")
 _Shape = tuple[int, ...]
+_BuildCall = Callable[[_Shape, torch.dtype, torch.device], TimedCall]
 
 
-def product_cases(large: bool) -> Iterator[Case]:
+def compute_bound_cases(large: bool) -> Iterator[OperatorCase]:
+    """Yields the cases for a GPU (`large`) or for a CPU core."""
     yield from _matmuls(large)
-    yield from _batched(large)
+    yield from _batched_matmuls(large)
     yield from _attentions(large)
     yield from _convolutions(large)
 
@@ -24,22 +26,22 @@ def product_cases(large: bool) -> Iterator[Case]:
 # ---- matrix products
 
 
-def _matmuls(large: bool) -> Iterator[Case]:
-    # Two grids, one in the middle of the other's cells.
+def _matmuls(large: bool) -> Iterator[OperatorCase]:
+    # Two grids; the points of the second lie in the middle of the first one's cells.
     grids = ((48, 192, 768, 3072, 12288), (96, 384, 1536, 6144)) if large else ((16, 96, 576, 3456),)
     for sides in grids:
         for shape in product(sides, repeat=3):
             yield _matmul(shape, _linear)
-    # Rows that are no multiple of 16 bytes: whose they are tells which operand or result they are those of.
+    # A side whose rows are no multiple of 16 bytes is slow. Which operand or result has it makes a class of its own.
     classes = [(96, 384, 13)]
     if large:
         classes = [(192, 96, 13), (192, 768, 13), (1536, 768, 107)]
         classes += product((1536, 12288), (768, 3072), (10007, 40013))
-    for many, hidden, odd in classes:
-        yield _matmul((many, odd, hidden), _linear)
-        yield _matmul((many, hidden, odd), _input_gradient)
-        yield _matmul((odd, hidden, many), _weight_gradient)
-    # Of rows that are: Hopper's instructions for TF32 want the inner side of both operands together.
+    for samples, hidden, odd in classes:
+        yield _matmul((samples, odd, hidden), _linear)
+        yield _matmul((samples, hidden, odd), _input_gradient)
+        yield _matmul((odd, hidden, samples), _weight_gradient)
+    # Aligned rows: Hopper's TF32 instructions need both operands contiguous along the summed dimension.
     if large:
         for shape in product(grids[0], repeat=3):
             yield _matmul(shape, _input_gradient, "input_gradient")
@@ -47,48 +49,52 @@ def _matmuls(large: bool) -> Iterator[Case]:
 
 
 def _matmul(
-    shape: _Shape, build: Callable[[_Shape, torch.dtype, torch.device], Run], operator: Operator = "matmul"
-) -> Case:
+    shape: _Shape,
+    build: _BuildCall,
+    operator: MeasuredOperator = "matmul",
+) -> OperatorCase:
     m, n, k = shape
     moved = m * k + k * n + m * n
-    return Case(operator, shape, partial(build, shape), moved, flops=2 * m * n * k, dtypes=PRODUCTS)
+    return OperatorCase(operator, shape, partial(build, shape), moved, flops=2 * m * n * k, dtypes=COMPUTE_BOUND_DTYPES)
 
 
-def _linear(shape: _Shape, dtype: torch.dtype, device: torch.device) -> Run:
+def _linear(shape: _Shape, dtype: torch.dtype, device: torch.device) -> TimedCall:
     m, n, k = shape
-    inputs, weight = (random(size, dtype, device).detach() for size in ((m, k), (n, k)))
+    inputs, weight = (random_leaf(size, dtype, device).detach() for size in ((m, k), (n, k)))
     return lambda: F.linear(inputs, weight)
 
 
-def _input_gradient(shape: _Shape, dtype: torch.dtype, device: torch.device) -> Run:
+def _input_gradient(shape: _Shape, dtype: torch.dtype, device: torch.device) -> TimedCall:
     m, n, k = shape
-    gradient, weight = (random(size, dtype, device).detach() for size in ((m, k), (k, n)))
+    gradient, weight = (random_leaf(size, dtype, device).detach() for size in ((m, k), (k, n)))
     return lambda: gradient @ weight
 
 
-def _weight_gradient(shape: _Shape, dtype: torch.dtype, device: torch.device) -> Run:
+def _weight_gradient(shape: _Shape, dtype: torch.dtype, device: torch.device) -> TimedCall:
     m, n, k = shape
-    gradient, inputs = (random(size, dtype, device).detach() for size in ((k, m), (k, n)))
+    gradient, inputs = (random_leaf(size, dtype, device).detach() for size in ((k, m), (k, n)))
     return lambda: gradient.t() @ inputs
 
 
-def _batched(large: bool) -> Iterator[Case]:
+def _batched_matmuls(large: bool) -> Iterator[OperatorCase]:
     shapes: tuple[_Shape, ...] = ((6, 48, 48, 24), (24, 96, 96, 48))
     if large:
         shapes = ((24, 192, 192, 48), (48, 768, 768, 96), (192, 384, 48, 384), (384, 96, 96, 96))
     for shape in shapes:
         b, m, n, k = shape
         moved = b * (m * k + k * n + m * n)
-        yield Case("batched_matmul", shape, partial(_bmm, shape), moved, flops=2 * b * m * n * k, dtypes=PRODUCTS)
+        yield OperatorCase(
+            "batched_matmul", shape, partial(_bmm, shape), moved, flops=2 * b * m * n * k, dtypes=COMPUTE_BOUND_DTYPES
+        )
 
 
-def _bmm(shape: _Shape, dtype: torch.dtype, device: torch.device) -> Run:
+def _bmm(shape: _Shape, dtype: torch.dtype, device: torch.device) -> TimedCall:
     b, m, n, k = shape
-    left, right = (random(size, dtype, device).detach() for size in ((b, m, k), (b, k, n)))
+    left, right = (random_leaf(size, dtype, device).detach() for size in ((b, m, k), (b, k, n)))
     return lambda: torch.bmm(left, right)
 
 
-def _attentions(large: bool) -> Iterator[Case]:
+def _attentions(large: bool) -> Iterator[OperatorCase]:
     shapes: tuple[_Shape, ...] = ((1, 3, 48, 32), (2, 6, 96, 64), (1, 4, 384, 64))
     if large:
         shapes = (
@@ -99,52 +105,54 @@ def _attentions(large: bool) -> Iterator[Case]:
     for shape in shapes:
         batch, heads, sequence, width = shape
         size = batch * heads * sequence * width
-        # Two products, of which the causal half counts.
+        # Two products, each computed for the causal half only.
         flops = 2 * size * sequence
         build = partial(_attention, shape)
-        yield Case("attention", shape, build, 4 * size, 8 * size, 0, flops, 2.5 * flops, dtypes=PRODUCTS)
+        yield OperatorCase(
+            "attention", shape, build, 4 * size, 8 * size, 0, flops, 2.5 * flops, dtypes=COMPUTE_BOUND_DTYPES
+        )
 
 
-def _attention(shape: _Shape, dtype: torch.dtype, device: torch.device) -> Run:
-    q, k, v = (random(shape, dtype, device) for _ in range(3))
+def _attention(shape: _Shape, dtype: torch.dtype, device: torch.device) -> TimedCall:
+    q, k, v = (random_leaf(shape, dtype, device) for _ in range(3))
     return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 # ---- convolutions: n, c_in, h, w, c_out, kernel, stride, groups
 
 
-def _convolutions(large: bool) -> Iterator[Case]:
-    for shape, layout in product(dict.fromkeys(_large() if large else _small()), LAYOUTS):
+def _convolutions(large: bool) -> Iterator[OperatorCase]:
+    for shape, layout in product(dict.fromkeys(_large_convolutions() if large else _small_convolutions()), LAYOUTS):
         n, c_in, h, w, c_out, kernel, stride, groups = shape
         image, filters = n * c_in * h * w, c_out * c_in // groups * kernel**2
         out = n * c_out * -(-h // stride) * -(-w // stride)
         flops, gradients = 2 * out * c_in // groups * kernel**2, 1 if _is_first(shape) else 2
-        yield Case(
+        yield OperatorCase(
             "convolution",
             shape,
             partial(_convolution, shape, layout),
             image + filters + out,
             gradients * image + 2 * filters + out,
             flops=flops,
-            back_flops=gradients * flops,
+            backward_flops=gradients * flops,
             layout=layout,
-            dtypes=PRODUCTS if layout == "contiguous" or not large else PRODUCTS[1:],
+            dtypes=COMPUTE_BOUND_DTYPES if layout == "contiguous" or not large else COMPUTE_BOUND_DTYPES[1:],
         )
 
 
 def _is_first(shape: _Shape) -> bool:
-    """Few channels are those of data: nobody asks for its gradient."""
+    """Whether this is a first layer, recognized by its few input channels: its input is data and needs no gradient."""
     return shape[1] <= 3
 
 
-def _convolution(shape: _Shape, layout: Layout, dtype: torch.dtype, device: torch.device) -> Run:
+def _convolution(shape: _Shape, layout: MemoryLayout, dtype: torch.dtype, device: torch.device) -> TimedCall:
     n, c_in, h, w, c_out, kernel, stride, groups = shape
-    images = random((n, c_in, h, w), dtype, device, layout).requires_grad_(not _is_first(shape))
-    filters = random((c_out, c_in // groups, kernel, kernel), dtype, device, layout)
+    images = random_leaf((n, c_in, h, w), dtype, device, layout).requires_grad_(not _is_first(shape))
+    filters = random_leaf((c_out, c_in // groups, kernel, kernel), dtype, device, layout)
     return lambda: F.conv2d(images, filters, stride=stride, padding=kernel // 2, groups=groups)
 
 
-def _large() -> Iterator[_Shape]:
+def _large_convolutions() -> Iterator[_Shape]:
     for n, side in ((20, 160), (80, 192), (160, 256), (320, 160), (6, 384)):
         yield (n, 3, side, side, 64, 7, 2, 1)
         yield (n, 3, side, side, 64, 3, 1, 1)
@@ -156,7 +164,7 @@ def _large() -> Iterator[_Shape]:
         (6, 40, 256, 256), (6, 40, 1024, 256), (6, 80, 128, 128), (80, 40, 64, 64), (240, 40, 64, 64),
     ):  # fmt: skip
         yield (n, c_in, side, side, c_out, 3, 1, 1)
-    # Filters of one pixel: on rows of whole 16 bytes (sides of a multiple of 4) and on others.
+    # Filters of one pixel: on rows that are a multiple of 16 bytes (sides that are a multiple of 4) and on others.
     for n, side, c_in, c_out in (
         (40, 40, 64, 64), (240, 48, 64, 64), (40, 40, 64, 256), (240, 48, 64, 256), (40, 40, 256, 64),
         (240, 48, 256, 64), (40, 40, 256, 128), (240, 48, 256, 128), (6, 80, 256, 64), (6, 112, 64, 256),
@@ -181,7 +189,7 @@ def _large() -> Iterator[_Shape]:
     yield (160, 96, 80, 80, 96, 3, 1, 96)
 
 
-def _small() -> Iterator[_Shape]:
+def _small_convolutions() -> Iterator[_Shape]:
     yield from (
         (6, 1, 24, 24, 12, 5, 1, 1),
         (24, 1, 24, 24, 24, 3, 1, 1),

@@ -1,6 +1,6 @@
-"""What a device reaches when nothing else asks for it: matrix rates by dtype, memory bandwidth, launch latency.
+"""Measures an idle device: matrix rates by dtype, memory bandwidth, launch latency, and the memory of an empty process.
 
-A CPU device is one core, so its rates are measured on one thread; its bandwidth is its share of what all cores get.
+A CPU device is one core, so its rates are measured on one thread. Its bandwidth is its share of what all cores reach.
 """
 
 import os
@@ -11,16 +11,18 @@ import torch
 from torch import nn
 
 from meshwright.calibrate.timing import seconds
-from meshwright.dtypes import DTYPES, TORCH_DTYPES, Dtype, float32_products
+from meshwright.calibrate.torch_private import fp8_product, int8_product
+from meshwright.dtypes import DTYPES, TORCH_DTYPES, Dtype, float32_matmul_precision
 
 _LAYERS = 32
 
-LARGEST = {"cpu": 1024, "cuda": 8192}
-ENOUGH_S = {"cpu": 0.02, "cuda": 0.002}
+LARGEST_SIDE = {"cpu": 1024, "cuda": 8192}
+LONG_ENOUGH_S = {"cpu": 0.02, "cuda": 0.002}  # the time of starting a product no longer matters
 
 
 def matrix_rates(device: torch.device) -> dict[Dtype, float]:
-    """Operations a second of a large square product, for every dtype that has one here."""
+    """Returns the operations per second of a large square matrix product, for every dtype that this device has one
+    for."""
     rates: dict[Dtype, float] = {}
     for dtype in DTYPES:
         try:
@@ -33,40 +35,42 @@ def matrix_rates(device: torch.device) -> dict[Dtype, float]:
 
 
 def _matrix_rate(dtype: Dtype, device: torch.device) -> float | None:
-    """The best of growing sizes, up to one that takes long enough for its start not to count."""
+    """Returns the best rate over growing sizes, up to one that takes `LONG_ENOUGH_S`; None where the GPU has no
+    instructions for this dtype."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    least: dict[Dtype, tuple[int, int]] = {"tf32": (8, 0), "fp8": (8, 9), "int8": (7, 5), "bf16": (8, 0)}
-    if dtype in least and capability < least[dtype] and not (device.type == "cpu" and dtype == "bf16"):
+    required: dict[Dtype, tuple[int, int]] = {"tf32": (8, 0), "fp8": (8, 9), "int8": (7, 5), "bf16": (8, 0)}
+    if dtype in required and capability < required[dtype] and not (device.type == "cpu" and dtype == "bf16"):
         return None
-    best, size = 0.0, LARGEST[device.type] // 8
-    while size <= LARGEST[device.type]:
-        with float32_products(dtype):
-            taken = seconds(product(dtype, size, size, size, device), device, budget_s=0.05)
-        best = max(best, 2 * size**3 / taken)
-        if taken > ENOUGH_S[device.type]:
+    best, size = 0.0, LARGEST_SIDE[device.type] // 8
+    while size <= LARGEST_SIDE[device.type]:
+        with float32_matmul_precision(dtype):
+            product_s = seconds(matrix_product(dtype, size, size, size, device), device, budget_s=0.05)
+        best = max(best, 2 * size**3 / product_s)
+        if product_s > LONG_ENOUGH_S[device.type]:
             break
         size *= 2
     return best
 
 
-def product(dtype: Dtype, m: int, n: int, k: int, device: torch.device) -> Callable[[], object]:
-    """A matrix product of random numbers: zeros would draw less power, and a GPU would run faster than it can."""
-    kind = TORCH_DTYPES[dtype]
+def matrix_product(dtype: Dtype, m: int, n: int, k: int, device: torch.device) -> Callable[[], object]:
+    """Returns a function that multiplies two matrices of random numbers. With zeros a GPU would draw less power and run
+    at a higher clock than with real data."""
+    torch_dtype = TORCH_DTYPES[dtype]
     if dtype == "int8":
-        a = torch.randint(-128, 127, (m, k), dtype=kind, device=device)
-        b = torch.randint(-128, 127, (n, k), dtype=kind, device=device).t()
-        return lambda: torch._int_mm(a, b)
+        a = torch.randint(-128, 127, (m, k), dtype=torch_dtype, device=device)
+        b = torch.randint(-128, 127, (n, k), dtype=torch_dtype, device=device).t()
+        return lambda: int8_product(a, b)
     left, right = torch.randn(m, k, device=device), torch.randn(n, k, device=device)
     if dtype == "fp8":
-        one = torch.ones((), device=device)
-        a, b = left.to(kind), right.to(kind).t()
-        return lambda: torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
-    a, b = left.to(kind), right.to(kind).t()
+        scale = torch.ones((), device=device)
+        a, b = left.to(torch_dtype), right.to(torch_dtype).t()
+        return lambda: fp8_product(a, b, scale)
+    a, b = left.to(torch_dtype), right.to(torch_dtype).t()
     return lambda: torch.mm(a, b)
 
 
 def copy_bandwidth(device: torch.device, largest_bytes: int = 2**27) -> float:
-    """Bytes read and written a second by a copy far larger than any cache."""
+    """Returns the bytes read and written per second by a copy that is far larger than any cache."""
     size = largest_bytes if device.type == "cpu" else 8 * largest_bytes
     source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
@@ -74,9 +78,9 @@ def copy_bandwidth(device: torch.device, largest_bytes: int = 2**27) -> float:
 
 
 def launch_latency(device: torch.device) -> float:
-    """Seconds that the host takes for one operator of a training step: both passes of a row of layers that are too
-    small to matter. A layer starts a product and an activation, and in backward the gradients of its activation,
-    input, weight and bias."""
+    """Returns the seconds that the host takes to launch one operator of a training step. It is measured over the
+    forward and backward pass of layers whose computation takes no time worth counting. Each layer launches six
+    operators: a product and an activation, then the gradients of its activation, input, weight and bias."""
     layers = [nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(_LAYERS)]
     model = nn.Sequential(*layers).to(device)
     sample = torch.zeros(4, 16, device=device)
@@ -84,13 +88,14 @@ def launch_latency(device: torch.device) -> float:
     def step() -> None:
         model(sample).sum().backward()
 
-    for _ in range(10):  # kernels are loaded when they are first asked for
+    for _ in range(10):  # kernels are loaded on first use
         step()
     return seconds(step, device, budget_s=0.1) / (6 * _LAYERS)
 
 
 def context_bytes(device: torch.device, used_before: int) -> int:
-    """What this process takes before any tensor: on the GPU, or of the machine's memory."""
+    """Returns the bytes that this process takes before any tensor: of the GPU's memory, or of the machine's. On a GPU
+    `used_before` bytes were in use before this process started."""
     if device.type == "cuda":
         torch.zeros(1, device=device)
         free, total = torch.cuda.mem_get_info(device)

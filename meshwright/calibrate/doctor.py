@@ -1,4 +1,4 @@
-"""What `meshwright doctor` shows: this machine's devices and links as measured, and what hinders training on it."""
+"""What `meshwright doctor` shows: the measured devices and links of this machine, and problems that hinder training."""
 
 import os
 import shutil
@@ -9,19 +9,20 @@ from typing import Any
 
 import torch
 
-from meshwright.calibrate.probe import calibrate, measure
+from meshwright.calibrate.probe import calibrate_machine, measure_machine
 from meshwright.cluster.cache import calibrated_file, save_device, save_measured
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.cores import usable_cores
-from meshwright.cluster.detect import detect, find
-from meshwright.cluster.graphics import list_gpus
+from meshwright.cluster.detect import detect, find_cluster
+from meshwright.cluster.gpus import list_gpus
 
-SHARED_MEMORY_BYTES = 2**30  # loader workers and ranks hand tensors to each other through it
+SHARED_MEMORY_BYTES = 2**30  # loader workers and ranks pass tensors to each other through it
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """What problems are looked for in; gathered apart so that each can be told without the machine that has it."""
+class SystemState:
+    """The facts about this machine that problems are derived from. They are a value of their own so that every problem
+    can be tested on a machine that does not have it."""
 
     compiler: bool
     nvidia_smi: bool
@@ -33,35 +34,38 @@ class Surroundings:
     shared_memory_bytes: int | None
 
 
-def examine(measuring: Callable[[Cluster], Cluster] = measure) -> dict[str, Any]:
-    """`devices`, `links` and `problems` of this machine, measured where it has not been yet."""
-    return _told(find("local", measuring))
+def diagnose(measuring: Callable[[Cluster], Cluster] = measure_machine) -> dict[str, Any]:
+    """Returns `devices`, `links` and `problems` of this machine, which is measured unless it was before."""
+    return _report(find_cluster("local", measuring))
 
 
-def examine_thoroughly(output: Path | None, measuring: Callable[[Cluster], Cluster] = calibrate) -> dict[str, Any]:
-    """Measures anew and per operator, writes the device's file, and tells of it as `examine` does."""
+def calibrate_and_diagnose(
+    output: Path | None, measuring: Callable[[Cluster], Cluster] = calibrate_machine
+) -> dict[str, Any]:
+    """Measures this machine again, with every class of operators, and writes the device to `output` or to the cache.
+    Returns the report of `diagnose` with the `file` that was written."""
     detected = detect()
     cluster = measuring(detected)
     (node,) = cluster.nodes
     file = save_device(node.device, output or calibrated_file(node.device.name))
-    bare = node.model_copy(update={"device": node.device.model_copy(update={"operators": ()})})
-    save_measured(detected, cluster.model_copy(update={"nodes": (bare,)}))
-    return {**_told(cluster.model_copy(update={"based_on": "calibrated"})), "file": str(file)}
+    without_operators = node.model_copy(update={"device": node.device.model_copy(update={"operators": ()})})
+    save_measured(detected, cluster.model_copy(update={"nodes": (without_operators,)}))
+    return {**_report(cluster.model_copy(update={"based_on": "calibrated"})), "file": str(file)}
 
 
-def _told(cluster: Cluster) -> dict[str, Any]:
+def _report(cluster: Cluster) -> dict[str, Any]:
     devices, links = [], []
     for node in cluster.nodes:
-        shown = node.device.model_dump(mode="json", exclude={"operators"})
-        extra = {"count": node.count, "cores": node.cores, "operators_measured": len(node.device.operators)}
-        devices.append({**shown, **extra, "based_on": cluster.based_on})
+        device = node.device.model_dump(mode="json", exclude={"operators"})
+        counts = {"count": node.count, "cores": node.cores, "operators_measured": len(node.device.operators)}
+        devices.append({**device, **counts, "based_on": cluster.based_on})
         links.append({**node.link.model_dump(mode="json"), "within": "node"})
-    return {"devices": devices, "links": links, "problems": list(problems(look_around()))}
+    return {"devices": devices, "links": links, "problems": list(problems(inspect_system()))}
 
 
-def look_around() -> Surroundings:
+def inspect_system() -> SystemState:
     shared = Path("/dev/shm")
-    return Surroundings(
+    return SystemState(
         compiler=any(shutil.which(name) for name in ("c++", "g++", "clang++")),
         nvidia_smi=shutil.which("nvidia-smi") is not None,
         gpu_names=tuple(gpu.name for gpu in list_gpus()),
@@ -73,39 +77,40 @@ def look_around() -> Surroundings:
     )
 
 
-def problems(seen: Surroundings) -> Iterator[str]:
-    """One line each: what is wrong, and what to do."""
-    if not seen.compiler:
+def problems(system: SystemState) -> Iterator[str]:
+    """Yields one line for each problem: what is wrong, and what to do."""
+    if not system.compiler:
         yield "no C++ compiler (c++, g++ or clang++) on the PATH: torch.compile needs one, install g++"
-    if seen.nvidia_smi and seen.torch_cuda is None:
+    if system.nvidia_smi and system.torch_cuda is None:
         yield (
             f"nvidia-smi is here, but torch {torch.__version__} is built without CUDA: install a CUDA build to use the"
             " GPUs"
         )
-    elif seen.nvidia_smi and not seen.visible_gpus:
+    elif system.nvidia_smi and not system.visible_gpus:
         yield (
-            f"torch is built for CUDA {seen.torch_cuda} but sees no GPU: look at the driver (nvidia-smi) and at"
+            f"torch is built for CUDA {system.torch_cuda} but sees no GPU: look at the driver (nvidia-smi) and at"
             " CUDA_VISIBLE_DEVICES"
         )
-    if len(set(seen.gpu_names)) > 1:
+    if len(set(system.gpu_names)) > 1:
         yield (
-            f"GPUs differ ({', '.join(sorted(set(seen.gpu_names)))}): the one with least memory stands for all, choose"
-            " equal ones with CUDA_VISIBLE_DEVICES"
+            f"GPUs differ ({', '.join(sorted(set(system.gpu_names)))}): predictions use the one with the least memory"
+            " for all, choose equal ones with CUDA_VISIBLE_DEVICES"
         )
-    if seen.load > seen.cores + 0.5:
+    if system.load > system.cores + 0.5:
         yield (
-            f"{seen.load:.1f} processes want to run on {seen.cores} cores: measurements are slower than the machine is"
+            f"{system.load:.1f} processes want to run on {system.cores} cores: measurements are slower than the machine"
+            " is; stop other programs and measure again"
         )
-    if seen.shared_memory_bytes is not None and seen.shared_memory_bytes < SHARED_MEMORY_BYTES:
+    if system.shared_memory_bytes is not None and system.shared_memory_bytes < SHARED_MEMORY_BYTES:
         yield (
-            f"/dev/shm has {seen.shared_memory_bytes / 2**20:,.0f} MiB free, where loader workers and ranks share"
+            f"/dev/shm has {system.shared_memory_bytes / 2**20:,.0f} MiB free, where loader workers and ranks share"
             " memory: give it 1 GiB or more (docker run --shm-size=1g)"
         )
 
 
-def lines(told: dict[str, Any]) -> Iterator[str]:
-    """The same for people."""
-    for device in told["devices"]:
+def report_lines(report: dict[str, Any]) -> Iterator[str]:
+    """Yields the lines that print the report of `diagnose` in the terminal."""
+    for device in report["devices"]:
         yield f"{device['count']} × {device['name']} ({device['kind']}, {device['cores']} cores), {device['based_on']}"
         yield f"  memory        {device['memory_bytes'] / 2**30:,.1f} GiB, {_rate(device['bandwidth_bytes_per_s'])}B/s"
         rates = "  ".join(f"{dtype} {_rate(rate)}FLOP/s" for dtype, rate in device["rates"].items())
@@ -114,18 +119,18 @@ def lines(told: dict[str, Any]) -> Iterator[str]:
         yield f"  instructions  {', '.join(device['instructions']) or 'none known'}"
         if device["operators_measured"]:
             yield f"  operators     {device['operators_measured']} measured"
-    for link in told["links"]:
+    for link in report["links"]:
         yield f"{link['name']}: {_rate(link['bandwidth_bytes_per_s'])}B/s, {link['latency_s'] * 1e6:,.1f} µs"
         for collective, curves in link["curves"].items():
             for curve in curves:
-                points = "  ".join(f"{_size(size)} {taken * 1e6:,.0f} µs" for size, taken in curve["points"])
+                points = "  ".join(f"{_size(size)} {seconds * 1e6:,.0f} µs" for size, seconds in curve["points"])
                 yield f"  {collective}, {curve['ranks']} ranks: {points}"
-    for problem in told["problems"]:
+    for problem in report["problems"]:
         yield f"problem: {problem}"
-    if not told["problems"]:
+    if not report["problems"]:
         yield "no problems found"
-    if "file" in told:
-        yield f"calibrated: {told['file']}"
+    if "file" in report:
+        yield f"calibrated: {report['file']}"
 
 
 def _rate(number: float) -> str:

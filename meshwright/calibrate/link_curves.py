@@ -1,4 +1,4 @@
-"""How long collectives take between the ranks that run this together: curves over sizes and numbers of ranks."""
+"""Times collectives between the ranks that call this together, over tensor sizes and numbers of ranks."""
 
 from collections.abc import Callable
 from statistics import median
@@ -16,22 +16,23 @@ Curves = dict[Collective, dict[int, list[tuple[int, float]]]]
 
 
 def measure_curves(collectives: list[Collective], device: torch.device) -> Curves:
-    """Points (bytes, seconds) by collective and number of ranks. Every rank calls this; rank 0's answer counts."""
-    world = dist.get_world_size()
-    numbers = [ranks for ranks in (2, 4, 8, 16) if ranks < world] + [world]
+    """Returns points (bytes, seconds) by collective and number of ranks. Every rank calls this; only the result on
+    rank 0 is complete."""
+    world_size = dist.get_world_size()
+    group_sizes = [ranks for ranks in (2, 4, 8, 16) if ranks < world_size] + [world_size]
     curves: Curves = {collective: {} for collective in collectives}
-    for ranks in numbers:
-        group = dist.new_group(list(range(ranks)))  # every rank helps to make a group, also those outside of it
+    for ranks in group_sizes:
+        group = dist.new_group(list(range(ranks)))  # every rank must call this, also those outside of the group
         if dist.get_rank() < ranks:
             for collective in collectives:
                 curves[collective][ranks] = [
-                    (size, _time(collective, size, ranks, device, group)) for size in SIZES[device.type]
+                    (size, _seconds(collective, size, ranks, device, group)) for size in SIZES[device.type]
                 ]
         dist.barrier()
     return curves
 
 
-def _time(collective: Collective, size: int, ranks: int, device: torch.device, group: dist.ProcessGroup) -> float:
+def _seconds(collective: Collective, size: int, ranks: int, device: torch.device, group: dist.ProcessGroup) -> float:
     run = _operation(collective, size, ranks, device, group)
     repeats = 10 if size <= 2**20 else 3
     run()
@@ -41,7 +42,7 @@ def _time(collective: Collective, size: int, ranks: int, device: torch.device, g
 def _operation(
     collective: Collective, size: int, ranks: int, device: torch.device, group: dist.ProcessGroup
 ) -> Callable[[], object]:
-    """The collective over a whole tensor of `size` bytes, each rank with its share where it has one."""
+    """Returns a function that runs the collective on a whole tensor of `size` bytes."""
     elements = size // 4
     whole = torch.ones(elements, device=device)
     share = torch.ones(elements // ranks, device=device)
@@ -57,11 +58,11 @@ def _operation(
         return lambda: dist.all_to_all_single(received, even, group=group)
     if collective == "broadcast":
         return lambda: dist.broadcast(whole, src=0, group=group)
-    return lambda: _pass_on(whole, group)
+    return lambda: _send_and_confirm(whole, group)
 
 
-def _pass_on(whole: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Rank 0 sends to rank 1 and hears of its arrival. The others have nothing to do."""
+def _send_and_confirm(whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Rank 0 sends the tensor to rank 1, which confirms its arrival. Other ranks do nothing."""
     rank = dist.get_rank()
     if rank == 0:
         dist.send(whole, 1, group=group)

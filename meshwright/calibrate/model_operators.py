@@ -1,72 +1,80 @@
-"""A model's own operators, measured where they will run: what a general calibration has of other shapes, this has of
-the very ones, so that a look-up meets them.
+"""Measures the operators of one model, in the model's shapes, on the machine that will train it. A general calibration
+has measured other shapes and interpolates between them; with these rows added, a look-up finds the exact shape.
 
-    here        a cluster that is this machine, as `local` measured it; any other is left as it is        is_here
-    heavy       distinct operators of a rank's share under a plan, those of the longest predicted time,
-                as many as a budget allows                                                                 _heavy
-    acted out   in the order of the step, with as many threads as the rank has, while the other ranks of
-                this machine do the same: forward results are kept until the backward pass wants them      _pass
-    waited      all begin a pass together, and it lasts until the slowest has done                       _on_cores
-    rows        the median of the passes as `OperatorTime`, of one core: as if each thread had taken all of it  _row
+    machine     only a cluster that is this machine, measured as `local`, gets new rows           is_this_machine
+    operators   the distinct operators that one rank runs under a plan, those with the longest
+                predicted time first, as many as the time budget allows                           _slowest_operators
+    one pass    runs them in the order of the step with as many threads as the rank has, while
+                the other ranks of this machine do the same; forward results are saved until
+                the backward pass reads them                                                      _run_pass
+    passes      all ranks begin a pass together, and it lasts until the slowest rank has ended    _time_on_cores
+    rows        the median over the passes as `OperatorTime` of one core: seconds × threads       _row
 
-In a loop of its own an operator finds its memory and its inputs where it left them; in a step it does not, and what
-the system takes to hand out memory anew counts. On two cores of a server a loop made convolutions up to twice as slow
-or as fast as they are in a step.
+An operator that is timed alone in a loop finds its memory allocated and its inputs in the cache. In a training step it
+does not, and allocating memory takes time as well. On two cores of a server, convolutions timed in a loop appeared up
+to twice as slow or twice as fast as they are in a step.
 """
 
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
 
-from meshwright.calibrate.operator_calls import Act, Builder, Scene
+from meshwright.calibrate.operator_calls import CallBuilder, OperatorCall, TensorPool
 from meshwright.calibrate.timing import device_seconds
 from meshwright.cluster.cluster import Cluster, Device, Node, OperatorTime
 from meshwright.cluster.detect import detect, detect_cpu
-from meshwright.dtypes import Dtype, float32_products
+from meshwright.dtypes import DTYPE_NAMES, Dtype, float32_matmul_precision
 from meshwright.plan import Plan
 from meshwright.profile.values import ModelProfile, Operator
-from meshwright.simulator.compute.engine_profile import run_by
-from meshwright.simulator.compute.lookup import STAND_INS, LookedUp, looked_up, measured_as
-from meshwright.simulator.compute.operator_time import Speeds, operator_s, speeds
-from meshwright.simulator.compute.passes import products_in
-from meshwright.simulator.engine import find_engine
-from meshwright.simulator.tensor.branches import around, unsplit
+from meshwright.simulator.compute.executed_profile import executed_profile
+from meshwright.simulator.compute.lookup import (
+    SUBSTITUTE_CLASSES,
+    OperatorClass,
+    classify_measurement,
+    classify_operator,
+)
+from meshwright.simulator.compute.operator_time import DeviceSpeeds, device_speeds, operator_s
+from meshwright.simulator.compute.passes import product_dtype
+from meshwright.simulator.tensor.branches import plan_outside_branches, without_branch_splits
 from meshwright.simulator.tensor.split_profile import split_profile
-from meshwright.simulator.tensor.standalone_splits import with_lone
+from meshwright.simulator.tensor.standalone_splits import with_standalone_splits
 
 BASED_ON = "measured here, with the model's own shapes"
 BUDGET_S = 3.0
 MOST_PASSES, FEWEST_PASSES = 9, 3
-LEAST_SHARE = 2e-3  # of a step: operators that take less are not worth a row
-_OF_MEMORY = 0.25  # of a device's, what inputs and results may take
-_IMAGES = ("convolution", "batch_norm", "pooling")
+SMALLEST_STEP_SHARE = 2e-3  # operators that take a smaller share of the step get no row
+_MEMORY_SHARE = 0.25  # of a device's memory, which inputs and results of all calls together may take
+_IMAGE_OPERATORS = ("convolution", "batch_norm", "pooling")
 
 
 @dataclass(frozen=True)
-class _Heavy:
+class _CallToTime:
+    """An operator of the step, the key under which its time is looked up, and the call that runs it."""
+
     operator: Operator
     backward: bool
-    found: LookedUp
-    act: Act
+    lookup: OperatorClass
+    call: OperatorCall
 
 
 @dataclass(frozen=True)
 class _Rank:
-    """One of the ranks that this machine runs at once. Its device is one core, of which it has `cores`."""
+    """One of the `ranks` that this machine runs at the same time. A CPU rank has `cores` devices of one core each."""
 
     device: Device
     cores: int
     ranks: int
     channels_last: bool
-    prices: Speeds
+    speeds: DeviceSpeeds
     tf32: bool
 
     @property
-    def where(self) -> torch.device:
+    def torch_device(self) -> torch.device:
         return torch.device(self.device.kind)
 
     @property
@@ -74,43 +82,46 @@ class _Rank:
         return "channels_last" if self.channels_last else "contiguous"
 
 
-def with_own_shapes(
+def measure_model_operators(
     cluster: Cluster, profile: ModelProfile, plan: Plan, global_batch: int, budget_s: float = BUDGET_S
 ) -> Cluster:
-    """The cluster with rows of the operators that a rank runs under this plan, where it is this machine. It takes about
-    `budget_s`, and leaves random numbers and threads as they were."""
-    if not is_here(cluster):
+    """Returns the cluster with measured rows of the operators that one rank runs under this plan, or the same cluster
+    where it is not this machine. It takes about `budget_s` seconds. The random number generator and the number of
+    threads are as before afterwards."""
+    if not is_this_machine(cluster):
         return cluster
     (node,) = cluster.nodes
     batch = max(1, round(global_batch / plan.shares))
-    run = run_by(with_lone(profile, plan), find_engine("meshwright"))
-    part = split_profile(unsplit(run, plan), around(run, plan))  # branches of all ranks
+    executed = executed_profile(with_standalone_splits(profile, plan))
+    # With the branches of all ranks, because their operators are measured too.
+    rank_profile = split_profile(without_branch_splits(executed, plan), plan_outside_branches(executed, plan))
     rank = _rank(node, plan)
-    heavy = _heavy(part, batch, rank, budget_s)
-    if not heavy:
+    calls = _slowest_operators(rank_profile, batch, rank, budget_s)
+    if not calls:
         return cluster
-    taken = _on_gpu(heavy, rank) if node.device.kind == "cuda" else _on_cores(heavy, rank, budget_s)
-    rows = tuple(_rows(heavy, taken, batch, rank))
+    is_gpu = node.device.kind == "cuda"
+    seconds = _time_on_gpu(calls, rank) if is_gpu else _time_on_cores(calls, rank, budget_s)
+    rows = tuple(_rows(calls, seconds, batch, rank))
     device = node.device.model_copy(
         update={
-            "operators": _joined(node.device.operators, rows),
+            "operators": _merged(node.device.operators, rows),
             "sources": {**node.device.sources, "operators": BASED_ON},
         }
     )
     return cluster.model_copy(update={"nodes": (node.model_copy(update={"device": device}),), "based_on": BASED_ON})
 
 
-def is_here(cluster: Cluster) -> bool:
-    """Whether it is this machine, measured: by its name and by what there is. A GPU needs a calibration of its own to
-    add to."""
+def is_this_machine(cluster: Cluster) -> bool:
+    """Whether the cluster is this machine and has measured operators that new rows can be added to. Its name, its
+    processor or GPU and its number of cores have to agree with what is detected here."""
     node = cluster.nodes[0]
-    named = cluster.name == "local" or cluster.name.lower().endswith("cpu")
-    if not named or cluster.based_on in ("detected", "datasheet") or len(cluster.nodes) > 1 or node.number > 1:
+    is_local = cluster.name == "local" or cluster.name.lower().endswith("cpu")
+    if not is_local or cluster.based_on in ("detected", "datasheet") or len(cluster.nodes) > 1 or node.number > 1:
         return False
     if not node.device.operators or (node.device.kind == "cuda" and not torch.cuda.is_available()):
         return False
-    (own,) = (detect() if node.device.kind == "cuda" else detect_cpu()).nodes
-    return own.device.name == node.device.name and own.cores == node.cores
+    (detected,) = (detect() if node.device.kind == "cuda" else detect_cpu()).nodes
+    return detected.device.name == node.device.name and detected.cores == node.cores
 
 
 def _rank(node: Node, plan: Plan) -> _Rank:
@@ -118,164 +129,170 @@ def _rank(node: Node, plan: Plan) -> _Rank:
     if node.device.kind == "cpu":
         cores = plan.compute.threads or max(1, node.cores // ranks)
     precision, layout = plan.numerics.precision, plan.compute.layout
-    prices = speeds(node.device, products_in(precision), cores, layout)
-    return _Rank(node.device, cores, ranks, layout == "channels_last", prices, precision == "tf32")
+    rank_speeds = device_speeds(node.device, product_dtype(precision), cores, layout)
+    return _Rank(node.device, cores, ranks, layout == "channels_last", rank_speeds, precision == "tf32")
 
 
-# ---- which
+# ---- which operators are timed
 
 
-def _heavy(profile: ModelProfile, batch: int, rank: _Rank, budget_s: float) -> list[_Heavy]:
-    """In the order of the step."""
-    builder = Builder(batch, biased=rank.device.kind == "cpu")
-    built: dict[tuple[object, ...], tuple[_Heavy, float, float]] = {}  # with their seconds, once and in the whole step
-    for stretch in profile.stretches:
-        backward = stretch.phase == "backward"
-        for operator in stretch.operators:
-            found = looked_up(operator, batch, 1.0, backward)
-            act = builder.build(operator, backward) if found else None
-            if found is None or act is None:
+def _slowest_operators(profile: ModelProfile, batch: int, rank: _Rank, budget_s: float) -> list[_CallToTime]:
+    """Returns the operators that are worth timing, in the order of the step."""
+    builder = CallBuilder(batch, fuses_bias=rank.device.kind == "cpu")
+    # By look-up key: the call, the predicted seconds of one call, and those of all equal calls in a step.
+    candidates: dict[tuple[object, ...], tuple[_CallToTime, float, float]] = {}
+    for segment in profile.segments:
+        backward = segment.phase == "backward"
+        for operator in segment.operators:
+            lookup = classify_operator(operator, batch, 1.0, backward)
+            call = builder.build(operator, backward) if lookup else None
+            if lookup is None or call is None:
                 continue
-            key: tuple[object, ...] = (found, backward, operator.name, operator.dtype)
-            once = operator_s(operator, batch, rank.prices, backward, rank.tf32)
-            one, _, total = built.get(key, (_Heavy(operator, backward, found, act), once, 0.0))
-            built[key] = (one, once, total + stretch.count * once)
-    step = sum(total for *_, total in built.values())
-    left_s, left_bytes = budget_s / (FEWEST_PASSES + 1), _OF_MEMORY * rank.device.memory_bytes
-    chosen: set[tuple[object, ...]] = set()
-    for place, (one, once, total) in sorted(built.items(), key=lambda item: -item[1][2]):
-        if total < LEAST_SHARE * step:
+            key: tuple[object, ...] = (lookup, backward, operator.name, operator.dtype)
+            call_s = operator_s(operator, batch, rank.speeds, backward, rank.tf32)
+            first, _, total = candidates.get(key, (_CallToTime(operator, backward, lookup, call), call_s, 0.0))
+            candidates[key] = (first, call_s, total + segment.block_count * call_s)
+    step_s = sum(total for *_, total in candidates.values())
+    remaining_s, remaining_bytes = budget_s / (FEWEST_PASSES + 1), _MEMORY_SHARE * rank.device.memory_bytes
+    affordable: set[tuple[object, ...]] = set()
+    for key, (candidate, call_s, total) in sorted(candidates.items(), key=lambda item: -item[1][2]):
+        if total < SMALLEST_STEP_SHARE * step_s:
             break
-        if once <= left_s and one.found.bytes <= left_bytes:
-            left_s, left_bytes = left_s - once, left_bytes - one.found.bytes
-            chosen.add(place)
-    return [one for key, (one, *_) in built.items() if key in chosen]
+        if call_s <= remaining_s and candidate.lookup.bytes <= remaining_bytes:
+            remaining_s, remaining_bytes = remaining_s - call_s, remaining_bytes - candidate.lookup.bytes
+            affordable.add(key)
+    return [candidate for key, (candidate, *_) in candidates.items() if key in affordable]
 
 
-# ---- how long
+# ---- how long they take
 
 
-def _on_gpu(heavy: Sequence[_Heavy], rank: _Rank) -> list[float]:
-    scene, found = Scene(rank.where, rank.channels_last), []
+def _time_on_gpu(calls: Sequence[_CallToTime], rank: _Rank) -> list[float]:
+    """Returns the seconds of each call."""
+    pool, seconds = TensorPool(rank.torch_device, rank.channels_last), []
     with torch.random.fork_rng(), torch.no_grad():
-        for one in heavy:
-            with float32_products(_dtype(one.operator, rank)):
-                found.append(device_seconds([lambda act=one.act: act(scene)], rank.where, 0.01))  # type: ignore[misc]
-    return found
+        for timed in calls:
+            with float32_matmul_precision(_dtype(timed.operator, rank)):
+                run = partial(timed.call, pool)
+                seconds.append(device_seconds([run], rank.torch_device, 0.01))
+    return seconds
 
 
-def _on_cores(heavy: Sequence[_Heavy], rank: _Rank, budget_s: float) -> list[float]:
-    """The median of passes, after one that sets up. The ranks of this machine begin each together, and the slowest ends
-    it: a step waits for all of them."""
-    before, end = torch.get_num_threads(), time.perf_counter() + budget_s
-    together, over = threading.Barrier(rank.ranks), threading.Event()
-    neighbours = [_Neighbour(heavy, rank, together, over) for _ in range(rank.ranks - 1)]
+def _time_on_cores(calls: Sequence[_CallToTime], rank: _Rank, budget_s: float) -> list[float]:
+    """Returns the seconds of each call: the median over several passes, after a first one that warms up. All ranks of
+    this machine begin a pass together, and its length is that of the slowest rank, because a training step waits for
+    all of them."""
+    threads_before, end = torch.get_num_threads(), time.perf_counter() + budget_s
+    barrier, finished = threading.Barrier(rank.ranks), threading.Event()
+    neighbours = [_NeighbourRank(calls, rank, barrier, finished) for _ in range(rank.ranks - 1)]
     passes: list[list[float]] = []
     try:
         torch.set_num_threads(rank.cores)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            scene = Scene(rank.where, rank.channels_last)
-            _pass(heavy, scene)
-            scene.settle()
+            pool = TensorPool(rank.torch_device, rank.channels_last)
+            _run_pass(calls, pool)
+            pool.reallocate_generated()
             for neighbour in neighbours:
                 neighbour.start()
             while len(passes) < FEWEST_PASSES or (len(passes) < MOST_PASSES and time.perf_counter() < end):
-                together.wait()
-                passes.append(_pass(heavy, scene))
-                together.wait()  # before anybody is told that it was the last
-            over.set()
-            together.wait()
+                barrier.wait()
+                passes.append(_run_pass(calls, pool))
+                barrier.wait()  # `finished` may be set only after every rank has ended this pass
+            finished.set()
+            barrier.wait()
     finally:
-        if not over.is_set():
-            over.set()
-            together.abort()
+        if not finished.is_set():
+            finished.set()
+            barrier.abort()
         for neighbour in neighbours:
             if neighbour.is_alive():
                 neighbour.join()
-        torch.set_num_threads(before)
-    slowest = [max(taken) for taken in zip(map(sum, passes), *(one.taken for one in neighbours), strict=True)]
-    waited = [[one * longest / sum(own) for one in own] for own, longest in zip(passes, slowest, strict=True)]
-    return [median(taken) for taken in zip(*waited, strict=True)]
+        torch.set_num_threads(threads_before)
+    pass_totals = zip(map(sum, passes), *(neighbour.pass_seconds for neighbour in neighbours), strict=True)
+    slowest = [max(totals) for totals in pass_totals]
+    scaled = [[s * longest / sum(seconds) for s in seconds] for seconds, longest in zip(passes, slowest, strict=True)]
+    return [median(call_s) for call_s in zip(*scaled, strict=True)]
 
 
-class _Neighbour(threading.Thread):
-    """Another rank, that keeps its cores as busy; `taken` are the seconds of its passes."""
+class _NeighbourRank(threading.Thread):
+    """Another rank of this machine, which runs the same calls on its cores at the same time. `pass_seconds` are the
+    seconds of its passes."""
 
     def __init__(
-        self, heavy: Sequence[_Heavy], rank: _Rank, together: threading.Barrier, over: threading.Event
+        self, calls: Sequence[_CallToTime], rank: _Rank, barrier: threading.Barrier, finished: threading.Event
     ) -> None:
         super().__init__(daemon=True)
-        self._heavy, self._rank, self._together, self._over = heavy, rank, together, over
-        self.taken: list[float] = []
+        self._calls, self._rank, self._barrier, self._finished = calls, rank, barrier, finished
+        self.pass_seconds: list[float] = []
 
     def run(self) -> None:
         torch.set_num_threads(self._rank.cores)
-        scene = Scene(self._rank.where, self._rank.channels_last)
+        pool = TensorPool(self._rank.torch_device, self._rank.channels_last)
         try:
             with torch.no_grad():
                 while True:
-                    self._together.wait()
-                    if self._over.is_set():
+                    self._barrier.wait()
+                    if self._finished.is_set():
                         return
-                    self.taken.append(sum(_pass(self._heavy, scene)))
-                    self._together.wait()
+                    self.pass_seconds.append(sum(_run_pass(self._calls, pool)))
+                    self._barrier.wait()
         except BaseException:
-            self._together.abort()  # nobody shall wait for one that is gone
+            self._barrier.abort()  # otherwise the other ranks would wait for this one forever
             raise
 
 
-def _pass(heavy: Sequence[_Heavy], scene: Scene) -> list[float]:
-    """Seconds of each, with what giving back its inputs takes."""
-    kept = scene.kept
-    back = sum(one.backward for one in heavy)
-    taken, forward, done = [], len(heavy) - back, 0
-    mark = time.perf_counter()
-    for one in heavy:
-        result = one.act(scene)
-        scene.put(result)
-        if one.backward:
-            done += 1
-            del kept[round(forward * (1 - done / back)) :]
-        elif one.operator.name.startswith("relu") and kept:
-            kept[-1] = result  # which is all that its backward pass needs
+def _run_pass(calls: Sequence[_CallToTime], pool: TensorPool) -> list[float]:
+    """Returns the seconds of each call, including the time to release its inputs."""
+    activations = pool.saved_activations
+    backward_calls = sum(timed.backward for timed in calls)
+    seconds, forward_calls, backward_done = [], len(calls) - backward_calls, 0
+    start = time.perf_counter()
+    for timed in calls:
+        result = timed.call(pool)
+        pool.store(result)
+        if timed.backward:
+            backward_done += 1
+            del activations[round(forward_calls * (1 - backward_done / backward_calls)) :]
+        elif timed.operator.name.startswith("relu") and activations:
+            activations[-1] = result  # the backward pass of a ReLU needs its result only, not its input
         else:
-            kept.append(result)
+            activations.append(result)
         del result
         now = time.perf_counter()
-        taken.append(now - mark)
-        mark = now
-    scene.clear()
-    taken[-1] += time.perf_counter() - mark
-    return taken
+        seconds.append(now - start)
+        start = now
+    pool.clear()
+    seconds[-1] += time.perf_counter() - start
+    return seconds
 
 
-# ---- as rows
+# ---- the measured rows
 
 
 def _dtype(operator: Operator, rank: _Rank) -> Dtype:
-    """As operators.py looks it up."""
-    types: dict[str, Dtype] = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-    found = types.get(operator.dtype, "fp32")
-    shorter = rank.tf32 and operator.kind in ("convolution", "matmul", "attention")
-    return "tf32" if found == "fp32" and shorter and "tf32" in rank.prices.rates else found
+    """Returns the dtype under which `simulator/compute/operator_time.py` looks the operator up."""
+    dtype = DTYPE_NAMES.get(operator.dtype, "fp32")
+    is_product = operator.kind in ("convolution", "matmul", "attention")
+    return "tf32" if dtype == "fp32" and rank.tf32 and is_product and "tf32" in rank.speeds.rates else dtype
 
 
-def _rows(heavy: Sequence[_Heavy], taken: Sequence[float], batch: int, rank: _Rank) -> Iterator[OperatorTime]:
-    """Operators that are looked up alike are one row, of their mean."""
-    alike: dict[object, tuple[OperatorTime, list[float]]] = {}
-    for one, seconds in zip(heavy, taken, strict=True):
-        row = _row(one, seconds, batch, rank)
-        key = (row.direction, row.dtype, row.layout, *measured_as(row))
-        alike.setdefault(key, (row, []))[1].append(seconds * rank.cores)
-    for row, several in alike.values():
-        yield row.model_copy(update={"seconds": sum(several) / len(several)})
+def _rows(calls: Sequence[_CallToTime], seconds: Sequence[float], batch: int, rank: _Rank) -> Iterator[OperatorTime]:
+    """Yields one row for all calls with the same look-up key, with the mean of their times on one core."""
+    rows: dict[object, tuple[OperatorTime, list[float]]] = {}
+    for timed, call_s in zip(calls, seconds, strict=True):
+        row = _row(timed, call_s, batch, rank)
+        key = (row.direction, row.dtype, row.layout, *classify_measurement(row))
+        rows.setdefault(key, (row, []))[1].append(call_s * rank.cores)
+    for row, core_seconds in rows.values():
+        yield row.model_copy(update={"seconds": sum(core_seconds) / len(core_seconds)})
 
 
-def _row(one: _Heavy, seconds: float, batch: int, rank: _Rank) -> OperatorTime:
-    found, name = one.found, one.found.name
-    sizes = [max(1, round(size.at(batch))) for size in one.operator.shape]
+def _row(timed: _CallToTime, seconds: float, batch: int, rank: _Rank) -> OperatorTime:
+    lookup, name = timed.lookup, timed.lookup.name
+    sizes = [max(1, round(size.at(batch))) for size in timed.operator.shape]
     if name.startswith("matmul"):
-        # Rows that are no multiple of eight numbers are a class of their own: this is of it only if it is looked up so.
+        # Products with a side that is no multiple of eight are classes of their own ("matmul n"). Other sides are
+        # rounded up, so that the row falls into the class under which the operator is looked up.
         sizes = [
             size if name.endswith(side) else -(-size // 8) * 8 for side, size in zip("mnk", sizes[1:], strict=True)
         ]
@@ -284,43 +301,46 @@ def _row(one: _Heavy, seconds: float, batch: int, rank: _Rank) -> OperatorTime:
     elif name == "attention":
         sizes = [*sizes[:3], sizes[4]]
     elif name == "batch_norm":
-        sizes = [1, max(1, round(2 ** found.sizes[1])), 1, 1]
+        sizes = [1, max(1, round(2 ** lookup.sizes[1])), 1, 1]
     elif name not in ("batched_matmul", "convolution"):
         sizes = sizes[:1]
     return OperatorTime.model_validate(
         {
             "operator": "norm" if name == "batch_norm" else name.partition(" ")[0],
-            "direction": "backward" if one.backward else "forward",
-            "dtype": _dtype(one.operator, rank),
+            "direction": "backward" if timed.backward else "forward",
+            "dtype": _dtype(timed.operator, rank),
             "shape": sizes,
-            "layout": rank.layout if name in _IMAGES else "contiguous",
-            "flops": found.flops,
-            "bytes": found.bytes,
+            "layout": rank.layout if name in _IMAGE_OPERATORS else "contiguous",
+            "flops": lookup.flops,
+            "bytes": lookup.bytes,
             "seconds": seconds,
         }
     )
 
 
-def _joined(known: tuple[OperatorTime, ...], own: tuple[OperatorTime, ...]) -> tuple[OperatorTime, ...]:
-    """What was measured of other shapes stands beside them: a class that was only measured forward, or in one layout,
-    is first copied, so that a few own shapes do not stand for all; without any it takes none."""
-    rows = list(known)
-    for row in own:
-        key = _class(row)
-        if not any(_class(other) == key for other in rows):
+def _merged(calibrated: tuple[OperatorTime, ...], new: tuple[OperatorTime, ...]) -> tuple[OperatorTime, ...]:
+    """Returns the calibrated rows followed by the new ones.
+
+    A look-up interpolates within one class (operator, direction, dtype, layout). A class that the calibration lacks,
+    such as the backward direction, first gets copies of the most similar calibrated rows: otherwise the model's few
+    shapes would price all other shapes of that class. New rows without any similar calibrated row are left out."""
+    rows = list(calibrated)
+    for row in new:
+        key = _row_class(row)
+        if not any(_row_class(other) == key for other in rows):
             name, _, dtype, _ = key
-            alike = [other for other in known if other.dtype == dtype]
-            like = [other for other in alike if _class(other)[0] == name]
-            like = like or [other for other in alike if _class(other)[0] == STAND_INS.get(name)]
-            like = [other for other in like if other.direction == row.direction] or like
-            like = [other for other in like if other.layout == row.layout] or like
-            same = {"operator": row.operator, "direction": row.direction, "layout": row.layout}
-            rows += [other.model_copy(update=same) for other in like]
-            if not like:
+            same_dtype = [other for other in calibrated if other.dtype == dtype]
+            similar = [other for other in same_dtype if _row_class(other)[0] == name]
+            similar = similar or [other for other in same_dtype if _row_class(other)[0] == SUBSTITUTE_CLASSES.get(name)]
+            similar = [other for other in similar if other.direction == row.direction] or similar
+            similar = [other for other in similar if other.layout == row.layout] or similar
+            new_class = {"operator": row.operator, "direction": row.direction, "layout": row.layout}
+            rows += [other.model_copy(update=new_class) for other in similar]
+            if not similar:
                 continue
         rows.append(row)
     return tuple(rows)
 
 
-def _class(row: OperatorTime) -> tuple[str, str, str, str]:
-    return measured_as(row)[0], row.direction, row.dtype, row.layout
+def _row_class(row: OperatorTime) -> tuple[str, str, str, str]:
+    return classify_measurement(row)[0], row.direction, row.dtype, row.layout

@@ -1,8 +1,9 @@
-"""Operators of a profile as calls that can be run here, with the data they would find in a step.
+"""Turns the operators of a `ModelProfile` into calls that run on this machine; `model_operators.py` times them.
 
-A profile tells what decides an operator's speed, not its arguments: the padding of a convolution follows from its
-FLOPs, the images of a pooling from the convolution before it. What cannot be told is not built. A `Scene` hands each
-call what the one before it has just computed, where sizes agree, so that caches are as warm as they are in a step.
+A profile records what decides an operator's speed, not its arguments. `CallBuilder` reconstructs the arguments: the
+padding of a convolution follows from its FLOPs, the image shape of a pooling from the convolution before it. Operators
+whose arguments cannot be reconstructed are not built. `TensorPool` supplies the input tensors. Where sizes agree it
+passes the result of the previous call on, so that caches are as warm as in a training step.
 """
 
 from collections.abc import Callable
@@ -14,97 +15,105 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.profile.values import ITEM_BYTES, Growth, Operator
-from meshwright.simulator.compute.lookup import bias_of
+from meshwright.dtypes import DTYPES_BY_TORCH_NAME, ITEM_BYTES
+from meshwright.profile.values import BatchPolynomial, Operator
+from meshwright.simulator.compute.lookup import bias_bytes
 
 aten = torch.ops.aten
-Act = Callable[["Scene"], Tensor]
+OperatorCall = Callable[["TensorPool"], Tensor]
 _Shape = tuple[int, ...]
 _WINDOWS = ((2, 2, 0), (3, 2, 1), (3, 2, 0), (3, 1, 1))  # kernel, stride and padding of poolings
-_OF_ONE = ("relu", "relu_", "gelu", "silu", "tanh", "sigmoid", "exp", "neg")
-_OF_TWO = ("add", "add_", "mul", "mul_", "sub", "div", "gelu_backward", "silu_backward", "tanh_backward")
-_TYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_UNARY = ("relu", "relu_", "gelu", "silu", "tanh", "sigmoid", "exp", "neg")
+_BINARY = ("add", "add_", "mul", "mul_", "sub", "div", "gelu_backward", "silu_backward", "tanh_backward")
 
 
 @dataclass
-class Scene:
-    """Tensors of one rank: `made` of random numbers, `last` what was computed last, by size and type, and `kept` what
-    the forward pass computed and the backward pass has yet to read."""
+class TensorPool:
+    """The input tensors of one rank's operator calls.
+
+    `generated` are random tensors. `latest_results` holds the most recent result by number of elements and dtype.
+    `saved_activations` are forward results that the backward pass has not read yet.
+    """
 
     device: torch.device
     channels_last: bool = False
-    made: dict[object, Tensor] = field(default_factory=dict)
-    last: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
-    kept: list[Tensor] = field(default_factory=list)
+    generated: dict[object, Tensor] = field(default_factory=dict)
+    latest_results: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
+    saved_activations: list[Tensor] = field(default_factory=list)
 
-    def take(self, shape: _Shape, dtype: torch.dtype) -> Tensor:
-        """What was computed last with so many numbers, or else random ones."""
-        found = _as(self.last.get((prod(shape), dtype)), shape)
-        return self.weight(shape, dtype) if found is None else found
+    def latest(self, shape: _Shape, dtype: torch.dtype) -> Tensor:
+        """Returns the latest result with this number of elements, viewed in this shape, or else a random tensor."""
+        tensor = _view_as(self.latest_results.get((prod(shape), dtype)), shape)
+        return self.random(shape, dtype) if tensor is None else tensor
 
-    def saved(self, shape: _Shape, dtype: torch.dtype, place: object) -> Tensor:
-        """The same of what the forward pass has kept."""
+    def saved(self, shape: _Shape, dtype: torch.dtype, owner: object) -> Tensor:
+        """Returns the latest saved activation with this number of elements, or else a random tensor of the `owner`."""
         size = prod(shape)
-        known = next((t for t in reversed(self.kept) if t.numel() == size and t.dtype == dtype), None)
-        found = _as(known, shape)
-        return self.weight(shape, dtype, place) if found is None else found
+        activation = next((t for t in reversed(self.saved_activations) if t.numel() == size and t.dtype == dtype), None)
+        tensor = _view_as(activation, shape)
+        return self.random(shape, dtype, owner) if tensor is None else tensor
 
-    def flat(self, size: int, dtype: torch.dtype) -> Tensor:
-        """The same of any shape."""
-        found = self.last.get((size, dtype))
-        return self.weight((size,), dtype) if found is None else found
+    def latest_of_size(self, size: int, dtype: torch.dtype) -> Tensor:
+        """Returns the latest result with this number of elements in whatever shape it has, or else a random tensor."""
+        tensor = self.latest_results.get((size, dtype))
+        return self.random((size,), dtype) if tensor is None else tensor
 
-    def pair(self, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """One that was just computed, and one that was kept."""
-        found = self.flat(size, dtype)
-        return found, self.saved(tuple(found.shape), dtype, "kept")
+    def latest_and_saved(self, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Returns the latest result with this number of elements and a saved activation of the same shape."""
+        tensor = self.latest_of_size(size, dtype)
+        return tensor, self.saved(tuple(tensor.shape), dtype, "saved")
 
-    def weight(self, shape: _Shape, dtype: torch.dtype, place: object = "") -> Tensor:
-        """Small enough for sums of products not to grow from layer to layer."""
-        key = (place, shape, dtype)
-        if key not in self.made:
-            scale = max(1, prod(shape[1:])) ** -0.5 if place else 1.0
+    def random(self, shape: _Shape, dtype: torch.dtype, owner: object = "") -> Tensor:
+        """Returns the random tensor of this owner, shape and dtype, and creates it on first use. Tensors of an `owner`
+        serve as weights: they are scaled down so that sums of products do not grow from layer to layer."""
+        key = (owner, shape, dtype)
+        if key not in self.generated:
+            scale = max(1, prod(shape[1:])) ** -0.5 if owner else 1.0
             values = (scale * torch.randn(shape, device=self.device)).to(dtype)
-            lies_last = self.channels_last and len(shape) == 4
-            self.made[key] = values.contiguous(memory_format=torch.channels_last) if lies_last else values
-        return self.made[key]
+            is_image = self.channels_last and len(shape) == 4
+            self.generated[key] = values.contiguous(memory_format=torch.channels_last) if is_image else values
+        return self.generated[key]
 
-    def put(self, result: Tensor) -> None:
-        self.last[(result.numel(), result.dtype)] = result
+    def store(self, result: Tensor) -> None:
+        self.latest_results[(result.numel(), result.dtype)] = result
 
     def clear(self) -> None:
-        """As at the end of a step: all but the weights is given back."""
-        self.last.clear()
-        self.kept.clear()
+        """Releases everything except the generated tensors, as the end of a training step does."""
+        self.latest_results.clear()
+        self.saved_activations.clear()
 
-    def settle(self) -> None:
-        """Weights are older than anything that a step computes, and so lie below it: only then can a process give the
-        memory of a step back to the system, and has to ask for it again in the next, as it does in training."""
+    def reallocate_generated(self) -> None:
+        """Clears the pool and allocates the generated tensors anew, below all memory that a pass allocates. In training
+        weights lie there too, because they are older than any activation. Only then can the allocator return a step's
+        memory to the system at its end, and has to request it again in the next step."""
         self.clear()
-        self.made = {key: _again(tensor) for key, tensor in self.made.items()}
+        self.generated = {key: _copy_of(tensor) for key, tensor in self.generated.items()}
 
 
-def _again(tensor: Tensor) -> Tensor:
+def _copy_of(tensor: Tensor) -> Tensor:
+    """Returns a copy, or the tensor itself where it is part of a recorded autograd graph."""
     return tensor if tensor.requires_grad else tensor.clone()
 
 
-def _as(found: Tensor | None, shape: _Shape) -> Tensor | None:
-    if found is None or found.shape == shape:
-        return found
-    return found.view(shape) if found.is_contiguous() else None
+def _view_as(tensor: Tensor | None, shape: _Shape) -> Tensor | None:
+    """Returns the tensor in this shape; None for no tensor and for one that cannot be viewed so without a copy."""
+    if tensor is None or tensor.shape == shape:
+        return tensor
+    return tensor.view(shape) if tensor.is_contiguous() else None
 
 
 @dataclass
-class Builder:
-    """Builds the operators of a step in their order; `images` are the shapes that were met, by their size."""
+class CallBuilder:
+    """Builds the calls of a step's operators in their order. `image_shapes` are the shapes of the images that earlier
+    operators read or wrote, by number of elements."""
 
     batch: int
-    biased: bool  # whether a convolution adds its bias itself
-    images: dict[int, _Shape] = field(default_factory=dict)
+    fuses_bias: bool  # whether a convolution kernel adds its bias itself
+    image_shapes: dict[int, _Shape] = field(default_factory=dict)
 
-    def build(self, operator: Operator, backward: bool) -> Act | None:
-        """None where the profile does not tell enough."""
-        dtype = _TYPES.get(operator.dtype)
+    def build(self, operator: Operator, backward: bool) -> OperatorCall | None:
+        """Returns the operator's call; None where its arguments cannot be reconstructed from the profile."""
+        dtype = DTYPES_BY_TORCH_NAME.get(operator.dtype)
         if dtype is None:
             return None
         if operator.kind == "convolution":
@@ -117,74 +126,75 @@ class Builder:
             return self._pooling(operator, dtype, backward)
         if "batch_norm" in operator.name:
             return self._batch_norm(operator, dtype, backward)
-        return _moving(operator, self._sizes(operator.shape), round(operator.bytes.at(self.batch)), dtype)
+        return _memory_bound(operator, self._sizes(operator.shape), round(operator.bytes.at(self.batch)), dtype)
 
-    def _sizes(self, shape: tuple[Growth, ...]) -> _Shape:
+    def _sizes(self, shape: tuple[BatchPolynomial, ...]) -> _Shape:
         return tuple(round(size.at(self.batch)) for size in shape)
 
-    def _convolution(self, operator: Operator, dtype: torch.dtype, backward: bool) -> Act | None:
+    def _convolution(self, operator: Operator, dtype: torch.dtype, backward: bool) -> OperatorCall | None:
         n, c_in, h, w, c_out, kernel, stride, groups = self._sizes(operator.shape)
         image, filters = (n, c_in, h, w), (c_out, c_in // groups, kernel, kernel)
-        place, bias = object(), self.biased and bias_of(operator, self.batch, backward) > 0
-        of_one = 2 * n * c_out * prod(filters[1:])
+        owner, bias = object(), self.fuses_bias and bias_bytes(operator, self.batch, backward) > 0
+        flops_per_pixel = 2 * n * c_out * prod(filters[1:])
         for gradients in (2, 1) if backward else (1,):
-            found = _padding(h, w, kernel, stride, operator.flops.at(self.batch) / gradients / of_one)
-            if found is None:
+            pixels = operator.flops.at(self.batch) / gradients / flops_per_pixel
+            geometry = _padding_and_sides(h, w, kernel, stride, pixels)
+            if geometry is None:
                 continue
-            padding, out = found[0], (n, c_out, *found[1:])
-            self.images.update({prod(image): image, prod(out): out})
+            padding, out = geometry[0], (n, c_out, *geometry[1:])
+            self.image_shapes.update({prod(image): image, prod(out): out})
             options = ([stride, stride], [padding, padding], [1, 1], False, [0, 0], groups)
             if not backward:
-                return lambda scene: aten.convolution(
-                    scene.take(image, dtype),
-                    scene.weight(filters, dtype, place),
-                    scene.weight((c_out,), dtype, place) if bias else None,
+                return lambda pool: aten.convolution(
+                    pool.latest(image, dtype),
+                    pool.random(filters, dtype, owner),
+                    pool.random((c_out,), dtype, owner) if bias else None,
                     *options,
                 )
-            wanted, sizes = [gradients == 2, True, bias], [c_out] if bias else None
-            return lambda scene: _largest(
+            output_mask, bias_sizes = [gradients == 2, True, bias], [c_out] if bias else None
+            return lambda pool: _largest(
                 aten.convolution_backward(
-                    scene.take(out, dtype),
-                    scene.saved(image, dtype, place),
-                    scene.weight(filters, dtype, place),
-                    sizes,
+                    pool.latest(out, dtype),
+                    pool.saved(image, dtype, owner),
+                    pool.random(filters, dtype, owner),
+                    bias_sizes,
                     *options,
-                    wanted,
+                    output_mask,
                 )
             )
         return None
 
-    def _pooling(self, operator: Operator, dtype: torch.dtype, backward: bool) -> Act | None:
-        (made,), moved, item = self._sizes(operator.shape), operator.bytes.at(self.batch), ITEM_BYTES[operator.dtype]
-        # Each result comes with the place it was found at, an integer of eight bytes.
-        large = made if backward else round((moved - made * (item + 8)) / item)
-        small = round((moved - 2 * made * item) / (item + 8)) if backward else made
-        image = self.images.get(large)
+    def _pooling(self, operator: Operator, dtype: torch.dtype, backward: bool) -> OperatorCall | None:
+        (written,), moved, item = self._sizes(operator.shape), operator.bytes.at(self.batch), ITEM_BYTES[operator.dtype]
+        # Each maximum is stored with its index, an integer of eight bytes.
+        large = written if backward else round((moved - written * (item + 8)) / item)
+        small = round((moved - 2 * written * item) / (item + 8)) if backward else written
+        image = self.image_shapes.get(large)
         if image is None:
             return None
         for kernel, stride, padding in _WINDOWS:
             height, width = ((side + 2 * padding - kernel) // stride + 1 for side in image[2:])
             out = (*image[:2], height, width)
             if prod(out) == small:
-                self.images[small] = out
+                self.image_shapes[small] = out
                 window = ([kernel, kernel], [stride, stride], [padding, padding])
                 if not backward:
-                    return lambda scene: aten.max_pool2d_with_indices(scene.take(image, dtype), *window)[0]
+                    return lambda pool: aten.max_pool2d_with_indices(pool.latest(image, dtype), *window)[0]
                 return _pooling_backward(image, out, window, dtype)
         return None
 
-    def _batch_norm(self, operator: Operator, dtype: torch.dtype, backward: bool) -> Act | None:
-        image = self.images.get(self._sizes(operator.shape)[0])
+    def _batch_norm(self, operator: Operator, dtype: torch.dtype, backward: bool) -> OperatorCall | None:
+        image = self.image_shapes.get(self._sizes(operator.shape)[0])
         if image is None:
             return None
-        vector, place = (image[1],), object()
+        channels, owner = (image[1],), object()
 
-        def run(scene: Scene) -> Tensor:
-            ones = scene.made.setdefault((place, "ones"), torch.ones(vector, device=scene.device))
-            x = scene.take(image, dtype)
+        def run(pool: TensorPool) -> Tensor:
+            ones = pool.generated.setdefault((owner, "ones"), torch.ones(channels, device=pool.device))
+            x = pool.latest(image, dtype)
             if not backward:
                 return aten.native_batch_norm(x, ones, ones, ones.clone(), ones.clone(), True, 0.1, 1e-5)[0]
-            saved = scene.saved(image, dtype, place)
+            saved = pool.saved(image, dtype, owner)
             return aten.native_batch_norm_backward(
                 x, saved, ones, ones, ones, ones, ones, True, 1e-5, [True, True, True]
             )[0]
@@ -192,8 +202,9 @@ class Builder:
         return run
 
 
-def _padding(h: int, w: int, kernel: int, stride: int, pixels: float) -> tuple[int, int, int] | None:
-    """With the sides of the result, of which it is known how many pixels it has."""
+def _padding_and_sides(h: int, w: int, kernel: int, stride: int, pixels: float) -> tuple[int, int, int] | None:
+    """Returns the padding with which the result has this number of pixels, and the result's height and width; None
+    where no padding smaller than the kernel does."""
     for padding in range(kernel):
         height, width = ((side + 2 * padding - kernel) // stride + 1 for side in (h, w))
         if abs(height * width - pixels) < 0.5:
@@ -205,79 +216,81 @@ def _largest(results: Any) -> Tensor:
     return max((result for result in results if result is not None), key=Tensor.numel)
 
 
-def _pooling_backward(image: _Shape, out: _Shape, window: tuple[list[int], ...], dtype: torch.dtype) -> Act:
-    place = object()
+def _pooling_backward(image: _Shape, out: _Shape, window: tuple[list[int], ...], dtype: torch.dtype) -> OperatorCall:
+    owner = object()
 
-    def run(scene: Scene) -> Tensor:
-        saved = scene.saved(image, dtype, place)
-        key = (place, "indices")
-        if key not in scene.made:
-            scene.made[key] = aten.max_pool2d_with_indices(saved, *window)[1]
-        gradient = scene.take(out, dtype)
-        return aten.max_pool2d_with_indices_backward(gradient, saved, *window, [1, 1], False, scene.made[key])
+    def run(pool: TensorPool) -> Tensor:
+        saved = pool.saved(image, dtype, owner)
+        key = (owner, "indices")
+        if key not in pool.generated:
+            pool.generated[key] = aten.max_pool2d_with_indices(saved, *window)[1]
+        gradient = pool.latest(out, dtype)
+        return aten.max_pool2d_with_indices_backward(gradient, saved, *window, [1, 1], False, pool.generated[key])
 
     return run
 
 
-def _product(operator: Operator, shape: _Shape, dtype: torch.dtype) -> Act:
-    """A forward pass multiplies with the transposed weight; of a weight's gradient the inner side is the samples."""
-    many, m, n, k = shape
-    place = object()
-    if many > 1:
-        return lambda scene: torch.bmm(scene.take((many, m, k), dtype), scene.weight((many, k, n), dtype, place))
-    if not operator.gradient and operator.name == "addmm":
-        return lambda scene: torch.addmm(
-            scene.weight((n,), dtype, place), scene.take((m, k), dtype), scene.weight((n, k), dtype, place).t()
+def _product(operator: Operator, shape: _Shape, dtype: torch.dtype) -> OperatorCall:
+    """Returns the matrix product in the memory order of its role: a forward pass multiplies with the transposed weight,
+    and the gradient of a weight sums over the samples."""
+    batch, m, n, k = shape
+    owner = object()
+    if batch > 1:
+        return lambda pool: torch.bmm(pool.latest((batch, m, k), dtype), pool.random((batch, k, n), dtype, owner))
+    if not operator.computes_gradient and operator.name == "addmm":
+        return lambda pool: torch.addmm(
+            pool.random((n,), dtype, owner), pool.latest((m, k), dtype), pool.random((n, k), dtype, owner).t()
         )
-    if not operator.gradient:
-        return lambda scene: scene.take((m, k), dtype) @ scene.weight((n, k), dtype, place).t()
+    if not operator.computes_gradient:
+        return lambda pool: pool.latest((m, k), dtype) @ pool.random((n, k), dtype, owner).t()
     if operator.shape[3].linear and not operator.shape[1].linear:
-        return lambda scene: scene.take((k, m), dtype).t() @ scene.saved((k, n), dtype, place)
-    return lambda scene: scene.take((m, k), dtype) @ scene.weight((k, n), dtype, place)
+        return lambda pool: pool.latest((k, m), dtype).t() @ pool.saved((k, n), dtype, owner)
+    return lambda pool: pool.latest((m, k), dtype) @ pool.random((k, n), dtype, owner)
 
 
-def _attention(shape: _Shape, dtype: torch.dtype, backward: bool) -> Act:
+def _attention(shape: _Shape, dtype: torch.dtype, backward: bool) -> OperatorCall:
     batch, heads, queries, keys, width, causal = shape
-    place = object()
+    owner = object()
 
-    def forward(scene: Scene, *, graph: bool) -> tuple[list[Tensor], Tensor]:
+    def forward(pool: TensorPool, *, graph: bool) -> tuple[list[Tensor], Tensor]:
         sides = [queries, keys, keys]
-        parts = [scene.weight((batch, heads, side, width), dtype, (place, n)) for n, side in enumerate(sides)]
-        parts = [part.detach().requires_grad_(graph) for part in parts]
-        q, k, v = parts
-        return parts, F.scaled_dot_product_attention(q, k, v, is_causal=bool(causal))
+        inputs = [pool.random((batch, heads, side, width), dtype, (owner, n)) for n, side in enumerate(sides)]
+        inputs = [tensor.detach().requires_grad_(graph) for tensor in inputs]
+        q, k, v = inputs
+        return inputs, F.scaled_dot_product_attention(q, k, v, is_causal=bool(causal))
 
-    def run(scene: Scene) -> Tensor:
+    def run(pool: TensorPool) -> Tensor:
         if not backward:
-            return forward(scene, graph=False)[1]
-        key = (place, "graph")
-        if key not in scene.made:
+            return forward(pool, graph=False)[1]
+        key = (owner, "graph")
+        if key not in pool.generated:
             with torch.enable_grad():
-                parts, scene.made[key] = forward(scene, graph=True)
-            scene.made.update({(place, "part", n): part for n, part in enumerate(parts)})
-        parts = [scene.made[(place, "part", n)] for n in range(3)]
-        result = scene.made[key]
-        return torch.autograd.grad(result, parts, torch.ones_like(result), retain_graph=True)[0]
+                inputs, pool.generated[key] = forward(pool, graph=True)
+            pool.generated.update({(owner, "input", n): tensor for n, tensor in enumerate(inputs)})
+        inputs = [pool.generated[(owner, "input", n)] for n in range(3)]
+        result = pool.generated[key]
+        return torch.autograd.grad(result, inputs, torch.ones_like(result), retain_graph=True)[0]
 
     return run
 
 
-def _moving(operator: Operator, shape: _Shape, moved: int, dtype: torch.dtype) -> Act | None:
-    """What is bound by the bytes it moves: sums, casts, and numbers one by one."""
+def _memory_bound(operator: Operator, shape: _Shape, moved: int, dtype: torch.dtype) -> OperatorCall | None:
+    """Returns the call of an operator that is bound by the bytes it moves (a sum, a cast or an elementwise operator);
+    None for one that is none of these."""
     if not shape or not shape[0]:
         return None
     (size, *_), item, name = shape, dtype.itemsize, operator.name
     if name == "threshold_backward":
-        return lambda scene: aten.threshold_backward(*scene.pair(size, dtype), 0)
+        return lambda pool: aten.threshold_backward(*pool.latest_and_saved(size, dtype), 0)
     if name == "_to_copy":
         other = torch.float32 if item == 2 else torch.bfloat16
         cast = other if moved != 2 * size * item else dtype
-        return lambda scene: scene.flat(size, dtype).to(cast, copy=True)
+        return lambda pool: pool.latest_of_size(size, dtype).to(cast, copy=True)
     if name == "sum" and moved // item % size == 0:
-        return lambda scene: scene.take((moved // item // size - 1, size), dtype).sum(0, keepdim=True)
+        return lambda pool: pool.latest((moved // item // size - 1, size), dtype).sum(0, keepdim=True)
     call = getattr(aten, name, None)
-    if name in _OF_ONE:
-        return lambda scene: call(scene.flat(size, dtype))  # type: ignore[misc]
-    if name in _OF_TWO and moved >= (2 if name.endswith("_") else 3) * size * item:
-        return lambda scene: call(*scene.pair(size, dtype))  # type: ignore[misc]
+    if name in _UNARY:
+        return lambda pool: call(pool.latest_of_size(size, dtype))  # type: ignore[misc]
+    if name in _BINARY and moved >= (2 if name.endswith("_") else 3) * size * item:
+        return lambda pool: call(*pool.latest_and_saved(size, dtype))  # type: ignore[misc]
     return None

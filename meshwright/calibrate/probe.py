@@ -1,7 +1,7 @@
-"""What this machine reaches, measured in some seconds by processes of their own, which leave no trace in the caller.
+"""Measures this machine in separate processes, so that the calling process keeps its threads, memory and CUDA state.
 
-The first rank measures the device while the others wait, then all of them measure how they exchange data: two CPU
-ranks over Gloo on the loopback interface, or every GPU over NCCL.
+Rank 0 measures the device while the other ranks wait. Then all ranks measure collectives together: two CPU ranks over
+Gloo on the loopback interface, or every GPU over NCCL.
 """
 
 import json
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict, dataclass, replace
 from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
@@ -22,160 +23,192 @@ from meshwright.calibrate.link_curves import measure_curves
 from meshwright.calibrate.operators import measure_operators
 from meshwright.cluster.cluster import COLLECTIVES, Cluster, Collective, Curve, Device, Link, Node
 from meshwright.cluster.curves import rising
-from meshwright.cluster.graphics import list_gpus
+from meshwright.cluster.gpus import list_gpus
 from meshwright.errors import MeshwrightError
 
 TIME_LIMIT_S = 600.0
 
 
-def measure(detected: Cluster) -> Cluster:
-    """This machine with measured constants, and operators of a CPU core, in some ten seconds."""
+@dataclass(frozen=True)
+class _ProbeRequest:
+    """What a rank has to measure. `count` and `cores` are those of the node, `used_bytes` is the GPU memory that was in
+    use before, and `folder` is where ranks leave their store, logs and results."""
+
+    kind: str
+    world_size: int
+    count: int
+    cores: int
+    thorough: bool
+    used_bytes: int
+    folder: str
+    rank: int = 0
+
+    @property
+    def results_file(self) -> Path:
+        return Path(self.folder, "measurements.json")
+
+
+def measure_machine(detected: Cluster) -> Cluster:
+    """Returns the detected machine with measured constants, and on CPUs measured operators. It takes about ten
+    seconds."""
     return _measure(detected, thorough=False)
 
 
-def calibrate(detected: Cluster) -> Cluster:
-    """Every collective and every class of operators over shapes and dtypes too, in a minute or two."""
+def calibrate_machine(detected: Cluster) -> Cluster:
+    """Returns the detected machine like `measure_machine`, with every collective and every class of operators measured
+    over shapes and dtypes. It takes a minute or two."""
     return _measure(detected, thorough=True)
 
 
 def _measure(detected: Cluster, thorough: bool) -> Cluster:
     (node,) = detected.nodes
-    world = node.count if node.device.kind == "cuda" else 2
     with tempfile.TemporaryDirectory(prefix="meshwright-probe-") as folder:
-        asked = {
-            "kind": node.device.kind,
-            "world": world,
-            "count": node.count,
-            "cores": node.cores,
-            "thorough": thorough,
-            "used_bytes": next((gpu.used_bytes for gpu in list_gpus()), 0),
-            "folder": folder,
-        }
-        _run_ranks(asked, world)
-        found = json.loads(Path(folder, "found.json").read_text())
-    measured = node.model_copy(update={"device": _device(node, found), "link": _link(node.link, found["curves"])})
+        request = _ProbeRequest(
+            kind=node.device.kind,
+            world_size=node.count if node.device.kind == "cuda" else 2,
+            count=node.count,
+            cores=node.cores,
+            thorough=thorough,
+            used_bytes=next((gpu.used_bytes for gpu in list_gpus()), 0),
+            folder=folder,
+        )
+        _run_ranks(request)
+        measurements = json.loads(request.results_file.read_text())
+    device, link = _device(node, measurements), _link(node.link, measurements["curves"])
+    measured = node.model_copy(update={"device": device, "link": link})
     return detected.model_copy(update={"nodes": (measured,), "based_on": "measured"})
 
 
-def _device(node: Node, found: dict[str, Any]) -> Device:
-    told = f"measured: torch {torch.__version__}, {date.today().isoformat()}"
-    fields = ["memory_bytes", "bandwidth_bytes_per_s", "rates", "launch_s", "context_bytes"]
-    values = {name: found[name] for name in fields if found.get(name)}
-    sources = {**node.device.sources, **dict.fromkeys(values, told)}
-    known = node.device.model_dump(exclude={"sources", "operators", *values})
-    if found["instructions"] and not known["instructions"]:
-        known["instructions"] = found["instructions"]
+def _source() -> str:
+    return f"measured: torch {torch.__version__}, {date.today().isoformat()}"
+
+
+def _device(node: Node, measurements: dict[str, Any]) -> Device:
+    """Returns the node's device with the measured values. Facts that the catalog has already are not replaced."""
+    measured_fields = ["memory_bytes", "bandwidth_bytes_per_s", "rates", "launch_s", "context_bytes"]
+    values = {name: measurements[name] for name in measured_fields if measurements.get(name)}
+    sources = {**node.device.sources, **dict.fromkeys(values, _source())}
+    fields = node.device.model_dump(exclude={"sources", "operators", *values})
+    if measurements["instructions"] and not fields["instructions"]:
+        fields["instructions"] = measurements["instructions"]
         sources["instructions"] = f"measured: products of these dtypes ran faster than fp32, torch {torch.__version__}"
     for name in ("multiprocessors", "clock_hz"):
-        if found.get(name) and not known[name]:
-            known[name], sources[name] = found[name], f"the driver, by torch {torch.__version__}"
-    return Device.model_validate({**known, **values, "operators": found["operators"], "sources": sources})
+        if measurements.get(name) and not fields[name]:
+            fields[name], sources[name] = measurements[name], f"the driver, by torch {torch.__version__}"
+    return Device.model_validate({**fields, **values, "operators": measurements["operators"], "sources": sources})
 
 
-def _link(before: Link, curves: dict[Collective, dict[str, list[tuple[int, float]]]]) -> Link:
-    """Bandwidth and latency as two ranks saw them in an all-reduce, which is two rounds of half the tensor."""
+def _link(detected: Link, curves: dict[Collective, dict[str, list[tuple[int, float]]]]) -> Link:
+    """Returns the link with measured curves, or the detected one where there are none. Bandwidth and latency are those
+    of an all-reduce between two ranks, which is two rounds of half the tensor."""
     if not curves:
-        return before
-    told = f"measured: torch {torch.__version__}, {date.today().isoformat()}"
-    made = {
+        return detected
+    source = _source()
+    link_curves = {
         collective: tuple(
-            Curve(ranks=int(ranks), points=rising((size, taken) for size, taken in points), source=told)
+            Curve(ranks=int(ranks), points=rising((size, seconds) for size, seconds in points), source=source)
             for ranks, points in by_ranks.items()
         )
         for collective, by_ranks in curves.items()
     }
-    points = made["all_reduce"][0].points
-    name = "Loopback" if before.name == "Loopback" else before.name if before.bandwidth_bytes_per_s else "measured"
+    points = link_curves["all_reduce"][0].points
+    is_named = detected.name == "Loopback" or detected.bandwidth_bytes_per_s
     return Link(
-        name=name,
+        name=detected.name if is_named else "measured",
         bandwidth_bytes_per_s=points[-1][0] / points[-1][1],
         latency_s=points[0][1] / 2,
-        curves=made,
-        sources={"bandwidth_bytes_per_s": told, "latency_s": told},
+        curves=link_curves,
+        sources={"bandwidth_bytes_per_s": source, "latency_s": source},
     )
 
 
-def _run_ranks(asked: dict[str, Any], world: int) -> None:
-    """Starts the ranks and waits; the first that fails ends the others and lends its last words to the error."""
+def _run_ranks(request: _ProbeRequest) -> None:
+    """Starts the ranks and waits for them. When one fails, the others are killed and the last line of its log becomes
+    the error message."""
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
-    # Nobody outside can join; and libraries with threads of their own start with one, as a rank on a core does.
-    told = ["env", f"GLOO_SOCKET_IFNAME={loopback}", f"NCCL_SOCKET_IFNAME={loopback}", "OMP_NUM_THREADS=1"]
-    logs = [Path(asked["folder"], f"rank{rank}.log") for rank in range(world)]
-    ranks: list[subprocess.Popen[bytes]] = []
+    # On the loopback interface no other machine can join. Libraries with thread pools start with one thread, as in a
+    # rank that has one core.
+    environment = ["env", f"GLOO_SOCKET_IFNAME={loopback}", f"NCCL_SOCKET_IFNAME={loopback}", "OMP_NUM_THREADS=1"]
+    logs = [Path(request.folder, f"rank{rank}.log") for rank in range(request.world_size)]
+    processes: list[subprocess.Popen[bytes]] = []
     try:
-        for rank in range(world):
-            command = [*told, sys.executable, "-m", "meshwright.calibrate.probe", json.dumps({**asked, "rank": rank})]
-            with logs[rank].open("wb") as log:
-                ranks.append(subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL))
+        for rank, log in enumerate(logs):
+            argument = json.dumps(asdict(replace(request, rank=rank)))
+            command = [*environment, sys.executable, "-m", "meshwright.calibrate.probe", argument]
+            with log.open("wb") as output:
+                processes.append(subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL))
         deadline = time.monotonic() + TIME_LIMIT_S
-        while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+        while any(process.poll() is None for process in processes) and not any(p.poll() for p in processes):
             if time.monotonic() > deadline:
                 raise MeshwrightError(f"this machine could not be measured within {TIME_LIMIT_S:.0f} s")
             time.sleep(0.05)
     finally:
-        for process in ranks:
+        for process in processes:
             process.kill()
             process.wait()
-    for process, file in zip(ranks, logs, strict=True):
+    for process, log in zip(processes, logs, strict=True):
         if process.returncode > 0:
-            words = file.read_text(errors="replace").strip().splitlines() or ["it left no word"]
-            raise MeshwrightError(f"this machine could not be measured: {words[-1]}")
+            lines = log.read_text(errors="replace").strip().splitlines()
+            reason = lines[-1] if lines else f"the probe exited with code {process.returncode} and printed nothing"
+            raise MeshwrightError(f"this machine could not be measured: {reason}")
 
 
-def _rank(asked: dict[str, Any]) -> None:
-    rank, world, thorough = asked["rank"], asked["world"], asked["thorough"]
-    device = torch.device("cuda", rank) if asked["kind"] == "cuda" else torch.device("cpu")
+def _run_probe(request: _ProbeRequest) -> None:
+    """Runs one rank of the probe; rank 0 writes the results."""
+    rank, world_size = request.rank, request.world_size
+    device = torch.device("cuda", rank) if request.kind == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store = dist.FileStore(str(Path(asked["folder"], "store")), world)
-    found: dict[str, Any] = {}
+    store = dist.FileStore(str(Path(request.folder, "store")), world_size)
+    measurements: dict[str, Any] = {}
     if rank == 0:
-        found = _measure_device(device, asked)
+        measurements = _measure_device(device, request)
         store.set("device", "measured")
     else:
         store.wait(["device"], timedelta(seconds=TIME_LIMIT_S))
     curves: Any = {}
-    if world > 1:
+    if world_size > 1:
         torch.set_num_threads(1)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world)
-        collectives: list[Collective] = list(COLLECTIVES) if thorough else ["all_reduce"]
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        collectives: list[Collective] = list(COLLECTIVES) if request.thorough else ["all_reduce"]
         curves = measure_curves(collectives, device)
         dist.destroy_process_group()
     if rank == 0:
-        Path(asked["folder"], "found.json").write_text(json.dumps({**found, "curves": curves}))
+        request.results_file.write_text(json.dumps({**measurements, "curves": curves}))
 
 
-def _measure_device(device: torch.device, asked: dict[str, Any]) -> dict[str, Any]:
-    taken = context_bytes(device, asked["used_bytes"])
+def _measure_device(device: torch.device, request: _ProbeRequest) -> dict[str, Any]:
+    process_bytes = context_bytes(device, request.used_bytes)
     torch.set_num_threads(1)
-    launch = launch_latency(device)
+    launch_s = launch_latency(device)
     rates = matrix_rates(device)
-    # A core's shapes are few and small; a GPU's take a minute.
-    operators = measure_operators(device, rates) if asked["thorough"] or device.type == "cpu" else []
-    torch.set_num_threads(asked["cores"])
+    # The operators of a CPU core are few and small; those of a GPU take a minute.
+    operators = measure_operators(device, rates) if request.thorough or device.type == "cpu" else []
+    torch.set_num_threads(request.cores)
     bandwidth = copy_bandwidth(device)
     if device.type == "cpu":
         return {
-            "bandwidth_bytes_per_s": bandwidth / asked["count"],
+            "bandwidth_bytes_per_s": bandwidth / request.count,
             "rates": rates,
-            "launch_s": launch,
-            "context_bytes": taken,
+            "launch_s": launch_s,
+            "context_bytes": process_bytes,
             "operators": operators,
-            "instructions": [],  # the flags of the processor tell
+            "instructions": [],  # detected from the processor's flags instead
         }
-    told = torch.cuda.get_device_properties(device)
+    properties = torch.cuda.get_device_properties(device)
     return {
-        "memory_bytes": told.total_memory,
-        "multiprocessors": told.multi_processor_count,
-        "clock_hz": 1e3 * getattr(told, "clock_rate", 0),  # kHz, by newer versions of torch
+        "memory_bytes": properties.total_memory,
+        "multiprocessors": properties.multi_processor_count,
+        "clock_hz": 1e3 * getattr(properties, "clock_rate", 0),  # in kHz, and only in newer versions of torch
         "bandwidth_bytes_per_s": bandwidth,
         "rates": rates,
-        "launch_s": launch,
-        "context_bytes": taken,
+        "launch_s": launch_s,
+        "context_bytes": process_bytes,
         "operators": operators,
         "instructions": [f"tensor-{dtype}" for dtype, rate in rates.items() if rate > 1.5 * rates["fp32"]],
     }
 
 
 if __name__ == "__main__":
-    _rank(json.loads(sys.argv[1]))
+    _run_probe(_ProbeRequest(**json.loads(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""How long something takes on a device: the median of repeated runs, after runs that warm up."""
+"""Times a function on a device: the median of repeated runs, after runs that warm up."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -7,55 +7,60 @@ from statistics import median
 
 import torch
 
+from meshwright.calibrate.torch_private import keep_gpu_busy
+
 ROUNDS = 5
-_CYCLES_PER_S = 2e9  # of a GPU, at most: how long it is told to wait is counted in these
-_LONGEST_LEAD_S = 0.012
-_ENQUEUED = 8  # of each round
+_CYCLES_PER_S = 2e9  # an upper limit for the clock of a GPU, whose waiting time is given in cycles
+_LONGEST_WAIT_S = 0.012
+_MOST_ENQUEUED_RUNS = 8  # in each round
 
 
 def seconds(run: Callable[[], object], device: torch.device, budget_s: float = 0.1) -> float:
-    """Seconds of one run, from about `budget_s` of them; work that a GPU does later is waited for."""
-    once = elapsed(run, device, 1)
-    if once < budget_s:  # the first run also pays for what is set up once
-        once = elapsed(run, device, 1)
-    runs = max(1, min(1000, int(budget_s / ROUNDS / once)))
-    rounds = ROUNDS if once < budget_s else 1
+    """Returns the seconds of one run, measured over about `budget_s` seconds of runs. Work that a GPU does
+    asynchronously is included."""
+    run_s = elapsed(run, device, 1)
+    if run_s < budget_s:  # the first run includes one-time initialization
+        run_s = elapsed(run, device, 1)
+    runs = max(1, min(1000, int(budget_s / ROUNDS / run_s)))
+    rounds = ROUNDS if run_s < budget_s else 1
     return median(elapsed(run, device, runs) / runs for _ in range(rounds))
 
 
-def device_seconds(turns: Sequence[Callable[[], object]], device: torch.device, budget_s: float = 0.1) -> float:
-    """Seconds that the device itself is busy with one run, where several that are alike take turns. A GPU is kept
-    waiting until it has a row of them to do, so that what its host takes to start each does not count."""
-    in_turn = cycle(turns)
-    elapsed(next(in_turn), device, 1)  # pays for what is set up once
-    once = elapsed(next(in_turn), device, 1)
+def device_seconds(variants: Sequence[Callable[[], object]], device: torch.device, budget_s: float = 0.1) -> float:
+    """Returns the seconds that the device itself is busy with one run. The variants do the same work on different
+    inputs and run in turn. A GPU first waits until several runs are enqueued, so that the host's launch overhead is not
+    part of the result."""
+    in_turn = cycle(variants)
+    elapsed(next(in_turn), device, 1)  # includes one-time initialization
+    run_s = elapsed(next(in_turn), device, 1)
     if device.type != "cuda":
-        rounds = min(ROUNDS, int(budget_s / once))
-        runs = max(1, min(200, int(budget_s / ROUNDS / once)))
-        return median([once, *(elapsed(lambda: next(in_turn)(), device, runs) / runs for _ in range(rounds))])
-    for run in islice(in_turn, len(turns)):
-        once = min(once, elapsed(run, device, 1))
-    rounds = max(2, min(ROUNDS, int(budget_s / once)))
-    runs = max(1, min(_ENQUEUED, int(budget_s / rounds / once)))
-    return _behind(lambda: next(in_turn)(), device, rounds, runs, once)
+        rounds = min(ROUNDS, int(budget_s / run_s))
+        runs = max(1, min(200, int(budget_s / ROUNDS / run_s)))
+        return median([run_s, *(elapsed(lambda: next(in_turn)(), device, runs) / runs for _ in range(rounds))])
+    for run in islice(in_turn, len(variants)):
+        run_s = min(run_s, elapsed(run, device, 1))
+    rounds = max(2, min(ROUNDS, int(budget_s / run_s)))
+    runs = max(1, min(_MOST_ENQUEUED_RUNS, int(budget_s / rounds / run_s)))
+    return _enqueued_seconds(lambda: next(in_turn)(), device, rounds, runs, run_s)
 
 
-def _behind(run: Callable[[], object], device: torch.device, rounds: int, runs: int, once: float) -> float:
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
+def _enqueued_seconds(run: Callable[[], object], device: torch.device, rounds: int, runs: int, run_s: float) -> float:
+    """Returns the GPU seconds of one run, where all rounds are enqueued behind a wait about as long as they take."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
     _wait(device)
-    torch.cuda._sleep(int(min(_LONGEST_LEAD_S, rounds * runs * once + 1e-3) * _CYCLES_PER_S))
-    marks[0].record()
-    for mark in marks[1:]:
+    keep_gpu_busy(int(min(_LONGEST_WAIT_S, rounds * runs * run_s + 1e-3) * _CYCLES_PER_S))
+    events[0].record()
+    for event in events[1:]:
         for _ in range(runs):
             run()
-        mark.record()
+        event.record()
     _wait(device)
-    taken = [before.elapsed_time(after) for before, after in pairwise(marks)]
-    return float(median(taken)) / 1e3 / runs
+    milliseconds = [begin.elapsed_time(end) for begin, end in pairwise(events)]
+    return float(median(milliseconds)) / 1e3 / runs
 
 
 def elapsed(run: Callable[[], object], device: torch.device, runs: int) -> float:
-    """Seconds of so many runs one after another, until the last one's work is done."""
+    """Returns the seconds of this number of consecutive runs, until the work of the last one is done."""
     _wait(device)
     start = time.perf_counter()
     for _ in range(runs):

@@ -1,4 +1,4 @@
-"""Reads a checkpoint into a model and an optimizer, under whatever plan they have now."""
+"""Finds the newest valid checkpoint of a run, and reads one into a model and an optimizer under any plan."""
 
 import warnings
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.checkpoint.chunks import LoadPlanner, local_value
 from meshwright.checkpoint.manifest import Manifest, verify
-from meshwright.checkpoint.pieces import LoadPlanner, held
 from meshwright.checkpoint.state import (
     Layouts,
     State,
@@ -24,27 +24,28 @@ from meshwright.checkpoint.state import (
 )
 from meshwright.errors import CheckpointError
 from meshwright.parallel.shard import reshard
-from meshwright.parallel.weights.layout import Tied
+from meshwright.parallel.weights.layout import TiedLayout
 
 
 @dataclass(frozen=True)
-class Found:
-    """The newest good checkpoint of a run, and what was wrong with newer ones."""
+class NewestCheckpoint:
+    """The newest valid checkpoint of a run, and one message for each newer one that is damaged. `path` and `manifest`
+    are None where there is no valid one."""
 
     path: Path | None
     manifest: Manifest | None
     problems: tuple[str, ...]
 
 
-def newest_good(folder: Path) -> Found:
-    """Looks from the newest checkpoint back, until one is whole."""
+def find_newest_valid(folder: Path) -> NewestCheckpoint:
+    """Verifies the checkpoints of a folder from the newest back, until one is valid."""
     problems: list[str] = []
     for path in sorted(folder.glob("step-*"), reverse=True):
         try:
-            return Found(path, verify(path), tuple(problems))
+            return NewestCheckpoint(path, verify(path), tuple(problems))
         except CheckpointError as error:
             problems.append(str(error))
-    return Found(None, None, tuple(problems))
+    return NewestCheckpoint(None, None, tuple(problems))
 
 
 def load(
@@ -52,11 +53,12 @@ def load(
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     layouts: Layouts | None = None,
-    tied: Sequence[Tied] = (),
+    tied: Sequence[TiedLayout] = (),
     mesh: DeviceMesh | None = None,
 ) -> dict[str, Any]:
-    """Fills the model's weights and buffers and, where given, the optimizer's state, in place. Returns the
-    small objects that were saved beside them. `layouts`, `tied` and `mesh` say how a plan has divided the model."""
+    """Loads the model's weights and buffers in place, and the optimizer's state where it is not None. Returns the small
+    objects that were saved with them, by key. `layouts`, `tied` and `mesh` describe how a plan has divided the
+    model."""
     reader = dcp.FileSystemReader(path)
     metadata = reader.read_metadata()
     reshard(module)
@@ -68,8 +70,10 @@ def load(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(state, storage_reader=reader, planner=LoadPlanner(), no_dist=not dist.is_initialized())
-    # Tensors were read in place; what is not one (a module's extra state) has to be handed back.
-    module.load_state_dict({k.removeprefix("model/"): held(v) for k, v in state.items() if k.startswith("model/")})
+    # Tensors were read in place. Other objects, such as a module's extra state, have to be set.
+    module.load_state_dict(
+        {k.removeprefix("model/"): local_value(v) for k, v in state.items() if k.startswith("model/")}
+    )
     if optimizer is not None:
         restore_optimizer(module, optimizer, state, tied)
     return {key: state[key] for key in objects}

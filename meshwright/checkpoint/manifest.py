@@ -1,4 +1,5 @@
-"""Is a checkpoint whole? A manifest names every file with its size and checksum, and says what it is of."""
+"""The manifest of a checkpoint: every file with its size and checksum, to verify that none is damaged, and what the
+trainer needs to know before it loads."""
 
 import hashlib
 import json
@@ -13,32 +14,35 @@ from meshwright.errors import CheckpointError
 MANIFEST = "manifest.json"
 
 
-class File(BaseModel):
+class FileChecksum(BaseModel):
+    """Size and checksum of one file."""
+
     model_config = ConfigDict(frozen=True)
     bytes: int
     sha256: str
 
 
 class Manifest(BaseModel):
-    """`about` is what the trainer wants to know before it loads: position, schedule, metrics, plan."""
+    """`files` has every file but the manifest itself. `about` holds what the trainer needs before it loads: position,
+    schedule, metrics, plan."""
 
-    model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")  # a loss may be either
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")  # a loss may be inf or nan
     step: int
-    files: dict[str, File]
+    files: dict[str, FileChecksum]
     about: dict[str, Any]
 
 
-def describe(path: Path) -> File:
-    with path.open("rb") as opened:
-        digest = hashlib.file_digest(opened, "sha256")
-    return File(bytes=path.stat().st_size, sha256=digest.hexdigest())
+def describe(path: Path) -> FileChecksum:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+    return FileChecksum(bytes=path.stat().st_size, sha256=digest.hexdigest())
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    with (folder / MANIFEST).open("w") as opened:
-        opened.write(manifest.model_dump_json(indent=1))
-        opened.flush()
-        os.fsync(opened.fileno())
+    with (folder / MANIFEST).open("w") as file:
+        file.write(manifest.model_dump_json(indent=1))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -51,15 +55,15 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify(folder: Path) -> Manifest:
-    """The manifest of a checkpoint whose every byte is there; otherwise an error that names the damage."""
+    """Returns the manifest of a checkpoint after checking every file; raises an error that names the damage."""
     manifest = read_manifest(folder)
     for name, expected in manifest.files.items():
         path = folder / name
         if not path.is_file():
             raise CheckpointError(f"{folder}: {name} is missing")
-        found = describe(path)
-        if found.bytes != expected.bytes:
-            raise CheckpointError(f"{folder}: {name} has {found.bytes} bytes, its manifest says {expected.bytes}")
-        if found.sha256 != expected.sha256:
+        actual = describe(path)
+        if actual.bytes != expected.bytes:
+            raise CheckpointError(f"{folder}: {name} has {actual.bytes} bytes, its manifest says {expected.bytes}")
+        if actual.sha256 != expected.sha256:
             raise CheckpointError(f"{folder}: {name} does not have the checksum that its manifest says")
     return manifest

@@ -1,4 +1,18 @@
-"""Writes a checkpoint aside and publishes it by rename: it exists whole and verified, or not at all."""
+"""Writes a checkpoint to a temporary folder and publishes it by a rename: it exists whole and verified, or not at all.
+
+What happens when a rank dies inside a save:
+
+- While ranks write (`dcp.save`) or gather checksums, the other ranks cannot finish the collective: they fail, or the
+  launcher kills them. Only `.writing-step-…` exists. It has no manifest, and nothing reads it.
+- When rank 0 dies before the rename in `_publish`, the same holds: `.writing-step-…` may be complete, but `step-…` does
+  not exist. When it dies after the rename, `step-…` is complete.
+- When a checkpoint of the same name is replaced, the old one is renamed to `.trash-step-…` just before. A rank 0 that
+  dies between the two renames leaves no checkpoint of that name.
+- The restarted run removes `.writing-*` and `.trash-*` (`clear_unfinished`) and resumes from the newest checkpoint with
+  right checksums (`find_newest_valid` in load.py): the previous one, or this one if it was renamed already.
+
+`tests/checkpoint/test_save.py` kills saves and deletions, `tests/train/runs/test_faults.py` whole runs.
+"""
 
 import os
 import shutil
@@ -9,8 +23,8 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from meshwright.checkpoint.manifest import File, Manifest, describe, write_manifest
-from meshwright.checkpoint.pieces import SavePlanner
+from meshwright.checkpoint.chunks import SavePlanner
+from meshwright.checkpoint.manifest import FileChecksum, Manifest, describe, write_manifest
 from meshwright.checkpoint.state import State
 
 WRITING = ".writing-"
@@ -18,73 +32,76 @@ TRASH = ".trash-"
 
 
 def save(state: State, folder: Path, step: int, about: dict[str, Any]) -> Path:
-    """Every rank writes its part under `folder/step-…`; all return once the checkpoint is published."""
+    """Every rank writes its shards to `folder/step-…`. All ranks return the path once the checkpoint is published."""
     return save_at(state, folder / f"step-{step:08d}", step, about)
 
 
 def save_at(state: State, final: Path, step: int, about: dict[str, Any]) -> Path:
-    alone = not dist.is_initialized()
-    rank = 0 if alone else dist.get_rank()
-    aside = final.parent / f"{WRITING}{final.name}"
+    """As `save`, to the folder `final`."""
+    is_alone = not dist.is_initialized()
+    rank = 0 if is_alone else dist.get_rank()
+    temporary = final.parent / f"{WRITING}{final.name}"
     if rank == 0:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-    if not alone:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    if not is_alone:
         dist.barrier()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a world of one saves without a process group is no news
+        warnings.simplefilter("ignore")  # DCP warns where a single process saves without a process group
         dcp.save(
             state,
-            storage_writer=dcp.FileSystemWriter(aside, sync_files=True),
+            storage_writer=dcp.FileSystemWriter(temporary, sync_files=True),
             planner=SavePlanner(),
-            no_dist=alone,
+            no_dist=is_alone,
         )
-    # Each rank sums up what it wrote itself: reading back is spread over the ranks, as writing was.
-    mine = {path.name: describe(path) for path in aside.glob(f"__{rank}_*")}
-    parts = _gather(mine)
+    # Each rank computes the checksums of the files it wrote, so that reading them back is spread over the ranks.
+    local_files = {path.name: describe(path) for path in temporary.glob(f"__{rank}_*")}
+    files_of_ranks = _gather(local_files)
     if rank == 0:
-        files = {name: file for part in parts for name, file in part.items()}
-        files[".metadata"] = describe(aside / ".metadata")
-        write_manifest(aside, Manifest(step=step, files=files, about=about))
-        _publish(aside, final)
-    if not alone:
+        files = {name: checksum for of_rank in files_of_ranks for name, checksum in of_rank.items()}
+        files[".metadata"] = describe(temporary / ".metadata")
+        write_manifest(temporary, Manifest(step=step, files=files, about=about))
+        _publish(temporary, final)
+    if not is_alone:
         dist.barrier()
     return final
 
 
 def prune(folder: Path, keep: int, newest: str, also: str | None = None) -> None:
-    """Deletes all but the `keep` checkpoints up to the one called `newest`, and the one called `also`; called
-    by one rank. Beyond `newest` lie only damaged ones: counting them would delete a good one in their place."""
+    """Deletes old checkpoints. It keeps the last `keep` up to the one named `newest`, and the one named `also`. Newer
+    ones than `newest` are damaged: they are not counted, since a good one would be deleted in their place. One rank
+    calls this."""
     for old in sorted(path for path in folder.glob("step-*") if path.name <= newest)[:-keep]:
         if old.name != also:
             _discard(old)
 
 
 def clear_unfinished(folder: Path) -> None:
-    """Removes what a killed run left half written; called by one rank."""
+    """Removes what a killed run left half written or half deleted. One rank calls this."""
     for pattern in (f"{WRITING}*", f"{TRASH}*"):
         for path in folder.glob(pattern):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _gather(mine: dict[str, File]) -> list[dict[str, File]]:
+def _gather(local_files: dict[str, FileChecksum]) -> list[dict[str, FileChecksum]]:
+    """The files of all ranks on rank 0, and an empty list on the others."""
     if not dist.is_initialized():
-        return [mine]
-    parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(mine, parts)
-    return parts or []
+        return [local_files]
+    files_of_ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(local_files, files_of_ranks)
+    return files_of_ranks or []
 
 
-def _publish(aside: Path, final: Path) -> None:
-    _sync_folder(aside)
-    if final.exists():  # a damaged one of the same step, or a user's `save` to the same place
+def _publish(temporary: Path, final: Path) -> None:
+    _sync_folder(temporary)
+    if final.exists():  # a damaged checkpoint of the same step, or a user who saves to the same path again
         _discard(final)
-    aside.rename(final)
+    temporary.rename(final)
     _sync_folder(final.parent)
 
 
 def _discard(path: Path) -> None:
-    """Renamed before it is deleted, so that a kill in between leaves no half checkpoint under its name."""
+    """Renames a checkpoint before it is deleted, so that a kill in between leaves no half checkpoint of that name."""
     trash = path.parent / f"{TRASH}{path.name}"
     shutil.rmtree(trash, ignore_errors=True)
     path.rename(trash)
@@ -92,8 +109,8 @@ def _discard(path: Path) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    opened = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(opened)
+        os.fsync(descriptor)
     finally:
-        os.close(opened)
+        os.close(descriptor)

@@ -1,8 +1,8 @@
-"""What a checkpoint holds: every tensor under its parameter's name, so that it loads under any plan.
+"""The contents of a checkpoint: every tensor under its parameter's name, so that it loads under any plan.
 
 The keys are `model/<name>`, `optimizer/<parameter name>/<entry>`, and the names of a few small objects. A parameter
-that a plan divides is written as chunks of the whole one, and one that several pipeline stages hold under its first
-name in the untouched model.
+that a plan divides is written as chunks of the whole one. A parameter that several pipeline stages hold is written
+under its first name in the untouched model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,38 +15,39 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from meshwright.checkpoint.pieces import held, pieces
+from meshwright.checkpoint.chunks import as_chunked, local_value
 from meshwright.errors import CheckpointError
 from meshwright.parallel.shard import reshard
-from meshwright.parallel.weights.layout import Layout, Tied, axis_apart, whole_shape
+from meshwright.parallel.weights.layout import ParameterLayout, TiedLayout, axis_with_different_names, whole_shape
 
 State = dict[str, Any]
-Layouts = Mapping[str, Layout]
+Layouts = Mapping[str, ParameterLayout]
 GROUPS = "optimizer_groups"
 
 
 def model_state(module: nn.Module, layouts: Layouts | None = None) -> State:
     reshard(module)
-    lying = layouts or {}
-    return {f"model/{name}": pieces(value, lying.get(name)) for name, value in module.state_dict().items()}
+    known_layouts = layouts or {}
+    return {f"model/{name}": as_chunked(value, known_layouts.get(name)) for name, value in module.state_dict().items()}
 
 
 def optimizer_state(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
     layouts: Layouts | None = None,
-    tied: Sequence[Tied] = (),
+    tied: Sequence[TiedLayout] = (),
     mesh: DeviceMesh | None = None,
 ) -> State:
-    """Collective where stages or branches lie apart: each rank knows the options of its own parameters."""
+    """The optimizer's entries by parameter name, and its groups with the parameter names of all ranks. Where pipeline
+    stages or branches are on different ranks, these call it together, since each knows its own parameters only."""
     reshard(module)
-    names, lying = _names(module, tied), _by_name(layouts or {}, tied)
+    names, layouts_by_name = _names(module, tied), _layouts_by_first_name(layouts or {}, tied)
     state: State = {}
     for parameter, entries in optimizer.state.items():
         name = names[id(parameter)]
         for key, value in entries.items():
             if value is not None:
-                state[f"optimizer/{name}/{key}"] = _entry(name, key, value, parameter, lying.get(name))
+                state[f"optimizer/{name}/{key}"] = _entry(name, key, value, parameter, layouts_by_name.get(name))
     groups = [
         {
             **{k: v for k, v in group.items() if k != "params"},
@@ -54,37 +55,37 @@ def optimizer_state(
         }
         for group in optimizer.param_groups
     ]
-    state[GROUPS] = _groups_of_all(groups, layouts or {}, mesh)
+    state[GROUPS] = _groups_of_all_ranks(groups, layouts or {}, mesh)
     return state
 
 
 def optimizer_template(
-    module: nn.Module, metadata: Metadata, layouts: Layouts | None = None, tied: Sequence[Tied] = ()
+    module: nn.Module, metadata: Metadata, layouts: Layouts | None = None, tied: Sequence[TiedLayout] = ()
 ) -> State:
-    """Empty tensors for the optimizer entries that a checkpoint holds of this model's parameters."""
-    canonical, lying = _canonical(tied), _by_name(layouts or {}, tied)
-    parameters = {canonical.get(name, name): parameter for name, parameter in module.named_parameters()}
+    """Empty tensors to load the optimizer entries into that a checkpoint holds of this model's parameters."""
+    first_names, layouts_by_name = _first_names(tied), _layouts_by_first_name(layouts or {}, tied)
+    parameters = {first_names.get(name, name): parameter for name, parameter in module.named_parameters()}
     template: State = {}
-    for key, about in metadata.state_dict_metadata.items():
+    for key, entry in metadata.state_dict_metadata.items():
         kind, _, rest = key.partition("/")
         name = rest.rpartition("/")[0]
         if kind != "optimizer" or name not in parameters:
             continue
-        parameter, layout = parameters[name], lying.get(name)
-        if not isinstance(about, TensorStorageMetadata):
+        parameter, layout = parameters[name], layouts_by_name.get(name)
+        if not isinstance(entry, TensorStorageMetadata):
             template[key] = None
-        elif tuple(about.size) == whole_shape(parameter, layout):
-            empty = torch.empty_like(parameter, dtype=about.properties.dtype, requires_grad=False)
-            template[key] = pieces(empty, layout)
+        elif tuple(entry.size) == whole_shape(parameter, layout):
+            empty = torch.empty_like(parameter, dtype=entry.properties.dtype, requires_grad=False)
+            template[key] = as_chunked(empty, layout)
         else:
-            template[key] = torch.empty(about.size, dtype=about.properties.dtype)
+            template[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
     return template
 
 
 def restore_optimizer(
-    module: nn.Module, optimizer: torch.optim.Optimizer, state: State, tied: Sequence[Tied] = ()
+    module: nn.Module, optimizer: torch.optim.Optimizer, state: State, tied: Sequence[TiedLayout] = ()
 ) -> None:
-    """Puts loaded entries and options into an optimizer whose groups may be cut differently."""
+    """Puts loaded entries and options into an optimizer, whose groups may divide the parameters differently."""
     saved_options = {name: group for group in state[GROUPS] for name in group["names"]}
     names = _names(module, tied)
     numbers: dict[str, int] = {}
@@ -98,7 +99,8 @@ def restore_optimizer(
             )
         for name in group_names:
             numbers[name] = len(numbers)
-        saved = saved_options[group_names[0]] if group_names else group  # a stage may have none of a group
+        # A pipeline stage may have no parameter of a group: it keeps the options that it has.
+        saved = saved_options[group_names[0]] if group_names else group
         options = {k: v for k, v in saved.items() if k not in ("names", "params")}
         groups.append({**options, "params": [numbers[name] for name in group_names]})
     entries: dict[int, dict[str, Any]] = {}
@@ -106,40 +108,42 @@ def restore_optimizer(
         if key.startswith("optimizer/"):
             name, _, entry = key.removeprefix("optimizer/").rpartition("/")
             if name in numbers:
-                entries.setdefault(numbers[name], {})[entry] = held(value)
+                entries.setdefault(numbers[name], {})[entry] = local_value(value)
     optimizer.load_state_dict({"state": entries, "param_groups": groups})
 
 
 def check_model(
     module: nn.Module, metadata: Metadata, layouts: Layouts | None = None, mesh: DeviceMesh | None = None
 ) -> None:
-    """Names the first tensor in which the checkpoint and the model, all its stages and branches together, differ.
-    Collective where they lie apart."""
+    """Raises an error that names the first tensor in which the checkpoint differs from the model with all its stages
+    and branches. Where these are on different ranks, all of them call it together."""
     saved = {
-        key.removeprefix("model/"): about
-        for key, about in metadata.state_dict_metadata.items()
+        key.removeprefix("model/"): entry
+        for key, entry in metadata.state_dict_metadata.items()
         if key.startswith("model/")
     }
-    lying = layouts or {}
-    mine = {
-        name: whole_shape(value, lying.get(name)) if isinstance(value, Tensor) else None
+    known_layouts = layouts or {}
+    local_shapes = {
+        name: whole_shape(value, known_layouts.get(name)) if isinstance(value, Tensor) else None
         for name, value in module.state_dict().items()
     }
-    shapes = {name: shape for stage in _of_all_ranks(mine, lying, mesh) for name, shape in stage.items()}
+    shapes_of_ranks = _gather_from_ranks(local_shapes, known_layouts, mesh)
+    shapes = {name: shape for of_rank in shapes_of_ranks for name, shape in of_rank.items()}
     for name, shape in shapes.items():
         if name not in saved:
             raise CheckpointError(f"the checkpoint has no {name}, which the model has: it is of another model")
-        about = saved[name]
-        if shape is not None and isinstance(about, TensorStorageMetadata) and tuple(about.size) != shape:
-            raise CheckpointError(f"{name} is {tuple(about.size)} in the checkpoint, but {shape} in the model")
+        entry = saved[name]
+        if shape is not None and isinstance(entry, TensorStorageMetadata) and tuple(entry.size) != shape:
+            raise CheckpointError(f"{name} is {tuple(entry.size)} in the checkpoint, but {shape} in the model")
     extra = sorted(set(saved) - set(shapes))
     if extra:
         raise CheckpointError(f"the checkpoint holds {extra[0]}, which the model has not: it is of another model")
 
 
-def _entry(name: str, key: str, value: Any, parameter: Tensor, layout: Layout | None) -> Any:
+def _entry(name: str, key: str, value: Any, parameter: Tensor, layout: ParameterLayout | None) -> Any:
+    """What DCP gets for one entry of the optimizer's state of a parameter."""
     if not isinstance(value, Tensor) or value.shape == parameter.shape:
-        return pieces(value, layout)
+        return as_chunked(value, layout)
     if value.dim() and (layout is not None or isinstance(parameter, DTensor)):
         raise CheckpointError(
             f"the optimizer's {key} of {name} is {tuple(value.shape)}, and the parameter is divided among ranks: only"
@@ -149,35 +153,39 @@ def _entry(name: str, key: str, value: Any, parameter: Tensor, layout: Layout | 
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _groups_of_all(groups: list[dict[str, Any]], layouts: Layouts, mesh: DeviceMesh | None) -> list[dict[str, Any]]:
-    """The groups with the names of all ranks: every one has the same groups, some of them empty."""
-    stages = _of_all_ranks(groups, layouts, mesh)
-    return [
-        {**group, "names": list(dict.fromkeys(name for stage in stages for name in stage[place]["names"]))}
-        for place, group in enumerate(groups)
-    ]
+def _groups_of_all_ranks(
+    groups: list[dict[str, Any]], layouts: Layouts, mesh: DeviceMesh | None
+) -> list[dict[str, Any]]:
+    """The groups with the parameter names of all ranks. Every rank has the same groups, some of them empty."""
+    groups_of_ranks = _gather_from_ranks(groups, layouts, mesh)
+    combined = []
+    for number, group in enumerate(groups):
+        names = dict.fromkeys(name for of_rank in groups_of_ranks for name in of_rank[number]["names"])
+        combined.append({**group, "names": list(names)})
+    return combined
 
 
-def _of_all_ranks(mine: Any, layouts: Layouts, mesh: DeviceMesh | None) -> list[Any]:
-    """What each rank of a pipeline, or of the tensor axis where branches lie apart, has to say."""
-    axis = axis_apart(layouts, mesh)
+def _gather_from_ranks(value: Any, layouts: Layouts, mesh: DeviceMesh | None) -> list[Any]:
+    """The values of all ranks of the pipeline axis, or of the tensor axis where branches are on different ranks; of
+    this rank alone where all ranks have the same parameters."""
+    axis = axis_with_different_names(layouts, mesh)
     if axis is None or mesh is None:
-        return [mine]
+        return [value]
     group = mesh.get_group(axis)
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, mine, group=group)
-    return found
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
-def _canonical(tied: Sequence[Tied]) -> dict[str, str]:
-    return {tie.local: tie.name for tie in tied}
+def _first_names(tied: Sequence[TiedLayout]) -> dict[str, str]:
+    return {tie.local_name: tie.name for tie in tied}
 
 
-def _by_name(layouts: Layouts, tied: Sequence[Tied]) -> dict[str, Layout]:
-    canonical = _canonical(tied)
-    return {**layouts, **{canonical[name]: layout for name, layout in layouts.items() if name in canonical}}
+def _layouts_by_first_name(layouts: Layouts, tied: Sequence[TiedLayout]) -> dict[str, ParameterLayout]:
+    first_names = _first_names(tied)
+    return {**layouts, **{first_names[name]: layout for name, layout in layouts.items() if name in first_names}}
 
 
-def _names(module: nn.Module, tied: Sequence[Tied] = ()) -> dict[int, str]:
-    canonical = _canonical(tied)
-    return {id(parameter): canonical.get(name, name) for name, parameter in module.named_parameters()}
+def _names(module: nn.Module, tied: Sequence[TiedLayout] = ()) -> dict[int, str]:
+    first_names = _first_names(tied)
+    return {id(parameter): first_names.get(name, name) for name, parameter in module.named_parameters()}

@@ -1,20 +1,14 @@
-"""`meshwright bench`: measurements, always beside a reference in the same run."""
+"""`meshwright bench`: measurements, each compared with a reference in the same run."""
 
 import json
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from meshwright.cli.choice import asked_of, chosen_plan
 from meshwright.cli.options import AsJson, ClusterName, JobFile, Settings
 
-if TYPE_CHECKING:  # rooms are loaded by the command that needs them
-    from meshwright.plan import Plan
-    from meshwright.planner.profiles import Profiles
-    from meshwright.planner.question import Question
-
-bench = typer.Typer(help="Measure, always beside a reference in the same run.", no_args_is_help=True)
+bench = typer.Typer(help="Measure, and compare with a reference in the same run.", no_args_is_help=True)
 
 
 @bench.command()
@@ -22,112 +16,117 @@ def strategies(
     job: JobFile,
     cluster: ClusterName = None,
     only: Annotated[
-        str | None, typer.Option(metavar="A,B", help="Only these strategies; the bare loop is always measured.")
+        str | None, typer.Option(metavar="A,B", help="Measure only these strategies. The bare loop is always measured.")
     ] = None,
-    steps: Annotated[int, typer.Option(min=2, help="Steps of one measurement.")] = 30,
-    rounds: Annotated[int, typer.Option(min=1, help="Alternating rounds; medians are reported.")] = 5,
+    steps: Annotated[int, typer.Option(min=2, help="The number of steps of one measurement.")] = 30,
+    rounds: Annotated[int, typer.Option(min=1, help="The number of alternating rounds. Medians are reported.")] = 5,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train a job in several ways, beside a bare PyTorch loop.
+    """Compare ways to train a job with a bare PyTorch loop.
 
     \b
-    one rank   the job as one process trains it
-    threads    one process, a thread for each device: DataParallel
+    one rank   one process
+    threads    one process with a thread for each device, as DataParallel does
     replicate  every device has the whole model and a part of each batch
-    shard      likewise, with weights, gradients and optimizer state divided
+    shard      as replicate, with weights, gradients and optimizer state divided
     tensor     layers are split over all devices
-    pipeline   the model is cut into a stage for each device, 1f1b
-    auto       the plan that `train` takes where the job says `plan: auto`
+    pipeline   the model is cut into one stage for each device, 1f1b
+    auto       the plan that `train` chooses where the job says `plan: auto`
 
-    A strategy that the model cannot be divided by is named with the reason.
+    Strategies that this model cannot be trained with are listed with the reason.
     """
     from dataclasses import asdict
-    from functools import cache
 
-    from meshwright.bench.strategies import chosen, compare, lines
-    from meshwright.bench.strategy_plans import plan_for
-    from meshwright.calibrate.probe import measure
-    from meshwright.cluster.detect import find
+    from meshwright.bench.strategies import compare, report_lines, selected_strategies
+    from meshwright.bench.strategy_plans import strategy_plan
+    from meshwright.calibrate.probe import measure_machine
+    from meshwright.cluster.detect import find_cluster
     from meshwright.job import load_job
 
-    read, names = load_job(job, settings or []), chosen(only)
-    found = find(cluster or read.cluster, measure)
-
-    @cache
-    def asked() -> "tuple[Question, Profiles]":
-        return asked_of(read, found, exact=True)
-
-    def plan_of(name: str) -> "Plan":
-        return chosen_plan(read, found, "auto")[0] if name == "auto" else plan_for(name, found.devices, asked)
-
-    rows, skipped = compare(read, found, names, plan_of, steps, rounds)
+    loaded_job, names = load_job(job, settings or []), selected_strategies(only)
+    machines = find_cluster(cluster or loaded_job.cluster, measure_machine)
+    rows, skipped = compare(
+        loaded_job, machines, names, lambda name, parts: strategy_plan(name, parts, machines), steps, rounds
+    )
     if as_json:
-        summary = {row.strategy: round(row.ratio, 4) for row in rows}
-        told = {"rows": [asdict(row) for row in rows], "summary": summary, "skipped": [asdict(one) for one in skipped]}
-        print(json.dumps(told), flush=True)
+        result = {
+            "rows": [asdict(row) for row in rows],
+            "summary": {row.strategy: round(row.ratio, 4) for row in rows},
+            "skipped": [asdict(strategy) for strategy in skipped],
+        }
+        print(json.dumps(result), flush=True)
         return
-    for line in lines(rows, skipped):
+    for line in report_lines(rows, skipped):
         print(line, flush=True)
 
 
 @bench.command()
 def collectives(
-    ranks: Annotated[int, typer.Option(metavar="N", help="So many ranks are started here.")] = 2,
+    ranks: Annotated[int, typer.Option(metavar="N", help="The number of ranks to start on this machine.")] = 2,
     nodes: Annotated[
-        int | None, typer.Option(min=1, metavar="M", help="Treat the ranks as so many nodes of equal size.")
+        int | None, typer.Option(min=1, metavar="M", help="Treat the ranks as M nodes of equal size.")
     ] = None,
-    sizes: Annotated[str | None, typer.Option(metavar="1K,4M", help="Bytes; else 1 KiB to 64 MiB.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Alternating rounds; medians are reported.")] = 7,
+    sizes: Annotated[
+        str | None, typer.Option(metavar="1K,4M", help="Message sizes in bytes; by default 1 KiB to 64 MiB.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="The number of alternating rounds. Medians are reported.")] = 7,
     in_training: Annotated[
-        bool, typer.Option("--in-training", help="Also what the exchange costs training the MNIST net.")
+        bool,
+        typer.Option("--in-training", help="Also measure what combining gradients costs a run of the MNIST net."),
     ] = False,
     openmpi: Annotated[
-        bool | None, typer.Option(help="Also OpenMPI; else where mpirun and mpi4py are there and ranks are started.")
+        bool | None, typer.Option(help="Also measure OpenMPI; without the option if mpirun and mpi4py are installed.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Combine tensors by every algorithm, beside the backend's own all-reduce; and predict it from single messages.
+    """Compare every all-reduce algorithm with the backend's, and with predictions from the speed of single messages.
 
-    Ranks are started here, or are those of the world that this command was launched in (torchrun, RANK and
-    WORLD_SIZE); then its first rank prints.
+    Ranks are started on this machine. If torchrun or another launcher started this command, its ranks are used instead,
+    and the first of them prints.
     """
     from rich.console import Console
 
-    from meshwright.bench.collectives.compare import measured_here, measured_joined, parse_sizes, rows_of, told
-    from meshwright.bench.collectives.openmpi import is_there, openmpi_rows
-    from meshwright.bench.collectives.rank import Asked
+    from meshwright.bench.collectives.compare import (
+        json_report,
+        make_rows,
+        measure_in_launched_ranks,
+        measure_in_new_ranks,
+        parse_sizes,
+    )
+    from meshwright.bench.collectives.openmpi import is_installed, openmpi_rows
+    from meshwright.bench.collectives.rank import MeasurementRequest
     from meshwright.bench.collectives.show import show
     from meshwright.launch.world import is_launched
 
-    asked = Asked(nodes, parse_sizes(sizes), rounds, in_training=in_training)
-    found = measured_joined(asked) if is_launched() else measured_here(asked, ranks)
-    if found is None:
+    request = MeasurementRequest(nodes, parse_sizes(sizes), rounds, in_training=in_training)
+    measured = measure_in_launched_ranks(request) if is_launched() else measure_in_new_ranks(request, ranks)
+    if measured is None:  # every rank but the first
         return
-    rows = rows_of(found)
-    if openmpi or (openmpi is None and is_there() and not is_launched()):
+    rows = make_rows(measured)
+    if openmpi or (openmpi is None and is_installed() and not is_launched()):
         rows = openmpi_rows(rows, rounds)
     if as_json:
-        print(json.dumps(told(rows, found)), flush=True)
+        print(json.dumps(json_report(rows, measured)), flush=True)
     else:
-        show(rows, found, Console(width=None if sys.stdout.isatty() else 200))
+        show(rows, measured, Console(width=None if sys.stdout.isatty() else 200))
 
 
 @bench.command()
 def loading(
-    rounds: Annotated[int, typer.Option(min=1, help="Alternating rounds; medians are reported.")] = 7,
-    rows: Annotated[int, typer.Option(min=1, metavar="N", help="Rows of the NumPy array.")] = 10_000_000,
+    rounds: Annotated[int, typer.Option(min=1, help="The number of alternating rounds. Medians are reported.")] = 7,
+    rows: Annotated[int, typer.Option(min=1, metavar="N", help="The number of rows in the NumPy array.")] = 10_000_000,
     as_json: AsJson = False,
 ) -> None:
-    """Load pictures beside torchvision's loader, and rows of a large array."""
+    """Measure how fast pictures are loaded, compared with torchvision's loader, and rows of a large array."""
     from dataclasses import asdict
 
-    from meshwright.bench.loading import lines, measure
+    from meshwright.bench.loading import measure, report_lines
 
-    found = measure(rounds, (0, 2), rows)
+    measured = measure(rounds, (0, 2), rows)
     if as_json:
-        summary = {f"{row.what}, {row.workers} workers": row.ratio or row.samples_per_s for row in found}
-        print(json.dumps({"rows": [asdict(row) for row in found], "summary": summary}), flush=True)
+        summary = {f"{row.what}, {row.workers} workers": row.ratio or row.samples_per_s for row in measured}
+        print(json.dumps({"rows": [asdict(row) for row in measured], "summary": summary}), flush=True)
         return
-    for line in lines(found):
+    for line in report_lines(measured):
         print(line, flush=True)

@@ -1,5 +1,5 @@
-"""The command line: reads arguments, calls the rooms, prints. Exit 0 done, 2 the input is wrong, 3 a proof
-failed, 1 anything else."""
+"""The command line: it reads arguments, calls the other packages and prints results. The exit code is 0 for success, 2
+for wrong input, 3 for a failed proof and 1 for anything else."""
 
 import json
 import os
@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import typer
 
 from meshwright.cli.bench import bench
-from meshwright.cli.choice import asked_of, by_dimension, chosen_plan, note_on
 from meshwright.cli.data import data
 from meshwright.cli.options import AsJson, ClusterName, JobFile, PlanFile, Settings
 from meshwright.errors import InputError, MeshwrightError
@@ -35,32 +34,35 @@ def train(
         str,
         typer.Option(
             metavar="auto|never|DIR",
-            help="Go on with the newest unfinished run of this job, start a new one, or go on with that run.",
+            help="auto: continue the newest unfinished run of this job; never: start a new run; DIR: continue it.",
         ),
     ] = "auto",
-    record: Annotated[
-        int, typer.Option(min=0, metavar="K", help="Write down the first K steps, for prove --against.")
-    ] = 0,
+    record: Annotated[int, typer.Option(min=0, metavar="K", help="Record the first K steps, for prove --against.")] = 0,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train a job on this machine's devices, or as a rank where torchrun started this command."""
-    from meshwright.cluster.detect import find
+    """Train a job on the devices of this machine, or as one rank if torchrun started this command."""
+    from meshwright.cluster.detect import find_cluster
     from meshwright.job import load_job, load_plan
     from meshwright.launch.world import is_launched
 
-    read = load_job(job, settings or [])
-    found = find(cluster or read.cluster)
-    given = load_plan(plan) if plan else read.plan
+    loaded_job = load_job(job, settings or [])
+    machines = find_cluster(cluster or loaded_job.cluster)
+    given_plan = load_plan(plan) if plan else loaded_job.plan
     if is_launched():
-        from meshwright.train.joined import train_joined
+        from meshwright.train.launched import train_as_launched_rank
 
-        result = train_joined(read, None if given == "auto" else given, found, resume, record)
+        fixed_plan = None if given_plan == "auto" else given_plan
+        result = train_as_launched_rank(loaded_job, fixed_plan, machines, resume, record)
     else:
+        from meshwright.auto.choose import plan_of_job, unmeasured_note
+        from meshwright.train.job_parts import JobParts
         from meshwright.train.run import train as run
 
-        chosen, predicted_s = chosen_plan(read, found, given)
-        result = run(read, chosen, found, resume, predicted_s, record, note_on(chosen, found, given))
+        parts = JobParts(loaded_job)
+        run_plan, step_s = plan_of_job(parts, machines, given_plan)
+        note = unmeasured_note(run_plan, machines, given_plan)
+        result = run(loaded_job, run_plan, machines, resume, step_s, record, note, parts)
     if result is not None:
         _print_result(result, as_json)
 
@@ -69,45 +71,51 @@ def train(
 def plan(
     job: JobFile,
     cluster: ClusterName = None,
-    plan: Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="Predict this plan alone.")] = None,
+    plan: Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="Predict this plan only.")] = None,
     top: Annotated[int, typer.Option(min=1, help="How many plans to show.")] = 5,
-    exact: Annotated[bool, typer.Option("--exact", help="Only plans that leave the numbers as they are.")] = False,
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the report as a page.")] = None,
+    exact: Annotated[bool, typer.Option("--exact", help="Only plans that do not change the numerics.")] = False,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the report as HTML.")] = None,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find the fastest plan for a job on any cluster, without it: ranked plans, and why the others were rejected."""
-    from dataclasses import replace
+    """Find the fastest plan for a job on any cluster, without using the cluster. Prints ranked plans, and why others
+    were rejected."""
     from functools import partial
     from time import perf_counter
 
     from rich.console import Console
 
-    from meshwright.calibrate.probe import measure
-    from meshwright.cluster.detect import find
+    from meshwright.auto.choose import dimension_plan
+    from meshwright.auto.inputs import planning_inputs
+    from meshwright.calibrate.probe import measure_machine
+    from meshwright.cluster.detect import find_cluster
     from meshwright.job import load_job, load_plan
-    from meshwright.parallel.check import checker
-    from meshwright.planner.answer import answer, of_one, show
-    from meshwright.planner.question import with_own_operators
+    from meshwright.planner.inputs import with_measured_operators
+    from meshwright.planner.report import predict_given_plan, report_search, show
     from meshwright.planner.search import search
+    from meshwright.train.job_parts import JobParts
 
     if html:
         raise InputError(f"--html {html}: pages are not written yet, use --json")
-    begun = perf_counter()
-    read = load_job(job, settings or [])
-    given = load_plan(plan) if plan else None
-    on = find(cluster or read.cluster, measure)
-    if given is None and read.data.partition == "dimension":  # which says how the model is to be divided
-        given = by_dimension(read, on.devices)
-    asked, profiles = asked_of(read, on, exact=exact, top=top, say=partial(print, file=sys.stderr))
-    asked = replace(asked, refuses=checker(profiles.model, profiles.sample, profiles.target))
-    question = with_own_operators(asked, profiles)
-    answered = of_one(given, question, profiles) if given else answer(search(question, profiles), question, profiles)
-    told = {**answered.to_dict(), "seconds": round(perf_counter() - begun, 3)}
-    if as_json:
-        print(json.dumps(told), flush=True)
+    begin = perf_counter()
+    loaded_job = load_job(job, settings or [])
+    parts = JobParts(loaded_job)
+    given_plan = load_plan(plan) if plan else None
+    machines = find_cluster(cluster or loaded_job.cluster, measure_machine)
+    if given_plan is None and loaded_job.data.partition == "dimension":  # this says how the model is divided
+        given_plan = dimension_plan(parts, machines)
+    notify = partial(print, file=sys.stderr)
+    inputs, profiles = planning_inputs(parts, machines, exact=exact, top=top, notify=notify)
+    inputs = with_measured_operators(inputs, profiles)
+    if given_plan:
+        report = predict_given_plan(given_plan, inputs, profiles)
     else:
-        show(answered, question, Console(width=None if sys.stdout.isatty() else 200), told["seconds"])
+        report = report_search(search(inputs, profiles), inputs, profiles)
+    seconds = round(perf_counter() - begin, 3)
+    if as_json:
+        print(json.dumps({**report.to_dict(), "seconds": seconds}), flush=True)
+    else:
+        show(report, inputs, Console(width=None if sys.stdout.isatty() else 200), seconds)
 
 
 @app.command()
@@ -115,44 +123,48 @@ def prove(
     job: Annotated[Path | None, typer.Argument(metavar="JOB", help="The job's YAML file.")] = None,
     plan: Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="Prove this plan.")] = None,
     ranks: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="At most so many ranks: larger axes are shrunk.")
+        int | None, typer.Option(min=1, metavar="N", help="The largest number of ranks: larger axes are shrunk.")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, metavar="K", help="How many steps to compare.")] = 3,
     dtype: Annotated[
-        str, typer.Option(metavar="fp64|fp32|plan", help="The precision of the comparison; plan: its own.")
+        str, typer.Option(metavar="fp64|fp32|plan", help="The precision of the comparison; plan: that of the plan.")
     ] = "fp64",
     dropout: Annotated[bool, typer.Option("--dropout", help="Leave dropout on.")] = False,
     against: Annotated[
         tuple[Path, Path] | None,
-        typer.Option(metavar="RUN_A RUN_B", help="Hold one recorded run against another, which is taken as right."),
+        typer.Option(metavar="RUN_A RUN_B", help="Compare a recorded run with another, which counts as correct."),
     ] = None,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show that a job trains under its plan as on one device: each loss, gradient, buffer and weight. Exit 3 if not,
-    with the first difference and its cause."""
+    """Check that a job trains the same model under its plan as on one device: every loss, gradient, buffer and weight.
+    If not, the exit code is 3, and the first difference and its cause are printed."""
     from rich.console import Console
 
-    from meshwright.cluster.detect import find
+    from meshwright.auto.choose import plan_of_job
+    from meshwright.cluster.detect import find_cluster
     from meshwright.job import load_job, load_plan
-    from meshwright.proof.proof import save
+    from meshwright.proof.proof import save_proof
     from meshwright.proof.prove import prove as run
     from meshwright.proof.show import show
+    from meshwright.train.job_parts import JobParts
 
     if (job is None) == (against is None):
-        raise InputError("prove takes a JOB, or two recorded runs: --against RUN_A RUN_B")
+        raise InputError("prove needs a JOB, or two recorded runs: --against RUN_A RUN_B")
     if against is not None:
-        from meshwright.proof.against import against as compare
+        from meshwright.proof.run_comparison import compare_runs as compare
 
         proof = compare(*against)
-        file = save(proof, against[1], "against")
+        file = save_proof(proof, against[1], "against")
     else:
         assert job is not None
-        read = load_job(job, settings or [])
-        given = load_plan(plan) if plan else read.plan
-        chosen = chosen_plan(read, find(read.cluster), given)[0] if given == "auto" else given
-        proof = run(read, chosen, ranks=ranks, steps=steps, dtype=dtype, dropout=dropout)
-        file = save(proof, Path(read.output), read.name)
+        loaded_job = load_job(job, settings or [])
+        parts = JobParts(loaded_job)
+        proof_plan = load_plan(plan) if plan else loaded_job.plan
+        if proof_plan == "auto":
+            proof_plan, _ = plan_of_job(parts, find_cluster(loaded_job.cluster), "auto")
+        proof = run(loaded_job, proof_plan, ranks=ranks, steps=steps, dtype=dtype, dropout=dropout, parts=parts)
+        file = save_proof(proof, Path(loaded_job.output), loaded_job.name)
     if as_json:
         print(json.dumps({**proof.to_dict(), "file": str(file)}), flush=True)
     else:
@@ -163,52 +175,53 @@ def prove(
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder that train wrote.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder that train wrote.")],
     to: Annotated[str, typer.Option("--to", metavar="safetensors|bf16|int8|int16|program", help="The file's format.")],
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Where to write; else RUN/export.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The file to write; without it, in RUN/export.")
+    ] = None,
     dynamic: Annotated[bool, typer.Option("--dynamic", help="With int8: quantize activations as well.")] = False,
     step: Annotated[
         str | None,
-        typer.Option(metavar="N|best|last", help="Which checkpoint; else the best one where the job keeps it."),
+        typer.Option(metavar="N|best|last", help="The checkpoint to export; by default the best, if the job keeps it."),
     ] = None,
-    limit: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Evaluate at most so many samples; 0: none.")
-    ] = None,
+    limit: Annotated[int | None, typer.Option(min=0, metavar="N", help="Evaluate at most N samples; 0: none.")] = None,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a run's weights for use without Meshwright, and show what that does to size and metrics."""
+    """Write the weights of a run for use without Meshwright, and print how size and metrics change."""
     from meshwright.export.export import export as write
-    from meshwright.export.show import lines
+    from meshwright.export.show import describe_export
 
     exported = write(run, to, output, dynamic, step, limit, settings or [])
     if as_json:
         print(json.dumps(exported.to_dict()), flush=True)
         return
-    for line in lines(exported):
+    for line in describe_export(exported):
         print(line, flush=True)
 
 
 @app.command()
 def doctor(
     calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Measure every class of operators and write the device's file.")
+        bool, typer.Option("--calibrate", help="Measure every class of operators and write the device's calibration.")
     ] = False,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where --calibrate writes; else the user's cache.")
+        Path | None,
+        typer.Option(metavar="FILE", help="The file that --calibrate writes; by default in the user's cache."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show this machine's devices and links as measured, and what stands in the way of training."""
-    from meshwright.calibrate.doctor import examine, examine_thoroughly, lines
+    """Measure and print the devices and links of this machine, and report problems that prevent training."""
+    from meshwright.calibrate.doctor import calibrate_and_diagnose, diagnose, report_lines
 
     if output and not calibrate:
-        raise InputError(f"--output {output}: only --calibrate writes a file")
-    told = examine_thoroughly(output) if calibrate else examine()
+        raise InputError(f"--output {output}: only --calibrate writes a file, so add it or leave --output out")
+    diagnosis = calibrate_and_diagnose(output) if calibrate else diagnose()
     if as_json:
-        print(json.dumps(told), flush=True)
+        print(json.dumps(diagnosis), flush=True)
         return
-    for line in lines(told):
+    for line in report_lines(diagnosis):
         print(line, flush=True)
 
 
@@ -234,10 +247,10 @@ def _print_result(result: dict[str, Any], as_json: bool) -> None:
 
 def main() -> None:
     from meshwright.launch import environment
-    from meshwright.launch.ending import finishing
+    from meshwright.launch.process_exit import skip_library_teardown
 
     try:
-        with finishing() if environment.read().launched else nullcontext():
+        with skip_library_teardown() if environment.read_environment().launched else nullcontext():
             app(standalone_mode=True)
     except MeshwrightError as error:
         sys.stdout.flush()

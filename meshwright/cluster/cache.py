@@ -1,4 +1,4 @@
-"""Where measurements of this machine are kept between runs: the user's cache folder (XDG), a file a machine."""
+"""Stores measurements of this machine between runs, in one file per machine in the user's cache folder (XDG)."""
 
 import hashlib
 import json
@@ -11,27 +11,28 @@ import torch
 from meshwright.cache import cache_folder
 from meshwright.cluster.cluster import Cluster, Device
 from meshwright.errors import InputError
-from meshwright.yaml_file import read_mapping, validated
+from meshwright.yaml_file import read_mapping, validate
 
-MEASURED = "rates, curves, operators"
+MEASURED = "rates, curves, operators"  # part of the fingerprint: change it when other things are measured
 
 
 def fingerprint(cluster: Cluster) -> str:
-    """Changes with whatever makes old measurements wrong: processor, cores, GPUs, torch, what we measure."""
+    """Returns a hash of everything that invalidates old measurements when it changes: processor, cores, GPUs, the
+    version of torch, and what is measured."""
     (node,) = cluster.nodes
-    words = [node.device.kind, node.device.name, node.count, node.cores, node.device.instructions, torch.__version__]
-    words.append(MEASURED)
-    return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:16]
+    inputs = [node.device.kind, node.device.name, node.count, node.cores, node.device.instructions, torch.__version__]
+    inputs.append(MEASURED)
+    return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:16]
 
 
 def load_measured(detected: Cluster) -> Cluster | None:
-    """What was measured on this machine before; None where nothing was, or where the file is no good."""
+    """Returns the earlier measurements of this machine; None where there are none or the file is not valid."""
     file = _machine_file(detected)
     try:
-        found = validated(Cluster, read_mapping(file, "cluster"), str(file))
+        measured = validate(Cluster, read_mapping(file, "cluster"), str(file))
     except InputError:
         return None
-    return found if found.devices == detected.devices and found.kind == detected.kind else None
+    return measured if measured.device_count == detected.device_count and measured.kind == detected.kind else None
 
 
 def save_measured(detected: Cluster, measured: Cluster) -> Path:
@@ -43,12 +44,12 @@ def calibrated_file(device: str) -> Path:
 
 
 def calibrated_device(name: str) -> Device | None:
-    """The device as `doctor --calibrate` measured it here; None where it did not, or where the file is no good."""
+    """Returns the device that `doctor --calibrate` saved; None where it saved none or the file is not valid."""
     file = calibrated_file(name)
     if not file.exists():
         return None
     try:
-        return validated(Device, read_mapping(file, "device"), str(file))
+        return validate(Device, read_mapping(file, "device"), str(file))
     except InputError:
         return None
 
@@ -62,12 +63,12 @@ def _machine_file(detected: Cluster) -> Path:
 
 
 def _write(file: Path, text: str) -> Path:
-    """Whole or not at all: two processes may measure at once."""
-    aside = file.with_name(f".{file.name}.{os.getpid()}")
+    """Writes the file atomically, because two processes may measure at the same time."""
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(text)
-        aside.replace(file)
+        draft.write_text(text)
+        draft.replace(file)
     except OSError as error:
         raise InputError(f"{file}: cannot be written: {error.strerror}") from None
     return file

@@ -1,7 +1,7 @@
-"""`Cluster`: what there is to train on. Devices and links as frozen values, each constant with its source.
+"""`Cluster`: the devices and links to train on, as frozen values. Each constant carries its source.
 
-Units are bytes, seconds and operations a second. A constant of 0 is one that nobody has measured or looked up: only
-clusters that are `detected` have such ones, which is enough to start ranks on and too little to predict with.
+Units are bytes, seconds and operations per second. A constant of 0 is unknown. Only clusters that are based on
+detection alone (`detected`) have unknown constants: ranks can be started on them, but nothing can be predicted.
 """
 
 from collections.abc import Iterator
@@ -21,9 +21,9 @@ from pydantic import (
 
 from meshwright.dtypes import Dtype
 
-Kind = Literal["cpu", "cuda"]
+DeviceKind = Literal["cpu", "cuda"]
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "point_to_point"]
-Operator = Literal[
+MeasuredOperator = Literal[
     "matmul",
     "input_gradient",
     "weight_gradient",
@@ -45,59 +45,73 @@ Operator = Literal[
     "embedding",
     "optimizer",
 ]
-Layout = Literal["contiguous", "channels_last"]
+MemoryLayout = Literal["contiguous", "channels_last"]
 BasedOn = Literal["measured", "measured here, with the model's own shapes", "calibrated", "datasheet", "detected"]
 
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 
 
-class _Value(BaseModel):
+class _FrozenValue(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def to_yaml(self) -> str:
-        """What the loader of this kind of file reads back as an equal value."""
+        """Returns the YAML from which `cluster/file.py` reads an equal value."""
         raw = self.model_dump(mode="json", exclude_defaults=True)
         return yaml.safe_dump(raw, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
 
 
-class OperatorTime(_Value):
-    """One operator as it was measured. `shape` by operator: matmul m n k (of a linear layer); input_gradient and
-    weight_gradient m n k (products whose second operand, or both, lie with the inner side apart); batched_matmul b
-    m n k; attention batch heads sequence head_dim (causal); convolution n c_in h w c_out kernel stride groups; norm
-    rows columns (LayerNorm), or n c h w (BatchNorm); pooling (2 × 2 maxima) and bias (of a convolution) n c h w;
-    softmax, log_softmax, loss and reduction rows columns; elementwise (ReLU), gelu, dropout (a GPU's, with a mask
-    of bytes), widen (16 bits to 32) and copy (transposing) elements; embedding rows columns lookups; optimizer
-    tensors elements and states (2 of AdamW, 1 of SGD with momentum; all tensors at once).
-    Seconds are those that the device is busy; what its host takes to start an operator is `launch_s`.
+class OperatorTime(_FrozenValue):
+    """The measured time of one operator and shape. `seconds` is how long the device is busy; the time in which the host
+    launches the operator is `Device.launch_s`. The meaning of `shape` depends on the operator:
+
+    matmul                              m n k, of a linear layer
+    input_gradient, weight_gradient     m n k, of products whose second operand, or both, are not contiguous along k
+    batched_matmul                      batch m n k
+    attention                           batch heads sequence head_dim, causal
+    convolution                         n c_in h w c_out kernel stride groups
+    norm                                rows columns (LayerNorm), or n c h w (BatchNorm)
+    pooling, bias                       n c h w, of a 2 × 2 maximum, of the bias of a convolution
+    softmax, log_softmax, loss          rows columns
+    reduction                           rows columns
+    elementwise, gelu, dropout          elements, of a ReLU, of a GELU, of a GPU's dropout with a mask of bytes
+    widen, copy                         elements, of a cast from 16 to 32 bits, of a transposing copy
+    embedding                           rows columns lookups
+    optimizer                           tensors elements states, all tensors in one step; AdamW has 2 states, SGD with
+                                        momentum 1
     """
 
-    operator: Operator
+    operator: MeasuredOperator
     direction: Literal["forward", "backward"] = "forward"
     dtype: Dtype
     shape: tuple[PositiveInt, ...]
-    layout: Layout = "contiguous"
+    layout: MemoryLayout = "contiguous"
     flops: NonNegativeFloat
     bytes: PositiveFloat
     seconds: PositiveFloat
 
 
-class Device(_Value):
-    """One GPU, or one CPU core: a rank that has several cores has as many such devices' rates.
+class Device(_FrozenValue):
+    """One GPU, or one CPU core. A rank with several cores has the rates of that number of devices.
 
-    `rates` are dense peaks; `launch_s` is what the host takes for one operator; `instructions` end in
-    the dtype they speed up (`tensor-bf16`, `amx-bf16`); `context_bytes` is what a process takes before any tensor;
-    `multiprocessors` run a GPU's blocks of threads, at most `clock_hz` fast.
+    `rates` are dense peaks in operations per second. `launch_s` is the time in which the host launches one operator.
+    `instructions` end in the dtype that they speed up (`tensor-bf16`, `amx-bf16`). `context_bytes` is the memory that a
+    process takes before any tensor. A GPU has `multiprocessors`, which run at `clock_hz` at most.
+    `sustained_shares` are, by dtype and by who published it, the share of a rate that matrix products hold during
+    training; with `tf32_needs_inner_contiguous` products in tf32 are slower unless both operands are contiguous along
+    the dimension that is summed over.
     The memory and bandwidth of a CPU device are its share of the machine's. `sources` says where each constant
     comes from, by field, or by `rates.bf16` for one of several.
     """
 
     name: str
-    kind: Kind
+    kind: DeviceKind
     memory_bytes: NonNegativeInt = 0
     bandwidth_bytes_per_s: NonNegativeFloat = 0
     rates: dict[Dtype, PositiveFloat] = {}
     multiprocessors: NonNegativeInt = 0
     clock_hz: NonNegativeFloat = 0
+    sustained_shares: dict[Dtype, dict[str, PositiveFloat]] = {}
+    tf32_needs_inner_contiguous: bool = False
     launch_s: NonNegativeFloat = 0
     instructions: tuple[str, ...] = ()
     context_bytes: NonNegativeInt = 0
@@ -106,16 +120,17 @@ class Device(_Value):
 
     @property
     def is_known(self) -> bool:
-        """Whether there is enough to predict with."""
+        """Whether all constants that a prediction needs are known."""
         return bool(self.memory_bytes and self.bandwidth_bytes_per_s and "fp32" in self.rates)
 
     def accelerates(self, dtype: Dtype) -> bool:
-        """Whether there are instructions for this dtype, so that it is more than a way to save memory."""
+        """Whether the device has instructions that compute faster in this dtype. Without them the dtype only saves
+        memory."""
         return any(instruction.endswith(f"-{dtype}") for instruction in self.instructions)
 
 
-class Curve(_Value):
-    """Measured times of one collective, over the size of the whole tensor, for so many ranks on so many nodes."""
+class Curve(_FrozenValue):
+    """Measured times of one collective over the size of the whole tensor, for one number of ranks and nodes."""
 
     ranks: int = Field(ge=2)
     nodes: PositiveInt = 1
@@ -126,17 +141,18 @@ class Curve(_Value):
     def _rises(self) -> Self:
         if not self.points:
             raise ValueError("points is empty: a curve has one or more")
-        for (small, sooner), (large, later) in zip(self.points, self.points[1:], strict=False):
-            if small >= large or sooner > later:
+        for (small, small_s), (large, large_s) in zip(self.points, self.points[1:], strict=False):
+            if small >= large or small_s > large_s:
                 raise ValueError(
-                    f"a curve's points rise in bytes and in seconds, but ({small}, {sooner:g}) comes before"
-                    f" ({large}, {later:g})"
+                    f"a curve's points rise in bytes and in seconds, but ({small}, {small_s:g}) comes before"
+                    f" ({large}, {large_s:g})"
                 )
         return self
 
 
-class Link(_Value):
-    """One tier: `bandwidth_bytes_per_s` per device and direction, `latency_s` of a message too small to matter."""
+class Link(_FrozenValue):
+    """One tier of links. `bandwidth_bytes_per_s` is per device and direction, `latency_s` the time of a message whose
+    size does not matter."""
 
     name: str
     bandwidth_bytes_per_s: NonNegativeFloat = 0
@@ -148,14 +164,15 @@ class Link(_Value):
     def _one_curve_for_one_shape(self) -> Self:
         for collective, curves in self.curves.items():
             shapes = [(curve.ranks, curve.nodes) for curve in curves]
-            twice = next((shape for shape in shapes if shapes.count(shape) > 1), None)
-            if twice:
-                raise ValueError(f"link '{self.name}' has two {collective} curves for {twice[0]} ranks on {twice[1]}")
+            repeated = next((shape for shape in shapes if shapes.count(shape) > 1), None)
+            if repeated:
+                ranks, nodes = repeated
+                raise ValueError(f"link '{self.name}' has two {collective} curves for {ranks} ranks on {nodes} nodes")
         return self
 
 
-class Node(_Value):
-    """`number` equal machines, each with `count` devices joined by `link`, and CPU `cores` that their ranks share."""
+class Node(_FrozenValue):
+    """`number` equal machines. Each has `count` devices connected by `link`, and CPU `cores` that its ranks share."""
 
     device: Device
     count: PositiveInt
@@ -164,8 +181,8 @@ class Node(_Value):
     number: PositiveInt = 1
 
 
-class Cluster(_Value):
-    """Nodes, which may differ, and the link between them. The price is that of the whole cluster."""
+class Cluster(_FrozenValue):
+    """Nodes, which may differ, and the link between them. `price_per_hour` is that of the whole cluster."""
 
     name: str
     nodes: tuple[Node, ...]
@@ -183,11 +200,11 @@ class Cluster(_Value):
         if sum(node.number for node in self.nodes) > 1 and self.link is None:
             raise ValueError("link is missing: several nodes need one between them, such as InfiniBand-HDR")
         if self.based_on != "detected":
-            for message in self._unknown():
+            for message in self._missing_constants():
                 raise ValueError(message)
         return self
 
-    def _unknown(self) -> Iterator[str]:
+    def _missing_constants(self) -> Iterator[str]:
         for index, node in enumerate(self.nodes):
             if not node.device.is_known:
                 yield (
@@ -200,20 +217,20 @@ class Cluster(_Value):
             yield f"link '{self.link.name}' needs a bandwidth_bytes_per_s above zero"
 
     @property
-    def devices(self) -> int:
-        """How many ranks can run at once."""
+    def device_count(self) -> int:
+        """The number of devices on all nodes, each of which can run one rank."""
         return sum(node.count * node.number for node in self.nodes)
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> DeviceKind:
         return self.nodes[0].device.kind
 
     @property
     def cores(self) -> int:
-        """The CPU cores that the ranks of one machine share, on the machine that has fewest."""
+        """The number of CPU cores that the ranks of one machine share, on the machine that has the fewest."""
         return min(node.cores for node in self.nodes)
 
-    def with_devices(self, devices: int) -> Self:
-        """The first node's devices in another number, on one machine."""
+    def with_device_count(self, devices: int) -> Self:
+        """Returns a cluster of one machine with this number of the first node's devices."""
         node = self.nodes[0].model_copy(update={"count": devices, "number": 1})
         return self.model_copy(update={"nodes": (node,)})

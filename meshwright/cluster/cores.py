@@ -1,4 +1,4 @@
-"""How many CPU cores this process may use: those it may run on, within the CPU quota of its container."""
+"""The number of CPU cores that this process may use, from its affinity mask and the CPU quota of its container."""
 
 import os
 from collections.abc import Iterator
@@ -6,13 +6,13 @@ from pathlib import Path
 
 
 def usable_cores(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """The cores this process may run on, within the CPU quota of its container."""
+    """Returns the number of cores that this process may run on, at least 1; quotas are read below `cgroups`."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, int(min([allowed, *_quotas(cgroups, _own_groups())])))
+    return max(1, int(min([allowed, *_quotas(cgroups, _cgroup_paths())])))
 
 
-def _own_groups() -> list[str]:
-    """The paths of this process in the cgroup trees, such as `/user.slice/session-1.scope`."""
+def _cgroup_paths() -> list[str]:
+    """Returns the paths of this process in the cgroup trees, such as `/user.slice/session-1.scope`."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -22,13 +22,13 @@ def _own_groups() -> list[str]:
 
 
 def _quotas(cgroups: Path, groups: list[str]) -> Iterator[float]:
-    """Cores' worth of CPU time allowed by each group around this process, in cgroup v2 and in v1."""
+    """Yields the CPU quota, in cores, of each cgroup that contains this process, in cgroup v2 and v1."""
     for root in (cgroups, cgroups / "cpu", cgroups / "cpu,cpuacct"):
-        # Inside a container the own group is mounted as the root, whatever path the kernel tells.
+        # Inside a container the cgroup of the container is mounted as the root, whatever path the kernel reports.
         folders = {root}
         for group in groups:
-            own = root / group.lstrip("/")
-            folders.update(folder for folder in (own, *own.parents) if folder.is_relative_to(root))
+            group_folder = root / group.lstrip("/")
+            folders.update(folder for folder in (group_folder, *group_folder.parents) if folder.is_relative_to(root))
         for folder in sorted(folders):
             yield from _quota(folder)
 

@@ -1,4 +1,4 @@
-"""Which cluster a name means: this machine as it is, some of its CPU cores, catalog devices, or a file."""
+"""Finds the cluster that a name describes: this machine, some of its CPU cores, catalog devices, or a file."""
 
 from collections.abc import Callable
 
@@ -9,40 +9,40 @@ from meshwright.cluster.catalog import entry_reported_as, find_link
 from meshwright.cluster.cluster import Cluster, Device, Link, Node
 from meshwright.cluster.cores import usable_cores
 from meshwright.cluster.file import is_file, load_cluster
-from meshwright.cluster.graphics import list_gpus
-from meshwright.cluster.names import named, parse
+from meshwright.cluster.gpus import list_gpus
+from meshwright.cluster.names import cluster_from_name, parse_cluster_name
 from meshwright.cluster.processor import memory_bytes, read_processor
 from meshwright.errors import InputError
 
 Measure = Callable[[Cluster], Cluster]
 
 
-def find(name: str, measure: Measure | None = None) -> Cluster:
-    """`local`: every GPU, or else one device a usable core; `3xcpu`: three CPU devices sharing the cores; a catalog
-    name; a YAML file.
+def find_cluster(name: str, measure: Measure | None = None) -> Cluster:
+    """Returns the cluster with this name. `local` is every GPU of this machine, or one CPU device per usable core;
+    `3xcpu` is three CPU devices that share the cores; other names are catalog devices or YAML files.
 
-    This machine is only looked at, or taken as it was measured before; with `measure` (`probe.measure`) it is measured
-    where it has not been yet.
+    With `measure` (`probe.measure_machine`), this machine is measured unless it was before. Without it, earlier
+    measurements are used where there are some, and otherwise it is only detected.
     """
     if is_file(name):
         return load_cluster(name)
     if name == "local":
         return _measured(detect(), measure)
-    counts, word, links = parse(name)
+    counts, word, links = parse_cluster_name(name)
     if word.lower() == "cpu":
         if len(counts) > 1 or links:
             raise InputError(f"cluster '{name}' is not known: cpu is a core of this machine, write '3xcpu' for three")
-        return _sharing(_measured(detect_cpu(), measure), counts[0] if counts else 1, name)
-    return named(name)
+        return _with_shared_cores(_measured(detect_cpu(), measure), counts[0] if counts else 1, name)
+    return cluster_from_name(name)
 
 
 def detect() -> Cluster:
-    """This machine, nothing measured."""
+    """Returns this machine as detected, without any measurement."""
     return _detect_gpus(torch.cuda.device_count()) if torch.cuda.device_count() else detect_cpu()
 
 
 def detect_cpu() -> Cluster:
-    """This machine's cores, each a device with its share of the memory."""
+    """Returns this machine's cores, each as a device with its share of the memory."""
     cores = usable_cores()
     processor = read_processor()
     device = Device(
@@ -57,7 +57,8 @@ def detect_cpu() -> Cluster:
 
 
 def _detect_gpus(count: int) -> Cluster:
-    """GPUs that the catalog knows by the driver's name have its constants; others have none until measured."""
+    """Returns this machine's GPUs. Where the catalog has the name that the driver reports, they have its constants;
+    otherwise they have none until they are measured."""
     gpus = list_gpus()
     gpu = min(gpus, key=lambda gpu: gpu.memory_bytes) if gpus else None
     entry = entry_reported_as(gpu.name) if gpu else None
@@ -85,17 +86,18 @@ def _measured(detected: Cluster, measure: Measure | None) -> Cluster:
 
 
 def _calibrated(cluster: Cluster) -> Cluster:
-    """The measured machine with what `doctor --calibrate` found out about its device, memory shares as they are."""
+    """Returns the cluster with the device that `doctor --calibrate` saved, or the same cluster where there is none. The
+    device keeps its share of this machine's memory."""
     (node,) = cluster.nodes
-    known = calibrated_device(node.device.name)
-    if known is None or known.kind != node.device.kind:
+    calibrated = calibrated_device(node.device.name)
+    if calibrated is None or calibrated.kind != node.device.kind:
         return cluster
-    device = known.model_copy(update={"memory_bytes": node.device.memory_bytes})
+    device = calibrated.model_copy(update={"memory_bytes": node.device.memory_bytes})
     return cluster.model_copy(update={"nodes": (node.model_copy(update={"device": device}),), "based_on": "calibrated"})
 
 
-def _sharing(cluster: Cluster, count: int, name: str) -> Cluster:
-    """So many CPU devices on the same cores: each has its share of the machine's memory and bandwidth."""
+def _with_shared_cores(cluster: Cluster, count: int, name: str) -> Cluster:
+    """Returns `count` CPU devices on the same cores, each with its share of the machine's memory and bandwidth."""
     (node,) = cluster.nodes
     device = node.device.model_copy(
         update={
@@ -107,14 +109,15 @@ def _sharing(cluster: Cluster, count: int, name: str) -> Cluster:
     return cluster.model_copy(update={"name": name, "nodes": (shared,)})
 
 
-def check_here(cluster: Cluster) -> None:
-    """Refuses a cluster that this machine is not: it can be planned for, but ranks cannot be started on it here."""
+def check_is_local(cluster: Cluster) -> None:
+    """Raises where the cluster is not this machine: it can be planned for, but ranks cannot be started on it here."""
     nodes = sum(node.number for node in cluster.nodes)
-    there = f"{nodes} nodes" if nodes > 1 else f"{cluster.devices} GPUs" if cluster.kind == "cuda" else "other CPUs"
+    devices = f"{cluster.device_count} GPUs" if cluster.kind == "cuda" else "other CPUs"
+    hardware = f"{nodes} nodes" if nodes > 1 else devices
     gpus, cores = torch.cuda.device_count(), usable_cores()
-    fits = cluster.devices <= gpus if cluster.kind == "cuda" else cluster.cores <= cores
+    fits = cluster.device_count <= gpus if cluster.kind == "cuda" else cluster.cores <= cores
     if nodes > 1 or not fits:
         raise InputError(
-            f"cluster '{cluster.name}' has {there}, this machine has {gpus} GPUs and {cores} cores: train with"
+            f"cluster '{cluster.name}' has {hardware}, this machine has {gpus} GPUs and {cores} cores: train with"
             " --cluster local, or start the ranks of several machines with torchrun"
         )

@@ -1,14 +1,14 @@
-"""Clusters and devices as YAML files: the devices and links in them are names from the catalog, files, or in full."""
+"""Reads clusters and devices from YAML files, in which devices and links are catalog names, files, or written out."""
 
 from pathlib import Path
 from typing import Any
 
 from meshwright.cluster.cache import calibrated_device
-from meshwright.cluster.catalog import Entry, find_entry, find_link
+from meshwright.cluster.catalog import CatalogEntry, find_entry, find_link
 from meshwright.cluster.cluster import Cluster, Device
 from meshwright.cluster.names import basis
 from meshwright.errors import InputError
-from meshwright.yaml_file import read_mapping, validated
+from meshwright.yaml_file import read_mapping, validate
 
 
 def is_file(name: str) -> bool:
@@ -16,11 +16,12 @@ def is_file(name: str) -> bool:
 
 
 def load_device(path: str | Path) -> Device:
-    return validated(Device, read_mapping(Path(path), "device"), str(path))
+    return validate(Device, read_mapping(Path(path), "device"), str(path))
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """Reads a cluster; what a node does not say (count, link, cores) is as in the usual machine of its device."""
+    """Reads a cluster. A node without `count` has one device; without `link` or `cores` it has those that the catalog
+    gives for the usual machine of its device."""
     file = Path(path)
     raw = {"name": file.stem, **read_mapping(file, "cluster")}
     nodes = raw.get("nodes")
@@ -28,7 +29,7 @@ def load_cluster(path: str | Path) -> Cluster:
         raw["nodes"] = [_node(node, index, file) for index, node in enumerate(nodes)]
     if isinstance(raw.get("link"), str):
         raw["link"] = _named_link(raw["link"], f"{file}: link")
-    cluster = validated(Cluster, raw, str(path))
+    cluster = validate(Cluster, raw, str(path))
     if "based_on" in raw:
         return cluster
     return cluster.model_copy(update={"based_on": basis(*(node.device for node in cluster.nodes))})
@@ -51,12 +52,12 @@ def _node(raw: Any, index: int, file: Path) -> Any:
     return node
 
 
-def _device(raw: Any, file: Path, where: str) -> tuple[Device | None, Entry | None]:
+def _device(raw: Any, file: Path, where: str) -> tuple[Device | None, CatalogEntry | None]:
     if not isinstance(raw, str):
-        return None, None  # in full, or missing: the fields are checked with the rest
+        return None, None  # written out or missing: checked together with the rest of the file
     if is_file(raw):
-        beside = file.parent / raw
-        device = load_device(beside if beside.exists() else raw)
+        relative = file.parent / raw
+        device = load_device(relative if relative.exists() else raw)
         try:
             return device, find_entry(device.name)
         except InputError:

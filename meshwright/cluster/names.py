@@ -1,4 +1,4 @@
-"""Which cluster a name means: `8xH100`, `4x8xA100-80GB` (nodes × devices), `16x8xH100@400G` (and the link)."""
+"""Builds clusters from names: `8xH100`, `4x8xA100-80GB` (nodes × devices), `16x8xH100@400G` (with the link)."""
 
 import re
 
@@ -10,24 +10,25 @@ from meshwright.errors import InputError
 _NAME = re.compile(r"((?:[1-9]\d{0,5}x)*)([^@]+)((?:@[^@]+)*)")
 
 
-def parse(name: str) -> tuple[list[int], str, list[str]]:
-    """The counts, the device and the links of a name: `4x8xA100@400G` is [4, 8], A100, [400G]."""
+def parse_cluster_name(name: str) -> tuple[list[int], str, list[str]]:
+    """Returns the counts, the device and the links in a name: [4, 8], A100 and [400G] for `4x8xA100@400G`."""
     match = _NAME.fullmatch(name.strip())
     counts = [int(count) for count in match[1].split("x") if count] if match else []
     if match is None or len(counts) > 2:
-        raise InputError(f"cluster '{name}' is not known: {WRITE}")
+        raise InputError(f"cluster '{name}' is not known: {CLUSTER_NAME_HINT}")
     return counts, match[2], [link for link in match[3].split("@") if link]
 
 
-WRITE = "write 'local' for this machine, a name such as 8xH100 or 4x8xA100-80GB@200G, or a YAML file"
+CLUSTER_NAME_HINT = "write 'local' for this machine, a name such as 8xH100 or 4x8xA100-80GB@200G, or a YAML file"
 
 
-def named(name: str) -> Cluster:
-    """A cluster of catalog devices, one node unless the name says more, joined as such machines usually are.
+def cluster_from_name(name: str) -> Cluster:
+    """Returns a cluster of catalog devices with the links that the catalog gives for the usual machine of the device.
 
-    `@` changes a link: one within nodes (`@PCIe3-x16`), or the network between them, whose rate is per device.
+    A part after `@` replaces one of the links: that within nodes (`@PCIe3-x16`), or the network between them, whose
+    rate is per device.
     """
-    counts, word, links = parse(name)
+    counts, word, links = parse_cluster_name(name)
     nodes, devices = [1, 1, *counts][-2:]
     try:
         entry = find_entry(word)
@@ -41,14 +42,14 @@ def named(name: str) -> Cluster:
         else:
             between = link
     try:
-        inside, network = find_link(within), find_link(between)
+        node_link, network = find_link(within), find_link(between)
     except InputError as error:
         raise InputError(f"cluster '{name}' is not known: {error}") from None
     device = calibrated_device(entry.device.name) or entry.device
-    node = Node(device=device, count=devices, link=inside, cores=entry.cores * devices, number=nodes)
+    node = Node(device=device, count=devices, link=node_link, cores=entry.cores * devices, number=nodes)
     return Cluster(name=name, nodes=(node,), link=network, based_on=basis(device))
 
 
 def basis(*devices: Device) -> BasedOn:
-    """A cluster is calibrated where each of its devices is."""
+    """Returns what a cluster of these devices is based on: it is calibrated if all of them are."""
     return "calibrated" if all(device.operators for device in devices) else "datasheet"

@@ -1,4 +1,4 @@
-"""Which processor this is, how much memory it has, and which of its instructions matter for training."""
+"""Detects this machine's processor, its memory, and those of its instructions that speed up training."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ from meshwright.yaml_file import read_mapping
 
 @dataclass(frozen=True)
 class Processor:
-    """`name` is the catalog's where it knows this processor, the processor's own otherwise."""
+    """`name` is the catalog's name where the catalog has this processor, and otherwise what the processor reports."""
 
     name: str
     instructions: tuple[str, ...]
@@ -27,15 +27,14 @@ def read_processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> Processor:
     flags = (_field(text, "flags") or _field(text, "Features")).split()
     reported = _field(text, "model name") or _arm_part(text) or platform.processor() or platform.machine() or "CPU"
     entry = entry_reported_as(reported)
-    known = _instructions()
     return Processor(
         name=entry.device.name if entry else re.sub(r"\((R|TM)\)|CPU|Processor|@.*", "", reported).strip(),
-        instructions=tuple(instruction for flag, instruction in known.items() if flag in flags),
+        instructions=tuple(instruction for flag, instruction in _instructions().items() if flag in flags),
     )
 
 
 def memory_bytes() -> int:
-    """What this machine has, or what its container may use of it."""
+    """Returns the memory of this machine, or the limit of its container where that is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
@@ -46,14 +45,14 @@ def memory_bytes() -> int:
 
 
 def _field(text: str, name: str) -> str:
-    found = re.search(rf"^{name}\s*:\s*(.+)$", text, re.MULTILINE)
-    return found[1].strip() if found else ""
+    match = re.search(rf"^{name}\s*:\s*(.+)$", text, re.MULTILINE)
+    return match[1].strip() if match else ""
 
 
 def _arm_part(text: str) -> str:
-    """Arm names no model, but numbers who made which part: `ARM 0x41 0xd0c`."""
-    maker, part = _field(text, "CPU implementer"), _field(text, "CPU part")
-    return f"ARM {maker} {part}" if maker and part else ""
+    """Returns implementer and part number, such as `ARM 0x41 0xd0c`, because Arm processors report no model name."""
+    implementer, part = _field(text, "CPU implementer"), _field(text, "CPU part")
+    return f"ARM {implementer} {part}" if implementer and part else ""
 
 
 @lru_cache

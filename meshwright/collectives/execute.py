@@ -1,29 +1,30 @@
-"""Runs a schedule on the ranks of a group, with point-to-point operations: in place, bitwise as `rehearse` would."""
+"""Runs a schedule on the ranks of a group with point-to-point operations, in place. The order of additions is that of
+the schedule, so the result has the same bits as the sequential reference in the tests."""
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.collectives.schedules.program import Message, Program, program, transfers
+from meshwright.collectives.schedules.program import RankProgram, SegmentMessage, build_program, rank_transfers
 from meshwright.collectives.schedules.schedule import Schedule
 
 # Measured on two busy ARM cores (load 5), Gloo over loopback, ring and tree of 8 and 32 MiB, 2 and 4 ranks, median of 7
-# rounds: a message costs about 0.5 ms there, so 256 KiB took 2 to 3 times as long as 4 MiB, 1 MiB 1.1 to 1.5 times.
-# 8 MiB and whole chunks were up to 1.2 times faster still, but leave less to overlap where links are the slower part.
+# rounds: a message costs about 0.5 ms there, so segments of 256 KiB took 2 to 3 times as long as 4 MiB, 1 MiB 1.1 to
+# 1.5 times. 8 MiB and whole chunks were up to 1.2 times faster still, but overlap less where links are the slower part.
 SEGMENT_BYTES = 4 * 2**20
 
-# Receives that are posted before they are awaited, each with room for a segment. Four ranks in a ring, 64 KiB: 2 took
-# 1.6 times as long as 8, 4 took 1.25 times, 16 the same.
+# Number of receives that are posted before the first one is awaited, each with a buffer for one segment. With four
+# ranks in a ring and 64 KiB, 2 took 1.6 times as long as 8, 4 took 1.25 times as long, and 16 took the same time.
 AHEAD = 8
 
-# Tags: a stream's messages from one rank to another are numbered. Stream 0 is left to whoever sends without a tag.
-_MESSAGES = 2**20
-STREAMS = 2**31 // _MESSAGES - 1
-_PROGRAMS = 64  # sizes that are remembered
+# Tags number the messages of a stream from one rank to another. Stream 0 is for sends without a tag.
+_TAGS_PER_STREAM = 2**20
+STREAMS = 2**31 // _TAGS_PER_STREAM - 1
+_CACHED_PROGRAMS = 64
 
 
 class UnansweredError(Exception):
-    """A rank did not take or send what it should have. `peer` is its rank in the group."""
+    """A rank did not receive or send a message. `peer` is its rank in the group."""
 
     def __init__(self, peer: int, reason: str) -> None:
         super().__init__(reason)
@@ -37,40 +38,42 @@ class Execution:
         assert schedule.ranks == group.size(), f"{schedule.name} of {schedule.ranks} ranks on {group.size()}"
         self._schedule = schedule
         self._group = group
-        self._transfers = transfers(schedule, group.rank())
+        self._transfers = rank_transfers(schedule, group.rank())
         self._staging = torch.empty(AHEAD, segment_bytes, dtype=torch.uint8)
-        self._programs: dict[tuple[int, torch.dtype], Program] = {}
+        self._programs: dict[tuple[int, torch.dtype], RankProgram] = {}
 
     def run(self, flat: Tensor, stream: int = 1) -> None:
-        """Leaves in every rank's tensor what the schedule makes of them: the sum. Executions that run on one group at
-        the same time need different streams, which all ranks call by the same number."""
-        assert flat.is_contiguous(), "a flat tensor has no gaps"
+        """Replaces the tensor by the sum over all ranks. Executions that run on one group at the same time need
+        different streams, and all ranks give them the same numbers."""
+        assert flat.is_contiguous(), "the flat tensor is not contiguous"
         assert (flat.dim(), flat.device.type) == (1, "cpu"), f"{flat.dim()} dimensions on {flat.device}"
         assert 0 < stream <= STREAMS, f"stream {stream} of 1 to {STREAMS}"
-        _Run(self._program(flat), flat, self._staging, self._group, stream).run()
+        _TensorExecution(self._program(flat), flat, self._staging, self._group, stream).run()
 
-    def _program(self, flat: Tensor) -> Program:
+    def _program(self, flat: Tensor) -> RankProgram:
         key = (flat.numel(), flat.dtype)
         if key not in self._programs:
-            if len(self._programs) == _PROGRAMS:
+            if len(self._programs) == _CACHED_PROGRAMS:
                 del self._programs[next(iter(self._programs))]
             segment = self._staging.shape[1] // flat.itemsize
-            self._programs[key] = program(self._schedule, self._transfers, flat.numel(), segment)
+            self._programs[key] = build_program(self._schedule, self._transfers, flat.numel(), segment)
         return self._programs[key]
 
 
-class _Run:
-    """One tensor on its way."""
+class _TensorExecution:
+    """The execution of a program on one tensor."""
 
-    def __init__(self, steps: Program, flat: Tensor, staging: Tensor, group: dist.ProcessGroup, stream: int) -> None:
-        self._program = steps
+    def __init__(
+        self, program: RankProgram, flat: Tensor, staging: Tensor, group: dist.ProcessGroup, stream: int
+    ) -> None:
+        self._program = program
         self._flat = flat
-        self._rooms = staging.view(flat.dtype).unbind()
+        self._buffers = staging.view(flat.dtype).unbind()
         self._group = group
-        self._tag = stream * _MESSAGES
-        self._peer = -1  # whom the operation under way is with: Gloo's errors do not tell whose connection broke
-        self._sent: list[dist.Work | None] = [None] * len(steps.sends)
-        self._posted: list[tuple[dist.Work | None, Tensor]] = []
+        self._tag = stream * _TAGS_PER_STREAM
+        self._peer = -1  # of the operation under way: Gloo's errors do not name the rank whose connection broke
+        self._pending_sends: list[dist.Work | None] = [None] * len(program.sends)
+        self._posted_receives: list[tuple[dist.Work | None, Tensor]] = []
 
     def run(self) -> None:
         try:
@@ -80,52 +83,53 @@ class _Run:
 
     def _run(self) -> None:
         steps = self._program.steps
-        for place in range(min(AHEAD, len(steps))):
-            self._post(place)
-        for number in self._program.first:
-            self._send(number)
-        for place, step in enumerate(steps):
-            work, arrived = self._posted[place]
+        for index in range(min(AHEAD, len(steps))):
+            self._post_receive(index)
+        for send in self._program.first:
+            self._start_send(send)
+        for index, step in enumerate(steps):
+            work, received = self._posted_receives[index]
             self._wait(work, step.receive)
-            for number in step.after:
-                self._let_go(number)
+            for send in step.after:
+                self._finish_send(send)
             if step.receive.transfer.operation == "add":
-                self._part(step.receive).add_(arrived)
+                self._slice(step.receive).add_(received)
             elif not step.receive.transfer.in_place:
-                self._part(step.receive).copy_(arrived)
-            for number in step.then:
-                self._send(number)
-            if place + AHEAD < len(steps):
-                self._post(place + AHEAD)
-        for number in range(len(self._sent)):
-            self._let_go(number)
+                self._slice(step.receive).copy_(received)
+            for send in step.then:
+                self._start_send(send)
+            if index + AHEAD < len(steps):
+                self._post_receive(index + AHEAD)
+        for send in range(len(self._pending_sends)):
+            self._finish_send(send)
 
-    def _post(self, place: int) -> None:
-        message = self._program.steps[place].receive
+    def _post_receive(self, index: int) -> None:
+        message = self._program.steps[index].receive
         if message.transfer.in_place:
-            room = self._part(message)
+            buffer = self._slice(message)
         else:
-            room = self._rooms[place % AHEAD][: message.end - message.begin]
+            buffer = self._buffers[index % AHEAD][: message.end - message.begin]
         self._peer = message.transfer.peer
-        work = dist.irecv(room, group=self._group, group_src=self._peer, tag=self._tag + message.number)
-        self._posted.append((work, room))
+        work = dist.irecv(buffer, group=self._group, group_src=self._peer, tag=self._tag + message.number)
+        self._posted_receives.append((work, buffer))
 
-    def _send(self, number: int) -> None:
-        message = self._program.sends[number]
+    def _start_send(self, send: int) -> None:
+        message = self._program.sends[send]
         self._peer = message.transfer.peer
         tag = self._tag + message.number
-        self._sent[number] = dist.isend(self._part(message), group=self._group, group_dst=self._peer, tag=tag)
+        self._pending_sends[send] = dist.isend(self._slice(message), group=self._group, group_dst=self._peer, tag=tag)
 
-    def _let_go(self, number: int) -> None:
-        """Until a send has left. Whoever waits for one of Gloo a second time waits forever."""
-        if (work := self._sent[number]) is not None:
-            self._wait(work, self._program.sends[number])
-            self._sent[number] = None
+    def _finish_send(self, send: int) -> None:
+        """Waits until the message is sent. It is waited for only once, because a second wait on a send of Gloo never
+        returns."""
+        if (work := self._pending_sends[send]) is not None:
+            self._wait(work, self._program.sends[send])
+            self._pending_sends[send] = None
 
-    def _wait(self, work: dist.Work | None, message: Message) -> None:
+    def _wait(self, work: dist.Work | None, message: SegmentMessage) -> None:
         assert work is not None
         self._peer = message.transfer.peer
         work.wait()
 
-    def _part(self, message: Message) -> Tensor:
+    def _slice(self, message: SegmentMessage) -> Tensor:
         return self._flat[message.begin : message.end]

@@ -1,4 +1,4 @@
-"""`Native`: the backend's own all-reduce, as DDP uses it."""
+"""`NativeReducer`: the all-reduce of the backend, as DDP uses it."""
 
 import torch.distributed as dist
 from torch import Tensor
@@ -6,12 +6,12 @@ from torch import Tensor
 from meshwright.errors import CollectiveError
 
 
-class Native:
-    """A `Reducer` over any group: each rank's share is divided by the number of ranks, then all are added."""
+class NativeReducer:
+    """A `Reducer` over any group. Each rank divides its tensor by the number of ranks, then the tensors are added."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._flying: list[tuple[dist.Work, int]] = []
+        self._pending: list[tuple[dist.Work, int]] = []
 
     def start(self, flat: Tensor, bucket: int) -> None:
         flat.div_(self._group.size())
@@ -20,21 +20,21 @@ class Native:
         except RuntimeError as error:
             raise self._failure(bucket, error) from error
         if work is not None:
-            self._flying.append((work, bucket))
+            self._pending.append((work, bucket))
 
     def finish(self) -> None:
-        flying, self._flying = self._flying, []
-        for work, bucket in flying:
+        pending, self._pending = self._pending, []
+        for work, bucket in pending:
             try:
                 work.wait()
             except RuntimeError as error:
                 raise self._failure(bucket, error) from error
 
     def close(self) -> None:
-        self._flying.clear()
+        self._pending.clear()
 
     def _failure(self, bucket: int, error: RuntimeError) -> CollectiveError:
         ranks = ", ".join(map(str, dist.get_process_group_ranks(self._group)))
         backend = dist.get_backend(self._group)
-        said = str(error).strip().splitlines()[0]
-        return CollectiveError(f"{backend} all-reduce of bucket {bucket} among ranks {ranks}: {said}")
+        reason = str(error).strip().splitlines()[0]
+        return CollectiveError(f"{backend} all-reduce of bucket {bucket} among ranks {ranks}: {reason}")

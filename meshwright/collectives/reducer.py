@@ -1,4 +1,4 @@
-"""`Reducer`: what training wants of a collective, whatever its algorithm."""
+"""`Reducer`: the interface through which training averages gradients, for every algorithm."""
 
 from typing import Protocol
 
@@ -6,15 +6,15 @@ from torch import Tensor
 
 
 class Reducer(Protocol):
-    """Averages flat tensors over a group of ranks, in place, while other work goes on. Every rank of the group starts
-    the same buckets in the same order. A rank that dies or stays away makes the others raise `CollectiveError` within
-    the group's timeout."""
+    """Averages flat tensors over a group of ranks, in place, while other work continues. Every rank of the group starts
+    the same buckets in the same order. When a rank dies or does not call, the others raise `CollectiveError` within the
+    timeout of the group."""
 
     def start(self, flat: Tensor, bucket: int) -> None:
-        """Begins bucket number `bucket` of a step; returns as early as it can."""
+        """Starts to average bucket number `bucket` of a step, and returns without waiting for the result."""
 
     def finish(self) -> None:
-        """Returns once all that was started is done: every rank's tensors hold the mean, the same bits on each."""
+        """Waits until all buckets that were started are averaged. Every rank then has the same bits."""
 
     def close(self) -> None:
-        """Gives back what is held: memory, threads."""
+        """Releases memory and threads."""

@@ -1,15 +1,15 @@
-"""A reducer by the name that a plan gives it, and what `auto` is on the ranks that are there."""
+"""Makes the reducer that a plan names, and chooses one for `auto` from where the ranks run."""
 
 import torch
 import torch.distributed as dist
 
-from meshwright.collectives.native import Native
+from meshwright.collectives.native import NativeReducer
 from meshwright.collectives.reducer import Reducer
-from meshwright.collectives.scheduled import Scheduled
+from meshwright.collectives.scheduled import ScheduledReducer
 from meshwright.collectives.schedules.builders import SCHEDULES, build
 from meshwright.collectives.shared_memory import storages
-from meshwright.collectives.shared_memory.reducer import SharedMemory
-from meshwright.collectives.shared_memory.two_level import TwoLevelMemory, machines_of
+from meshwright.collectives.shared_memory.reducer import SharedMemoryReducer
+from meshwright.collectives.shared_memory.two_level import TwoLevelMemoryReducer, machines_of
 from meshwright.errors import InputError
 from meshwright.plan import Algorithm
 
@@ -17,13 +17,13 @@ from meshwright.plan import Algorithm
 def make_reducer(
     algorithm: Algorithm, group: dist.ProcessGroup, device: torch.device, size_bytes: int = 0
 ) -> tuple[Reducer, str | None]:
-    """All ranks of the group ask together, for gradients of `size_bytes` in all. With a word why, where `auto` could
-    have been faster than it is."""
+    """Returns the reducer for gradients of `size_bytes` in total. All ranks of the group call this together. The second
+    value is the reason why `auto` did not use shared memory, and None otherwise."""
     if algorithm == "native" or group.size() == 1:
-        return Native(group), None
+        return NativeReducer(group), None
     if device.type != "cpu":
         if algorithm == "auto":
-            return Native(group), None
+            return NativeReducer(group), None
         raise InputError(
             f"plan.gradients.algorithm is {algorithm}, which combines gradients of CPU ranks, but these are on"
             f" {device.type}: choose native"
@@ -31,36 +31,38 @@ def make_reducer(
     machines = machines_of(group)
     if algorithm == "auto":
         try:
-            return _in_memory(group, machines, size_bytes), None
+            return _shared_memory_reducer(group, machines, size_bytes), None
         except InputError as reason:
-            return Native(group), str(reason)
+            return NativeReducer(group), str(reason)
     if algorithm == "shared_memory":
-        return _in_memory(group, machines, size_bytes), None
+        return _shared_memory_reducer(group, machines, size_bytes), None
     assert algorithm in SCHEDULES
-    return Scheduled(group, build(algorithm, group.size(), _in_order(machines, algorithm))), None
+    return ScheduledReducer(group, build(algorithm, group.size(), _ranks_per_machine(machines, algorithm))), None
 
 
-def _in_memory(group: dist.ProcessGroup, machines: list[list[int]], size_bytes: int) -> Reducer:
-    (here,) = [machine for machine in machines if group.rank() in machine]
-    needed, free = len(here) * size_bytes, storages.free_bytes()
-    said: list[str] = [""] * group.size()
-    mine = (
-        f"{storages.SHARED} has {free / 2**20:.0f} MiB free, and {len(here)} ranks need {needed / 2**20:.0f} MiB there"
+def _shared_memory_reducer(group: dist.ProcessGroup, machines: list[list[int]], size_bytes: int) -> Reducer:
+    (local_ranks,) = [machine for machine in machines if group.rank() in machine]
+    needed, free = len(local_ranks) * size_bytes, storages.free_bytes()
+    problems: list[str] = [""] * group.size()
+    problem = (
+        f"{storages.SHARED} has {free / 2**20:.0f} MiB free, and {len(local_ranks)} ranks need"
+        f" {needed / 2**20:.0f} MiB there"
     )
-    dist.all_gather_object(said, mine if needed > free else "", group=group)
-    if reason := next(filter(None, said), ""):
+    dist.all_gather_object(problems, problem if needed > free else "", group=group)
+    if reason := next(filter(None, problems), ""):
         raise InputError(
             f"gradients cannot be combined in shared memory: {reason} (a container gets more with --shm-size)"
         )
-    return SharedMemory(group) if len(machines) == 1 else TwoLevelMemory(group, machines)
+    return SharedMemoryReducer(group) if len(machines) == 1 else TwoLevelMemoryReducer(group, machines)
 
 
-def _in_order(machines: list[list[int]], algorithm: str) -> list[int]:
-    """How many ranks each machine has, where they are numbered machine by machine."""
-    numbered = [rank for machine in machines for rank in machine]
-    if algorithm == "two_level" and numbered != sorted(numbered):
+def _ranks_per_machine(machines: list[list[int]], algorithm: str) -> list[int]:
+    """Returns the number of ranks of each machine. Raises where `two_level` is asked for and ranks are not numbered
+    machine by machine."""
+    ranks = [rank for machine in machines for rank in machine]
+    if algorithm == "two_level" and ranks != sorted(ranks):
         raise InputError(
-            f"plan.gradients.algorithm is two_level, which wants ranks that are numbered machine by machine, but the"
-            f" machines have {machines}: start them so, or choose ring"
+            f"plan.gradients.algorithm is two_level, which needs ranks that are numbered machine by machine, but the"
+            f" machines have ranks {machines}: number them so, or choose ring"
         )
     return [len(machine) for machine in machines]

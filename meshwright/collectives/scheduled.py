@@ -1,4 +1,4 @@
-"""`Scheduled`: a reducer that runs a schedule, and says which rank is missing where one is."""
+"""`ScheduledReducer`: a reducer that runs a schedule, and names the missing rank when one is missing."""
 
 from datetime import timedelta
 
@@ -7,19 +7,19 @@ from torch import Tensor
 
 from meshwright.collectives.execute import STREAMS, Execution, UnansweredError
 from meshwright.collectives.schedules.schedule import Schedule
-from meshwright.collectives.threaded import Threaded
+from meshwright.collectives.threaded import ThreadedReducer
 from meshwright.errors import CollectiveError
 
-# How long a rank that lost another one waits to hear whether that one had lost somebody itself.
-_WORD_S = 0.5
+# How long a rank waits for the report of a rank that did not answer, which may have lost another rank itself.
+_REPORT_S = 0.5
 
 
-class Scheduled(Threaded):
-    """Divides by the number of ranks first, as DDP does, and then sums in the schedule's order. Reducers that share a
-    group at the same time number their buckets differently: messages are told apart by bucket."""
+class ScheduledReducer(ThreadedReducer):
+    """Divides by the number of ranks first, as DDP does, and then sums in the order of the schedule. Reducers that use
+    the same group at the same time need different bucket numbers, because messages are tagged with the bucket."""
 
     def __init__(self, group: dist.ProcessGroup, schedule: Schedule) -> None:
-        execution, lost = Execution(schedule, group), Lost(group)
+        execution, missing_ranks = Execution(schedule, group), MissingRankFinder(group)
         ranks = group.size()
 
         def reduce(flat: Tensor, bucket: int) -> None:
@@ -27,38 +27,39 @@ class Scheduled(Threaded):
             try:
                 execution.run(flat, stream=1 + bucket % STREAMS)
             except UnansweredError as error:
-                what = f"{schedule.name} all-reduce of bucket {bucket}"
-                raise CollectiveError(f"{what}: {lost.describe(error.peer)} ({error})") from error
+                operation = f"{schedule.name} all-reduce of bucket {bucket}"
+                raise CollectiveError(f"{operation}: {missing_ranks.describe(error.peer)} ({error})") from error
 
         super().__init__(schedule.name, group, reduce)
 
 
-class Lost:
-    """Tells who is really missing. A rank whose neighbor is gone ends; its other neighbors then miss that one, which is
-    not to blame. So each leaves a word in the group's store about whom it lost."""
+class MissingRankFinder:
+    """Finds the rank that is really missing. When a rank is gone, its neighbors fail, and then their neighbors do. So
+    each rank that fails reports in the group's store which rank did not answer it, and these reports are followed."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._store: dist.Store = group.get_group_store()
-        self._store.delete_key(self._key(group.rank()))  # of an earlier attempt
+        self._store.delete_key(self._key(group.rank()))  # a report of an earlier attempt
 
     def describe(self, peer: int) -> str:
-        """`peer`: the one in the group that did not answer this rank."""
+        """Returns which rank is missing. `peer` is the rank in the group that did not answer this rank."""
         chain = [peer]
         try:
             self._store.set(self._key(self._group.rank()), str(peer))
-            while (further := self._told_by(chain[-1])) is not None and further not in chain:
+            while (further := self._reported_by(chain[-1])) is not None and further not in chain:
                 if further == self._group.rank():
                     return f"rank {self._global(chain[-1])} gave up waiting for this rank, {self._global(further)}"
                 chain.append(further)
         except RuntimeError:
-            pass  # the store has gone with the rank that kept it
-        told = f", which rank {self._global(chain[-2])} told before it gave up" if len(chain) > 1 else ""
-        return f"rank {self._global(chain[-1])} is gone or does not answer{told}"
+            pass  # the store ended with the process that served it
+        reporter = f", as rank {self._global(chain[-2])} reported before it gave up" if len(chain) > 1 else ""
+        return f"rank {self._global(chain[-1])} is gone or does not answer{reporter}"
 
-    def _told_by(self, rank: int) -> int | None:
+    def _reported_by(self, rank: int) -> int | None:
+        """Returns the rank that did not answer this rank; None where it reported nothing."""
         try:
-            self._store.wait([self._key(rank)], timedelta(seconds=_WORD_S))
+            self._store.wait([self._key(rank)], timedelta(seconds=_REPORT_S))
         except dist.DistStoreError:
             return None
         return int(self._store.get(self._key(rank)))

@@ -1,4 +1,5 @@
-"""Which features of a sample's input a rank reads, where ranks divide the input rather than the batch."""
+"""Which features of a sample's input a rank reads where `data.partition` is `dimension`: ranks then divide the columns
+of the input instead of the batch."""
 
 from typing import Any
 
@@ -9,25 +10,27 @@ from torch.utils.data import Dataset
 from meshwright.errors import InputError
 
 
-def columns_of(width: int, part: int, parts: int) -> range:
-    """As a weight's rows are divided (parallel.layout.stretches): equal pieces, the last ones shorter or empty."""
-    piece = -(-width // parts)
-    return range(min(part * piece, width), min((part + 1) * piece, width))
+def column_range(width: int, part: int, parts: int) -> range:
+    """The columns of one of `parts` ranks. They are divided as the rows of a weight are (`shard_ranges` in
+    parallel/weights/layout.py): in equal chunks, of which the last ones may be shorter or empty."""
+    chunk = -(-width // parts)
+    return range(min(part * chunk, width), min((part + 1) * chunk, width))
 
 
-class Columns(Dataset[Any]):
-    """A data set whose inputs hold a rank's columns only: the last dimension of a sample's first tensor.
+class ColumnDataset(Dataset[Any]):
+    """A data set whose samples hold only this rank's columns of the input. Columns are the last dimension of a sample's
+    first tensor.
 
-    One that has a method `columns(begin, end)`, which gives the same data set with these columns only, is never asked
-    for the others; of any other one they are thrown away.
+    Where the data set has a method `columns(begin, end)`, which returns the same data set with these columns only, the
+    other columns are never read. Otherwise whole samples are read and the other columns dropped.
     """
 
     def __init__(self, dataset: Any, part: int, parts: int) -> None:
-        self.width = width_of(dataset)
-        own = columns_of(self.width, part, parts)
-        reads = callable(getattr(dataset, "columns", None))
-        self._dataset = dataset.columns(own.start, own.stop) if reads else dataset
-        self._cut = None if reads else own
+        self.width = input_width(dataset)
+        columns = column_range(self.width, part, parts)
+        reads_columns = callable(getattr(dataset, "columns", None))
+        self._dataset = dataset.columns(columns.start, columns.stop) if reads_columns else dataset
+        self._kept_columns = None if reads_columns else columns
         if hasattr(self._dataset, "batch_of"):
             self.batch_of = self._batch_of
         elif hasattr(self._dataset, "__getitems__"):
@@ -37,26 +40,26 @@ class Columns(Dataset[Any]):
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Any:
-        return self._narrowed(self._dataset[index])
+        return self._narrow(self._dataset[index])
 
     def _getitems(self, indices: list[int]) -> list[Any]:
-        return [self._narrowed(sample) for sample in self._dataset.__getitems__(indices)]
+        return [self._narrow(sample) for sample in self._dataset.__getitems__(indices)]
 
     def _batch_of(self, indices: np.ndarray) -> Any:
-        return self._narrowed(self._dataset.batch_of(indices))
+        return self._narrow(self._dataset.batch_of(indices))
 
-    def _narrowed(self, sample: Any) -> Any:
-        if self._cut is None:
+    def _narrow(self, sample: Any) -> Any:
+        if self._kept_columns is None:
             return sample
         first, *others = sample
-        return (first[..., self._cut.start : self._cut.stop], *others)
+        return (first[..., self._kept_columns.start : self._kept_columns.stop], *others)
 
 
-def width_of(dataset: Any) -> int:
-    """How many features the first input of a sample has."""
-    told = getattr(dataset, "width", None)
-    if isinstance(told, int):
-        return told
+def input_width(dataset: Any) -> int:
+    """The number of features of a sample's first tensor: the data set's `width`, or what its first sample has."""
+    width = getattr(dataset, "width", None)
+    if isinstance(width, int):
+        return width
     if not hasattr(dataset, "__getitem__"):
         raise InputError(f"data.partition is dimension, but {type(dataset).__name__} is a stream: use batch")
     sample = dataset[0]

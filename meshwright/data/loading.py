@@ -1,8 +1,8 @@
-"""The batches a rank trains and evaluates on.
+"""The batches that a rank trains and evaluates on.
 
-Global batch k of epoch e is a function of (seed, e, k), the data and the batch size alone: ranks,
-accumulation, workers and restarts do not change it. `mapped` and `streams` keep that for the
-two kinds of data set.
+Global batch k of epoch e is a function of (seed, e, k), the data and the batch size alone: the number of ranks,
+accumulation, workers and restarts do not change it. `mapped` implements this for data sets with random access, and
+`streams` for iterable ones.
 """
 
 from collections.abc import Iterator
@@ -10,11 +10,11 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from meshwright.data.batch import Batch, Loading, Microbatch, Share
+from meshwright.data.batch import Batch, LoadingOptions, Microbatch, SampleShare
 from meshwright.data.mapped import eval_mapped, train_mapped
 from meshwright.data.streams import eval_stream, train_stream
 
-__all__ = ["Batch", "Loading", "Microbatch", "Share", "eval_batches", "train_batches"]
+__all__ = ["Batch", "LoadingOptions", "Microbatch", "SampleShare", "eval_batches", "train_batches"]
 
 
 def train_batches(
@@ -22,15 +22,15 @@ def train_batches(
     *,
     seed: int,
     global_batch: int,
-    share: Share,
-    loading: Loading,
+    share: SampleShare,
+    loading: LoadingOptions,
     accumulation: int = 1,
     start: tuple[int, int] = (0, 0),
     epochs: int | None = None,
     drop_last: bool = False,
 ) -> Iterator[Batch]:
-    """This rank's part of every batch from `start` = (epoch, index) up to the end of epoch `epochs` - 1, or
-    without end. Close the iterator to end its workers at once."""
+    """Yields this rank's part of every global batch, from `start` = (epoch, index of the batch) to the end of epoch
+    `epochs` - 1; without end where `epochs` is None. Close the iterator to end its workers at once."""
     train = train_stream if _is_stream(dataset) else train_mapped
     return train(
         dataset,
@@ -45,9 +45,11 @@ def train_batches(
     )
 
 
-def eval_batches(dataset: Any, *, batch: int, share: Share, loading: Loading, seed: int = 0) -> Iterator[Microbatch]:
-    """Every sample exactly once over all ranks, `batch` at a time on each: nothing is padded or borrowed, so
-    a rank may get one batch fewer than another, or none."""
+def eval_batches(
+    dataset: Any, *, batch: int, share: SampleShare, loading: LoadingOptions, seed: int = 0
+) -> Iterator[Microbatch]:
+    """Yields every sample exactly once over all ranks, `batch` samples at a time on each. Nothing is padded or
+    borrowed, so a rank may get one batch fewer than another, or none."""
     evaluate = eval_stream if _is_stream(dataset) else eval_mapped
     return evaluate(dataset, batch=batch, share=share, loading=loading, seed=seed)
 

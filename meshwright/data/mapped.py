@@ -1,5 +1,5 @@
-"""Batches of a data set with random access: one loader for all epochs, fed with whole microbatches of
-(epoch, sample) keys, so that there is no stall between epochs."""
+"""Batches of a data set with random access. One loader serves all epochs and is given the sample indices of one
+microbatch at a time, so that there is no stall between epochs."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -10,47 +10,47 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.utils.data import Dataset, Subset, default_collate
 
-from meshwright.data.batch import Batch, Loading, Microbatch, Share
-from meshwright.data.columns import Columns
-from meshwright.data.partition import ByBatch, ByPart, Partition, even_shares, parts
-from meshwright.data.randomness import generators_kept, seed_generators
-from meshwright.data.workers import fetched
+from meshwright.data.batch import Batch, LoadingOptions, Microbatch, SampleShare
+from meshwright.data.columns import ColumnDataset
+from meshwright.data.partition import BatchPartition, Partition, PartPartition, even_shares, padded_microbatches
+from meshwright.data.randomness import preserve_generators, seed_generators
+from meshwright.data.workers import load_items
 from meshwright.errors import InputError
 
 
-class Fetch(NamedTuple):
-    """One microbatch to load: samples of one epoch."""
+class MicrobatchKeys(NamedTuple):
+    """One microbatch to load: samples of one epoch, by index."""
 
     epoch: int
     indices: np.ndarray
 
 
-class Fetched(Dataset[Any]):
-    """Makes collated data of a `Fetch`, each sample with its own seed.
+class MicrobatchDataset(Dataset[Any]):
+    """Returns the collated data for `MicrobatchKeys`, with the random generators seeded for each sample.
 
-    A data set with `__getitems__` is asked once for the whole list, seeded by the list's first sample: such
-    data sets are expected to be deterministic, or to seed themselves. So is one with `batch_of`, which makes the
-    collated batch itself, for rows that are cheaper to read than to hand over one by one. The collate function draws on
-    from the last sample's.
+    A data set with `__getitems__` is called once for the whole list of indices, and one with `batch_of` for the whole
+    collated batch, which is faster for rows that are cheap to read. For both, the generators are seeded by the first
+    sample of the list only: such data sets are expected to be deterministic, or to seed themselves. The collate
+    function draws from the generators as the last sample leaves them.
     """
 
-    def __init__(self, dataset: Any, seed: int, use: str, loading: Loading) -> None:
+    def __init__(self, dataset: Any, seed: int, use: str, loading: LoadingOptions) -> None:
         self._dataset = dataset
         self._seed = seed
         self._use = use
         self._collate = loading.collate or default_collate
-        self._whole_lists = _takes_lists(dataset)
-        self._whole_batches = loading.collate is None and callable(getattr(dataset, "batch_of", None))
+        self._reads_lists = _reads_lists(dataset)
+        self._reads_batches = loading.collate is None and callable(getattr(dataset, "batch_of", None))
 
-    def __getitem__(self, fetch: Fetch) -> Any:
-        epoch = fetch.epoch
-        if self._whole_batches:
-            with generators_kept():
-                seed_generators(self._seed, self._use, epoch, int(fetch.indices[0]))
-                return self._dataset.batch_of(fetch.indices)
-        indices = fetch.indices.tolist()
-        with generators_kept():
-            if self._whole_lists:
+    def __getitem__(self, keys: MicrobatchKeys) -> Any:
+        epoch = keys.epoch
+        if self._reads_batches:
+            with preserve_generators():
+                seed_generators(self._seed, self._use, epoch, int(keys.indices[0]))
+                return self._dataset.batch_of(keys.indices)
+        indices = keys.indices.tolist()
+        with preserve_generators():
+            if self._reads_lists:
                 seed_generators(self._seed, self._use, epoch, indices[0])
                 samples = self._dataset.__getitems__(indices)
             else:
@@ -63,8 +63,8 @@ class Fetched(Dataset[Any]):
 
 
 @dataclass(frozen=True)
-class _Outline:
-    """A batch whose data is still being loaded."""
+class _PendingBatch:
+    """A batch whose microbatches, of `counts` samples, are being loaded. The other fields are those of `Batch`."""
 
     counts: list[int]
     samples: int
@@ -78,17 +78,48 @@ def train_mapped(
     *,
     seed: int,
     global_batch: int,
-    share: Share,
-    loading: Loading,
+    share: SampleShare,
+    loading: LoadingOptions,
     accumulation: int,
     start: tuple[int, int],
     epochs: int | None,
     drop_last: bool,
 ) -> Iterator[Batch]:
+    """`train_batches` of a data set with random access."""
     size = _size(dataset)
-    dataset, width = _own_columns(dataset, share, loading)
-    division = division_of(size, global_batch, share.ranks, loading, seed, drop_last)
-    batches = division.batches
+    dataset, width = _select_columns(dataset, share, loading)
+    partition = make_partition(size, global_batch, share.ranks, loading, seed, drop_last)
+    batches = partition.batches
+    _check_start(batches, size, global_batch, start)
+    pending: deque[_PendingBatch] = deque()
+
+    def keys_of_microbatches() -> Iterator[MicrobatchKeys]:
+        first_epoch, first_index = start
+        for epoch in count(first_epoch) if epochs is None else range(first_epoch, epochs):
+            begin = first_index if epoch == first_epoch else 0
+            order = partition.order(epoch) if begin < batches else np.empty(0, np.int64)
+            for index in range(begin, batches):
+                shares = partition.shares(index)
+                microbatches = padded_microbatches(shares, share.rank, accumulation)
+                counts = [len(positions) for positions in microbatches]
+                is_last = index == batches - 1
+                pending.append(_PendingBatch(counts, sum(map(len, shares)), epoch, index, is_last))
+                for positions in microbatches:
+                    if positions:
+                        yield MicrobatchKeys(epoch, order[positions.start : positions.stop])
+                    else:
+                        borrowed = partition.borrowed_sample(order, index, share.rank)
+                        yield MicrobatchKeys(epoch, np.array([borrowed]))
+
+    loaded = load_items(MicrobatchDataset(dataset, seed, "sample", loading), loading, keys_of_microbatches())
+    for data in loaded:
+        batch = pending.popleft()
+        microbatches = [Microbatch(data, batch.counts[0], width)]
+        microbatches += [Microbatch(next(loaded), samples, width) for samples in batch.counts[1:]]
+        yield Batch(tuple(microbatches), batch.samples, batch.epoch, batch.index, batch.last)
+
+
+def _check_start(batches: int, size: int, global_batch: int, start: tuple[int, int]) -> None:
     if batches == 0:
         raise InputError(
             f"the data set has {size} samples, fewer than the global batch of {global_batch}, and drop_last "
@@ -100,65 +131,50 @@ def train_mapped(
             f"cannot go on at batch {first_index} of epoch {first_epoch}: with {size} samples and a global "
             f"batch of {global_batch} an epoch has {batches}: use the data and the batch it was saved with"
         )
-    outlines: deque[_Outline] = deque()
-
-    def fetches() -> Iterator[Fetch]:
-        for epoch in count(first_epoch) if epochs is None else range(first_epoch, epochs):
-            begin = first_index if epoch == first_epoch else 0
-            order = division.order(epoch) if begin < batches else np.empty(0, np.int64)
-            for index in range(begin, batches):
-                shares = division.shares(index)
-                pieces = parts(shares, share.rank, accumulation)
-                counts = [len(piece) for piece in pieces]
-                outlines.append(_Outline(counts, sum(map(len, shares)), epoch, index, index == batches - 1))
-                for piece in pieces:
-                    own = order[piece.start : piece.stop]
-                    yield Fetch(epoch, own if piece else np.array([division.spare(order, index, share.rank)]))
-
-    loaded = fetched(Fetched(dataset, seed, "sample", loading), loading, fetches())
-    for data in loaded:
-        outline = outlines.popleft()
-        microbatches = [Microbatch(data, outline.counts[0], width)]
-        microbatches += [Microbatch(next(loaded), samples, width) for samples in outline.counts[1:]]
-        yield Batch(tuple(microbatches), outline.samples, outline.epoch, outline.index, outline.last)
 
 
-def eval_mapped(dataset: Any, *, batch: int, share: Share, loading: Loading, seed: int) -> Iterator[Microbatch]:
-    """Rounds of `batch` samples a rank; the short last round is shared evenly."""
-    dataset, width = _own_columns(dataset, share, loading)
-    own = [positions for positions in _rounds(_size(dataset), batch, share) if positions]
-    fetches = (Fetch(0, np.arange(positions.start, positions.stop)) for positions in own)
-    loaded = fetched(Fetched(dataset, seed, "eval", loading), loading, fetches)
-    for data, positions in zip(loaded, own, strict=True):
+def eval_mapped(
+    dataset: Any, *, batch: int, share: SampleShare, loading: LoadingOptions, seed: int
+) -> Iterator[Microbatch]:
+    """`eval_batches` of a data set with random access: rounds of `batch` samples per rank, of which a short last one is
+    shared evenly."""
+    dataset, width = _select_columns(dataset, share, loading)
+    batches = [positions for positions in _eval_positions(_size(dataset), batch, share) if positions]
+    keys = (MicrobatchKeys(0, np.arange(positions.start, positions.stop)) for positions in batches)
+    loaded = load_items(MicrobatchDataset(dataset, seed, "eval", loading), loading, keys)
+    for data, positions in zip(loaded, batches, strict=True):
         yield Microbatch(data, len(positions), width)
 
 
-def _rounds(size: int, batch: int, part: Share) -> Iterator[range]:
-    for begin in range(0, size, batch * part.ranks):
-        everyone = range(size)[begin : begin + batch * part.ranks]
-        yield even_shares(everyone, part.ranks)[part.rank]
+def _eval_positions(size: int, batch: int, share: SampleShare) -> Iterator[range]:
+    """This rank's positions in each round of evaluation; empty where a short last round leaves it none."""
+    for begin in range(0, size, batch * share.ranks):
+        positions_of_all_ranks = range(size)[begin : begin + batch * share.ranks]
+        yield even_shares(positions_of_all_ranks, share.ranks)[share.rank]
 
 
-def _own_columns(dataset: Any, share: Share, loading: Loading) -> tuple[Any, int | None]:
-    if loading.partition != "dimension" or share.parts == 1:
+def _select_columns(dataset: Any, share: SampleShare, loading: LoadingOptions) -> tuple[Any, int | None]:
+    """The data set with this rank's columns and the width of its whole input; unchanged and None where columns are not
+    divided."""
+    if loading.partition != "dimension" or share.column_parts == 1:
         return dataset, None
-    own = Columns(dataset, share.part, share.parts)
-    return own, own.width
+    columns = ColumnDataset(dataset, share.column_part, share.column_parts)
+    return columns, columns.width
 
 
-def division_of(
-    size: int, global_batch: int, ranks: int, loading: Loading, seed: int = 0, drop_last: bool = False
+def make_partition(
+    size: int, global_batch: int, ranks: int, loading: LoadingOptions, seed: int = 0, drop_last: bool = False
 ) -> Partition:
-    """Which of `size` samples go together, and to whom."""
+    """How `size` samples are divided into global batches and ranks under these options."""
     if loading.partition == "sample":
-        return ByPart(size, global_batch, ranks, seed, loading.parts or ranks)
-    return ByBatch(size, global_batch, ranks, seed, drop_last)
+        return PartPartition(size, global_batch, ranks, seed, loading.parts or ranks)
+    return BatchPartition(size, global_batch, ranks, seed, drop_last)
 
 
-def _takes_lists(dataset: Any) -> bool:
+def _reads_lists(dataset: Any) -> bool:
     # A Subset has __getitems__ whatever is inside, and would then draw all samples from one seed.
     if isinstance(dataset, Subset):
-        return _takes_lists(dataset.dataset)
+        return _reads_lists(dataset.dataset)
     return callable(getattr(dataset, "__getitems__", None))
 
 

@@ -5,17 +5,19 @@ from hashlib import blake2b
 import numpy as np
 
 
-def derive(seed: int, *parts: int | str) -> int:
-    """A 63-bit seed of its own for each use of `seed`; the same in every process and on every machine."""
+def derive_seed(seed: int, *parts: int | str) -> int:
+    """A 63-bit seed for one use of `seed`, which `parts` names. It is the same in every process and on every
+    machine."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in (int(seed), *parts))
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def permutation(seed: int, epoch: int, size: int, part: int | None = None) -> np.ndarray:
-    """The order in which an epoch visits the samples, or those of a part of them."""
-    own = derive(seed, "order", epoch) if part is None else derive(seed, "order", epoch, part)
-    # numpy may change what its new generators draw; this one is frozen, so a run resumes under any numpy.
-    generator = np.random.RandomState([own & 0xFFFFFFFF, own >> 32])
+    """The order in which an epoch visits `size` samples. `part` is the number of the data set's part that they are in,
+    where it is divided into parts, otherwise None."""
+    order_seed = derive_seed(seed, "order", epoch) if part is None else derive_seed(seed, "order", epoch, part)
+    # numpy may change what its newer generators draw. RandomState is frozen, so a run resumes under any numpy.
+    generator = np.random.RandomState([order_seed & 0xFFFFFFFF, order_seed >> 32])
     return generator.permutation(size).astype(np.int64, copy=False)
 
 

@@ -1,8 +1,10 @@
-"""Who gets which samples of an epoch: batches, each rank's share of them, and the microbatches of a share.
+"""Which samples of an epoch form each global batch, which share of it each rank gets, and how shares are cut into
+microbatches.
 
-batch     batch k is places k·b … of one order of all samples; each rank takes an even share of it        ByBatch
-sample    the data set lies in fixed parts, each with an order of its own; batch k has an even piece of     ByPart
-          every part, so that all parts end together: piece k of part p is share(size of p, k, batches)
+batch     BatchPartition: batch k is the positions [kb, (k+1)b) of one order of all samples, and each rank gets an even
+          share of it
+sample    PartPartition: the data set is divided into fixed parts, each with its own order, and batch k has an even
+          slice of every part, so that all parts end together: slice k of part p is even_share(size of p, k, batches)
 """
 
 from collections.abc import Sequence
@@ -16,50 +18,61 @@ from meshwright.data.order import batches_per_epoch, permutation
 from meshwright.errors import InputError
 
 
-def share(count: int, rank: int, ranks: int) -> range:
-    """A rank's positions: contiguous, sizes differ by at most one, and rank 0 never goes without."""
-    each, extra = divmod(count, ranks)
-    start = rank * each + min(rank, extra)
-    return range(start, start + each + (rank < extra))
+def even_share(count: int, rank: int, ranks: int) -> range:
+    """The positions of one rank among `count`: contiguous, with sizes that differ by at most one between ranks. Rank 0
+    always has one where `count` is not 0."""
+    smallest, remainder = divmod(count, ranks)
+    start = rank * smallest + min(rank, remainder)
+    return range(start, start + smallest + (rank < remainder))
+
+
+def even_shares(positions: range, ranks: int) -> list[range]:
+    """The positions of every rank, in the order of ranks."""
+    shares = (even_share(len(positions), rank, ranks) for rank in range(ranks))
+    return [positions[share.start : share.stop] for share in shares]
 
 
 def microbatches(positions: range, accumulation: int) -> list[range]:
-    """Cuts into at most `accumulation` pieces of nearly equal size, none of them empty."""
-    pieces = min(accumulation, len(positions))
-    cuts = [share(len(positions), piece, pieces) for piece in range(pieces)]
-    return [positions[cut.start : cut.stop] for cut in cuts]
+    """Cuts positions into at most `accumulation` microbatches of nearly equal size, none of them empty."""
+    return even_shares(positions, min(accumulation, len(positions)))
 
 
-def parts(shares: Sequence[range], rank: int, accumulation: int) -> list[range]:
-    """A rank's microbatches of a batch that is divided so: on every rank as many as the one with the most has.
+def padded_microbatches(shares: Sequence[range], rank: int, accumulation: int) -> list[range]:
+    """A rank's microbatches of a global batch that is divided into these shares, as many as the rank with the most has.
 
-    Sharded models talk to each other in every forward pass, so a rank with fewer would leave the others
-    waiting. Its missing ones are empty ranges at the end, for which the loader borrows a sample.
+    Ranks of a sharded model communicate in every forward pass, so a rank with fewer microbatches would leave the others
+    waiting. The missing ones are empty ranges at the end, for which the loader borrows a sample.
     """
-    own = microbatches(shares[rank], accumulation)
-    everyone = max(min(accumulation, len(one)) for one in shares)
-    return own + [range(0)] * (everyone - len(own))
+    local = microbatches(shares[rank], accumulation)
+    count = max(min(accumulation, len(share)) for share in shares)
+    return local + [range(0)] * (count - len(local))
 
 
 class Partition(Protocol):
+    """How the samples of an epoch are divided into global batches and ranks."""
+
     @property
     def batches(self) -> int:
-        """Of an epoch."""
+        """The number of global batches in an epoch."""
         ...
 
-    def order(self, epoch: int) -> np.ndarray: ...
+    def order(self, epoch: int) -> np.ndarray:
+        """The indices of all samples in the order in which batches take them."""
+        ...
 
     def shares(self, index: int) -> list[range]:
-        """Every rank's places in the order, for a batch; one behind the other."""
+        """For one global batch, the positions in the order that each rank gets; they follow one another."""
         ...
 
-    def spare(self, order: np.ndarray, index: int, rank: int) -> int:
-        """A sample for a rank that has none of its own in this batch; it gets no weight."""
+    def borrowed_sample(self, order: np.ndarray, index: int, rank: int) -> int:
+        """The index of a sample for a rank that has no sample of this batch; it gets no weight."""
         ...
 
 
 @dataclass(frozen=True)
-class ByBatch:
+class BatchPartition:
+    """Divides one order of all samples into batches, and each batch evenly among ranks."""
+
     size: int
     batch: int
     ranks: int
@@ -74,23 +87,18 @@ class ByBatch:
         return permutation(self.seed, epoch, self.size)
 
     def shares(self, index: int) -> list[range]:
-        whole = range(self.size)[index * self.batch : (index + 1) * self.batch]
-        return even_shares(whole, self.ranks)
+        batch = range(self.size)[index * self.batch : (index + 1) * self.batch]
+        return even_shares(batch, self.ranks)
 
-    def spare(self, order: np.ndarray, index: int, rank: int) -> int:
+    def borrowed_sample(self, order: np.ndarray, index: int, rank: int) -> int:
         return int(order[index * self.batch])
 
 
-def even_shares(whole: range, ranks: int) -> list[range]:
-    cuts = (share(len(whole), rank, ranks) for rank in range(ranks))
-    return [whole[cut.start : cut.stop] for cut in cuts]
-
-
 @dataclass(frozen=True)
-class ByPart:
-    """`parts` of equal size, one a rank where nothing else is said; a rank never reads another one's samples. The order
-    is a function of seed, epoch, sizes and the number of parts, so a run may go on with fewer ranks that have several
-    parts each."""
+class PartPartition:
+    """Divides the data set into `parts` of equal size, and the parts evenly among ranks, so that a rank never reads
+    samples of another one. The order is a function of seed, epoch, sizes and the number of parts, so a run may be
+    resumed on fewer ranks that have several parts each."""
 
     size: int
     batch: int
@@ -106,13 +114,13 @@ class ByPart:
             )
         if self.batch < self.parts:
             raise InputError(
-                f"train.global_batch is {self.batch}, fewer than the {self.parts} parts of the data set, of which each"
-                " batch has something: raise it, or lower data.parts"
+                f"train.global_batch is {self.batch}, fewer than the {self.parts} parts of the data set, but each batch"
+                " needs a sample of every part: raise it, or lower data.parts"
             )
 
     @cached_property
     def batches(self) -> int:
-        """The fewest of which none is larger than the global batch."""
+        """The smallest number of batches of which none is larger than the global batch."""
         count = -(-self.size // self.batch)
         while sum(-(-len(part) // count) for part in self._parts) > self.batch:
             count += 1
@@ -120,6 +128,7 @@ class ByPart:
 
     @property
     def sizes(self) -> list[int]:
+        """The number of samples in each part."""
         return [len(part) for part in self._parts]
 
     @cached_property
@@ -127,40 +136,44 @@ class ByPart:
         return even_shares(range(self.size), self.parts)
 
     def order(self, epoch: int) -> np.ndarray:
-        shuffled = [
+        orders = [
             permutation(self.seed, epoch, len(part), number) + part.start for number, part in enumerate(self._parts)
         ]
-        pieces = [
-            own[piece.start : piece.stop]
+        slices = [
+            order[positions.start : positions.stop]
             for index in range(self.batches)
-            for own, piece in zip(shuffled, self._pieces(index), strict=True)
+            for order, positions in zip(orders, self._slices(index), strict=True)
         ]
-        return np.concatenate(pieces)
+        return np.concatenate(slices)
 
     def shares(self, index: int) -> list[range]:
-        # Places of a batch are those of all pieces before it; a part's pieces before it are its first ones.
-        begin = sum(piece.start for piece in self._pieces(index))
-        ends = np.cumsum([0, *(len(piece) for piece in self._pieces(index))])
-        owned = even_shares(range(self.parts), self.ranks)
-        return [range(begin + int(ends[own.start]), begin + int(ends[own.stop])) for own in owned]
+        slices = self._slices(index)
+        # The order begins with all slices of earlier batches, and a slice starts behind those of its own part.
+        begin = sum(positions.start for positions in slices)
+        ends = np.cumsum([0, *(len(positions) for positions in slices)])
+        parts_of_ranks = even_shares(range(self.parts), self.ranks)
+        return [range(begin + int(ends[parts.start]), begin + int(ends[parts.stop])) for parts in parts_of_ranks]
 
-    def spare(self, order: np.ndarray, index: int, rank: int) -> int:
-        return self._parts[even_shares(range(self.parts), self.ranks)[rank].start].start
+    def borrowed_sample(self, order: np.ndarray, index: int, rank: int) -> int:
+        first_part = even_shares(range(self.parts), self.ranks)[rank].start
+        return self._parts[first_part].start
 
-    def _pieces(self, index: int) -> list[range]:
-        return [share(len(part), index, self.batches) for part in self._parts]
+    def _slices(self, index: int) -> list[range]:
+        """For one global batch, the positions that it takes of each part's order."""
+        return [even_share(len(part), index, self.batches) for part in self._parts]
 
     def skew(self, labels: Sequence[int]) -> tuple[float, int]:
-        """How far the labels of a part lie from those of all samples (half the sum of the differences of their
-        frequencies, beyond what chance does to parts of that size), in the part where that is most; and which."""
-        found = np.asarray(labels)
-        kinds, counts = np.unique(found, return_counts=True)
-        expected = counts / len(found)
+        """How far the labels of a part are from those of all samples, in the part where that is most, and the number of
+        that part. The distance is half the sum of the absolute differences of label frequencies, less the distance
+        that chance alone gives to parts of that size."""
+        all_labels = np.asarray(labels)
+        classes, counts = np.unique(all_labels, return_counts=True)
+        expected = counts / len(all_labels)
         distances = []
         for part in self._parts:
-            own = np.searchsorted(kinds, found[part.start : part.stop])
-            frequencies = np.bincount(own, minlength=len(kinds)) / max(1, len(part))
+            class_numbers = np.searchsorted(classes, all_labels[part.start : part.stop])
+            frequencies = np.bincount(class_numbers, minlength=len(classes)) / max(1, len(part))
             by_chance = np.sqrt(expected * (1 - expected) / max(1, len(part))).sum() / 2
             distances.append(np.abs(frequencies - expected).sum() / 2 - by_chance)
-        most = int(np.argmax(distances))
-        return max(0.0, float(distances[most])), most
+        most_skewed = int(np.argmax(distances))
+        return max(0.0, float(distances[most_skewed])), most_skewed

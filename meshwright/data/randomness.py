@@ -1,5 +1,5 @@
-"""How augmentation stays a function of (seed, epoch, sample): the generators that data sets draw from are
-seeded for each sample, and given back to the rank as they were."""
+"""Makes random augmentation a function of (seed, epoch, sample): the generators that data sets draw from are seeded
+for each sample, and afterwards restored to the state they had in the rank."""
 
 import random
 from collections.abc import Iterator
@@ -9,20 +9,21 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from meshwright.data.order import derive
+from meshwright.data.order import derive_seed
 
 
 def seed_generators(seed: int, *parts: int | str) -> None:
-    """Seeds Python's, numpy's legacy and torch's CPU generator; never a GPU's, which belongs to the model."""
-    own = derive(seed, *parts)
-    random.seed(own)
-    np.random.seed(own & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(own)
+    """Seeds the generators of Python, of numpy's `np.random` functions and of torch on the CPU. Generators of GPUs are
+    left alone: they belong to the model."""
+    derived = derive_seed(seed, *parts)
+    random.seed(derived)
+    np.random.seed(derived & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(derived)
 
 
 @contextmanager
-def generators_kept() -> Iterator[None]:
-    """Leaves a rank's generators as they were. A worker process has nothing to keep, so nothing is saved."""
+def preserve_generators() -> Iterator[None]:
+    """Restores a rank's generators at the end. In a worker process it does nothing: only data sets draw there."""
     if get_worker_info() is not None:
         yield
         return

@@ -1,11 +1,11 @@
-"""Batches of a stream (`IterableDataset`): the p-th item of its iteration is sample p of the epoch, batch k
-is positions [kB, (k+1)B), and ranks split it by position.
+"""Batches of a stream (`IterableDataset`): item p of its iteration is sample p of the epoch, global batch k is the
+positions [kB, (k+1)B), and ranks divide each batch by position.
 
-A stream yields the same items on every rank and in every worker: it does not split itself. It may have
+A stream must yield the same items on every rank and in every worker: it must not split itself. It may have
 
-- `set_epoch(epoch)`, called before every epoch;
-- `seek(position)`, called before every epoch: the next `iter()` begins with that sample of the epoch (0
-  unless a run is resumed inside the epoch). Without it a resumed run reads and drops what it has seen.
+- `set_epoch(epoch)`, which is called before every epoch;
+- `seek(position)`, which is called before every epoch: the next `iter()` must begin with that sample of the epoch (0
+  unless a run is resumed inside the epoch). Without it, a resumed run reads and drops the samples before it.
 """
 
 import logging
@@ -15,38 +15,40 @@ from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Any
 
-import torch.utils.data._utils.worker as torch_worker
+import torch.utils.data._utils.worker as torch_worker  # private; seen to work on torch 2.11 and 2.13
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
-from meshwright.data.batch import Batch, Loading, Microbatch, Share
-from meshwright.data.partition import even_shares, parts
-from meshwright.data.randomness import generators_kept, seed_generators
-from meshwright.data.workers import fetched
+from meshwright.data.batch import Batch, LoadingOptions, Microbatch, SampleShare
+from meshwright.data.partition import even_shares, padded_microbatches
+from meshwright.data.randomness import preserve_generators, seed_generators
+from meshwright.data.workers import load_items
 from meshwright.errors import InputError
 
 _log = logging.getLogger("meshwright.data")
 
 
 @dataclass(frozen=True)
-class _Reading:
-    """One epoch of a stream, from batch `first` on."""
+class _StreamEpoch:
+    """Which batches of one epoch to read: from batch `first` on, `batch` samples each over all ranks. `use` separates
+    the random numbers of training and evaluation. With `borrow`, a rank without samples of a batch gets one of another
+    rank."""
 
     seed: int
     use: str
     epoch: int
     batch: int
-    share: Share
+    share: SampleShare
     accumulation: int = 1
     first: int = 0
     drop_last: bool = False
     borrow: bool = True
 
 
-class _Batches(IterableDataset[Any]):
-    """Yields for each global batch its size and this rank's microbatches. Worker w of n makes batches w,
-    w + n, ..., which is the order in which the loader takes them."""
+class _StreamBatches(IterableDataset[Any]):
+    """Yields, for each global batch, its number of samples and this rank's microbatches. Worker w of n yields batches
+    w, w + n, ...: the loader takes one from each worker in turn, so they arrive in order."""
 
-    def __init__(self, dataset: Any, reading: _Reading, loading: Loading) -> None:
+    def __init__(self, dataset: Any, reading: _StreamEpoch, loading: LoadingOptions) -> None:
         self._dataset = dataset
         self._reading = reading
         self._collate = loading.collate or default_collate
@@ -57,14 +59,14 @@ class _Batches(IterableDataset[Any]):
         reading = self._reading
         samples = self._samples()
         for index in count(reading.first):
-            with generators_kept(), _worker_unseen():
-                chosen = list(islice(samples, reading.batch))
-                if not chosen or (reading.drop_last and len(chosen) < reading.batch):
+            with preserve_generators(), _worker_info_hidden():
+                global_batch = list(islice(samples, reading.batch))
+                if not global_batch or (reading.drop_last and len(global_batch) < reading.batch):
                     return
-                mine = (index - reading.first) % workers == worker
-                data = self._microbatches(index, chosen) if mine else []
-            if mine:
-                yield len(chosen), data
+                is_of_this_worker = (index - reading.first) % workers == worker
+                data = self._microbatches(index, global_batch) if is_of_this_worker else []
+            if is_of_this_worker:
+                yield len(global_batch), data
 
     def _samples(self) -> Iterator[Any]:
         reading = self._reading
@@ -72,7 +74,7 @@ class _Batches(IterableDataset[Any]):
         seed_generators(reading.seed, f"{reading.use} stream", reading.epoch)
         samples = iter(self._dataset)
         for position in count(begin if hasattr(self._dataset, "seek") else 0):
-            # Also before a sample that is dropped, which may draw what a later one depends on.
+            # Dropped samples are seeded too: they may draw numbers that later samples depend on.
             seed_generators(reading.seed, reading.use, reading.epoch, position)
             try:
                 sample = next(samples)
@@ -81,24 +83,26 @@ class _Batches(IterableDataset[Any]):
             if position >= begin:
                 yield sample
 
-    def _microbatches(self, index: int, chosen: list[Any]) -> list[tuple[Any, int]]:
+    def _microbatches(self, index: int, global_batch: list[Any]) -> list[tuple[Any, int]]:
+        """This rank's microbatches, collated, each with its number of samples."""
         reading = self._reading
         collated = []
-        shares = even_shares(range(len(chosen)), reading.share.ranks)
-        for piece in parts(shares, reading.share.rank, reading.accumulation):
-            if piece or reading.borrow:
-                # All ranks have read the same samples: their collate functions shall not draw the same.
-                position = index * reading.batch + piece.start
+        shares = even_shares(range(len(global_batch)), reading.share.ranks)
+        for positions in padded_microbatches(shares, reading.share.rank, reading.accumulation):
+            if positions or reading.borrow:
+                # All ranks have read the same samples, so their generators are equal here. Seeding by position lets
+                # their collate functions draw different numbers.
+                position = index * reading.batch + positions.start
                 seed_generators(reading.seed, f"{reading.use} collate", reading.epoch, position)
-                own = chosen[piece.start : piece.stop] if piece else chosen[:1]
-                collated.append((self._collate(own), len(piece)))
+                samples = global_batch[positions.start : positions.stop] if positions else global_batch[:1]
+                collated.append((self._collate(samples), len(positions)))
         return collated
 
 
 @contextmanager
-def _worker_unseen() -> Iterator[None]:
-    """Hides from a data set that it is in a worker: many then yield only every n-th sample or shard, and the
-    rest would be lost, since here each worker picks its own batches out of the whole stream."""
+def _worker_info_hidden() -> Iterator[None]:
+    """Makes `get_worker_info()` return None, so that a data set does not notice that it runs in a worker. Many data
+    sets yield only every n-th sample in a worker; the rest would be lost, since here every worker reads all samples."""
     info = torch_worker._worker_info
     torch_worker._worker_info = None
     try:
@@ -112,30 +116,31 @@ def train_stream(
     *,
     seed: int,
     global_batch: int,
-    share: Share,
-    loading: Loading,
+    share: SampleShare,
+    loading: LoadingOptions,
     accumulation: int,
     start: tuple[int, int],
     epochs: int | None,
     drop_last: bool,
 ) -> Iterator[Batch]:
+    """`train_batches` of a stream."""
     if loading.partition != "batch":
         raise InputError(
-            f"data.partition is {loading.partition}, which wants to know where each sample lies, but"
+            f"data.partition is {loading.partition}, which needs random access to samples, but"
             f" {type(dataset).__name__} is a stream: use batch, or give the data set __len__ and __getitem__"
         )
     first_epoch, first_index = start
     for epoch in count(first_epoch) if epochs is None else range(first_epoch, epochs):
         first = first_index if epoch == first_epoch else 0
-        reading = _Reading(seed, "sample", epoch, global_batch, share, accumulation, first, drop_last, borrow=True)
-        held: Batch | None = None  # until it is known whether another one follows
+        reading = _StreamEpoch(seed, "sample", epoch, global_batch, share, accumulation, first, drop_last, borrow=True)
+        previous: Batch | None = None  # yielded once it is known whether another one follows
         for index, (samples, data) in enumerate(_read(dataset, reading, loading), first):
-            if held is not None:
-                yield held
-            microbatches = tuple(Microbatch(*piece) for piece in data)
-            held = Batch(microbatches, samples, epoch, index, last=False)
-        if held is not None:
-            yield replace(held, last=True)
+            if previous is not None:
+                yield previous
+            microbatches = tuple(Microbatch(*microbatch) for microbatch in data)
+            previous = Batch(microbatches, samples, epoch, index, last=False)
+        if previous is not None:
+            yield replace(previous, last=True)
         elif first == 0:
             least = f"at least {global_batch} samples (drop_last is set)" if drop_last else "samples"
             raise InputError(
@@ -144,19 +149,21 @@ def train_stream(
             )
 
 
-def eval_stream(dataset: Any, *, batch: int, share: Share, loading: Loading, seed: int) -> Iterator[Microbatch]:
-    """Rounds of `batch` samples a rank; the short last round is shared evenly."""
-    reading = _Reading(seed, "eval", 0, batch * share.ranks, share, borrow=False)
-    empty = True
+def eval_stream(
+    dataset: Any, *, batch: int, share: SampleShare, loading: LoadingOptions, seed: int
+) -> Iterator[Microbatch]:
+    """`eval_batches` of a stream: rounds of `batch` samples per rank, of which a short last one is shared evenly."""
+    reading = _StreamEpoch(seed, "eval", 0, batch * share.ranks, share, borrow=False)
+    is_empty = True
     for _, data in _read(dataset, reading, loading):
-        empty = False
-        for piece in data:
-            yield Microbatch(*piece)
-    if empty:
+        is_empty = False
+        for microbatch in data:
+            yield Microbatch(*microbatch)
+    if is_empty:
         raise InputError(f"the stream {type(dataset).__name__} is empty: every iter() must give samples")
 
 
-def _read(dataset: Any, reading: _Reading, loading: Loading) -> Iterator[Any]:
+def _read(dataset: Any, reading: _StreamEpoch, loading: LoadingOptions) -> Iterator[Any]:
     position = reading.first * reading.batch
     if hasattr(dataset, "set_epoch"):
         dataset.set_epoch(reading.epoch)
@@ -170,4 +177,4 @@ def _read(dataset: Any, reading: _Reading, loading: Loading) -> Iterator[Any]:
             reading.first,
             reading.epoch,
         )
-    return fetched(_Batches(dataset, reading, loading), loading)
+    return load_items(_StreamBatches(dataset, reading, loading), loading)

@@ -1,5 +1,5 @@
-"""How worker processes live and end: they outlast signals meant for the whole process group, so that a rank
-can finish and save, and never outlast their rank."""
+"""Starts and ends the worker processes of a loader. Workers ignore signals that are sent to the whole process group, so
+that a rank which is told to stop can still finish its step and save; and they exit as soon as their rank is gone."""
 
 import os
 import signal
@@ -12,28 +12,27 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from meshwright.data.batch import Loading
+from meshwright.data.batch import LoadingOptions
 from meshwright.errors import MeshwrightError
 
 _WATCH_S = 0.5
 
 
-def fetched(dataset: Dataset[Any], loading: Loading, fetches: Iterable[Any] | None = None) -> Iterator[Any]:
-    """What `dataset` makes of each of `fetches` (a stream: of its iteration), collated already.
-
-    Closing the iterator, or dropping it, ends the workers.
+def load_items(dataset: Dataset[Any], loading: LoadingOptions, keys: Iterable[Any] | None = None) -> Iterator[Any]:
+    """Yields `dataset[key]` for each of `keys`, or where they are None the items of an iterable data set. Both must be
+    collated already. Closing the iterator, or dropping it, ends the workers.
     """
     loader = DataLoader(
         dataset,
         batch_size=None,
-        sampler=fetches,
+        sampler=keys,
         num_workers=loading.workers,
-        collate_fn=_as_it_is,
+        collate_fn=_unchanged,
         pin_memory=loading.pin_memory and torch.accelerator.is_available(),
-        worker_init_fn=_begin,
-        generator=torch.Generator(),  # or else starting a loader would draw from the model's
+        worker_init_fn=_start_worker,
+        generator=torch.Generator(),  # otherwise starting a loader would draw from the model's generator
     )
-    with _signals_held():
+    with _signals_blocked():
         iterator = iter(loader)
     try:
         while True:
@@ -42,26 +41,26 @@ def fetched(dataset: Dataset[Any], loading: Loading, fetches: Iterable[Any] | No
             except StopIteration:
                 return
             except MeshwrightError as error:
-                raise type(error)(_own_words(error)) from None
+                raise type(error)(_original_message(error)) from None
             yield data
-            del data  # a batch is not kept alive while the next one is waited for
+            del data  # frees the batch while waiting for the next one
     finally:
         del iterator
 
 
-def _as_it_is(data: Any) -> Any:
+def _unchanged(data: Any) -> Any:
     return data
 
 
-def _own_words(error: MeshwrightError) -> str:
-    """Torch puts the worker's whole traceback into the message; its last line is what the user is told."""
+def _original_message(error: MeshwrightError) -> str:
+    """The message that a worker raised. Torch puts the worker's whole traceback before it; it is in the last line."""
     text = str(error).strip()
     return text.rpartition("\n")[2].partition(": ")[2] if "Original Traceback" in text else text
 
 
 @contextmanager
-def _signals_held() -> Iterator[None]:
-    """Holds signals back while workers start: they inherit that, so none is hit before it can ignore them."""
+def _signals_blocked() -> Iterator[None]:
+    """Blocks signals while workers start. Workers inherit the block, so none can be ended before it ignores signals."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
@@ -69,23 +68,23 @@ def _signals_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _begin(worker: int) -> None:
-    """Runs first in a worker; torch has limited it to one thread by then."""
+def _start_worker(worker: int) -> None:
+    """Runs first in a worker process, after torch has limited it to one thread."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "sigtimedwait"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    else:  # macOS cannot tell who sent a signal: better to lose a worker than to keep one that nothing ends
+    else:  # macOS cannot tell who sent a signal: losing a worker is better than keeping one that nothing can end
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     rank = parent_process()
     assert rank is not None
-    threading.Thread(target=_watch, args=(rank.pid,), daemon=True).start()
+    threading.Thread(target=_watch_rank, args=(rank.pid,), daemon=True).start()
 
 
-def _watch(rank: int | None) -> None:
-    """Ends the worker when its rank is gone or asks for it. SIGTERM from anyone else is ignored.
+def _watch_rank(rank: int | None) -> None:
+    """Ends the worker when its rank is gone or sends SIGTERM. SIGTERM from any other process is ignored.
 
-    Torch and multiprocessing end a busy worker, and every worker at the rank's exit, by SIGTERM and then wait
-    for it: a worker that ignored that one as well would keep its rank from ending.
+    Torch and multiprocessing send SIGTERM to a busy worker, and to every worker when the rank exits, and then wait for
+    it: a worker that ignored that too would keep its rank from ending.
     """
     while os.getppid() == rank:
         if hasattr(signal, "sigtimedwait"):
@@ -94,4 +93,4 @@ def _watch(rank: int | None) -> None:
                 break
         else:
             threading.Event().wait(_WATCH_S)
-    os._exit(0)  # not sys.exit: the main thread may be anywhere, also in a pipe that nobody reads any more
+    os._exit(0)  # not sys.exit: the main thread may be blocked, for example in a pipe that nobody reads any more

@@ -1,4 +1,5 @@
-"""`meshwright export`: a run's weights as a file that needs no Meshwright, and what that does to size and metrics."""
+"""`meshwright export`: writes the weights of a run to a file that can be used without Meshwright, and measures how the
+size and the metrics change."""
 
 import os
 from collections.abc import Sequence
@@ -10,11 +11,11 @@ import torch
 from torch import nn
 
 from meshwright.errors import InputError, did_you_mean
-from meshwright.export.measure import Change, changes, first, measure
-from meshwright.export.program import Program, write_program
-from meshwright.export.quantize import Width, chosen, quantize, quantized_state, read_quantized_state
-from meshwright.export.run import Trained, read_run
-from meshwright.export.weights import in_bf16, read_weights, size_bytes, write_weights
+from meshwright.export.measure import MetricChange, first_samples, measure, metric_changes
+from meshwright.export.program import LoadedProgram, write_program
+from meshwright.export.quantize import Width, quantizable_parameters, quantize, quantized_state, read_quantized_state
+from meshwright.export.run import TrainedModel, read_run
+from meshwright.export.weights import copy_in_bf16, read_weights, size_bytes, write_weights
 from meshwright.train.build import build_data
 
 SUFFIXES = {
@@ -27,8 +28,9 @@ SUFFIXES = {
 
 
 @dataclass(frozen=True)
-class Exported:
-    """`bytes_before` are those of the model's own weights. `metrics` is empty where nothing was evaluated."""
+class ExportResult:
+    """The file that was written, and how the size and the metrics changed. `bytes_before` is the size of the model's
+    weights before the export. `metrics` is empty when nothing was evaluated."""
 
     run: Path
     format: str
@@ -36,10 +38,11 @@ class Exported:
     file: Path
     bytes: int
     bytes_before: int
-    metrics: dict[str, Change]
+    metrics: dict[str, MetricChange]
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
+        """The JSON object that `meshwright export --json` prints."""
         return {
             "file": str(self.file),
             "bytes": self.bytes,
@@ -54,7 +57,7 @@ class Exported:
 
 @dataclass(frozen=True)
 class _Written:
-    """A file, the model that was read back from it, and what is to be said of it."""
+    """A file that was written, the model read back from it, and notes for the user."""
 
     file: Path
     model: nn.Module
@@ -69,8 +72,12 @@ def export(
     step: str | None = None,
     limit: int | None = None,
     settings: Sequence[str] = (),
-) -> Exported:
-    """`limit` is how many samples are evaluated at most; None: all of them, 0: none."""
+) -> ExportResult:
+    """Exports a run in the format `to`, evaluates the result, and returns the sizes and metrics.
+
+    `limit` is the largest number of samples to evaluate; None means all of them, 0 means none. `step` selects the
+    checkpoint as in `read_run`, and `settings` override fields of the job (`data.root=...`).
+    """
     if to not in SUFFIXES:
         raise InputError(f"--to {to}{did_you_mean(to, SUFFIXES)}")
     if dynamic and to != "int8":
@@ -78,79 +85,85 @@ def export(
     if output and output.suffix != SUFFIXES[to]:
         raise InputError(f"--output {output}: a file of --to {to} ends in {SUFFIXES[to]}")
     trained = read_run(run, step, settings)
-    file = output or run / "export" / _name(trained.job.name, to, dynamic)
-    evaluated, shown = _data(trained, to, limit)
-    before = measure(trained.model, trained.job, evaluated) if evaluated is not None else {}
-    written = _write(trained, to, dynamic, shown, _folder_of(file))
-    after = measure(written.model, trained.job, evaluated) if evaluated is not None else {}
-    unmeasured = () if evaluated is not None else (_why_unmeasured(limit),)
-    return Exported(
+    file = output or run / "export" / _file_name(trained.job.name, to, dynamic)
+    eval_set, example_set = _data_sets(trained, to, limit)
+    before = measure(trained.model, trained.job, eval_set) if eval_set is not None else {}
+    _create_folder(file)
+    written = _write(trained, to, dynamic, example_set, file)
+    after = measure(written.model, trained.job, eval_set) if eval_set is not None else {}
+    unmeasured = () if eval_set is not None else (_why_unmeasured(limit),)
+    return ExportResult(
         run=run,
         format=f"{to}, dynamic" if dynamic else to,
         step=trained.step,
         file=written.file,
         bytes=written.file.stat().st_size,
         bytes_before=size_bytes(trained.model),
-        metrics=changes(before, after),
+        metrics=metric_changes(before, after),
         notes=(*trained.notes, *written.notes, *unmeasured),
     )
 
 
-def _write(trained: Trained, to: str, dynamic: bool, shown: Any, file: Path) -> _Written:
-    """Beside its place first: a file exists whole or not at all."""
-    aside = file.with_name(f".writing-{file.name}")
+def _write(trained: TrainedModel, to: str, dynamic: bool, example_set: Any, file: Path) -> _Written:
+    """Writes the model in the format `to`. The file is written under a temporary name and then renamed, so that it
+    exists complete or not at all."""
+    temporary = file.with_name(f".writing-{file.name}")
     if to in ("safetensors", "bf16"):
-        about = {"format": "pt", "job": trained.job.name, "step": str(trained.step)}
-        write_weights(in_bf16(trained.model) if to == "bf16" else trained.model, aside, about)
-        os.replace(aside, file)
-        return _Written(file, read_weights(trained.fresh(), file))
+        metadata = {"format": "pt", "job": trained.job.name, "step": str(trained.step)}
+        write_weights(copy_in_bf16(trained.model) if to == "bf16" else trained.model, temporary, metadata)
+        os.replace(temporary, file)
+        return _Written(file, read_weights(trained.initial_model(), file))
     if to == "program":
-        write_program(trained.model, trained.job, shown, aside)
-        os.replace(aside, file)
-        return _Written(file, Program(file))
+        write_program(trained.model, trained.job, example_set, temporary)
+        os.replace(temporary, file)
+        return _Written(file, LoadedProgram(file))
     width = cast(Width, to)
-    notes = () if chosen(trained.model, width) else (f"the model has nothing that {width} is for: no weight changed",)
-    quantized = quantize(trained.model, width, dynamic)
+    notes: tuple[str, ...] = ()
+    if not quantizable_parameters(trained.model, width):
+        notes = (f"the model has no weights that {width} quantizes: no weight changed",)
+    quantized_model = quantize(trained.model, width, dynamic)
     try:
-        write_program(quantized, trained.job, shown, aside)
+        write_program(quantized_model, trained.job, example_set, temporary)
     except InputError as error:
-        state = _write_state(trained, width, file.with_suffix(".pt"))
-        lost = "; it holds no quantized activations" if dynamic else ""
-        return replace(state, notes=(*notes, f"{error}; so this is a quantized state dict{lost}"))
-    os.replace(aside, file)
-    return _Written(file, Program(file), notes)
+        written = _write_state(trained, width, file.with_suffix(".pt"))
+        lost = "; its activations are not quantized" if dynamic else ""
+        return replace(written, notes=(*notes, f"{error}; so this is a quantized state dict{lost}"))
+    os.replace(temporary, file)
+    return _Written(file, LoadedProgram(file), notes)
 
 
-def _write_state(trained: Trained, width: Width, file: Path) -> _Written:
-    aside = file.with_name(f".writing-{file.name}")
-    torch.save(quantized_state(trained.model, width), aside)
-    os.replace(aside, file)
-    return _Written(file, read_quantized_state(trained.fresh(), torch.load(file, weights_only=True)))
+def _write_state(trained: TrainedModel, width: Width, file: Path) -> _Written:
+    """Writes a quantized state dict, for models that torch.export cannot export."""
+    temporary = file.with_name(f".writing-{file.name}")
+    torch.save(quantized_state(trained.model, width), temporary)
+    os.replace(temporary, file)
+    return _Written(file, read_quantized_state(trained.initial_model(), torch.load(file, weights_only=True)))
 
 
-def _data(trained: Trained, to: str, limit: int | None) -> tuple[Any, Any]:
-    """What is evaluated, if anything, and what shows a program its batches. Weights alone need no data at all."""
+def _data_sets(trained: TrainedModel, to: str, limit: int | None) -> tuple[Any, Any]:
+    """The data set to evaluate, or None when nothing is to be evaluated; and the data set that provides example batches
+    for a program, or None when neither is needed."""
     if limit == 0 and SUFFIXES[to] == ".safetensors":
         return None, None
     train_set, eval_set = build_data(trained.job)
-    shown = train_set if eval_set is None else eval_set
-    return None if eval_set is None or limit == 0 else first(eval_set, limit), shown
+    example_set = train_set if eval_set is None else eval_set
+    return None if eval_set is None or limit == 0 else first_samples(eval_set, limit), example_set
 
 
 def _why_unmeasured(limit: int | None) -> str:
     if limit == 0:
         return "nothing was evaluated, as --limit is 0"
-    return "the job has no evaluation set: what this does to its metrics is unknown"
+    return "the job has no evaluation set: how its metrics change is unknown"
 
 
-def _name(job: str, to: str, dynamic: bool) -> str:
+def _file_name(job: str, to: str, dynamic: bool) -> str:
     kind = {"safetensors": "", "program": ""}.get(to, f"-{to}")
     return f"{job}{kind}{'-dynamic' if dynamic else ''}{SUFFIXES[to]}"
 
 
-def _folder_of(file: Path) -> Path:
+def _create_folder(file: Path) -> None:
+    """Creates the folder that the file is written to."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--output {file}: cannot write in '{file.parent}': {error.strerror}") from None
-    return file

@@ -1,4 +1,4 @@
-"""What an export costs: the job's evaluation set before and after."""
+"""How an export changes the metrics: evaluates a model on the job's evaluation set, before and after."""
 
 import math
 from collections.abc import Iterator
@@ -17,18 +17,19 @@ from meshwright.plan import Plan
 from meshwright.train.build import build_loading, build_metrics
 from meshwright.train.session import Session
 
-ALONE = World(rank=0, local_rank=0, size=1, local_size=1, attempt=0, device=torch.device("cpu"), store=None)
+ONE_PROCESS = World(rank=0, local_rank=0, size=1, local_size=1, attempt=0, device=torch.device("cpu"), store=None)
 
 
 @dataclass(frozen=True)
-class Change:
-    """Of one metric; None where it was no number."""
+class MetricChange:
+    """The value of one metric before and after the export; None when the value is not finite."""
 
     before: float | None
     after: float | None
 
     @property
     def change(self) -> float | None:
+        """The difference; None when either value is."""
         return None if self.before is None or self.after is None else self.after - self.before
 
     def to_dict(self) -> dict[str, float | None]:
@@ -36,35 +37,38 @@ class Change:
 
 
 def measure(model: nn.Module, job: Job, dataset: Any) -> dict[str, float]:
-    """The loss and the job's metrics, as training evaluates them: in one process, in fp32."""
+    """The loss and the job's metrics on a data set, evaluated as in training, in one process and in fp32."""
     session = Session(
         model,
-        lambda parameters: torch.optim.SGD([torch.zeros(1)]),  # never stepped, and a program has no parameters
+        lambda parameters: torch.optim.SGD([torch.zeros(1)]),  # never stepped; an exported program has no parameters
         loss=bind(job.loss, "loss") if job.loss else None,
         plan=Plan(),
-        world=ALONE,
+        world=ONE_PROCESS,
         target=job.data.target,
     )
-    found = session.evaluate(dataset, build_metrics(job), job.train.global_batch, build_loading(job, ALONE.device))
+    loading = build_loading(job, ONE_PROCESS.device)
+    values = session.evaluate(dataset, build_metrics(job), job.train.global_batch, loading)
     model.eval()
-    assert found is not None
-    return found
+    assert values is not None, "nothing interrupts this evaluation"
+    return values
 
 
-def changes(before: dict[str, float], after: dict[str, float]) -> dict[str, Change]:
-    return {name: Change(_number(before[name]), _number(after[name])) for name in before}
+def metric_changes(before: dict[str, float], after: dict[str, float]) -> dict[str, MetricChange]:
+    return {name: MetricChange(_finite_or_none(before[name]), _finite_or_none(after[name])) for name in before}
 
 
-def first(dataset: Any, limit: int | None) -> Any:
-    """At most so many samples of a data set."""
+def first_samples(dataset: Any, limit: int | None) -> Any:
+    """The first `limit` samples of a data set; the whole data set when `limit` is None."""
     if limit is None:
         return dataset
     if hasattr(dataset, "__getitem__"):
         return Subset(dataset, range(min(limit, len(dataset))))
-    return _First(dataset, limit)
+    return _FirstSamples(dataset, limit)
 
 
-class _First(IterableDataset[Any]):
+class _FirstSamples(IterableDataset[Any]):
+    """The first samples of a stream."""
+
     def __init__(self, stream: Any, limit: int) -> None:
         self._stream = stream
         self._limit = limit
@@ -73,6 +77,6 @@ class _First(IterableDataset[Any]):
         return islice(iter(self._stream), self._limit)
 
 
-def _number(value: float) -> float | None:
-    """JSON has no NaN and no infinity."""
+def _finite_or_none(value: float) -> float | None:
+    """The value, or None when it is NaN or infinite, which JSON cannot express."""
     return value if math.isfinite(value) else None

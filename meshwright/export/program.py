@@ -1,4 +1,4 @@
-"""A model as a torch.export program: a file that runs with torch alone, on batches of any size."""
+"""Writes a model as a torch.export program: a file that runs with torch alone, on batches of any size."""
 
 import io
 import logging
@@ -14,19 +14,20 @@ import torch
 from torch import nn
 from torch.utils.data import Subset
 
-from meshwright.batch import Example, split
-from meshwright.data.loading import Loading, Share, eval_batches
+from meshwright.batch import ModelBatch, split_batch
+from meshwright.data.loading import LoadingOptions, SampleShare, eval_batches
 from meshwright.errors import InputError
 from meshwright.job import Job
-from meshwright.parallel.plain_attention import plain_attention
+from meshwright.parallel.attention_fastpath import without_attention_fastpath
 from meshwright.train.build import build_loading
 
-TRACED, COMPARED, TRIED = 2, 3, 5  # batch sizes; one of 1 would be taken for a size that never changes
-LONGEST = 300  # of what torch says when it cannot
+# Batch sizes. Not 1, because torch.export treats a size of 1 as constant.
+TRACED_SAMPLES, COMPARED_SAMPLES, CHECKED_SAMPLES = 2, 3, 5
+LONGEST_REASON = 300  # characters of torch's error message that are shown
 
 
-class Program(nn.Module):
-    """A program that was read back. It has no modules and no modes, only what it computes."""
+class LoadedProgram(nn.Module):
+    """An exported program that was read from a file. It has no submodules, and `train` and `eval` do not affect it."""
 
     def __init__(self, file: Path) -> None:
         super().__init__()
@@ -38,35 +39,36 @@ class Program(nn.Module):
 
 
 def write_program(model: nn.Module, job: Job, dataset: Any, file: Path) -> None:
-    """`dataset` shows what batches look like: sizes that differ between two of them are left open in the program,
-    which is then tried on a third."""
+    """Exports the model to a file. Sizes that differ between two batches of `dataset` are dynamic in the program, which
+    is then run on a third batch as a check. Raises an `InputError` when torch cannot export the model."""
     model.eval()
-    traced, compared, tried = (example(job, dataset, samples) for samples in (TRACED, COMPARED, TRIED))
-    sizes: Any = torch.export.AdditionalInputs()  # Any: torch's own annotation leaves it out
+    sample_counts = (TRACED_SAMPLES, COMPARED_SAMPLES, CHECKED_SAMPLES)
+    traced, compared, checked = (example_batch(job, dataset, samples) for samples in sample_counts)
+    sizes: Any = torch.export.AdditionalInputs()  # Any, since torch's annotation of dynamic_shapes omits this class
     sizes.add(compared.arguments, compared.keywords)
-    with quiet(), torch.no_grad(), plain_attention():
+    with quiet(), torch.no_grad(), without_attention_fastpath():
         try:
             program = torch.export.export(model, traced.arguments, traced.keywords, dynamic_shapes=sizes)
             torch.export.save(program, file)
-            Program(file)(*tried.arguments, **tried.keywords)
-        except Exception as error:  # of any kind: the model's own code runs in here
+            LoadedProgram(file)(*checked.arguments, **checked.keywords)
+        except Exception as error:  # any class, because the model's own code runs here
             file.unlink(missing_ok=True)
             raise InputError(f"torch.export cannot make a program of this model: {_reason(error)}") from error
 
 
-def example(job: Job, dataset: Any, samples: int) -> Example:
-    """A batch of so many samples as the model gets it; a small data set gives some of them twice."""
+def example_batch(job: Job, dataset: Any, samples: int) -> ModelBatch:
+    """A batch of `samples` samples as the model receives it. Samples of a small data set are repeated."""
     if hasattr(dataset, "__getitem__"):
         dataset = Subset(dataset, [index % len(dataset) for index in range(samples)])
-    loading = Loading(collate=build_loading(job, torch.device("cpu")).collate)
-    batch = next(eval_batches(dataset, batch=samples, share=Share(), loading=loading))
-    return split(batch.data, job.data.target)
+    loading = LoadingOptions(collate=build_loading(job, torch.device("cpu")).collate)
+    batch = next(eval_batches(dataset, batch=samples, share=SampleShare(), loading=loading))
+    return split_batch(batch.data, job.data.target)
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """torch and torchao tell users at length of what they will change in their own code one day, and print the graph
-    of a model that they cannot export."""
+    """Suppresses the deprecation warnings of torch and torchao, and the graph that torch prints of a model that it
+    cannot export."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -78,10 +80,13 @@ def quiet() -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """In one line, without advice that is not for users, and with the line of the model's code where it is known."""
-    said = re.sub(r"For more information, run with \S+", "", str(error) or type(error).__name__)
-    said = " ".join(said.split())
-    said = said if len(said) <= LONGEST else f"{said[:LONGEST]}…"
-    ours = (str(Path(torch.__file__).parent), __file__)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
-    return f"{said} ({frames[-1].filename}, line {frames[-1].lineno})" if frames else said
+    """Torch's error message in one line, without its advice for torch developers, and with the line of the model's code
+    when it is known."""
+    message = re.sub(r"For more information, run with \S+", "", str(error) or type(error).__name__)
+    message = " ".join(message.split())
+    message = message if len(message) <= LONGEST_REASON else f"{message[:LONGEST_REASON]}…"
+    not_the_model = (str(Path(torch.__file__).parent), __file__)
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(not_the_model)
+    ]
+    return f"{message} ({frames[-1].filename}, line {frames[-1].lineno})" if frames else message

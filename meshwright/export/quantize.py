@@ -1,10 +1,10 @@
-"""Which weights become integers: torchao takes layers that multiply by a matrix, `rows` the others.
+"""Quantizes the weights of a model: torchao quantizes linear layers, `rows.py` the others.
 
-| | int8 | int16 |
+| layers | int8 | int16 |
 | --- | --- | --- |
-| linear layers | torchao; with `dynamic` their inputs as well, at every call | as they are |
-| convolutions, attention's own projections | rows | as they are |
-| embeddings, and layers tied to one | rows | rows |
+| linear layers | torchao; with `dynamic` their inputs as well, at every call | not quantized |
+| convolutions, projections inside `nn.MultiheadAttention` | rows.py | not quantized |
+| embeddings, and layers tied to one | rows.py | rows.py |
 """
 
 from copy import deepcopy
@@ -12,11 +12,17 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear  # attention multiplies by its weight itself
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear  # attention reads its weight directly
 
 from meshwright.errors import InputError
 from meshwright.export.program import quiet
-from meshwright.export.rows import Held, held, keep_as_rows, quantized, restored
+from meshwright.export.rows import (
+    ParameterUses,
+    dequantize_rows,
+    parameters_with_uses,
+    quantize_rows,
+    store_as_integer_rows,
+)
 
 Width = Literal["int8", "int16"]
 DTYPES: dict[Width, torch.dtype] = {"int8": torch.int8, "int16": torch.int16}
@@ -26,32 +32,34 @@ NAMES = ("weight", "in_proj_weight")
 ROWS, SCALE = ".rows", ".scale"
 
 
-def chosen(model: nn.Module, width: Width) -> list[Held]:
-    """The parameters that become integers."""
+def quantizable_parameters(model: nn.Module, width: Width) -> list[ParameterUses]:
+    """The parameters that are stored as integers."""
     kinds = EMBEDDINGS if width == "int16" else (*EMBEDDINGS, *CONVOLUTIONS, nn.Linear, nn.MultiheadAttention)
     return [
-        each
-        for each in held(model)
-        if each.weight.is_floating_point() and any(isinstance(m, kinds) and name in NAMES for m, name in each.holders)
+        uses
+        for uses in parameters_with_uses(model)
+        if uses.weight.is_floating_point() and any(isinstance(m, kinds) and name in NAMES for m, name in uses.holders)
     ]
 
 
 def quantize(model: nn.Module, width: Width, dynamic: bool = False) -> nn.Module:
-    """A copy that runs on integers, made of plain tensors: torch.export takes it as any other model."""
+    """A copy of the model with integer weights. They are plain tensors, so torch.export accepts it like any model.
+    With `dynamic` the inputs of linear layers are quantized as well."""
     copy = deepcopy(model)
-    integers = chosen(copy, width)
-    linears = {id(module) for each in integers if _multiplies(each) for module, _ in each.holders}
-    rest = [each for each in integers if not _multiplies(each)]
+    parameters = quantizable_parameters(copy, width)
+    linears = {id(module) for uses in parameters if _is_linear_weight(uses) for module, _ in uses.holders}
+    others = [uses for uses in parameters if not _is_linear_weight(uses)]
     if linears:
-        _through_torchao(copy, linears, dynamic)
-    keep_as_rows(copy, rest, DTYPES[width])
+        _quantize_with_torchao(copy, linears, dynamic)
+    store_as_integer_rows(copy, others, DTYPES[width])
     return copy
 
 
 def quantized_state(model: nn.Module, width: Width) -> dict[str, Tensor]:
-    """For models that no program can be made of: ordinary weights by name, and for each that became integers
+    """A state dict for models that torch.export cannot export: ordinary weights by name, and for each quantized one
     `name.rows` and `name.scale`, whose product it is."""
-    integers = {id(each.weight): quantized(each.weight, DTYPES[width]) for each in chosen(model, width)}
+    parameters = quantizable_parameters(model, width)
+    integers = {id(uses.weight): quantize_rows(uses.weight, DTYPES[width]) for uses in parameters}
     state: dict[str, Tensor] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if id(value) in integers:
@@ -62,23 +70,25 @@ def quantized_state(model: nn.Module, width: Width) -> dict[str, Tensor]:
 
 
 def read_quantized_state(model: nn.Module, state: dict[str, Tensor]) -> nn.Module:
-    """Fills a model from what `quantized_state` made."""
+    """Loads a state dict of `quantized_state` into a model, and returns the model."""
     whole = {name: value for name, value in state.items() if not name.endswith((ROWS, SCALE))}
     for name in state:
         if name.endswith(ROWS):
-            own = name.removesuffix(ROWS)
-            whole[own] = restored(state[name], state[own + SCALE])
-    model.load_state_dict(whole, strict=False)  # what is no tensor has the value that its code gave it
+            weight = name.removesuffix(ROWS)
+            whole[weight] = dequantize_rows(state[name], state[weight + SCALE])
+    model.load_state_dict(whole, strict=False)  # extra state that is no tensor keeps its initial value
     return model
 
 
-def _multiplies(each: Held) -> bool:
-    """Whether it is the weight of one linear layer. A tied one would be kept once more by torchao, apart."""
-    (module, _), *others = each.holders
+def _is_linear_weight(uses: ParameterUses) -> bool:
+    """Whether the parameter is the weight of exactly one linear layer. Of a tied weight torchao would store a second
+    copy, so `rows.py` quantizes it."""
+    (module, _), *others = uses.holders
     return isinstance(module, nn.Linear) and not isinstance(module, NonDynamicallyQuantizableLinear) and not others
 
 
-def _through_torchao(model: nn.Module, linears: set[int], dynamic: bool) -> None:
+def _quantize_with_torchao(model: nn.Module, linears: set[int], dynamic: bool) -> None:
+    """Quantizes the linear layers with these ids in place."""
     try:
         with quiet():
             from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig, quantize_
@@ -88,5 +98,5 @@ def _through_torchao(model: nn.Module, linears: set[int], dynamic: bool) -> None
     config = Int8DynamicActivationInt8WeightConfig if dynamic else Int8WeightOnlyConfig
     with quiet():
         quantize_(model, config(set_inductor_config=False), filter_fn=lambda module, _: id(module) in linears)
-        # Its tensors know how to compute with themselves, but a program that holds such ones loads with torchao only.
-        unwrap_tensor_subclass(nn.ModuleList([model]))  # it looks at children, and the model may be a layer itself
+        # A program that holds torchao's tensor subclasses can be loaded only with torchao: use plain tensors instead.
+        unwrap_tensor_subclass(nn.ModuleList([model]))  # wrapped, since it visits children and the model may be a layer

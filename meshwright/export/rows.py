@@ -1,10 +1,10 @@
-"""Weights as integers with one scale a row, in plain torch operations.
+"""Stores weights as integers with one scale per row, in plain torch operations.
 
-A row is a slice along the first dimension: an embedding's vector, a convolution's output channel. Its largest value
-becomes the largest integer, so that no value is off by more than half a scale:
+A row is a slice along the first dimension: the vector of one embedding, or one output channel of a convolution. Its
+largest absolute value becomes the largest integer, so the error of every value is at most half the scale:
 
-    rows = round(weight / scale),  scale = max |row| / (2^(bits - 1) - 1)        `quantized`
-    weight ≈ rows · scale                                                        `restored`
+    rows = round(weight / scale),  scale = max |row| / (2^(bits - 1) - 1)        `quantize_rows`
+    weight ≈ rows · scale                                                        `dequantize_rows`
 """
 
 from collections.abc import Iterable
@@ -17,50 +17,51 @@ from torch.nn.utils import parametrize
 
 
 @dataclass(frozen=True)
-class Held:
-    """A parameter, and who holds it under which name: of a tied one there are several."""
+class ParameterUses:
+    """A parameter, and the modules that hold it with the name that each gives it. A tied parameter has several."""
 
     weight: nn.Parameter
     holders: tuple[tuple[nn.Module, str], ...]
 
 
-def quantized(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(rows, scale); the scale is in fp32 and has the weight's number of dimensions."""
+def quantize_rows(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The integer rows of a weight and their scale, which is fp32 and has as many dimensions as the weight."""
     largest = torch.iinfo(dtype).max
     wide = weight.detach().float()
     scale = wide.abs().amax(dim=tuple(range(1, wide.dim())), keepdim=True) / largest
-    scale = scale.clamp(min=torch.finfo(torch.float32).tiny)  # a row of zeros
+    scale = scale.clamp(min=torch.finfo(torch.float32).tiny)  # not 0, for rows of zeros
     return (wide / scale).round().clamp(-largest, largest).to(dtype), scale
 
 
-def restored(rows: Tensor, scale: Tensor) -> Tensor:
+def dequantize_rows(rows: Tensor, scale: Tensor) -> Tensor:
+    """The weight that integer rows and their scale stand for, in fp32."""
     return rows.float() * scale
 
 
-def held(model: nn.Module) -> list[Held]:
-    """All parameters of a model, each once."""
-    found: dict[int, Held] = {}
+def parameters_with_uses(model: nn.Module) -> list[ParameterUses]:
+    """All parameters of a model, tied ones once."""
+    uses: dict[int, ParameterUses] = {}
     for module in model.modules():
         for name, weight in module.named_parameters(recurse=False):
-            before = found[id(weight)].holders if id(weight) in found else ()
-            found[id(weight)] = Held(weight, (*before, (module, name)))
-    return list(found.values())
+            earlier = uses[id(weight)].holders if id(weight) in uses else ()
+            uses[id(weight)] = ParameterUses(weight, (*earlier, (module, name)))
+    return list(uses.values())
 
 
-def keep_as_rows(model: nn.Module, chosen: Iterable[Held], dtype: torch.dtype) -> None:
-    """Replaces parameters of the model by their rows; the holders of a tied one share them."""
-    for each in chosen:
-        rows, scale = quantized(each.weight, dtype)
-        for module, name in each.holders:
+def store_as_integer_rows(model: nn.Module, parameters: Iterable[ParameterUses], dtype: torch.dtype) -> None:
+    """Replaces parameters of the model by integer rows. The modules that hold a tied parameter share its rows."""
+    for uses in parameters:
+        rows, scale = quantize_rows(uses.weight, dtype)
+        for module, name in uses.holders:
             if type(module) is nn.Embedding and module.max_norm is None and module is not model:
                 _replace(model, module, RowEmbedding(module, rows, scale))
             else:
-                kept = _Restored(rows, scale, each.weight.dtype)
-                parametrize.register_parametrization(module, name, kept, unsafe=True)
+                parametrization = _Dequantized(rows, scale, uses.weight.dtype)
+                parametrize.register_parametrization(module, name, parametrization, unsafe=True)
 
 
 class RowEmbedding(nn.Module):
-    """Restores the rows that are looked up, never the whole table."""
+    """An embedding with integer weights. It dequantizes only the rows that are looked up."""
 
     rows: Tensor
     scale: Tensor
@@ -73,16 +74,16 @@ class RowEmbedding(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """For models that multiply by an embedding's weight themselves."""
-        return restored(self.rows, self.scale).to(self._dtype)
+        """The dequantized table, for models that multiply by an embedding's weight."""
+        return dequantize_rows(self.rows, self.scale).to(self._dtype)
 
     def forward(self, indices: Tensor) -> Tensor:
-        found = restored(F.embedding(indices, self.rows), F.embedding(indices, self.scale))
-        return found.to(self._dtype)
+        vectors = dequantize_rows(F.embedding(indices, self.rows), F.embedding(indices, self.scale))
+        return vectors.to(self._dtype)
 
 
-class _Restored(nn.Module):
-    """A parametrization: whoever reads the parameter gets what its rows stand for."""
+class _Dequantized(nn.Module):
+    """A parametrization: reading the parameter returns the dequantized weight."""
 
     rows: Tensor
     scale: Tensor
@@ -93,14 +94,15 @@ class _Restored(nn.Module):
         self.register_buffer("scale", scale)
         self._dtype = dtype
 
-    def forward(self, nothing: Tensor) -> Tensor:
-        return restored(self.rows, self.scale).to(self._dtype)
+    def forward(self, unused: Tensor) -> Tensor:
+        return dequantize_rows(self.rows, self.scale).to(self._dtype)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        return weight.new_empty(0)  # the rows are all that is kept
+        return weight.new_empty(0)  # the parametrized tensor itself is not needed: the rows replace it
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Replaces a submodule wherever the model holds it."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if child is old:

@@ -1,4 +1,4 @@
-"""Weights as a safetensors file: under the model's own names and in its own dtypes, or with parameters in bf16."""
+"""Writes and reads safetensors files, with the model's names and dtypes, or with parameters in bf16."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -10,35 +10,36 @@ from torch import Tensor, nn
 from meshwright.errors import InputError
 
 
-def write_weights(model: nn.Module, file: Path, about: dict[str, str]) -> None:
-    """A tied weight is written once; the metadata say which name stands for which other."""
+def write_weights(model: nn.Module, file: Path, metadata: dict[str, str]) -> None:
+    """Writes all weights and buffers. A tied weight is written once, and the file's metadata map its other names to the
+    one that is stored."""
     objects = [name for name, value in model.state_dict().items() if not isinstance(value, Tensor)]
     if objects:
-        raise InputError(f"{objects[0]} is no tensor, and safetensors holds nothing else: use --to program")
+        raise InputError(f"{objects[0]} is no tensor, and a safetensors file holds tensors only: use --to program")
     try:
-        save_model(model, str(file), dict(about))
-    except RuntimeError as error:  # weights that are parts of each other
+        save_model(model, str(file), dict(metadata))
+    except RuntimeError as error:  # weights that share only a part of their memory
         raise InputError(f"safetensors cannot hold this model: {' '.join(str(error).split())}") from None
 
 
 def read_weights(model: nn.Module, file: Path) -> nn.Module:
-    """Fills a model from a file; what is stored in fewer bits is widened to the model's own dtypes."""
+    """Loads a file into a model, converting to the model's dtypes, and returns the model."""
     load_model(model, file)
     return model
 
 
-def in_bf16(model: nn.Module) -> nn.Module:
-    """A copy with its floating parameters in bf16. Buffers stay: a running variance or a table of frequencies is
-    small, and where it is rounded every output is off."""
+def copy_in_bf16(model: nn.Module) -> nn.Module:
+    """A copy of the model with its floating-point parameters in bf16. Buffers are not rounded: a running variance or a
+    table of frequencies is small, and rounding it changes every output."""
     copy = deepcopy(model)
     with torch.no_grad():
-        for parameter in copy.parameters():  # each tied one once, so they stay tied
+        for parameter in copy.parameters():  # yields a tied parameter once, so that it stays tied
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(torch.bfloat16)
     return copy
 
 
 def size_bytes(model: nn.Module) -> int:
-    """Of all parameters and saved buffers, those that are tied counted once."""
+    """Size of all parameters and saved buffers; tied ones are counted once."""
     tensors = [value for value in model.state_dict().values() if isinstance(value, Tensor)]
     return sum({value.data_ptr(): value.numel() * value.element_size() for value in tensors}.values())

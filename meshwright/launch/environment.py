@@ -1,4 +1,4 @@
-"""What the environment tells a process about its rank. Our own variables are named here."""
+"""Reads a process's rank from the environment variables of its launcher. Meshwright's own variables are named here."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -6,14 +6,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-FOLDER = "MESHWRIGHT_FOLDER"  # where the rank's log, place and failure record go
-SPEAKER = "MESHWRIGHT_SPEAKER"  # the rank whose words a person sees
-AGENT = "MESHWRIGHT_AGENT"  # the process that started the ranks and serves their store
+FOLDER = "MESHWRIGHT_FOLDER"  # the folder of the rank's log, heartbeat and failure record
+SPEAKER = "MESHWRIGHT_SPEAKER"  # the rank that prints to the terminal
+AGENT = "MESHWRIGHT_AGENT"  # the id of the process that started the ranks and serves their store
 
 
 @dataclass(frozen=True)
 class Environment:
-    """A rank as its launcher described it; alone it is rank 0 of 1."""
+    """A rank as its launcher describes it. A process that no launcher started is rank 0 of 1. `attempt` counts the
+    restarts before, `agent` is the process id of meshwright's agent, and `speaker` the rank that prints to the
+    terminal."""
 
     launched: bool
     rank: int
@@ -26,7 +28,7 @@ class Environment:
     speaker: int = 0
 
 
-def read() -> Environment:
+def read_environment() -> Environment:
     variables = os.environ
     launched = "RANK" in variables and "WORLD_SIZE" in variables
     if not launched:
@@ -50,14 +52,14 @@ def store_address() -> tuple[str, int]:
 
 
 @contextmanager
-def changed(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables for the processes started meanwhile, and puts the old values back."""
-    before = {name: os.environ.get(name) for name in variables}
+def environment_variables(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables for the processes that are started within the context, and restores the old values after it."""
+    previous = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous.items():
             if value is None:
                 os.environ.pop(name, None)
             else:

@@ -1,4 +1,4 @@
-"""Why the ranks failed: each failing rank leaves a record, and of all of them the first cause is told."""
+"""Records why a rank failed, and finds the first cause among the failures of all ranks."""
 
 import json
 import os
@@ -13,20 +13,29 @@ from pathlib import Path
 
 from meshwright import errors
 from meshwright.errors import CollectiveError, InputError, MeshwrightError, RankError
+from meshwright.launch.heartbeat import (
+    START_UP,
+    Heartbeat,
+    HeartbeatRecord,
+    describe_progress,
+    heartbeat_file,
+    read_heartbeat,
+)
 from meshwright.launch.output import log_file
-from meshwright.launch.place import START_UP, Place, Seen, describe, place_file, read_place
 
-NO_ANSWER = "no answer within"  # what a message about a timeout says
-SIGNAL, EXIT = "signal", "exit"  # kinds of failures without an exception
+NO_ANSWER = "no answer within"  # every message about a timeout contains this
+SIGNAL, EXIT = "signal", "exit"  # `kind` of failures without an exception
 
 _LONGEST_MESSAGE = 1000
 _INSTALLED = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-_NOT_THE_USERS = (Path(errors.__file__).parent, *map(Path, _INSTALLED))
+_LIBRARY_FOLDERS = (Path(errors.__file__).parent, *map(Path, _INSTALLED))
 
 
 @dataclass(frozen=True)
 class Failure:
-    """`kind` is the exception's class name; `final` says that another attempt would only repeat it."""
+    """One rank's failure, as it is written to the rank's record file. `kind` is the class name of the exception, or
+    SIGNAL or EXIT. `step` and `doing` are those of the last heartbeat. `final` means that a restart would only repeat
+    the failure."""
 
     rank: int
     attempt: int
@@ -40,29 +49,29 @@ class Failure:
 
     @property
     def line(self) -> str:
-        where = describe(self.step, self.doing)
+        where = describe_progress(self.step, self.doing)
         if self.kind == CollectiveError.__name__:
-            return self.message  # it names rank, step and operation itself
+            return self.message  # this message names rank, step and operation already
         if self.kind == SIGNAL:
             return f"rank {self.rank} was killed by {self.message}{where}"
         if self.kind == EXIT:
             return f"rank {self.rank} exited with code {self.message}{where}"
-        known = getattr(errors, self.kind, None)
-        told = isinstance(known, type) and issubclass(known, MeshwrightError)
-        return f"rank {self.rank} failed{where}: {self.message if told else f'{self.kind}: {self.message}'}"
+        error_class = getattr(errors, self.kind, None)
+        is_ours = isinstance(error_class, type) and issubclass(error_class, MeshwrightError)
+        return f"rank {self.rank} failed{where}: {self.message if is_ours else f'{self.kind}: {self.message}'}"
 
 
-def of_exception(error: BaseException, rank: int, attempt: int, place: Place) -> Failure:
+def failure_from_exception(error: BaseException, rank: int, attempt: int, heartbeat: Heartbeat) -> Failure:
     return Failure(
         rank=rank,
         attempt=attempt,
         kind=type(error).__name__,
-        message=_one_line(_own_words(error)) + _where_raised(error),
+        message=_one_line(_original_message(error)) + _where_raised(error),
         traceback="".join(traceback.format_exception(error)),
-        step=place.step,
-        doing=place.doing,
+        step=heartbeat.step,
+        doing=heartbeat.activity,
         time=time.time(),
-        final=isinstance(error, InputError) or (not isinstance(error, CollectiveError) and place.completed == 0),
+        final=isinstance(error, InputError) or (not isinstance(error, CollectiveError) and heartbeat.completed == 0),
     )
 
 
@@ -71,7 +80,7 @@ def record_file(folder: Path, rank: int) -> Path:
 
 
 def write_record(folder: Path, failure: Failure) -> None:
-    """Whole or not at all: the launcher may read it at any moment."""
+    """Writes the record atomically, because the launcher may read it at any moment."""
     path = record_file(folder, failure.rank)
     draft = path.with_suffix(f".{os.getpid()}.draft")
     draft.write_text(json.dumps(asdict(failure)))
@@ -79,6 +88,7 @@ def write_record(folder: Path, failure: Failure) -> None:
 
 
 def read_record(folder: Path, rank: int, attempt: int) -> Failure | None:
+    """Returns the rank's failure of this attempt; None where there is no record of it."""
     try:
         failure = Failure(**json.loads(record_file(folder, rank).read_text()))
     except (OSError, ValueError, TypeError):
@@ -87,39 +97,41 @@ def read_record(folder: Path, rank: int, attempt: int) -> Failure | None:
 
 
 def first_cause(folder: Path, attempt: int, exits: Mapping[int, int]) -> Failure | None:
-    """The failure that explains the others; `exits` are the exit codes by rank, negative for signals."""
-    failures = [_of_exit(folder, rank, attempt, code) for rank, code in exits.items() if code != 0]
-    return min(failures, key=lambda failure: (_order(failure), failure.time), default=None)
+    """Returns the failure that explains the others; None where no rank failed. `exits` are the exit codes by rank,
+    negative for signals."""
+    failures = [_failure_from_exit(folder, rank, attempt, code) for rank, code in exits.items() if code != 0]
+    return min(failures, key=lambda failure: (_cause_order(failure), failure.time), default=None)
 
 
 def is_consequence(failure: Failure) -> bool:
-    """Whether it may only tell that another rank is gone or late."""
+    """Whether the failure may only mean that another rank is gone or late."""
     return failure.kind == CollectiveError.__name__
 
 
-def repeats(failure: Failure, before: Failure | None) -> bool:
-    """Whether a restart led to the same exception, or to the same silence, at the same step: another one would too."""
-    if before is None or failure.kind == SIGNAL or (failure.kind, failure.step) != (before.kind, before.step):
+def repeats(failure: Failure, previous: Failure | None) -> bool:
+    """Whether a restart led to the same exception or the same timeout at the same step. Another restart would, too."""
+    if previous is None or failure.kind == SIGNAL or (failure.kind, failure.step) != (previous.kind, previous.step):
         return False
-    if is_consequence(failure):  # a broken connection may be anything; who is late again hangs
-        return NO_ANSWER in failure.message and NO_ANSWER in before.message
-    return failure.message == before.message
+    if is_consequence(failure):  # a connection can break for any reason, but a repeated timeout is a hang
+        return NO_ANSWER in failure.message and NO_ANSWER in previous.message
+    return failure.message == previous.message
 
 
 def to_error(failure: Failure, folder: Path) -> MeshwrightError:
-    """What the user is told: the rank's own words first, then where to read more."""
+    """Returns the error to show to the user: the rank's message, then where its log is."""
     if failure.kind == InputError.__name__:
         return InputError(failure.message)
     count = failure.attempt
-    tried = f"after {count} restart{'s' if count > 1 else ''}; " if count else ""
-    error = RankError(f"{failure.line}\n{tried}its log: {log_file(folder, failure.rank)}")
+    restarts = f"after {count} restart{'s' if count > 1 else ''}; " if count else ""
+    error = RankError(f"{failure.line}\n{restarts}its log: {log_file(folder, failure.rank)}")
     if failure.traceback:
         error.add_note(failure.traceback)
     return error
 
 
-def _order(failure: Failure) -> int:
-    """A killed rank makes others fail in many ways; an exception kills no other rank."""
+def _cause_order(failure: Failure) -> int:
+    """Returns the lowest number for the most likely first cause. A killed rank makes others raise exceptions, but an
+    exception kills no other rank."""
     if failure.kind == InputError.__name__:
         return 0
     if failure.kind == SIGNAL:
@@ -127,36 +139,38 @@ def _order(failure: Failure) -> int:
     return 3 if is_consequence(failure) else 2
 
 
-def _of_exit(folder: Path, rank: int, attempt: int, code: int) -> Failure:
+def _failure_from_exit(folder: Path, rank: int, attempt: int, code: int) -> Failure:
     record = read_record(folder, rank, attempt)
     if record is not None:
         return record
-    seen = read_place(place_file(folder, rank))
-    if seen is None or seen.attempt != attempt:
-        seen = Seen(0, attempt, -1, START_UP, 0)
+    last_heartbeat = read_heartbeat(heartbeat_file(folder, rank))
+    if last_heartbeat is None or last_heartbeat.attempt != attempt:
+        last_heartbeat = HeartbeatRecord(0, attempt, -1, START_UP, 0)
+    step, activity = last_heartbeat.step, last_heartbeat.activity
     if code == -signal.SIGABRT:
-        timeout = _nccl_timeout(log_file(folder, rank), rank, seen)
+        timeout = _nccl_timeout(log_file(folder, rank), rank, last_heartbeat)
         if timeout:
-            return Failure(rank, attempt, "CollectiveError", timeout, "", seen.step, seen.doing, time.time(), False)
+            return Failure(rank, attempt, "CollectiveError", timeout, "", step, activity, time.time(), False)
     kind, message = (SIGNAL, _signal_name(-code)) if code < 0 else (EXIT, str(code))
-    final = kind == EXIT and seen.completed == 0
-    return Failure(rank, attempt, kind, message, "", seen.step, seen.doing, time.time(), final)
+    final = kind == EXIT and last_heartbeat.completed == 0
+    return Failure(rank, attempt, kind, message, "", step, activity, time.time(), final)
 
 
-def _nccl_timeout(log: Path, rank: int, seen: Seen) -> str | None:
-    """NCCL's watchdog aborts the process instead of raising: what it waited for is only in the log."""
+def _nccl_timeout(log: Path, rank: int, last_heartbeat: HeartbeatRecord) -> str | None:
+    """Returns the message of a timeout in NCCL; None where the log has none. NCCL's watchdog aborts the process instead
+    of raising, so the operation it waited for is only in the log."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - 200_000))
             tail = file.read().decode(errors="replace").rpartition("--- attempt ")[2]
     except OSError:
         return None
-    found = re.search(r"OpType=(\w+).*?Timeout\(ms\)=(\d+)", tail)
-    if not found:
+    match = re.search(r"OpType=(\w+).*?Timeout\(ms\)=(\d+)", tail)
+    if not match:
         return None
-    operation, timeout_s = found[1].strip("_").lower().replace("_", "-"), int(found[2]) / 1000
-    step = f"step {seen.step}, " if seen.step >= 0 else ""
-    return f"rank {rank}, {step}{operation} ({seen.doing}): {NO_ANSWER} {timeout_s:g} s"
+    operation, timeout_s = match[1].strip("_").lower().replace("_", "-"), int(match[2]) / 1000
+    step = f"step {last_heartbeat.step}, " if last_heartbeat.step >= 0 else ""
+    return f"rank {rank}, {step}{operation} ({last_heartbeat.activity}): {NO_ANSWER} {timeout_s:g} s"
 
 
 def _signal_name(number: int) -> str:
@@ -166,25 +180,27 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _own_words(error: BaseException) -> str:
-    """The message; of an exception in a data loader's worker, which carries a whole traceback, what it said there."""
+def _original_message(error: BaseException) -> str:
+    """Returns the message of the exception. An exception from a worker of a data loader carries the worker's whole
+    traceback as its message; of that, only the original message is returned."""
     text = str(error)
     _, worker, original = text.partition("Original Traceback (most recent call last):\n")
     if not worker:
         return text
     lines = original.splitlines()
-    last = next((at for at, line in enumerate(lines) if line and not line[0].isspace()), len(lines))
+    last = next((number for number, line in enumerate(lines) if line and not line[0].isspace()), len(lines))
     return "\n".join(lines[last:]).removeprefix(f"{type(error).__name__}: ") or text
 
 
 def _where_raised(error: BaseException) -> str:
-    """` (my_model.py, line 12)`: the innermost line that is neither ours nor installed, which a user can mend."""
+    """Returns ` (my_model.py, line 12)` for the innermost line of the user's own code, neither of meshwright nor of
+    installed libraries; empty where there is none."""
     if isinstance(error, MeshwrightError):
         return ""
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     frames += re.findall(r'^  File "(.+)", line (\d+), in ', str(error), re.MULTILINE)  # a data loader's worker
     for file, line in reversed(frames):
-        if not file.startswith("<") and not any(Path(file).is_relative_to(place) for place in _NOT_THE_USERS):
+        if not file.startswith("<") and not any(Path(file).is_relative_to(folder) for folder in _LIBRARY_FOLDERS):
             return f" ({Path(file).name}, line {line})"
     return ""
 

@@ -1,4 +1,5 @@
-"""How ranks on one machine meet without being reachable from another: a store on the loopback address."""
+"""A store on the loopback address, through which the ranks of one machine find each other while no other machine can
+reach them."""
 
 import socket
 from datetime import timedelta
@@ -11,7 +12,7 @@ _IFF_LOOPBACK = 0x8
 
 
 def interface() -> str:
-    """The name of the loopback interface, which Gloo and NCCL want to be told."""
+    """Returns the name of the loopback interface, which Gloo and NCCL need."""
     for _, name in socket.if_nameindex():
         try:
             flags = int(Path("/sys/class/net", name, "flags").read_text(), 16)
@@ -23,12 +24,13 @@ def interface() -> str:
 
 
 def serve_store() -> tuple[dist.TCPStore, int]:
-    """A store for local ranks and its port. A TCPStore left to itself binds every interface."""
-    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listening.bind((ADDRESS, 0))
-    listening.listen(socket.SOMAXCONN)
-    port = listening.getsockname()[1]
-    store = dist.TCPStore(ADDRESS, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+    """Returns a store for local ranks and its port. The socket is bound here, because a TCPStore would listen on every
+    interface."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind((ADDRESS, 0))
+    listener.listen(socket.SOMAXCONN)
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(ADDRESS, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     return store, port
 
 

@@ -1,4 +1,5 @@
-"""Where a rank's words go: each rank has a log file, and only one, mostly rank 0, speaks to the terminal."""
+"""Where a rank's output goes: each rank has a log file, and only the speaker, usually rank 0, prints to the
+terminal."""
 
 import faulthandler
 import logging
@@ -18,9 +19,9 @@ def log_file(folder: Path, rank: int) -> Path:
 
 
 def redirect(folder: Path, rank: int, attempt: int, speaker: int = 0) -> None:
-    """Sends the output of this process to its log; of the speaker, stdout and `terminal()` stay visible.
+    """Redirects the output of this process to its log. On the speaker, stdout and `terminal()` stay on the terminal.
 
-    It works on file descriptors, because C++ libraries write there too. A second call changes nothing.
+    File descriptors are redirected, because C++ libraries write there too. A second call changes nothing.
     """
     global _stderr, _terminal, _log
     if _log is not None:
@@ -45,26 +46,26 @@ def redirect(folder: Path, rank: int, attempt: int, speaker: int = 0) -> None:
 
 
 def clear_progress() -> None:
-    """A killed rank cannot put away its progress bar: takes off what it left of it, and shows the cursor again."""
+    """Erases the progress bar that a killed rank left behind, and shows the cursor again."""
     if sys.stderr.isatty():
         print("\r\x1b[2K\x1b[?25h", end="", file=sys.stderr, flush=True)
 
 
-def tell(text: str) -> None:
-    """A line from the launcher to the person who waits for its ranks."""
+def print_to_user(text: str) -> None:
+    """Prints a line from the launcher to the user."""
     print(text, file=sys.stderr, flush=True)
 
 
 def terminal() -> TextIO:
-    """What a person sees: the original stderr on the rank that speaks, the log on the others."""
+    """Returns the stream that the user sees on the speaker, its original stderr, and the log on other ranks."""
     return _terminal or sys.stderr
 
 
 def stderr() -> TextIO:
-    """The original stderr on every rank: for last words that no launcher of ours will pass on."""
+    """Returns the original stderr of this rank, for failures that no launcher of meshwright prints."""
     return _stderr or sys.stderr
 
 
 def log() -> TextIO | None:
-    """The log of this rank, where it has one."""
+    """Returns the log of this rank; None where it has none."""
     return _log

@@ -1,44 +1,44 @@
-"""What a rank does around its work: logs to its own file, joins the others, and tells why it failed."""
+"""Runs a function as a rank: redirects its output to the log, joins the process group, and records a failure."""
 
 from collections.abc import Callable
 
 import torch
 
 from meshwright.launch import environment
-from meshwright.launch.ending import die_with_agent, fail
+from meshwright.launch.communication_errors import explain_communication_error
+from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.output import redirect
-from meshwright.launch.place import Place
-from meshwright.launch.timeouts import explain
+from meshwright.launch.process_exit import exit_with_agent, record_failure_and_exit
 from meshwright.launch.world import World, join, leave
 
 
 def run_rank(
-    main: Callable[[World, Place], None],
+    main: Callable[[World, Heartbeat], None],
     device: str,
     timeout_s: float,
     join: Callable[[str, float], World] = join,
 ) -> None:
-    """Runs `main` as the rank the environment tells of. In a rank a failure is recorded and ends the process;
-    in a world of one, which nobody launched, it is raised. `join`: how it meets the others."""
-    here = environment.read()
-    if not here.launched:
-        main(join(device, timeout_s), Place.nowhere())
+    """Runs `main` as the rank that the environment variables describe. A failure is recorded and ends the process. In a
+    process that no launcher started, it is raised instead. `join` connects to the other ranks."""
+    env = environment.read_environment()
+    if not env.launched:
+        main(join(device, timeout_s), Heartbeat.in_memory())
         return
-    die_with_agent(here)
-    if here.folder is not None:
-        redirect(here.folder, here.rank, here.attempt, here.speaker)
-        place = Place.in_folder(here.folder, here.rank, here.attempt)
+    exit_with_agent(env)
+    if env.folder is not None:
+        redirect(env.folder, env.rank, env.attempt, env.speaker)
+        heartbeat = Heartbeat.in_folder(env.folder, env.rank, env.attempt)
     else:
-        place = Place.nowhere(here.attempt)
-    world = World(here.rank, here.local_rank, here.size, here.local_size, here.attempt, torch.device("cpu"), None)
+        heartbeat = Heartbeat.in_memory(env.attempt)
+    world = World(env.rank, env.local_rank, env.size, env.local_size, env.attempt, torch.device("cpu"), None)
     try:
         world = join(device, timeout_s)
-        main(world, place)
+        main(world, heartbeat)
         leave()
     except SystemExit:
         raise
     except BaseException as error:
-        told = explain(error, world, place, timeout_s, place.folder)
-        if told is not None and told is not error:
-            told.__cause__ = error
-        fail(told or error, here, place)
+        explained = explain_communication_error(error, world, heartbeat, timeout_s, heartbeat.folder)
+        if explained is not None and explained is not error:
+            explained.__cause__ = error
+        record_failure_and_exit(explained or error, env, heartbeat)

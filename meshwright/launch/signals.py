@@ -1,4 +1,4 @@
-"""Whether this process was asked to stop: signals become a flag that is looked at between two steps."""
+"""`StopRequest`: turns signals into a flag that training checks between two steps."""
 
 import os
 import signal
@@ -8,15 +8,16 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any, Self
 
-# Wrappers such as `uv run` pass a Ctrl-C on that the terminal has delivered already: one wish, two signals.
-_SAME_WISH_S = 0.3
+# Wrappers such as `uv run` forward a Ctrl-C that the terminal has delivered already. Two signals within this time count
+# as one.
+_DUPLICATE_SIGNAL_S = 0.3
 
 
 class StopRequest:
-    """Turns signals into `requested`, and a second Ctrl-C into `insisted`, while the context lasts.
+    """While the context lasts, a signal sets `requested` and a second Ctrl-C sets `insisted`.
 
-    In a rank it belongs after `join`: before, a rank may wait inside C++ code, where no Python handler runs,
-    and the default action of SIGTERM is the right one. Outside the main thread it does nothing.
+    In a rank it belongs after `join`. Before, a rank may wait inside C++ code, where no Python handler runs, and the
+    default action of SIGTERM is the right one. Outside the main thread it does nothing.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT)) -> None:
@@ -36,7 +37,7 @@ class StopRequest:
             for number in self._signals:
                 ignored = signal.getsignal(number) == signal.SIG_IGN
                 if number == signal.SIGHUP and ignored:
-                    continue  # started by nohup: closing the terminal is not meant to stop it
+                    continue  # started by nohup: closing the terminal must not stop it
                 self._before[number] = signal.signal(number, self._receive)
         return self
 
@@ -47,16 +48,17 @@ class StopRequest:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
-            _default(number)
+            _apply_default_action(number)
         elif self.received is None:
             self.received = signal.Signals(number)
             self._first_s = time.monotonic()
-        elif number == signal.SIGINT and time.monotonic() - self._first_s > _SAME_WISH_S:
+        elif number == signal.SIGINT and time.monotonic() - self._first_s > _DUPLICATE_SIGNAL_S:
             self.insisted = True
 
 
-def _default(number: int) -> None:
-    """Forked children (data loader workers) inherit the handler, but must die when their parent says so."""
+def _apply_default_action(number: int) -> None:
+    """Ends a forked child such as a data loader worker, which inherits the handler but must end when its parent sends a
+    signal."""
     if number != signal.SIGINT:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

@@ -1,4 +1,4 @@
-"""`World`: which rank this process is, among how many, on which device; and how it joins the others."""
+"""`World`: which rank this process is, of how many, on which device; and how it joins the process group."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,7 +13,7 @@ from meshwright.launch.loopback import connect_store
 
 @dataclass(frozen=True)
 class World:
-    """`attempt` counts the restarts that came before; `store` is None when alone."""
+    """One rank. `attempt` counts the restarts before; `store` is None for a rank without process group."""
 
     rank: int
     local_rank: int
@@ -25,52 +25,54 @@ class World:
 
 
 def is_launched() -> bool:
-    """Whether this process is a rank already, started by torchrun or by our own agent."""
-    return environment.read().launched
+    """Whether this process was started as a rank, by torchrun or by meshwright's own agent."""
+    return environment.read_environment().launched
 
 
 def join(device: str, timeout_s: float) -> World:
-    """Joins the process group the environment tells of; without one, a world of one and no group."""
-    here = environment.read()
-    chosen = _device(device, here.local_rank)
+    """Joins the process group that the environment variables describe. A process that no launcher started is a world of
+    one rank without process group."""
+    env = environment.read_environment()
+    torch_device = _torch_device(device, env.local_rank)
     store: dist.Store | None = None
-    if here.launched:
+    if env.launched:
         timeout = timedelta(seconds=timeout_s)
-        store = _store(here, timeout)
+        store = _store(env, timeout)
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
+            "cpu:gloo,cuda:nccl" if torch_device.type == "cuda" else "gloo",
             store=store,
-            rank=here.rank,
-            world_size=here.size,
+            rank=env.rank,
+            world_size=env.size,
             timeout=timeout,
         )
-    return World(here.rank, here.local_rank, here.size, here.local_size, here.attempt, chosen, store)
+    return World(env.rank, env.local_rank, env.size, env.local_size, env.attempt, torch_device, store)
 
 
-def stand_apart(device: str) -> World:
-    """The rank the environment tells of, in no process group: whom it talks to is its own business."""
-    here = environment.read()
-    chosen = _device(device, here.local_rank)
-    return World(here.rank, here.local_rank, here.size, here.local_size, here.attempt, chosen, None)
+def world_without_group(device: str) -> World:
+    """Returns the rank that the environment variables describe without joining a process group, for ranks that open
+    connections of their own."""
+    env = environment.read_environment()
+    torch_device = _torch_device(device, env.local_rank)
+    return World(env.rank, env.local_rank, env.size, env.local_size, env.attempt, torch_device, None)
 
 
 def leave() -> None:
-    """Leaves the process group; again or alone it does nothing."""
+    """Leaves the process group; does nothing where this process is in none."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _store(here: environment.Environment, timeout: timedelta) -> dist.Store:
+def _store(env: environment.Environment, timeout: timedelta) -> dist.Store:
     store: dist.Store
-    if here.agent is not None:
+    if env.agent is not None:
         store = connect_store(*environment.store_address(), timeout)
     else:
         store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-    # The store outlives a restart: without a prefix new ranks would find their predecessors' addresses.
-    return dist.PrefixStore(f"attempt{here.attempt}", store)
+    # The store outlives a restart. Without a prefix, new ranks would read the addresses of the previous attempt.
+    return dist.PrefixStore(f"attempt{env.attempt}", store)
 
 
-def _device(device: str, local_rank: int) -> torch.device:
+def _torch_device(device: str, local_rank: int) -> torch.device:
     if device != "cuda":
         return torch.device(device)
     count = torch.cuda.device_count()
@@ -78,6 +80,6 @@ def _device(device: str, local_rank: int) -> torch.device:
         raise InputError(
             f"local rank {local_rank} has no GPU: this machine has {count}; start fewer ranks, or train on the CPU"
         )
-    chosen = torch.device("cuda", local_rank)
-    torch.cuda.set_device(chosen)
-    return chosen
+    gpu = torch.device("cuda", local_rank)
+    torch.cuda.set_device(gpu)
+    return gpu

@@ -1,4 +1,4 @@
-"""What of a plan cannot be run, or not on this model, said before ranks start and with what can be run instead."""
+"""Checks before ranks start that a plan can run, alone and on a given model. Errors say what can run instead."""
 
 from bisect import bisect_left
 from collections.abc import Callable
@@ -6,37 +6,39 @@ from functools import cache
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from meshwright.errors import InputError
-from meshwright.parallel.branches.check import apart, beside_branches, check_branches
+from meshwright.parallel.branches.check import check_branches, has_assigned_branches, without_branch_splits
 from meshwright.parallel.pipeline.check import check_pipeline
-from meshwright.parallel.pipeline.wiring import chosen_cuts
+from meshwright.parallel.pipeline.stage_dataflow import cuts_of_plan
 from meshwright.parallel.tensor.split_modules import check_splits
+from meshwright.parallel.torch_private import AnyBatchNorm
 from meshwright.plan import Plan
-from meshwright.profile.structure.dataflow import Flow, record_flow
-from meshwright.profile.structure.structure import Structure, structure
+from meshwright.profile.structure.dataflow import Dataflow
+from meshwright.profile.structure.model_structure import ModelStructure
+from meshwright.profile.structure.structure import Structure
 
 
 def check_plan(plan: Plan, model: nn.Module, sample: Any, target: str | None = None) -> None:
-    """The model may lie on the meta device."""
-    checker(model, sample, target)(plan)
+    """Raises an `InputError` if the plan cannot run on the model, which may be on the meta device."""
+    plan_checker(model, sample, target)(plan)
 
 
-def checker(model: nn.Module, sample: Any, target: str | None = None) -> Callable[[Plan], None]:
-    """`check_plan` for many plans of one model, whose structure is found once."""
+def plan_checker(model: nn.Module, sample: Any, target: str | None = None) -> Callable[[Plan], None]:
+    """A function that does `check_plan` for many plans of one model; the model's structure is found once."""
+    return checker_of_structure(ModelStructure(model, sample, target))
 
-    @cache
-    def found() -> Structure:
-        return structure(model, sample, target=target)
 
-    @cache
-    def flow() -> Flow:
-        return record_flow(model, sample, 2, target=target, evaluating=found().evaluated)
+def checker_of_structure(structure: ModelStructure) -> Callable[[Plan], None]:
+    """As `plan_checker`, for a model whose structure the caller has."""
+    model = structure.model
+
+    def flow() -> Dataflow:
+        return structure.dataflow(structure.find().found_in_evaluation)
 
     @cache
     def is_sparse() -> bool:
-        return _sparse(model) is not None
+        return _first_sparse_module(model) is not None
 
     def check(plan: Plan) -> None:
         check_runnable(plan)
@@ -45,28 +47,30 @@ def checker(model: nn.Module, sample: Any, target: str | None = None) -> Callabl
             check_sparse(plan, model)
         if needs_structure(plan):
             check_branches(plan, model, flow)
-            check_structure(plan, model, found())
+            check_structure(plan, model, structure.find())
 
     return check
 
 
 def needs_structure(plan: Plan) -> bool:
-    """Whether the plan divides the model, so that how it can be divided must be known."""
+    """Whether the plan splits the model or cuts it into stages, for which the model's structure is needed."""
     return plan.axes.tensor > 1 or plan.axes.pipeline > 1 or bool(plan.modules.splits)
 
 
 def check_runnable(plan: Plan) -> None:
-    """What no model changes."""
+    """Raises an `InputError` if the plan cannot run on any model."""
     _check_precision(plan)
-    wide = [name for name, split in plan.modules.splits.items() if split.axis == "replicate" and split.kind != "none"]
-    if wide and plan.world_size > plan.axes.replicate:
+    over_replicate = [
+        name for name, split in plan.modules.splits.items() if split.axis == "replicate" and split.kind != "none"
+    ]
+    if over_replicate and plan.world_size > plan.axes.replicate:
         raise InputError(
-            f"plan.modules.splits.{wide[0]} splits a layer over the replicate axis, which works where that axis is the"
-            f" only one: of {plan.summary()} leave out the split, or the other axes"
+            f"plan.modules.splits.{over_replicate[0]} splits a layer over the replicate axis, which works where that"
+            f" axis is the only one: of {plan.summary()} leave out the split, or the other axes"
         )
-    if apart(plan) and plan.axes.pipeline > 1:
+    if has_assigned_branches(plan) and plan.axes.pipeline > 1:
         raise InputError(
-            f"plan.modules.branches.{next(iter(plan.modules.branches))} lives on one rank of the tensor axis, which"
+            f"plan.modules.branches.{next(iter(plan.modules.branches))} runs on one rank of the tensor axis, which"
             f" works without a pipeline: of {plan.summary()} leave out the branches, or set axes.pipeline to 1"
         )
 
@@ -93,10 +97,11 @@ def _check_precision(plan: Plan) -> None:
 
 
 def check_cast(plan: Plan, model: nn.Module) -> None:
-    """PyTorch's BatchNorm takes half-precision weights only with statistics of the same kind."""
+    """Raises an `InputError` if the plan casts weights that BatchNorm needs in fp32: PyTorch's BatchNorm takes weights
+    in half precision only with statistics in half precision."""
     if plan.numerics.cast != "weights":
         return
-    name = next((name for name, module in model.named_modules() if isinstance(module, _BatchNorm)), None)
+    name = next((name for name, module in model.named_modules() if isinstance(module, AnyBatchNorm)), None)
     if name is not None:
         raise InputError(
             f"plan.numerics.cast is weights, but {name} is a BatchNorm, whose statistics stay in fp32 and do not go"
@@ -105,48 +110,51 @@ def check_cast(plan: Plan, model: nn.Module) -> None:
 
 
 def check_sparse(plan: Plan, model: nn.Module, clip_norm: float | None = None) -> None:
-    """Replicas bring sparse gradients together row by row; what divides a weight wants dense ones, and so do torch's
-    norms and its scaled losses."""
-    name = _sparse(model)
+    """Raises an `InputError` if the plan needs dense gradients but the model has sparse ones. Only the replicate axis
+    averages sparse gradients; axes that divide weights, gradient norms and loss scaling need dense ones."""
+    name = _first_sparse_module(model)
     if name is None:
         return
     if plan.world_size > plan.axes.replicate or any(s.kind != "none" for s in plan.modules.splits.values()):
         raise InputError(
-            f"{name} has sparse gradients, which replicas alone can bring together, but the plan is"
+            f"{name} has sparse gradients, which only the replicate axis can average, but the plan is"
             f" {plan.summary()}: set sparse to false, or use the replicate axis only"
         )
     if clip_norm is not None or plan.numerics.precision == "fp16":
-        what = "train.clip_norm" if clip_norm is not None else "plan.numerics.precision fp16"
+        option = "train.clip_norm" if clip_norm is not None else "plan.numerics.precision fp16"
         raise InputError(
-            f"{name} has sparse gradients, which torch neither clips nor unscales, but {what} asks for it: set"
+            f"{name} has sparse gradients, which torch neither clips nor unscales, but {option} asks for it: set"
             " sparse to false, or leave that out"
         )
 
 
-def _sparse(model: nn.Module) -> str | None:
+def _first_sparse_module(model: nn.Module) -> str | None:
+    """The name of the first module with sparse gradients, such as `nn.Embedding(sparse=True)`, or None."""
     return next((name for name, module in model.named_modules() if getattr(module, "sparse", False) is True), None)
 
 
-def check_structure(plan: Plan, model: nn.Module, found: Structure) -> None:
-    check_pipeline(plan, found)
-    check_splits(model, plan, beside_branches(found, plan))
+def check_structure(plan: Plan, model: nn.Module, structure: Structure) -> None:
+    """Raises an `InputError` if the model cannot be split and cut as the plan says."""
+    check_pipeline(plan, structure)
+    check_splits(model, plan, without_branch_splits(structure, plan))
     if plan.axes.pipeline > 1 and plan.axes.tensor > 1:
-        _check_groups_are_whole(plan, found)
+        _check_groups_are_whole(plan, structure)
 
 
-def _check_groups_are_whole(plan: Plan, found: Structure) -> None:
-    """Modules that are split together lie in one stage."""
-    numbers = {name: number for number, name in enumerate(found.pieces)}
-    ends = sorted(numbers[cut.after] for cut in chosen_cuts(plan, found))
-    for group, (begin, end) in zip(found.splits, found.spans, strict=True):
-        stage = bisect_left(ends, begin)
-        if stage == bisect_left(ends, end) or any(split.kind == "vocabulary" for split in group.splits):
+def _check_groups_are_whole(plan: Plan, structure: Structure) -> None:
+    """Modules that are split together must lie in one pipeline stage."""
+    piece_numbers = {name: number for number, name in enumerate(structure.pieces)}
+    stage_ends = sorted(piece_numbers[cut.after] for cut in cuts_of_plan(plan, structure))
+    for group, (begin, end) in zip(structure.splits, structure.piece_ranges, strict=True):
+        stage = bisect_left(stage_ends, begin)
+        if stage == bisect_left(stage_ends, end) or any(split.kind == "vocabulary" for split in group.splits):
             continue
-        if not any((own := plan.modules.split_of(s.module)) and own.kind == "none" for s in group.splits):
+        plan_splits = [plan.modules.split_of(split.module) for split in group.splits]
+        if not any(plan_split and plan_split.kind == "none" for plan_split in plan_splits):
             first, last = group.splits[0].module, group.splits[-1].module
             cut = plan.pipeline.cuts[stage]
             raise InputError(
-                f"plan.pipeline.cuts: the cut behind {cut} parts {first} and {last}, which are split along the tensor"
-                f" axis together: cut behind {last}, or leave them whole with plan.modules.splits:"
+                f"plan.pipeline.cuts: the cut after {cut} separates {first} and {last}, which are split along the"
+                f" tensor axis together: cut after {last}, or leave them whole with plan.modules.splits:"
                 f" {{{first}: {{kind: none}}}}"
             )

@@ -1,9 +1,9 @@
 """The norm of the whole model's gradient under any plan, and clipping by it.
 
-Every number of the whole gradient is counted on exactly one rank: where an axis does not divide a tensor, on the
-axis's first rank; of copies on several pipeline stages, on the first stage that holds one.
+Every element of the gradient is counted on exactly one rank. A tensor that an axis replicates is counted on the axis's
+first rank; a parameter that is tied across pipeline stages is counted on the first stage that holds it.
 
-    norm = sqrt( all_reduce( Σ over counted tensors of |local part|² ) )            global_norm()
+    norm = sqrt( all_reduce( Σ over counted tensors of |local shard|² ) )            global_norm()
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from meshwright.parallel.weights.layout import Layout, Tied, local_of
+from meshwright.parallel.torch_private import foreach_mul_, foreach_norm
+from meshwright.parallel.weights.layout import ParameterLayout, TiedLayout, local_tensor
 
 NamedGradients = Iterable[tuple[str, Tensor | None]]
 
@@ -22,19 +23,21 @@ NamedGradients = Iterable[tuple[str, Tensor | None]]
 @torch.no_grad()
 def global_norm(
     named_gradients: NamedGradients,
-    layouts: Mapping[str, Layout],
-    tied: Sequence[Tied],
+    layouts: Mapping[str, ParameterLayout],
+    tied: Sequence[TiedLayout],
     mesh: DeviceMesh | None,
 ) -> Tensor:
-    """In fp64, the same on every rank; collective over all ranks. Gradients that are None are left out."""
-    given = [(name, gradient) for name, gradient in named_gradients if gradient is not None]
-    device = _device(given, mesh)
+    """The norm in fp64, the same on every rank. Every rank has to call it. Gradients that are None are left out."""
+    gradients = [(name, gradient) for name, gradient in named_gradients if gradient is not None]
+    device = _device(gradients, mesh)
     counted = [
-        local_of(gradient) for name, gradient in given if mesh is None or _counts(name, gradient, layouts, tied, mesh)
+        local_tensor(gradient)
+        for name, gradient in gradients
+        if mesh is None or _is_counted_here(name, gradient, layouts, tied, mesh)
     ]
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for held in by_type(counted):
-        norms = torch.stack(torch._foreach_norm(held, 2.0, dtype=_summing(held[0])))
+    for tensors in group_by_dtype_and_device(counted):
+        norms = torch.stack(foreach_norm(tensors, 2.0, dtype=_norm_dtype(tensors[0])))
         total += norms.double().square().sum().to(device)
     if mesh is not None:
         dist.all_reduce(total)  # a mesh holds all ranks
@@ -44,55 +47,58 @@ def global_norm(
 @torch.no_grad()
 def clip_(
     named_gradients: NamedGradients,
-    layouts: Mapping[str, Layout],
-    tied: Sequence[Tied],
+    layouts: Mapping[str, ParameterLayout],
+    tied: Sequence[TiedLayout],
     mesh: DeviceMesh | None,
     max_norm: float,
 ) -> Tensor:
-    """Scales the gradients in place so that their norm is at most `max_norm`, and returns the norm they had; as
-    `torch.nn.utils.clip_grad_norm_` on one process."""
-    given = list(named_gradients)
-    norm = global_norm(given, layouts, tied, mesh)
+    """Scales the gradients in place so that their norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does
+    on one process. Returns the norm that they had."""
+    gradients = list(named_gradients)
+    norm = global_norm(gradients, layouts, tied, mesh)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for held in by_type([local_of(gradient) for _, gradient in given if gradient is not None]):
-        torch._foreach_mul_(held, factor.to(held[0].device, held[0].dtype))
+    local_gradients = [local_tensor(gradient) for _, gradient in gradients if gradient is not None]
+    for tensors in group_by_dtype_and_device(local_gradients):
+        foreach_mul_(tensors, factor.to(tensors[0].device, tensors[0].dtype))
     return norm
 
 
-def _counts(name: str, gradient: Tensor, layouts: Mapping[str, Layout], tied: Sequence[Tied], mesh: DeviceMesh) -> bool:
+def _is_counted_here(
+    name: str, gradient: Tensor, layouts: Mapping[str, ParameterLayout], tied: Sequence[TiedLayout], mesh: DeviceMesh
+) -> bool:
     layout = layouts.get(name)
-    divided = {layout.axis} if layout else set()
+    sharding_axes = {layout.axis} if layout else set()
     if isinstance(gradient, DTensor):
-        divided.add("shard")
+        sharding_axes.add("shard")
     for axis in mesh.mesh_dim_names or ():
-        place = mesh.get_local_rank(axis)
+        coordinate = mesh.get_local_rank(axis)
         if axis == "pipeline":
-            copies = next((tie.holders for tie in tied if name in (tie.local, tie.name)), ())
-            if copies and place != min(copies):
+            holders = next((tie.holders for tie in tied if name in (tie.local_name, tie.name)), ())
+            if holders and coordinate != min(holders):
                 return False
-        elif axis not in divided and place != 0:
+        elif axis not in sharding_axes and coordinate != 0:
             return False
     return True
 
 
-def _summing(tensor: Tensor) -> torch.dtype:
-    """On the CPU squares are added one after the other: in fp32, a large tensor's norm would be off by parts in a
-    thousand, and differently for parts than for the whole."""
+def _norm_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype in which squares are summed. The CPU adds them one after the other: in fp32 the norm of a large tensor
+    would be wrong by parts in a thousand, and differently for a shard than for the full tensor."""
     return torch.float64 if tensor.device.type == "cpu" or tensor.dtype == torch.float64 else torch.float32
 
 
-def by_type(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Lists of one dtype and device, as functions on many tensors at once want them."""
+def group_by_dtype_and_device(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """Lists of tensors of one dtype and device, as torch's `_foreach_` functions want them."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     return groups.values()
 
 
-def _device(given: Sequence[tuple[str, Tensor]], mesh: DeviceMesh | None) -> torch.device:
-    """A stage may have no gradient at all, but takes part in the sum."""
-    if given:
-        return local_of(given[0][1]).device
+def _device(gradients: Sequence[tuple[str, Tensor]], mesh: DeviceMesh | None) -> torch.device:
+    """The device of the sum. A pipeline stage may have no gradient at all, but takes part in the all-reduce."""
+    if gradients:
+        return local_tensor(gradients[0][1]).device
     if mesh is None or mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())

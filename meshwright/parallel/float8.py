@@ -1,4 +1,4 @@
-"""Linear layers whose products are computed in 8 bits, forward and backward, through torchao."""
+"""Converts linear layers so that torchao computes their products in fp8, forward and backward."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -8,13 +8,13 @@ from torch import nn
 
 from meshwright.errors import InputError
 
-_MULTIPLE = 16  # of both sizes of a layer, that the instructions want
-_CAPABILITY = (8, 9)  # of the first GPUs that have them
+_SIZE_MULTIPLE = 16  # the fp8 instructions want both sizes of a layer to be multiples of this
+_FIRST_CAPABILITY = (8, 9)  # the compute capability of the first GPUs with fp8 instructions
 
 
-def eight_bits(module: nn.Module, device: torch.device, *, emulate: bool = False) -> None:
-    """Replaces the layers in place; weights stay as they are, under their names. `emulate` computes the same rounding
-    without the instructions, slowly."""
+def convert_linears_to_float8(module: nn.Module, device: torch.device, *, emulate: bool = False) -> None:
+    """Replaces the layers in place; the weights keep their values, dtypes and names. `emulate` computes the same
+    rounding without fp8 instructions, slowly."""
     if not emulate:
         _check_hardware(device)
     try:
@@ -24,29 +24,34 @@ def eight_bits(module: nn.Module, device: torch.device, *, emulate: bool = False
             "plan.numerics.precision is fp8, which needs torchao: pip install 'meshwright[quantize]'"
         ) from None
 
-    layers = set(_fitting(module))
+    layers = set(_convertible_layers(module))
     if not layers:
         raise InputError(
             f"plan.numerics.precision is fp8, but {type(module).__name__} has no linear layer whose sizes are multiples"
-            f" of {_MULTIPLE}: choose bf16"
+            f" of {_SIZE_MULTIPLE}: choose bf16"
         )
     convert_to_float8_training(
         module, config=Float8LinearConfig(emulate=emulate), module_filter_fn=lambda layer, _: layer in layers
     )
 
 
-def _fitting(module: nn.Module) -> Iterator[nn.Linear]:
-    """All but those whose weight is tied: it is an embedding too, and the scores are where 8 bits cost the most."""
-    owners = Counter(id(p) for part in module.modules() for p in part._parameters.values() if p is not None)
+def _convertible_layers(module: nn.Module) -> Iterator[nn.Linear]:
+    """The linear layers of suitable sizes, except those with a tied weight: that weight is an embedding too, and fp8
+    costs most accuracy in the logits."""
+    owners = Counter(id(p) for child in module.modules() for p in child._parameters.values() if p is not None)
     for layer in module.modules():
-        if not isinstance(layer, nn.Linear) or layer.in_features % _MULTIPLE or layer.out_features % _MULTIPLE:
+        if (
+            not isinstance(layer, nn.Linear)
+            or layer.in_features % _SIZE_MULTIPLE
+            or layer.out_features % _SIZE_MULTIPLE
+        ):
             continue
         if owners[id(layer.weight)] == 1:
             yield layer
 
 
 def _check_hardware(device: torch.device) -> None:
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _CAPABILITY:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
         raise InputError(
             f"plan.numerics.precision is fp8, for which {name} has no instructions (GPUs since Ada and Hopper have):"

@@ -1,4 +1,4 @@
-"""Which ranks form which axis: the plan's axes as a named DeviceMesh, and what of the work this rank does alone."""
+"""Which ranks form which axis: the plan's axes as a named DeviceMesh, and this rank's position in it."""
 
 from dataclasses import dataclass
 
@@ -6,21 +6,25 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.errors import InputError
+from meshwright.parallel.torch_private import flatten_mesh
 from meshwright.plan import MESH_ORDER, Plan
 
-_DATA = ("replicate", "shard")
+_DATA_AXES = ("replicate", "shard")  # the axes whose ranks have different samples
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank stands. Ranks of one `data_rank` have the same samples: `first` is one of each such set, and
-    `speaks` one of each that knows the loss, which is computed behind the last stage."""
+class MeshPosition:
+    """The coordinates of a rank in the mesh.
+
+    All ranks of one `data_rank` have the same samples. Exactly one of them is `first_of_data_rank`, and exactly one
+    `reports_loss`: one that runs the last pipeline stage, where the loss is computed.
+    """
 
     data_rank: int
     pipeline: int
     tensor: int
-    first: bool
-    speaks: bool
+    first_of_data_rank: bool
+    reports_loss: bool
 
 
 def build_mesh(plan: Plan, device_type: str, world_size: int) -> DeviceMesh | None:
@@ -33,30 +37,30 @@ def build_mesh(plan: Plan, device_type: str, world_size: int) -> DeviceMesh | No
     return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
-def place_in(mesh: DeviceMesh | None, plan: Plan) -> Place:
-    def along(axis: str) -> int:
+def position_in_mesh(mesh: DeviceMesh | None, plan: Plan) -> MeshPosition:
+    def coordinate(axis: str) -> int:
         return mesh.get_local_rank(axis) if mesh is not None and getattr(plan.axes, axis) > 1 else 0
 
-    tensor, pipeline = along("tensor"), along("pipeline")
-    return Place(
-        data_rank=along("replicate") * plan.axes.shard + along("shard"),
+    tensor, pipeline = coordinate("tensor"), coordinate("pipeline")
+    return MeshPosition(
+        data_rank=coordinate("replicate") * plan.axes.shard + coordinate("shard"),
         pipeline=pipeline,
         tensor=tensor,
-        first=tensor == 0 and pipeline == 0,
-        speaks=tensor == 0 and pipeline == last_stage(plan),
+        first_of_data_rank=tensor == 0 and pipeline == 0,
+        reports_loss=tensor == 0 and pipeline == last_stage(plan),
     )
 
 
 def last_stage(plan: Plan) -> int:
-    """The pipeline rank that runs the last stage: a V of two stages a rank ends where it began."""
+    """The pipeline rank that runs the last stage. Schedule `zbv` with two stages per rank ends on the first rank."""
     return 0 if plan.pipeline.schedule == "zbv" and plan.stages_per_rank == 2 else plan.axes.pipeline - 1
 
 
 def data_group(mesh: DeviceMesh | None, plan: Plan) -> dist.ProcessGroup | None:
-    """The ranks with other samples and the same part of the model; None where there is but one."""
-    axes = tuple(axis for axis in _DATA if getattr(plan.axes, axis) > 1)
+    """The group of ranks that hold the same part of the model and have different samples. None if this is one rank."""
+    axes = tuple(axis for axis in _DATA_AXES if getattr(plan.axes, axis) > 1)
     if mesh is None or not axes:
         return None
     if len(axes) == 1:
         return mesh.get_group(axes[0])
-    return mesh[axes]._flatten("data").get_group()
+    return flatten_mesh(mesh[axes], "data").get_group()

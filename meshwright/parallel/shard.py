@@ -1,16 +1,18 @@
-"""The shard axis: FSDP2 over the ranks that share one copy of the model, one unit a block and one for the rest.
+"""The shard axis: FSDP2 over the ranks that share one copy of the model, with one unit for each block and one for the
+rest.
 
-What `plan.memory.sharding` divides, each level with those before it (a step of several microbatches):
+`plan.memory.sharding` says what is sharded; each level includes those before it (for a step of several microbatches):
 
-    optimizer     weights are gathered once a step, gradients are reduce-scattered behind the last microbatch
-    gradients     weights are gathered once a step, gradients are reduce-scattered behind every microbatch
-    parameters    weights are gathered for each block's forward pass and again for its backward pass
+    optimizer     weights are all-gathered once per step, gradients are reduce-scattered after the last microbatch
+    gradients     weights are all-gathered once per step, gradients are reduce-scattered after every microbatch
+    parameters    weights are all-gathered for each block's forward pass and again for its backward pass
 
-Beside a replicate axis the gradients of a shard are averaged over it behind the last microbatch.
+If there is a replicate axis too, the gradients of a shard are averaged over it after the last microbatch.
 
-FSDP2 expects that every rank uses every weight in every step. Here a weight that a rank did not use counts as a
-gradient of zero, and one that no rank used has none, as on one process (`finish`). Weights that FSDP2 cannot divide
-(a single number, another dtype than the rest of its block) stay whole on every rank and are averaged by us.
+FSDP2 expects that every rank uses every weight in every step. Here a weight that a rank did not use gets a gradient of
+zero, and a weight that no rank used gets none, as on one process (`finish_step`). Weights that FSDP2 cannot shard (a
+single number, or another dtype than the rest of its block) stay whole on every rank, and their gradients are averaged
+by `finish_step`.
 """
 
 from collections import Counter
@@ -27,160 +29,165 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.blocks.recompute import find_blocks
 from meshwright.errors import InputError
-from meshwright.parallel.pipeline.check import on_several_stages
-from meshwright.parallel.pipeline.remote_modules import LeftOut
+from meshwright.parallel.pipeline.check import shared_between_stages_error
+from meshwright.parallel.pipeline.remote_modules import RemoteModule
 from meshwright.parallel.precision import sharding_policy
-from meshwright.parallel.replicate.combine import average
-from meshwright.parallel.replicate.replicate import align_over
+from meshwright.parallel.replicate.gradient_averaging import average_once
+from meshwright.parallel.replicate.replicate import broadcast_buffers_over
+from meshwright.parallel.torch_private import forget_forward_order, fsdp_parameter_groups, was_gathered
 from meshwright.plan import Plan
 
 
-def shard(module: nn.Module, mesh: DeviceMesh, plan: Plan, *, units: bool = True) -> None:
-    """Divides the module's weights, in place. Without `units` the whole module is gathered at once: the only way for
-    a model whose ranks run different blocks, since they have to gather and combine in one order."""
-    wide = [name for name, split in plan.modules.splits.items() if split.axis == "replicate" and split.kind != "none"]
-    if wide:
+def shard(module: nn.Module, mesh: DeviceMesh, plan: Plan, *, per_block: bool = True) -> None:
+    """Shards the module's weights in place. Without `per_block` the whole module is gathered at once. A model whose
+    ranks may run different blocks needs that, because all ranks have to call collectives in the same order."""
+    over_replicate = [
+        name for name, split in plan.modules.splits.items() if split.axis == "replicate" and split.kind != "none"
+    ]
+    if over_replicate:
         raise InputError(
-            f"plan.modules.splits.{wide[0]} splits a layer over the replicate axis, and plan.axes.shard is "
+            f"plan.modules.splits.{over_replicate[0]} splits a layer over the replicate axis, and plan.axes.shard is "
             f"{plan.axes.shard}: they do not go together, set shard to 1 or leave the split out"
         )
-    divided = next((name for name, p in module.named_parameters() if isinstance(p, DTensor)), None)
-    if divided is not None:
-        raise on_several_stages(divided.removeprefix("model."), plan)
-    data = mesh["replicate", "shard"] if plan.axes.replicate > 1 else mesh["shard"]
+    already_sharded = next((name for name, p in module.named_parameters() if isinstance(p, DTensor)), None)
+    if already_sharded is not None:
+        raise shared_between_stages_error(already_sharded.removeprefix("model."), plan)
+    data_mesh = mesh["replicate", "shard"] if plan.axes.replicate > 1 else mesh["shard"]
     for parameter in module.parameters():
-        if not parameter.is_contiguous():  # FSDP2 divides rows
+        if not parameter.is_contiguous():  # FSDP2 shards rows
             parameter.data = parameter.data.contiguous()
-    reshard = plan.memory.sharding == "parameters"
-    precision = sharding_policy(plan)
-    for block in _unit_blocks(module) if units else []:
-        ignored = _undivided(block.parameters())
-        fully_shard(block, mesh=data, reshard_after_forward=reshard, mp_policy=precision, ignored_params=ignored)
-    inside = {p for block in module.modules() if isinstance(block, FSDPModule) for p in block.parameters()}
-    rest = _undivided(p for p in module.parameters() if p not in inside)
-    # The outermost unit ends forward and begins backward: FSDP2 leaves it gathered in between.
+    reshard_blocks = plan.memory.sharding == "parameters"
+    policy = sharding_policy(plan)
+    for block in _unit_blocks(module) if per_block else []:
+        fully_shard(
+            block,
+            mesh=data_mesh,
+            reshard_after_forward=reshard_blocks,
+            mp_policy=policy,
+            ignored_params=_unshardable(block.parameters()),
+        )
+    in_blocks = {p for block in module.modules() if isinstance(block, FSDPModule) for p in block.parameters()}
+    # The root unit is the last of the forward pass and the first of the backward pass: FSDP2's default leaves it
+    # gathered in between.
     fully_shard(
         module,
-        mesh=data,
-        reshard_after_forward=None if reshard else False,
-        mp_policy=precision,
-        ignored_params=rest,
+        mesh=data_mesh,
+        reshard_after_forward=None if reshard_blocks else False,
+        mp_policy=policy,
+        ignored_params=_unshardable(p for p in module.parameters() if p not in in_blocks),
     )
-    for group in _groups(module):
+    for group in _parameter_groups(module):
         group.post_backward = _PostBackward(group)
 
 
 @contextmanager
-def combining(module: nn.Module, plan: Plan, first: bool, last: bool) -> Iterator[None]:
-    """Around the forward and backward pass of one microbatch of a step. Leaves, behind the last one, the mean of the
-    data ranks' gradients in the sharded parameters."""
+def gradient_synchronization(module: nn.Module, plan: Plan, first: bool, last: bool) -> Iterator[None]:
+    """The context of the forward and backward pass of one microbatch of a step. After the last one the sharded
+    parameters have the mean of the data ranks' gradients."""
     assert isinstance(module, FSDPModule)
     level = plan.memory.sharding
     if first:
-        align_over(module, _data_groups(module))
+        broadcast_buffers_over(module, _data_groups(module))
     module.set_requires_gradient_sync(last or level != "optimizer")
-    module.set_requires_all_reduce(last)  # the sums of a shard wait for the last microbatch
+    module.set_requires_all_reduce(last)  # over the replicate axis
     module.set_reshard_after_backward(last or level == "parameters")
     module.set_is_last_backward(last)
-    for group in () if first else _groups(module):
-        # FSDP2 gathers ahead in the order of all forward passes since the last one: it is to know this one only, or it
-        # gathers, behind the first unit, the last one of the microbatch before.
-        group.comm_ctx.post_forward_order.clear()
-        group._post_forward_indices.clear()
+    for group in () if first else _parameter_groups(module):
+        # FSDP2 prefetches in the order of all forward passes that it has seen. With those of earlier microbatches it
+        # would gather, after the first unit, the last unit of the microbatch before.
+        forget_forward_order(group)
     yield
     if last:
-        finish(module)
+        finish_step(module)
 
 
-def finish(module: nn.Module) -> None:
-    """Behind a step's last backward pass, on every data rank: averages what FSDP2 does not divide, and takes the
-    gradient from weights that no rank has used."""
+def finish_step(module: nn.Module) -> None:
+    """Every data rank calls it after a step's last backward pass. It averages the gradients that FSDP2 does not shard,
+    and removes the gradient of weights that no rank has used."""
     groups = _data_groups(module)
-    divided = [parameter for group in _groups(module) for parameter in group.fsdp_params]
-    divided = [parameter for parameter in divided if parameter.sharded_param.requires_grad]
-    used = {parameter for group in _groups(module) for parameter in group.post_backward.used}
-    for group in _groups(module):
+    sharded = [parameter for group in _parameter_groups(module) for parameter in group.fsdp_params]
+    sharded = [parameter for parameter in sharded if parameter.sharded_param.requires_grad]
+    used = {parameter for group in _parameter_groups(module) for parameter in group.post_backward.used}
+    for group in _parameter_groups(module):
         group.post_backward.used.clear()
-    average([p for p in module.parameters() if p.requires_grad and not isinstance(p, DTensor)], groups)
-    if not divided:
+    average_once([p for p in module.parameters() if p.requires_grad and not isinstance(p, DTensor)], groups)
+    if not sharded:
         return
-    flags = torch.tensor([parameter in used for parameter in divided], dtype=torch.int32)
-    missing = not bool(flags.all())
-    flags = flags.to(divided[0].sharded_param.device)
+    users = torch.tensor([parameter in used for parameter in sharded], dtype=torch.int32)
+    some_unused = not bool(users.all())
+    users = users.to(sharded[0].sharded_param.device)
     for process_group in groups:
-        dist.all_reduce(flags, group=process_group)
-    if missing:  # otherwise it is known, and the device need not be waited for
-        for parameter, users in zip(divided, flags.tolist(), strict=True):
-            if not users:
+        dist.all_reduce(users, group=process_group)
+    if some_unused:  # a rank that used all weights need not wait for the device
+        for parameter, user_count in zip(sharded, users.tolist(), strict=True):
+            if not user_count:
                 parameter.sharded_param.grad = None
 
 
 def reshard(module: nn.Module) -> None:
-    """Frees gathered weights, so that the module's parameters are the divided ones; a forward pass gathers again."""
+    """Frees gathered weights, so that the module's parameters are the shards. The next forward pass gathers again."""
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()
 
 
 class _PostBackward:
-    """Stands before a unit's own `post_backward`: weights without a gradient are given one of zero, since all ranks
-    have to combine the same ones; those that have one are noted."""
+    """Replaces the `post_backward` of a unit and calls it at the end. Before that it records the weights that have a
+    gradient, and gives the others one of zero, because all ranks have to reduce the same gradients."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
-        self._once = group.post_backward
+        self._original = group.post_backward
         self.used: set[Any] = set()
 
     def __call__(self, *unused: Any) -> None:
         for parameter in self._group.fsdp_params:
-            if not parameter.sharded_param.requires_grad or not hasattr(parameter, "_unsharded_param"):
+            if not parameter.sharded_param.requires_grad or not was_gathered(parameter):
                 continue
             gathered = parameter.unsharded_param
             if gathered.grad is not None or parameter.unsharded_accumulated_grad is not None:
                 self.used.add(parameter)
             elif self._group.reduce_grads:
                 gathered.grad = torch.zeros(gathered.shape, dtype=gathered.dtype, device=gathered.device)
-        self._once(*unused)
+        self._original(*unused)
 
 
 def _unit_blocks(module: nn.Module) -> list[nn.Module]:
-    """Blocks that own all of their weights: a weight that is tied to one outside has to be gathered with it. One that
-    runs here in part is none: its result, by which FSDP2 knows when backward begins, is not what leaves the stage."""
+    """The blocks that become units of their own: those that own all of their weights, because a weight that is tied to
+    one outside has to be gathered with that. A block of which only a part runs on this stage is left out: FSDP2 starts
+    its backward pass from the block's output, which then is not what leaves the stage."""
     owners: dict[nn.Parameter, set[nn.Module]] = {}
-    for part in module.modules():
-        for parameter in part._parameters.values():
+    for child in module.modules():
+        for parameter in child._parameters.values():
             if parameter is not None:
-                owners.setdefault(parameter, set()).add(part)
+                owners.setdefault(parameter, set()).add(child)
     blocks = [module.get_submodule(name) for name in find_blocks(module)]
     unique = list(dict.fromkeys(block for block in blocks if block is not module))
-    entire = [b for b in unique if not any(isinstance(part, LeftOut) for part in b.modules())]
-    return [b for b in entire if all(owners[p] <= set(b.modules()) for p in b.parameters())]
+    complete = [b for b in unique if not any(isinstance(child, RemoteModule) for child in b.modules())]
+    return [b for b in complete if all(owners[p] <= set(b.modules()) for p in b.parameters())]
 
 
-def _undivided(parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
-    """What FSDP2 refuses in one unit: single numbers, and trainable weights of another dtype than the most have."""
-    found = list(parameters)
+def _unshardable(parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
+    """The weights that FSDP2 refuses in one unit: single numbers, and trainable weights of another dtype than most."""
+    candidates = list(parameters)
     sizes: Counter[torch.dtype] = Counter()
-    for parameter in found:
+    for parameter in candidates:
         if parameter.requires_grad:
             sizes[parameter.dtype] += parameter.numel()
     dtype = sizes.most_common(1)[0][0] if sizes else None
-    return {p for p in found if p.dim() == 0 or (p.requires_grad and p.dtype != dtype)}
+    return {p for p in candidates if p.dim() == 0 or (p.requires_grad and p.dtype != dtype)}
 
 
-def _groups(module: nn.Module) -> Iterator[Any]:
-    """FSDP2's own record of each unit's parameters."""
+def _parameter_groups(module: nn.Module) -> Iterator[Any]:
+    """FSDP2's record of the parameters of each unit."""
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
-            state = unit._get_fsdp_state()
-            several = getattr(state, "_fsdp_param_groups", None)  # torch before 2.12 has one or none
-            one = getattr(state, "_fsdp_param_group", None)
-            yield from several if several is not None else [one] if one is not None else []
+            yield from fsdp_parameter_groups(unit)
 
 
 def _data_groups(module: nn.Module) -> list[dist.ProcessGroup]:
-    """The process groups of all data axes, from what FSDP2 was given."""
-    for group in _groups(module):
+    """The process groups of all data axes, taken from the mesh that FSDP2 was given."""
+    for group in _parameter_groups(module):
         mesh: DeviceMesh = group.mesh_info.mesh
         return [mesh.get_group(axis) for axis in range(mesh.ndim)]
     return []

@@ -1,12 +1,13 @@
 """Which plans there are for a model on a cluster: factorizations of the ranks, and the choices within each.
 
-    ranks  = pipeline × replicate × shard × tensor, tensor within a node and dividing every split group      layouts
-             or tensor the ranks that branches live on: from 2 to as many as there are, without a pipeline     _apart
-    batch  = (replicate × shard) × microbatches × samples of a microbatch                              microbatches
+    ranks  = pipeline × replicate × shard × tensor                                              possible_axis_sizes
+             The tensor axis lies within a node and divides every split group; or it holds branches on
+             different ranks, 2 to as many as there are branches, without a pipeline            _with_placed_branches
+    batch  = (replicate × shard) × microbatches × samples of a microbatch                       candidate_series
     stages = pipeline × stages of a rank, at most as many as the model can be cut into
 
-A `Candidate` is the few numbers in which plans differ; the plan itself is written out (`plan_of`) for those only that
-no bound excludes.
+A `Candidate` holds the few numbers in which plans differ. The complete plan is made (`plan_of`) only for candidates
+that no bound excludes.
 """
 
 from collections.abc import Iterator
@@ -16,9 +17,14 @@ from typing import Any, Literal
 
 from meshwright.errors import InputError
 from meshwright.plan import Axes, Compute, Memory, Modules, NumericsGroup, Pipeline, Plan
-from meshwright.planner.outline import Outline
-from meshwright.planner.placing import are_computed_again, beside, can_be_split, homes
-from meshwright.planner.question import Question
+from meshwright.planner.branch_placement import (
+    branch_ranks,
+    can_be_split,
+    lie_in_recomputed_blocks,
+    shared_layer_splits,
+)
+from meshwright.planner.inputs import PlanningInputs
+from meshwright.planner.model_summary import ModelSummary
 from meshwright.simulator.pipeline.order import check_schedule
 
 Recompute = Literal["none", "selective", "full"]
@@ -35,22 +41,27 @@ _SCHEDULES: tuple[tuple[Schedule, int], ...] = (
     ("interleaved_1f1b", 4),
     ("gpipe", 1),
 )
-_BUSY = 0.75  # of the devices, that a plan which cannot use all of them must
+_LEAST_USED = 0.75  # the share of the devices that a plan which cannot use all of them must use
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How the ranks are divided. `wide`: a few huge layers are split over the replicate axis. `apart`: towers or heads
-    live on different ranks of the tensor axis; with `beside` what they share is split along it, else it is whole."""
+class AxisSizes:
+    """One way to divide the ranks into axes.
+
+    sharding              what the shard axis divides
+    splits_wide_layers    a few large layers are split over the replicate axis
+    placed_branches       the towers or heads that are placed on different ranks of the tensor axis; "" for none
+    splits_shared_layers  with placed branches: layers outside of them are split over the tensor axis, else replicated
+    """
 
     tensor: int = 1
     pipeline: int = 1
     replicate: int = 1
     shard: int = 1
     sharding: Sharding = "parameters"
-    wide: bool = False
-    apart: Literal["", "towers", "heads"] = ""
-    beside: bool = False
+    splits_wide_layers: bool = False
+    placed_branches: Literal["", "towers", "heads"] = ""
+    splits_shared_layers: bool = False
 
     @property
     def axes(self) -> Axes:
@@ -61,147 +72,159 @@ class Layout:
         return self.tensor * self.pipeline * self.replicate * self.shard
 
     @property
-    def samplers(self) -> int:
-        """Among how many a batch is divided."""
+    def data_ranks(self) -> int:
+        """The number of ranks, or groups of ranks, among which a batch is divided."""
         return self.replicate * self.shard
 
     @property
-    def family(self) -> str:
-        """The axes it uses, by name."""
+    def family(self) -> tuple[str, ...]:
+        """The kind of plan: the names of the axes that it uses, wide layers that it splits, branches that it places."""
         axes = [name for name in ("replicate", "shard", "tensor", "pipeline") if getattr(self, name) > 1]
-        more = ["wide layers split"] * self.wide + [f"{self.apart} apart"] * bool(self.apart) + ["split"] * self.beside
-        return " × ".join(axes + more) or "one rank"
+        wide = ["wide layers"] * self.splits_wide_layers
+        placed = [self.placed_branches] * bool(self.placed_branches) + ["shared layers"] * self.splits_shared_layers
+        return (*axes, *wide, *placed)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """`microbatches` of `batch` samples go through a rank in a step."""
+    """The choices of one plan. In a step, a rank runs `microbatches` of `microbatch_samples` samples each."""
 
-    layout: Layout
+    sizes: AxisSizes
     precision: str
     recompute: Recompute
     schedule: Schedule
     stages_per_rank: int
     microbatches: int
-    batch: int
+    microbatch_samples: int
 
     @property
     def stages(self) -> int:
-        return self.layout.pipeline * self.stages_per_rank
+        return self.sizes.pipeline * self.stages_per_rank
 
     @property
-    def shape(self) -> tuple[Any, ...]:
-        """All but the size of microbatches: larger ones need more memory."""
-        return self.layout, self.precision, self.recompute, self.schedule, self.stages_per_rank
+    def without_microbatch(self) -> tuple[Any, ...]:
+        """Everything except the size of microbatches. Of candidates that are equal in this, the one with larger
+        microbatches needs more memory."""
+        return self.sizes, self.precision, self.recompute, self.schedule, self.stages_per_rank
 
     @property
-    def keeping_more(self) -> "Candidate | None":
-        """The same with less computed again: faster, where it fits."""
-        place = RECOMPUTES.index(self.recompute)
-        return replace(self, recompute=RECOMPUTES[place - 1]) if place else None
+    def with_less_recompute(self) -> "Candidate | None":
+        """The same candidate with the next lower level of recomputation, which is faster where it fits. None where
+        nothing is recomputed."""
+        level = RECOMPUTES.index(self.recompute)
+        return replace(self, recompute=RECOMPUTES[level - 1]) if level else None
 
 
-def layouts(outline: Outline, question: Question) -> list[Layout]:
-    """Those that use all devices; fewer where the batch is smaller, or where no axis divides it otherwise."""
-    devices, batch = question.cluster.devices, question.global_batch
-    found = list(_layouts(outline, question, devices))
+def possible_axis_sizes(summary: ModelSummary, inputs: PlanningInputs) -> list[AxisSizes]:
+    """Every way to divide the devices into axes. Some devices stay unused where the batch is smaller than their number,
+    or where no axis over all of them divides it. Raises an `InputError` where there is no way."""
+    devices, batch = inputs.cluster.device_count, inputs.global_batch
+    all_sizes = list(_sizes_for(summary, inputs, devices))
     if batch < devices:
         for ranks in {devices - devices % batch, batch}:
-            found += _layouts(outline, question, ranks)
-    step = question.per_node if sum(node.number for node in question.cluster.nodes) > 1 else 1
+            all_sizes += _sizes_for(summary, inputs, ranks)
+    step = inputs.devices_per_node if sum(node.number for node in inputs.cluster.nodes) > 1 else 1
     ranks = devices - step
-    while not found and ranks >= devices * _BUSY:
-        found = list(_layouts(outline, question, ranks))
+    while not all_sizes and ranks >= devices * _LEAST_USED:
+        all_sizes = list(_sizes_for(summary, inputs, ranks))
         ranks -= step
-    if not found:
-        raise InputError(_indivisible(question))
-    return list(dict.fromkeys(found))
+    if not all_sizes:
+        raise InputError(_indivisible_message(inputs))
+    return list(dict.fromkeys(all_sizes))
 
 
-def _layouts(outline: Outline, question: Question, ranks: int) -> Iterator[Layout]:
-    batch = question.global_batch
-    if question.even and 1 < ranks <= batch and gcd(ranks, batch) == 1:
-        return  # stages and splits alone would leave every rank with the whole batch
-    yield from _apart(outline, question, ranks)
-    cuttable = sum(piece.cuttable for piece in outline.pieces)
-    for tensor in divisors(gcd(question.per_node, outline.degree, ranks)):
+def _sizes_for(summary: ModelSummary, inputs: PlanningInputs, ranks: int) -> Iterator[AxisSizes]:
+    batch = inputs.global_batch
+    if inputs.even_shares and 1 < ranks <= batch and gcd(ranks, batch) == 1:
+        return  # only stages and splits are left, and every rank would process the whole batch
+    yield from _with_placed_branches(summary, inputs, ranks)
+    cuts = sum(piece.cuttable for piece in summary.pieces)
+    for tensor in divisors(gcd(inputs.devices_per_node, summary.tensor_degree, ranks)):
         for pipeline in divisors(ranks // tensor):
-            samplers = ranks // tensor // pipeline
-            if pipeline > cuttable + 1 or samplers > batch or (question.even and batch % samplers):
+            data_ranks = ranks // tensor // pipeline
+            if pipeline > cuts + 1 or data_ranks > batch or (inputs.even_shares and batch % data_ranks):
                 continue
-            yield from _data_parallel(outline, question, Layout(tensor, pipeline), samplers)
+            yield from _with_data_axes(summary, inputs, AxisSizes(tensor, pipeline), data_ranks)
 
 
-def _apart(outline: Outline, question: Question, ranks: int) -> Iterator[Layout]:
-    """Branches on ranks of a node, as many as have one each or fewer; what is left are replicas and shards."""
-    for found in outline.placeable:
-        modules = [module for branch in found.branches for module in branch]
-        for tensor in divisors(gcd(question.per_node, ranks)):
-            samplers = ranks // tensor
-            if not 1 < tensor <= len(found.branches) or samplers > question.global_batch:
+def _with_placed_branches(summary: ModelSummary, inputs: PlanningInputs, ranks: int) -> Iterator[AxisSizes]:
+    """Branches on the ranks of a node, at most as many ranks as branches; the other ranks are replicas and shards."""
+    for group in summary.branch_groups:
+        modules = [module for branch in group.branches for module in branch]
+        for tensor in divisors(gcd(inputs.devices_per_node, ranks)):
+            data_ranks = ranks // tensor
+            if not 1 < tensor <= len(group.branches) or data_ranks > inputs.global_batch:
                 continue
-            if question.even and question.global_batch % samplers:
+            if inputs.even_shares and inputs.global_batch % data_ranks:
                 continue
-            layout = Layout(tensor, apart=found.kind)
-            yield from _data_parallel(outline, question, layout, samplers)
-            if can_be_split(outline, modules, tensor):
-                yield from _data_parallel(outline, question, replace(layout, beside=True), samplers)
+            sizes = AxisSizes(tensor, placed_branches=group.kind)
+            yield from _with_data_axes(summary, inputs, sizes, data_ranks)
+            if can_be_split(summary, modules, tensor):
+                yield from _with_data_axes(summary, inputs, replace(sizes, splits_shared_layers=True), data_ranks)
 
 
-def _data_parallel(outline: Outline, question: Question, layout: Layout, samplers: int) -> Iterator[Layout]:
-    """All replicas; some layers split over them; or sharded, over all of them or within nodes."""
-    yield replace(layout, replicate=samplers)
-    if samplers == 1:
+def _with_data_axes(
+    summary: ModelSummary, inputs: PlanningInputs, sizes: AxisSizes, data_ranks: int
+) -> Iterator[AxisSizes]:
+    """The data ranks as replicas, as replicas with the wide layers split, or as shards: over all of them or within
+    nodes."""
+    yield replace(sizes, replicate=data_ranks)
+    if data_ranks == 1:
         return
-    alone = layout.tensor == 1 and layout.pipeline == 1
-    if alone and outline.wide and outline.wide_splits(samplers):
-        yield replace(layout, replicate=samplers, wide=True)
-    inside = gcd(samplers, max(1, question.per_node // layout.tensor))
-    for shard in sorted({samplers, inside} - {1}):
+    replicate_only = sizes.tensor == 1 and sizes.pipeline == 1
+    if replicate_only and summary.wide_layers and summary.wide_splits(data_ranks):
+        yield replace(sizes, replicate=data_ranks, splits_wide_layers=True)
+    within_node = gcd(data_ranks, max(1, inputs.devices_per_node // sizes.tensor))
+    for shard in sorted({data_ranks, within_node} - {1}):
         for sharding in _SHARDINGS:
-            yield replace(layout, shard=shard, replicate=samplers // shard, sharding=sharding)
+            yield replace(sizes, shard=shard, replicate=data_ranks // shard, sharding=sharding)
 
 
-def _indivisible(question: Question) -> str:
-    batch, devices = question.global_batch, question.cluster.devices
+def _indivisible_message(inputs: PlanningInputs) -> str:
+    batch, devices = inputs.global_batch, inputs.cluster.device_count
     below, above = batch - batch % devices, batch - batch % devices + devices
     return (
-        f"train.global_batch is {batch}, which no axis over the {devices} devices of '{question.cluster.name}' divides:"
+        f"train.global_batch is {batch}, which no axis over the {devices} devices of '{inputs.cluster.name}' divides:"
         f" choose {f'{below} or ' if below else ''}{above}, or a cluster of {gcd(batch, devices)}"
     )
 
 
-def microbatches(outline: Outline, layout: Layout, question: Question, precision: str) -> Iterator[list[Candidate]]:
-    """Lists of candidates that need more and more memory, by what else they choose. Without a pipeline the largest
-    microbatches are the fastest."""
-    share = -(-question.global_batch // layout.samplers)
-    sizes = [share] if question.joined else _sizes(share, question.even)
-    for schedule, stages_per_rank in _SCHEDULES if layout.pipeline > 1 else _SCHEDULES[:1]:
-        if layout.pipeline > 1 and layout.pipeline * stages_per_rank > sum(p.cuttable for p in outline.pieces) + 1:
+def candidate_series(
+    summary: ModelSummary, sizes: AxisSizes, inputs: PlanningInputs, precision: str
+) -> Iterator[list[Candidate]]:
+    """One list of candidates for each schedule and recomputation. The candidates of a list differ in the size of
+    microbatches alone, and need more memory from one to the next. Without a pipeline the last is the fastest."""
+    local_batch = -(-inputs.global_batch // sizes.data_ranks)
+    batches = [local_batch] if inputs.compares_samples else _microbatch_sizes(local_batch, inputs.even_shares)
+    for schedule, stages_per_rank in _SCHEDULES if sizes.pipeline > 1 else _SCHEDULES[:1]:
+        if sizes.pipeline > 1 and sizes.pipeline * stages_per_rank > sum(p.cuttable for p in summary.pieces) + 1:
             continue
-        for recompute in _recomputes(outline, layout):
+        counts = {batch: -(-local_batch // batch) for batch in batches}
+        for recompute in _recompute_levels(summary, sizes):
             yield [
-                Candidate(layout, precision, recompute, schedule, stages_per_rank, -(-share // size), size)
-                for size in sizes
-                if layout.pipeline == 1 or _runs(schedule, layout.pipeline, stages_per_rank, -(-share // size))
+                Candidate(sizes, precision, recompute, schedule, stages_per_rank, count, batch)
+                for batch, count in counts.items()
+                if sizes.pipeline == 1 or _is_useful(schedule, sizes.pipeline, stages_per_rank, count)
             ]
 
 
-def _recomputes(outline: Outline, layout: Layout) -> tuple[Recompute, ...]:
-    if not any(piece.again for piece in outline.pieces):
+def _recompute_levels(summary: ModelSummary, sizes: AxisSizes) -> tuple[Recompute, ...]:
+    if not any(piece.recomputable for piece in summary.pieces):
         return RECOMPUTES[:1]
-    return RECOMPUTES[:1] if layout.apart and are_computed_again(outline, layout.apart) else RECOMPUTES
+    kind = sizes.placed_branches
+    return RECOMPUTES[:1] if kind and lie_in_recomputed_blocks(summary, kind) else RECOMPUTES
 
 
-def _sizes(share: int, even: bool) -> list[int]:
-    """Powers of two, and the whole share."""
-    powers = [1 << power for power in range(share.bit_length())]
-    return sorted({size for size in powers if not even or share % size == 0} | {share})
+def _microbatch_sizes(local_batch: int, even: bool) -> list[int]:
+    """Powers of two, and the whole local batch. With `even` only those that divide it."""
+    powers = [1 << power for power in range(local_batch.bit_length())]
+    return sorted({size for size in powers if not even or local_batch % size == 0} | {local_batch})
 
 
-def _runs(schedule: str, ranks: int, stages_per_rank: int, count: int) -> bool:
+def _is_useful(schedule: str, ranks: int, stages_per_rank: int, count: int) -> bool:
+    """Whether a schedule can run so many microbatches, and is not worse in every respect than another."""
     if schedule == "gpipe" and count >= 4 * ranks:
-        return False  # it keeps them all: 1f1b is as fast by then
+        return False  # it keeps the activations of all microbatches, and 1f1b is as fast with so many
     try:
         check_schedule(schedule, ranks, stages_per_rank, count)
     except InputError:
@@ -209,23 +232,23 @@ def _runs(schedule: str, ranks: int, stages_per_rank: int, count: int) -> bool:
     return True
 
 
-def plan_of(candidate: Candidate, outline: Outline, question: Question) -> Plan:
-    """Written out. The candidate's stages must exist."""
-    layout = candidate.layout
-    pipelined = layout.pipeline > 1
-    cuts = outline.cuts(candidate.stages, candidate.recompute) if pipelined else ()
+def plan_of(candidate: Candidate, summary: ModelSummary, inputs: PlanningInputs) -> Plan:
+    """The complete plan. The model must have the cuts for the candidate's stages."""
+    sizes = candidate.sizes
+    pipelined = sizes.pipeline > 1
+    cuts = summary.cuts(candidate.stages, candidate.recompute) if pipelined else ()
     assert cuts is not None
-    images = outline.has_convolutions and not question.exact
+    images = summary.has_convolutions and not inputs.exact
     return Plan(
-        axes=layout.axes,
-        modules=_modules(layout, outline, question),
+        axes=sizes.axes,
+        modules=_modules(sizes, summary, inputs),
         pipeline=Pipeline(
             schedule=candidate.schedule,
             microbatches=candidate.microbatches if pipelined else 1,
-            cuts=tuple(outline.pieces[piece].name for piece in cuts),
+            cuts=tuple(summary.pieces[piece].name for piece in cuts),
         ),
         memory=Memory(
-            sharding=layout.sharding,
+            sharding=sizes.sharding,
             recompute=candidate.recompute,
             accumulation=1 if pipelined else candidate.microbatches,
         ),
@@ -234,14 +257,15 @@ def plan_of(candidate: Candidate, outline: Outline, question: Question) -> Plan:
     )
 
 
-def _modules(layout: Layout, outline: Outline, question: Question) -> Modules:
-    if layout.apart:
-        where = homes(outline, question, layout.axes, layout.apart)
-        return Modules(splits=beside(outline, where, layout.tensor, layout.beside), branches=where)
+def _modules(sizes: AxisSizes, summary: ModelSummary, inputs: PlanningInputs) -> Modules:
+    if sizes.placed_branches:
+        ranks = branch_ranks(summary, inputs, sizes.axes, sizes.placed_branches)
+        splits = shared_layer_splits(summary, ranks, sizes.tensor, sizes.splits_shared_layers)
+        return Modules(splits=splits, branches=ranks)
     return Modules(
-        splits=outline.wide_splits(layout.replicate) if layout.wide else {},
-        sequence=layout.tensor > 1 and outline.has_sequence,
-        loss=layout.tensor > 1 and outline.has_vocabulary,
+        splits=summary.wide_splits(sizes.replicate) if sizes.splits_wide_layers else {},
+        sequence=sizes.tensor > 1 and summary.has_sequence,
+        loss=sizes.tensor > 1 and summary.has_vocabulary,
     )
 
 

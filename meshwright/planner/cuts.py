@@ -1,12 +1,12 @@
-"""Where to cut a model into pipeline stages, so that the slowest is as fast as it can be.
+"""Where to cut a model into pipeline stages, so that the slowest stage is as fast as possible.
 
-    slowest(S) = min over cuts of max over stages of the stage's cost                       balanced
-    a bound B holds if stages filled up to B, from the last piece to the first, are at most S     _filled
+    slowest(S) = min over cuts of max over stages of the stage's cost                          balanced
+    B is at least slowest(S) if stages filled up to B, from the last piece to the first,
+    are at most S                                                                              _fill_stages
+    of all cuts with that slowest stage, those with the smallest sum of squared costs win      _most_even
 
-    and of all cuts with that slowest stage, those with the least sum of squared costs            _even
-
-Pieces keep their order and cuts lie only where the model can be cut, so the least B that holds is found by bisection.
-Even stages wait less for each other where a rank has several.
+Pieces keep their order and cuts lie only where the model can be cut, so the smallest B is found by bisection. Where a
+rank has several stages, even stages wait less for each other.
 """
 
 from collections.abc import Sequence
@@ -17,65 +17,66 @@ _HALVINGS = 24
 
 
 def balanced(costs: Sequence[float], cuttable: Sequence[bool], stages: int) -> tuple[int, ...] | None:
-    """The pieces that end a stage, `stages` - 1 of them; None where there are not as many places to cut.
+    """The indices of the pieces that end a stage, `stages` - 1 of them. None where there are too few places to cut.
     `cuttable[i]` says whether the model can be cut behind piece i."""
-    lumps = _lumps(costs, cuttable)
-    if len(lumps) < stages:
+    units = _units(costs, cuttable)
+    if len(units) < stages:
         return None
-    low, high = max(cost for _, cost in lumps), sum(costs)
+    low, high = max(cost for _, cost in units), sum(costs)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        if len(_filled(lumps, middle)) <= stages:
+        if len(_fill_stages(units, middle)) <= stages:
             high = middle
         else:
             low = middle
-    return _even(lumps, high, stages)
+    return _most_even(units, high, stages)
 
 
-_Lump = tuple[int, float]  # the last of pieces that no cut parts, and their cost
+_Unit = tuple[int, float]  # consecutive pieces between which the model cannot be cut: index of the last, cost of all
 
 
-def _lumps(costs: Sequence[float], cuttable: Sequence[bool]) -> list[_Lump]:
-    lumps: list[_Lump] = []
-    cost = 0.0
-    for piece, own in enumerate(costs):
-        cost += own
+def _units(costs: Sequence[float], cuttable: Sequence[bool]) -> list[_Unit]:
+    units: list[_Unit] = []
+    unit_cost = 0.0
+    for piece, cost in enumerate(costs):
+        unit_cost += cost
         if cuttable[piece] or piece == len(costs) - 1:
-            lumps.append((piece, cost))
-            cost = 0.0
-    return lumps
+            units.append((piece, unit_cost))
+            unit_cost = 0.0
+    return units
 
 
-def _filled(lumps: Sequence[_Lump], bound: float) -> list[int]:
-    """The last piece of each stage, in order."""
+def _fill_stages(units: Sequence[_Unit], bound: float) -> list[int]:
+    """The last piece of each stage, in order, where every stage takes as many units as the bound allows."""
     ends: list[int] = []
-    filled = float("inf")
-    for piece, cost in reversed(lumps):
-        if filled + cost > bound * (1 + 1e-9):
+    stage_cost = float("inf")
+    for piece, cost in reversed(units):
+        if stage_cost + cost > bound * (1 + 1e-9):
             ends.append(piece)
-            filled = 0.0
-        filled += cost
+            stage_cost = 0.0
+        stage_cost += cost
     return ends[::-1]
 
 
-def _even(lumps: Sequence[_Lump], bound: float, stages: int) -> tuple[int, ...]:
-    """The ends of all stages but the last, none of which costs more than the bound."""
-    sums = [0.0, *accumulate(cost for _, cost in lumps)]
-    least = [0.0] + [inf] * len(lumps)  # of the squares, with the lumps before each in so many stages
-    chosen: list[list[int]] = []
+def _most_even(units: Sequence[_Unit], bound: float, stages: int) -> tuple[int, ...]:
+    """The last pieces of all stages but the last one. No stage costs more than the bound, and the sum of the squared
+    costs of all stages is as small as possible."""
+    sums = [0.0, *accumulate(cost for _, cost in units)]
+    least = [0.0] + [inf] * len(units)  # least[n]: smallest sum of squares of the first n units in so many stages
+    begins_by_stage: list[list[int]] = []
     for stage in range(1, stages + 1):
-        now, begins = [inf] * (len(lumps) + 1), [0] * (len(lumps) + 1)
-        for end in range(stage, len(lumps) + 1):
+        squares, begins = [inf] * (len(units) + 1), [0] * (len(units) + 1)
+        for end in range(stage, len(units) + 1):
             for begin in range(end - 1, stage - 2, -1):
                 cost = sums[end] - sums[begin]
                 if cost > bound * (1 + 1e-9):
                     break
-                if least[begin] + cost * cost < now[end]:
-                    now[end], begins[end] = least[begin] + cost * cost, begin
-        least = now
-        chosen.append(begins)
-    ends, end = [], len(lumps)
-    for begins in reversed(chosen[1:]):
+                if least[begin] + cost * cost < squares[end]:
+                    squares[end], begins[end] = least[begin] + cost * cost, begin
+        least = squares
+        begins_by_stage.append(begins)
+    ends, end = [], len(units)
+    for begins in reversed(begins_by_stage[1:]):
         end = begins[end]
-        ends.append(lumps[end - 1][0])
+        ends.append(units[end - 1][0])
     return tuple(reversed(ends))

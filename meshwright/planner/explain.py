@@ -1,268 +1,318 @@
-"""Why the winner wins and the others do not, in plain words and with numbers from the profile and the predictions."""
+"""Sentences that say why the best plan wins and others do not, with numbers from the profile and the predictions."""
 
 from meshwright.cluster.cluster import Link
-from meshwright.planner.outline import Outline
-from meshwright.planner.question import Question
-from meshwright.planner.search import Choice, Found
-from meshwright.simulator.communication.placement import place
-from meshwright.simulator.tensor.branches import around, held
-from meshwright.simulator.tensor.split_profile import kept_out, split_profile
+from meshwright.plan import Plan
+from meshwright.planner.inputs import PlanningInputs
+from meshwright.planner.model_summary import ModelSummary
+from meshwright.planner.search import PricedPlan, SearchResult
+from meshwright.simulator.communication.placement import axis_groups
+from meshwright.simulator.predict import Prediction
+from meshwright.simulator.tensor.branches import branch_rank_profiles, plan_outside_branches
+from meshwright.simulator.tensor.split_profile import replicate_split_parameters, split_profile
 
 _GIB = 2**30
-_NOTABLE = 0.02  # of a step, from which a part of it is worth a word
-_WHAT = {
+_NOTABLE = 0.02  # the share of a step from which communication is explained
+_COMMUNICATION = ("tensor", "pipeline", "replicate", "shard")
+_TERMS = {
     "compute": "computing",
-    "launch": "starting operators",
-    "bubble": "waiting in the pipeline",
-    "optimizer": "the optimizer",
+    "launch": "launching operators",
+    "bubble": "waiting in the pipeline bubble",
+    "optimizer": "the optimizer's step",
     "input": "reading input",
     "tensor": "communication of split layers",
     "pipeline": "sending between stages",
     "replicate": "combining gradients of replicas",
-    "shard": "gathering and combining shards",
+    "shard": "gathering weights and combining gradients of shards",
+}
+_TERMS_WITH_BRANCHES = {
+    "bubble": "waiting for the branches of other ranks",
+    "tensor": "sending results and gradients between branches",
 }
 
-_APART = {
-    "bubble": "waiting for other ranks' branches",
-    "tensor": "handing on results and gradients",
-}
+
+def explain(result: SearchResult, inputs: PlanningInputs) -> list[str]:
+    """Sentences about the best plan, the most important first."""
+    best = result.ranked[0]
+    sentences = [
+        _headline(best, result, inputs),
+        step_shares(best.plan, best.prediction),
+        *_memory(best, result.summary, inputs),
+    ]
+    sentences += _wide_layers(best, result, inputs)
+    sentences += _branches(best, result, inputs)
+    sentences += _axes(best, inputs)
+    sentences += _communication(best, inputs)
+    sentences += _runner_up(best, result, inputs)
+    if inputs.cluster.price_per_hour:
+        sentences.append(cost(best, inputs))
+    return sentences
 
 
-def explain(found: Found, question: Question) -> list[str]:
-    """Sentences, the most important first."""
-    best = found.ranked[0]
-    lines = [_headline(best, found, question), *_memory(best, found.outline, question)]
-    lines += _wide(best, found, question)
-    lines += _branches(best, found, question)
-    lines += _axes(best, question)
-    lines += _limits(best, question)
-    lines += _runner_up(best, found, question)
-    if question.cluster.price_per_hour:
-        lines.append(cost(best, question))
-    return lines
-
-
-def _headline(best: Choice, found: Found, question: Question) -> str:
-    step_s = best.prediction.step_s
-    used = best.plan.world_size
-    devices = question.cluster.devices
-    idle = f" on {used} of {devices} devices (no axes over all of them suit this batch)" if used < devices else ""
+def _headline(best: PricedPlan, result: SearchResult, inputs: PlanningInputs) -> str:
+    step_s, ranks, devices = best.prediction.step_s, best.plan.world_size, inputs.cluster.device_count
+    unused = f" on {ranks} of {devices} devices (no axes over all of them divide this batch)" if ranks < devices else ""
     return (
-        f"{best.plan.summary()}{idle} trains {question.global_batch} samples in {seconds(step_s)}"
-        f" ({question.global_batch / step_s:,.4g} a second), {_share(best, 'compute'):.0%} of it computing;"
-        f" {found.candidates:,} candidates, {found.priced} of them priced in full."
+        f"{best.plan.summary()}{unused} trains {inputs.global_batch} samples in {seconds(step_s)}"
+        f" ({inputs.global_batch / step_s:,.4g} samples per second). It is the fastest of {result.candidate_count:,}"
+        f" candidates, of which {result.priced_count} were simulated in full."
     )
 
 
-def _what(choice: Choice, part: str) -> str:
-    if choice.candidate.layout.apart and part in _APART:
-        return _APART[part]
-    return _WHAT[part]
+def step_shares(plan: Plan, prediction: Prediction) -> str:
+    """What the step consists of: the largest term first, and all of them add up to 100%."""
+    terms = sorted(prediction.breakdown.items(), key=lambda term: -term[1])
+    shares = _rounded_shares([value for _, value in terms])
+    parts = [
+        f"{share / 10:.1f}% {_term(plan, name)} ({seconds(value)})"
+        for (name, value), share in zip(terms, shares, strict=True)
+        if share
+    ]
+    return f"The step is {', '.join(parts)}."
 
 
-def _share(choice: Choice, part: str) -> float:
-    return choice.prediction.breakdown[part] / choice.prediction.step_s
+def _rounded_shares(values: list[float]) -> list[int]:
+    """The share of each value in tenths of a percent, rounded so that they add up to 1,000."""
+    total = sum(values) or 1.0
+    exact = [1000 * value / total for value in values]
+    shares = [int(share) for share in exact]
+    by_remainder = sorted(range(len(values)), key=lambda index: shares[index] - exact[index])
+    for index in by_remainder[: 1000 - sum(shares)]:
+        shares[index] += 1
+    return shares
 
 
-def _memory(best: Choice, outline: Outline, question: Question) -> list[str]:
-    """Whether one device could hold what every replica must."""
-    alone = outline.profile.parameter_bytes * (2 + question.optimizer.state)
-    has, device = question.device.memory_bytes, question.device.name
+def _term(plan: Plan, name: str) -> str:
+    if plan.modules.branches and name in _TERMS_WITH_BRANCHES:
+        return _TERMS_WITH_BRANCHES[name]
+    return _TERMS[name]
+
+
+def _share(priced: PricedPlan, name: str) -> float:
+    return priced.prediction.breakdown[name] / priced.prediction.step_s
+
+
+def _memory(best: PricedPlan, summary: ModelSummary, inputs: PlanningInputs) -> list[str]:
+    """Whether one device could hold what every replica needs."""
+    states_bytes = summary.profile.parameter_bytes * (2 + inputs.optimizer.state_ratio)
+    memory_bytes, device = inputs.device.memory_bytes, inputs.device.name
     axes = best.plan.axes
     dividing = [f"{name} {getattr(axes, name)}" for name in ("shard", "tensor", "pipeline") if getattr(axes, name) > 1]
-    if best.candidate.layout.wide:
+    if best.candidate.sizes.splits_wide_layers:
         dividing.append("splitting the wide layers")
-    needs = f"it fills {gib(best.needs_bytes)} of the {gib(has)} of a {device}"
-    if alone > question.capacity_bytes:
+    used = f"The plan uses {gib(best.needed_bytes)} of the {gib(memory_bytes)} of a {device}"
+    if states_bytes > inputs.capacity_bytes:
         return [
-            f"Weights, gradients and optimizer state take {gib(alone)}, more than the {gib(has)} of a {device}: they"
-            f" must be divided, here by {' × '.join(dividing)}; {needs}."
+            f"Weights, gradients and optimizer state take {gib(states_bytes)}, more than one {device} has, so they are"
+            f" divided by {' × '.join(dividing)}. {used}."
         ]
     recompute = best.plan.memory.recompute
-    again = f", as activations are computed again ({recompute})" if recompute != "none" else ""
-    kind = "could stay whole" if dividing else "are kept whole"
-    return [f"Weights, gradients and optimizer state take {gib(alone)} and {kind}; {needs}{again}."]
+    recomputed = f", with {recompute} recomputation of activations" if recompute != "none" else ""
+    whole = "would fit on one device" if dividing else "are whole on every device"
+    return [f"Weights, gradients and optimizer state take {gib(states_bytes)} and {whole}. {used}{recomputed}."]
 
 
-def _wide(best: Choice, found: Found, question: Question) -> list[str]:
-    """For few layers that hold much and compute little, what splitting them spares, or would."""
-    outline = found.outline
-    if outline.wide is None or best.plan.axes.replicate * best.plan.axes.shard == 1:
+def _wide_layers(best: PricedPlan, result: SearchResult, inputs: PlanningInputs) -> list[str]:
+    """For models with a few layers that hold much and compute little: what splitting them saves, or would save."""
+    summary = result.summary
+    if summary.wide_layers is None or best.plan.axes.replicate * best.plan.axes.shard == 1:
         return []
-    if best.candidate.layout.wide:
+    if best.candidate.sizes.splits_wide_layers:
         gain = ""
-        plain = next((c for c in found.others if c.candidate.layout.family == "replicate"), None)
-        if plain is not None:
-            faster = 1 - best.prediction.step_s / plain.prediction.step_s
-            gain = f", and the step is {faster:.1%} shorter than with all of the model replicated"
+        replicated = next((p for p in result.family_bests if p.candidate.sizes.family == ("replicate",)), None)
+        if replicated is not None:
+            shorter = 1 - best.prediction.step_s / replicated.prediction.step_s
+            gain = f", and the step is {shorter:.1%} shorter than with the whole model replicated"
         return [
-            f"{_held(tuple(best.plan.modules.splits), outline)}; splitting them over {best.plan.axes.replicate} ranks"
-            f" spares an all-reduce of {_spared_bytes(best, outline) / 1e6:.0f} MB a step{gain}."
+            f"{_layer_shares(tuple(best.plan.modules.splits), summary)}. Splitting them over"
+            f" {best.plan.axes.replicate} ranks saves an all-reduce of {_saved_bytes(best, summary) / 1e6:.0f} MB per"
+            f" step{gain}."
         ]
-    other = next((c for c in found.others if c.candidate.layout.wide), None)
-    if other is not None:
-        slower = other.prediction.step_s / best.prediction.step_s - 1
-        said = _held(tuple(other.plan.modules.splits), outline)
-        link = _link_of(best, "replicate", question)
-        return [f"{said}, but splitting them is {slower:.1%} slower: {_reach(link)} combines their gradients in time."]
+    split = next((p for p in result.family_bests if p.candidate.sizes.splits_wide_layers), None)
+    if split is not None:
+        slower = split.prediction.step_s / best.prediction.step_s - 1
+        layers = _layer_shares(tuple(split.plan.modules.splits), summary)
+        link = _link_of(best, "replicate", inputs)
+        return [
+            f"{layers}, but splitting them is {slower:.1%} slower, as {_link_words(link)} combines their gradients in"
+            " time."
+        ]
     return []
 
 
-def _spared_bytes(choice: Choice, outline: Outline) -> int:
-    """Of gradients, that the simulator does not combine either."""
-    spared = kept_out(outline.profile, choice.plan)
-    return sum(parameter.bytes for parameter in outline.profile.parameters if parameter.names[0] in spared)
+def _saved_bytes(priced: PricedPlan, summary: ModelSummary) -> int:
+    """The bytes of gradients that the plan does not combine, which the simulator leaves out, too."""
+    not_combined = replicate_split_parameters(summary.profile, priced.plan)
+    return sum(parameter.bytes for parameter in summary.profile.parameters if parameter.names[0] in not_combined)
 
 
-def _held(modules: tuple[str, ...], outline: Outline) -> str:
-    """What these layers have of the weights, and of the work."""
-    profile = outline.profile
+def _layer_shares(modules: tuple[str, ...], summary: ModelSummary) -> str:
+    """The share of the weights and of the multiplications that these layers have."""
+    profile = summary.profile
     weights = sum(p.bytes for p in profile.parameters if p.names[0].rpartition(".")[0] in modules)
-    work = sum(
+    flops = sum(
         operator.flops.at(1)
-        for stretch in profile.stretches
-        for operator in stretch.operators
+        for segment in profile.segments
+        for operator in segment.operators
         if operator.layer in modules
     )
+    flop_percent = max(1, round(flops / profile.flops(1) * 100 + 0.5))
     return (
-        f"{_names(modules)} hold {weights / profile.parameter_bytes:.0%} of the weights but"
-        f" {_little(work / profile.flops(1))} of the multiplications"
+        f"{_layer_names(modules)} hold {weights / profile.parameter_bytes:.0%} of the weights but do under"
+        f" {flop_percent}% of the multiplications"
     )
 
 
-def _names(modules: tuple[str, ...]) -> str:
+def _layer_names(modules: tuple[str, ...]) -> str:
     return f"The layer {modules[0]}" if len(modules) == 1 else f"The fully connected layers {', '.join(modules)}"
 
 
-def _little(share: float) -> str:
-    return f"under {max(1, round(share * 100 + 0.5))}%"
-
-
-def _branches(best: Choice, found: Found, question: Question) -> list[str]:
-    """For towers or heads, what placing them on different ranks spares and takes, or would."""
-    choices = (*found.ranked, *found.others)
-    fitting = [choice for choice in choices if choice.needs_bytes <= question.capacity_bytes]
-    placed, plain = ([c for c in fitting if bool(c.candidate.layout.apart) == apart] for apart in (True, False))
-    placed = placed or [choice for choice in choices if choice.candidate.layout.apart]
+def _branches(best: PricedPlan, result: SearchResult, inputs: PlanningInputs) -> list[str]:
+    """For models with towers or heads: what placing them on different ranks saves and costs, or would."""
+    plans = (*result.ranked, *result.family_bests)
+    fitting = [priced for priced in plans if priced.needed_bytes <= inputs.capacity_bytes]
+    placed = [priced for priced in fitting if priced.candidate.sizes.placed_branches]
+    placed = placed or [priced for priced in plans if priced.candidate.sizes.placed_branches]
     if not placed:
         return []
-    one = best if best.candidate.layout.apart else min(placed, key=lambda choice: choice.prediction.step_s)
-    where = one.plan.modules.branches
-    ranks = [[name for name, home in where.items() if home == rank] for rank in range(one.plan.axes.tensor)]
-    names = " | ".join(", ".join(own) for own in ranks)
-    profile = found.outline.profile
-    shared = around(profile, one.plan)
-    most = max(split_profile(own, shared).parameter_bytes for own in held(profile, one.plan))
-    spared = f"a rank has {most / 1e6:,.4g} of {profile.parameter_bytes / 1e6:,.4g} MB of weights to train and combine"
-    kind = one.candidate.layout.apart
-    if one is not best:
-        said = f"With the {kind} on {len(ranks)} ranks of a node ({names}; {one.plan.summary()})"
-        is_slower = "is " if one in fitting else ""
-        return [f"{said} {spared}, but that {is_slower}{reason(one, best, question)}."]
-    lines = [f"The {kind} live on {len(ranks)} ranks of a node ({names}): {spared}, and {_costs(one, 'tensor')}."]
-    if plain:
-        other = min(plain, key=lambda choice: choice.prediction.step_s)
+    if not best.candidate.sizes.placed_branches:
+        other = min(placed, key=lambda priced: priced.prediction.step_s)
+        is_slower = "is " if other in fitting else ""
+        kind, ranks = other.candidate.sizes.placed_branches, other.plan.axes.tensor
+        return [
+            f"With the {kind} on {ranks} ranks of a node ({_branch_names(other)}; {other.plan.summary()})"
+            f" {_branch_weights(other, result.summary)}, but that {is_slower}{reason(other, best, inputs)}."
+        ]
+    kind, ranks = best.candidate.sizes.placed_branches, best.plan.axes.tensor
+    sentences = [
+        f"The {kind} are placed on {ranks} ranks of a node ({_branch_names(best)}):"
+        f" {_branch_weights(best, result.summary)}, and {_term_cost(best, 'tensor')}."
+    ]
+    not_placed = [priced for priced in fitting if not priced.candidate.sizes.placed_branches]
+    if not_placed:
+        other = min(not_placed, key=lambda priced: priced.prediction.step_s)
         shorter = 1 - best.prediction.step_s / other.prediction.step_s
-        lines.append(
+        sentences.append(
             f"The step is {shorter:.1%} shorter than that of the best plan which does not place them,"
-            f" {other.plan.summary()}: {reason(other, best, question)}."
+            f" {other.plan.summary()}, which is {reason(other, best, inputs)}."
         )
-    return lines
+    return sentences
 
 
-def _axes(best: Choice, question: Question) -> list[str]:
-    axes, lines = best.plan.axes, []
-    if axes.tensor > 1 and not best.candidate.layout.apart:
-        link = _link_of(best, "tensor", question)
-        lines.append(f"Tensor {axes.tensor} stays within a node, on {_reach(link)}: {_costs(best, 'tensor')}.")
+def _branch_names(priced: PricedPlan) -> str:
+    """The branches of every rank, such as `document | query`."""
+    ranks = priced.plan.modules.branches
+    by_rank = [[name for name, rank in ranks.items() if rank == number] for number in range(priced.plan.axes.tensor)]
+    return " | ".join(", ".join(names) for names in by_rank)
+
+
+def _branch_weights(priced: PricedPlan, summary: ModelSummary) -> str:
+    profile = summary.profile
+    shared = plan_outside_branches(profile, priced.plan)
+    most = max(split_profile(rank, shared).parameter_bytes for rank in branch_rank_profiles(profile, priced.plan))
+    total = profile.parameter_bytes
+    return f"a rank trains and combines {most / 1e6:,.4g} of {total / 1e6:,.4g} MB of weights"
+
+
+def _axes(best: PricedPlan, inputs: PlanningInputs) -> list[str]:
+    axes, sentences = best.plan.axes, []
+    if axes.tensor > 1 and not best.candidate.sizes.placed_branches:
+        link = _link_of(best, "tensor", inputs)
+        sentences.append(
+            f"Tensor {axes.tensor} stays within a node, on {_link_words(link)}: {_term_cost(best, 'tensor')}."
+        )
     if axes.pipeline > 1:
-        shape = best.plan.pipeline
-        stages = len(shape.cuts) + 1
-        lines.append(
-            f"Pipeline {axes.pipeline} runs {shape.microbatches} microbatches of {best.prediction.batch_per_rank}"
-            f" through {stages} stages ({shape.schedule}); {_costs(best, 'bubble')}, and over"
-            f" {_reach(_link_of(best, 'pipeline', question))} {_costs(best, 'pipeline')}."
+        pipeline = best.plan.pipeline
+        stages = len(pipeline.cuts) + 1
+        sentences.append(
+            f"Pipeline {axes.pipeline} runs {pipeline.microbatches} microbatches of {best.prediction.batch_per_rank}"
+            f" samples through {stages} stages ({pipeline.schedule}): {_term_cost(best, 'bubble')}, and over"
+            f" {_link_words(_link_of(best, 'pipeline', inputs))} {_term_cost(best, 'pipeline')}."
         )
-    return lines
+    return sentences
 
 
-def _costs(choice: Choice, part: str) -> str:
-    taken = choice.prediction.breakdown[part]
-    return f"{_what(choice, part)} takes {seconds(taken)}, {_share(choice, part):.1%} of the step"
+def _term_cost(priced: PricedPlan, name: str) -> str:
+    value = priced.prediction.breakdown[name]
+    return f"{_term(priced.plan, name)} takes {seconds(value)}, {_share(priced, name):.1%} of the step"
 
 
-def _limits(best: Choice, question: Question) -> list[str]:
-    """The link that costs most."""
-    exposed = {name: _share(best, name) for name in ("tensor", "pipeline", "replicate", "shard")}
+def _communication(best: PricedPlan, inputs: PlanningInputs) -> list[str]:
+    """Which link costs the most, if communication costs anything."""
+    exposed = {name: _share(best, name) for name in _COMMUNICATION}
     axis = max(exposed, key=exposed.__getitem__)
     if exposed[axis] < _NOTABLE:
-        hidden = f"all communication but for {sum(exposed.values()):.1%} of the step runs beside computing"
-        return [f"No link limits it: {hidden}."]
-    link = _link_of(best, axis, question)
-    return [f"What limits it is {_reach(link)}: {_costs(best, axis)}."]
+        return [
+            f"No link limits the step: all communication except {sum(exposed.values()):.1%} of the step overlaps with"
+            " computing."
+        ]
+    link = _link_of(best, axis, inputs)
+    return [f"The link that costs the most is {_link_words(link)}: {_term_cost(best, axis)}."]
 
 
-def _link_of(choice: Choice, axis: str, question: Question) -> Link:
-    """The slowest that the axis crosses."""
-    cluster = question.cluster
-    group = place(choice.plan.axes, cluster)["replicate" if choice.candidate.layout.wide and axis == "tensor" else axis]
+def _link_of(priced: PricedPlan, axis: str, inputs: PlanningInputs) -> Link:
+    """The slowest link that the axis uses. Split wide layers communicate over the replicate axis."""
+    cluster = inputs.cluster
+    mesh_axis = "replicate" if priced.candidate.sizes.splits_wide_layers and axis == "tensor" else axis
+    group = axis_groups(priced.plan.axes, cluster)[mesh_axis]
     if group.nodes > 1 and cluster.link is not None:
         return cluster.link
     return min((node.link for node in cluster.nodes), key=lambda link: link.bandwidth_bytes_per_s)
 
 
-def _reach(link: Link) -> str:
-    return f"{link.name} ({link.bandwidth_bytes_per_s / 1e9:.4g} GB/s a device)"
+def _link_words(link: Link) -> str:
+    return f"{link.name} ({link.bandwidth_bytes_per_s / 1e9:.4g} GB/s per device)"
 
 
-def _runner_up(best: Choice, found: Found, question: Question) -> list[str]:
-    """The fastest of another kind."""
+def _runner_up(best: PricedPlan, result: SearchResult, inputs: PlanningInputs) -> list[str]:
+    """The fastest plan of another family. Plans that differ in placed branches are explained by `_branches`."""
+    sizes = best.candidate.sizes
     others = [
-        choice
-        for choice in found.others
-        if choice.candidate.layout.family != best.candidate.layout.family
-        and bool(choice.candidate.layout.apart) == bool(best.candidate.layout.apart)  # the others are told of already
-        and choice.needs_bytes <= question.capacity_bytes
+        priced
+        for priced in result.family_bests
+        if priced.candidate.sizes.family != sizes.family
+        and bool(priced.candidate.sizes.placed_branches) == bool(sizes.placed_branches)
+        and priced.needed_bytes <= inputs.capacity_bytes
     ]
     if not others:
         return []
-    other = min(others, key=lambda choice: choice.prediction.step_s)
-    return [f"The next best kind of plan, {other.plan.summary()}, is {reason(other, best, question)}."]
+    other = min(others, key=lambda priced: priced.prediction.step_s)
+    return [f"The next best kind of plan, {other.plan.summary()}, is {reason(other, best, inputs)}."]
 
 
-def reason(choice: Choice, best: Choice, question: Question) -> str:
-    """Why it was not chosen."""
-    if choice.needs_bytes > question.capacity_bytes:
-        return too_large(choice.needs_bytes, question)
-    ours, theirs = best.prediction.breakdown, choice.prediction.breakdown
-    step_s = choice.prediction.step_s
-    part = max(theirs, key=lambda name: theirs[name] - ours.get(name, 0.0))
-    slower = step_s / best.prediction.step_s - 1
-    more = theirs[part] - ours.get(part, 0.0)
+def reason(priced: PricedPlan, best: PricedPlan, inputs: PlanningInputs) -> str:
+    """Why a plan was not chosen: it does not fit, or it is slower, and by which term."""
+    if priced.needed_bytes > inputs.capacity_bytes:
+        return too_large(priced.needed_bytes, inputs)
+    best_terms, terms = best.prediction.breakdown, priced.prediction.breakdown
+    name = max(terms, key=lambda name: terms[name] - best_terms.get(name, 0.0))
+    slower = priced.prediction.step_s / best.prediction.step_s - 1
+    extra_s = terms[name] - best_terms.get(name, 0.0)
     if slower < 5e-4:
         return "as fast"
-    link = (
-        f" over {_reach(_link_of(choice, part, question))}" if part in place(choice.plan.axes, question.cluster) else ""
-    )
-    return f"{slower:.1%} slower: {_what(choice, part)}{link} takes {seconds(theirs[part])}, {seconds(more)} more"
-
-
-def too_large(needs_bytes: float, question: Question, at_least: bool = False) -> str:
+    is_axis = name in axis_groups(priced.plan.axes, inputs.cluster)
+    link = f" over {_link_words(_link_of(priced, name, inputs))}" if is_axis else ""
     return (
-        f"needs {'at least ' if at_least else ''}{gib(needs_bytes)} of the {gib(question.capacity_bytes)} that may be"
-        f" filled of a {question.device.name}"
+        f"{slower:.1%} slower: {_term(priced.plan, name)}{link} takes {seconds(terms[name])}, {seconds(extra_s)} more"
     )
 
 
-def cost(choice: Choice, question: Question) -> str:
-    """What an epoch costs where its length is known, else a thousand steps."""
-    price = question.cluster.price_per_hour
+def too_large(needed_bytes: float, inputs: PlanningInputs, at_least: bool = False) -> str:
+    return (
+        f"needs {'at least ' if at_least else ''}{gib(needed_bytes)}, more than the {gib(inputs.capacity_bytes)} of a"
+        f" {inputs.device.name} that a plan may use"
+    )
+
+
+def cost(priced: PricedPlan, inputs: PlanningInputs) -> str:
+    """The price of an epoch where its length is known, otherwise of a thousand steps."""
+    price = inputs.cluster.price_per_hour
     assert price is not None
-    steps, what = 1000.0, "1,000 steps"
-    if question.samples is not None:
-        steps, what = -(-question.samples // question.global_batch), f"an epoch of {question.samples:,} samples"
-    hours = steps * choice.prediction.step_s / 3600
-    return f"At {price:,.2f} an hour {what} cost {price * hours:,.2f} and take {hours:,.2f} hours."
+    steps, duration = 1000.0, "1,000 steps"
+    if inputs.epoch_samples is not None:
+        steps = -(-inputs.epoch_samples // inputs.global_batch)
+        duration = f"an epoch of {inputs.epoch_samples:,} samples"
+    hours = steps * priced.prediction.step_s / 3600
+    return f"At {price:,.2f} per hour, {duration} cost {price * hours:,.2f} and take {hours:,.2f} hours."
 
 
 def gib(size: float) -> str:

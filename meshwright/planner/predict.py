@@ -1,5 +1,5 @@
-"""`mw.predict`: what training a model under one plan needs, for a model at hand. A cluster that is this machine is
-given measurements of the model's own operators first."""
+"""`mw.predict`: the predicted step time and memory of training a model under one plan. If the cluster is this machine,
+the model's operators are measured on it first."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.calibrate.model_operators import with_own_shapes
+from meshwright.calibrate.model_operators import measure_model_operators
 from meshwright.cluster.cluster import Cluster
-from meshwright.cluster.detect import find
+from meshwright.cluster.detect import find_cluster
 from meshwright.plan import Axes, Plan
-from meshwright.profile.optimizer import cost_of
-from meshwright.profile.tracing.real_steps import profile_or_measure
+from meshwright.profile.optimizer import optimizer_cost
+from meshwright.profile.tracing.real_steps import trace_or_measure_profile
 from meshwright.profile.tracing.step import LossFunction
 from meshwright.simulator.predict import Prediction, check_size, predict_plan
 
@@ -28,23 +28,23 @@ def predict(
     cluster: str | Cluster = "local",
     target: str | None = None,
 ) -> Prediction:
-    """What training this model needs. The model and the batch may lie on the meta device; a model whose shapes depend
-    on its data is run for a step where it lies. `optimizer` is a template, plain SGD where it is left out; without a
-    plan every device is a replica."""
-    found = find(cluster) if isinstance(cluster, str) else cluster
-    chosen = plan or Plan(axes=Axes(replicate=min(found.devices, global_batch)))
-    check_size(chosen, found, global_batch)
-    on_gpu = found.kind == "cuda"
-    traced, how = profile_or_measure(
+    """The prediction for training this model. The model and the batch may lie on the meta device. A model whose shapes
+    depend on its data is run for a step on its device. `optimizer` is a template; without one it is plain SGD. Without
+    a plan every device is a replica."""
+    machines = find_cluster(cluster) if isinstance(cluster, str) else cluster
+    run_plan = plan or Plan(axes=Axes(replicate=min(machines.device_count, global_batch)))
+    check_size(run_plan, machines, global_batch)
+    on_gpu = machines.kind == "cuda"
+    profile, method = trace_or_measure_profile(
         model,
         sample_batch,
         loss,
-        precision=chosen.numerics.precision,
+        precision=run_plan.numerics.precision,
         on_gpu=on_gpu,
         target=target,
-        recompute=chosen.memory.recompute,
-        structured=chosen.axes.tensor * chosen.axes.pipeline > 1 or bool(chosen.modules.splits),
+        recompute=run_plan.memory.recompute,
+        with_structure=run_plan.axes.tensor * run_plan.axes.pipeline > 1 or bool(run_plan.modules.splits),
     )
-    found = with_own_shapes(found, traced, chosen, global_batch)
-    predicted = predict_plan(found, traced, chosen, global_batch, cost_of(optimizer, on_gpu))
-    return replace(predicted, based_on=f"{found.based_on}; {how}")
+    machines = measure_model_operators(machines, profile, run_plan, global_batch)
+    prediction = predict_plan(machines, profile, run_plan, global_batch, optimizer_cost(optimizer, on_gpu))
+    return replace(prediction, based_on=f"{machines.based_on}; {method}")

@@ -1,42 +1,45 @@
-"""A model's profiles, traced when they are first asked for: each costs seconds for the largest models, so a search
-asks for no more of them than its bounds leave."""
+"""The profiles of one model, each traced when it is first needed. Tracing one of the largest models takes seconds, so a
+search traces only the profiles that its bounds leave."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from torch import nn
 
 from meshwright.blocks.recompute import Recompute
-from meshwright.profile.structure.dataflow import record_flow
-from meshwright.profile.tracing.real_steps import profile_or_measure
+from meshwright.profile.structure.model_structure import ModelStructure
+from meshwright.profile.tracing.real_steps import trace_or_measure_profile
 from meshwright.profile.tracing.step import LossFunction
 from meshwright.profile.values import ModelProfile
-
-_SAMPLES = 2
 
 
 @dataclass
 class Profiles:
-    """The model may lie on the meta device; it is left as it is."""
+    """The model may lie on the meta device; it is left as it is. `method` says how the last profile was obtained. A
+    `known_structure` is that of the same model and sample, shared with others who need it."""
 
     model: nn.Module
     sample: Any
     loss: LossFunction | None = None
     target: str | None = None
     on_gpu: bool = True
-    how: str = ""
-    _known: dict[tuple[str, str], ModelProfile] = field(default_factory=dict)
+    method: str = ""
+    known_structure: InitVar[ModelStructure | None] = None
+    _profiles: dict[tuple[str, str], ModelProfile] = field(default_factory=dict)
 
-    def calls(self, *, evaluating: bool = False) -> Counter[str]:
+    def __post_init__(self, known_structure: ModelStructure | None) -> None:
+        self.structure = known_structure or ModelStructure(self.model, self.sample, self.target)
+
+    def module_calls(self, *, evaluating: bool = False) -> Counter[str]:
         """How often each module is called in a forward pass."""
-        flow = record_flow(self.model, self.sample, _SAMPLES, target=self.target, evaluating=evaluating)
-        return Counter(call.module for call in flow.calls)
+        return Counter(call.module for call in self.structure.dataflow(evaluating).calls)
 
     def get(self, precision: str, recompute: Recompute) -> ModelProfile:
+        """The profile in this precision, with this recomputation."""
         key = (precision, recompute)
-        if key not in self._known:
-            self._known[key], self.how = profile_or_measure(
+        if key not in self._profiles:
+            self._profiles[key], self.method = trace_or_measure_profile(
                 self.model,
                 self.sample,
                 self.loss,
@@ -44,6 +47,7 @@ class Profiles:
                 on_gpu=self.on_gpu,
                 target=self.target,
                 recompute=recompute,
-                structured=True,
+                with_structure=True,
+                model_structure=self.structure,
             )
-        return self._known[key]
+        return self._profiles[key]

@@ -1,16 +1,17 @@
-"""Which plan to train with: candidates are ordered by a guess, and priced until bounds exclude all that are left.
+"""The search for the fastest plans. Candidates are ordered by a guess of their step time and simulated in this order,
+until bounds exclude all that remain.
 
-    order       by guess (prune.py)
-    excluded    memory floor above what a device can hold; time floor above the slowest plan that is kept
-    skipped     larger microbatches, or less computed again, of what did not fit;
-                more computed again of what did: it could only be slower
-                what would not fit with the temporaries that like plans turned out to have
-    besides     the best guess of each family that places branches, `_PLACED` at most: a guess does not know that their
-                hosts start less
-    stop        when even `_DOUBT` times less than the guess is slower than what is kept, or `_PRICED` were priced
-                of which some fit, or `_FITTING` that do
+    order       by the guess (bounds.py)
+    excluded    a memory floor above the capacity of a device, or a time floor above the slowest plan that is ranked
+    skipped     larger microbatches, or less recomputation, than a candidate that did not fit;
+                more recomputation than a candidate that did fit, which is only slower;
+                candidates that do not fit together with the temporaries that similar plans turned out to have
+    branches    the best guess of each family that places branches is simulated in any case, `_MOST_PLACED_FAMILIES` at
+                most: the guess does not know that their ranks launch fewer operators
+    end         when the guess, divided by `_GUESS_TOLERANCE`, is slower than all ranked plans; or when
+                `_MOST_PRICED` candidates were simulated of which some fit, or `_MOST_FITTING` that fit
 
-Times are of the same global batch, so the fastest step is the best plan.
+All times are for the same global batch, so the fastest step is the best plan.
 """
 
 from collections.abc import Iterable
@@ -19,345 +20,341 @@ from itertools import islice
 from time import perf_counter
 from typing import Any
 
-import torch
-from torch import nn
-
-from meshwright.calibrate.probe import measure
 from meshwright.cluster.cluster import Cluster
-from meshwright.cluster.detect import find
 from meshwright.errors import InputError
-from meshwright.plan import Axes, Plan
-from meshwright.planner.candidates import RECOMPUTES, Candidate, layouts, microbatches, plan_of
-from meshwright.planner.outline import Outline
-from meshwright.planner.placing import placeable
+from meshwright.plan import Plan
+from meshwright.planner.bounds import BoundCalculator, Bounds
+from meshwright.planner.branch_placement import find_branch_groups
+from meshwright.planner.candidates import RECOMPUTES, Candidate, candidate_series, plan_of, possible_axis_sizes
+from meshwright.planner.inputs import PlanningInputs, accept_every_plan
+from meshwright.planner.model_summary import ModelSummary
 from meshwright.planner.profiles import Profiles
-from meshwright.planner.prune import Bounder, Bounds
-from meshwright.planner.question import Question, anything, with_own_operators
-from meshwright.profile.optimizer import cost_of
-from meshwright.profile.tracing.step import LossFunction
 from meshwright.profile.values import ModelProfile
-from meshwright.simulator.communication.combining import chosen_algorithm
-from meshwright.simulator.communication.placement import group
+from meshwright.simulator.communication.combining import fastest_algorithm
+from meshwright.simulator.communication.placement import group_of_axes
 from meshwright.simulator.predict import Prediction, predict_plan
 
-_PRICED = 20
-_FITTING = 10
-_PLACED = 6
-_TOLD = 4  # kinds of plans that are priced only to tell why they were not chosen
-_DOUBT = 1.1
-_SEEN = 0.8  # of the temporaries that priced plans had, what the others are taken to have too
+_MOST_PRICED = 20
+_MOST_FITTING = 10
+_MOST_PLACED_FAMILIES = 6
+_MOST_EXPLAINED_FAMILIES = 4  # families that are simulated only to say why they were not chosen
+_GUESS_TOLERANCE = 1.1
+_SHARED_TEMPORARIES = 0.8  # the share of the smallest temporaries so far that every other candidate is assumed to have
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A candidate that was priced. It fits where `needs_bytes` is no more than may be filled of a device."""
+class PricedPlan:
+    """A plan whose step was simulated. It fits where `needed_bytes` is at most the inputs' `capacity_bytes`."""
 
     candidate: Candidate
     plan: Plan
     prediction: Prediction
 
     @property
-    def needs_bytes(self) -> int:
+    def needed_bytes(self) -> int:
         return self.prediction.memory.device_bytes
 
 
 @dataclass(frozen=True)
-class Excluded:
-    """A candidate that a bound excluded: it needs that many bytes or more."""
+class ExcludedPlan:
+    """A plan that a bound excluded, because it needs at least `needed_bytes`."""
 
     candidate: Candidate
     plan: Plan
-    needs_bytes: float
+    needed_bytes: float
 
 
 @dataclass(frozen=True)
-class Found:
-    """`ranked` from the fastest on. `others` are the best of the families (by the axes they use) that the winner is not
-    of, whether they fit or not, and `excluded` of those that no bound let through."""
+class SearchResult:
+    """The plans that were found.
 
-    ranked: tuple[Choice, ...]
-    others: tuple[Choice, ...]
-    excluded: tuple[Excluded, ...]
-    outline: Outline
-    candidates: int
-    priced: int
+    ranked           plans that fit, the fastest first
+    family_bests     the best plan of every family (plans that use the same axes), whether it fits or not
+    excluded         of every other family, the plan that needs the least memory
+    candidate_count  the number of candidates, of which `priced_count` were simulated
+    """
+
+    ranked: tuple[PricedPlan, ...]
+    family_bests: tuple[PricedPlan, ...]
+    excluded: tuple[ExcludedPlan, ...]
+    summary: ModelSummary
+    candidate_count: int
+    priced_count: int
     seconds: float
 
 
 @dataclass
 class _Search:
-    """What is known so far of one precision."""
+    """The state of the search in one precision.
 
-    question: Question
+    priced                  the candidates that were simulated
+    failed_recompute        levels of recomputation that the model cannot be traced with
+    temporary_bytes         by recomputation, the smallest temporaries of a sample that a simulated plan had
+    smallest_not_fitting    by everything except the microbatch, the smallest microbatch that did not fit
+    accepted_placements     whether the executor accepts a placement of branches
+    """
+
+    inputs: PlanningInputs
     profiles: Profiles
-    outline: Outline
-    bounder: Bounder
-    choices: dict[Candidate, Choice] = field(default_factory=dict)
-    untraced: set[str] = field(default_factory=set)
-    temporary: dict[str, float] = field(default_factory=dict)  # by recompute, the least that was seen of a sample
-    least: dict[tuple[Any, ...], int] = field(default_factory=dict)  # by shape, the smallest that did not fit
-    placing: dict[tuple[Any, ...], bool] = field(default_factory=dict)  # of branches, whether the runtime takes it
+    summary: ModelSummary
+    calculator: BoundCalculator
+    priced: dict[Candidate, PricedPlan] = field(default_factory=dict)
+    failed_recompute: set[str] = field(default_factory=set)
+    temporary_bytes: dict[str, float] = field(default_factory=dict)
+    smallest_not_fitting: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    accepted_placements: dict[tuple[Any, ...], bool] = field(default_factory=dict)
 
-    def price(self, candidate: Candidate) -> Choice | None:
-        """None where the runtime refuses the plan."""
-        if candidate not in self.choices:
-            plan = plan_of(candidate, self.outline, self.question)
+    def price(self, candidate: Candidate) -> PricedPlan | None:
+        """Simulates the candidate. Returns None where the executor cannot run its plan, or the model cannot be traced
+        with its recomputation."""
+        if candidate not in self.priced:
+            plan = plan_of(candidate, self.summary, self.inputs)
             try:
-                self.question.refuses(plan)
+                self.inputs.check_plan(plan)
             except InputError:
                 return None
-            question, recompute = self.question, candidate.recompute
+            inputs, recompute = self.inputs, candidate.recompute
             try:
                 profile = self.profiles.get(candidate.precision, recompute)
             except InputError:
                 if recompute == "none":
                     raise
-                self.untraced.add(recompute)  # some models cannot compute activations again
+                self.failed_recompute.add(recompute)  # some models cannot recompute their activations
                 return None
-            self.outline.learn(recompute, profile)
-            plan = combined(plan, profile, question.cluster)
-            prediction = predict_plan(question.cluster, profile, plan, question.global_batch, question.optimizer)
-            self.choices[candidate] = Choice(candidate, plan, prediction)
-            self._see(self.choices[candidate])
-        choice = self.choices[candidate]
-        if not self.fits(choice):
-            key = candidate.shape
-            self.least[key] = min(self.least.get(key, candidate.batch), candidate.batch)
-        return choice
+            self.summary.add_profile(recompute, profile)
+            plan = with_gradient_algorithm(plan, profile, inputs.cluster)
+            prediction = predict_plan(inputs.cluster, profile, plan, inputs.global_batch, inputs.optimizer)
+            self.priced[candidate] = PricedPlan(candidate, plan, prediction)
+            self._update_temporaries(self.priced[candidate])
+        priced = self.priced[candidate]
+        if not self.fits(priced):
+            key, batch = candidate.without_microbatch, candidate.microbatch_samples
+            self.smallest_not_fitting[key] = min(self.smallest_not_fitting.get(key, batch), batch)
+        return priced
 
-    def _see(self, choice: Choice) -> None:
-        candidate = choice.candidate
-        if candidate.layout.apart:
-            return  # its ranks do not divide the temporaries alike
-        more = max(0.0, choice.needs_bytes - self.bounder.memory_floor(candidate))
-        of_sample = more * candidate.layout.tensor / candidate.batch
-        known = self.temporary.get(candidate.recompute, of_sample)
-        self.temporary[candidate.recompute] = min(known, of_sample)
+    def _update_temporaries(self, priced: PricedPlan) -> None:
+        candidate = priced.candidate
+        if candidate.sizes.placed_branches:
+            return  # its ranks do not divide the temporaries equally
+        temporary = max(0.0, priced.needed_bytes - self.calculator.memory_floor(candidate))
+        of_sample = temporary * candidate.sizes.tensor / candidate.microbatch_samples
+        smallest = self.temporary_bytes.get(candidate.recompute, of_sample)
+        self.temporary_bytes[candidate.recompute] = min(smallest, of_sample)
 
-    def fits(self, choice: Choice) -> bool:
-        return choice.needs_bytes <= self.question.capacity_bytes
+    def fits(self, priced: PricedPlan) -> bool:
+        return priced.needed_bytes <= self.inputs.capacity_bytes
 
-    def hopeless(self, candidate: Candidate) -> bool:
-        """It needs more than one that did not fit, or computes more again than one that did."""
-        if candidate.recompute in self.untraced:
+    def is_hopeless(self, candidate: Candidate) -> bool:
+        """Whether the candidate needs more memory than one that did not fit, or recomputes more than one that did."""
+        if candidate.recompute in self.failed_recompute:
             return True
-        if candidate.batch >= self.least.get(candidate.shape, candidate.batch + 1):
+        batch = candidate.microbatch_samples
+        if batch >= self.smallest_not_fitting.get(candidate.without_microbatch, batch + 1):
             return True
-        of_sample = 0.0 if candidate.layout.apart else self.temporary.get(candidate.recompute, 0.0)
-        seen = _SEEN * of_sample * candidate.batch / candidate.layout.tensor
-        if self.bounder.memory_floor(candidate) + seen > self.question.capacity_bytes:  # now that more is known
+        has_branches = bool(candidate.sizes.placed_branches)
+        of_sample = 0.0 if has_branches else self.temporary_bytes.get(candidate.recompute, 0.0)
+        temporary = _SHARED_TEMPORARIES * of_sample * batch / candidate.sizes.tensor
+        # Profiles that were traced in the meantime may have raised the floor.
+        if self.calculator.memory_floor(candidate) + temporary > self.inputs.capacity_bytes:
             return True
-        more = candidate.keeping_more
-        while more is not None:
-            known = self.choices.get(more)
-            if known is not None and self.fits(known):
+        faster = candidate.with_less_recompute
+        while faster is not None:
+            priced = self.priced.get(faster)
+            if priced is not None and self.fits(priced):
                 return True
-            more = more.keeping_more
+            faster = faster.with_less_recompute
         return False
 
-    def ranked(self) -> list[Choice]:
-        return sorted(filter(self.fits, self.choices.values()), key=lambda choice: choice.prediction.step_s)
+    def ranked(self) -> list[PricedPlan]:
+        return sorted(filter(self.fits, self.priced.values()), key=_step_s)
 
 
-def search(question: Question, profiles: Profiles) -> Found:
-    """The best plans, fastest first. Raises an `InputError` where none fits."""
-    begun = perf_counter()
-    question = replace(question, joined=question.joined or hasattr(profiles.loss, "joined"))
-    found = [_search(question, profiles, precision) for precision in question.precisions_to_try()]
-    fitting = [one for one in found if one.ranked]
+def _step_s(priced: PricedPlan) -> float:
+    return priced.prediction.step_s
+
+
+def search(inputs: PlanningInputs, profiles: Profiles) -> SearchResult:
+    """The best plans, the fastest first. Raises an `InputError` where none fits."""
+    begin = perf_counter()
+    compares_samples = inputs.compares_samples or hasattr(profiles.loss, "joined")
+    inputs = replace(inputs, compares_samples=compares_samples)
+    results = [_search_precision(inputs, profiles, precision) for precision in inputs.precisions_to_try()]
+    fitting = [result for result in results if result.ranked]
     if not fitting:
-        raise InputError(_fits_not(question, found))
-    best = min(fitting, key=lambda one: one.ranked[0].prediction.step_s)
-    ranked = sorted((c for one in fitting for c in one.ranked), key=lambda choice: choice.prediction.step_s)
+        raise InputError(_no_plan_fits(inputs, results))
+    best = min(fitting, key=lambda result: _step_s(result.ranked[0]))
+    ranked = sorted((priced for result in fitting for priced in result.ranked), key=_step_s)
     return replace(
         best,
-        ranked=tuple(ranked[: question.top]),
-        candidates=sum(one.candidates for one in found),
-        priced=sum(one.priced for one in found),
-        seconds=perf_counter() - begun,
+        ranked=tuple(ranked[: inputs.top]),
+        candidate_count=sum(result.candidate_count for result in results),
+        priced_count=sum(result.priced_count for result in results),
+        seconds=perf_counter() - begin,
     )
 
 
-def _search(question: Question, profiles: Profiles, precision: str) -> Found:
-    outline = outline_of(question, profiles, precision)
-    state = _Search(question, profiles, outline, Bounder(outline, question))
-    todo, excluded, count = _candidates(state, precision)
-    todo.sort(key=lambda item: (item[1].guess_s, RECOMPUTES.index(item[0].recompute), item[1].memory_bytes))
-    for candidate, bound in todo:
-        kept = state.ranked()[: question.top]
-        if len(kept) == question.top:
-            slowest = kept[-1].prediction.step_s
-            if bound.guess_s > _DOUBT * slowest:
+def _search_precision(inputs: PlanningInputs, profiles: Profiles, precision: str) -> SearchResult:
+    summary = summarize_model(inputs, profiles, precision)
+    state = _Search(inputs, profiles, summary, BoundCalculator(summary, inputs))
+    bounded, excluded, count = _candidates(state, precision)
+    bounded.sort(key=lambda item: (item[1].guess_s, RECOMPUTES.index(item[0].recompute), item[1].memory_bytes))
+    for candidate, bound in bounded:
+        ranked = state.ranked()[: inputs.top]
+        if len(ranked) == inputs.top:
+            slowest_s = _step_s(ranked[-1])
+            if bound.guess_s > _GUESS_TOLERANCE * slowest_s:
                 break
-            if bound.floor_s >= slowest:
+            if bound.floor_s >= slowest_s:
                 continue
-        if not state.hopeless(candidate):
+        if not state.is_hopeless(candidate):
             state.price(candidate)
-        if kept and (len(state.choices) >= _PRICED or len(state.ranked()) >= max(_FITTING, question.top)):
+        most_fitting = max(_MOST_FITTING, inputs.top)
+        if ranked and (len(state.priced) >= _MOST_PRICED or len(state.ranked()) >= most_fitting):
             break
-    _place(state, [candidate for candidate, _ in todo if candidate.layout.apart])
-    others, more = _others(state, todo, excluded)
-    return Found(tuple(state.ranked()), others, more, outline, count, len(state.choices), 0.0)
+    _price_placements(state, [candidate for candidate, _ in bounded if candidate.sizes.placed_branches])
+    family_bests = _family_bests(state, bounded)
+    ranked = state.ranked()
+    return SearchResult(tuple(ranked), family_bests, tuple(excluded), summary, count, len(state.priced), 0.0)
 
 
-def _place(state: _Search, candidates: Iterable[Candidate]) -> None:
-    """Prices the first of each family."""
-    families: dict[str, Candidate] = {}
+def _price_placements(state: _Search, candidates: Iterable[Candidate]) -> None:
+    """Simulates the first candidate of each family, of those that place branches."""
+    families: dict[tuple[str, ...], Candidate] = {}
     for candidate in candidates:
-        if not state.hopeless(candidate):
-            families.setdefault(candidate.layout.family, candidate)
-    for candidate in islice(families.values(), _PLACED):
+        if not state.is_hopeless(candidate):
+            families.setdefault(candidate.sizes.family, candidate)
+    for candidate in islice(families.values(), _MOST_PLACED_FAMILIES):
         state.price(candidate)
 
 
-def outline_of(question: Question, profiles: Profiles, precision: str) -> Outline:
+def summarize_model(inputs: PlanningInputs, profiles: Profiles, precision: str) -> ModelSummary:
+    """The model in this precision, on the device of the inputs."""
     profile = profiles.get(precision, "none")
-    outline = Outline(profile, question.device, question.cluster.cores if question.cluster.kind == "cpu" else 1)
-    if outline.has_convolutions and not question.exact:
-        outline.layout = "channels_last"
-    found = outline.structure
-    if found is not None and found.branches:
-        calls = profiles.calls(evaluating=found.evaluated)
-        outline.placeable = placeable(found, profile.parameters, calls)
-    return outline
+    summary = ModelSummary(profile, inputs.device, inputs.cluster.cores if inputs.cluster.kind == "cpu" else 1)
+    if summary.has_convolutions and not inputs.exact:
+        summary.memory_layout = "channels_last"
+    structure = summary.structure
+    if structure is not None and structure.branches:
+        calls = profiles.module_calls(evaluating=structure.found_in_evaluation)
+        summary.branch_groups = find_branch_groups(structure, profile.parameters, calls)
+    return summary
 
 
 _Bounded = list[tuple[Candidate, Bounds]]
 
 
-def _candidates(state: _Search, precision: str) -> tuple[_Bounded, list[Excluded], int]:
-    """What the bounds leave, the least demanding of what they exclude by its family, and how many there were."""
-    question, outline, bounder = state.question, state.outline, state.bounder
-    left: _Bounded = []
-    excluded: dict[str, tuple[float, Candidate]] = {}
+def _candidates(state: _Search, precision: str) -> tuple[_Bounded, list[ExcludedPlan], int]:
+    """The candidates that no bound excludes; of every family that has none left, the plan that needs the least memory;
+    and the number of all candidates."""
+    inputs, summary, calculator = state.inputs, state.summary, state.calculator
+    bounded: _Bounded = []
+    excluded: dict[tuple[str, ...], tuple[float, Candidate]] = {}
     count = 0
 
-    def exclude(candidate: Candidate, needs: float) -> None:
-        family = candidate.layout.family
-        if needs < excluded.get(family, (float("inf"),))[0]:
-            excluded[family] = (needs, candidate)
+    def exclude(candidate: Candidate, needed_bytes: float) -> None:
+        family = candidate.sizes.family
+        if needed_bytes < excluded.get(family, (float("inf"),))[0]:
+            excluded[family] = (needed_bytes, candidate)
 
-    for layout in layouts(outline, question):
-        needs = bounder.states_bytes(layout)
-        for growing in microbatches(outline, layout, question, precision):
-            if not growing or not _is_run(state, growing[0]):
+    for sizes in possible_axis_sizes(summary, inputs):
+        states_bytes = calculator.states_bytes(sizes)
+        for series in candidate_series(summary, sizes, inputs, precision):
+            if not series or not _is_accepted(state, series[0]):
                 continue
-            if needs > question.capacity_bytes:
+            if states_bytes > inputs.capacity_bytes:
                 count += 1
-                exclude(growing[0], needs)
+                exclude(series[0], states_bytes)
                 break
-            for candidate in growing:
+            for candidate in series:
                 count += 1
-                bound = bounder.bounds(candidate)
+                bound = calculator.bounds(candidate)
                 if bound is None:
                     break
-                if bound.memory_bytes > question.capacity_bytes:
+                if bound.memory_bytes > inputs.capacity_bytes:
                     exclude(candidate, bound.memory_bytes)
-                    break  # larger ones need more
-                left.append((candidate, bound))
-    families = {candidate.layout.family for candidate, _ in left}
-    gone = [
-        Excluded(candidate, plan_of(candidate, outline, question), needs)
-        for family, (needs, candidate) in excluded.items()
-        if family not in families and bounder.bounds(candidate) is not None
+                    break  # the next candidates of the series need more
+                bounded.append((candidate, bound))
+    families = {candidate.sizes.family for candidate, _ in bounded}
+    excluded_plans = [
+        ExcludedPlan(candidate, plan_of(candidate, summary, inputs), needed_bytes)
+        for family, (needed_bytes, candidate) in excluded.items()
+        if family not in families and calculator.bounds(candidate) is not None
     ]
-    return left, gone, count
+    return bounded, excluded_plans, count
 
 
-def _is_run(state: _Search, candidate: Candidate) -> bool:
-    """Whether the runtime takes plans of this shape."""
-    if candidate.layout.pipeline > 1 and state.outline.cuts(candidate.stages, candidate.recompute) is None:
+def _is_accepted(state: _Search, candidate: Candidate) -> bool:
+    """Whether the executor accepts plans that differ from this candidate's in the microbatches alone."""
+    if candidate.sizes.pipeline > 1 and state.summary.cuts(candidate.stages, candidate.recompute) is None:
         return False
-    if state.question.refuses is anything:
+    if state.inputs.check_plan is accept_every_plan:
         return True
-    layout = candidate.layout
-    key = layout.apart, layout.tensor if layout.beside else 0, candidate.recompute
-    if layout.apart and key in state.placing:
-        return state.placing[key]  # looking at branches takes a while; what is priced is asked for itself
+    sizes = candidate.sizes
+    key = sizes.placed_branches, sizes.tensor if sizes.splits_shared_layers else 0, candidate.recompute
+    if sizes.placed_branches and key in state.accepted_placements:
+        # Checking branches takes a while. Plans that are simulated are checked once more, each by itself.
+        return state.accepted_placements[key]
     try:
-        state.question.refuses(plan_of(candidate, state.outline, state.question))
+        state.inputs.check_plan(plan_of(candidate, state.summary, state.inputs))
     except InputError:
-        state.placing[key] = False
+        state.accepted_placements[key] = False
         return False
-    state.placing[key] = True
+    state.accepted_placements[key] = True
     return True
 
 
-def _others(
-    state: _Search, todo: _Bounded, excluded: list[Excluded]
-) -> tuple[tuple[Choice, ...], tuple[Excluded, ...]]:
-    """The best of every family, so that it can be said why it was not chosen."""
-    families: dict[str, list[Candidate]] = {}
-    for candidate, _ in todo:
-        families.setdefault(candidate.layout.family, []).append(candidate)
-    priced = {choice.candidate.layout.family for choice in state.choices.values()}
-    missing = (family for family in families if family not in priced and not families[family][0].layout.apart)
-    simple = sorted(missing, key=lambda family: family.count("×"))
-    for family in simple[:_TOLD]:
-        # No further profile is traced only to tell why something was not chosen.
-        cheap = next((member for member in families[family] if member.recompute == "none"), None)
-        if cheap is not None:
-            state.price(cheap)
-    best = []
+def _family_bests(state: _Search, bounded: _Bounded) -> tuple[PricedPlan, ...]:
+    """The best plan of every family, so that the report can say why it was not chosen."""
+    families: dict[tuple[str, ...], list[Candidate]] = {}
+    for candidate, _ in bounded:
+        families.setdefault(candidate.sizes.family, []).append(candidate)
+    priced_families = {priced.candidate.sizes.family for priced in state.priced.values()}
+    missing = [
+        family
+        for family, members in families.items()
+        if family not in priced_families and not members[0].sizes.placed_branches
+    ]
+    missing.sort(key=lambda family: max(1, len(family)))  # the simplest first
+    for family in missing[:_MOST_EXPLAINED_FAMILIES]:
+        # No further profile is traced only to explain why a plan was not chosen.
+        member = next((member for member in families[family] if member.recompute == "none"), None)
+        if member is not None:
+            state.price(member)
+    bests = []
     for family in families:
-        own = [choice for choice in state.choices.values() if choice.candidate.layout.family == family]
-        fitting = [choice for choice in own if state.fits(choice)]
+        plans = [priced for priced in state.priced.values() if priced.candidate.sizes.family == family]
+        fitting = [priced for priced in plans if state.fits(priced)]
         if fitting:
-            best.append(min(fitting, key=lambda choice: choice.prediction.step_s))
-        elif own:
-            best.append(min(own, key=lambda choice: choice.needs_bytes))
-    return tuple(best), tuple(excluded)
+            bests.append(min(fitting, key=_step_s))
+        elif plans:
+            bests.append(min(plans, key=lambda priced: priced.needed_bytes))
+    return tuple(bests)
 
 
-def combined(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:
-    """With the algorithm that is predicted to combine its gradients fastest."""
+def with_gradient_algorithm(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:
+    """The plan with the algorithm that is predicted to combine its gradients fastest. On GPUs the plan is unchanged."""
     if plan.axes.replicate == 1 or cluster.kind != "cpu":
         return plan
     weights = sum(parameter.bytes for parameter in profile.parameters if parameter.trainable)
     bucket = min(plan.gradients.bucket_bytes, weights / plan.axes.shard / plan.axes.tensor / plan.axes.pipeline)
-    algorithm = chosen_algorithm(bucket, group(plan.axes, ("replicate",), cluster), cluster)
+    algorithm = fastest_algorithm(bucket, group_of_axes(plan.axes, ("replicate",), cluster), cluster)
     return plan.model_copy(update={"gradients": plan.gradients.model_copy(update={"algorithm": algorithm})})
 
 
-def _fits_not(question: Question, found: Iterable[Found]) -> str:
-    """By how much, and what would come closest."""
+def _no_plan_fits(inputs: PlanningInputs, results: Iterable[SearchResult]) -> str:
+    """The message for a model that fits no plan: which plan needs the least memory, and how much is missing."""
     options: list[tuple[float, Plan, str]] = []
-    for one in found:
-        options += [(choice.needs_bytes, choice.plan, "") for choice in one.others]
-        options += [(gone.needs_bytes, gone.plan, "at least ") for gone in one.excluded]
-    device = question.device
+    for result in results:
+        options += [(priced.needed_bytes, priced.plan, "") for priced in result.family_bests]
+        options += [(excluded.needed_bytes, excluded.plan, "at least ") for excluded in result.excluded]
+    device = inputs.device
     if not options:
-        return f"no plan can be run on '{question.cluster.name}'"
-    needs, plan, least = min(options, key=lambda option: option[0])
-    may, gib = question.capacity_bytes, 2**30
+        return f"no plan can be run on '{inputs.cluster.name}'"
+    needed, plan, at_least = min(options, key=lambda option: option[0])
+    capacity, gib = inputs.capacity_bytes, 2**30
     return (
-        f"the model fits no plan on '{question.cluster.name}': the closest, {plan.summary()}, needs {least}"
-        f"{needs / gib:.1f} GiB of the {may / gib:.1f} GiB that may be filled of a {device.name}"
-        f" ({device.memory_bytes / gib:.1f} GiB less {question.margin:.0%}), {(needs - may) / gib:.1f} GiB too much:"
-        " use more or larger devices, or a smaller batch"
+        f"the model fits no plan on '{inputs.cluster.name}': the closest, {plan.summary()}, needs {at_least}"
+        f"{needed / gib:.1f} GiB, but a plan may use {capacity / gib:.1f} GiB of a {device.name}"
+        f" ({device.memory_bytes / gib:.1f} GiB without a margin of {inputs.memory_margin:.0%}). That is"
+        f" {(needed - capacity) / gib:.1f} GiB too much: use more or larger devices, or a smaller batch"
     )
-
-
-def replicas(devices: int, global_batch: int) -> Plan:
-    """The plan that needs no prediction: every device a replica, as far as the batch goes."""
-    return Plan(axes=Axes(replicate=min(devices, global_batch)))
-
-
-def best_plan(
-    model: nn.Module,
-    sample_batch: Any,
-    *,
-    global_batch: int,
-    loss: LossFunction | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    cluster: str | Cluster = "local",
-    exact: bool = False,
-    target: str | None = None,
-) -> Plan:
-    """The fastest plan there is for this model. The model and the batch may lie on the meta device; `optimizer` is a
-    template, plain SGD where it is left out. With `exact` the plan leaves the numbers as they are."""
-    found = find(cluster, measure) if isinstance(cluster, str) else cluster
-    on_gpu = found.kind == "cuda"
-    profiles = Profiles(model, sample_batch, loss, target, on_gpu)
-    question = with_own_operators(Question(found, global_batch, cost_of(optimizer, on_gpu), exact=exact), profiles)
-    return search(question, profiles).ranked[0].plan

@@ -1,4 +1,4 @@
-"""A model and a batch without memory: twins whose tensors have shapes and types but no bytes."""
+"""Copies of a model and of a batch on fake tensors: shapes and dtypes without memory. Tracing runs on them."""
 
 import copy
 import sys
@@ -8,31 +8,30 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.errors import InputError
+from meshwright.profile.torch_private import FakeTensorMode, tree_leaves, tree_map
 
 
-def fake_model(model: nn.Module, mode: FakeTensorMode, left_out: Iterable[str] = ()) -> nn.Module:
-    """A copy of the model's structure, tied weights still tied, on fake CPU tensors; the model is left alone. Modules
-    that are left out are not copied: something empty stands in their place."""
-    memo: dict[int, Any] = {id(model.get_submodule(name)): nn.Identity() for name in left_out}
-    gone = {id(module) for name in left_out for module in model.get_submodule(name).modules()}
+def fake_model(model: nn.Module, mode: FakeTensorMode, skipped: Iterable[str] = ()) -> nn.Module:
+    """A copy of the model on fake CPU tensors, in which tied weights are still tied. The model itself is not changed.
+    The modules named in `skipped` are not copied: `nn.Identity` takes their place."""
+    memo: dict[int, Any] = {id(model.get_submodule(name)): nn.Identity() for name in skipped}
+    skipped_ids = {id(module) for name in skipped for module in model.get_submodule(name).modules()}
     with mode:
         for module in model.modules():
-            if id(module) in gone:
+            if id(module) in skipped_ids:
                 continue
             for parameter in module.parameters(recurse=False):
-                twin = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
-                memo.setdefault(id(parameter), nn.Parameter(twin, requires_grad=parameter.requires_grad))
+                fake = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+                memo.setdefault(id(parameter), nn.Parameter(fake, requires_grad=parameter.requires_grad))
             for buffer in module.buffers(recurse=False):
                 memo.setdefault(id(buffer), torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu"))
     return copy.deepcopy(model, memo)
 
 
 def batch_size(sample: Any) -> int:
-    """The leading size that the batch's tensors share."""
+    """Number of samples in a batch: the leading size that most of its tensors have."""
     sizes = [leaf.shape[0] for leaf in tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.dim() > 0]
     if not sizes:
         raise InputError("the sample batch holds no tensor with a batch dimension")
@@ -40,34 +39,37 @@ def batch_size(sample: Any) -> int:
 
 
 def fake_batch(sample: Any, size: int, mode: FakeTensorMode) -> Any:
-    """The sample batch with another number of samples, without memory."""
-    own = batch_size(sample)
+    """The sample batch on fake tensors, with `size` samples."""
+    sample_size = batch_size(sample)
 
-    def twin(value: Any) -> Any:
+    def fake(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        shape = (size, *value.shape[1:]) if value.dim() > 0 and value.shape[0] == own else value.shape
+        shape = (size, *value.shape[1:]) if value.dim() > 0 and value.shape[0] == sample_size else value.shape
         return torch.empty(shape, dtype=value.dtype, device="cpu")
 
     with mode:
-        return tree_map(twin, sample)
+        return tree_map(fake, sample)
 
 
 @contextmanager
-def one_sequence(sample: Any) -> Iterator[None]:
-    """That rows of tokens are one sequence each, for transformers: it looks at their positions, and where these have no
-    numbers it assumes several, and masks attention that would have been causal: twice the work of what will run. A
-    batch that brings positions may well have several."""
+def one_sequence_per_row(sample: Any) -> Iterator[None]:
+    """Within this context, the transformers library takes every row of tokens for one sequence.
+
+    The library looks for several sequences in a row by their positions. On fake tensors, whose positions have no
+    values, it assumes that there are several and masks attention that would have been causal: twice the work of the
+    real step. A batch that brings its own positions may well have several, so it is left alone.
+    """
     masks: Any = sys.modules.get("transformers.masking_utils")
-    looked = getattr(masks, "find_packed_sequence_indices", None)
-    if looked is None or _has_positions(sample):
+    find_packed = getattr(masks, "find_packed_sequence_indices", None)
+    if find_packed is None or _has_positions(sample):
         yield
         return
     masks.find_packed_sequence_indices = lambda *_, **__: None
     try:
         yield
     finally:
-        masks.find_packed_sequence_indices = looked
+        masks.find_packed_sequence_indices = find_packed
 
 
 def _has_positions(sample: Any) -> bool:
@@ -76,5 +78,6 @@ def _has_positions(sample: Any) -> bool:
     return isinstance(sample, list | tuple) and any(map(_has_positions, sample))
 
 
-def bytes_in(batch: Any) -> int:
+def tensor_bytes(batch: Any) -> int:
+    """Bytes of all tensors in the batch."""
     return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))

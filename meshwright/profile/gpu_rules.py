@@ -1,11 +1,13 @@
-"""What a GPU would do otherwise than the CPU whose fake tensors stand in for its own.
+"""Makes a forward pass on fake CPU tensors run the operators, and save the tensors, that it would on a GPU.
 
-- Autocast on CUDA computes a list of operators in fp32 (powers, norms, softmax, sums, losses) that the CPU leaves in
-  the type they are given; both lower the same products and convolutions.
-- Attention with dropout is one fused operator on a GPU; the CPU falls back to a product that keeps every score.
-- Dropout is one fused operator on a GPU that keeps a mask of one byte a number; the CPU makes, divides and keeps noise
-  of the numbers' own type.
-- RMS norm is one fused operator on a GPU that keeps its input; the CPU runs and keeps its parts.
+Where the two differ:
+
+- Autocast on CUDA computes a list of operators in fp32 (powers, norms, softmax, sums, losses) that autocast on the CPU
+  computes in the dtype of their inputs. Both lower the same matrix products and convolutions.
+- Attention with dropout is one fused operator on a GPU; the CPU falls back to matrix products that save every score.
+- Dropout is one fused operator on a GPU that saves a mask of one byte per element; the CPU draws, divides and saves
+  noise in the dtype of the input.
+- RMS norm is one fused operator on a GPU that saves its input; the CPU runs several operators and saves their results.
 """
 
 from typing import Any
@@ -13,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+
+from meshwright.dtypes import widen_half
+from meshwright.profile.torch_private import tree_map
 
 # The operators of CUDA's autocast that "autocast to float32" in torch's documentation of automatic mixed precision.
-_NAMES = (
+_FP32_NAMES = (
     "__pow__ __rdiv__ __rpow__ __rtruediv__ acos asin binary_cross_entropy_with_logits cosh cosine_embedding_loss "
     "cdist cosine_similarity cross_entropy_loss cumprod cumsum dist erfinv exp expm1 group_norm hinge_embedding_loss "
     "kl_div l1_loss layer_norm log log10 log_softmax log1p log2 margin_ranking_loss mse_loss "
@@ -24,11 +28,11 @@ _NAMES = (
     "reciprocal renorm rsqrt sinh smooth_l1_loss soft_margin_loss softmax softmin softplus sum tan "
     "triplet_margin_loss"
 )
-_IN_FP32 = frozenset(_NAMES.split())
+_IN_FP32 = frozenset(_FP32_NAMES.split())
 
 
 class GpuRules(TorchFunctionMode):
-    """While it lasts, a pass on fake CPU tensors runs and keeps what it would on a GPU."""
+    """Within this mode, a pass on fake CPU tensors runs the operators and saves the tensors of a GPU."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -42,28 +46,24 @@ class GpuRules(TorchFunctionMode):
         if name == "dropout":
             return _dropout(func, *args, **kwargs)
         if name in _IN_FP32 and torch.is_autocast_enabled("cpu"):
-            args, kwargs = tree_map(_widen, args), tree_map(_widen, kwargs)
+            args, kwargs = tree_map(widen_half, args), tree_map(widen_half, kwargs)
         return func(*args, **kwargs)
 
 
 def _attention_flags(args: tuple[Any, ...]) -> dict[str, Any]:
-    """What stands behind dropout in a call by position."""
+    """The flags that follow `dropout_p` where attention is called with positional arguments."""
     return {"is_causal": args[5]} if len(args) > 5 else {}
 
 
 def _dropout(func: Any, input: Tensor, p: float = 0.5, train: bool = True, inplace: bool = False, **named: bool) -> Any:
-    """Of `torch`, or of `torch.nn.functional`, which calls it `training`."""
-    trains = named.get("training", train)
-    if trains and not inplace and 0 < p < 1:
+    """Replaces both `torch.dropout` (argument `train`) and `torch.nn.functional.dropout` (argument `training`)."""
+    training = named.get("training", train)
+    if training and not inplace and 0 < p < 1:
         return torch.native_dropout(input, p, True)[0]
-    return func(input, p, trains, *([True] if inplace else []))
+    return func(input, p, training, *([True] if inplace else []))
 
 
-def _widen(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16) else value
-
-
-# ---- one operator that has a shape and a gradient, and no kernel: it runs on fake tensors only
+# ---- the fused RMS norm: an operator with shapes and a gradient but no kernel, so it runs on fake tensors only
 
 
 def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
@@ -74,32 +74,32 @@ def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None
 
 @torch.library.custom_op("meshwright::fused_rms_norm", mutates_args=())
 def _fused_rms_norm(input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    raise NotImplementedError("it stands for a GPU's operator in traces only")
+    raise NotImplementedError("this operator exists for traces on fake tensors only")
 
 
 @torch.library.custom_op("meshwright::fused_rms_norm_backward", mutates_args=())
 def _fused_rms_norm_backward(grad: Tensor, input: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    raise NotImplementedError("it stands for a GPU's operator in traces only")
+    raise NotImplementedError("this operator exists for traces on fake tensors only")
 
 
-def _shapes(input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _fake_forward(input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     rows = input.shape[: input.dim() - weight.dim()]
     return torch.empty_like(input), input.new_empty((*rows, 1), dtype=torch.float32)
 
 
-def _backward_shapes(grad: Tensor, input: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def _fake_backward(grad: Tensor, input: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(input), torch.empty_like(weight)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs, output[1])
 
 
-def _gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, Tensor]:
+def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, Tensor]:
     gradients: tuple[Tensor, Tensor] = torch.ops.meshwright.fused_rms_norm_backward(grad, *ctx.saved_tensors)
     return gradients
 
 
-_fused_rms_norm.register_fake(_shapes)
-_fused_rms_norm_backward.register_fake(_backward_shapes)
-_fused_rms_norm.register_autograd(_gradients, setup_context=_keep)
+_fused_rms_norm.register_fake(_fake_forward)
+_fused_rms_norm_backward.register_fake(_fake_backward)
+_fused_rms_norm.register_autograd(_backward, setup_context=_save_for_backward)

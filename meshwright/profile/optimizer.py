@@ -1,7 +1,9 @@
-"""What an optimizer needs beside weights and gradients: its state, and what its step takes for a moment.
+"""What an optimizer costs in addition to weights and gradients: its state, the temporary memory of its step, and the
+operators that the step runs.
 
-Found by running two steps of the optimizer itself on a few small tensors and watching its memory, so any optimizer
-is known, and both its ways: all parameters at once (`foreach`, what torch does on GPUs) or one after another.
+All of it is measured by running two steps of the optimizer on small tensors and recording the second one, so any
+optimizer works. Both implementations of torch are covered: multi-tensor (`foreach`, the default on GPUs), which updates
+all parameters in one go, and single-tensor, which updates one parameter after another.
 """
 
 import inspect
@@ -12,85 +14,95 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.profile.tracing.record import OperatorSeen, Recorder
-from meshwright.profile.values import ITEM_BYTES
+from meshwright.dtypes import ITEM_BYTES
+from meshwright.profile.tracing.recorder import RecordedOperator, TraceRecorder
 
-_ELEMENTS = 4096
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+_ELEMENTS = 4096  # of each test parameter; smaller tensors are step counts and the like, whose size never grows
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
 class OptimizerCost:
-    """Bytes per byte of (fp32) parameters; `at_once` says whether the temporaries are of all parameters together
-    or of the largest one. Of a step that takes one parameter after another, the operators that each needs, and what
-    they move; 0 where nobody counted. `waits`: the host starts them only when the device has done all before, as
-    where it has looked at a gradient, and does not run ahead."""
+    """The cost of one optimizer step. Ratios are bytes per byte of fp32 parameters.
 
-    state: float
-    temporary: float
-    at_once: bool
-    operators: float = 0.0
-    moved: float = 0.0
-    waits: bool = True
+    `temporary_ratio` is relative to all parameters together with `multi_tensor`, else to the largest parameter.
+    `operators_per_parameter` and `traffic_ratio` (bytes read and written) belong to a single-tensor step; they are 0
+    where they were not measured. With `waits_for_device` the host launches these operators only after the device has
+    finished everything before, because it has read a gradient's value; otherwise it launches them ahead of time.
+    """
+
+    state_ratio: float
+    temporary_ratio: float
+    multi_tensor: bool
+    operators_per_parameter: float = 0.0
+    traffic_ratio: float = 0.0
+    waits_for_device: bool = True
 
 
-def optimizer_cost(make: MakeOptimizer, at_once: bool) -> OptimizerCost:
-    """`make` builds the optimizer on given parameters; `at_once` asks for its multi-tensor way where it has one."""
+def measure_optimizer_cost(make_optimizer: OptimizerFactory, multi_tensor: bool) -> OptimizerCost:
+    """The cost of the optimizer that `make_optimizer` builds. With `multi_tensor`, its multi-tensor implementation is
+    measured if it has one."""
     parameters = [nn.Parameter(torch.zeros(_ELEMENTS)) for _ in range(2)]
-    optimizer = make(parameters)
-    fused = any(group.get("fused") for group in optimizer.param_groups)
+    optimizer = make_optimizer(parameters)
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
     for group in optimizer.param_groups:
-        if "foreach" in group and not fused:
-            group["foreach"] = at_once
-    at_once = at_once and any("foreach" in group for group in optimizer.param_groups)
-    _step(optimizer, parameters)
+        if "foreach" in group and not is_fused:
+            group["foreach"] = multi_tensor
+    multi_tensor = multi_tensor and any("foreach" in group for group in optimizer.param_groups)
+    _set_gradients(parameters)
+    optimizer.step()  # creates the state
     state = [value for entry in optimizer.state.values() for value in entry.values() if _is_large(value)]
-    recorder = Recorder({}, frozenset())
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    recorder.know([parameters, [p.grad for p in parameters], list(optimizer.state.values())])
+    recorder = TraceRecorder({}, frozenset())
+    _set_gradients(parameters)
+    recorder.register_existing([parameters, [p.grad for p in parameters], list(optimizer.state.values())])
     with recorder, torch.no_grad():
         optimizer.step()
-    now = peak = 0
-    for event in recorder.recording.memory:
-        now += event.bytes if abs(event.bytes) >= _ELEMENTS else 0  # step counts and the like do not grow
-        peak = max(peak, now)
-    own = sum(p.numel() * p.element_size() for p in parameters)
-    reference = own if at_once else own / len(parameters)
-    seen = [o for o in recorder.recording.operators if not o.name.startswith("_record_function")]  # a profiler's
+    parameter_bytes = sum(p.numel() * p.element_size() for p in parameters)
+    # A profiler adds `_record_function` operators.
+    operators = [o for o in recorder.trace.operators if not o.name.startswith("_record_function")]
     return OptimizerCost(
-        state=sum(v.numel() * v.element_size() for v in state) / own,
-        temporary=peak / reference,
-        at_once=at_once,
-        operators=0.0 if at_once else len(seen) / len(parameters),
-        moved=0.0 if at_once else sum(map(_moved, seen)) / own,
+        state_ratio=sum(v.numel() * v.element_size() for v in state) / parameter_bytes,
+        temporary_ratio=_peak_bytes(recorder)
+        / (parameter_bytes if multi_tensor else parameter_bytes / len(parameters)),
+        multi_tensor=multi_tensor,
+        operators_per_parameter=0.0 if multi_tensor else len(operators) / len(parameters),
+        traffic_ratio=0.0 if multi_tensor else sum(map(_traffic_bytes, operators)) / parameter_bytes,
     )
 
 
-def _step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+def _set_gradients(parameters: list[nn.Parameter]) -> None:
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
 
 
-def _moved(operator: OperatorSeen) -> int:
-    """What is changed in place is read and written. Step counts and the like do not grow."""
-    again = operator.shape[0] * ITEM_BYTES.get(operator.dtype, 4) if operator.name.endswith("_") else 0
-    return operator.bytes + again if operator.bytes >= _ELEMENTS else 0
+def _peak_bytes(recorder: TraceRecorder) -> int:
+    """The largest sum of temporary bytes at any time of the recorded step."""
+    allocated = peak = 0
+    for event in recorder.trace.memory:
+        allocated += event.bytes if abs(event.bytes) >= _ELEMENTS else 0
+        peak = max(peak, allocated)
+    return peak
+
+
+def _traffic_bytes(operator: RecordedOperator) -> int:
+    """Bytes that an operator reads and writes: the tensor that it changes in place counts twice."""
+    written_in_place = operator.shape[0] * ITEM_BYTES.get(operator.dtype, 4) if operator.name.endswith("_") else 0
+    return operator.bytes + written_in_place if operator.bytes >= _ELEMENTS else 0
 
 
 def _is_large(value: Any) -> bool:
     return isinstance(value, Tensor) and value.numel() >= _ELEMENTS
 
 
-def cost_of(template: torch.optim.Optimizer | None, on_gpu: bool) -> OptimizerCost:
+def optimizer_cost(template: torch.optim.Optimizer | None, on_gpu: bool) -> OptimizerCost:
+    """The cost of an optimizer with the class and options of `template`; zero where that is None."""
     if template is None:
-        return OptimizerCost(state=0.0, temporary=0.0, at_once=False)
-    kind = type(template)
-    known = inspect.signature(kind).parameters
-    options = {k: v for k, v in template.param_groups[0].items() if k in known and k != "params"}
+        return OptimizerCost(state_ratio=0.0, temporary_ratio=0.0, multi_tensor=False)
+    optimizer_class = type(template)
+    option_names = inspect.signature(optimizer_class).parameters
+    options = {k: v for k, v in template.param_groups[0].items() if k in option_names and k != "params"}
 
-    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return kind(parameters, **options)
+    def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return optimizer_class(parameters, **options)
 
-    return optimizer_cost(make, at_once=on_gpu and options.get("foreach") is not False)
+    return measure_optimizer_cost(make_optimizer, multi_tensor=on_gpu and options.get("foreach") is not False)

@@ -1,23 +1,24 @@
-"""What a reader of a proof must know of how it was made."""
+"""The notes of a proof: what a reader must know about how it was compared."""
 
-from meshwright.proof.question import PLAIN, Question
-from meshwright.proof.reference.setting import Setting
+from meshwright.proof.reference.reference_setup import ReferenceSetup
+from meshwright.proof.request import COMPARED_GRADIENT_OPTIONS, ProofRequest
 
 
-def notes(question: Question, setting: Setting, groups: str | None) -> tuple[str, ...]:
-    said = []
-    plan = question.plan
+def comparison_notes(request: ProofRequest, setup: ReferenceSetup, grouping_note: str | None) -> tuple[str, ...]:
+    """The notes that are known before the comparison; `grouping_note` is that of `describe_grouping`."""
+    notes = []
+    plan = request.plan
     if plan.world_size == 1:
-        said.append("one rank: nothing that ranks do together was compared")
-    if plan.numerics.precision != "fp32" and not question.rounds:
-        said.append(f"compared in {question.dtype}: the plan's {plan.numerics.precision} is left out")
-    left_out = [name for name, plain in PLAIN.items() if getattr(plan.gradients, name) != plain]
-    said += [f"compared without gradients.{name}, which trains otherwise than one device" for name in left_out]
-    if setting.dropped:
-        places = "place" if setting.dropped == 1 else "places"
-        said.append(f"dropout is off for the comparison (in {setting.dropped} {places})")
-    elif question.dropout:
-        said.append("dropout is on: plans that divide activations draw other masks than one device, and differ")
-    if groups:
-        said.append(groups)
-    return tuple(said)
+        notes.append("one rank: nothing that ranks do together was compared")
+    if plan.numerics.precision != "fp32" and not request.in_plan_precision:
+        notes.append(f"compared in {request.dtype}: the plan's {plan.numerics.precision} is left out")
+    changed = [name for name, value in COMPARED_GRADIENT_OPTIONS.items() if getattr(plan.gradients, name) != value]
+    notes += [f"compared without gradients.{name}, which trains differently from one device" for name in changed]
+    if setup.disabled_dropouts:
+        places = "place" if setup.disabled_dropouts == 1 else "places"
+        notes.append(f"dropout is off for the comparison (in {setup.disabled_dropouts} {places})")
+    elif request.dropout:
+        notes.append("dropout is on: plans that divide activations draw other masks than one device, and differ")
+    if grouping_note:
+        notes.append(grouping_note)
+    return tuple(notes)

@@ -1,4 +1,4 @@
-"""`Proof`: what a comparison found, as the command line's JSON has it."""
+"""`Proof`: the result of a comparison, which the command line prints and saves as JSON."""
 
 import json
 from dataclasses import dataclass
@@ -8,14 +8,17 @@ from typing import Any
 from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.proof.compare.errors import Comparison, Difference
-from meshwright.train.output.metrics_log import finite
+from meshwright.train.output.metrics_log import finite_or_none
 
 
 @dataclass(frozen=True)
 class Proof:
-    """`plan` is what ran, on `ranks` ranks; `shrunk` says what it was made smaller from. `derived` is how the tolerance
-    came about, `against` the run that it was held against instead of one device. Equal is: no difference above the
-    tolerance."""
+    """The result of comparing `steps` steps.
+
+    `plan` is the plan that ran, on `ranks` ranks; `shrunk` says from which axes it was shrunk to them, or is None.
+    `tolerance_is` is the formula of the tolerance with its numbers. `against` is the folder of the run that it was
+    compared with, or None if that was the one-device reference.
+    """
 
     plan: Plan
     ranks: int
@@ -23,23 +26,24 @@ class Proof:
     steps: int
     dtype: str
     comparison: Comparison
-    derived: str
+    tolerance_is: str
     notes: tuple[str, ...]
     shrunk: str | None = None
     against: str | None = None
 
     @property
     def equal(self) -> bool:
-        return self.comparison.first is None
+        """Whether no error is above the tolerance."""
+        return self.comparison.first_difference is None
 
     @property
     def exit_code(self) -> int:
-        """Of the command line."""
+        """The exit code of the command line."""
         return 0 if self.equal else 3
 
     @property
     def max_relative_error(self) -> float:
-        return self.comparison.worst
+        return self.comparison.largest_error
 
     @property
     def tolerance(self) -> float:
@@ -47,41 +51,42 @@ class Proof:
 
     @property
     def first_difference(self) -> Difference | None:
-        return self.comparison.first
+        return self.comparison.first_difference
 
     @property
     def checked(self) -> dict[str, int]:
         """How many losses and tensors were compared, over all steps."""
-        seen = self.comparison
+        counts = self.comparison
         return {
-            "losses": seen.losses,
-            "gradients": seen.gradients,
-            "norms": seen.norms,
-            "buffers": seen.buffers,
-            "weights": seen.weights,
+            "losses": counts.losses,
+            "gradients": counts.gradients,
+            "norms": counts.norms,
+            "buffers": counts.buffers,
+            "weights": counts.weights,
         }
 
     def to_dict(self) -> dict[str, Any]:
+        """The JSON object that docs/prove.md describes."""
         first = self.first_difference
         return {
             "equal": self.equal,
             "ranks": self.ranks,
             "steps": self.steps,
             "checked": self.checked,
-            "max_relative_error": finite(self.max_relative_error),
+            "max_relative_error": finite_or_none(self.max_relative_error),
             "tolerance": self.tolerance,
             "first_difference": first
             and {
                 "step": first.step,
                 "what": first.what,
                 "parameter": first.parameter,
-                "error": finite(first.error),
+                "error": finite_or_none(first.error),
                 "rank": first.rank,
                 "cause": first.cause,
                 "explanation": first.explanation,
                 "ruled_out": list(first.ruled_out),
             },
-            "tolerance_is": self.derived,
+            "tolerance_is": self.tolerance_is,
             "dtype": self.dtype,
             "device": self.device,
             "plan": self.plan.model_dump(mode="json"),
@@ -92,8 +97,9 @@ class Proof:
         }
 
 
-def save(proof: Proof, output: Path, name: str) -> Path:
-    """Beside the runs of that name, each proof a file of its own: `runs/mnist-proof-0001.json`."""
+def save_proof(proof: Proof, output: Path, name: str) -> Path:
+    """Writes the proof to a new numbered file in the folder of the runs, such as `runs/mnist-proof-0001.json`. Returns
+    its path."""
     text = json.dumps(proof.to_dict(), indent=1)
     number = 1
     try:

@@ -1,8 +1,8 @@
-"""`meshwright prove`: runs a few steps of a job under its plan and on one process, and compares everything."""
+"""`meshwright prove`: trains a few steps of a job under its plan and in one process, and compares everything."""
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,30 +14,31 @@ from meshwright.cluster.cores import usable_cores
 from meshwright.cluster.detect import detect, detect_cpu
 from meshwright.errors import InputError, RankError
 from meshwright.job import Job
-from meshwright.launch.local.launch import Ranks, launch
+from meshwright.launch.local.launch import RankSettings, launch
 from meshwright.launch.world import World, is_launched
 from meshwright.plan import Plan
-from meshwright.proof.examine import examine
-from meshwright.proof.examine_rounded import examine_rounded, explained
-from meshwright.proof.fault import Fault
+from meshwright.proof.exact_comparison import compare_exactly
 from meshwright.proof.proof import Proof
-from meshwright.proof.question import DTYPES, Question
-from meshwright.proof.record import question_file as carry
-from meshwright.proof.record.rank import QUESTION
+from meshwright.proof.record.rank import REQUEST_FILE
 from meshwright.proof.record.record import record
+from meshwright.proof.record.request_file import check_main_guard, write_request
+from meshwright.proof.request import COMPARISON_DTYPES, ProofRequest
+from meshwright.proof.rounded_comparison import compare_rounded, with_exact_cause
 from meshwright.proof.shrink import shrink
-from meshwright.train.check import check
+from meshwright.train.check import check_job
+from meshwright.train.job_parts import JobParts
+from meshwright.train.session import Session
 
-EXACT = "fp64"  # in which the cause is looked for
-_FEWEST_CPU_RANKS = 8  # processes of a few small steps share cores well enough
+EXACT_DTYPE = "fp64"  # the precision in which causes are looked for
+_FEWEST_CPU_RANKS = 8  # for a few small steps, processes may share cores
 
 
 @dataclass(frozen=True)
-class Machine:
-    """So many ranks, on devices of that kind."""
+class AvailableRanks:
+    """The type of the devices that ranks will run on (cpu or cuda), and how many ranks may be started."""
 
     device: str
-    ranks: int
+    count: int
 
 
 def prove(
@@ -49,114 +50,127 @@ def prove(
     dtype: str = "fp64",
     dropout: bool = False,
     device: str | None = None,
-    plant: Fault | None = None,
+    prepare_session: Callable[[Session], None] | None = None,
+    parts: JobParts | None = None,
 ) -> Proof:
-    """Whether a job trains under a plan as on one device. `ranks`: at most so many; `device`: cpu or cuda."""
-    machine = find_machine(plan, ranks, device)
-    smaller, shrunk = shrink(with_precision(plan, dtype), machine.ranks)
-    cluster = detect() if machine.device == "cuda" else detect_cpu()
-    check(job, smaller, cluster.with_devices(machine.ranks))
-    question = Question(job, smaller, steps, dtype, dropout, plant)
+    """Compares a job's training under a plan with that on one device.
+
+    `ranks` is the largest number of ranks to start; `device` is cpu or cuda; `prepare_session` is that of
+    `ProofRequest`; `parts` are those that planning the job has built, which are released.
+    """
+    parts = parts or JobParts(job)
+    available = available_ranks(plan, ranks, device)
+    smaller, shrunk = shrink(with_fixed_precision(plan, dtype), available.count)
+    cluster = detect() if available.device == "cuda" else detect_cpu()
+    check_job(job, smaller, cluster.with_device_count(available.count), parts)
+    parts.release()
+    request = ProofRequest(job, smaller, steps, dtype, dropout, prepare_session)
     with work_folder(Path(job.output)) as folder:
-        return replace(prove_on(question, machine.device, folder), shrunk=shrunk)
+        return replace(prove_in_new_ranks(request, available.device, folder), shrunk=shrunk)
 
 
-def with_precision(plan: Plan, dtype: str) -> Plan:
-    """What `auto` will be is of no concern, unless the comparison shall be in it."""
+def with_fixed_precision(plan: Plan, dtype: str) -> Plan:
+    """The plan with fp32 in place of `auto`, which only a run resolves. Raises InputError if the comparison shall run
+    in the plan's own precision, which must then be known."""
     if plan.numerics.precision != "auto":
         return plan
     if dtype == "plan":
-        raise InputError("plan.numerics.precision is auto, which a run chooses: name it, to compare in the plan's own")
+        raise InputError(
+            "plan.numerics.precision is auto, which a run chooses: name it to compare in the plan's own precision"
+        )
     return plan.model_copy(update={"numerics": plan.numerics.model_copy(update={"precision": "fp32"})})
 
 
-def find_machine(plan: Plan, ranks: int | None, device: str | None) -> Machine:
-    """GPUs where there are at least two, or one for a plan of one rank: ranks on the CPU prove more than none."""
+def available_ranks(plan: Plan, ranks: int | None, device: str | None) -> AvailableRanks:
+    """The devices to compare on: GPUs if there are at least two, or one for a plan of one rank; otherwise the CPU,
+    where several ranks can run."""
     if ranks is not None and ranks < 1:
         raise InputError(f"--ranks {ranks}: take at least one")
     gpus = torch.cuda.device_count()
-    kind = device or ("cuda" if gpus >= min(2, plan.world_size) else "cpu")
-    if kind == "cuda":
+    device_type = device or ("cuda" if gpus >= min(2, plan.world_size) else "cpu")
+    if device_type == "cuda":
         if not gpus:
             raise InputError("this machine has no GPU: compare on the CPU")
-        return Machine(kind, min(gpus, ranks or gpus))
-    return Machine(kind, ranks or max(_FEWEST_CPU_RANKS, usable_cores()))
+        return AvailableRanks(device_type, min(gpus, ranks or gpus))
+    return AvailableRanks(device_type, ranks or max(_FEWEST_CPU_RANKS, usable_cores()))
 
 
-def prove_on(question: Question, device: str, folder: Path) -> Proof:
-    """Starts ranks for a question that fits on this machine."""
-    check_question(question)
-    carry.check_guarded()
+def prove_in_new_ranks(request: ProofRequest, device: str, folder: Path) -> Proof:
+    """Starts ranks for a request whose plan fits on this machine, and compares what they recorded."""
+    check_request(request)
+    check_main_guard()
     if is_launched():
-        raise InputError("prove starts ranks of its own: call it without torchrun, mpirun or srun")
-    proof = _run(question, device, folder)
-    if question.rounds and not proof.equal:
-        proof = explained(proof, _run(replace(question, dtype=EXACT), device, folder))
+        raise InputError("prove starts its own ranks: call it without torchrun, mpirun or srun")
+    proof = _launch_and_compare(request, device, folder)
+    if request.in_plan_precision and not proof.equal:
+        proof = with_exact_cause(proof, _launch_and_compare(replace(request, dtype=EXACT_DTYPE), device, folder))
     return proof
 
 
-def _run(question: Question, device: str, folder: Path) -> Proof:
-    carry.write(question, folder / QUESTION)
-    count = question.plan.processes
-    threads = question.plan.compute.threads or max(1, usable_cores() // question.plan.world_size)
+def _launch_and_compare(request: ProofRequest, device: str, folder: Path) -> Proof:
+    write_request(request, folder / REQUEST_FILE)
+    processes = request.plan.processes
+    threads = request.plan.compute.threads or max(1, usable_cores() // request.plan.world_size)
     launch(
         "meshwright.proof.record.rank",
         [str(folder.resolve()), device],
-        Ranks(count, device, threads, restarts=0),
+        RankSettings(processes, device, threads, restarts=0),
         folder / "logs",
     )
-    return _examined(question, folder, torch.device(device))
+    return _compare_records(request, folder, torch.device(device))
 
 
-def _examined(question: Question, folder: Path, device: torch.device) -> Proof:
-    return (examine_rounded if question.rounds else examine)(question, folder, device)
+def _compare_records(request: ProofRequest, folder: Path, device: torch.device) -> Proof:
+    return (compare_rounded if request.in_plan_precision else compare_exactly)(request, folder, device)
 
 
-def prove_in(question: Question, world: World, folder: Path) -> Proof | None:
-    """In ranks that are there already, all of which call it with a folder that they share: the proof on the first."""
-    check_question(question)
-    if question.plan.gradients.servers:
+def prove_in_running_ranks(request: ProofRequest, world: World, folder: Path) -> Proof | None:
+    """Compares in ranks that are already running. All of them call it, with a folder that they share. Returns the proof
+    on rank 0 and None on the others."""
+    check_request(request)
+    if request.plan.gradients.servers:
         raise InputError("prove starts parameter servers itself: call it without torchrun, mpirun or srun")
-    record(question, world, folder)
-    proof = _examined(question, folder, world.device) if world.rank == 0 else None
-    if question.rounds and _said(proof is not None and not proof.equal, world):
-        exact = prove_in(replace(question, dtype=EXACT), world, folder)
-        return explained(proof, exact) if proof and exact else None
+    record(request, world, folder)
+    proof = _compare_records(request, folder, world.device) if world.rank == 0 else None
+    if request.in_plan_precision and _broadcast_from_rank_0(proof is not None and not proof.equal, world):
+        exact = prove_in_running_ranks(replace(request, dtype=EXACT_DTYPE), world, folder)
+        return with_exact_cause(proof, exact) if proof and exact else None
     return proof
 
 
-def _said(word: bool, world: World) -> bool:
-    """The first rank's word, on every rank."""
-    told = [word]
+def _broadcast_from_rank_0(value: bool, world: World) -> bool:
+    """Rank 0's value, on every rank."""
+    values = [value]
     if world.size > 1:
-        dist.broadcast_object_list(told, src=0)
-    return told[0]
+        dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
-def check_question(question: Question) -> None:
-    if question.steps < 1:
-        raise InputError(f"{question.steps} steps prove nothing: take at least one")
-    gradients = question.plan.gradients
+def check_request(request: ProofRequest) -> None:
+    """Raises InputError if the request cannot be compared."""
+    if request.steps < 1:
+        raise InputError(f"{request.steps} steps prove nothing: take at least one")
+    gradients = request.plan.gradients
     if gradients.updates != "synchronous":
         raise InputError(
             f"gradients.updates is {gradients.updates}: workers then train on weights of different ages, which no"
-            " single device does; prove takes synchronous ones"
+            " single device does: prove takes synchronous ones, so set it to synchronous"
         )
-    if question.dtype not in DTYPES:
-        raise InputError(f"cannot compare in {question.dtype}: choose {' or '.join(DTYPES)}")
+    if request.dtype not in COMPARISON_DTYPES:
+        raise InputError(f"cannot compare in {request.dtype}: choose {' or '.join(COMPARISON_DTYPES)}")
 
 
 @contextmanager
-def work_folder(beside: Path | None) -> Iterator[Path]:
-    """A folder for what ranks record, several times the model's size: where checkpoints go, not in /tmp. It is kept
-    when a rank has failed, whose log the user is told to read."""
-    absent = [path for path in (beside, *beside.parents) if not path.exists()] if beside else []
+def work_folder(parent: Path | None) -> Iterator[Path]:
+    """A temporary folder for what ranks record, which is several times the model's size: hence in the folder of runs
+    and checkpoints, if there is one, and not in /tmp. If a rank fails, its log stays there for the user to read."""
+    created = [path for path in (parent, *parent.parents) if not path.exists()] if parent else []
     try:
-        if beside:
-            beside.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=".proof-", dir=beside))
+        if parent:
+            parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=".proof-", dir=parent))
     except OSError as error:
-        raise InputError(f"output: cannot write in '{beside}': {error.strerror}") from None
+        raise InputError(f"output: cannot write in '{parent}': {error.strerror}") from None
     try:
         yield folder
     except RankError:
@@ -165,7 +179,7 @@ def work_folder(beside: Path | None) -> Iterator[Path]:
         raise
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
-        _remove_empty(absent)
+        _remove_empty(created)
         raise
     shutil.rmtree(folder, ignore_errors=True)
 

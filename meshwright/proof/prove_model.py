@@ -1,4 +1,4 @@
-"""`mw.prove`: the same comparison for a user's own model, without a job."""
+"""`mw.prove`: the same comparison for a user's model, without a job."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,12 +11,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from meshwright.parallel.check import check_runnable
 from meshwright.plan import Plan
-from meshwright.proof.fault import Fault
-from meshwright.proof.proof import Proof, save
-from meshwright.proof.prove import find_machine, prove_on, with_precision, work_folder
-from meshwright.proof.question import OwnModel, Question
-from meshwright.proof.samples import Samples
+from meshwright.proof.proof import Proof, save_proof
+from meshwright.proof.prove import available_ranks, prove_in_new_ranks, with_fixed_precision, work_folder
+from meshwright.proof.request import ProofRequest, UserModel
+from meshwright.proof.sample_dataset import SampleDataset
 from meshwright.proof.shrink import shrink
+from meshwright.train.session import Session
 from meshwright.train.step.loss import LossFunction
 
 
@@ -40,21 +40,23 @@ def prove(
     dropout: bool = False,
     device: str | None = None,
     output: str | Path | None = None,
-    plant: Fault | None = None,
+    plant: Callable[[Session], None] | None = None,
     timeout_s: float = 600,
 ) -> Proof:
-    """Whether a model trains under a plan as on one device, from the weights it has. Neither it nor the optimizer, a
-    template, is changed.
+    """Compares a model's training under a plan with that on one device, from the weights that the model has. Neither
+    the model nor the optimizer, which is a template, is changed.
 
-    Global batches are drawn from `dataset`, or made of the sample batch's samples. Model, optimizer, loss and data are
-    pickled for the ranks; a script calls this below `if __name__ == "__main__":`. `output`: a folder to save the proof
-    in.
+    Global batches come from `dataset`, or are made of the samples in `sample_batch`. Model, optimizer, loss and data
+    are pickled for the ranks, and a script calls this below `if __name__ == "__main__":`. `ranks` is the largest number
+    of ranks to start; a plan for more is shrunk. The proof is saved in the folder `output`, if there is one. `plant`
+    is a picklable function that every rank calls with its session before the first step, to break a training on
+    purpose.
     """
-    machine = find_machine(plan, ranks, device)
-    smaller, shrunk = shrink(with_precision(plan, dtype), machine.ranks)
+    available = available_ranks(plan, ranks, device)
+    smaller, shrunk = shrink(with_fixed_precision(plan, dtype), available.count)
     check_runnable(smaller)
-    samples = Samples(sample_batch, steps * global_batch)
-    own = OwnModel(
+    samples = SampleDataset(sample_batch, steps * global_batch)
+    user_model = UserModel(
         model=model,
         optimizer=optimizer,
         loss=loss,
@@ -67,9 +69,9 @@ def prove(
         target=target,
         timeout_s=timeout_s,
     )
-    question = Question(own, smaller, steps, dtype, dropout, plant)
+    request = ProofRequest(user_model, smaller, steps, dtype, dropout, plant)
     with work_folder(Path(output) if output else None) as folder:
-        proof = replace(prove_on(question, machine.device, folder), shrunk=shrunk)
+        proof = replace(prove_in_new_ranks(request, available.device, folder), shrunk=shrunk)
     if output:
-        save(proof, Path(output), type(model).__name__.lower())
+        save_proof(proof, Path(output), type(model).__name__.lower())
     return proof

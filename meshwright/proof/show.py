@@ -1,4 +1,4 @@
-"""A proof for people."""
+"""Prints a proof for people."""
 
 from rich.console import Console
 from rich.table import Table
@@ -16,39 +16,39 @@ def show(proof: Proof, console: Console) -> None:
 
 
 def _headline(proof: Proof) -> Text:
-    where = f"{proof.plan.summary()} on {proof.ranks} {_kind(proof)}"
+    plan = f"{proof.plan.summary()} on {proof.ranks} {_device_words(proof)}"
     first = proof.first_difference
     if first is None:
-        return Text(f"Equal: {where} {_as(proof)}, {proof.steps} steps compared in {proof.dtype}", "green")
-    thing = f"{first.what} of {first.parameter}" if first.parameter and first.what != "loss" else first.what
+        return Text(f"Equal: {plan} {_verdict(proof)}, {proof.steps} steps compared in {proof.dtype}", "green")
+    value = f"{first.what} of {first.parameter}" if first.parameter and first.what != "loss" else first.what
     when = f"after step {first.step}" if first.what in ("weight", "buffer") else f"in step {first.step}"
     when = "before the first step" if first.step == 0 else when
-    too = f", and the gradient of {first.parameter}" if first.parameter and first.what == "loss" else ""
-    whose = f" on rank {first.rank}" if first.rank else ""
-    return Text(f"Not equal: {where}: the {thing}{whose} {when} is {first.error:.2e} off{too}", "bold red")
+    also = f", and the gradient of {first.parameter}" if first.parameter and first.what == "loss" else ""
+    on_rank = f" on rank {first.rank}" if first.rank else ""
+    return Text(f"Not equal: {plan}: the {value}{on_rank} {when} is {first.error:.2e} off{also}", "bold red")
 
 
 def _rows(proof: Proof) -> list[tuple[str, str]]:
-    checked = ", ".join(f"{what} {count}" for what, count in proof.checked.items())
+    checked = ", ".join(f"{name} {count}" for name, count in proof.checked.items())
     rows = [
         ("compared", checked),
         ("largest relative error", f"{proof.max_relative_error:.2e}"),
-        ("tolerance", f"{proof.tolerance:.2e} = {proof.derived}"),
+        ("tolerance", f"{proof.tolerance:.2e} = {proof.tolerance_is}"),
     ]
     if proof.first_difference:
         cause = (proof.first_difference.cause or "unknown").replace("_", " ")
-        told = proof.first_difference.explanation
-        rows.append(("cause", f"{cause}: {told}" if told else cause))
+        explanation = proof.first_difference.explanation
+        rows.append(("cause", f"{cause}: {explanation}" if explanation else cause))
     if proof.shrunk:
         rows.append(("shrunk", proof.shrunk))
     rows += [("note" if number == 0 else "", note) for number, note in enumerate(proof.notes)]
     return rows
 
 
-def _as(proof: Proof) -> str:
+def _verdict(proof: Proof) -> str:
     return f"trained as {proof.against} did" if proof.against else "trains as one device does"
 
 
-def _kind(proof: Proof) -> str:
+def _device_words(proof: Proof) -> str:
     kind = "GPU" if proof.device == "cuda" else "CPU rank"
     return kind if proof.ranks == 1 else f"{kind}s"

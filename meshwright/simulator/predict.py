@@ -1,4 +1,4 @@
-"""What to expect of a plan, its step time and its peak memory, without touching a device."""
+"""Predicts the step time and the peak memory of a plan, without touching a device."""
 
 from dataclasses import dataclass, replace
 
@@ -7,17 +7,17 @@ from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.profile.optimizer import OptimizerCost
 from meshwright.profile.values import ModelProfile
-from meshwright.simulator.engine import Engine, find_engine
-from meshwright.simulator.memory.engine_memory import engine_memory
-from meshwright.simulator.memory.peak import CPU_MEMORY, CUDA_MEMORY, DeviceMemory, MemoryPrediction
+from meshwright.simulator.memory.device_memory import CPU_MEMORY, CUDA_MEMORY, DeviceMemory
+from meshwright.simulator.memory.peak import MemoryPrediction, predict_memory
 from meshwright.simulator.pipeline.timeline import Timeline
+from meshwright.simulator.runtime import OUR_RUNTIME, Runtime
 from meshwright.simulator.step import predict_step
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """`breakdown` has the seconds that add up to `step_s`. `memory_bytes` is the allocated peak of the worst rank;
-    `memory` has its parts."""
+    """`breakdown` has the seconds that add up to `step_s`. `memory_bytes` is the allocated peak of the rank that
+    needs most, and `memory` its parts. `timeline` is None without a pipeline."""
 
     step_s: float
     breakdown: dict[str, float]
@@ -35,38 +35,42 @@ def predict_plan(
     global_batch: int,
     optimizer: OptimizerCost,
     *,
-    engine: str | Engine = "meshwright",
+    runtime: Runtime = OUR_RUNTIME,
 ) -> Prediction:
-    """What a plan needs on a cluster that has the devices for it."""
+    """The prediction of a plan on a cluster; InputError where the cluster has too few devices, or the batch too few
+    samples."""
     check_size(plan, cluster, global_batch)
-    chosen = find_engine(engine) if isinstance(engine, str) else engine
-    memory = plan_memory(cluster, profile, plan, global_batch, optimizer, chosen)
-    step = predict_step(cluster, profile, plan, global_batch / plan.shares, optimizer, chosen)
+    memory = plan_memory(cluster, profile, plan, global_batch, optimizer, runtime)
+    step = predict_step(cluster, profile, plan, global_batch / plan.shares, optimizer, runtime)
     return Prediction(
         step.step_s,
         step.breakdown,
         memory.allocated_bytes,
         memory,
-        _samples(plan, global_batch),
+        _microbatch_samples(plan, global_batch),
         cluster.based_on,
         step.timeline,
     )
 
 
 def plan_memory(
-    cluster: Cluster, profile: ModelProfile, plan: Plan, global_batch: int, optimizer: OptimizerCost, engine: Engine
+    cluster: Cluster, profile: ModelProfile, plan: Plan, global_batch: int, optimizer: OptimizerCost, runtime: Runtime
 ) -> MemoryPrediction:
-    """The peak of the worst rank alone, for those who want no time."""
-    return engine_memory(profile, plan, _samples(plan, global_batch), optimizer, device_memory(cluster), engine)
+    """The peak memory of the rank that needs most, without predicting time."""
+    inputs = runtime.memory_inputs(profile, plan, optimizer, device_memory(cluster))
+    return predict_memory(
+        inputs.profile, plan, _microbatch_samples(plan, global_batch), inputs.optimizer, inputs.device
+    )
 
 
-def _samples(plan: Plan, global_batch: int) -> int:
-    """Of the largest microbatch."""
+def _microbatch_samples(plan: Plan, global_batch: int) -> int:
+    """The number of samples in the largest microbatch of a rank."""
     return -(-global_batch // plan.shares)
 
 
 def device_memory(cluster: Cluster) -> DeviceMemory:
-    """The allocator and libraries of the cluster's kind of device, with the context of its own."""
+    """The allocator and libraries of the cluster's kind of device, with the context of its own device where it is
+    known."""
     if cluster.kind != "cuda":
         return CPU_MEMORY
     context = cluster.nodes[0].device.context_bytes
@@ -74,10 +78,11 @@ def device_memory(cluster: Cluster) -> DeviceMemory:
 
 
 def check_size(plan: Plan, cluster: Cluster, global_batch: int) -> None:
-    if plan.world_size > cluster.devices:
+    """Raises InputError where the cluster has too few devices for the plan, or the batch too few samples."""
+    if plan.world_size > cluster.device_count:
         raise InputError(
             f"the plan ({plan.summary()}) is for {plan.world_size} ranks, but the cluster '{cluster.name}' has"
-            f" {cluster.devices} devices"
+            f" {cluster.device_count} devices"
         )
     if global_batch < plan.shares:
         raise InputError(

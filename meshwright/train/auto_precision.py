@@ -1,5 +1,6 @@
-"""`numerics.precision: auto`: the fastest precision that this hardware has instructions for, by measuring steps of the
-job itself. Lower ones are not always faster: small shapes spend more on rounding their inputs than they save."""
+"""`numerics.precision: auto`: chooses the fastest precision that the hardware has instructions for, by measuring steps
+of the job. A lower precision is not always faster: rounding the inputs of small operators can cost more than it
+saves."""
 
 import time
 from dataclasses import dataclass
@@ -13,69 +14,79 @@ from meshwright.job import Job
 from meshwright.launch.world import World
 from meshwright.plan import Plan
 from meshwright.train.build import build_data, build_loading
-from meshwright.train.check import check
+from meshwright.train.check import check_job
+from meshwright.train.job_parts import JobParts
 
-_LOWER: tuple[Dtype, ...] = ("tf32", "bf16", "fp16")
-_WARM_UP, _STEPS = 2, 3
+_CANDIDATES: tuple[Dtype, ...] = ("tf32", "bf16", "fp16")
+_WARM_UP_STEPS, _MEASURED_STEPS = 2, 3
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """The plan with a precision, and the sentence that says why."""
+class PrecisionChoice:
+    """The plan with a precision, and a sentence that gives the reason; the reason is empty when nothing was chosen."""
 
     plan: Plan
-    why: str
+    reason: str
 
 
-def choose_precision(plan: Plan, job: Job, cluster: Cluster) -> Chosen:
-    """A plan that names its precision is left as it is."""
+def choose_precision(plan: Plan, job: Job, cluster: Cluster, parts: JobParts | None = None) -> PrecisionChoice:
+    """The plan with the fastest precision in the place of `auto`. A plan that names a precision is returned
+    unchanged."""
     if plan.numerics.precision != "auto":
-        return Chosen(plan, "")
-    check(job, _in(plan, "fp32"), cluster)  # whatever is wrong with the job is said in one line
+        return PrecisionChoice(plan, "")
+    # Checked before measuring, so that a mistake in the job is reported in one line.
+    check_job(job, _with_precision(plan, "fp32"), cluster, parts)
     device = cluster.nodes[0].device
-    able = [dtype for dtype in _LOWER if device.accelerates(dtype)]
-    if "bf16" in able and "fp16" in able:
-        able.remove("fp16")  # as fast, and with a range so small that losses have to be scaled
-    if not able:
-        return Chosen(_in(plan, "fp32"), f"precision fp32: {device.name} has no instructions for bf16 or fp16")
+    candidates = [dtype for dtype in _CANDIDATES if device.accelerates(dtype)]
+    if "bf16" in candidates and "fp16" in candidates:
+        candidates.remove("fp16")  # bf16 is as fast and needs no loss scale
+    if not candidates:
+        reason = f"precision fp32: {device.name} has no instructions for bf16 or fp16"
+        return PrecisionChoice(_with_precision(plan, "fp32"), reason)
     try:
-        seconds = {dtype: _measure(_in(plan, dtype), job, cluster) for dtype in ("fp32", *able)}
+        step_s = {dtype: _measure(_with_precision(plan, dtype), job, cluster) for dtype in ("fp32", *candidates)}
     except (torch.OutOfMemoryError, MemoryError):
-        return Chosen(_in(plan, able[-1]), f"precision {able[-1]}: the model is too large for one device to measure it")
-    best = min(seconds, key=lambda dtype: seconds[dtype])
-    others = ", ".join(f"{taken * 1e3:.3g} ms in {dtype}" for dtype, taken in seconds.items() if dtype != best)
-    with_ = f" ({instructions_for(device, best)})" if best != "fp32" else ""
-    return Chosen(_in(plan, best), f"precision {best}{with_}: {seconds[best] * 1e3:.3g} ms a step, {others}")
+        lowest = candidates[-1]
+        reason = f"precision {lowest}: the model is too large for one device to measure it"
+        return PrecisionChoice(_with_precision(plan, lowest), reason)
+    best = min(step_s, key=lambda dtype: step_s[dtype])
+    others = ", ".join(f"{seconds * 1e3:.3g} ms in {dtype}" for dtype, seconds in step_s.items() if dtype != best)
+    instructions = f" ({instructions_for(device, best)})" if best != "fp32" else ""
+    reason = f"precision {best}{instructions}: {step_s[best] * 1e3:.3g} ms a step, {others}"
+    return PrecisionChoice(_with_precision(plan, best), reason)
 
 
 def instructions_for(device: Device, dtype: str) -> str:
-    """What a type's products run on, or that they would be emulated."""
-    found = [name for name in device.instructions if name.endswith(f"-{dtype}")]
-    return ", ".join(found) or f"emulated: {device.name} has no instructions for {dtype}"
+    """The device's matrix instructions for a dtype, or a note that products in it are emulated."""
+    names = [name for name in device.instructions if name.endswith(f"-{dtype}")]
+    return ", ".join(names) or f"emulated: {device.name} has no instructions for {dtype}"
 
 
-def _in(plan: Plan, precision: str) -> Plan:
+def _with_precision(plan: Plan, precision: str) -> Plan:
     return plan.model_copy(update={"numerics": plan.numerics.model_copy(update={"precision": precision})})
 
 
 def _measure(plan: Plan, job: Job, cluster: Cluster) -> float:
-    """Seconds of a step of one rank's microbatch, alone: what ranks exchange is the same in every precision."""
-    from meshwright.train.job_session import build_session  # only here a launcher needs the engine
+    """Seconds per step on one rank's microbatch, on one rank. Communication is left out, since it is the same in every
+    precision."""
+    from meshwright.train.job_session import (
+        build_session,  # imported here, since it takes a second and only `auto` needs it
+    )
 
-    alone = Plan(numerics=plan.numerics.model_copy(update={"cast": "operators"}), compute=plan.compute)
-    batch = max(1, job.train.global_batch // plan.shares)
+    one_rank = Plan(numerics=plan.numerics.model_copy(update={"cast": "operators"}), compute=plan.compute)
+    samples = max(1, job.train.global_batch // plan.shares)
     device = torch.device("cuda", 0) if cluster.kind == "cuda" else torch.device("cpu")
     threads = torch.get_num_threads()
     torch.set_num_threads(plan.compute.threads or max(1, cluster.cores // plan.world_size))
     try:
-        session = build_session(job, alone, World(0, 0, 1, 1, 0, device, None), lambda doing: None)
-        batches = session.batches(build_data(job)[0], None, batch, build_loading(job, device))
-        taken = []
-        for _ in range(_WARM_UP + _STEPS):
-            one = next(batches)
+        session = build_session(job, one_rank, World(0, 0, 1, 1, 0, device, None), lambda activity: None)
+        batches = session.batches(build_data(job)[0], None, samples, build_loading(job, device))
+        durations_s = []
+        for _ in range(_WARM_UP_STEPS + _MEASURED_STEPS):
+            batch = next(batches)
             began = time.perf_counter()
-            float(session.step(one))  # waits for the device
-            taken.append(time.perf_counter() - began)
+            float(session.step(batch))  # reading the loss waits for the device
+            durations_s.append(time.perf_counter() - began)
     finally:
         torch.set_num_threads(threads)
-    return median(taken[_WARM_UP:])
+    return median(durations_s[_WARM_UP_STEPS:])

@@ -1,4 +1,4 @@
-"""The parts of a run made from its job: data, model, loss, metrics, optimizer and schedule."""
+"""Builds the parts of a run from its job: data sets, loading options, metrics and the model."""
 
 from itertools import islice
 from pathlib import Path
@@ -8,29 +8,31 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
-from meshwright.call import Call, bind, build, complaint
-from meshwright.data.loading import Loading
+from meshwright.call import Call, bind, build, describe_error
+from meshwright.data.loading import LoadingOptions
 from meshwright.errors import InputError, MeshwrightError, did_you_mean
 from meshwright.job import Job, Weights
-from meshwright.parallel.weights.initialize import initialized
+from meshwright.parallel.weights.initialize import initialize_model
 from meshwright.train.metrics import Metric
 from meshwright.train.step.optimizer import matches
 
 
 def build_data(job: Job) -> tuple[Any, Any]:
-    """The training set and, where the job has one, the evaluation set."""
+    """The training set, and the evaluation set or None when the job has none."""
     offered: dict[str, Any] = {
         "synthetic": job.data.synthetic,
         "damaged": job.data.damaged,
         "seed": job.train.seed,
     }
-    if job.data.root is not None:  # otherwise a data set's own default holds
+    if job.data.root is not None:  # otherwise the data set uses its default
         offered["root"] = job.data.root
     train = _build_dataset(job.data.train, offered, "data.train")
     evaluation = _build_dataset(job.data.eval, offered, "data.eval") if job.data.eval else None
     for role, dataset in (("data.train", train), ("data.eval", evaluation)):
         if dataset is not None and not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")):
-            raise InputError(f"{role} makes a {type(dataset).__name__}, which is no data set")
+            raise InputError(
+                f"{role} makes a {type(dataset).__name__}, which is no data set: it lacks __getitem__ and __iter__"
+            )
         if dataset is not None and hasattr(dataset, "__len__") and len(dataset) == 0:
             raise InputError(f"{role} is empty: there is nothing to train on or to evaluate")
     return train, evaluation
@@ -39,18 +41,19 @@ def build_data(job: Job) -> tuple[Any, Any]:
 def _build_dataset(call: Call, offered: dict[str, Any], role: str) -> Any:
     try:
         return build(call, offered=offered, role=role)
-    except OSError as error:  # a folder that is not there, a file that is no image
+    except OSError as error:  # a missing folder, or a file that cannot be read
         raise InputError(f"{role}: {call.call}: {error}") from None
     except MeshwrightError:
         raise
     except Exception as error:
-        raise InputError(f"{role}: {call.call} failed: {complaint(error)}") from error
+        raise InputError(f"{role}: {call.call} failed: {describe_error(error)}") from error
 
 
-def build_loading(job: Job, device: torch.device) -> Loading:
+def build_loading(job: Job, device: torch.device) -> LoadingOptions:
+    """How the job's data is loaded for a device."""
     pin = job.data.pin_memory if job.data.pin_memory is not None else device.type == "cuda"
     collate = bind(job.data.collate, "data.collate") if job.data.collate else None
-    return Loading(
+    return LoadingOptions(
         workers=job.data.workers,
         pin_memory=pin and device.type == "cuda",
         collate=collate,
@@ -63,16 +66,18 @@ def build_metrics(job: Job) -> dict[str, Metric]:
     return {name: bind(call, f"metrics.{name}") for name, call in job.metrics.items()}
 
 
-def build_model(job: Job) -> nn.Module:
-    """The model with its initial or pretrained weights, some of its parameters frozen."""
-    model = initialized(lambda: make_model(job), job.train.seed)
+def build_initialized_model(job: Job) -> nn.Module:
+    """The job's model as training starts with it: with its initial or pretrained weights, and with the parameters
+    frozen that the job names."""
+    model = initialize_model(lambda: construct_model(job), job.train.seed)
     if job.train.weights:
         load_weights(model, job.train.weights)
     freeze(model, job.train.freeze)
     return model
 
 
-def make_model(job: Job) -> nn.Module:
+def construct_model(job: Job) -> nn.Module:
+    """The job's model as its constructor returns it."""
     model = build(job.model, role="model")
     if not isinstance(model, nn.Module):
         raise InputError(f"model: {job.model.call} makes a {type(model).__name__}, not an nn.Module")
@@ -80,20 +85,20 @@ def make_model(job: Job) -> nn.Module:
 
 
 def freeze(model: nn.Module, patterns: list[str]) -> tuple[str, ...]:
-    """Stops the training of what the patterns name; returns the modules that are frozen as a whole."""
+    """Freezes the parameters that match the patterns. Returns the names of modules whose parameters are all frozen."""
     parameters = dict(model.named_parameters())
     for pattern in patterns:
-        matched = [name for name in parameters if matches(name, pattern)]
-        if not matched:
-            known = [*parameters, *(name for name, _ in model.named_modules() if name)]
-            raise InputError(f"train.freeze: '{pattern}' matches no parameter{did_you_mean(pattern, known)}")
-        for name in matched:
+        names = [name for name in parameters if matches(name, pattern)]
+        if not names:
+            known_names = [*parameters, *(name for name, _ in model.named_modules() if name)]
+            raise InputError(f"train.freeze: '{pattern}' matches no parameter{did_you_mean(pattern, known_names)}")
+        for name in names:
             parameters[name].requires_grad_(False)
     return frozen_modules(model) if patterns else ()
 
 
 def frozen_modules(model: nn.Module) -> tuple[str, ...]:
-    """Modules with parameters of which none is trained."""
+    """The names of modules that have parameters, all of which are frozen."""
     return tuple(
         name
         for name, module in model.named_modules()
@@ -102,56 +107,54 @@ def frozen_modules(model: nn.Module) -> tuple[str, ...]:
 
 
 def load_weights(model: nn.Module, weights: Weights) -> None:
-    """Pretrained weights by name: all of the model's must be there, but for those the job skips."""
-    found = {name: v for name, v in _read_weights(Path(weights.path)).items() if not _skipped(name, weights)}
-    own = model.state_dict()
-    wanted = [name for name in own if not _skipped(name, weights)]
-    missing = [name for name in wanted if name not in found]
+    """Loads pretrained weights by name. The names in the file and in the model must be the same, except for those that
+    the job skips."""
+    file_state = {name: v for name, v in _read_weights(Path(weights.path)).items() if not _is_skipped(name, weights)}
+    model_state = model.state_dict()
+    names = [name for name in model_state if not _is_skipped(name, weights)]
+    missing = [name for name in names if name not in file_state]
     if missing:
         raise InputError(
-            f"train.weights: {weights.path} has no {missing[0]}{did_you_mean(missing[0], found)};"
-            " name what shall keep its fresh values in train.weights.skip"
+            f"train.weights: {weights.path} has no {missing[0]}{did_you_mean(missing[0], file_state)};"
+            " name what is to keep its initial values in train.weights.skip"
         )
-    for name in wanted:
-        if found[name].shape != own[name].shape:
+    for name in names:
+        if file_state[name].shape != model_state[name].shape:
             raise InputError(
-                f"train.weights: {name} is {tuple(found[name].shape)} in {weights.path}, but"
-                f" {tuple(own[name].shape)} in the model; name it in train.weights.skip to start it fresh"
+                f"train.weights: {name} is {tuple(file_state[name].shape)} in {weights.path}, but"
+                f" {tuple(model_state[name].shape)} in the model; name it in train.weights.skip to start it anew"
             )
-    unknown = [name for name in found if name not in own]
+    unknown = [name for name in file_state if name not in model_state]
     if unknown:
         raise InputError(
-            f"train.weights: {weights.path} holds {unknown[0]}, which the model has not"
-            f"{did_you_mean(unknown[0], own)}; name it in train.weights.skip to leave it out"
+            f"train.weights: {weights.path} holds {unknown[0]}, which the model does not have"
+            f"{did_you_mean(unknown[0], model_state)}; name it in train.weights.skip to leave it out"
         )
-    model.load_state_dict(found, strict=False)
+    model.load_state_dict(file_state, strict=False)
 
 
 def sample_batch(job: Job, dataset: Any) -> Any:
-    """Two samples as the model gets them, for whoever wants to know what a batch looks like."""
-    samples = [dataset[index % len(dataset)] for index in range(2)] if _is_mapped(dataset) else _first_two(dataset)
+    """A batch of two samples, which shows what batches of the data set look like."""
+    if hasattr(dataset, "__getitem__"):
+        samples = [dataset[index % len(dataset)] for index in range(2)]
+    else:
+        samples = list(islice(iter(dataset), 2))
     return (bind(job.data.collate, "data.collate") if job.data.collate else default_collate)(samples)
 
 
-def _is_mapped(dataset: Any) -> bool:
-    return hasattr(dataset, "__getitem__")
-
-
-def _first_two(stream: Any) -> list[Any]:
-    return list(islice(iter(stream), 2))
-
-
 def schedule_unit(job: Job) -> Any:
+    """Whether the learning-rate schedule is stepped after every `step` or after every `epoch`."""
     if job.schedule and job.schedule.per:
         return job.schedule.per
     return "epoch" if job.train.epochs else "step"
 
 
-def _skipped(name: str, weights: Weights) -> bool:
+def _is_skipped(name: str, weights: Weights) -> bool:
     return any(matches(name, pattern) for pattern in weights.skip)
 
 
 def _read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The state dict of a `.safetensors` file, or of one that `torch.save` wrote."""
     if not path.is_file():
         raise InputError(f"train.weights: there is no file {path}")
     try:
@@ -163,7 +166,7 @@ def _read_weights(path: Path) -> dict[str, torch.Tensor]:
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"train.weights: {path} cannot be read as weights: {reason}") from None
-    for key in ("state_dict", "model"):  # how other trainers wrap them
+    for key in ("state_dict", "model"):  # other trainers save the state dict under such a key
         if isinstance(loaded, dict) and isinstance(loaded.get(key), dict):
             loaded = loaded[key]
     if not isinstance(loaded, dict) or not all(isinstance(v, torch.Tensor) for v in loaded.values()):

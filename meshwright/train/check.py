@@ -1,4 +1,4 @@
-"""Whether a job can start at all, found out before any rank is started and anything is written."""
+"""Checks whether a job can run, before any rank is started and any file is written."""
 
 import warnings
 from collections.abc import Callable
@@ -7,78 +7,74 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.batch import split
+from meshwright.batch import split_batch
 from meshwright.call import bind, build, check_arguments, load
 from meshwright.cluster.cluster import Cluster
-from meshwright.errors import InputError, MeshwrightError
+from meshwright.errors import InputError
 from meshwright.job import Job
-from meshwright.parallel.check import check_cast, check_plan, check_runnable, check_sparse, needs_structure
-from meshwright.parallel.tensor.dimension import check_dimension
+from meshwright.parallel.check import check_cast, check_runnable, check_sparse, checker_of_structure, needs_structure
+from meshwright.parallel.tensor.dimension_partition import check_dimension_partition
 from meshwright.plan import Plan
-from meshwright.train.build import (
-    build_data,
-    build_loading,
-    build_metrics,
-    freeze,
-    load_weights,
-    make_model,
-    sample_batch,
-)
-from meshwright.train.step.loss import check_joined, understand
+from meshwright.train.build import build_loading, build_metrics, construct_model, freeze, load_weights
+from meshwright.train.job_parts import JobParts
+from meshwright.train.step.loss import check_sample_comparison, classify_loss
 from meshwright.train.step.optimizer import build_optimizer
 
 
-def check(job: Job, plan: Plan, cluster: Cluster) -> None:
-    """Raises the one line that the user needs to mend the job."""
+def check_job(job: Job, plan: Plan, cluster: Cluster, parts: JobParts | None = None) -> None:
+    """Raises an `InputError` that says in one line what is wrong with the job or the plan. `parts` are the parts of the
+    job that are built already."""
+    parts = parts or JobParts(job)
     check_runnable(plan)
     check_servers(plan)
     check_devices(plan, cluster)
     check_batch(job, plan)
-    model = _check_model(job)
+    model = _check_model(job, parts)
     if model is not None:
         check_sparse(plan, model, job.train.clip_norm)
     build_metrics(job)
     build_loading(job, torch.device("cpu"))
     if job.loss:
-        check_joined(understand(bind(job.loss, "loss")), plan)
-    train, _ = build_data(job)
+        check_sample_comparison(classify_loss(bind(job.loss, "loss")), plan)
+    _ = parts.data  # built to report missing files
     if plan.numerics.cast == "weights":
-        check_cast(plan, model or make_model(job))
+        check_cast(plan, parts.model)
     if job.data.partition == "dimension":
-        check_dimension(plan, make_model(job), split(sample_batch(job, train), job.data.target))
+        check_dimension_partition(plan, construct_model(job), split_batch(parts.sample, job.data.target))
     if needs_structure(plan):
-        check_plan(plan, model or make_model(job), sample_batch(job, train), job.data.target)
+        checker_of_structure(parts.structure)(plan)
 
 
 def check_servers(plan: Plan) -> None:
-    """What workers that only talk to servers cannot do together."""
+    """Refuses what cannot be combined with parameter servers, since workers do not communicate with each other."""
     if not plan.gradients.servers:
         return
     if plan.numerics.batch_norm == "synchronized":
         raise InputError(
             "plan.numerics.batch_norm is synchronized, for which workers would have to wait for each other in every"
-            f" layer, but gradients.servers is {plan.gradients.servers}: set one of them to local, or to 0"
+            f" layer, but gradients.servers is {plan.gradients.servers}: set numerics.batch_norm to local, or"
+            " gradients.servers to 0"
         )
     if plan.compute.cuda_graphs and plan.compute.compile == "none":
         raise InputError(
-            "plan.compute.cuda_graphs records whole steps, which servers take part in: leave it out, or set"
-            " compute.compile to default"
+            "plan.compute.cuda_graphs captures whole steps, which cannot include the exchange with servers: leave it"
+            " out, or set compute.compile to default"
         )
     if plan.modules.splits:
         raise InputError(
-            f"plan.modules.splits.{next(iter(plan.modules.splits))} divides a layer among ranks, but servers hold the"
-            " weights: leave out one of them"
+            f"plan.modules.splits.{next(iter(plan.modules.splits))} divides a layer among ranks, but"
+            f" gradients.servers is {plan.gradients.servers}, and servers hold the weights: leave out one of them"
         )
 
 
 def check_devices(plan: Plan, cluster: Cluster) -> None:
-    if plan.world_size > cluster.devices:
+    if plan.world_size > cluster.device_count:
         axes = " × ".join(f"{name}({size})" for name, size in plan.axes.model_dump().items() if size > 1)
         kind = "GPUs" if cluster.kind == "cuda" else "CPU cores"
         shared = f", or --cluster {plan.world_size}xcpu to share the cores" if cluster.kind == "cpu" else ""
         raise InputError(
-            f"{axes} = {plan.world_size} ranks, but the cluster '{cluster.name}' has {cluster.devices} devices"
-            f" ({kind}): choose axes whose product is at most {cluster.devices}{shared}"
+            f"{axes} = {plan.world_size} ranks, but the cluster '{cluster.name}' has {cluster.device_count} devices"
+            f" ({kind}): choose axes whose product is at most {cluster.device_count}{shared}"
         )
 
 
@@ -90,36 +86,32 @@ def check_batch(job: Job, plan: Plan) -> None:
         )
 
 
-def _check_model(job: Job) -> nn.Module | None:
-    """Builds the model without memory, to see that names in the job are names in the model. None where it cannot be
-    built so."""
+def _check_model(job: Job, parts: JobParts) -> nn.Module | None:
+    """Builds the model on the meta device, and checks the names and options in the job against it. Returns None when
+    the model can be built only with memory."""
     target = load(job.model.call)
     check_arguments(target, (), job.model.arguments, f"model: {job.model.call}")
     load(job.optimizer.call)
     if job.schedule:
         load(job.schedule.call)
-    try:
-        with torch.device("meta"):
-            model = make_model(job)
-    except MeshwrightError:
-        raise
-    except Exception:  # some models cannot be built without memory: the ranks will build and check them
+    model = parts.meta_model
+    if model is None:  # the ranks will build and check it
         return None
     if job.train.weights:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that nothing is copied into a model without memory
+            warnings.simplefilter("ignore")  # torch warns that nothing is copied into a model on the meta device
             load_weights(model, job.train.weights)
     freeze(model, job.train.freeze)
-    optimizer = _said(lambda: build_optimizer(job.optimizer, model), "optimizer")
+    optimizer = _explain_errors(lambda: build_optimizer(job.optimizer, model), "optimizer")
     if job.schedule:
         spec = job.schedule
-        schedule = _said(lambda: build(spec, optimizer, role="schedule"), "schedule")
+        schedule = _explain_errors(lambda: build(spec, optimizer, role="schedule"), "schedule")
         check_arguments(schedule.step, (), {}, f"schedule: {spec.call} is stepped without a value, but its step()")
     return model
 
 
-def _said(make: Callable[[], Any], role: str) -> Any:
-    """A constructor's own complaint about its arguments (`Invalid learning rate: -1`) is the user's to read."""
+def _explain_errors(make: Callable[[], Any], role: str) -> Any:
+    """Calls a constructor, and turns its error about an argument (`Invalid learning rate: -1`) into an `InputError`."""
     try:
         return make()
     except (TypeError, ValueError) as error:

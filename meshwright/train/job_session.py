@@ -1,5 +1,5 @@
-"""A job under a plan as a session. Apart from the job's parts: whoever only checks a job does without the engine, which
-takes a second to import."""
+"""Builds the session of a job under a plan. It is separate from build.py because importing `Session` takes a second,
+which checking a job does not need."""
 
 from collections.abc import Callable
 
@@ -11,42 +11,44 @@ from meshwright.call import bind, build
 from meshwright.errors import InputError
 from meshwright.job import Job
 from meshwright.launch.world import World
-from meshwright.parallel.apply import Fill
+from meshwright.parallel.apply import FillWeights
 from meshwright.parallel.check import needs_structure
-from meshwright.parallel.weights.deferred import materialize, problems, recorded
+from meshwright.parallel.weights.deferred import build_on_meta, find_unreproducible, materialize
 from meshwright.plan import Plan
 from meshwright.train.build import (
     build_data,
-    build_model,
+    build_initialized_model,
+    construct_model,
     freeze,
     frozen_modules,
-    make_model,
     sample_batch,
     schedule_unit,
 )
 from meshwright.train.session import Report, Session
-from meshwright.train.step.optimizer import optimizer_groups, optimizer_on
+from meshwright.train.step.optimizer import optimizer_for_parameters, optimizer_groups
 
-LARGE_BYTES = 2**30  # of weights, from which a rank does not build a model that it holds a part of
+# Size of the weights above which a rank that holds a part of a model does not build the whole model in memory.
+LARGE_BYTES = 2**30
 
 
 def build_session(job: Job, plan: Plan, world: World, report: Report) -> Session:
-    model, fill = _start(job, plan, world.device)
+    """The session of this rank. `report` is called with what the rank is doing, for its heartbeat."""
+    model, fill = _build_model(job, plan, world.device)
     groups = optimizer_groups(job.optimizer, model)
-    schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None
+    make_schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None
     if job.schedule:
         spec = job.schedule
 
-        def schedule(optimizer: torch.optim.Optimizer) -> LRScheduler:
+        def make_schedule(optimizer: torch.optim.Optimizer) -> LRScheduler:
             return build(spec, optimizer, role="schedule")
 
     return Session(
         model,
-        lambda parameters: optimizer_on(job.optimizer, groups, parameters),
+        lambda parameters: optimizer_for_parameters(job.optimizer, groups, parameters),
         loss=bind(job.loss, "loss") if job.loss else None,
         plan=plan,
         world=world,
-        make_schedule=schedule,
+        make_schedule=make_schedule,
         schedule_per=schedule_unit(job),
         clip_norm=job.train.clip_norm,
         seed=job.train.seed,
@@ -58,18 +60,19 @@ def build_session(job: Job, plan: Plan, world: World, report: Report) -> Session
     )
 
 
-def _start(job: Job, plan: Plan, device: torch.device) -> tuple[nn.Module, Fill | None]:
-    """A large model that the plan divides is built without memory, and every rank fills only its part of it."""
-    divided = plan.world_size > plan.axes.replicate and plan.stages_per_rank == 1
-    if not divided or plan.compute.layout != "contiguous" or job.train.weights:
-        return build_model(job), None
+def _build_model(job: Job, plan: Plan, device: torch.device) -> tuple[nn.Module, FillWeights | None]:
+    """The model and None; or, for a large model that the plan divides, the model on the meta device and a function that
+    fills in the weights of this rank's part once the plan has divided it."""
+    is_divided = plan.world_size > plan.axes.replicate and plan.stages_per_rank == 1
+    if not is_divided or plan.compute.layout != "contiguous" or job.train.weights:
+        return build_initialized_model(job), None
     seed = job.train.seed
     try:
-        model, recording = recorded(lambda: make_model(job), seed)
-    except InputError:  # its code wants real numbers
-        return build_model(job), None
+        model, recording = build_on_meta(lambda: construct_model(job), seed)
+    except InputError:  # the model's constructor reads values of tensors
+        return build_initialized_model(job), None
     size = sum(p.numel() * p.element_size() for p in model.parameters())
-    if size <= LARGE_BYTES or problems(model, recording):
-        return build_model(job), None
+    if size <= LARGE_BYTES or find_unreproducible(model, recording):
+        return build_initialized_model(job), None
     freeze(model, job.train.freeze)
     return model, lambda module, layouts: materialize(module, recording, layouts, seed, device)

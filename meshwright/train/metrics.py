@@ -1,15 +1,15 @@
-"""What an evaluation measures, and how the ranks' parts become one number.
+"""The metrics of an evaluation: ready ones, and how the values of batches and ranks become one number.
 
 A metric is called as `metric(output, target)` for every evaluated batch and returns one of
 
-- a pair (sum, count): the value is the sum of sums over the sum of counts;
-- a number: the batch's mean over its samples, averaged with the batch's samples as weight;
-- a tensor, where the metric also has `finish(total) -> float`: the tensors of all batches are added up and
-  `finish` turns the total into the value (a confusion matrix into mean IoU, say).
+- a pair (sum, count): the value is the sum of all sums divided by the sum of all counts;
+- a number: the mean over the batch's samples; the value is the average over batches, weighted by their sizes;
+- a tensor, if the metric also has a method `finish(total) -> float`: the tensors of all batches are added up, and
+  `finish` turns the total into the value (a confusion matrix into mean IoU, for example).
 
-One that compares samples with each other has a method `joined(across)`, as a loss may (loss.py).
+A metric that compares the samples of a batch with each other has a method `joined(across)`, as a loss may (loss.py).
 
-Everything is added in fp64 over batches and ranks, so the value is that of the whole evaluation set.
+Everything is added up in fp64 over batches and ranks, so the value is that of the whole evaluation set.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,35 +17,43 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from meshwright.errors import InputError
+from meshwright.train.torch_private import tree_map
 
 Metric = Callable[[Any, Any], Any]
 
 
 def accuracy(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The share of targets that the largest output names; a negative one, of a sample that was skipped, is none."""
+    """The fraction of samples whose largest output is at the target class. A negative target marks a sample that was
+    skipped, and is not counted."""
     return (output.argmax(dim=1) == target).sum(), (target >= 0).sum()
 
 
 def top_k(output: Tensor, target: Tensor, k: int = 5) -> tuple[Tensor, Tensor]:
-    """The share of targets that are among the k largest outputs, of all where there are fewer."""
-    named = output.topk(min(k, output.shape[1]), dim=1).indices
-    return (named == target.unsqueeze(1)).any(dim=1).sum(), (target >= 0).sum()
+    """The fraction of samples whose target class is among the k largest outputs, or among all when there are fewer."""
+    largest = output.topk(min(k, output.shape[1]), dim=1).indices
+    return (largest == target.unsqueeze(1)).any(dim=1).sum(), (target >= 0).sum()
 
 
 def mean_error(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    """The mean absolute difference."""
+    """The mean absolute error."""
     return (output - target).abs().double().sum(), target.numel()
 
 
+def compares_samples(function: Any) -> bool:
+    """Whether a loss or metric compares the samples of a global batch with each other, that is, has a method
+    `joined`."""
+    return hasattr(function, "joined")
+
+
 def without_rows(output: Any) -> Any:
+    """The output of a batch of no samples: the tensors in it without their rows."""
     return tree_map(lambda value: value[:0] if isinstance(value, Tensor) else value, output)
 
 
-class Tally:
-    """The running totals of an evaluation on one rank."""
+class MetricTotals:
+    """The running totals of the loss and the metrics of an evaluation, on one rank."""
 
     def __init__(self, metrics: Mapping[str, Metric], device: torch.device) -> None:
         self._metrics = metrics
@@ -53,15 +61,16 @@ class Tally:
         self._totals: dict[str, Tensor] = {}
 
     def add(self, output: Any, target: Any, samples: int) -> None:
-        """Of a batch without samples only those metrics hear that compare samples of all ranks: the others wait for
-        this one."""
+        """Adds the metrics of a batch. For a batch without samples only those metrics are computed that compare samples
+        of all ranks, since the other ranks wait for this one."""
         for name, metric in self._metrics.items():
             if samples:
                 self.add_value(name, metric(output, target), samples)
-            elif hasattr(metric, "joined"):
+            elif compares_samples(metric):
                 self.add_value(name, metric(without_rows(output), target), samples)
 
     def add_value(self, name: str, value: Any, samples: float | Tensor) -> None:
+        """Adds what a metric returned for a batch of so many samples."""
         if hasattr(self._metrics.get(name), "finish"):
             part = torch.as_tensor(value, device=self._device).double()
         elif isinstance(value, tuple | list) and len(value) == 2:
@@ -81,6 +90,7 @@ class Tally:
         return self._totals
 
     def finish(self, totals: Mapping[str, Tensor]) -> dict[str, float]:
+        """The values of the metrics, given the totals of all ranks."""
         values: dict[str, float] = {}
         for name, total in totals.items():
             finish = getattr(self._metrics.get(name), "finish", None)

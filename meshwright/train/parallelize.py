@@ -1,4 +1,5 @@
-"""`parallelize`: a session for people with their own loop, under torchrun, in ranks of ours, or alone."""
+"""`parallelize`: a session for a training loop of one's own, in ranks that torchrun, mpirun or srun started, or in a
+single process."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -28,15 +29,17 @@ def parallelize(
     timeout_s: float = 600,
     sample_batch: Any = None,
 ) -> Session:
-    """Puts a model under a plan; without one, every rank is a replica. A plan that splits or cuts the model wants to
-    see a batch of any size, `sample_batch`.
+    """A session that trains the model under a plan; without a plan, every rank is a replica.
 
-    `optimizer` is a template: its class, groups and options are made again, by parameter name, on the parallel
-    model, and the given object can no longer be stepped. `schedule` makes a schedule from the new optimizer.
+    `optimizer` is a template: the session rebuilds its class, groups and options, by parameter name, for the parallel
+    model, and the given object can no longer be stepped. `schedule` is called with the new optimizer and returns its
+    learning-rate schedule. `loss` is None for models that return their loss. `target` is the key of the target in
+    batches that are dicts. `sample_batch`, a batch of any size, is needed for plans that split or cut the model.
+    `timeout_s` is how long a rank waits for the others.
     """
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     world = join(kind, timeout_s)
-    # Names, not objects, link the template to the parallel model: a plan may replace parameters.
+    # The template is linked to the parallel model by names, since a plan may replace the parameters.
     names = {id(p): name for name, p in model.named_parameters()}
     session = Session(
         model,
@@ -55,7 +58,9 @@ def parallelize(
 
 
 def _mark_used(optimizer: torch.optim.Optimizer) -> None:
-    def used(*_: Any, **__: Any) -> NoReturn:
+    """Makes `step` of the template raise an error."""
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
         raise RuntimeError("this optimizer was a template for parallelize(): call session.step(batch) instead")
 
-    optimizer.step = used  # type: ignore[method-assign]
+    optimizer.step = refuse  # type: ignore[method-assign]

@@ -1,4 +1,5 @@
-"""`meshwright train`: checks the job, claims a run folder, starts the ranks, and brings home their result."""
+"""`meshwright train`: checks the job, locks a run folder, starts the ranks, waits for them, and returns their
+result."""
 
 import shutil
 import sys
@@ -7,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cluster.cluster import Cluster
-from meshwright.cluster.detect import check_here
+from meshwright.cluster.detect import check_is_local
 from meshwright.errors import InputError, Stopped
 from meshwright.job import Job
-from meshwright.launch.local.launch import Ranks, launch
+from meshwright.launch.local.launch import RankSettings, launch
 from meshwright.plan import Plan
 from meshwright.train.auto_precision import choose_precision
-from meshwright.train.check import check
-from meshwright.train.output.folder import claim, read_result, record
+from meshwright.train.check import check_job
+from meshwright.train.job_parts import JobParts
+from meshwright.train.output.folder import lock_run_folder, read_result, write_job_and_plan
 
-# cuBLAS is deterministic only with a workspace of its own, which it is told of before it starts.
+# cuBLAS is deterministic only with a fixed workspace, which must be set before a process initializes CUDA.
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
@@ -28,30 +30,35 @@ def train(
     predicted_step_s: float | None = None,
     recorded_steps: int = 0,
     note: str | None = None,
+    parts: JobParts | None = None,
 ) -> dict[str, Any]:
-    """Trains on this machine; returns the run's result as the command line's JSON has it. `note` is told to the user,
-    once it is known that the job can start."""
-    check_here(cluster)
-    chosen = choose_precision(plan, job, cluster)
-    if chosen.why:
-        print(chosen.why, file=sys.stderr, flush=True)
-    plan = chosen.plan
-    check(job, plan, cluster)
+    """Trains on this machine, and returns the result that `meshwright train --json` prints. `resume` is as in
+    `lock_run_folder`. `recorded_steps` is the number of first steps to record for `prove --against`. `note` is printed
+    once the job is known to be able to start. `parts` are those that planning the job has built; they are released."""
+    parts = parts or JobParts(job)
+    check_is_local(cluster)
+    choice = choose_precision(plan, job, cluster, parts)
+    if choice.reason:
+        print(choice.reason, file=sys.stderr, flush=True)
+    plan = choice.plan
+    check_job(job, plan, cluster, parts)
+    parts.release()
     if recorded_steps and plan.gradients.servers:
         raise InputError(
-            "--record writes down what ranks do together, which servers do for them: leave out one of both"
+            f"--record does not work with parameter servers, but plan.gradients.servers is {plan.gradients.servers}:"
+            " leave out --record, or set gradients.servers to 0"
         )
     output = Path(job.output)
-    absent = [path for path in (output, *output.parents) if not path.exists()]
-    claimed = claim(job, resume)
-    folder = claimed.folder
-    for line in filter(None, (claimed.note, note)):
+    new_folders = [path for path in (output, *output.parents) if not path.exists()]
+    locked_run = lock_run_folder(job, resume)
+    folder = locked_run.folder
+    for line in filter(None, (locked_run.note, note)):
         print(line, file=sys.stderr, flush=True)
-    record(folder, job, plan)
+    write_job_and_plan(folder, job, plan)
     threads = plan.compute.threads or max(1, cluster.cores // plan.world_size)
-    # Workers before servers: each of them may die alone, and the first server speaks.
+    # Ranks below `workers` can be restarted alone, and rank `workers`, the first server, prints for all.
     workers = plan.world_size if plan.gradients.servers else 0
-    ranks = Ranks(plan.processes, cluster.kind, threads, job.train.restarts, job.train.grace_s, workers, workers)
+    ranks = RankSettings(plan.processes, cluster.kind, threads, job.train.restarts, job.train.grace_s, workers, workers)
     try:
         launch(
             "meshwright.train.rank",
@@ -61,18 +68,18 @@ def train(
             DETERMINISTIC if job.train.deterministic else {},
         )
     except InputError:
-        if claimed.fresh and not folder.checkpoints.exists():
-            shutil.rmtree(folder.path)  # wrong input leaves nothing behind
-            with suppress(OSError):  # somebody else trains there by now
-                for path in absent:
+        if locked_run.is_new and not folder.checkpoints.exists():
+            shutil.rmtree(folder.path)  # wrong input leaves no files
+            with suppress(OSError):  # another run may have created a folder there
+                for path in new_folders:
                     path.rmdir()
         raise
     except Stopped:
         if read_result(folder) is None:
-            raise Stopped(f"{folder.path}: stopped before the end; the same command goes on with it") from None
+            raise Stopped(f"{folder.path}: stopped before the end; the same command resumes it") from None
     finally:
-        claimed.lock.close()
+        locked_run.lock.close()
     result = read_result(folder)
     if result is None:
-        raise Stopped(f"{folder.path}: the ranks were asked to stop; the same command goes on with it")
+        raise Stopped(f"{folder.path}: the ranks were told to stop; the same command resumes it")
     return {**result, "run": str(folder.path), "predicted_step_s": predicted_step_s}

@@ -1,4 +1,4 @@
-"""`Session`: a model under a plan, trained step by step, by the trainer or in a user's own loop."""
+"""`Session`: a model that is trained under a plan, step by step, by the trainer or in a user's own loop."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -11,47 +11,64 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from meshwright.batch import Example, split
+from meshwright.batch import ModelBatch, split_batch
 from meshwright.checkpoint.load import load
 from meshwright.checkpoint.manifest import verify
 from meshwright.checkpoint.save import save_at
 from meshwright.checkpoint.state import State, model_state, optimizer_state
-from meshwright.data.loading import Batch, Loading, Microbatch, Share, eval_batches, train_batches
-from meshwright.data.order import derive
+from meshwright.data.loading import Batch, LoadingOptions, Microbatch, SampleShare, eval_batches, train_batches
+from meshwright.data.order import derive_seed
 from meshwright.errors import InputError
 from meshwright.launch.world import World
-from meshwright.parallel.across import Across
-from meshwright.parallel.apply import Fill, apply
+from meshwright.parallel.apply import FillWeights, apply
 from meshwright.parallel.check import check_sparse
+from meshwright.parallel.gather_samples import GatherSamples
 from meshwright.parallel.mesh import data_group
 from meshwright.parallel.model import ParallelModel
 from meshwright.plan import Plan
-from meshwright.train.metrics import Metric, Tally
-from meshwright.train.step.batch import chunks, move, samples_in
-from meshwright.train.step.cuda_graphs import Graphs
-from meshwright.train.step.evaluation import Rounds, combine
-from meshwright.train.step.loss import Loss, LossFunction, check_joined, join, models_own, understand
+from meshwright.train.metrics import Metric, MetricTotals, compares_samples
+from meshwright.train.step.batch import move_to_device, samples_in, split_into_microbatches
+from meshwright.train.step.cuda_graphs import StepGraphs
+from meshwright.train.step.evaluation import EvaluationBatches, combine_totals
+from meshwright.train.step.forward_backward import ForwardBackward
+from meshwright.train.step.loss import (
+    Loss,
+    LossFunction,
+    check_sample_comparison,
+    classify_loss,
+    loss_from_model,
+    over_all_ranks,
+)
 from meshwright.train.step.loss_scale import LossScale
-from meshwright.train.step.mean import Mean
-from meshwright.train.step.optimizer import fuse
+from meshwright.train.step.optimizer import use_fused_kernels
 
-Report = Callable[[str], None]
-Parameters = Mapping[str, nn.Parameter]  # those that this rank holds, by the untouched model's names
+Report = Callable[[str], None]  # called with what the rank is doing, for its heartbeat
+Parameters = Mapping[str, nn.Parameter]  # those that this rank holds, by their names in the original model
 MakeOptimizer = Callable[[Parameters], torch.optim.Optimizer]
 MakeSchedule = Callable[[torch.optim.Optimizer], LRScheduler]
 
 
-class Updater(Protocol):
-    """Takes a step's gradients where the optimizer lives elsewhere, and leaves new weights. They are a sum over the
-    session's own samples, which `session.count` goes with. Returns whether there was a step, and the mean loss."""
+class RemoteOptimizer(Protocol):
+    """An optimizer in another process, which replaces the session's own. `share` is this session's share of each global
+    batch."""
 
-    share: Share  # of each global batch
+    share: SampleShare
 
-    def update(self, session: "Session", loss_sum: Tensor) -> tuple[bool, Tensor]: ...
+    def update(self, session: "Session", loss_sum: Tensor) -> tuple[bool, Tensor]:
+        """Sends the session's gradients and puts the new weights into its model. Gradients and `loss_sum` are sums over
+        the session's samples, to be divided by `session.target_count`. Returns whether the optimizer made a step, and
+        the mean loss."""
+        ...
 
 
 class Session:
-    """Holds what changes while training: weights, optimizer, schedule, and the position in the data."""
+    """The state of a training: weights, optimizer, schedule, number of steps, and position in the data.
+
+    `steps` is the number of steps so far, and `position` the epoch and batch that come next. `parts` is the number of
+    fixed parts of a data set that is divided by sample, or None. `gradient_norm` is that of the last step before
+    clipping, or None when nothing clips. `on_gradients` is called in each step when the gradients are complete, before
+    they are clipped.
+    """
 
     def __init__(
         self,
@@ -67,16 +84,18 @@ class Session:
         seed: int = 0,
         target: str | None = None,
         frozen: tuple[str, ...] = (),
-        report: Report = lambda doing: None,
+        report: Report = lambda activity: None,
         sample: Any = None,
-        fill: Fill | None = None,
+        fill: FillWeights | None = None,
     ) -> None:
-        """`sample` is a batch, which only plans that split or cut the model want to see; `fill` gives a model on the
-        meta device its weights, once a plan has divided it."""
+        """`make_optimizer` is called with the parameters that this rank holds. `target` is the key of the target in
+        batches that are dicts. `frozen` are names of modules that stay in evaluation mode. `sample` is a batch of any
+        size, which only plans that split or cut the model need. `fill` gives a model on the meta device its weights
+        once the plan has divided it."""
         if plan.gradients.servers:
             raise InputError(
-                f"the plan ({plan.summary()}) has parameter servers, which `meshwright train` starts beside the"
-                " workers: take it there, or set gradients.servers to 0"
+                f"the plan ({plan.summary()}) has parameter servers, which only `meshwright train` starts: use that"
+                " command, or set gradients.servers to 0"
             )
         self.plan = plan
         self.world = world
@@ -85,45 +104,46 @@ class Session:
         self._parallel = apply(plan, model, world.device, world.size, sample, target, fill)
         self.optimizer = make_optimizer(self._parallel.parameters())
         if plan.compute.fused_optimizer:
-            fuse(self.optimizer)
+            use_fused_kernels(self.optimizer)
         self.loss_scale = LossScale(world.device, world.size) if plan.numerics.precision == "fp16" else None
         self.schedule = make_schedule(self.optimizer) if make_schedule else None
         self._schedule_per = schedule_per
-        self._loss: Loss = understand(loss) if loss else models_own()
-        check_joined(self._loss, plan)
-        others = data_group(self._parallel.mesh, plan)
-        self._across = Across(others) if others is not None else None
-        self._loss = replace(self._loss, function=join(self._loss.function, self._across))
+        self._loss: Loss = classify_loss(loss) if loss else loss_from_model()
+        check_sample_comparison(self._loss, plan)
+        data_ranks = data_group(self._parallel.mesh, plan)
+        self._gather_samples = GatherSamples(data_ranks) if data_ranks is not None else None
+        self._loss = replace(self._loss, function=over_all_ranks(self._loss.function, self._gather_samples))
         self._clip_norm = clip_norm
         self._target = target
         self._frozen = frozen
         self._report = report
-        self.updater: Updater | None = None
-        self.on_gradients: Callable[[], None] | None = None  # called once a step's gradients are whole
-        self.gradient_norm: Tensor | None = None  # of the last step, before clipping; None where nothing clips
-        # Only what one rank does alone is recorded here; compiled blocks bring their own graphs.
-        recorded = plan.compute.cuda_graphs and plan.compute.compile == "none" and world.device.type == "cuda"
-        self._graphs = Graphs(self._forward_backward, list(self.module.parameters())) if recorded else None
-        self._mean = Mean(self._parallel, self._loss, self.loss_scale, report)
-        self.parts: int | None = None  # of a data set that is divided by sample
+        self.remote_optimizer: RemoteOptimizer | None = None
+        self.on_gradients: Callable[[], None] | None = None
+        self.gradient_norm: Tensor | None = None
+        # Captures whole steps of one rank; compiled blocks have CUDA graphs of their own.
+        captures = plan.compute.cuda_graphs and plan.compute.compile == "none" and world.device.type == "cuda"
+        self._graphs = StepGraphs(self._run_forward_backward, list(self.module.parameters())) if captures else None
+        self._forward_backward = ForwardBackward(self._parallel, self._loss, self.loss_scale, report)
+        self.parts: int | None = None
         self.steps = 0
-        self.position = (0, 0)  # the epoch and batch that come next
+        self.position = (0, 0)
         self._train_mode()
 
     @property
     def module(self) -> nn.Module:
-        """The caller's model with the trained weights in it, or this rank's part of it."""
+        """The caller's model with the trained weights, or this rank's part of it."""
         return self._parallel.module
 
     @property
     def parallel(self) -> ParallelModel:
-        """For those who look on: where this rank stands, and how the plan has divided the model."""
+        """The model as the plan has divided it, and this rank's position in the mesh."""
         return self._parallel
 
     @property
-    def count(self) -> Tensor | float:
-        """Of the last step's targets, where an updater divides by it; 0: by nothing."""
-        return self._mean.count
+    def target_count(self) -> Tensor | float:
+        """What a remote optimizer divides the last step's gradients by: the number of targets, or 0 for a sum that is
+        not divided."""
+        return self._forward_backward.count
 
     # ---- training
 
@@ -132,17 +152,17 @@ class Session:
         dataset: Any,
         epochs: int | None = None,
         global_batch: int = 128,
-        loading: Loading | None = None,
+        loading: LoadingOptions | None = None,
         drop_last: bool = False,
     ) -> Iterator[Batch]:
-        """This rank's part of every global batch, from the session's position on."""
+        """This rank's share of every global batch, from the session's position on."""
         if global_batch < self.plan.shares:
             raise InputError(
                 f"train.global_batch is {global_batch}, fewer than the {self.plan.data_ranks} ranks × "
                 f"{self.plan.microbatches} microbatches of the plan: raise it or use fewer ranks"
             )
-        loading = loading or Loading()
-        if loading.partition == "sample":  # a run keeps its parts, whoever goes on with it
+        loading = loading or LoadingOptions()
+        if loading.partition == "sample":  # a run that is resumed on other ranks keeps its parts
             self.parts = self.parts or loading.parts or self._share().ranks
             loading = replace(loading, parts=self.parts)
         return train_batches(
@@ -158,42 +178,43 @@ class Session:
         )
 
     def step(self, batch: Any) -> Tensor:
-        """One optimizer step on a `Batch` of ours, or on this rank's share of a global batch as any loader
-        gives it. Returns the mean loss of the global batch, the same on every rank."""
-        # Randomness is a function of (seed, step, samples): evaluations and restarts leave no trace in it, and ranks
-        # that hold copies of the same activations drop the same of them.
-        _seed_all(derive(self.seed, "step", self.steps, self._share().rank), self.world.device)
-        if self._parallel.local:
-            self._parallel.local.begin(self.steps)
+        """Makes one optimizer step on a `Batch` that `batches` yielded, or on this rank's share of a global batch from
+        another loader. Returns the mean loss of the global batch, which is the same on every rank."""
+        # Random numbers depend only on the seed, the step and the data rank: neither evaluations nor restarts change
+        # them,
+        # and ranks that hold copies of the same activations use the same dropout masks.
+        _seed_all(derive_seed(self.seed, "step", self.steps, self._share().rank), self.world.device)
+        if self._parallel.local_steps:
+            self._parallel.local_steps.before_step(self.steps)
         self.optimizer.zero_grad(set_to_none=True)
-        ours = isinstance(batch, Batch)
-        parts = batch.parts if ours else self._microbatches(batch)
-        examples = [(self._example(part.data, part.width), part.samples) for part in parts]
+        has_position = isinstance(batch, Batch)
+        microbatches = batch.microbatches if has_position else self._microbatches(batch)
+        examples = [(self._example(part.data, part.width), part.samples) for part in microbatches]
         if self.plan.axes.pipeline > 1:
-            # A short batch has fewer microbatches than the schedule: the last one is borrowed, and counts for nothing.
+            # A short batch has fewer microbatches than the schedule needs: the last one is repeated with weight 0.
             examples += [(examples[-1][0], 0)] * (self.plan.microbatches - len(examples))
-        samples = batch.samples if ours else None
+        samples = batch.samples if has_position else None
         if self._graphs is not None:
             loss = self._graphs(examples, samples, self.loss_scale.value if self.loss_scale else None)
         else:
-            loss = self._forward_backward(examples, samples)
+            loss = self._run_forward_backward(examples, samples)
         self._report("optimizer")
-        if self.updater is None:
+        if self.remote_optimizer is None:
             stepped = self._update()
         else:
-            stepped, loss = self.updater.update(self, loss)
-        if self._parallel.local:
-            self._parallel.local.end()
+            stepped, loss = self.remote_optimizer.update(self, loss)
+        if self._parallel.local_steps:
+            self._parallel.local_steps.after_step()
         self.steps += 1
-        if ours:
+        if has_position:
             self.position = (batch.epoch + 1, 0) if batch.last else (batch.epoch, batch.index + 1)
-        # One that counts steps counts those of the optimizer; epochs pass all the same.
-        if self.schedule and (stepped if self._schedule_per == "step" else ours and batch.last):
+        # A schedule per step counts the optimizer's steps, and not the ones that fp16 skipped.
+        if self.schedule and (stepped if self._schedule_per == "step" else has_position and batch.last):
             self.schedule.step()
         return loss
 
     def _update(self) -> bool:
-        """The optimizer's step; False where it was left out, since fp16 was too small for a gradient."""
+        """Makes the optimizer's step. Returns False when it was skipped because a gradient was not finite in fp16."""
         if self.loss_scale and not self.loss_scale.unscale_(self.module.parameters()):
             return False
         if self.on_gradients is not None:
@@ -203,8 +224,8 @@ class Session:
         self.optimizer.step()
         return True
 
-    def _forward_backward(self, examples: list[tuple[Example, int]], global_samples: int | None) -> Tensor:
-        return self._mean(examples, global_samples, served=self.updater is not None)
+    def _run_forward_backward(self, examples: list[tuple[ModelBatch, int]], global_samples: int | None) -> Tensor:
+        return self._forward_backward(examples, global_samples, divide=self.remote_optimizer is None)
 
     # ---- evaluation
 
@@ -213,59 +234,67 @@ class Session:
         dataset: Any,
         metrics: Mapping[str, Metric] | None = None,
         batch: int = 128,
-        loading: Loading | None = None,
+        loading: LoadingOptions | None = None,
         interrupted: Callable[[], bool] = lambda: False,
     ) -> dict[str, float] | None:
-        """The loss and the metrics over every sample once, the same on every rank.
+        """The loss and the metrics over the whole data set, each sample counted once. They are the same on every rank.
 
-        `interrupted` is asked before each batch; where any rank says yes, all give up and return None.
+        `interrupted` is called before each batch. When it returns True on any rank, all ranks stop and return None.
         """
-        tally, gave_up = self.tallied(dataset, metrics, batch, loading, interrupted)
+        totals, gave_up = self.evaluate_share(dataset, metrics, batch, loading, interrupted)
         self._report("evaluate (combining)")
-        return combine(tally, gave_up, self.world.size)
+        return combine_totals(totals, gave_up, self.world.size)
 
-    def tallied(
+    def evaluate_share(
         self,
         dataset: Any,
         metrics: Mapping[str, Metric] | None,
         batch: int,
-        loading: Loading | None,
+        loading: LoadingOptions | None,
         interrupted: Callable[[], bool],
-        share: Share | None = None,
-    ) -> tuple[Tally, bool]:
-        """This rank's part of an evaluation, or that `share` of it; and whether it was given up."""
+        share: SampleShare | None = None,
+    ) -> tuple[MetricTotals, bool]:
+        """The totals of this rank's share of an evaluation, or of another `share`; and whether it was interrupted."""
         self._report("evaluate")
         self._parallel.align_buffers()
         self._parallel.train(False)
-        joined = self._loss.kind == "joined" or any(hasattr(metric, "joined") for metric in (metrics or {}).values())
-        own_metrics = {name: join(metric, self._across) for name, metric in (metrics or {}).items()}
-        tally = Tally(own_metrics, self.world.device)
+        metrics = metrics or {}
+        any_compares = self._loss.kind == "compares_samples" or any(map(compares_samples, metrics.values()))
+        metrics = {name: over_all_ranks(metric, self._gather_samples) for name, metric in metrics.items()}
+        totals = MetricTotals(metrics, self.world.device)
         share = share or self._share()
-        own = eval_batches(dataset, batch=max(1, batch // share.ranks), share=share, loading=loading or Loading())
-        together = self._parallel.in_step or share.ranks < self.world.size or (joined and self.world.size > 1)
-        rounds = Rounds(own, interrupted, together)
-        with torch.no_grad():  # not inference_mode: what a model caches in here, training could not use
-            for part in rounds:
+        local = eval_batches(
+            dataset, batch=max(1, batch // share.ranks), share=share, loading=loading or LoadingOptions()
+        )
+        same_count = (
+            self._parallel.needs_equal_batch_counts
+            or share.ranks < self.world.size
+            or (any_compares and self.world.size > 1)
+        )
+        batches = EvaluationBatches(local, interrupted, same_count)
+        with torch.no_grad():  # not inference_mode, whose tensors training could not use if the model caches one
+            for part in batches:
                 example = self._example(part.data, part.width)
                 output = self._parallel.evaluate(example)
-                if not self._parallel.place.speaks or not (part.samples or joined):
+                if not self._parallel.position.reports_loss or not (part.samples or any_compares):
                     continue
                 term = self._loss.term(output, example.target, part.samples)
                 count = self._loss.count(example.target, part.samples)
-                tally.add_value("loss", (term.sum, count if term.own_count is None else term.own_count), part.samples)
-                tally.add(output, example.target, part.samples)
+                count = count if term.returned_count is None else term.returned_count
+                totals.add_value("loss", (term.sum, count), part.samples)
+                totals.add(output, example.target, part.samples)
         self._train_mode()
-        return tally, rounds.gave_up
+        return totals, batches.gave_up
 
     # ---- weights and checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Full, ordinary weights that load into the untouched model; all ranks ask together."""
+        """The full weights, as plain tensors that load into the original model. All ranks must call this together."""
         self._parallel.align_buffers()
         return self._parallel.full_state()
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """The whole gradients by name, once `on_gradients` is called; all ranks ask together."""
+        """The full gradients by name, to be called inside `on_gradients`, by all ranks together."""
         return self._parallel.full_gradients()
 
     def state(self) -> State:
@@ -275,68 +304,73 @@ class Session:
         schedule = self.schedule.state_dict() if self.schedule else None
         return {
             **model_state(self.module, self._parallel.layouts),
-            **optimizer_state(self.module, self.optimizer, *self._parallel.division),
+            **optimizer_state(self.module, self.optimizer, *self._parallel.weight_division),
             "schedule": schedule,
             "loss_scale": self.loss_scale.state_dict() if self.loss_scale else None,
         }
 
     def about(self) -> dict[str, Any]:
-        """What a checkpoint's manifest says: the position, and the seed that with the step makes all
-        randomness."""
-        said = {"step": self.steps, "position": list(self.position), "seed": self.seed}
-        return said | ({"parts": self.parts} if self.parts else {})
+        """What a checkpoint's manifest says: the step, the position, and the seed, which with the step determines all
+        random numbers."""
+        about = {"step": self.steps, "position": list(self.position), "seed": self.seed}
+        return about | ({"parts": self.parts} if self.parts else {})
 
     def save(self, path: str | Path) -> Path:
-        """A whole checkpoint in the folder `path`; all ranks call it."""
+        """Writes a checkpoint to the folder `path`, and returns it. All ranks must call this together."""
         return save_at(self.state(), Path(path), self.steps, self.about())
 
     def load(self, path: str | Path) -> None:
-        """Goes on from a checkpoint of this or of any other plan."""
+        """Resumes from a checkpoint, which may have been written under another plan."""
         manifest = verify(Path(path))
         self.restore(Path(path), manifest.about)
 
     def restore(self, path: Path, about: Mapping[str, Any]) -> None:
-        """`load` for a checkpoint that has been verified."""
+        """Resumes from a checkpoint that has been verified, and whose manifest says `about`."""
         self._parallel.reshard()
-        objects = load(path, self.module, self.optimizer, *self._parallel.division)
+        objects = load(path, self.module, self.optimizer, *self._parallel.weight_division)
         if self.schedule and objects["schedule"] is not None:
             self.schedule.load_state_dict(objects["schedule"])
         if self.loss_scale and objects.get("loss_scale"):
             self.loss_scale.load_state_dict(objects["loss_scale"])
         if self.plan.compute.fused_optimizer:
-            fuse(self.optimizer)  # the saved run may not have been
+            use_fused_kernels(self.optimizer)  # the saved state may be of an optimizer that was not fused
         self.steps = int(about["step"])
-        self.seed = int(about["seed"])  # the order and the randomness to come are the saved run's
+        self.seed = int(about["seed"])  # order and random numbers continue as in the saved run
         self.position = (int(about["position"][0]), int(about["position"][1]))
         self.parts = int(about["parts"]) if about.get("parts") else None
 
-    # ---- parts
+    # ---- batches
 
-    def _share(self) -> Share:
-        if self.updater is not None:
-            return self.updater.share
-        place = self._parallel.place
-        return Share(place.data_rank, self.plan.data_ranks, place.tensor, self.plan.axes.tensor)
+    def _share(self) -> SampleShare:
+        if self.remote_optimizer is not None:
+            return self.remote_optimizer.share
+        place = self._parallel.position
+        return SampleShare(place.data_rank, self.plan.data_ranks, place.tensor, self.plan.axes.tensor)
 
-    def _example(self, data: Any, width: int | None) -> Example:
-        """`width` of the whole input, where the data has only this rank's columns of it."""
+    def _example(self, data: Any, width: int | None) -> ModelBatch:
+        """The batch on the device, as the model takes it. `width` is that of the whole input when the data has only
+        this rank's columns of it, and None otherwise."""
         channels_last = self.plan.compute.layout == "channels_last"
-        moved = move(data, self.world.device, channels_last=channels_last)
-        example = split(moved, self._target)
-        return example if width is None else self._parallel.with_columns(example, width)
+        moved = move_to_device(data, self.world.device, channels_last=channels_last)
+        example = split_batch(moved, self._target)
+        return example if width is None else self._parallel.with_input_columns(example, width)
 
     def _microbatches(self, data: Any) -> list[Microbatch]:
-        return [Microbatch(chunk, samples_in(chunk)) for chunk in chunks(data, self.plan.microbatches)]
+        """A batch from another loader, cut into the microbatches of the plan."""
+        microbatches = split_into_microbatches(data, self.plan.microbatches)
+        return [Microbatch(microbatch, samples_in(microbatch)) for microbatch in microbatches]
 
     def _train_mode(self) -> None:
-        """Frozen modules stay in evaluation mode: neither their weights nor their statistics change."""
+        """Puts the model into training mode. Frozen modules stay in evaluation mode, so that neither their weights nor
+        their running statistics change."""
         self._parallel.train()
         for name in self._frozen:
             self.module.get_submodule(name).eval()
 
 
 def _seed_all(seed: int, device: torch.device) -> None:
-    """As `torch.manual_seed`, for the devices in use: on the others that remembers every call, with its stack."""
+    """Seeds all random generators of this process. Unlike `torch.manual_seed`, which on a CUDA device that is not
+    initialized stores every call with its stack, it seeds only the device in use."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)

@@ -1,4 +1,11 @@
-"""`Trainer`: runs a job's session from its newest checkpoint to its end: steps, evaluations, checkpoints, logs."""
+"""`Trainer`: runs a job on one rank, from its newest checkpoint to its end: steps, evaluations, checkpoints and logs.
+Every rank of a run has one.
+
+When a rank dies inside a save: checkpoint/save.py writes a checkpoint under a temporary name and renames it when it is
+complete, so the half-written one never counts (its docstring lists every case); launch/local stops the other ranks and
+starts all of them again; and `_resume` below removes the half-written one (`clear_unfinished`) and continues from the
+newest valid checkpoint.
+"""
 
 import json
 import math
@@ -12,67 +19,74 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.checkpoint.load import newest_good
+from meshwright.checkpoint.load import find_newest_valid
 from meshwright.checkpoint.save import clear_unfinished, prune, save
-from meshwright.data.evenness import labels_of, told_of_parts
 from meshwright.data.loading import Batch
-from meshwright.data.mapped import division_of
-from meshwright.data.partition import ByPart, Partition
+from meshwright.data.mapped import make_partition
+from meshwright.data.part_balance import describe_parts, labels_of
+from meshwright.data.partition import Partition, PartPartition
 from meshwright.job import Job
+from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.output import terminal
-from meshwright.launch.place import Place
 from meshwright.launch.signals import StopRequest
 from meshwright.launch.world import World
-from meshwright.train.agreement import StopAgreement
 from meshwright.train.build import build_data, build_loading, build_metrics
 from meshwright.train.output.folder import RunFolder, write_text
-from meshwright.train.output.metrics_log import Logbook, finite
-from meshwright.train.output.progress import Display, Silent, describe_metrics, display
-from meshwright.train.output.recording import recording
-from meshwright.train.output.throughput import Meter
-from meshwright.train.stepping import Stepping
+from meshwright.train.output.metrics_log import MetricsLog, finite_or_none
+from meshwright.train.output.progress import Display, SilentDisplay, describe_metrics, make_display
+from meshwright.train.output.recording import record_steps
+from meshwright.train.output.throughput import ThroughputMeter
+from meshwright.train.step_runner import StepRunner
+from meshwright.train.stop_agreement import StopAgreement
 
 LOWER_IS_BETTER = ("loss", "error", "perplexity")
 
 
 @dataclass(frozen=True)
-class Best:
+class BestCheckpoint:
+    """The step of the best checkpoint, and its value of the metric `checkpoint.best`."""
+
     step: int
     value: float
 
 
 class Trainer:
+    """The training loop of one rank. Only rank 0 prints, logs and writes the result; all ranks save checkpoints
+    together."""
+
     def __init__(
-        self, job: Job, session: Stepping, world: World, folder: RunFolder, place: Place, record: int = 0
+        self,
+        job: Job,
+        session: StepRunner,
+        world: World,
+        folder: RunFolder,
+        heartbeat: Heartbeat,
+        recorded_steps: int = 0,
     ) -> None:
-        """`record`: so many of the first steps are written down, for `prove --against`."""
+        """`recorded_steps` is the number of first steps to record for `prove --against`."""
         self.job = job
         self.session = session
         self.world = world
         self.folder = folder
-        self.place = place
+        self.heartbeat = heartbeat
         self.train_set, self.eval_set = build_data(job)
         self.loading = build_loading(job, world.device)
         self.metrics = build_metrics(job)
-        self.meter = Meter()
+        self.meter = ThroughputMeter()
         self.last_loss: Tensor | None = None
-        self.evaluated: tuple[int, dict[str, float]] | None = None  # the step, and what was measured
+        self.last_evaluation: tuple[int, dict[str, float]] | None = None  # the step and the metrics
         self.saved_step: int | None = None
-        self.best: Best | None = None
-        self.warned = False
-        self.record = record
+        self.best: BestCheckpoint | None = None
+        self.warned_of_loss = False
+        self.recorded_steps = recorded_steps
 
     def run(self, stop: StopRequest) -> bool:
-        """Trains to the end, or until a stop was asked for; says which."""
-        resumed = self._resume()
-        speaks = self.world.rank == 0
-        log = self.job.log
-        known = self._evaluated_now()
-        self.logbook = Logbook(self.folder, self.session.steps, log.tensorboard, known) if speaks else None
-        self.display: Display = display(terminal(), self.total_steps(), self.session.steps) if speaks else Silent()
+        """Trains to the end, or until a stop is requested. Returns whether the run is finished."""
+        start_message = self._resume()
+        self._open_outputs()
         try:
-            self.display.line(resumed)
-            for line in self._told_of_parts():
+            self.display.line(start_message)
+            for line in self._describe_data_parts():
                 self.display.line(line)
             finished = self._train(stop)
             if finished:
@@ -82,28 +96,39 @@ class Trainer:
             return finished
         finally:
             self.display.close()
-            if self.logbook:
-                self.logbook.close()
+            if self.metrics_log:
+                self.metrics_log.close()
 
-    def _told_of_parts(self) -> list[str]:
-        """How even fixed parts of the data set are."""
+    def _open_outputs(self) -> None:
+        """Opens the metrics log and the progress display on rank 0."""
+        self.metrics_log: MetricsLog | None = None
+        self.display: Display = SilentDisplay()
+        if self.world.rank == 0:
+            steps, tensorboard = self.session.steps, self.job.log.tensorboard
+            self.metrics_log = MetricsLog(self.folder, steps, tensorboard, self._is_evaluated())
+            self.display = make_display(terminal(), self.total_steps(), steps)
+
+    def _describe_data_parts(self) -> list[str]:
+        """Lines that say how evenly the fixed parts of the data set are filled; empty when it is not divided by
+        sample."""
         if not hasattr(self.train_set, "__len__"):
             return []
-        division = self._division(len(self.train_set))
-        return told_of_parts(division, labels_of(self.train_set)) if isinstance(division, ByPart) else []
+        partition = self._partition(len(self.train_set))
+        return describe_parts(partition, labels_of(self.train_set)) if isinstance(partition, PartPartition) else []
 
     def total_steps(self) -> int | None:
-        """How many steps the job takes; None for streams that do not know their length."""
+        """Number of steps of the whole job; None for streams of unknown length when the job counts epochs only."""
         train = self.job.train
         if train.epochs is None or not hasattr(self.train_set, "__len__"):
             return train.steps
-        per_epoch = self._division(len(self.train_set)).batches
+        per_epoch = self._partition(len(self.train_set)).batches
         return min(train.epochs * per_epoch, train.steps or train.epochs * per_epoch)
 
-    def _division(self, size: int) -> Partition:
+    def _partition(self, size: int) -> Partition:
+        """How a data set of this size is divided into batches and among ranks."""
         train, ranks = self.job.train, self.session.plan.data_ranks
         loading = replace(self.loading, parts=self.session.parts or self.loading.parts)
-        return division_of(size, train.global_batch, ranks, loading, train.seed, self.job.data.drop_last)
+        return make_partition(size, train.global_batch, ranks, loading, train.seed, self.job.data.drop_last)
 
     # ---- the loop
 
@@ -118,13 +143,13 @@ class Trainer:
         batches = self.session.batches(
             self.train_set, train.epochs, train.global_batch, self.loading, self.job.data.drop_last
         )
-        recorded = self.record if self.session.steps == 0 else 0  # a run that goes on has its first steps behind it
-        with closing(batches), recording(self.session, self.folder.record, recorded) as step:  # type: ignore[type-var]
-            self.place.at(self.session.steps, "data")
+        recorded = self.recorded_steps if self.session.steps == 0 else 0  # a resumed run has had its first steps
+        with closing(batches), record_steps(self.session, self.folder.record, recorded) as step:  # type: ignore[type-var]
+            self.heartbeat.update(self.session.steps, "data")
             for batch in batches:
-                agreement.ask()
+                agreement.start()
                 self.last_loss = step(batch)
-                self.place.finish_step()
+                self.heartbeat.finish_step()
                 self.meter.step(batch.samples)
                 self.display.advance(self.session.steps)
                 self._log(batch)
@@ -133,28 +158,29 @@ class Trainer:
                     return False
                 if self._save_due():
                     self._save()
-                if agreement.answer():
+                if agreement.result():
                     self._save()
                     return False
                 if self._at_end():
                     break
-                self.place.at(self.session.steps, "data")
+                self.heartbeat.update(self.session.steps, "data")
         return True
 
     def _finish(self) -> None:
-        """Measures and saves the end, and writes the result, which marks the run as finished."""
-        if self.eval_set is not None and not self._evaluated_now():
+        """Evaluates and saves the final weights, and writes the result, which marks the run as finished."""
+        if self.eval_set is not None and not self._is_evaluated():
             self._evaluate(None)
         self._save()
-        self.place.at(self.session.steps, "result")
+        self.heartbeat.update(self.session.steps, "result")
         peak = self._peak_memory_bytes()
         loss = None if self.last_loss is None else float(self.last_loss)
+        metrics = self.last_evaluation[1] if self.last_evaluation else {}
         if self.world.rank == 0:
             result = {
                 "run": str(self.folder.path),
                 "steps": self.session.steps,
-                "loss": finite(loss),
-                "metrics": {k: finite(v) for k, v in self.evaluated[1].items()} if self.evaluated else {},
+                "loss": finite_or_none(loss),
+                "metrics": {name: finite_or_none(value) for name, value in metrics.items()},
                 "samples_per_s": self.meter.samples_per_s,
                 "restarts": self.world.attempt,
                 "predicted_step_s": None,
@@ -178,21 +204,21 @@ class Trainer:
         if steps % self.job.log.every_steps and not self._at_end():
             return
         loss = float(self.last_loss)
-        rate = self.meter.read()
+        rate = self.meter.end_window()
         self.display.step(steps, loss, rate)
-        if not math.isfinite(loss) and not self.warned:
-            self.warned = True
+        if not math.isfinite(loss) and not self.warned_of_loss:
+            self.warned_of_loss = True
             self.display.line(f"the loss is {loss} since step {steps} at the latest: lower the learning rate or clip")
-        assert self.logbook is not None
+        assert self.metrics_log is not None
         values = {"loss": loss, "lr": self.session.optimizer.param_groups[0]["lr"], "samples_per_s": rate}
-        self.logbook.write("train", steps, batch.epoch, values)
+        self.metrics_log.write("train", steps, batch.epoch, values)
 
     # ---- evaluation
 
     def _evaluation_due(self, batch: Batch | None) -> bool:
-        """After every so many steps or every epoch, and at the end. `batch` is None where a run is taken up: the
-        evaluation of the step it was saved at may have been cut short."""
-        if self.eval_set is None or self._evaluated_now() or self.session.steps == 0:
+        """Whether to evaluate now: after every `eval_every_steps` steps or every epoch, and at the end. `batch` is None
+        when a run is resumed, since the evaluation of the step that was saved may have been interrupted."""
+        if self.eval_set is None or self._is_evaluated() or self.session.steps == 0:
             return False
         if self._at_end():
             return True
@@ -201,11 +227,12 @@ class Trainer:
             return self.session.steps % every == 0
         return batch.last if batch else self.session.position[1] == 0
 
-    def _evaluated_now(self) -> bool:
-        return self.evaluated is not None and self.evaluated[0] == self.session.steps
+    def _is_evaluated(self) -> bool:
+        """Whether the current step has been evaluated."""
+        return self.last_evaluation is not None and self.last_evaluation[0] == self.session.steps
 
     def _evaluate(self, stop: StopRequest | None) -> bool:
-        """False where it was given up because a stop was asked for."""
+        """Evaluates. Returns False when a stop request interrupted it."""
         self.meter.pause()
         values = self.session.evaluate(
             self.eval_set,
@@ -217,18 +244,19 @@ class Trainer:
         if values is None:
             return False
         step = self.session.steps
-        self.evaluated = (step, values)
+        self.last_evaluation = (step, values)
         self.display.line(f"evaluation after step {step}: {describe_metrics(values)}")
-        if self.logbook:
+        if self.metrics_log:
             epoch = self.session.position[0]
-            self.logbook.write("eval", step, epoch, dict(values))
+            self.metrics_log.write("eval", step, epoch, dict(values))
         name = self.job.checkpoint.best
         if name and self._is_better(values[name]):
-            self.best = Best(step, values[name])
+            self.best = BestCheckpoint(step, values[name])
             self._save()
         return True
 
     def _is_better(self, value: float) -> bool:
+        """Whether a value of the metric `checkpoint.best` is better than that of the best checkpoint."""
         if math.isnan(value):
             return False
         if self.best is None:
@@ -244,72 +272,74 @@ class Trainer:
         return every is not None and self.session.steps % every == 0
 
     def _save(self) -> None:
+        """Saves a checkpoint of the current step, unless there is one, and removes old ones."""
         step = self.session.steps
         if self.saved_step == step:
             return
         self.meter.pause()
-        self.place.at(step, "save")
+        self.heartbeat.update(step, "save")
         about = {
             **self.session.about(),
             "plan": self.session.plan.model_dump(),
             "loss": None if self.last_loss is None else float(self.last_loss),
-            "evaluated": list(self.evaluated) if self.evaluated else None,
+            "evaluated": list(self.last_evaluation) if self.last_evaluation else None,
             "best": [self.best.step, self.best.value] if self.best else None,
         }
         path = save(self.session.state(), self.folder.checkpoints, step, about)
         self.saved_step = step
         if self.world.rank == 0:
-            best = self.folder.checkpoints / "best"
+            best_link = self.folder.checkpoints / "best"
             if self.best and self.best.step == step:
-                _link(best, path.name)
-            kept = best.readlink().name if best.is_symlink() else None
-            prune(self.folder.checkpoints, self.job.checkpoint.keep, path.name, kept)
+                _replace_link(best_link, path.name)
+            best_name = best_link.readlink().name if best_link.is_symlink() else None
+            prune(self.folder.checkpoints, self.job.checkpoint.keep, path.name, best_name)
 
     def _resume(self) -> str:
-        """Goes on from the newest good checkpoint; says from where, and which ones were damaged."""
-        self.place.at(self.session.steps, "load checkpoint")
+        """Resumes from the newest valid checkpoint, if there is one. Returns a message that says where the run starts
+        and which checkpoints are damaged."""
+        self.heartbeat.update(self.session.steps, "load checkpoint")
         choice: list[Any] = [None]
         if self.world.rank == 0:
             clear_unfinished(self.folder.checkpoints)
-            found = newest_good(self.folder.checkpoints)
-            choice = [(found.path, found.manifest.about if found.manifest else None, found.problems)]
+            newest = find_newest_valid(self.folder.checkpoints)
+            choice = [(newest.path, newest.manifest.about if newest.manifest else None, newest.problems)]
         if self.world.size > 1:
             dist.broadcast_object_list(choice, src=0)
         path, about, problems = choice[0]
         damaged = "".join(f"damaged checkpoint left out: {problem}\n" for problem in problems)
         if path is None:
-            return f"{damaged}training on {self._where()}"
+            return f"{damaged}training on {self._describe_ranks()}"
         self.session.restore(path, about)
         self.saved_step = self.session.steps
         if about["loss"] is not None:
             self.last_loss = torch.tensor(about["loss"], dtype=torch.float64)
         if about["evaluated"]:
-            self.evaluated = (int(about["evaluated"][0]), about["evaluated"][1])
+            self.last_evaluation = (int(about["evaluated"][0]), about["evaluated"][1])
         if about["best"]:
-            self.best = Best(int(about["best"][0]), float(about["best"][1]))
-        return f"{damaged}going on after step {self.session.steps} on {self._where()}"
+            self.best = BestCheckpoint(int(about["best"][0]), float(about["best"][1]))
+        return f"{damaged}resuming after step {self.session.steps} on {self._describe_ranks()}"
 
-    def _where(self) -> str:
+    def _describe_ranks(self) -> str:
         kind = "GPU" if self.world.device.type == "cuda" else "CPU rank"
         plural = "s" if self.world.size > 1 else ""
         return f"{self.world.size} {kind}{plural} ({self.session.plan.summary()}) in {self.folder.path}"
 
     def _peak_memory_bytes(self) -> int:
-        """Of the rank that needed most: allocated on a GPU, resident on a CPU."""
+        """The largest peak memory of all ranks: allocated on a GPU, resident on a CPU."""
         if self.world.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.world.device)
         else:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if self.world.size == 1:
             return peak
-        most = torch.tensor(peak)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        return int(most)
+        largest = torch.tensor(peak)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return int(largest)
 
 
-def _link(link: Path, target: str) -> None:
-    """Replaces a link in one go."""
-    aside = link.with_name(f".{link.name}.new")
-    aside.unlink(missing_ok=True)
-    aside.symlink_to(target)
-    aside.replace(link)
+def _replace_link(link: Path, target: str) -> None:
+    """Points a symbolic link to another target atomically."""
+    temporary = link.with_name(f".{link.name}.new")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target)
+    temporary.replace(link)

@@ -1,4 +1,4 @@
-"""Reads IDX, the format MNIST comes in, and says in one line what is wrong with a file that is not it."""
+"""Reads IDX, the file format of MNIST. The error for a file of another format or a damaged one is a single line."""
 
 import gzip
 import struct
@@ -12,13 +12,13 @@ from meshwright.errors import InputError
 
 _GZIP = b"\x1f\x8b"
 _UNSIGNED_BYTE = 0x08
-_AGAIN = "download it again"
+_REMEDY = "download it again"
 
 
 def read_idx(path: str | Path) -> np.ndarray:
-    """The array in an IDX file of unsigned bytes, gzipped or not."""
-    content = _content(Path(path))
-    # Two zero bytes, the type of the elements, the number of dimensions; then each dimension's length.
+    """Returns the array of an IDX file of unsigned bytes, gzipped or not."""
+    content = _read_content(Path(path))
+    # Two zero bytes, the type of the elements, the number of dimensions, then the length of each dimension.
     if len(content) < 4 or content[:2] != b"\0\0" or content[2] != _UNSIGNED_BYTE or content[3] == 0:
         raise InputError(
             f"{path}: not an IDX file of unsigned bytes: it begins with magic number 0x{content[:4].hex()}, "
@@ -28,20 +28,22 @@ def read_idx(path: str | Path) -> np.ndarray:
     header = 4 + 4 * dims
     if len(content) < header:
         raise InputError(
-            f"{path}: its header needs {header} bytes, the file has {len(content)}: it is cut short, {_AGAIN}"
+            f"{path}: its header needs {header} bytes, the file has {len(content)}: it is cut short, {_REMEDY}"
         )
     shape = struct.unpack(f">{dims}I", content[4:header])
-    promised, held = prod(shape), len(content) - header
-    if held != promised:
-        state = "cut short" if held < promised else "longer than it should be"
+    expected_bytes, data_bytes = prod(shape), len(content) - header
+    if data_bytes != expected_bytes:
+        state = "cut short" if data_bytes < expected_bytes else "longer than it should be"
         sizes = " × ".join(str(length) for length in shape)
         raise InputError(
-            f"{path}: its header says {sizes} = {promised} bytes, but {held} follow: it is {state}, {_AGAIN}"
+            f"{path}: its header says {sizes} = {expected_bytes} bytes, but {data_bytes} follow: it is {state},"
+            f" {_REMEDY}"
         )
     return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
 
 
-def _content(path: Path) -> bytes:
+def _read_content(path: Path) -> bytes:
+    """Returns the bytes of a file, decompressed if it is gzipped."""
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
@@ -50,11 +52,11 @@ def _content(path: Path) -> bytes:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
     if not raw.startswith(_GZIP):
         if path.suffix == ".gz":
-            raise InputError(f"{path}: not a gzip file, though its name ends in .gz: {_AGAIN}, or rename it")
+            raise InputError(f"{path}: not a gzip file, though its name ends in .gz: {_REMEDY}, or rename it")
         return raw
     try:
         return gzip.decompress(raw)
     except EOFError:
-        raise InputError(f"{path}: the gzip file is truncated after {len(raw)} bytes: {_AGAIN}") from None
+        raise InputError(f"{path}: the gzip file is truncated after {len(raw)} bytes: {_REMEDY}") from None
     except (OSError, zlib.error) as error:
-        raise InputError(f"{path}: the gzip file is damaged ({error}): {_AGAIN}") from None
+        raise InputError(f"{path}: the gzip file is damaged ({error}): {_REMEDY}") from None

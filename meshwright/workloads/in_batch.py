@@ -1,8 +1,9 @@
-"""In-batch softmax: each query is to find its own document among all of the global batch, whichever rank has them.
+"""In-batch softmax: a query should have a larger score with its document than with all other documents of the global
+batch, on whichever rank these are.
 
-With queries q and documents d of the global batch, τ the temperature:
+With queries q and documents d of the global batch and the temperature τ:
 
-    loss = - mean over i of log softmax_j(q_i · d_j / τ)[i]
+    loss = - mean over i of log softmax_j(q_i · d_j / τ)[i]                       `InBatchSoftmax`
 """
 
 from collections.abc import Callable
@@ -15,33 +16,38 @@ from torch import Tensor
 
 from meshwright.errors import InputError
 
-Rows = Callable[[Tensor], tuple[Tensor, int]]  # this rank's rows to those of all ranks, and where its own begin
-Vectors = tuple[Tensor, Tensor]  # of queries and of their documents, row by row
+# Local rows → the rows of all ranks, and the index of the first local row among them.
+GatherRows = Callable[[Tensor], tuple[Tensor, int]]
+Vectors = tuple[Tensor, Tensor]  # queries and documents, (batch, dim) each; row i of both is a pair
 
 
-class _InBatch:
+class _InBatchComparison:
+    """Scores of the queries of this rank with the documents of all ranks."""
+
     def __init__(self) -> None:
-        self._across: Rows | None = None
+        self._across: GatherRows | None = None
 
-    def joined(self, across: Rows) -> Self:
-        """The same over all ranks: called with a rank's own rows, it compares them with everybody's."""
-        other = copy(self)
-        other._across = across
-        return other
+    def joined(self, across: GatherRows) -> Self:
+        """Returns a copy that is called with the rows of one rank and compares them with the rows of all ranks, which
+        `across` gathers."""
+        copy_over_ranks = copy(self)
+        copy_over_ranks._across = across
+        return copy_over_ranks
 
     def _scores(self, queries: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
-        """(own queries, all documents), and which document is each query's own."""
+        """Returns the scores (local queries, all documents), and for each query the index of its document."""
         if queries.dim() != 2 or queries.shape != documents.shape:
             raise InputError(
-                f"in-batch softmax takes two vectors a sample, but the model gave {tuple(queries.shape)} and"
+                f"in-batch softmax takes two vectors per sample, but the model returned {tuple(queries.shape)} and"
                 f" {tuple(documents.shape)}: return (queries, documents), (batch, dim) each"
             )
-        everybodys, first = self._across(documents) if self._across else (documents, 0)
-        return queries @ everybodys.mT, torch.arange(first, first + len(queries), device=queries.device)
+        all_documents, first = self._across(documents) if self._across else (documents, 0)
+        return queries @ all_documents.mT, torch.arange(first, first + len(queries), device=queries.device)
 
 
-class InBatchSoftmax(_InBatch):
-    """The sum over this rank's queries. `symmetric`: the mean of that and of documents that find their queries."""
+class InBatchSoftmax(_InBatchComparison):
+    """The loss above, summed over the queries of this rank. With `symmetric` it is the mean of this loss and of the
+    same loss with queries and documents exchanged."""
 
     def __init__(self, temperature: float = 0.05, symmetric: bool = False) -> None:
         super().__init__()
@@ -52,17 +58,17 @@ class InBatchSoftmax(_InBatch):
 
     def __call__(self, output: Vectors, target: object) -> Tensor:
         queries, documents = output
-        found = self._one_way(queries, documents)
-        return (found + self._one_way(documents, queries)) / 2 if self.symmetric else found
+        loss = self._one_direction(queries, documents)
+        return (loss + self._one_direction(documents, queries)) / 2 if self.symmetric else loss
 
-    def _one_way(self, asking: Tensor, asked: Tensor) -> Tensor:
-        scores, own = self._scores(asking, asked)
-        return F.cross_entropy(scores / self.temperature, own, reduction="sum")
+    def _one_direction(self, queries: Tensor, documents: Tensor) -> Tensor:
+        scores, matches = self._scores(queries, documents)
+        return F.cross_entropy(scores / self.temperature, matches, reduction="sum")
 
 
-class InBatchAccuracy(_InBatch):
-    """The share of queries whose own document has the largest score of the global batch."""
+class InBatchAccuracy(_InBatchComparison):
+    """The share of queries whose document has the largest score of all documents in the global batch."""
 
     def __call__(self, output: Vectors, target: object) -> tuple[Tensor, int]:
-        scores, own = self._scores(*output)
-        return (scores.argmax(dim=1) == own).sum(), len(own)
+        scores, matches = self._scores(*output)
+        return (scores.argmax(dim=1) == matches).sum(), len(matches)

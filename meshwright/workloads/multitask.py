@@ -1,8 +1,8 @@
-"""One encoder for several tasks: a head a task on what it makes of the texts, and a loss that asks each sample of its
-own task's head alone (Liu et al. 2019, arXiv:1901.11504).
+"""One encoder for several tasks, with one head per task (Liu et al. 2019, arXiv:1901.11504). The loss of a sample
+depends on the head of its task only.
 
-Every head runs on the whole batch, so all shapes are the same in every step and heads may live on different ranks. A
-target is (number of the task, its value).
+Every head runs on the whole batch, so shapes are the same in every step and heads can be placed on different ranks. A
+target is (number of the task, value).
 """
 
 from collections.abc import Mapping
@@ -18,8 +18,8 @@ from meshwright.workloads.text.json_lines import PADDING
 
 
 class Multitask(nn.Module):
-    """Token numbers (batch, texts, length) to each task's answers by its name: class scores (batch, classes), or one
-    number a sample. The encoder is BERT-base by default."""
+    """Maps token numbers (batch, texts, length) to the outputs of all tasks by name: class scores (batch, classes), or
+    one number per sample (batch,). The encoder is BERT-base by default."""
 
     def __init__(
         self,
@@ -38,8 +38,8 @@ class Multitask(nn.Module):
 
     def forward(self, tokens: Tensor) -> dict[str, Tensor]:
         features = self.encoder(tokens.flatten(0, 1)).unflatten(0, (-1, tokens.shape[1]))
-        there = (tokens != PADDING).unsqueeze(-1)
-        texts = torch.where(there, features, 0.0).sum(2) / there.sum(2).clamp(min=1)
+        is_token = (tokens != PADDING).unsqueeze(-1)
+        texts = torch.where(is_token, features, 0.0).sum(2) / is_token.sum(2).clamp(min=1)
         return {name: head(texts) for name, head in self.heads.items()}
 
 
@@ -50,6 +50,8 @@ def _head(task: Task, hidden: int) -> nn.Module:
 
 
 class Classify(nn.Module):
+    """The scores of the classes of the first text."""
+
     def __init__(self, hidden: int, classes: int) -> None:
         super().__init__()
         self.inner = nn.Linear(hidden, hidden)
@@ -61,6 +63,8 @@ class Classify(nn.Module):
 
 
 class Estimate(nn.Module):
+    """A number estimated from the first text."""
+
     def __init__(self, hidden: int) -> None:
         super().__init__()
         self.inner = nn.Linear(hidden, hidden)
@@ -72,7 +76,7 @@ class Estimate(nn.Module):
 
 
 class Compare(nn.Module):
-    """How alike two texts are, from -1 to 1: the cosine between them."""
+    """The similarity of the first two texts, from -1 to 1: the cosine of their projections."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -84,7 +88,7 @@ class Compare(nn.Module):
 
 
 class Rank(nn.Module):
-    """By how much the better document suits the query more than the worse one does."""
+    """The score of the better document (second text) for the query (first text), minus that of the worse (third)."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -97,8 +101,8 @@ class Rank(nn.Module):
 
 
 class MultitaskLoss(nn.Module):
-    """The mean over all samples of each one's own: cross entropy, squared error, or for rankings the logistic loss of
-    the margin. `weights` by task, 1 where nothing is said."""
+    """The mean over all samples of the loss of each sample's task: cross entropy for classifications, the logistic loss
+    of the margin for rankings, the squared error otherwise. `weights` are by task, 1 for tasks without one."""
 
     def __init__(self, tasks: Tasks, weights: Mapping[str, float] | None = None) -> None:
         super().__init__()
@@ -113,13 +117,13 @@ class MultitaskLoss(nn.Module):
         number, value = target.unbind(-1)
         total = torch.zeros((), device=target.device)
         for task in self.tasks:
-            own = number == task.number
-            losses = _losses(task, output[task.name], torch.where(own, value, 0))
-            total = total + self.weights[task.name] * torch.where(own, losses, 0).sum()
+            is_of_task = number == task.number
+            losses = _sample_losses(task, output[task.name], torch.where(is_of_task, value, 0))
+            total = total + self.weights[task.name] * torch.where(is_of_task, losses, 0).sum()
         return total / len(target)
 
 
-def _losses(task: Task, output: Tensor, value: Tensor) -> Tensor:
+def _sample_losses(task: Task, output: Tensor, value: Tensor) -> Tensor:
     if task.kind == "classification":
         return F.cross_entropy(output, value.long(), reduction="none")
     if task.kind == "ranking":
@@ -127,28 +131,29 @@ def _losses(task: Task, output: Tensor, value: Tensor) -> Tensor:
     return (output - value).square()
 
 
-# ---- metrics of one task, over the samples that are its own
+# ---- metrics of one task, over the samples of this task: each returns (sum, number of samples)
 
 
 def task_accuracy(output: Mapping[str, Tensor], target: Tensor, task: str) -> tuple[Tensor, Tensor]:
-    """The share of a classification's samples whose class has the largest score."""
-    own, value = _own(output, target, task)
-    return ((output[task].argmax(-1) == value) & own).sum(), own.sum()
+    """The share of samples of a classification task whose class has the largest score."""
+    is_of_task, value = _samples_of_task(output, target, task)
+    return ((output[task].argmax(-1) == value) & is_of_task).sum(), is_of_task.sum()
 
 
 def task_error(output: Mapping[str, Tensor], target: Tensor, task: str) -> tuple[Tensor, Tensor]:
-    """The mean absolute difference of a regression or similarity."""
-    own, value = _own(output, target, task)
-    return torch.where(own, (output[task] - value).abs(), 0).sum(), own.sum()
+    """The mean absolute error of a regression or similarity task."""
+    is_of_task, value = _samples_of_task(output, target, task)
+    return torch.where(is_of_task, (output[task] - value).abs(), 0).sum(), is_of_task.sum()
 
 
 def task_order(output: Mapping[str, Tensor], target: Tensor, task: str) -> tuple[Tensor, Tensor]:
-    """The share of a ranking's samples whose better document comes first."""
-    own, _ = _own(output, target, task)
-    return ((output[task] > 0) & own).sum(), own.sum()
+    """The share of samples of a ranking task whose better document has the larger score."""
+    is_of_task, _ = _samples_of_task(output, target, task)
+    return ((output[task] > 0) & is_of_task).sum(), is_of_task.sum()
 
 
-def _own(output: Mapping[str, Tensor], target: Tensor, task: str) -> tuple[Tensor, Tensor]:
+def _samples_of_task(output: Mapping[str, Tensor], target: Tensor, task: str) -> tuple[Tensor, Tensor]:
+    """Returns which samples belong to the task, and the target values of all samples."""
     if task not in output:
         raise InputError(f"metrics: there is no task '{task}'{did_you_mean(task, output)}")
     number, value = target.unbind(-1)

@@ -1,7 +1,7 @@
-"""Pairs of a query and the document that answers it, from JSON lines: `{"query": …, "document": …}`.
+"""Pairs of a query and a matching document, from JSON lines: `{"query": …, "document": …}`.
 
-Each is a text, whose words are numbered by hashing, or a list of token numbers from 1 on. The splits are the files
-`train.jsonl` and `val.jsonl`.
+Each of both is a text, whose words are numbered by hashing, or a list of token numbers of at least 1. The splits are
+the files `train.jsonl` and `val.jsonl`.
 """
 
 import json
@@ -13,13 +13,20 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from meshwright.cache import cache_folder, made_once
-from meshwright.data.order import derive
-from meshwright.workloads.text.json_lines import JsonLines, token_numbers, wrong_text
-from meshwright.workloads.text.text_files import Damaged
-from meshwright.workloads.text.text_generated import FACTOR, SHIFT, VERSION, WORDS, no_data, word
+from meshwright.cache import cache_folder, fill_once
+from meshwright.data.order import derive_seed
+from meshwright.workloads.text.json_lines import JsonLines, text_problem, token_numbers
+from meshwright.workloads.text.text_files import DamagePolicy
+from meshwright.workloads.text.text_generated import (
+    FACTOR,
+    SHIFT,
+    VERSION,
+    WORDS,
+    generated_word,
+    missing_data_error,
+)
 
-SIZES = {"train": 4000, "val": 400}  # of the generated pairs
+SIZES = {"train": 4000, "val": 400}  # generated pairs
 
 
 def pairs(
@@ -31,28 +38,34 @@ def pairs(
     query_length: int = 16,
     document_length: int = 128,
     limit: int | None = None,
-    damaged: Damaged = "fatal",
+    damaged: DamagePolicy = "fatal",
 ) -> "Pairs":
-    """(query, document, number of the pair): token numbers, cut and padded to their lengths. With other pairs of the
-    batch as what a query shall not find, the pair's own number is all the target there is."""
+    """Returns a data set of (query, document, index of the pair): token numbers, cut or padded to `query_length` and
+    `document_length`. The index stands in the place of a target, which the in-batch softmax does not need: its
+    negatives are the other pairs of the batch."""
     if synthetic:
         folder = generated_pairs()
     elif root is not None:
         folder = Path(root)
     else:
-        raise no_data(f'{split}.jsonl, each line {{"query": …, "document": …}}')
-    rooms = {"query": vocabulary, "document": document_vocabulary or vocabulary}
+        raise missing_data_error(f'{split}.jsonl, each line {{"query": …, "document": …}}')
+    vocabularies = {"query": vocabulary, "document": document_vocabulary or vocabulary}
 
-    def wrong(found: dict[str, Any]) -> str | None:
-        return next(filter(None, (wrong_text(found, key, room) for key, room in rooms.items())), None)
+    def line_problem(line: dict[str, Any]) -> str | None:
+        return next(filter(None, (text_problem(line, key, size) for key, size in vocabularies.items())), None)
 
     lengths = {"query": query_length, "document": document_length}
-    return Pairs(JsonLines(folder / f"{split}.jsonl", wrong, f"pairs {rooms}", damaged), rooms, lengths, limit)
+    lines = JsonLines(folder / f"{split}.jsonl", line_problem, f"pairs {vocabularies}", damaged)
+    return Pairs(lines, vocabularies, lengths, limit)
 
 
 class Pairs(Dataset[tuple[Tensor, Tensor, int]]):
-    def __init__(self, lines: JsonLines, rooms: dict[str, int], lengths: dict[str, int], limit: int | None) -> None:
-        self.lines, self.rooms, self.lengths = lines, rooms, lengths
+    """(query, document, index) samples. `vocabularies` and `lengths` are those of "query" and "document"."""
+
+    def __init__(
+        self, lines: JsonLines, vocabularies: dict[str, int], lengths: dict[str, int], limit: int | None
+    ) -> None:
+        self.lines, self.vocabularies, self.lengths = lines, vocabularies, lengths
         self._size = min(len(lines), limit or len(lines))
 
     def __len__(self) -> int:
@@ -63,22 +76,27 @@ class Pairs(Dataset[tuple[Tensor, Tensor, int]]):
             raise IndexError(index)
         line = self.lines[index]
         query, document = (
-            torch.from_numpy(token_numbers(line[key], self.rooms[key], self.lengths[key])) for key in self.rooms
+            torch.from_numpy(token_numbers(line[key], vocabulary, self.lengths[key]))
+            for key, vocabulary in self.vocabularies.items()
         )
         return query, document, index
 
 
 def generated_pairs() -> Path:
-    """Documents are about a few words; a query asks for what follows them in the generated language."""
-    return made_once(cache_folder() / "synthetic" / f"pairs-{VERSION}", _write)
+    """Returns the folder of the generated pairs, and writes them if they are not in the cache. The words of a document
+    are those that follow the words of its query in the generated language."""
+    return fill_once(cache_folder() / "synthetic" / f"pairs-{VERSION}", _write)
 
 
 def _write(folder: Path) -> None:
     for split, size in SIZES.items():
-        random = np.random.RandomState(derive(VERSION, "pairs", split) % 2**32)
+        random = np.random.RandomState(derive_seed(VERSION, "pairs", split) % 2**32)
         with (folder / f"{split}.jsonl").open("w", encoding="utf-8") as file:
             for _ in range(size):
-                asked = random.choice(WORDS, 3, replace=False).tolist()
-                told = random.choice([(FACTOR * number + SHIFT) % WORDS for number in asked], 12).tolist()
-                line = {"query": " ".join(map(word, asked)), "document": " ".join(map(word, told))}
+                query = random.choice(WORDS, 3, replace=False).tolist()
+                document = random.choice([(FACTOR * number + SHIFT) % WORDS for number in query], 12).tolist()
+                line = {
+                    "query": " ".join(map(generated_word, query)),
+                    "document": " ".join(map(generated_word, document)),
+                }
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -1,4 +1,4 @@
-"""Regression: a linear map of a row's features, or a small network on them."""
+"""Regression on rows of features: a linear layer, or a small network."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -7,14 +7,15 @@ from torch import Tensor, nn
 
 
 class Regression(nn.Module):
-    """Rows (batch, features) to (batch, outputs); `hidden` are the widths of layers between, with ReLU behind each."""
+    """Maps rows (batch, features) to (batch, outputs). `hidden` are the widths of hidden layers, each followed by
+    ReLU."""
 
     def __init__(self, features: int = 10, outputs: int = 1, hidden: Sequence[int] = ()) -> None:
         super().__init__()
         sizes = [features, *hidden]
-        between = [layer for i, o in pairwise(sizes) for layer in (nn.Linear(i, o), nn.ReLU())]
-        self.layers = nn.Sequential(*between, nn.Linear(sizes[-1], outputs))
+        hidden_layers = [layer for i, o in pairwise(sizes) for layer in (nn.Linear(i, o), nn.ReLU())]
+        self.layers = nn.Sequential(*hidden_layers, nn.Linear(sizes[-1], outputs))
 
     def forward(self, rows: Tensor) -> Tensor:
-        found: Tensor = self.layers(rows)
-        return found
+        outputs: Tensor = self.layers(rows)
+        return outputs

@@ -1,4 +1,4 @@
-"""Rows of numbers for regression, far more than a batch: NumPy arrays on disk, of which only a batch's rows are read.
+"""Rows of numbers for regression, in memory-mapped NumPy arrays on disk: only the rows of a batch are read.
 
 A data set is a folder of `train_features.npy` (rows × features) and `train_targets.npy` (rows × outputs), and the same
 for `val`, as `numpy.save` writes them.
@@ -13,26 +13,26 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from meshwright.cache import cache_folder, made_once
-from meshwright.data.order import derive
+from meshwright.cache import cache_folder, fill_once
+from meshwright.data.order import derive_seed
 from meshwright.errors import InputError
 
 SPLITS = ("train", "val")
 CHUNK = 1_000_000  # rows that are generated at a time
-NOISE = 0.01
+NOISE = 0.01  # standard deviation of the noise in generated targets
 
 
 class Rows(Dataset[tuple[Tensor, Tensor]]):
-    """(features, targets) of a row. `columns` are those of the features that this rank reads."""
+    """(features, targets) samples, one per row. `columns` are the features that are read, None for all."""
 
     def __init__(self, features: Path, targets: Path, columns: range | None = None) -> None:
         self._files = features, targets
-        self._features, self._targets = _mapped(features), _mapped(targets)
+        self._features, self._targets = _open_mapped(features), _open_mapped(targets)
         self._columns = columns
         if len(self._features) != len(self._targets):
             raise InputError(
-                f"{features} has {len(self._features)} rows, but {targets} has {len(self._targets)}: they are not"
-                " of one data set"
+                f"{features} has {len(self._features)} rows, but {targets} has {len(self._targets)}: put two files with"
+                " the same number of rows there"
             )
 
     @property
@@ -40,6 +40,7 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
         return int(self._features.shape[1])
 
     def columns(self, begin: int, end: int) -> "Rows":
+        """Returns the same rows with the features from `begin` up to `end` only."""
         return Rows(*self._files, range(begin, end))
 
     def __len__(self) -> int:
@@ -50,13 +51,13 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
         return features[0], targets[0]
 
     def batch_of(self, indices: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
-        """A whole batch at once: rows handed over one by one would take longer than training on them."""
+        """Returns the collated batch. Collating row by row would take longer than training on them."""
         features = (
             self._features if self._columns is None else self._features[:, self._columns.start : self._columns.stop]
         )
-        chosen = (np.take(array, indices, axis=0) for array in (features, self._targets))
-        first, second = (torch.from_numpy(np.ascontiguousarray(rows)) for rows in chosen)
-        return first, second
+        selected = (np.take(array, indices, axis=0) for array in (features, self._targets))
+        batch_features, batch_targets = (torch.from_numpy(np.ascontiguousarray(rows)) for rows in selected)
+        return batch_features, batch_targets
 
     def __getstate__(self) -> dict[str, Any]:
         return {"files": self._files, "columns": self._columns}  # workers open the files themselves
@@ -74,8 +75,8 @@ def rows(
     count: int = 10_000_000,
     seed: int = 0,
 ) -> Rows:
-    """The rows in the folder `root`; with `synthetic`, `count` generated ones (of `val` a tenth), whose targets are a
-    fixed linear function of their features."""
+    """Returns the rows of a split in the folder `root`. With `synthetic`, they are generated, `count` for `train` and a
+    tenth as many for `val`; their targets are a fixed linear function of the features plus noise."""
     if split not in SPLITS:
         raise InputError(f"split is {split!r}: rows have {' and '.join(SPLITS)}")
     if root is None and not synthetic:
@@ -83,49 +84,49 @@ def rows(
             "rows are read from a folder of train_features.npy, train_targets.npy, val_features.npy and"
             " val_targets.npy: --set data.root=FOLDER, or --set data.synthetic=true for generated ones"
         )
-    folder = _generated(features, outputs, count) if synthetic else Path(str(root))
-    found = Rows(folder / f"{split}_features.npy", folder / f"{split}_targets.npy")
-    if found.width != features:
-        raise InputError(f"{folder}: rows have {found.width} features, but data.{split}.features is {features}")
-    return found
+    folder = _generate(features, outputs, count) if synthetic else Path(str(root))
+    dataset = Rows(folder / f"{split}_features.npy", folder / f"{split}_targets.npy")
+    if dataset.width != features:
+        raise InputError(f"{folder}: rows have {dataset.width} features, but data.{split}.features is {features}")
+    return dataset
 
 
-def _mapped(file: Path) -> np.ndarray:
+def _open_mapped(file: Path) -> np.ndarray:
     if not file.is_file():
-        raise InputError(f"there is no file {file}: data.root is a folder of {file.name} and its like")
+        raise InputError(f"there is no file {file}: set data.root to a folder that has {file.name}")
     try:
-        found: np.ndarray = np.load(file, mmap_mode="r", allow_pickle=False)
+        array: np.ndarray = np.load(file, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
         raise InputError(f"{file} is damaged or no NumPy array: {error}") from None
-    if found.ndim != 2 or not np.issubdtype(found.dtype, np.floating):
-        raise InputError(f"{file} holds {found.dtype} of shape {found.shape}, not rows of floating-point numbers")
-    return found
+    if array.ndim != 2 or not np.issubdtype(array.dtype, np.floating):
+        raise InputError(f"{file} holds {array.dtype} of shape {array.shape}, not rows of floating-point numbers")
+    return array
 
 
-def _generated(features: int, outputs: int, count: int) -> Path:
+def _generate(features: int, outputs: int, count: int) -> Path:
     for name, number in (("features", features), ("outputs", outputs), ("count", count)):
         if number < 1:
-            raise InputError(f"{name} is {number}: write a whole number from 1 on")
+            raise InputError(f"{name} is {number}: write a whole number of at least 1")
 
-    def make(folder: Path) -> None:
-        rule = _random("rule").standard_normal((features, outputs), np.float32) / np.float32(features**0.5)
+    def write(folder: Path) -> None:
+        weights = _random("rule").standard_normal((features, outputs), np.float32) / np.float32(features**0.5)
         for split, number in (("train", count), ("val", max(1, count // 10))):
-            inputs = _new(folder / f"{split}_features.npy", (number, features))
-            targets = _new(folder / f"{split}_targets.npy", (number, outputs))
+            inputs = _create_array(folder / f"{split}_features.npy", (number, features))
+            targets = _create_array(folder / f"{split}_targets.npy", (number, outputs))
             for begin in range(0, number, CHUNK):
                 random, end = _random(split, begin), min(begin + CHUNK, number)
                 inputs[begin:end] = random.standard_normal((end - begin, features), np.float32)
                 noise = random.standard_normal((end - begin, outputs), np.float32)
-                targets[begin:end] = inputs[begin:end] @ rule + np.float32(NOISE) * noise
+                targets[begin:end] = inputs[begin:end] @ weights + np.float32(NOISE) * noise
             inputs.flush()
             targets.flush()
 
-    return made_once(cache_folder() / "synthetic" / f"rows-{features}-{outputs}-{count}", make)
+    return fill_once(cache_folder() / "synthetic" / f"rows-{features}-{outputs}-{count}", write)
 
 
-def _new(file: Path, shape: tuple[int, int]) -> np.memmap:
+def _create_array(file: Path, shape: tuple[int, int]) -> np.memmap:
     return np.lib.format.open_memmap(file, mode="w+", dtype=np.float32, shape=shape)
 
 
 def _random(*use: int | str) -> np.random.Generator:
-    return np.random.Generator(np.random.PCG64(derive(0, "rows", *use)))
+    return np.random.Generator(np.random.PCG64(derive_seed(0, "rows", *use)))

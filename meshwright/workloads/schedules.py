@@ -1,4 +1,4 @@
-"""Learning-rate schedules that torch has no single class for."""
+"""Learning-rate schedules that torch does not have as a single class."""
 
 import math
 
@@ -9,9 +9,9 @@ from meshwright.errors import InputError
 
 
 def warmup_cosine(optimizer: Optimizer, warmup: int, total: int, floor: float = 0.0) -> LambdaLR:
-    """Rises evenly to the optimizer's rate over `warmup` steps (or epochs, as the job counts), then falls along
-    half a cosine to the share `floor` of it at `total`, and stays there. The first step is taken at 1/`warmup`
-    of the rate, not at none of it."""
+    """Returns a schedule that rises linearly to the optimizer's learning rate over `warmup` steps, then falls along
+    half a cosine to the share `floor` of it at step `total`, and stays there. With the job's `per: epoch` both are
+    epochs. The first step is taken at 1/`warmup` of the learning rate, not at zero."""
     if not 0 <= warmup < total:
         raise InputError(f"schedule: warmup is {warmup} and total is {total}: warmup must end before total does")
     if not 0 <= floor <= 1:
@@ -20,7 +20,7 @@ def warmup_cosine(optimizer: Optimizer, warmup: int, total: int, floor: float = 
     def share(step: int) -> float:
         if step < warmup:
             return (step + 1) / warmup
-        done = min(1.0, (step - warmup) / (total - warmup))
-        return floor + (1 - floor) * (1 + math.cos(math.pi * done)) / 2
+        progress = min(1.0, (step - warmup) / (total - warmup))
+        return floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2
 
     return LambdaLR(optimizer, share)

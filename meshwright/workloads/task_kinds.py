@@ -1,4 +1,4 @@
-"""What tasks a multi-task job has, as its model, data, loss and metrics are all told: `{name: {kind: …}, …}`."""
+"""The tasks of a multi-task job, which its model, data and loss all take as a mapping: `{name: {kind: …}, …}`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,8 +6,8 @@ from typing import Any, Literal, get_args
 
 from meshwright.errors import InputError, did_you_mean
 
-Kind = Literal["classification", "regression", "similarity", "ranking"]
-# Which texts a line of each kind has: a query is ranked with the document that shall come first and one that shall not.
+TaskKind = Literal["classification", "regression", "similarity", "ranking"]
+# The keys of the texts in a line. For a ranking `text` is the query, and the document `better` belongs before `worse`.
 TEXTS: dict[str, tuple[str, ...]] = {
     "classification": ("text",),
     "regression": ("text",),
@@ -19,35 +19,39 @@ Tasks = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Task:
+    """`number` is the task's index in the mapping. `classes` is 0 for all kinds but classifications."""
+
     name: str
     number: int
-    kind: Kind
+    kind: TaskKind
     classes: int = 0
 
 
 def read_tasks(tasks: Tasks) -> tuple[Task, ...]:
-    """Their numbers are their places in the mapping."""
+    """Returns the checked tasks in the order of the mapping."""
     if not tasks:
         raise InputError("tasks is empty: write {name: {kind: regression}, …}")
-    return tuple(_read(name, number, told) for number, (name, told) in enumerate(tasks.items()))
+    return tuple(_read_task(name, number, fields) for number, (name, fields) in enumerate(tasks.items()))
 
 
-def texts_of(tasks: tuple[Task, ...]) -> int:
-    """How many texts a sample has room for: all have the same shape, whatever their task."""
+def texts_per_sample(tasks: tuple[Task, ...]) -> int:
+    """Returns the number of texts of every sample, the largest of all tasks: all samples have the same shape."""
     return max(len(TEXTS[task.kind]) for task in tasks)
 
 
-def _read(name: str, number: int, told: Any) -> Task:
-    if not isinstance(told, Mapping) or "kind" not in told:
-        raise InputError(f"tasks.{name} is {told!r}: write {{kind: {' | '.join(get_args(Kind))}}}")
+def _read_task(name: str, number: int, fields: Any) -> Task:
+    if not isinstance(fields, Mapping) or "kind" not in fields:
+        raise InputError(f"tasks.{name} is {fields!r}: write {{kind: {' | '.join(get_args(TaskKind))}}}")
     if not name.isidentifier():
-        raise InputError(f"tasks: {name!r} names a module, a file and a metric: use letters, digits and _")
-    unknown = next((key for key in told if key not in ("kind", "classes")), None)
+        raise InputError(f"tasks: {name!r} is the name of a module and a file: use letters, digits and _")
+    unknown = next((key for key in fields if key not in ("kind", "classes")), None)
     if unknown is not None:
         raise InputError(f"tasks.{name} has no '{unknown}'{did_you_mean(str(unknown), ['kind', 'classes'])}")
-    kind, classes = told["kind"], told.get("classes", 0)
-    if kind not in get_args(Kind):
-        raise InputError(f"tasks.{name}.kind is {kind!r}{did_you_mean(str(kind), get_args(Kind))}")
+    kind, classes = fields["kind"], fields.get("classes", 0)
+    if kind not in get_args(TaskKind):
+        raise InputError(f"tasks.{name}.kind is {kind!r}{did_you_mean(str(kind), get_args(TaskKind))}")
     if (kind == "classification") != (isinstance(classes, int) and classes > 1):
-        raise InputError(f"tasks.{name}: classes is {classes!r}: a classification has two or more, other kinds none")
+        raise InputError(
+            f"tasks.{name}: classes is {classes!r}: a classification has two or more, other kinds have none"
+        )
     return Task(name, number, kind, classes)

@@ -1,13 +1,13 @@
-"""The data of several tasks: a JSON-lines file each, `<split>/<task>.jsonl`, and which task a sample is of.
+"""The data of a multi-task job: one JSON-lines file per task, `<split>/<task>.jsonl`.
 
-| kind | a line |
+| kind of task | a line |
 | --- | --- |
 | classification | `{"text": …, "label": 3}` |
 | regression | `{"text": …, "value": 0.5}` |
 | similarity | `{"text": …, "other": …, "value": 0.5}`, from -1 to 1 |
 | ranking | `{"text": …, "better": …, "worse": …}` |
 
-Texts are strings, whose words are numbered by hashing, or lists of token numbers from 1 on.
+Texts are strings, whose words are numbered by hashing, or lists of token numbers of at least 1.
 """
 
 import math
@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from meshwright.errors import InputError, did_you_mean
-from meshwright.workloads.task_kinds import TEXTS, Task, Tasks, read_tasks, texts_of
+from meshwright.workloads.task_kinds import TEXTS, Task, Tasks, read_tasks, texts_per_sample
 from meshwright.workloads.tasks_generated import generated_tasks
-from meshwright.workloads.text.json_lines import JsonLines, token_numbers, wrong_text
-from meshwright.workloads.text.text_files import Damaged
-from meshwright.workloads.text.text_generated import no_data
+from meshwright.workloads.text.json_lines import JsonLines, text_problem, token_numbers
+from meshwright.workloads.text.text_files import DamagePolicy
+from meshwright.workloads.text.text_generated import missing_data_error
 
 
 def tasks(
@@ -40,31 +40,37 @@ def tasks(
     vocabulary: int = 30522,
     length: int = 128,
     proportions: Mapping[str, float] | None = None,
-    damaged: Damaged = "fatal",
+    damaged: DamagePolicy = "fatal",
 ) -> "TaskSamples":
-    """(token numbers (texts, length), (number of the task, value)): every line of every task once an epoch, so tasks
-    come in proportion to their sizes. With `proportions` by task a sample's task is drawn by these, and its line."""
-    read = read_tasks(tasks)
+    """Returns a data set of (token numbers (texts, length), (number of the task, value)).
+
+    An epoch has every line of every task once, so tasks occur in proportion to their sizes. With `proportions` by task,
+    the task of each sample is drawn by them, and then one of its lines.
+    """
+    parsed_tasks = read_tasks(tasks)
     if synthetic:
-        folder = generated_tasks(read)
+        folder = generated_tasks(parsed_tasks)
     elif root is not None:
         folder = Path(root)
     else:
-        raise no_data(" and ".join(f"{split}/{task.name}.jsonl" for task in read))
+        raise missing_data_error(" and ".join(f"{split}/{task.name}.jsonl" for task in parsed_tasks))
     files = tuple(
         JsonLines(
             folder / split / f"{task.name}.jsonl",
-            partial(_wrong, task=task, vocabulary=vocabulary),
+            partial(_line_problem, task=task, vocabulary=vocabulary),
             f"{task.kind} {task.classes} {vocabulary}",
             damaged,
         )
-        for task in read
+        for task in parsed_tasks
     )
-    shares = None if proportions is None else _shares(proportions, read)
-    return TaskSamples(read, files, vocabulary, length, shares)
+    shares = None if proportions is None else _task_shares(proportions, parsed_tasks)
+    return TaskSamples(parsed_tasks, files, vocabulary, length, shares)
 
 
 class TaskSamples(Dataset[tuple[Tensor, Tensor]]):
+    """Samples of all tasks, as `tasks` describes them. `shares` are the proportions in the order of `tasks`, or None to
+    read every line once."""
+
     def __init__(
         self,
         tasks: tuple[Task, ...],
@@ -75,7 +81,7 @@ class TaskSamples(Dataset[tuple[Tensor, Tensor]]):
     ) -> None:
         self.tasks, self.files, self.shares = tasks, files, shares
         self.vocabulary, self.length = vocabulary, length
-        self.texts = texts_of(tasks)
+        self.texts = texts_per_sample(tasks)
         self.ends = list(accumulate(map(len, files)))
 
     def __len__(self) -> int:
@@ -84,17 +90,17 @@ class TaskSamples(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        number, line = self._place(index)
-        found, task = self.files[number][line], self.tasks[number]
-        given = np.zeros((self.texts, self.length), np.int64)
-        for place, key in enumerate(TEXTS[task.kind]):
-            given[place] = token_numbers(found[key], self.vocabulary, self.length)
-        value = found.get("label" if task.kind == "classification" else "value", 0.0)
-        return torch.from_numpy(given), torch.tensor([number, value], dtype=torch.float32)
+        task_number, line_number = self._choose_line(index)
+        line, task = self.files[task_number][line_number], self.tasks[task_number]
+        texts = np.zeros((self.texts, self.length), np.int64)
+        for row, key in enumerate(TEXTS[task.kind]):
+            texts[row] = token_numbers(line[key], self.vocabulary, self.length)
+        value = line.get("label" if task.kind == "classification" else "value", 0.0)
+        return torch.from_numpy(texts), torch.tensor([task_number, value], dtype=torch.float32)
 
-    def _place(self, index: int) -> tuple[int, int]:
-        """The task and the line of it. What is drawn is drawn from Python's generator, which the loader seeds by epoch
-        and sample."""
+    def _choose_line(self, index: int) -> tuple[int, int]:
+        """Returns the number of the task and of the line in its file. Random numbers come from Python's generator,
+        which the loader seeds by epoch and sample."""
         if self.shares is None:
             number = bisect(self.ends, index)
             return number, index - (self.ends[number] - len(self.files[number]))
@@ -102,30 +108,33 @@ class TaskSamples(Dataset[tuple[Tensor, Tensor]]):
         return number, random.randrange(len(self.files[number]))
 
 
-def _shares(proportions: Mapping[str, float], tasks: tuple[Task, ...]) -> list[float]:
+def _task_shares(proportions: Mapping[str, float], tasks: tuple[Task, ...]) -> list[float]:
     names = [task.name for task in tasks]
     unknown = next((name for name in proportions if name not in names), None)
     if unknown is not None:
         raise InputError(f"proportions: there is no task '{unknown}'{did_you_mean(unknown, names)}")
     shares = [float(proportions.get(name, 0)) for name in names]
     if not all(share >= 0 for share in shares) or not 0 < sum(shares) < math.inf:
-        raise InputError(f"proportions are {dict(proportions)}: write numbers from 0 on, at least one above it")
+        raise InputError(
+            f"proportions are {dict(proportions)}: write numbers that are not negative, at least one above 0"
+        )
     return shares
 
 
-def _wrong(line: dict[str, Any], task: Task, vocabulary: int) -> str | None:
+def _line_problem(line: dict[str, Any], task: Task, vocabulary: int) -> str | None:
+    """Returns what is wrong with a line of a task; None if nothing is."""
     for key in TEXTS[task.kind]:
-        if complaint := wrong_text(line, key, vocabulary):
-            return complaint
+        if problem := text_problem(line, key, vocabulary):
+            return problem
     if task.kind == "classification":
         label = line.get("label")
-        fits = type(label) is int and 0 <= label < task.classes
-        return None if fits else f"'label' is {label!r}, not a class from 0 to {task.classes - 1}"
+        is_class = type(label) is int and 0 <= label < task.classes
+        return None if is_class else f"'label' is {label!r}, not a class from 0 to {task.classes - 1}"
     if task.kind == "ranking":
         return None
     value = line.get("value")
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not number:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number:
         return f"'value' is {value!r}, not a number"
     if task.kind == "similarity" and not -1 <= float(line["value"]) <= 1:
         return f"'value' is {value!r}, not a similarity from -1 to 1"

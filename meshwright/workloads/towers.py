@@ -1,4 +1,5 @@
-"""Two towers: queries and documents become vectors of one space, each by a network of its own (Huang et al. 2013)."""
+"""A two-tower model: one network maps queries and another maps documents to vectors of the same space (Huang et al.
+2013)."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -12,8 +13,8 @@ from meshwright.workloads.text.json_lines import PADDING
 
 
 class TwoTowers(nn.Module):
-    """Token numbers (batch, length) of queries and documents to the pair of their vectors, (batch, dim) each and of
-    length one. The towers share nothing, so they may live on different ranks."""
+    """Maps token numbers (batch, length) of queries and documents to a pair of vectors (batch, dim) with norm one. The
+    towers share no parameters, so they can be placed on different ranks."""
 
     def __init__(
         self,
@@ -35,7 +36,7 @@ class TwoTowers(nn.Module):
 
 
 class Tower(nn.Module):
-    """The mean of a text's words, and layers on it."""
+    """The mean of the embeddings of a text's words, followed by linear layers with ReLU between them."""
 
     def __init__(self, vocabulary: int, width: int, layers: Sequence[int], dim: int) -> None:
         super().__init__()
@@ -46,14 +47,14 @@ class Tower(nn.Module):
             *(("layers", n) for n in layers),
         ):
             if not isinstance(count, int) or count < 1:
-                raise InputError(f"a tower's {name} is {count!r}: write whole numbers from 1 on")
+                raise InputError(f"a tower's {name} is {count!r}: write whole numbers of at least 1")
         self.words = nn.Embedding(vocabulary, width, padding_idx=PADDING)
         sizes = [width, *layers]
         hidden = [m for i, o in pairwise(sizes) for m in (nn.Linear(i, o), nn.ReLU())]
         self.layers = nn.Sequential(*hidden, nn.Linear(sizes[-1], dim))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        there = (tokens != PADDING).unsqueeze(-1)
-        found = torch.where(there, self.words(tokens), 0.0)
-        mean = found.sum(1) / there.sum(1).clamp(min=1)  # a text may be empty
+        is_token = (tokens != PADDING).unsqueeze(-1)
+        embeddings = torch.where(is_token, self.words(tokens), 0.0)
+        mean = embeddings.sum(1) / is_token.sum(1).clamp(min=1)  # a text may be empty
         return F.normalize(self.layers(mean), dim=-1)

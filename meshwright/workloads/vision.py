@@ -1,7 +1,7 @@
-"""torchvision's models for classification and segmentation, their losses and metrics, and pictures made in memory.
+"""torchvision's models for classification and segmentation, their losses and metrics, and pictures generated in memory.
 
-Picture i is a function of (seed, split, i), made when it is asked for, so a data set of any length takes no memory.
-What a class looks like depends on the class alone: it is the same in every split and under every seed.
+Picture i is a function of (seed, split, i) and is generated when it is read, so a data set of any length takes no
+memory. The appearance of a class depends on the class alone: it is the same in every split and under every seed.
 """
 
 from dataclasses import dataclass
@@ -13,21 +13,21 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from meshwright.call import load
-from meshwright.data.order import derive
+from meshwright.data.order import derive_seed
 from meshwright.errors import InputError
 
 SPLITS = ("train", "test")
-IGNORED = 255  # what PASCAL VOC marks the edges of objects with
+IGNORED = 255  # the class number that PASCAL VOC gives to the edges of objects
 HIDDEN = 4096  # features between VGG's fully connected layers
-PATCHES = 4  # of a class's pattern, in each direction
-OBJECTS = 3  # in a scene
+PATCHES = 4  # height and width of the pattern of a class, before it is enlarged
+OBJECTS = 3  # in a generated picture for segmentation
 
 # ---- models
 
 
 def vgg16(classes: int = 1000, hidden: int = HIDDEN, **options: Any) -> nn.Module:
-    """`hidden`: features between the fully connected layers, fewer of them for small machines. `options` are
-    torchvision's, such as `dropout`."""
+    """Returns torchvision's VGG16 without pretrained weights. `hidden` is the number of features between its fully
+    connected layers; small machines take fewer. `options` are keywords of torchvision, such as `dropout`."""
     return _vgg("vgg16", classes, hidden, **options)
 
 
@@ -44,59 +44,61 @@ def resnet50(classes: int = 1000, **options: Any) -> nn.Module:
 
 
 def deeplab(classes: int = 21, auxiliary: bool = False, zero_init_residual: bool = False) -> nn.Module:
-    """DeepLabV3 on ResNet-101. With `auxiliary`, a second head learns from an earlier layer (`SegmentationLoss`). With
-    `zero_init_residual`, which torchvision's ResNets take and this one does not, blocks add nothing to begin with."""
-    made: Any = _torchvision("segmentation.deeplabv3_resnet101", classes, weights_backbone=None, aux_loss=auxiliary)
+    """Returns DeepLabV3 on ResNet-101. With `auxiliary`, a second head learns from an earlier layer (see
+    `SegmentationLoss`). With `zero_init_residual`, the last BatchNorm weight of every residual block starts at zero:
+    torchvision has this keyword for its ResNets, but not for DeepLabV3."""
+    model: Any = _torchvision("segmentation.deeplabv3_resnet101", classes, weights_backbone=None, aux_loss=auxiliary)
     if zero_init_residual:
-        for name, weight in made.backbone.named_parameters():
+        for name, weight in model.backbone.named_parameters():
             if name.endswith("bn3.weight"):
                 nn.init.zeros_(weight)
-    return DeepLab(made)
+    return DeepLab(model)
 
 
 class DeepLab(nn.Module):
-    """torchvision's model, with its names for the weights, that returns scores (batch, classes, height, width)
-    rather than a dict of them; while an auxiliary head is trained, the pair of both heads' scores."""
+    """torchvision's DeepLabV3 with the same parameter names. It returns the scores (batch, classes, height, width)
+    instead of a dict; in training with an auxiliary head, the pair of both heads' scores."""
 
-    def __init__(self, made: Any) -> None:
+    def __init__(self, torchvision_model: Any) -> None:
         super().__init__()
-        self.backbone = made.backbone
-        self.classifier = made.classifier
-        self.aux_classifier = made.aux_classifier
+        self.backbone = torchvision_model.backbone
+        self.classifier = torchvision_model.classifier
+        self.aux_classifier = torchvision_model.aux_classifier
 
     def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         size = images.shape[-2:]
         features = self.backbone(images)
-        scores = _enlarged(self.classifier(features["out"]), size)
+        scores = _resize_scores(self.classifier(features["out"]), size)
         if self.aux_classifier is None or not self.training:
             return scores
-        return scores, _enlarged(self.aux_classifier(features["aux"]), size)
+        return scores, _resize_scores(self.aux_classifier(features["aux"]), size)
 
 
 def _torchvision(name: str, classes: int, **options: Any) -> nn.Module:
-    # By `load`, which copes with a torchvision that was built for another torch.
+    # `load` also imports a torchvision that was built for another version of torch.
     model: nn.Module = load(f"torchvision.models.{name}")(weights=None, num_classes=classes, **options)
     return model
 
 
 def _vgg(name: str, classes: int, hidden: int, **options: Any) -> nn.Module:
-    """With other fully connected layers where `hidden` asks for it; their names and places stay. They start as the
-    convolutions do (He et al. 2015): torchvision's constant deviation lets next to nothing through fewer features."""
+    """Returns torchvision's VGG; if `hidden` is not VGG's own number, with new fully connected layers under the same
+    names. They are initialized like the convolutions (He et al. 2015), because the constant standard deviation that
+    torchvision uses makes the outputs of narrow layers vanish."""
     if hidden < 1:
-        raise InputError(f"model: hidden is {hidden}: write a number of features from 1 on, {HIDDEN} is VGG's own")
+        raise InputError(f"model: hidden is {hidden}: write a number of features of at least 1, {HIDDEN} is VGG's own")
     model: Any = _torchvision(name, classes, **options)
     if hidden != HIDDEN:
         sizes = (model.classifier[0].in_features, hidden, hidden, classes)
-        for place, wide, narrow in zip((0, 3, 6), sizes[:-1], sizes[1:], strict=True):
-            layer = nn.Linear(wide, narrow)
+        for index, inputs, outputs in zip((0, 3, 6), sizes[:-1], sizes[1:], strict=True):
+            layer = nn.Linear(inputs, outputs)
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
             nn.init.zeros_(layer.bias)
-            model.classifier[place] = layer
-    made: nn.Module = model
-    return made
+            model.classifier[index] = layer
+    vgg: nn.Module = model
+    return vgg
 
 
-def _enlarged(scores: Tensor, size: torch.Size) -> Tensor:
+def _resize_scores(scores: Tensor, size: torch.Size) -> Tensor:
     return F.interpolate(scores, size=size, mode="bilinear", align_corners=False)
 
 
@@ -104,7 +106,8 @@ def _enlarged(scores: Tensor, size: torch.Size) -> Tensor:
 
 
 class SegmentationLoss(nn.CrossEntropyLoss):
-    """Cross entropy over the pixels that are not `ignore_index`; an auxiliary head's is added with its weight."""
+    """The mean cross entropy over the pixels whose class is not `ignore_index`. If the model returns a pair, the loss
+    of its auxiliary head is added, multiplied by `auxiliary_weight`."""
 
     def __init__(self, ignore_index: int = IGNORED, auxiliary_weight: float = 0.5) -> None:
         super().__init__(ignore_index=ignore_index)
@@ -118,9 +121,9 @@ class SegmentationLoss(nn.CrossEntropyLoss):
 
 
 class MeanIoU:
-    """The mean over classes of intersection over union, of the pixels of a whole evaluation set.
+    """The mean over classes of intersection over union, counted over the pixels of the whole evaluation set.
 
-    A class that is neither there nor predicted has none and is left out.
+    A class that neither occurs nor is predicted has an empty union and is not part of the mean.
     """
 
     def __init__(self, classes: int = 21, ignore_index: int = IGNORED) -> None:
@@ -128,19 +131,21 @@ class MeanIoU:
         self.ignore_index = ignore_index
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        """The batch's confusion matrix: pixels by true class (rows) and predicted class (columns)."""
+        """Returns the batch's confusion matrix: pixels by true class (rows) and predicted class (columns)."""
         valid = target != self.ignore_index
-        pairs = target[valid] * self.classes + output.argmax(dim=1)[valid]
-        return torch.bincount(pairs, minlength=self.classes**2).reshape(self.classes, self.classes)
+        class_pairs = target[valid] * self.classes + output.argmax(dim=1)[valid]
+        return torch.bincount(class_pairs, minlength=self.classes**2).reshape(self.classes, self.classes)
 
     def finish(self, total: Tensor) -> float:
+        """Returns the mean IoU of the sum of all batches' confusion matrices."""
         intersection = total.diagonal()
         union = total.sum(dim=0) + total.sum(dim=1) - intersection
         return float((intersection / union)[union > 0].mean())
 
 
 def pixel_accuracy(output: Tensor, target: Tensor, ignore_index: int = IGNORED) -> tuple[Tensor, Tensor]:
-    """The share of the pixels that are not ignored whose class is the one with the largest score."""
+    """Returns how many pixels are classified correctly, and how many have a class other than `ignore_index`. The
+    model has no score for that class, so ignored pixels never count as correct."""
     return (output.argmax(dim=1) == target).sum(), (target != ignore_index).sum()
 
 
@@ -155,7 +160,8 @@ def images(
     noise: float = 1.0,
     seed: int = 0,
 ) -> Dataset[tuple[Tensor, int]]:
-    """(image, label): normalized floats (3, size, size) and the number of a class, whose pattern lies under noise."""
+    """Returns a data set of (image, label): normalized floats (3, size, size), which are the pattern of the class plus
+    noise, and the class number."""
     return Images(split, size, classes, samples, noise, seed)
 
 
@@ -167,13 +173,16 @@ def segmentation(
     noise: float = 0.5,
     seed: int = 0,
 ) -> Dataset[tuple[Tensor, Tensor]]:
-    """(image, mask): normalized floats (3, size, size) and each pixel's class (size, size), 0 the background and
-    255 the edges of objects, which no loss or metric is to count."""
+    """Returns a data set of (image, mask): normalized floats (3, size, size) and the class of each pixel (size, size).
+    Class 0 is the background; 255 marks the edges of objects, which losses and metrics ignore."""
     return Scenes(split, size, classes, samples, noise, seed)
 
 
 @dataclass(frozen=True)
-class _Generated:
+class _GeneratedPictures:
+    """Checked keywords and random numbers of a generated data set. Seeds are derived from the name of the subclass:
+    renaming `Images` or `Scenes` would change their pictures."""
+
     split: str
     size: int
     classes: int
@@ -184,38 +193,42 @@ class _Generated:
     def __post_init__(self) -> None:
         if self.split not in SPLITS:
             raise InputError(f"split is {self.split!r}: the generated pictures have {' and '.join(SPLITS)}")
-        for name, count, least in (("size", self.size, 8), ("classes", self.classes, 2), ("samples", self.samples, 1)):
-            if count < least:
-                raise InputError(f"{name} is {count}: generated pictures need at least {least}")
+        for name, count, minimum in (
+            ("size", self.size, 8),
+            ("classes", self.classes, 2),
+            ("samples", self.samples, 1),
+        ):
+            if count < minimum:
+                raise InputError(f"{name} is {count}: generated pictures need at least {minimum}")
 
     def __len__(self) -> int:
         return self.samples
 
-    def _random(self, index: int) -> torch.Generator:
+    def _sample_generator(self, index: int) -> torch.Generator:
         if not 0 <= index < self.samples:
             raise IndexError(index)
-        return torch.Generator().manual_seed(derive(self.seed, type(self).__name__, self.split, index))
+        return torch.Generator().manual_seed(derive_seed(self.seed, type(self).__name__, self.split, index))
 
-    def _noisy(self, clean: Tensor, random: torch.Generator) -> Tensor:
+    def _add_noise(self, clean: Tensor, random: torch.Generator) -> Tensor:
         return clean + self.noise * torch.randn(clean.shape, generator=random)
 
 
-class Images(_Generated, Dataset[tuple[Tensor, int]]):
-    """The coarse pattern of a class."""
+class Images(_GeneratedPictures, Dataset[tuple[Tensor, int]]):
+    """Generated pictures for classification: each shows the coarse random pattern of its class, under noise."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        random = self._random(index)
+        random = self._sample_generator(index)
         label = int(torch.randint(self.classes, (), generator=random))
-        pattern = torch.randn(1, 3, PATCHES, PATCHES, generator=_of_class(label))
+        pattern = torch.randn(1, 3, PATCHES, PATCHES, generator=_class_generator(label))
         clean = F.interpolate(pattern, size=(self.size, self.size), mode="bilinear", align_corners=False)[0]
-        return self._noisy(clean, random), label
+        return self._add_noise(clean, random), label
 
 
-class Scenes(_Generated, Dataset[tuple[Tensor, Tensor]]):
-    """Rectangles in the colors of their classes, later ones over earlier ones."""
+class Scenes(_GeneratedPictures, Dataset[tuple[Tensor, Tensor]]):
+    """Generated pictures for segmentation: rectangles in the colors of their classes, later ones over earlier ones."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        random = self._random(index)
+        random = self._sample_generator(index)
         clean = torch.zeros(3, self.size, self.size)
         mask = torch.zeros(self.size, self.size, dtype=torch.int64)
         edge = max(1, self.size // 100)
@@ -224,11 +237,11 @@ class Scenes(_Generated, Dataset[tuple[Tensor, Tensor]]):
             top, left = torch.randint(self.size // 2, (2,), generator=random).tolist()
             height, width = torch.randint(self.size // 4, self.size // 2, (2,), generator=random).tolist()
             bottom, right = top + height, left + width
-            clean[:, top:bottom, left:right] = 2 * torch.randn(3, 1, 1, generator=_of_class(label))
+            clean[:, top:bottom, left:right] = 2 * torch.randn(3, 1, 1, generator=_class_generator(label))
             mask[top:bottom, left:right] = IGNORED
             mask[top + edge : bottom - edge, left + edge : right - edge] = label
-        return self._noisy(clean, random), mask
+        return self._add_noise(clean, random), mask
 
 
-def _of_class(label: int) -> torch.Generator:
-    return torch.Generator().manual_seed(derive(0, "class", label))
+def _class_generator(label: int) -> torch.Generator:
+    return torch.Generator().manual_seed(derive_seed(0, "class", label))

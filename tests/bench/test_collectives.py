@@ -1,4 +1,4 @@
-"""The collectives benchmark: its rows and what it says about them. Times are not judged here."""
+"""The collectives benchmark: its rows and their summary. No test depends on how fast this machine is."""
 
 import json
 from dataclasses import asdict, replace
@@ -10,12 +10,34 @@ import pytest
 from typer.testing import CliRunner
 
 from meshwright.bench.collectives import timing as collectives_time
-from meshwright.bench.collectives.compare import SIZES, Row, measured_here, parse_sizes, rows_of, summary, told
-from meshwright.bench.collectives.openmpi import is_there, openmpi_rows
-from meshwright.bench.collectives.rank import MEMORY_LIMIT, Asked, Found, from_json, measure, to_json
-from meshwright.bench.collectives.show import lines, seconds, show, size
-from meshwright.bench.collectives.timing import Taken, stolen_s, undisturbed
-from meshwright.bench.collectives.wires import LARGE_BYTES, MEDIUM_BYTES, MEMORY_BYTES, SMALL_BYTES, waiting, working
+from meshwright.bench.collectives.compare import (
+    SIZES,
+    CollectiveRow,
+    json_report,
+    make_rows,
+    measure_in_new_ranks,
+    parse_sizes,
+    summary,
+)
+from meshwright.bench.collectives.network import (
+    LARGE_BYTES,
+    MEDIUM_BYTES,
+    MEMORY_BYTES,
+    SMALL_BYTES,
+    fit_message_cost,
+    fit_native_latency,
+)
+from meshwright.bench.collectives.openmpi import is_installed, openmpi_rows
+from meshwright.bench.collectives.rank import (
+    MEMORY_LIMIT,
+    CollectiveMeasurements,
+    MeasurementRequest,
+    from_json,
+    measure,
+    to_json,
+)
+from meshwright.bench.collectives.show import seconds, show, size, summary_lines
+from meshwright.bench.collectives.timing import RunTime, stolen_s, undisturbed_rounds
 from meshwright.cli import app
 from meshwright.collectives.schedules.builders import SCHEDULES
 from meshwright.collectives.schedules.ring import ring
@@ -25,41 +47,44 @@ from tests.ranks import run_ranks
 from tests.simulator.communication.test_schedules import LATENCY
 
 
-def _found(times: dict[str, dict[int, list[float]]], nodes: tuple[int, ...] = (2,)) -> Found:
-    picked = "shared_memory" if len(nodes) == 1 else "two_level_memory"
-    return Found(nodes, 1, 2, 1, LATENCY, picked, {**times, "auto": times[picked]}, {}, (0.0, 0.0))
+def _measurements(times: dict[str, dict[int, list[float]]], nodes: tuple[int, ...] = (2,)) -> CollectiveMeasurements:
+    auto_algorithm = "shared_memory" if len(nodes) == 1 else "two_level_memory"
+    return CollectiveMeasurements(
+        nodes, 1, 2, 1, LATENCY, auto_algorithm, {**times, "auto": times[auto_algorithm]}, {}, (0.0, 0.0)
+    )
 
 
-def _measured(rank: int, world_size: int, nodes: int | None, in_training: bool) -> str:
+def _measure_in_rank(rank: int, world_size: int, nodes: int | None, in_training: bool) -> str:
     import torch
 
     from meshwright.launch.world import World
 
     world = World(rank, rank, world_size, world_size, 0, torch.device("cpu"), None)
-    return to_json(measure(Asked(nodes, (1024, 4096), 1, 0.0, in_training), world))
+    return to_json(measure(MeasurementRequest(nodes, (1024, 4096), 1, 0.0, in_training), world))
 
 
-def test_wires_are_measured_at_other_sizes_than_the_rows() -> None:
+def test_the_network_is_measured_at_other_sizes_than_the_rows() -> None:
     assert not {SMALL_BYTES, MEDIUM_BYTES, LARGE_BYTES, *MEMORY_BYTES} & set(SIZES)
 
 
 @pytest.mark.parametrize(("latency_s", "call_s"), [(1e-4, 0.0), (0.0, 6e-4)])
 def test_a_small_all_reduce_of_the_backend_is_predicted_as_it_was_measured(latency_s: float, call_s: float) -> None:
-    """By what its rounds wait for, and where they wait for nothing, by its call."""
-    wires = replace(LATENCY, within=replace(LATENCY.within, latency_s=latency_s))
-    found = waiting(wires, 6e-4, (2,))
-    assert native_s(32, 2, found) == pytest.approx(6e-4)
-    assert found.host.call_s == pytest.approx(call_s, abs=1e-12)
+    """The latency of its rounds explains the time, and where there is none, its call does."""
+    network = replace(LATENCY, within=replace(LATENCY.within, latency_s=latency_s))
+    measured = fit_native_latency(network, 6e-4, (2,))
+    assert native_s(32, 2, measured) == pytest.approx(6e-4)
+    assert measured.host.call_s == pytest.approx(call_s, abs=1e-12)
 
 
 def test_a_small_ring_is_predicted_as_it_was_measured() -> None:
-    found = working(LATENCY, Taken(1e-3, 6e-4), 64, (4,))
-    assert schedule_s(ring(4), 64, found) == pytest.approx(1e-3, rel=0.01)
-    waited = working(LATENCY, Taken(1.0, 6e-4), 64, (4,))  # and not for its cores, busy for 0.1 ms of each round
+    measured = fit_message_cost(LATENCY, RunTime(1e-3, 6e-4), 64, (4,))
+    assert schedule_s(ring(4), 64, measured) == pytest.approx(1e-3, rel=0.01)
+    # Where the ring waited, the cores were busy for 0.1 ms of each round, and a message takes no more than that.
+    waited = fit_message_cost(LATENCY, RunTime(1.0, 6e-4), 64, (4,))
     assert waited.host.message_s == pytest.approx(1e-4)
 
 
-def test_rounds_in_which_cores_were_taken_away_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_in_which_cores_were_taken_away_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     stolen, made = [0.0], iter(range(100))
 
     def run() -> int:
@@ -68,27 +93,27 @@ def test_rounds_in_which_cores_were_taken_away_are_made_again(monkeypatch: pytes
         return number
 
     monkeypatch.setattr(collectives_time, "stolen_s", lambda: stolen[0])
-    monkeypatch.setattr(collectives_time, "slowest", lambda group, seconds: seconds)
+    monkeypatch.setattr(collectives_time, "slowest_rank", lambda group, seconds: seconds)
     group: Any = None
     taken: set[int] = {1, 2}
-    assert undisturbed(group, run, 3) == [0, 3, 4]
+    assert undisturbed_rounds(group, run, 3) == [0, 3, 4]
     made, taken = iter(range(100)), set(range(1, 100))
-    assert undisturbed(group, run, 3)[0] == 0
+    assert undisturbed_rounds(group, run, 3)[0] == 0
     assert next(made) == 6  # twice as many, and no more
 
 
-def test_what_a_host_gave_to_others_is_read_off_the_kernel(tmp_path: Path) -> None:
-    told_by = tmp_path / "stat"
-    told_by.write_text("cpu  10 0 5 100 3 0 2 250 0 0\ncpu0 1 1 1 1\n")
-    assert stolen_s(told_by) == pytest.approx(250 / sysconf("SC_CLK_TCK"))
+def test_stolen_seconds_are_read_from_the_kernel(tmp_path: Path) -> None:
+    stat_file = tmp_path / "stat"
+    stat_file.write_text("cpu  10 0 5 100 3 0 2 250 0 0\ncpu0 1 1 1 1\n")
+    assert stolen_s(stat_file) == pytest.approx(250 / sysconf("SC_CLK_TCK"))
     assert stolen_s(tmp_path / "none") == 0.0
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("ranks", "nodes"), [(2, None), (4, 2)])
 def test_every_algorithm_has_a_row_of_every_size(ranks: int, nodes: int | None) -> None:
-    found = from_json(run_ranks(_measured, ranks, nodes, False)[0])
-    rows = rows_of(found)
+    measured = from_json(run_ranks(_measure_in_rank, ranks, nodes, False)[0])
+    rows = make_rows(measured)
     expected = {"native", *SCHEDULES, "shared_memory", "auto", MEMORY_LIMIT}
     expected = expected | {"two_level_memory"} if nodes else expected - {"two_level"}
     assert {row.algorithm for row in rows} == expected
@@ -99,23 +124,23 @@ def test_every_algorithm_has_a_row_of_every_size(ranks: int, nodes: int | None) 
         assert row.bandwidth_bytes_per_s == pytest.approx(row.bytes / row.time_s)
         across = row.algorithm == "shared_memory" and nodes  # nodes have no memory in common
         assert (row.predicted_s is None) == bool(row.algorithm == MEMORY_LIMIT or across)
-    assert found.picked == ("two_level_memory" if nodes else "shared_memory")
-    said = json.loads(json.dumps(told(rows, found)))
-    assert len(said["rows"]) == len(rows)
-    assert {"auto_regret", "crossovers_measured", "crossovers_predicted", "ranked_wrongly"} <= set(said["summary"])
-    assert said["wires"]["host"]["message_s"] > 0
+    assert measured.auto_algorithm == ("two_level_memory" if nodes else "shared_memory")
+    report = json.loads(json.dumps(json_report(rows, measured)))
+    assert len(report["rows"]) == len(rows)
+    assert {"auto_regret", "crossovers_measured", "crossovers_predicted", "ranked_wrongly"} <= set(report["summary"])
+    assert report["wires"]["host"]["message_s"] > 0
 
 
 @pytest.mark.soak
-def test_in_training_each_hook_is_beside_no_exchange() -> None:
-    found = from_json(run_ranks(_measured, 2, None, True)[0])
-    assert found.training is not None
-    names = [row["algorithm"] for row in found.training["rows"]]
+def test_in_training_each_hook_is_compared_with_no_communication() -> None:
+    measured = from_json(run_ranks(_measure_in_rank, 2, None, True)[0])
+    assert measured.training is not None
+    names = [row["algorithm"] for row in measured.training["rows"]]
     assert names == ["native", "ring", "tree", "halving_doubling", "shared_memory"]
-    for row in found.training["rows"]:
+    for row in measured.training["rows"]:
         assert row["spread"][0] <= row["time_s"] <= row["spread"][1]
         assert row["spread_lost_s"][0] <= row["lost_s"] <= row["spread_lost_s"][1]
-    assert [one["algorithm"] for one in found.training["sessions"]] == ["native", "auto"]
+    assert [one["algorithm"] for one in measured.training["sessions"]] == ["native", "auto"]
 
 
 def test_regret_crossovers_and_wrong_pairs() -> None:
@@ -124,17 +149,17 @@ def test_regret_crossovers_and_wrong_pairs() -> None:
         "shared_memory": {1024: [0.5, 0.6], 4096: [3.0, 3.1]},
         "ring": {1024: [9.0, 9.1], 4096: [1.05, 9.0]},
     }
-    found = _found(times)
-    said = summary(rows_of(found), found)
-    assert said["auto"] == "shared_memory"
-    assert said["auto_regret"][1024] == 0
-    assert said["auto_regret"][4096] == pytest.approx(3.05 / 1.05 - 1, abs=1e-3)
-    assert said["crossovers_measured"] == [{"bytes": 4096, "from": "shared_memory", "to": "native"}]
-    assert said["crossovers_predicted"] == []
+    measured = _measurements(times)
+    report = summary(make_rows(measured), measured)
+    assert report["auto"] == "shared_memory"
+    assert report["auto_regret"][1024] == 0
+    assert report["auto_regret"][4096] == pytest.approx(3.05 / 1.05 - 1, abs=1e-3)
+    assert report["crossovers_measured"] == [{"bytes": 4096, "from": "shared_memory", "to": "native"}]
+    assert report["crossovers_predicted"] == []
     # Shared memory was predicted to be the fastest; the ring's rounds overlap with everybody's.
-    assert said["pairs_apart"] == 4
-    assert said["ranked_wrongly"] == [{"bytes": 4096, "pair": ("native", "shared_memory")}]
-    assert any("native from 4 KiB on" in line for line in lines(said))
+    assert report["pairs_apart"] == 4
+    assert report["ranked_wrongly"] == [{"bytes": 4096, "pair": ("native", "shared_memory")}]
+    assert any("native from 4 KiB on" in line for line in summary_lines(report))
 
 
 def test_rounds_that_overlap_are_no_crossover() -> None:
@@ -142,34 +167,34 @@ def test_rounds_that_overlap_are_no_crossover() -> None:
         "native": {1024: [1.0, 1.1], 4096: [0.4, 0.5, 0.6]},
         "shared_memory": {1024: [0.5, 0.6], 4096: [0.5, 0.7, 0.8]},
     }
-    said = summary(rows_of(_found(times)), _found(times))
-    assert said["fastest"][4096] == "native"
-    assert said["crossovers_measured"] == []
+    report = summary(make_rows(_measurements(times)), _measurements(times))
+    assert report["fastest"][4096] == "native"
+    assert report["crossovers_measured"] == []
 
 
-def test_nodes_of_one_machine_have_no_memory_in_common() -> None:
+def test_nodes_of_one_machine_share_no_memory() -> None:
     times = {
         name: {MB: [second]} for name, second in (("native", 2.0), ("shared_memory", 0.1), ("two_level_memory", 1.0))
     }
-    found = _found(times, (2, 2))
-    said = summary(rows_of(found), found)
-    assert said["fastest"] == {MB: "two_level_memory"}
-    assert said["auto_regret"] == {MB: 0}
+    measured = _measurements(times, (2, 2))
+    report = summary(make_rows(measured), measured)
+    assert report["fastest"] == {MB: "two_level_memory"}
+    assert report["auto_regret"] == {MB: 0}
 
 
 MB = 2**20
 
 
-def test_found_comes_back_from_json() -> None:
-    found = _found({"native": {1024: [1.0]}, "shared_memory": {1024: [0.5]}})
-    assert from_json(to_json(found)) == found
+def test_measurements_survive_json() -> None:
+    measured = _measurements({"native": {1024: [1.0]}, "shared_memory": {1024: [0.5]}})
+    assert from_json(to_json(measured)) == measured
 
 
 def test_people_see_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
-    found = _found({"native": {1024: [1.0, 2.0]}, "shared_memory": {1024: [0.5, 0.6]}})
-    show(rows_of(found), found, Console(width=200))
+    measured = _measurements({"native": {1024: [1.0, 2.0]}, "shared_memory": {1024: [0.5, 0.6]}})
+    show(make_rows(measured), measured, Console(width=200))
     printed = capsys.readouterr().out
     assert "auto (shared_memory)" in printed
     assert "1 KiB" in printed
@@ -184,20 +209,20 @@ def test_sizes_are_read_with_their_units() -> None:
             parse_sizes(wrong)
 
 
-def test_ranks_that_are_no_nodes_are_refused() -> None:
+def test_ranks_that_cannot_form_equal_nodes_are_refused() -> None:
     with pytest.raises(InputError, match="choose --nodes"):
-        measured_here(Asked(2, (1024,)), 3)
-    with pytest.raises(InputError, match="two at least"):
-        measured_here(Asked(None, (1024,)), 1)
+        measure_in_new_ranks(MeasurementRequest(2, (1024,)), 3)
+    with pytest.raises(InputError, match="at least two"):
+        measure_in_new_ranks(MeasurementRequest(None, (1024,)), 1)
 
 
 @pytest.mark.soak
 def test_the_command_ends_with_one_line_of_json() -> None:
     words = ["bench", "collectives", "--sizes", "1K", "--rounds", "1", "--no-openmpi", "--json"]
     done = CliRunner().invoke(app, words, catch_exceptions=False)
-    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    assert {row["algorithm"] for row in said["rows"]} >= {"native", "ring", "shared_memory", "auto"}
-    assert set(said["rows"][0]) == {
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert {row["algorithm"] for row in report["rows"]} >= {"native", "ring", "shared_memory", "auto"}
+    assert set(report["rows"][0]) == {
         *("algorithm", "ranks", "bytes", "time_s", "spread", "bandwidth_bytes_per_s", "ratio_to_native"),
         "predicted_s",
     }
@@ -206,11 +231,11 @@ def test_the_command_ends_with_one_line_of_json() -> None:
 def test_openmpi_says_what_it_misses(monkeypatch: pytest.MonkeyPatch) -> None:
     from meshwright.bench.collectives import openmpi as collectives_openmpi
 
-    row = Row("native", 2, 1024, 1.0, (1.0, 1.0), 1024.0, 1.0, None)
+    row = CollectiveRow("native", 2, 1024, 1.0, (1.0, 1.0), 1024.0, 1.0, None)
     monkeypatch.setattr(collectives_openmpi, "_mpirun", lambda: None)
-    assert not is_there()
+    assert not is_installed()
     with pytest.raises(InputError, match="mpirun and mpi4py"):
         openmpi_rows([row], 1)
-    monkeypatch.setattr(collectives_openmpi, "_measured", lambda ranks, sizes, rounds: {1024: [0.5]})
-    assert openmpi_rows([row], 1) == [row, Row("openmpi", 2, 1024, 0.5, (0.5, 0.5), 2048.0, 0.5, None)]
+    monkeypatch.setattr(collectives_openmpi, "_measure", lambda ranks, sizes, rounds: {1024: [0.5]})
+    assert openmpi_rows([row], 1) == [row, CollectiveRow("openmpi", 2, 1024, 0.5, (0.5, 0.5), 2048.0, 0.5, None)]
     assert asdict(row)["algorithm"] == "native"

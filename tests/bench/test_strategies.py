@@ -7,16 +7,24 @@ import torch
 from torch import nn
 
 from meshwright.bench import strategies
-from meshwright.bench.strategies import REFERENCE, STRATEGIES, Skipped, chosen, compare, lines
-from meshwright.bench.strategy_plans import plan_for
+from meshwright.bench.strategies import (
+    REFERENCE,
+    STRATEGIES,
+    SkippedStrategy,
+    compare,
+    report_lines,
+    selected_strategies,
+)
+from meshwright.bench.strategy_plans import one_axis_plan
 from meshwright.cluster.catalog import find_link
 from meshwright.cluster.cluster import Cluster, Device, Node
 from meshwright.errors import InputError, RankError, Stopped
 from meshwright.job import Job, parse_job
 from meshwright.plan import Axes, Plan
+from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.profiles import Profiles
-from meshwright.planner.question import Question
-from meshwright.profile.optimizer import cost_of
+from meshwright.profile.optimizer import optimizer_cost
+from meshwright.train.job_parts import JobParts
 from meshwright.workloads.mnist import Net
 
 LOSS = nn.functional.cross_entropy
@@ -44,8 +52,8 @@ def _cluster(devices: int) -> Cluster:
 
 def _plan(strategy: str, devices: int, model: nn.Module, sample: Any, batch: int = 128) -> Plan:
     profiles = Profiles(model, sample, LOSS, None, on_gpu=False)
-    question = Question(_cluster(devices), batch, cost_of(None, False), exact=True)
-    return plan_for(strategy, devices, lambda: (question, profiles))
+    inputs = PlanningInputs(_cluster(devices), batch, optimizer_cost(None, False), exact=True)
+    return one_axis_plan(strategy, devices, lambda: (inputs, profiles))
 
 
 def _digits() -> tuple[nn.Module, Any]:
@@ -65,7 +73,7 @@ def test_microbatches_are_no_more_than_samples() -> None:
     assert _plan("pipeline", 2, *_digits(), batch=3).pipeline.microbatches == 3
 
 
-def test_what_cannot_be_divided_says_why() -> None:
+def test_a_model_that_cannot_be_divided_gets_a_reason() -> None:
     model, sample = nn.Linear(4, 3), (torch.zeros(2, 4), torch.zeros(2, dtype=torch.long))
     with pytest.raises(InputError, match="no layers that can be split along the tensor axis"):
         _plan("tensor", 2, model, sample)
@@ -76,10 +84,10 @@ def test_what_cannot_be_divided_says_why() -> None:
 
 
 def test_strategies_are_chosen_by_name() -> None:
-    assert chosen(None) == STRATEGIES
-    assert chosen("replicate, threads") == ("threads", "replicate")
+    assert selected_strategies(None) == STRATEGIES
+    assert selected_strategies("replicate, threads") == ("threads", "replicate")
     with pytest.raises(InputError, match="no strategy 'tensors': did you mean 'tensor'"):
-        chosen("replicate,tensors")
+        selected_strategies("replicate,tensors")
 
 
 @pytest.fixture
@@ -97,24 +105,29 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return {"samples_per_s": 2 * measured(plan.summary())}
 
     monkeypatch.setattr(strategies, "train", train)
-    monkeypatch.setattr(strategies, "_own_process", lambda module, *_: measured(module.rpartition(".")[2]))
+    monkeypatch.setattr(strategies, "_run_loop", lambda module, *_: measured(module.rpartition(".")[2]))
     return names
 
 
-def _axis(name: str) -> Plan:
+def _axis(name: str, _: JobParts) -> Plan:
     if name == "tensor":
         raise InputError("nothing to split")
     return Plan(axes=Axes(**({} if name == "one rank" else {name: 2})))
 
 
-def test_rounds_alternate_and_medians_are_told(ran: list[str]) -> None:
-    rows, skipped = compare(_job(), _cluster(2), chosen("one rank,threads,replicate,shard,tensor"), _axis, 2, 3)
+def test_rounds_alternate_and_medians_are_reported(ran: list[str]) -> None:
+    rows, skipped = compare(
+        _job(), _cluster(2), selected_strategies("one rank,threads,replicate,shard,tensor"), _axis, 2, 3
+    )
     assert ran == ["bare", "one rank · fp32", "threads", "replicate 2 · fp32"] * 3
     assert [row.strategy for row in rows] == [REFERENCE, "one rank", "threads", "replicate"]
     assert [row.ratio for row in rows] == [1.0, 2.0, 1.0, 2.0]
     assert all(row.spread == 1.0 and row.rounds == 3 for row in rows)
-    assert skipped == [Skipped("tensor", "nothing to split"), Skipped("shard", "rank 1 ran out of memory")]
-    assert lines(rows, skipped)[-1].split(maxsplit=1) == ["shard", "not run: rank 1 ran out of memory"]
+    assert skipped == [
+        SkippedStrategy("tensor", "nothing to split"),
+        SkippedStrategy("shard", "rank 1 ran out of memory"),
+    ]
+    assert report_lines(rows, skipped)[-1].split(maxsplit=1) == ["shard", "not run: rank 1 ran out of memory"]
 
 
 def test_what_the_batch_does_not_allow_is_skipped(ran: list[str]) -> None:
@@ -125,7 +138,7 @@ def test_what_the_batch_does_not_allow_is_skipped(ran: list[str]) -> None:
 
 def test_one_device_has_no_threads_to_share_it(ran: list[str]) -> None:
     _, skipped = compare(_job(), _cluster(1), ("threads",), _axis, 2, 1)
-    assert skipped == [Skipped("threads", "threads needs several devices, and the cluster has one")]
+    assert skipped == [SkippedStrategy("threads", "threads needs several devices, but the cluster has one")]
 
 
 def test_a_mistake_in_the_job_is_no_reason_to_skip(ran: list[str]) -> None:
@@ -134,7 +147,7 @@ def test_a_mistake_in_the_job_is_no_reason_to_skip(ran: list[str]) -> None:
     assert ran == []
 
 
-def test_asked_to_stop_it_stops(ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_request_ends_the_benchmark(ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(*_: Any, **__: Any) -> None:
         raise Stopped("stopped by SIGINT")
 

@@ -1,4 +1,4 @@
-"""Computing activations again changes nothing but the memory: not a bit of loss, gradients or running statistics."""
+"""Recomputing activations changes memory and nothing else: not a bit of loss, gradients or running statistics."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,17 +13,19 @@ from meshwright.blocks.recompute import Recompute, find_blocks, recompute_blocks
 from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.profile.optimizer import OptimizerCost
-from meshwright.profile.tracing.trace import profile
-from meshwright.simulator.memory.peak import CUDA_MEMORY, predict_memory
-from tests.profile.models import make, scores_loss, tiny_decoder
+from meshwright.profile.tracing.trace import trace_profile
+from meshwright.profile.values import SplitMark
+from meshwright.simulator.memory.device_memory import CUDA_MEMORY
+from meshwright.simulator.memory.peak import predict_memory
+from tests.profile.models import scores_loss, small_model, tiny_decoder
 
 MODELS = ("gpt", "llama", "encoder", "resnet18")
 KINDS: tuple[Recompute, ...] = ("selective", "full")
-NOTHING = OptimizerCost(0.0, 0.0, False)
+NO_OPTIMIZER = OptimizerCost(0.0, 0.0, False)
 
 
-class Dropping(nn.Module):
-    """Blocks with dropout and BatchNorm, whose statistics a second pass must not see."""
+class DropoutBatchNorm(nn.Module):
+    """Blocks with dropout and BatchNorm, whose running statistics must not count a recomputation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,29 +49,29 @@ def two_steps(model: nn.Module, run: Callable[[nn.Module], Tensor]) -> dict[str,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", [*MODELS, "dropping"])
-def test_a_step_is_the_same_to_the_bit(name: str, kind: Recompute) -> None:
+@pytest.mark.parametrize("name", [*MODELS, "dropout_batchnorm"])
+def test_recomputing_keeps_a_step_equal_to_the_bit(name: str, kind: Recompute) -> None:
     def fresh() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
         torch.manual_seed(0)
-        if name == "dropping":
+        if name == "dropout_batchnorm":
             x = torch.randn(6, 8)
-            return Dropping(), lambda model: model(x).square().mean()
-        model, batch, loss = make(name, batch=4)
+            return DropoutBatchNorm(), lambda model: model(x).square().mean()
+        model, batch, loss = small_model(name, batch=4)
         return model, lambda model: loss(model(batch[0]), batch[1])
 
     plain = two_steps(*fresh())
     model, run = fresh()
     recompute_blocks(model, kind)
-    again = two_steps(model, run)
-    assert plain.keys() == again.keys()
+    recomputed = two_steps(model, run)
+    assert plain.keys() == recomputed.keys()
     for key, value in plain.items():
-        assert torch.equal(value, again[key]), key
+        assert torch.equal(value, recomputed[key]), key
 
 
 @pytest.mark.parametrize("name", ["gpt", "resnet18"])
-def test_less_is_kept_and_more_is_computed(name: str) -> None:
-    model, batch, loss = make(name)
-    none, selective, full = (profile(model, batch, loss, recompute=k) for k in ("none", "selective", "full"))
+def test_recomputing_saves_fewer_bytes_and_costs_more_flops(name: str) -> None:
+    model, batch, loss = small_model(name)
+    none, selective, full = (trace_profile(model, batch, loss, recompute=k) for k in ("none", "selective", "full"))
     assert full.saved_bytes(8) < selective.saved_bytes(8) < none.saved_bytes(8)
     assert none.flops(8) == selective.flops(8) < full.flops(8)
     assert none.flops(8, "forward") == full.flops(8, "forward")
@@ -77,48 +79,58 @@ def test_less_is_kept_and_more_is_computed(name: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["gpt", "llama"])
-def test_equal_blocks_traced_once_need_what_all_of_them_do(name: str, kind: Recompute) -> None:
-    model, batch, loss = make(name)
-    once, all_of_them = (profile(model, batch, loss, recompute=kind, repeats=repeats) for repeats in (True, False))
-    assert once.flops(8) == all_of_them.flops(8)
-    peaks = [predict_memory(found, Plan(), 8, NOTHING, CUDA_MEMORY).allocated_bytes for found in (once, all_of_them)]
+def test_equal_blocks_traced_once_cost_as_much_as_all_traced(name: str, kind: Recompute) -> None:
+    model, batch, loss = small_model(name)
+    merged, unmerged = (
+        trace_profile(model, batch, loss, recompute=kind, merge_equal_blocks=merge) for merge in (True, False)
+    )
+    assert merged.flops(8) == unmerged.flops(8)
+    peaks = [
+        predict_memory(profile, Plan(), 8, NO_OPTIMIZER, CUDA_MEMORY).allocated_bytes for profile in (merged, unmerged)
+    ]
     assert peaks[0] == peaks[1]
 
 
 def test_blocks_are_found_and_a_model_without_any_is_refused() -> None:
-    assert find_blocks(make("resnet18")[0])[:3] == ("layer1.0", "layer1.1", "layer2.0")
-    assert find_blocks(make("gpt")[0])[0] == "blocks.0"
-    with pytest.raises(InputError, match=r"memory.recompute is full, but Linear has no blocks to compute again"):
+    assert find_blocks(small_model("resnet18")[0])[:3] == ("layer1.0", "layer1.1", "layer2.0")
+    assert find_blocks(small_model("gpt")[0])[0] == "blocks.0"
+    with pytest.raises(InputError, match=r"memory.recompute is full, but Linear has no blocks to recompute"):
         recompute_blocks(nn.Linear(2, 2), "full")
 
 
-def test_what_is_split_is_told_also_where_recomputing_adds_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch 2.11 does: two tensors of no size for every block."""
+def test_split_marks_are_right_where_recomputing_adds_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 adds two tensors of no size for every recomputed block."""
 
-    def splits() -> list[tuple[str, str]]:
+    def splits() -> list[tuple[str, SplitMark | None]]:
         model, tokens = tiny_decoder(layers=4), torch.zeros(2, 16, dtype=torch.long)
-        found = profile(model, (tokens, tokens), scores_loss, recompute="full", structured=True)
-        return [(one.layer, one.split) for part in found.stretches for one in part.operators if one.kind == "matmul"]
+        profile = trace_profile(model, (tokens, tokens), scores_loss, recompute="full", with_structure=True)
+        operators = [operator for segment in profile.segments for operator in segment.operators]
+        return [(operator.layer, operator.split) for operator in operators if operator.kind == "matmul"]
 
-    def older(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def checkpoint_of_torch_2_11(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         torch.empty((0,), requires_grad=True)
         torch.empty((0,))
         return checkpoint(function, *args, **kwargs)
 
-    now = splits()
-    assert any(split for _, split in now)
-    monkeypatch.setattr(recompute, "checkpoint", older)
-    assert splits() == now
+    expected = splits()
+    assert any(split for _, split in expected)
+    monkeypatch.setattr(recompute, "checkpoint", checkpoint_of_torch_2_11)
+    assert splits() == expected
 
 
-def test_what_is_computed_again_is_no_gradient() -> None:
+def test_recomputed_operators_are_not_counted_as_gradients() -> None:
     model, tokens = tiny_decoder(layers=4), torch.zeros(2, 16, dtype=torch.long)
 
-    def products(kind: Recompute, gradient: bool) -> int:
-        found = profile(model, (tokens, tokens), scores_loss, recompute=kind)
-        back = [part for part in found.stretches if part.phase == "backward"]
-        return sum(part.count for part in back for o in part.operators if (o.kind, o.gradient) == ("matmul", gradient))
+    def matmuls(kind: Recompute, computes_gradient: bool) -> int:
+        profile = trace_profile(model, (tokens, tokens), scores_loss, recompute=kind)
+        return sum(
+            segment.block_count
+            for segment in profile.segments
+            for operator in segment.operators
+            if segment.phase == "backward"
+            and (operator.kind, operator.computes_gradient) == ("matmul", computes_gradient)
+        )
 
-    assert products("none", False) == 0
-    assert products("full", True) == products("none", True) > 0
-    assert products("full", False) > 0
+    assert matmuls("none", False) == 0
+    assert matmuls("full", True) == matmuls("none", True) > 0
+    assert matmuls("full", False) > 0

@@ -1,4 +1,4 @@
-"""What the doctor says of a machine."""
+"""What `meshwright doctor` reports about a machine."""
 
 import json
 from dataclasses import replace
@@ -9,15 +9,15 @@ import pytest
 from typer.testing import CliRunner
 
 from meshwright.calibrate import doctor
-from meshwright.calibrate.doctor import Surroundings, examine, examine_thoroughly, lines, problems
+from meshwright.calibrate.doctor import SystemState, calibrate_and_diagnose, diagnose, problems, report_lines
 from meshwright.cli import app
 from meshwright.cluster.cache import calibrated_file
 from meshwright.cluster.cluster import Cluster, OperatorTime
-from meshwright.cluster.detect import find
+from meshwright.cluster.detect import find_cluster
 from meshwright.errors import InputError
 from tests.cluster.test_detect import measured
 
-WELL = Surroundings(
+HEALTHY = SystemState(
     compiler=True,
     nvidia_smi=False,
     gpu_names=(),
@@ -31,14 +31,14 @@ ROW = OperatorTime(operator="norm", dtype="fp32", shape=(2, 3), flops=48, bytes=
 
 
 def calibrated(cluster: Cluster) -> Cluster:
-    found = measured(cluster)
-    (node,) = found.nodes
+    measured_cluster = measured(cluster)
+    (node,) = measured_cluster.nodes
     device = node.device.model_copy(update={"operators": (ROW,)})
-    return found.model_copy(update={"nodes": (node.model_copy(update={"device": device}),)})
+    return measured_cluster.model_copy(update={"nodes": (node.model_copy(update={"device": device}),)})
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"compiler": False}, "no C++ compiler"),
         ({"nvidia_smi": True}, "is built without CUDA"),
@@ -48,50 +48,50 @@ def calibrated(cluster: Cluster) -> Cluster:
         ({"shared_memory_bytes": 64 * 2**20}, "/dev/shm has 64 MiB free"),
     ],
 )
-def test_problems_are_one_line_each(changes: dict[str, Any], said: str) -> None:
-    (problem,) = problems(replace(WELL, **changes))
-    assert said in problem
+def test_problems_are_one_line_each(changes: dict[str, Any], message: str) -> None:
+    (problem,) = problems(replace(HEALTHY, **changes))
+    assert message in problem
     assert "\n" not in problem
 
 
-def test_a_machine_that_is_well_has_none() -> None:
-    assert list(problems(WELL)) == []
-    gpus = replace(WELL, nvidia_smi=True, torch_cuda="13.0", visible_gpus=2, gpu_names=("A", "A"))
+def test_a_healthy_machine_has_no_problems() -> None:
+    assert list(problems(HEALTHY)) == []
+    gpus = replace(HEALTHY, nvidia_smi=True, torch_cuda="13.0", visible_gpus=2, gpu_names=("A", "A"))
     assert list(problems(gpus)) == []
 
 
-def test_it_tells_of_devices_and_links() -> None:
-    told = examine(measured)
-    assert set(told) == {"devices", "links", "problems"}
-    assert told["devices"][0]["rates"] == {"fp32": 5e10}
-    assert told["devices"][0]["based_on"] == "measured"
-    assert told["links"][0]["bandwidth_bytes_per_s"] == 1e9
-    assert json.loads(json.dumps(told)) == told
-    assert any("fp32 50.0 GFLOP/s" in line for line in lines(told))
+def test_the_report_has_devices_and_links() -> None:
+    report = diagnose(measured)
+    assert set(report) == {"devices", "links", "problems"}
+    assert report["devices"][0]["rates"] == {"fp32": 5e10}
+    assert report["devices"][0]["based_on"] == "measured"
+    assert report["links"][0]["bandwidth_bytes_per_s"] == 1e9
+    assert json.loads(json.dumps(report)) == report
+    assert any("fp32 50.0 GFLOP/s" in line for line in report_lines(report))
 
 
 def test_calibration_writes_the_devices_file() -> None:
-    told = examine_thoroughly(None, calibrated)
-    name = told["devices"][0]["name"]
-    assert told["file"] == str(calibrated_file(name))
-    assert (told["devices"][0]["based_on"], told["devices"][0]["operators_measured"]) == ("calibrated", 1)
-    assert (find("local").based_on, find("local").nodes[0].device.operators) == ("calibrated", (ROW,))
+    report = calibrate_and_diagnose(None, calibrated)
+    name = report["devices"][0]["name"]
+    assert report["file"] == str(calibrated_file(name))
+    assert (report["devices"][0]["based_on"], report["devices"][0]["operators_measured"]) == ("calibrated", 1)
+    assert (find_cluster("local").based_on, find_cluster("local").nodes[0].device.operators) == ("calibrated", (ROW,))
 
 
-def test_calibration_into_a_file_of_ones_own(tmp_path: Path) -> None:
+def test_calibration_into_a_file_that_the_user_names(tmp_path: Path) -> None:
     file = tmp_path / "device.yaml"
-    examine_thoroughly(file, calibrated)
+    calibrate_and_diagnose(file, calibrated)
     (tmp_path / "mine.yaml").write_text("nodes: [{device: device.yaml, link: Loopback, cores: 1}]")
-    cluster = find(str(tmp_path / "mine.yaml"))
+    cluster = find_cluster(str(tmp_path / "mine.yaml"))
     assert (cluster.based_on, cluster.nodes[0].device.operators) == ("calibrated", (ROW,))
-    assert find("local").based_on == "measured"
+    assert find_cluster("local").based_on == "measured"
 
 
-def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "examine", lambda: examine(measured))
-    done = CliRunner().invoke(app, ["doctor", "--json"])
-    assert done.exit_code == 0
-    assert {"devices", "links", "problems"} <= set(json.loads(done.stdout.splitlines()[-1]))
+def test_the_doctor_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "diagnose", lambda: diagnose(measured))
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    assert result.exit_code == 0
+    assert {"devices", "links", "problems"} <= set(json.loads(result.stdout.splitlines()[-1]))
     assert "fp32" in CliRunner().invoke(app, ["doctor"]).stdout
     refused = CliRunner().invoke(app, ["doctor", "--output", "x.yaml"])
     assert isinstance(refused.exception, InputError)

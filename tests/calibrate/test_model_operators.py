@@ -1,4 +1,4 @@
-"""A model's own operators, measured here: what they are told from, and whose predictions they change."""
+"""The operators of one model, measured on this machine: how calls are built, and which predictions change."""
 
 import threading
 from collections.abc import Sequence
@@ -10,16 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.calibrate import model_operators as own_shapes
-from meshwright.calibrate.model_operators import BASED_ON, is_here, with_own_shapes
-from meshwright.calibrate.operator_calls import Builder, Scene
+from meshwright.calibrate import model_operators
+from meshwright.calibrate.model_operators import BASED_ON, is_this_machine, measure_model_operators
+from meshwright.calibrate.operator_calls import CallBuilder, TensorPool
 from meshwright.cluster.cluster import Cluster, OperatorTime
-from meshwright.cluster.detect import detect_cpu, find
+from meshwright.cluster.detect import detect_cpu, find_cluster
 from meshwright.plan import Axes, Compute, Plan
-from meshwright.profile.tracing.trace import profile
+from meshwright.profile.tracing.trace import trace_profile
 from meshwright.profile.values import ModelProfile
-from meshwright.simulator.compute.lookup import looked_up
-from meshwright.simulator.compute.operator_time import operator_s, speeds
+from meshwright.simulator.compute.lookup import classify_operator
+from meshwright.simulator.compute.operator_time import device_speeds, operator_s
 
 BATCH = 8
 CLASSES = ("matmul", "convolution", "elementwise", "pooling", "norm", "reduction")
@@ -39,21 +39,21 @@ class Small(nn.Module):
 def _traced() -> ModelProfile:
     with torch.device("meta"):
         model, sample = Small(), (torch.zeros(2, 1, 18, 18), torch.zeros(2, dtype=torch.long))
-    return profile(model, sample, F.cross_entropy, on_gpu=False)
+    return trace_profile(model, sample, F.cross_entropy, on_gpu=False)
 
 
 def _row(operator: str, **others: Any) -> OperatorTime:
     shape = {"matmul": (8, 8, 8), "convolution": (1, 8, 8, 8, 8, 3, 1, 1), "norm": (1, 8, 8, 8)}.get(operator, (64,))
-    said = {"operator": operator, "dtype": "fp32", "shape": shape, "flops": 0, "bytes": 256, "seconds": 1e-6, **others}
-    return OperatorTime.model_validate(said)
+    row = {"operator": operator, "dtype": "fp32", "shape": shape, "flops": 0, "bytes": 256, "seconds": 1e-6, **others}
+    return OperatorTime.model_validate(row)
 
 
 def _measured(*operators: OperatorTime) -> Cluster:
-    """This machine, as if it had been measured."""
+    """Returns this machine with measured rates and these operators."""
     cluster = detect_cpu()
     (node,) = cluster.nodes
-    known = {"bandwidth_bytes_per_s": 1e9, "rates": {"fp32": 1e9}, "operators": operators}
-    node = node.model_copy(update={"device": node.device.model_copy(update=known)})
+    rates = {"bandwidth_bytes_per_s": 1e9, "rates": {"fp32": 1e9}, "operators": operators}
+    node = node.model_copy(update={"device": node.device.model_copy(update=rates)})
     return cluster.model_copy(update={"nodes": (node,), "based_on": "measured"})
 
 
@@ -62,108 +62,111 @@ def _here() -> Cluster:
 
 
 def test_operators_are_built_as_the_model_runs_them() -> None:
-    builder, scene = Builder(BATCH, biased=True), Scene(torch.device("cpu"))
-    built = {}
-    for stretch in _traced().stretches:
-        for operator in stretch.operators:
-            act = builder.build(operator, stretch.phase == "backward")
-            if act is not None:
-                result = act(scene)
-                scene.put(result)
-                built[operator.layer, operator.name] = tuple(result.shape)
-    assert built["first", "convolution"] == (BATCH, 8, 16, 16)  # no padding
-    assert built["second", "convolution"] == (BATCH, 16, 8, 8)
-    assert built["second", "convolution_backward"] == (BATCH, 8, 16, 16)
-    assert built["first", "convolution_backward"] == (8, 1, 3, 3)  # nobody asks for the gradient of data
-    assert built["", "max_pool2d_with_indices"] == (BATCH, 16, 4, 4)
-    assert built["", "max_pool2d_with_indices_backward"] == (BATCH, 16, 8, 8)
-    assert built["head", "addmm"] == (BATCH, 16)
-    assert built["", "relu"] == (BATCH, 8, 16, 16)
-    norms = {shape for (_, name), shape in built.items() if "batch_norm" in name}
+    builder, pool = CallBuilder(BATCH, fuses_bias=True), TensorPool(torch.device("cpu"))
+    shapes = {}
+    for segment in _traced().segments:
+        for operator in segment.operators:
+            call = builder.build(operator, segment.phase == "backward")
+            if call is not None:
+                result = call(pool)
+                pool.store(result)
+                shapes[operator.layer, operator.name] = tuple(result.shape)
+    assert shapes["first", "convolution"] == (BATCH, 8, 16, 16)  # no padding
+    assert shapes["second", "convolution"] == (BATCH, 16, 8, 8)
+    assert shapes["second", "convolution_backward"] == (BATCH, 8, 16, 16)
+    assert shapes["first", "convolution_backward"] == (8, 1, 3, 3)  # data needs no gradient
+    assert shapes["", "max_pool2d_with_indices"] == (BATCH, 16, 4, 4)
+    assert shapes["", "max_pool2d_with_indices_backward"] == (BATCH, 16, 8, 8)
+    assert shapes["head", "addmm"] == (BATCH, 16)
+    assert shapes["", "relu"] == (BATCH, 8, 16, 16)
+    norms = {shape for (_, name), shape in shapes.items() if "batch_norm" in name}
     assert norms == {(BATCH, 8, 16, 16)}
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_measured_operator_is_predicted_to_take_as_long(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
-    def seconds(heavy: Sequence[Any], *_: Any) -> list[float]:
-        return [0.1 + 0.01 * place for place in range(len(heavy))]
+    def seconds(calls: Sequence[Any], *_: Any) -> list[float]:
+        return [0.1 + 0.01 * index for index in range(len(calls))]
 
-    monkeypatch.setattr(own_shapes, "_on_cores", seconds)
+    monkeypatch.setattr(model_operators, "_time_on_cores", seconds)
     plan = Plan(compute=Compute(threads=threads))
-    cluster = with_own_shapes(_here(), _traced(), plan, BATCH)
-    prices = speeds(cluster.nodes[0].device, "fp32", threads)
-    taken: dict[str, list[float]] = {}
-    for stretch in _traced().stretches:
-        for operator in stretch.operators:
-            seconds_ = operator_s(operator, BATCH, prices, stretch.phase == "backward")
-            taken.setdefault(operator.kind, []).append(seconds_)
-    assert taken["convolution"] == pytest.approx([0.10, 0.13, 0.19, 0.22], rel=1e-4)  # their places among thirteen
-    assert taken["matmul"] == pytest.approx([0.15, 0.16, 0.17], rel=1e-4)  # the last of the weights, as no row has it
+    cluster = measure_model_operators(_here(), _traced(), plan, BATCH)
+    operator_speeds = device_speeds(cluster.nodes[0].device, "fp32", threads)
+    predicted: dict[str, list[float]] = {}
+    for segment in _traced().segments:
+        for operator in segment.operators:
+            seconds_ = operator_s(operator, BATCH, operator_speeds, segment.phase == "backward")
+            predicted.setdefault(operator.kind, []).append(seconds_)
+    assert predicted["convolution"] == pytest.approx([0.10, 0.13, 0.19, 0.22], rel=1e-4)  # by index of the call
+    assert predicted["matmul"] == pytest.approx([0.15, 0.16, 0.17], rel=1e-4)  # the last is the weight gradient
     assert cluster.based_on == BASED_ON
 
 
-def test_what_was_not_measured_keeps_its_price(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Own rows of one direction do not stand for operators of other sizes."""
-    monkeypatch.setattr(own_shapes, "_on_cores", lambda heavy, *_: [1.0] * len(heavy))
-    cluster = with_own_shapes(_here(), _traced(), Plan(), BATCH)
-    prices = speeds(cluster.nodes[0].device, "fp32")
-    (tiny,) = (o for s in _traced().stretches for o in s.operators if o.name == "nll_loss_forward")
+def test_an_operator_that_was_not_measured_keeps_its_predicted_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of the model's shapes in a class that was not calibrated do not price operators of other sizes."""
+    monkeypatch.setattr(model_operators, "_time_on_cores", lambda calls, *_: [1.0] * len(calls))
+    cluster = measure_model_operators(_here(), _traced(), Plan(), BATCH)
+    operator_speeds = device_speeds(cluster.nodes[0].device, "fp32")
+    (tiny,) = (o for s in _traced().segments for o in s.operators if o.name == "nll_loss_forward")
     small = replace(tiny, kind="elementwise", name="mul")
-    assert looked_up(small, 1, 1.0, True) is not None
-    assert operator_s(small, 1, prices, True) < 1e-3
+    assert classify_operator(small, 1, 1.0, True) is not None
+    assert operator_s(small, 1, operator_speeds, True) < 1e-3
 
 
-def test_this_machine_is_left_as_it_was() -> None:
+def test_measuring_leaves_threads_and_random_numbers_as_they_were() -> None:
     threads = torch.get_num_threads()
     torch.manual_seed(3)
-    wanted = torch.rand(2)
+    expected = torch.rand(2)
     torch.manual_seed(3)
     before = _here()
-    cluster = with_own_shapes(before, _traced(), Plan(axes=Axes(replicate=before.devices)), 64, budget_s=0.5)
-    assert torch.equal(torch.rand(2), wanted)
+    cluster = measure_model_operators(
+        before, _traced(), Plan(axes=Axes(replicate=before.device_count)), 64, budget_s=0.5
+    )
+    assert torch.equal(torch.rand(2), expected)
     assert torch.get_num_threads() == threads
-    known, now = before.nodes[0].device, cluster.nodes[0].device
-    added = now.operators[len(known.operators) :]
+    calibrated, device = before.nodes[0].device, cluster.nodes[0].device
+    added = device.operators[len(calibrated.operators) :]
     assert {"convolution", "matmul"} <= {row.operator for row in added}
     assert all(row.seconds > 0 for row in added)
-    assert now.sources["operators"] == BASED_ON
+    assert device.sources["operators"] == BASED_ON
 
 
 @pytest.mark.skipif(detect_cpu().nodes[0].count < 2, reason="two ranks need two cores")
 def test_ranks_wait_for_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others' passes take three times as long here: so does every operator of a step that waits for them."""
+    """The passes of the other rank take three times as long here, and so does every operator of a step that waits for
+    it."""
 
-    def passed(heavy: Sequence[Any], scene: Scene) -> list[float]:
-        own = threading.current_thread() is threading.main_thread()
-        return [1e-3 if own else 3e-3] * len(heavy)
+    def run_pass(calls: Sequence[Any], pool: TensorPool) -> list[float]:
+        is_first_rank = threading.current_thread() is threading.main_thread()
+        return [1e-3 if is_first_rank else 3e-3] * len(calls)
 
-    monkeypatch.setattr(own_shapes, "_pass", passed)
+    monkeypatch.setattr(model_operators, "_run_pass", run_pass)
     for ranks, seconds in ((1, 1e-3), (2, 3e-3)):
         plan = Plan(axes=Axes(replicate=ranks), compute=Compute(threads=1))
-        (node,) = with_own_shapes(_here(), _traced(), plan, 2 * BATCH, budget_s=0.1).nodes
-        own = [row for row in node.device.operators if row.seconds != 1e-6]
-        assert own
-        assert [row.seconds for row in own] == pytest.approx([seconds] * len(own))
+        (node,) = measure_model_operators(_here(), _traced(), plan, 2 * BATCH, budget_s=0.1).nodes
+        added = [row for row in node.device.operators if row.seconds != 1e-6]
+        assert added
+        assert [row.seconds for row in added] == pytest.approx([seconds] * len(added))
 
 
 def test_only_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_shapes, "_heavy", lambda *_: pytest.fail("another machine's operators are measured here"))
-    here = _here()
-    (node,) = here.nodes
+    monkeypatch.setattr(model_operators, "_slowest_operators", lambda *_: pytest.fail("another machine"))
+    this_machine = _here()
+    (node,) = this_machine.nodes
     others = [
-        find("8xH100"),
-        detect_cpu(),  # nobody has measured it
+        find_cluster("8xH100"),
+        detect_cpu(),  # not measured
         _measured(),
-        here.model_copy(update={"name": "rack"}),
-        here.model_copy(update={"nodes": (node.model_copy(update={"cores": node.cores + 1}),)}),
-        here.model_copy(update={"nodes": (node.model_copy(update={"number": 2}),)}),
+        this_machine.model_copy(update={"name": "rack"}),
+        this_machine.model_copy(update={"nodes": (node.model_copy(update={"cores": node.cores + 1}),)}),
+        this_machine.model_copy(update={"nodes": (node.model_copy(update={"number": 2}),)}),
     ]
     for cluster in others:
-        assert not is_here(cluster)
-        assert with_own_shapes(cluster, _traced(), Plan(), BATCH) is cluster
-    assert is_here(here)
+        assert not is_this_machine(cluster)
+        assert measure_model_operators(cluster, _traced(), Plan(), BATCH) is cluster
+    assert is_this_machine(this_machine)
 
 
-def test_an_operator_that_takes_longer_than_there_is_time_for_is_left_out() -> None:
+def test_an_operator_that_takes_longer_than_the_budget_is_left_out() -> None:
     cluster = _here()
-    assert with_own_shapes(cluster, _traced(), Plan(), BATCH, budget_s=1e-9) is cluster
+    assert measure_model_operators(cluster, _traced(), Plan(), BATCH, budget_s=1e-9) is cluster

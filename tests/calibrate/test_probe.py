@@ -1,23 +1,23 @@
-"""This machine measured for real: everything positive, and a device that can be predicted with."""
+"""Measuring this machine gives positive constants and a device that predictions can use."""
 
 import pytest
 import torch
 
 from meshwright.calibrate import probe
-from meshwright.calibrate.operators import cases, measure_operators
-from meshwright.calibrate.probe import measure
+from meshwright.calibrate.operators import measure_operators, operator_cases
+from meshwright.calibrate.probe import measure_machine
 from meshwright.cluster.cluster import OperatorTime
 from meshwright.cluster.curves import curve_time
-from meshwright.cluster.detect import detect_cpu, find
+from meshwright.cluster.detect import detect_cpu, find_cluster
 from meshwright.errors import MeshwrightError
 
 
 def test_this_machine_is_measured() -> None:
     detected = detect_cpu()
-    cluster = measure(detected)
+    cluster = measure_machine(detected)
     (node,) = cluster.nodes
     assert cluster.based_on == "measured"
-    assert (cluster.devices, node.cores) == (detected.devices, detected.cores)
+    assert (cluster.device_count, node.cores) == (detected.device_count, detected.cores)
     assert node.device.is_known
     assert {"fp64", "fp32"} <= set(node.device.rates)
     assert min(node.device.rates.values()) > 0
@@ -32,29 +32,29 @@ def test_this_machine_is_measured() -> None:
     assert type(cluster).model_validate(cluster.model_dump()) == cluster
 
 
-@pytest.mark.parametrize(("known", "expected"), [(0, 58), (132, 132)])
-def test_the_driver_tells_what_the_catalog_does_not(known: int, expected: int) -> None:
-    node = find("H200").nodes[0]
-    asked = node.model_copy(update={"device": node.device.model_copy(update={"multiprocessors": known})})
-    found = {"multiprocessors": 58, "instructions": [], "operators": [], "launch_s": 1e-5}
-    device = probe._device(asked, found)
+@pytest.mark.parametrize(("in_catalog", "expected"), [(0, 58), (132, 132)])
+def test_the_driver_supplies_what_the_catalog_lacks(in_catalog: int, expected: int) -> None:
+    node = find_cluster("H200").nodes[0]
+    node = node.model_copy(update={"device": node.device.model_copy(update={"multiprocessors": in_catalog})})
+    measurements = {"multiprocessors": 58, "instructions": [], "operators": [], "launch_s": 1e-5}
+    device = probe._device(node, measurements)
     assert device.multiprocessors == expected
-    assert device.sources["multiprocessors"].startswith("the driver") == (not known)
+    assert device.sources["multiprocessors"].startswith("the driver") == (not in_catalog)
     assert device.launch_s == 1e-5
 
 
-def test_a_rank_that_fails_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_rank_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe.sys, "executable", "/bin/false")
-    with pytest.raises(MeshwrightError, match=r"^this machine could not be measured: it left no word$"):
-        measure(detect_cpu())
+    with pytest.raises(MeshwrightError, match=r"^this machine could not be measured: the probe exited with code 1"):
+        measure_machine(detect_cpu())
 
 
 def test_every_class_of_operators_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    smallest = {case.operator: case for case in sorted(cases("cpu"), key=lambda case: -case.elements)}
-    monkeypatch.setattr("meshwright.calibrate.operators.cases", lambda kind: smallest.values())
+    smallest = {case.operator: case for case in sorted(operator_cases("cpu"), key=lambda case: -case.elements)}
+    monkeypatch.setattr("meshwright.calibrate.operators.operator_cases", lambda kind: smallest.values())
     monkeypatch.setattr("meshwright.calibrate.operators.BUDGET_S", {"cpu": 1e-3})
     rows = [OperatorTime.model_validate(row) for row in measure_operators(torch.device("cpu"), {"fp32": 1e10})]
-    assert len(smallest) == 15  # all but what is an operator of its own on a GPU alone: bias, dropout, wider casts
+    assert len(smallest) == 15  # bias, dropout and widening casts are operators of their own on GPUs only
     assert {row.operator for row in rows} == set(smallest)
     backward = {row.operator for row in rows if row.direction == "backward"}
     losses = {"softmax", "log_softmax", "loss"}
@@ -63,7 +63,7 @@ def test_every_class_of_operators_is_measured(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_no_shape_is_asked_for_twice(kind: str) -> None:
-    shapes = [(case.operator, case.shape, case.layout) for case in cases(kind)]
+def test_no_shape_is_measured_twice(kind: str) -> None:
+    shapes = [(case.operator, case.shape, case.layout) for case in operator_cases(kind)]
     assert len(shapes) == len(set(shapes))
-    assert all(case.elements > 0 for case in cases(kind))
+    assert all(case.elements > 0 for case in operator_cases(kind))

@@ -13,11 +13,11 @@ from meshwright.errors import CheckpointError
 from meshwright.plan import Plan
 from meshwright.train.session import Parameters, Session
 from tests.ranks import RankPool
-from tests.train.alone import equal_states, world
+from tests.train.one_process import equal_states, world
 from tests.train.toy import points
 
 
-class Tied(nn.Module):
+class TiedModel(nn.Module):
     """Tied weights, a buffer, and a layer that is never used."""
 
     def __init__(self, width: int = 6) -> None:
@@ -38,15 +38,17 @@ class Tied(nn.Module):
 def session_of(rank: int, size: int, seed: int, model: nn.Module | None = None) -> Session:
     torch.manual_seed(seed)
 
-    def make(held: Parameters) -> torch.optim.Optimizer:
+    def make_optimizer(parameters: Parameters) -> torch.optim.Optimizer:
         groups: list[dict[str, Any]] = [
-            {"params": [p for p in held.values() if p.dim() > 1]},
-            {"params": [p for p in held.values() if p.dim() < 2], "weight_decay": 0.0},
+            {"params": [p for p in parameters.values() if p.dim() > 1]},
+            {"params": [p for p in parameters.values() if p.dim() < 2], "weight_decay": 0.0},
         ]
         return torch.optim.AdamW(groups, lr=0.01)
 
     plan = Plan.model_validate({"axes": {"replicate": size}})
-    return Session(model or Tied(), make, loss=F.cross_entropy, plan=plan, world=world(rank, size), seed=1)
+    return Session(
+        model or TiedModel(), make_optimizer, loss=F.cross_entropy, plan=plan, world=world(rank, size), seed=1
+    )
 
 
 def moments(session: Session) -> dict[str, Tensor]:
@@ -73,7 +75,7 @@ def load_on(rank: int, size: int, path: Path) -> tuple[dict[str, Tensor], dict[s
     assert session.position == (0, 3)
     options = [(group["lr"], group["weight_decay"]) for group in session.optimizer.param_groups]
     state, optimizer = {k: v.clone() for k, v in session.state_dict().items()}, moments(session)
-    session.step(next(session.batches(points(60), global_batch=12)))  # and it can train on
+    session.step(next(session.batches(points(60), global_batch=12)))  # training continues
     return state, optimizer, options
 
 
@@ -83,7 +85,9 @@ def test_two_ranks_save_and_one_or_three_load(two: RankPool, three: RankPool, tm
         assert equal_states(loaded[0], state)
         assert equal_states(loaded[1], optimizer)
         assert loaded[2] == [(0.01, 0.01), (0.125, 0.0)]
-    assert not any(name.startswith("never") for name in optimizer), "what was never used has no optimizer state"
+    assert not any(name.startswith("never") for name in optimizer), (
+        "a parameter that was never used has no optimizer state"
+    )
     assert "again.weight.exp_avg_sq" in optimizer
 
 
@@ -94,13 +98,13 @@ def test_one_rank_saves_and_two_load(two: RankPool, tmp_path: Path) -> None:
         assert equal_states(loaded[1], optimizer)
 
 
-def test_options_and_moments_follow_names_not_places(tmp_path: Path) -> None:
-    """The optimizer that loads may have its groups cut differently."""
+def test_options_and_moments_are_loaded_by_parameter_name(tmp_path: Path) -> None:
+    """The groups of the optimizer that loads may divide the parameters differently."""
     _, optimizer = save_on(0, 1, tmp_path / "saved")
     torch.manual_seed(5)
     session = Session(
-        Tied(),
-        lambda held: torch.optim.AdamW(reversed(list(held.values())), lr=1.0),
+        TiedModel(),
+        lambda parameters: torch.optim.AdamW(reversed(list(parameters.values())), lr=1.0),
         loss=F.cross_entropy,
         plan=Plan(),
         world=world(),
@@ -109,40 +113,40 @@ def test_options_and_moments_follow_names_not_places(tmp_path: Path) -> None:
     assert equal_states(moments(session), optimizer)
 
 
-class Other(Tied):
+class WithExtraLayer(TiedModel):
     def __init__(self) -> None:
         super().__init__()
         self.extra = nn.Linear(2, 2)
 
 
-class Fewer(nn.Module):
+class WithFewerLayers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(20, 6)
 
 
 @pytest.mark.parametrize(
-    ("model", "words"),
+    ("model", "message"),
     [
-        (Tied(7), r"first\.weight is \(6, 20\) in the checkpoint, but \(7, 20\) in the model"),
-        (Other(), r"the checkpoint has no extra\.weight, which the model has: it is of another model"),
-        (Fewer(), r"the checkpoint holds again\.weight, which the model has not: it is of another model"),
+        (TiedModel(7), r"first\.weight is \(6, 20\) in the checkpoint, but \(7, 20\) in the model"),
+        (WithExtraLayer(), r"the checkpoint has no extra\.weight, which the model has: it is of another model"),
+        (WithFewerLayers(), r"the checkpoint holds again\.weight, which the model has not: it is of another model"),
     ],
 )
-def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, model: nn.Module, words: str) -> None:
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, model: nn.Module, message: str) -> None:
     save_on(0, 1, tmp_path / "saved")
     session = session_of(0, 1, seed=0, model=model)
     before = {name: value.clone() for name, value in session.state_dict().items()}
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises(CheckpointError, match=message):
         session.load(tmp_path / "saved")
     assert equal_states(before, session.state_dict())
 
 
 def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
-    model = Tied()
+    model = TiedModel()
     session = Session(
         model,
-        lambda held: torch.optim.AdamW(model.head.parameters()),
+        lambda _: torch.optim.AdamW(model.head.parameters()),
         loss=F.cross_entropy,
         plan=Plan(),
         world=world(),
@@ -152,7 +156,7 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
         session_of(0, 1, seed=0).load(tmp_path / "saved")
 
 
-class Extra(nn.Linear):
+class WithExtraState(nn.Linear):
     """A module with state that is not a tensor."""
 
     def __init__(self) -> None:
@@ -170,29 +174,29 @@ class Extra(nn.Linear):
         self.calls = state["calls"]
 
 
-def test_a_modules_extra_state_is_kept(tmp_path: Path) -> None:
-    session = session_of(0, 1, seed=0, model=nn.Sequential(OrderedDict(layer=Extra())))
+def test_extra_state_of_modules_is_saved_and_loaded(tmp_path: Path) -> None:
+    session = session_of(0, 1, seed=0, model=nn.Sequential(OrderedDict(layer=WithExtraState())))
     session.step((torch.randn(4, 20), torch.tensor([0, 1, 2, 3])))
     session.save(tmp_path / "saved")
-    again = session_of(0, 1, seed=0, model=nn.Sequential(OrderedDict(layer=Extra())))
+    again = session_of(0, 1, seed=0, model=nn.Sequential(OrderedDict(layer=WithExtraState())))
     again.load(tmp_path / "saved")
     layer = again.module.get_submodule("layer")
-    assert isinstance(layer, Extra)
+    assert isinstance(layer, WithExtraState)
     assert layer.calls == 1
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adamax])
-def test_other_optimizers_are_kept_too(tmp_path: Path, kind: type[torch.optim.Optimizer]) -> None:
-    def make() -> Session:
+def test_the_state_of_other_optimizers_is_saved_and_loaded(tmp_path: Path, kind: type[torch.optim.Optimizer]) -> None:
+    def make_session() -> Session:
         return Session(
             nn.Linear(20, 5),
-            lambda held: kind(held.values(), lr=0.1),  # type: ignore[call-arg]
+            lambda parameters: kind(parameters.values(), lr=0.1),  # type: ignore[call-arg]
             loss=F.cross_entropy,
             plan=Plan(),
             world=world(),
         )
 
-    session, again = make(), make()
+    session, again = make_session(), make_session()
     for _, batch in zip(range(3), session.batches(points(40), global_batch=10), strict=False):
         session.step(batch)
     session.save(tmp_path / "saved")

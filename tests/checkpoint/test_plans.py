@@ -1,4 +1,4 @@
-"""A checkpoint written under any plan holds the plain whole tensors, and loads under any other plan."""
+"""A checkpoint written under any plan holds whole tensors by name, and loads under any other plan."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from meshwright.checkpoint.save import save_at
 from meshwright.checkpoint.state import model_state, optimizer_state
 from meshwright.errors import CheckpointError
 from meshwright.parallel.weights.state import full_state
-from tests.parallel.divided import AXES, Divided, divide, whole_model
+from tests.parallel.hand_sharded import AXES, Divided, divide, whole_model
 from tests.ranks import RankPool
 from tests.soaked import all_but
 
@@ -23,7 +23,7 @@ TWO: list[dict[str, int]] = [{"shard": 2}, {"tensor": 2}, {"pipeline": 2}]
 
 
 def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
-    """Two groups, of which a stage may have one only."""
+    """With two groups, of which one may have no parameters on some pipeline stages."""
     norms = [p for name, p in module.named_parameters() if name.startswith("norm")]
     others = [p for name, p in module.named_parameters() if not name.startswith("norm")]
     groups: list[dict[str, Any]] = [{"params": others}, {"params": norms, "weight_decay": 0.5}]
@@ -70,18 +70,18 @@ def expected() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return saved, dict(model.state_dict())
 
 
-def assert_as_expected(found: tuple[dict[str, Tensor], dict[str, Tensor]]) -> None:
-    for state, wanted in zip(found, expected(), strict=True):
-        assert list(state) == list(wanted)
-        for name, value in wanted.items():
+def assert_as_expected(states: tuple[dict[str, Tensor], dict[str, Tensor]]) -> None:
+    for state, expected_state in zip(states, expected(), strict=True):
+        assert list(state) == list(expected_state)
+        for name, value in expected_state.items():
             torch.testing.assert_close(state[name], value, rtol=1e-14, atol=0, msg=name)
 
 
 @pytest.mark.parametrize("axes", all_but(AXES[::4], AXES), ids=str)
 def test_saved_on_one_rank_it_loads_under_every_plan(four: RankPool, axes: dict[str, int], tmp_path: Path) -> None:
     save_under(0, 1, ONE, tmp_path / "saved")
-    for found in four.run(load_under, axes, tmp_path / "saved"):
-        assert_as_expected(found)
+    for states in four.run(load_under, axes, tmp_path / "saved"):
+        assert_as_expected(states)
 
 
 @pytest.mark.parametrize("axes", all_but(AXES[::4], AXES), ids=str)
@@ -91,26 +91,26 @@ def test_saved_under_every_plan_it_loads_on_one_rank_and_under_others(
     four.run(save_under, axes, tmp_path / "saved")
     assert_as_expected(load_under(0, 1, ONE, tmp_path / "saved"))
     other = TWO[AXES.index(axes) % len(TWO)]
-    for found in two.run(load_under, other, tmp_path / "saved"):
-        assert_as_expected(found)
+    for states in two.run(load_under, other, tmp_path / "saved"):
+        assert_as_expected(states)
 
 
 @pytest.mark.parametrize("axes", all_but(AXES[::4], AXES), ids=str)
-def test_every_number_is_written_once(four: RankPool, axes: dict[str, int], tmp_path: Path) -> None:
+def test_every_element_is_written_once(four: RankPool, axes: dict[str, int], tmp_path: Path) -> None:
     four.run(save_under, axes, tmp_path / "saved")
     save_under(0, 1, ONE, tmp_path / "alone")
     metadata, alone = (dcp.FileSystemReader(tmp_path / name).read_metadata() for name in ("saved", "alone"))
     assert metadata.state_dict_metadata.keys() == alone.state_dict_metadata.keys()
-    for key, about in alone.state_dict_metadata.items():
-        found: Any = metadata.state_dict_metadata[key]
-        if isinstance(about, TensorStorageMetadata):
-            assert (found.size, found.properties.dtype) == (about.size, about.properties.dtype), key
-            assert sum(chunk.sizes.numel() for chunk in found.chunks) == about.size.numel(), key
-    written = sum(path.stat().st_size for path in (tmp_path / "saved").glob("*.distcp"))
-    assert written == sum(item.length for item in metadata.storage_data.values())
+    for key, whole in alone.state_dict_metadata.items():
+        divided: Any = metadata.state_dict_metadata[key]
+        if isinstance(whole, TensorStorageMetadata):
+            assert (divided.size, divided.properties.dtype) == (whole.size, whole.properties.dtype), key
+            assert sum(chunk.sizes.numel() for chunk in divided.chunks) == whole.size.numel(), key
+    written_bytes = sum(path.stat().st_size for path in (tmp_path / "saved").glob("*.distcp"))
+    assert written_bytes == sum(item.length for item in metadata.storage_data.values())
 
 
-def refused(rank: int, size: int, axes: dict[str, int], path: Path, change: str) -> str:
+def load_changed_model(rank: int, size: int, axes: dict[str, int], path: Path, change: str) -> str:
     parts = divide(axes, size)
     if change == "shape" and hasattr(parts.module, "norm"):
         parts.module.norm = nn.BatchNorm1d(7)
@@ -126,7 +126,7 @@ def refused(rank: int, size: int, axes: dict[str, int], path: Path, change: str)
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ("none", ""),
         ("shape", "norm.weight is (5,) in the checkpoint, but (7,) in the model"),
@@ -134,14 +134,14 @@ def refused(rank: int, size: int, axes: dict[str, int], path: Path, change: str)
         ("fewer", "the checkpoint holds norm.bias, which the model has not: it is of another model"),
     ],
 )
-def test_all_stages_are_told_where_the_checkpoint_differs(
-    four: RankPool, tmp_path: Path, change: str, words: str
+def test_every_rank_raises_the_same_error_where_the_checkpoint_differs(
+    four: RankPool, tmp_path: Path, change: str, message: str
 ) -> None:
     save_under(0, 1, ONE, tmp_path / "saved")
-    assert four.run(refused, {"pipeline": 2, "tensor": 2}, tmp_path / "saved", change) == [words] * 4
+    assert four.run(load_changed_model, {"pipeline": 2, "tensor": 2}, tmp_path / "saved", change) == [message] * 4
 
 
-def factored(rank: int, size: int) -> str:
+def save_factored_optimizer(rank: int, size: int) -> str:
     parts = divide({"tensor": 2}, size)
     optimizer = torch.optim.Adafactor(parts.module.parameters())
     optimizer.step()
@@ -153,4 +153,4 @@ def factored(rank: int, size: int) -> str:
 
 
 def test_optimizer_entries_of_another_shape_are_refused_where_parameters_are_divided(two: RankPool) -> None:
-    assert "only entries of the parameter's own shape" in two.run(factored)[0]
+    assert "only entries of the parameter's own shape" in two.run(save_factored_optimizer)[0]

@@ -1,4 +1,4 @@
-"""A checkpoint exists whole or not at all, and any damage to it is found and named."""
+"""A checkpoint exists whole or not at all, and any damage to it is detected and named."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from meshwright.checkpoint import save as save_module
-from meshwright.checkpoint.load import newest_good
+from meshwright.checkpoint.load import find_newest_valid
 from meshwright.checkpoint.manifest import MANIFEST, verify
 from meshwright.checkpoint.save import clear_unfinished, prune, save
 from meshwright.errors import CheckpointError
@@ -35,7 +35,7 @@ def test_a_checkpoint_is_one_folder_with_a_manifest_of_all_its_files(tmp_path: P
     assert {*manifest.files, MANIFEST} == set(names(tmp_path / "step-00000007"))
 
 
-def test_numbers_that_are_none_survive_the_manifest(tmp_path: Path) -> None:
+def test_nan_and_inf_survive_the_manifest(tmp_path: Path) -> None:
     save_steps(tmp_path, 7)
     about = verify(tmp_path / "step-00000007").about
     assert about["loss"] != about["loss"]
@@ -59,19 +59,19 @@ def test_a_save_that_dies_leaves_no_checkpoint_and_the_next_run_clears_it(
         with pytest.raises(Killed):
             save_steps(tmp_path, 2)
     assert names(tmp_path) == [".writing-step-00000002", "step-00000001"]
-    found = newest_good(tmp_path)
-    assert found.path == tmp_path / "step-00000001"
-    assert found.problems == ()
+    newest = find_newest_valid(tmp_path)
+    assert newest.path == tmp_path / "step-00000001"
+    assert newest.problems == ()
     clear_unfinished(tmp_path)
     assert names(tmp_path) == ["step-00000001"]
     save_steps(tmp_path, 2)
-    assert newest_good(tmp_path).path == tmp_path / "step-00000002"
+    assert find_newest_valid(tmp_path).path == tmp_path / "step-00000002"
 
 
-def test_what_a_killed_save_left_behind_is_not_mixed_into_the_next(tmp_path: Path) -> None:
-    aside = tmp_path / ".writing-step-00000001"
-    aside.mkdir()
-    (aside / "__0_9.distcp").write_text("of the killed one")
+def test_files_of_a_killed_save_do_not_get_into_the_next_one(tmp_path: Path) -> None:
+    temporary = tmp_path / ".writing-step-00000001"
+    temporary.mkdir()
+    (temporary / "__0_9.distcp").write_text("of the killed save")
     save_steps(tmp_path, 1)
     verify(tmp_path / "step-00000001")
     assert not (tmp_path / "step-00000001" / "__0_9.distcp").exists()
@@ -80,13 +80,13 @@ def test_what_a_killed_save_left_behind_is_not_mixed_into_the_next(tmp_path: Pat
 def test_a_deletion_that_dies_leaves_no_half_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_steps(tmp_path, 1, 2)
 
-    def half(path: Path, ignore_errors: bool = False) -> None:
+    def delete_one_file_and_die(path: Path, ignore_errors: bool = False) -> None:
         if path.exists():
             next(path.glob("*.distcp")).unlink()
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(save_module.shutil, "rmtree", half)
+        patch.setattr(save_module.shutil, "rmtree", delete_one_file_and_die)
         with pytest.raises(KeyboardInterrupt):
             prune(tmp_path, 1, "step-00000002")
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000002"]
@@ -107,7 +107,7 @@ def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     prune(tmp_path, 2, "step-00000005", "step-00000002")
     assert names(tmp_path) == ["step-00000002", "step-00000004", "step-00000005"]
     prune(tmp_path, 1, "step-00000004")
-    assert names(tmp_path) == ["step-00000004", "step-00000005"], "what lies beyond is not counted"
+    assert names(tmp_path) == ["step-00000004", "step-00000005"], "newer ones than the newest valid one are not counted"
 
 
 # ---- damage
@@ -159,7 +159,7 @@ def binary_manifest(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "words"),
+    ("damage", "message"),
     [
         (flip, "__0_0.distcp does not have the checksum that its manifest says"),
         (flip_metadata, ".metadata does not have the checksum"),
@@ -173,32 +173,32 @@ def binary_manifest(checkpoint: Path) -> None:
         (shutil.rmtree, ""),
     ],
 )
-def test_damage_is_named_and_the_newest_good_one_used(
-    tmp_path: Path, damage: Callable[[Path], None], words: str
+def test_damage_is_named_and_the_newest_valid_checkpoint_used(
+    tmp_path: Path, damage: Callable[[Path], None], message: str
 ) -> None:
     save_steps(tmp_path, 1, 2, 3)
     damage(tmp_path / "step-00000003")
-    found = newest_good(tmp_path)
-    assert found.path == tmp_path / "step-00000002"
-    assert found.manifest is not None
-    assert found.manifest.about["step"] == 2
-    if words:
-        assert len(found.problems) == 1
-        assert words in found.problems[0]
-        assert str(tmp_path / "step-00000003") in found.problems[0]
+    newest = find_newest_valid(tmp_path)
+    assert newest.path == tmp_path / "step-00000002"
+    assert newest.manifest is not None
+    assert newest.manifest.about["step"] == 2
+    if message:
+        assert len(newest.problems) == 1
+        assert message in newest.problems[0]
+        assert str(tmp_path / "step-00000003") in newest.problems[0]
         with pytest.raises(CheckpointError):
             verify(tmp_path / "step-00000003")
 
 
-def test_damage_to_all_of_them_is_told_of_each(tmp_path: Path) -> None:
+def test_damage_to_every_checkpoint_is_named(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2)
     flip(tmp_path / "step-00000001")
     lose(tmp_path / "step-00000002")
-    found = newest_good(tmp_path)
-    assert found.path is None
-    assert ["step-00000002" in found.problems[0], "step-00000001" in found.problems[1]] == [True, True]
+    newest = find_newest_valid(tmp_path)
+    assert newest.path is None
+    assert ["step-00000002" in newest.problems[0], "step-00000001" in newest.problems[1]] == [True, True]
 
 
-def test_nothing_saved_is_no_problem(tmp_path: Path) -> None:
-    found = newest_good(tmp_path / "nowhere")
-    assert (found.path, found.problems) == (None, ())
+def test_a_folder_without_checkpoints_is_no_error(tmp_path: Path) -> None:
+    newest = find_newest_valid(tmp_path / "nowhere")
+    assert (newest.path, newest.problems) == (None, ())

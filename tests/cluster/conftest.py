@@ -1,4 +1,4 @@
-"""No test of this room sees, or leaves, measurements in the user's own cache."""
+"""Tests of clusters neither read nor write measurements in the user's cache folder."""
 
 from pathlib import Path
 
@@ -6,6 +6,6 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def temporary_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "meshwright"

@@ -11,7 +11,7 @@ from meshwright.cluster.catalog import (
     links_between,
     links_within,
 )
-from meshwright.cluster.detect import find
+from meshwright.cluster.detect import find_cluster
 from meshwright.errors import InputError
 
 DEVICES = [
@@ -26,7 +26,7 @@ LINKS = [
 CONSTANTS = ["memory_bytes", "bandwidth_bytes_per_s", "rates", "launch_s", "instructions", "context_bytes", "cores"]
 
 
-def test_it_has_what_was_asked_for() -> None:
+def test_the_catalog_has_common_devices_and_links() -> None:
     assert set(DEVICES) <= set(entries())
     assert set(LINKS) <= {*links_within(), *links_between()}
 
@@ -56,7 +56,7 @@ def test_every_constant_of_a_link_has_a_source(name: str) -> None:
 
 
 def test_multiprocessors_and_their_clock_make_the_rate_of_fp32() -> None:
-    """With 64 lanes each, or 128, that multiply and add at once."""
+    """Each multiprocessor has 64 or 128 lanes that multiply and add in one cycle."""
     for name, entry in entries().items():
         device = entry.device
         if device.kind == "cuda":
@@ -65,8 +65,8 @@ def test_multiprocessors_and_their_clock_make_the_rate_of_fp32() -> None:
             assert all(len(device.sources[constant]) > 10 for constant in ("multiprocessors", "clock_hz"))
 
 
-def test_dense_rates_stand_in_their_ratios() -> None:
-    """Tensor cores halve from fp8 to bf16 to tf32: a sparse figure among dense ones would stand out."""
+def test_rates_have_the_ratios_of_dense_products() -> None:
+    """The rates of tensor cores halve from fp8 to bf16 to tf32. A sparse figure among dense ones would break this."""
     for name, entry in entries().items():
         rates = entry.device.rates
         if "fp8" in rates:
@@ -75,12 +75,12 @@ def test_dense_rates_stand_in_their_ratios() -> None:
             assert rates["bf16"] == pytest.approx(2 * rates["tf32"], rel=0.03), name
 
 
-def test_names_and_drivers_find_their_device() -> None:
+def test_devices_are_found_by_alias_and_by_driver_name() -> None:
     assert find_entry("v100").device.name == "V100-16GB"
     assert find_entry("h100-sxm").device.name == "H100"
-    found = entry_reported_as("NVIDIA H200")
-    assert found is not None
-    assert found.device.name == "H200"
+    entry = entry_reported_as("NVIDIA H200")
+    assert entry is not None
+    assert entry.device.name == "H200"
     assert entry_reported_as("NVIDIA Z900") is None
     reported = [name for entry in entries().values() for name in entry.reported]
     names = [name.lower() for key, entry in entries().items() for name in {key.lower(), *map(str.lower, entry.aliases)}]
@@ -103,12 +103,12 @@ def test_names_and_drivers_find_their_device() -> None:
         ("1250x8xH100", (1250, 8), "NVLink4", "InfiniBand-NDR"),
     ],
 )
-def test_names(name: str, shape: tuple[int, int], within: str, between: str) -> None:
-    cluster = find(name)
+def test_a_name_gives_nodes_devices_and_links(name: str, shape: tuple[int, int], within: str, between: str) -> None:
+    cluster = find_cluster(name)
     (node,) = cluster.nodes
     assert cluster.link is not None
     assert (node.number, node.count) == shape
-    assert cluster.devices == shape[0] * shape[1]
+    assert cluster.device_count == shape[0] * shape[1]
     assert (node.link.name, cluster.link.name) == (within, between)
     assert cluster.based_on == "datasheet"
 
@@ -118,6 +118,6 @@ def test_a_rate_is_per_device_and_in_bits() -> None:
     assert find_link("Ethernet-25G").bandwidth_bytes_per_s == 25e9 / 8
 
 
-def test_an_unknown_link_is_named_with_its_nearest() -> None:
+def test_an_unknown_link_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(InputError, match=r"no link 'NVLink44' in the catalog: did you mean 'NVLink4'\?"):
         find_link("NVLink44")

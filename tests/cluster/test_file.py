@@ -1,10 +1,10 @@
-"""Clusters as files: mixed nodes, prices, own devices; and one line for each mistake."""
+"""Cluster files: mixed nodes, prices, devices that are written out, and one line for each mistake."""
 
 from pathlib import Path
 
 import pytest
 
-from meshwright.cluster.detect import find
+from meshwright.cluster.detect import find_cluster
 from meshwright.cluster.file import load_cluster
 from meshwright.errors import InputError
 
@@ -15,7 +15,7 @@ nodes:
 link: InfiniBand-HDR
 price_per_hour: 98.5
 """
-OWN = """
+WRITTEN_OUT = """
 name: lab
 nodes:
   - device:
@@ -30,39 +30,39 @@ nodes:
 """
 
 
-def written(folder: Path, text: str) -> str:
+def write_cluster(folder: Path, text: str) -> str:
     file = folder / "mine.yaml"
     file.write_text(text)
     return str(file)
 
 
 def test_mixed_nodes_and_a_price(tmp_path: Path) -> None:
-    cluster = find(written(tmp_path, MIXED))
-    assert (cluster.name, cluster.devices, cluster.kind, cluster.cores) == ("mine", 36, "cuda", 40)
+    cluster = find_cluster(write_cluster(tmp_path, MIXED))
+    assert (cluster.name, cluster.device_count, cluster.kind, cluster.cores) == ("mine", 36, "cuda", 40)
     assert [node.link.name for node in cluster.nodes] == ["NVLink3", "PCIe3-x16"]
     assert (cluster.price_per_hour, cluster.based_on) == (98.5, "datasheet")
 
 
-@pytest.mark.parametrize("text", [MIXED, OWN])
-def test_what_is_written_reads_back_the_same(tmp_path: Path, text: str) -> None:
-    cluster = load_cluster(written(tmp_path, text))
-    assert load_cluster(written(tmp_path, cluster.to_yaml())) == cluster
+@pytest.mark.parametrize("text", [MIXED, WRITTEN_OUT])
+def test_a_cluster_that_is_written_reads_back_equal(tmp_path: Path, text: str) -> None:
+    cluster = load_cluster(write_cluster(tmp_path, text))
+    assert load_cluster(write_cluster(tmp_path, cluster.to_yaml())) == cluster
 
 
 @pytest.mark.parametrize("name", ["8xH100", "3xCore", "2x8xV100-16GB@PCIe3-x16"])
-def test_names_can_be_written_down(tmp_path: Path, name: str) -> None:
-    assert load_cluster(written(tmp_path, find(name).to_yaml())) == find(name)
+def test_a_named_cluster_can_be_written_to_a_file(tmp_path: Path, name: str) -> None:
+    assert load_cluster(write_cluster(tmp_path, find_cluster(name).to_yaml())) == find_cluster(name)
 
 
-def test_a_device_in_a_file_of_its_own(tmp_path: Path) -> None:
-    device = find(written(tmp_path, OWN)).nodes[0].device
+def test_a_device_can_be_in_another_file(tmp_path: Path) -> None:
+    device = find_cluster(write_cluster(tmp_path, WRITTEN_OUT)).nodes[0].device
     (tmp_path / "z900.yaml").write_text(device.to_yaml())
     text = "nodes: [{device: z900.yaml, count: 2, link: PCIe4-x16, cores: 8}]"
-    assert find(written(tmp_path, text)).nodes[0].device == device
+    assert find_cluster(write_cluster(tmp_path, text)).nodes[0].device == device
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("name: a\nnodes: }", ", line 2: not YAML: "),
         ("- 8xH100", ": a cluster file is a YAML mapping, this one is list"),
@@ -85,23 +85,29 @@ def test_a_device_in_a_file_of_its_own(tmp_path: Path) -> None:
         ("nodes: [{device: H100}]\nprice_per_hour: -2", ": price_per_hour is -2: input should be greater than 0"),
         ("nodes: [{device: H100, number: 2}]", ": link is missing: several nodes need one between them"),
         ("nodes: [{device: H100}, {device: Core}]\nlink: 10G", ": nodes mix devices of kind cpu and cuda"),
-        (OWN.replace("rates:", "ratse:"), ": nodes.0.device.ratse is not a field: did you mean 'rates'?"),
-        (OWN.replace("bf16: 1e14", "bf61: 1e14"), ": nodes.0.device.rates.bf61 is 'bf61': input should be 'fp64'"),
+        (WRITTEN_OUT.replace("rates:", "ratse:"), ": nodes.0.device.ratse is not a field: did you mean 'rates'?"),
         (
-            OWN.replace("fp32: 2e13, ", ""),
+            WRITTEN_OUT.replace("bf16: 1e14", "bf61: 1e14"),
+            ": nodes.0.device.rates.bf61 is 'bf61': input should be 'fp64'",
+        ),
+        (
+            WRITTEN_OUT.replace("fp32: 2e13, ", ""),
             ": nodes.0.device 'Z900' needs memory_bytes, bandwidth_bytes_per_s and rates.fp32",
         ),
-        (OWN.replace("bandwidth_bytes_per_s: 5e10, ", ""), ": nodes.0.link 'bridge' needs a bandwidth_bytes_per_s"),
+        (
+            WRITTEN_OUT.replace("bandwidth_bytes_per_s: 5e10, ", ""),
+            ": nodes.0.link 'bridge' needs a bandwidth_bytes_per_s",
+        ),
     ],
 )
-def test_a_malformed_file_is_one_line_that_names_the_field(tmp_path: Path, text: str, said: str) -> None:
-    file = written(tmp_path, text)
+def test_a_malformed_file_is_one_line_that_names_the_field(tmp_path: Path, text: str, message: str) -> None:
+    file = write_cluster(tmp_path, text)
     with pytest.raises(InputError) as caught:
-        find(file)
-    assert str(caught.value).startswith(file + said)
+        find_cluster(file)
+    assert str(caught.value).startswith(file + message)
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_is_not_there() -> None:
+def test_a_missing_file_is_refused() -> None:
     with pytest.raises(InputError, match=r"^nowhere/my\.yaml: there is no such cluster file$"):
-        find("nowhere/my.yaml")
+        find_cluster("nowhere/my.yaml")

@@ -1,10 +1,10 @@
-"""Processors and GPUs as the system names them."""
+"""Processors and GPUs are recognized by the names that the system reports."""
 
 from pathlib import Path
 
 import pytest
 
-from meshwright.cluster.graphics import Gpu, parse_listing
+from meshwright.cluster.gpus import Gpu, parse_listing
 from meshwright.cluster.processor import memory_bytes, read_processor
 
 XEON = """processor : 0
@@ -23,18 +23,18 @@ ARM = "processor : 0\nFeatures : fp asimd asimdhp asimddp\nCPU implementer : 0x4
         (ARM, "Neoverse-N1", {"neon-fp32", "neon-fp16", "dotprod-int8"}),
     ],
 )
-def test_a_processor_is_known_by_its_own_words(tmp_path: Path, text: str, name: str, instructions: set[str]) -> None:
+def test_a_processor_is_recognized_from_cpuinfo(tmp_path: Path, text: str, name: str, instructions: set[str]) -> None:
     (tmp_path / "cpuinfo").write_text(text)
     processor = read_processor(tmp_path / "cpuinfo")
     assert (processor.name, set(processor.instructions)) == (name, instructions)
 
 
-def test_a_machine_without_such_a_file_has_a_name_too(tmp_path: Path) -> None:
+def test_a_machine_without_cpuinfo_has_a_name(tmp_path: Path) -> None:
     assert read_processor(tmp_path / "missing").name
     assert memory_bytes() > 2**20
 
 
-def test_the_drivers_listing() -> None:
+def test_the_listing_of_nvidia_smi_is_parsed() -> None:
     text = "NVIDIA H200, 143771, 4\nNVIDIA H200, 143771, [N/A]\n"
     assert parse_listing(text) == [
         Gpu("NVIDIA H200", 143771 * 2**20, 4 * 2**20),

@@ -1,4 +1,4 @@
-"""Ranks that run a schedule end with the bits of its rehearsal, in every type and size."""
+"""Ranks that run a schedule end with the bits of the sequential reference, in every dtype and size."""
 
 import random
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from torch import Tensor
 from meshwright.collectives.execute import SEGMENT_BYTES, Execution
 from meshwright.collectives.schedules.builders import SCHEDULES, build
 from meshwright.collectives.schedules.schedule import Schedule, Send
-from tests.collectives.rehearse import rehearse
+from tests.collectives.sequential_reference import run_sequentially
 from tests.ranks import RankPool, ranks
 
 Types = Sequence[torch.dtype]
@@ -36,36 +36,38 @@ def first_ranks(count: int) -> dist.ProcessGroup:
 def compare(
     rank: int, world: int, count: int, names: Sequence[str], sizes: Sequence[int], types: Types, segment_bytes: int
 ) -> int:
-    """Among the first `count` ranks of the world."""
+    """Compares all schedules on the first `count` ranks, and returns the number of cases."""
     group = first_ranks(count)
-    return sum(compare_one(group, name, sizes, types, segment_bytes) for name in names) if rank < count else 0
+    return sum(compare_schedule(group, name, sizes, types, segment_bytes) for name in names) if rank < count else 0
 
 
-def compare_one(group: dist.ProcessGroup, name: str, sizes: Sequence[int], types: Types, segment_bytes: int) -> int:
+def compare_schedule(
+    group: dist.ProcessGroup, name: str, sizes: Sequence[int], types: Types, segment_bytes: int
+) -> int:
     rank, world = group.rank(), group.size()
     schedule = build(name, world, NODES[world])
     execution = Execution(schedule, group, segment_bytes)
     cases = 0
     for size in sizes:
         for dtype in types:
-            shares = tensors(world, size, dtype)
-            mine, exact = shares[rank].clone(), torch.stack(shares).double().sum(0)
-            rehearse(schedule, shares)
-            execution.run(mine)
-            assert all(torch.equal(shares[0], other) for other in shares), "ranks of the rehearsal differ"
-            assert torch.equal(mine, shares[rank]), (name, size, dtype)
-            # Each of the additions rounds a sum of at most the shares' sizes.
+            inputs = tensors(world, size, dtype)
+            result, exact = inputs[rank].clone(), torch.stack(inputs).double().sum(0)
+            run_sequentially(schedule, inputs)
+            execution.run(result)
+            assert all(torch.equal(inputs[0], other) for other in inputs), "ranks of the reference differ"
+            assert torch.equal(result, inputs[rank]), (name, size, dtype)
+            # Each addition rounds a sum that is at most as large as the sum of all magnitudes.
             rounding = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
             largest = torch.stack(tensors(world, size, dtype)).double().abs().sum(0)
-            assert bool(((mine.double() - exact).abs() <= world * rounding * largest).all()), (name, size, dtype)
+            assert bool(((result.double() - exact).abs() <= world * rounding * largest).all()), (name, size, dtype)
             cases += 1
     return cases
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_ranks_agree_with_the_rehearsal(four: RankPool, count: int) -> None:
-    found = four.run(compare, count, SCHEDULES, (1, 7, 1001), (torch.float32, torch.bfloat16), 1024)
-    assert found == [24] * count + [0] * (4 - count)
+def test_ranks_agree_with_the_sequential_reference(four: RankPool, count: int) -> None:
+    cases = four.run(compare, count, SCHEDULES, (1, 7, 1001), (torch.float32, torch.bfloat16), 1024)
+    assert cases == [24] * count + [0] * (4 - count)
 
 
 @pytest.mark.soak
@@ -73,31 +75,32 @@ def test_ranks_agree_with_the_rehearsal(four: RankPool, count: int) -> None:
 def test_every_type_and_size(world: int) -> None:
     with ranks(world) as pool:
         for segment_bytes in (4096, SEGMENT_BYTES):
-            found = pool.run(compare, world, SCHEDULES, SIZES, (*FLOATS, torch.int64), segment_bytes)
-            assert set(found) == {len(SCHEDULES) * len(SIZES) * (len(FLOATS) + 1)}
+            cases = pool.run(compare, world, SCHEDULES, SIZES, (*FLOATS, torch.int64), segment_bytes)
+            assert set(cases) == {len(SCHEDULES) * len(SIZES) * (len(FLOATS) + 1)}
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("world", [2, 4])
 def test_many_real_segments(world: int) -> None:
     with ranks(world) as pool:
-        found = pool.run(compare, world, SCHEDULES, (9_000_001,), (torch.float32,), SEGMENT_BYTES)
-        assert set(found) == {len(SCHEDULES)}
+        cases = pool.run(compare, world, SCHEDULES, (9_000_001,), (torch.float32,), SEGMENT_BYTES)
+        assert set(cases) == {len(SCHEDULES)}
 
 
 def random_schedule(seed: int, world: int) -> Schedule:
-    """No all-reduce, only allowed: chunks are sent, then overwritten by ranks that know nothing of it."""
-    choose = random.Random(seed)
+    """Returns a valid schedule that is no all-reduce. Chunks that a rank has sent may be overwritten by ranks that do
+    not depend on that send."""
+    generator = random.Random(seed)
     rounds = []
     for _ in range(6):
         sends: dict[tuple[int, int], Send] = {}
         read: set[tuple[int, int]] = set()
         for _ in range(6):
-            source, target = choose.sample(range(world), 2)
-            chunk = choose.randrange(3)
+            source, target = generator.sample(range(world), 2)
+            chunk = generator.randrange(3)
             free = (target, chunk) not in sends and (target, chunk) not in read and (source, chunk) not in sends
             if free:
-                sends[target, chunk] = Send(source, target, chunk, "add" if choose.random() < 0.5 else "copy")
+                sends[target, chunk] = Send(source, target, chunk, "add" if generator.random() < 0.5 else "copy")
                 read.add((source, chunk))
         rounds.append(tuple(sends.values()))
     return Schedule(f"random {seed}", world, 3, tuple(rounds))
@@ -108,14 +111,14 @@ def run_random(rank: int, world: int, seeds: int) -> None:
     assert group is not None
     for seed in range(seeds):
         schedule = random_schedule(seed, world)
-        shares = tensors(world, 200, torch.float32)
-        mine = shares[rank].clone()
-        rehearse(schedule, shares)
-        Execution(schedule, group, 64).run(mine)
-        assert torch.equal(mine, shares[rank]), seed
+        inputs = tensors(world, 200, torch.float32)
+        result = inputs[rank].clone()
+        run_sequentially(schedule, inputs)
+        Execution(schedule, group, 64).run(result)
+        assert torch.equal(result, inputs[rank]), seed
 
 
-def test_any_schedule_runs_as_rehearsed(four: RankPool) -> None:
+def test_any_schedule_runs_as_the_sequential_reference(four: RankPool) -> None:
     four.run(run_random, 12)
 
 
@@ -127,15 +130,17 @@ def run_in_half(rank: int, world: int) -> list[float]:
     return flat.tolist()
 
 
-def test_ranks_are_those_of_the_group(four: RankPool) -> None:
+def test_ranks_of_a_schedule_are_those_of_the_group(four: RankPool) -> None:
     assert four.run(run_in_half) == [[2.0] * 10, [4.0] * 10, [2.0] * 10, [4.0] * 10]
 
 
 def run_part(rank: int, world: int) -> tuple[float, float, float]:
     whole = torch.full((100,), float(rank + 1))
-    Execution(build("tree", world, [world]), dist.distributed_c10d._get_default_group()).run(whole[10:90])
+    group = dist.group.WORLD
+    assert group is not None
+    Execution(build("tree", world, [world]), group).run(whole[10:90])
     return whole[9].item(), whole[10].item(), whole[90].item()
 
 
-def test_only_the_given_part_of_a_storage_changes(four: RankPool) -> None:
+def test_only_the_elements_of_the_view_change(four: RankPool) -> None:
     assert four.run(run_part) == [(rank, 10.0, rank) for rank in (1.0, 2.0, 3.0, 4.0)]

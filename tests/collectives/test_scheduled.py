@@ -1,4 +1,4 @@
-"""The reducer made of a schedule: means while other work goes on, under stock DDP too; a lost rank is named."""
+"""The reducer that runs a schedule averages buckets, also under DDP, and names a missing rank."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.collectives.reducer import Reducer
-from meshwright.collectives.scheduled import Scheduled
+from meshwright.collectives.scheduled import ScheduledReducer
 from meshwright.collectives.schedules.builders import build
 from meshwright.errors import CollectiveError
 from tests import ranks as ranks_file
@@ -26,8 +26,8 @@ def world_group() -> dist.ProcessGroup:
 
 
 def average_steps(rank: int, world: int, name: str) -> None:
-    reducer: Reducer = Scheduled(world_group(), build(name, world, [world]))
-    reducer.finish()  # of nothing
+    reducer: Reducer = ScheduledReducer(world_group(), build(name, world, [world]))
+    reducer.finish()  # nothing was started
     for step in range(3):
         buckets = [torch.full((size,), float(rank + step + size)) for size in (1000, 0, 33, 20_001)]
         for number, flat in enumerate(buckets):
@@ -40,21 +40,21 @@ def average_steps(rank: int, world: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ring", "tree"])
-def test_buckets_of_several_steps_hold_their_means(four: RankPool, name: str) -> None:
+def test_buckets_of_several_steps_are_averaged(four: RankPool, name: str) -> None:
     four.run(average_steps, name)
 
 
 def two_reducers(rank: int, world: int) -> tuple[float, float]:
-    """On one group at the same time, with other buckets; the ranks feed them in different order."""
-    one, other = (Scheduled(world_group(), build("ring", world, [world])) for _ in range(2))
+    """Two reducers on one group at the same time; the ranks start their buckets in different order."""
+    first, second = (ScheduledReducer(world_group(), build("ring", world, [world])) for _ in range(2))
     a, b = torch.full((5000,), float(rank)), torch.full((5000,), 10.0 * rank)
-    starts = [(one, a, 0), (other, b, 1)]
+    starts = [(first, a, 0), (second, b, 1)]
     for reducer, flat, bucket in starts if rank == 0 else reversed(starts):
         reducer.start(flat, bucket)
-    one.finish()
-    other.finish()
-    one.close()
-    other.close()
+    first.finish()
+    second.finish()
+    first.close()
+    second.close()
     return a.unique().item(), b.unique().item()
 
 
@@ -63,14 +63,14 @@ def test_buckets_of_several_reducers_do_not_mix(four: RankPool) -> None:
 
 
 def gradients(rank: int, world: int, hooked: bool) -> list[Tensor]:
-    """Of two ranks, whose sums have one order only."""
+    """Returns the gradients of two ranks, whose sums do not depend on the order."""
     group = dist.new_group([0, 1])
     if rank > 1:
         return []
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 300), nn.ReLU(), nn.Linear(300, 7))
     parallel = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.01, gradient_as_bucket_view=True)
-    reducer = Scheduled(group, build("halving_doubling", 2, [2]))
+    reducer = ScheduledReducer(group, build("halving_doubling", 2, [2]))
     waiting: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
 
     def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -79,8 +79,8 @@ def gradients(rank: int, world: int, hooked: bool) -> list[Tensor]:
         reducer.start(bucket.buffer(), bucket.index())
         if bucket.is_last():
             reducer.finish()
-            for one, flat in waiting:
-                one.set_result(flat)
+            for pending, flat in waiting:
+                pending.set_result(flat)
             waiting.clear()
         return future
 
@@ -93,19 +93,19 @@ def gradients(rank: int, world: int, hooked: bool) -> list[Tensor]:
     return [parameter.grad.detach() for parameter in model.parameters() if parameter.grad is not None]
 
 
-def test_ddp_with_it_has_the_bits_of_plain_ddp(four: RankPool) -> None:
+def test_ddp_with_this_reducer_has_the_bits_of_plain_ddp(four: RankPool) -> None:
     plain, hooked = four.run(gradients, False), four.run(gradients, True)
     assert len(plain[0]) == 4
-    for one, other in zip(plain[0] + plain[1], hooked[0] + hooked[1], strict=True):
-        assert torch.equal(one, other)
+    for expected, gradient in zip(plain[0] + plain[1], hooked[0] + hooked[1], strict=True):
+        assert torch.equal(expected, gradient)
 
 
 def miss_a_rank(rank: int, world: int) -> str:
-    """In a group whose ranks have other numbers in the world."""
+    """Rank 2 is missing in a group whose ranks have other numbers in the world."""
     group = dist.new_group([1, 2, 3], timeout=timedelta(seconds=2))
     if rank in (0, 2):
         return ""
-    reducer = Scheduled(group, build("ring", 3, [3]))
+    reducer = ScheduledReducer(group, build("ring", 3, [3]))
     reducer.start(torch.ones(1000), 5)
     with pytest.raises(CollectiveError) as caught:
         reducer.finish()
@@ -113,10 +113,10 @@ def miss_a_rank(rank: int, world: int) -> str:
     return str(caught.value)
 
 
-def test_a_rank_that_stays_away_is_named_by_its_number_in_the_world(four: RankPool) -> None:
-    said = four.run(miss_a_rank)
+def test_a_missing_rank_is_named_by_its_number_in_the_world(four: RankPool) -> None:
+    messages = four.run(miss_a_rank)
     for rank in (1, 3):
-        assert "ring all-reduce of bucket 5: rank 2 is gone or does not answer" in said[rank]
+        assert "ring all-reduce of bucket 5: rank 2 is gone or does not answer" in messages[rank]
 
 
 def test_gpus_are_refused(four: RankPool) -> None:
@@ -124,14 +124,14 @@ def test_gpus_are_refused(four: RankPool) -> None:
 
 
 def refuse_gpu(rank: int, world: int) -> None:
-    reducer = Scheduled(world_group(), build("ring", world, [world]))
+    reducer = ScheduledReducer(world_group(), build("ring", world, [world]))
     with pytest.raises(CollectiveError, match="bucket 4 on meta: only on CPUs"):
         reducer.start(torch.empty(3, device="meta"), 4)
     reducer.close()
 
 
 def end_in_the_middle(rank: int, world: int, folder: str) -> None:
-    reducer = Scheduled(world_group(), build("ring", world, [world]))
+    reducer = ScheduledReducer(world_group(), build("ring", world, [world]))
     reducer.start(torch.ones(1000), 0)
     reducer.finish()
     if rank == 2:
@@ -144,15 +144,15 @@ def end_in_the_middle(rank: int, world: int, folder: str) -> None:
         with pytest.raises(CollectiveError):
             reducer.start(torch.ones(1000), 2)
         reducer.close()
-    os._exit(0)  # as a run does that has failed
+    os._exit(0)  # as a failed rank does
 
 
 def test_all_others_name_a_rank_that_died(four: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 is no neighbor of rank 2 in the ring: it loses a neighbor that had lost rank 2."""
+    """Rank 0 is no neighbor of rank 2 in the ring; its neighbors fail because they lost rank 2."""
     monkeypatch.setattr(ranks_file, "_SETTLE_S", 60.0)
     with pytest.raises(ranks_file.RankFailure):
         four.run(end_in_the_middle, str(tmp_path))
-    said = {int(file.name): file.read_text() for file in tmp_path.iterdir()}
-    assert set(said) == {0, 1, 3}
-    for text in said.values():
+    messages = {int(file.name): file.read_text() for file in tmp_path.iterdir()}
+    assert set(messages) == {0, 1, 3}
+    for text in messages.values():
         assert re.match(r"ring all-reduce of bucket 1: rank 2 is gone", text)

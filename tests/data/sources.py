@@ -1,4 +1,4 @@
-"""Data sets of the loading tests: samples that say who they are and what the generators gave them."""
+"""Data sets of the loading tests. Their samples hold their own index and what the random generators drew for them."""
 
 import random
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from meshwright.data.loading import Batch, Loading, Share, train_batches
+from meshwright.data.loading import Batch, LoadingOptions, SampleShare, train_batches
 
 
 def draw() -> tuple[float, float, float]:
@@ -50,7 +50,7 @@ class Stream(IterableDataset[Any]):
 
 
 class SeekingStream(Stream):
-    """One that can begin anywhere, and knows its length."""
+    """A stream that can begin at any position, and has a length. `sought` lists the positions of all `seek` calls."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
@@ -70,12 +70,13 @@ def as_list(samples: list[Any]) -> list[Any]:
     return samples
 
 
-def batches(dataset: Any, rank: int = 0, ranks: int = 1, workers: int = 0, **choices: Any) -> list[Batch]:
-    choices = {"seed": 7, "global_batch": 4, "epochs": 2} | choices
-    loading = Loading(workers=workers, collate=as_list)
-    return list(train_batches(dataset, share=Share(rank, ranks), loading=loading, **choices))
+def batches(dataset: Any, rank: int = 0, ranks: int = 1, workers: int = 0, **options: Any) -> list[Batch]:
+    """All batches of a rank, with samples as lists instead of tensors."""
+    options = {"seed": 7, "global_batch": 4, "epochs": 2} | options
+    loading = LoadingOptions(workers=workers, collate=as_list)
+    return list(train_batches(dataset, share=SampleShare(rank, ranks), loading=loading, **options))
 
 
 def samples_of(batch: Batch) -> list[Any]:
     """A rank's own samples, without borrowed ones."""
-    return [sample for part in batch.parts if part.samples for sample in part.data]
+    return [sample for microbatch in batch.microbatches if microbatch.samples for sample in microbatch.data]

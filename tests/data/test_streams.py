@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.loading import Loading, Share, eval_batches, train_batches
+from meshwright.data.loading import LoadingOptions, SampleShare, eval_batches, train_batches
 from meshwright.errors import InputError
 from tests.data.sources import SeekingStream, Stream, as_list, batches, draw, samples_of
 from tests.data.test_mapped import assert_same_batches
@@ -27,15 +27,15 @@ def test_ranks_together_see_the_one_rank_batches(
 ) -> None:
     if drop_last and size < batch:
         batch = size
-    choices: dict[str, Any] = {"global_batch": batch, "drop_last": drop_last}
-    whole = batches(kind(size), **choices)
-    of_ranks = [batches(kind(size), rank, ranks, accumulation=accumulation, **choices) for rank in range(ranks)]
+    options: dict[str, Any] = {"global_batch": batch, "drop_last": drop_last}
+    whole = batches(kind(size), **options)
+    of_ranks = [batches(kind(size), rank, ranks, accumulation=accumulation, **options) for rank in range(ranks)]
     assert_same_batches(whole, of_ranks)
 
 
 @kinds
 @pytest.mark.parametrize("size", [8, 9])
-def test_a_batch_is_its_positions(kind: Any, size: int) -> None:
+def test_batches_are_consecutive_positions(kind: Any, size: int) -> None:
     loaded = batches(kind(size))
     seen = [[sample[:2] for sample in samples_of(batch)] for batch in loaded if batch.epoch == 1]
     assert seen == [[(1, p) for p in range(size)[begin : begin + 4]] for begin in range(0, size, 4)]
@@ -50,7 +50,7 @@ def test_the_last_whole_batch_is_the_last_where_the_rest_is_dropped() -> None:
 @kinds
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 2), (2, 2), (3, 1)])
 def test_workers_change_nothing(kind: Any, ranks: int, workers: int) -> None:
-    """Nor does it matter that the stream splits itself where it sees a worker."""
+    """This stream would split itself if it saw that it runs in a worker."""
     of_ranks = [batches(kind(13), rank, ranks, workers=workers, epochs=1) for rank in range(ranks)]
     assert_same_batches(batches(kind(13), epochs=1), of_ranks)
 
@@ -58,15 +58,15 @@ def test_workers_change_nothing(kind: Any, ranks: int, workers: int) -> None:
 @kinds
 @settings(max_examples=30, deadline=None)
 @given(size=st.integers(1, 20), batch=st.integers(1, 7), data=st.data())
-def test_a_run_goes_on_where_it_was(kind: Any, size: int, batch: int, data: st.DataObject) -> None:
+def test_a_resumed_run_continues_with_the_next_batch(kind: Any, size: int, batch: int, data: st.DataObject) -> None:
     whole = batches(kind(size), global_batch=batch, epochs=3)
-    at = data.draw(st.integers(0, len(whole) - 1))
-    start = (whole[at].epoch, whole[at].index)
-    assert batches(kind(size), global_batch=batch, epochs=3, start=start) == whole[at:]
+    resumed_at = data.draw(st.integers(0, len(whole) - 1))
+    start = (whole[resumed_at].epoch, whole[resumed_at].index)
+    assert batches(kind(size), global_batch=batch, epochs=3, start=start) == whole[resumed_at:]
 
 
 @kinds
-def test_a_run_goes_on_with_workers(kind: Any) -> None:
+def test_a_resumed_run_may_use_workers(kind: Any) -> None:
     assert batches(kind(10), start=(0, 1), workers=2) == batches(kind(10))[1:]
 
 
@@ -75,13 +75,13 @@ def test_the_end_of_an_epoch_is_the_start_of_the_next(kind: Any) -> None:
     assert batches(kind(8), start=(0, 2)) == batches(kind(8), start=(1, 0))
 
 
-def test_a_stream_that_can_seek_is_not_read_again() -> None:
+def test_a_stream_that_can_seek_is_not_read_from_the_beginning() -> None:
     stream = SeekingStream(10)
     batches(stream, start=(0, 2))
     assert stream.sought == [8, 0]
 
 
-def test_reading_and_dropping_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_rank_warns_that_samples_are_read_and_dropped(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "meshwright.data"):
         for rank in range(2):
             batches(Stream(10), rank, 2, start=(0, 2))
@@ -96,47 +96,49 @@ def drawing(samples: list[Any]) -> tuple[float, float, float]:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_collate_draws_its_own_on_every_rank(workers: int) -> None:
-    loading = Loading(workers=workers, collate=drawing)
+def test_collate_functions_draw_different_numbers_on_every_rank(workers: int) -> None:
+    loading = LoadingOptions(workers=workers, collate=drawing)
     drawn = []
     for rank in range(2):
         loaded = train_batches(
-            Stream(8), seed=0, global_batch=4, share=Share(rank, 2), loading=loading, accumulation=2, epochs=1
+            Stream(8), seed=0, global_batch=4, share=SampleShare(rank, 2), loading=loading, accumulation=2, epochs=1
         )
-        drawn += [part.data for batch in loaded for part in batch.parts]
+        drawn += [microbatch.data for batch in loaded for microbatch in batch.microbatches]
     assert len(set(drawn)) == len(drawn) == 8
-    again = train_batches(Stream(8), seed=0, global_batch=4, share=Share(), loading=Loading(collate=drawing))
-    assert next(iter(again)).parts[0].data == drawn[0]
+    again = train_batches(
+        Stream(8), seed=0, global_batch=4, share=SampleShare(), loading=LoadingOptions(collate=drawing)
+    )
+    assert next(iter(again)).microbatches[0].data == drawn[0]
 
 
 def test_a_rank_without_a_share_borrows_a_sample() -> None:
     last = [batches(Stream(5), rank, 2, epochs=1)[-1] for rank in range(2)]
-    assert [own.parts[0].samples for own in last] == [1, 0]
-    assert last[0].parts[0].data == last[1].parts[0].data
+    assert [share.microbatches[0].samples for share in last] == [1, 0]
+    assert last[0].microbatches[0].data == last[1].microbatches[0].data
 
 
 @kinds
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("size", [1, 12, 13])
 def test_evaluation_sees_every_sample_once(kind: Any, workers: int, size: int) -> None:
-    loading = Loading(workers=workers, collate=as_list)
+    loading = LoadingOptions(workers=workers, collate=as_list)
     stream = kind(size)
-    of_ranks = [list(eval_batches(stream, batch=3, share=Share(r, 2), loading=loading)) for r in range(2)]
-    parts = [part for own in of_ranks for part in own]
-    assert sorted(sample[1] for part in parts for sample in part.data) == list(range(size))
-    assert all(0 < part.samples == len(part.data) <= 3 for part in parts)
+    of_ranks = [list(eval_batches(stream, batch=3, share=SampleShare(r, 2), loading=loading)) for r in range(2)]
+    microbatches = [microbatch for of_rank in of_ranks for microbatch in of_rank]
+    assert sorted(sample[1] for microbatch in microbatches for sample in microbatch.data) == list(range(size))
+    assert all(0 < microbatch.samples == len(microbatch.data) <= 3 for microbatch in microbatches)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_empty_stream_is_said(workers: int) -> None:
+def test_an_empty_stream_is_refused(workers: int) -> None:
     with pytest.raises(InputError, match=r"Stream ended before its first batch in epoch 0"):
         batches(Stream(0), workers=workers)
     with pytest.raises(InputError, match=r"at least 4 samples \(drop_last is set\)"):
         batches(Stream(3), workers=workers, drop_last=True)
     with pytest.raises(InputError, match=r"Stream is empty"):
-        list(eval_batches(Stream(0), batch=2, share=Share(), loading=Loading(workers=workers)))
+        list(eval_batches(Stream(0), batch=2, share=SampleShare(), loading=LoadingOptions(workers=workers)))
 
 
-def test_an_iterator_that_cannot_begin_again_is_said() -> None:
+def test_an_iterator_that_cannot_start_again_is_refused() -> None:
     with pytest.raises(InputError, match=r"generator ended before its first batch in epoch 1"):
         batches(number for number in range(5))

@@ -11,7 +11,7 @@ import pytest
 from torch.utils.data import Dataset
 
 from meshwright.data import workers
-from meshwright.data.loading import Loading, Share, train_batches
+from meshwright.data.loading import LoadingOptions, SampleShare, train_batches
 from tests.data.sources import Augmented, Stream, as_list
 
 DEADLINE_S = 30
@@ -24,58 +24,58 @@ def running(pid: int) -> bool:
         return False
 
 
-def assert_they_end(pids: list[int]) -> None:
+def assert_processes_end(pids: list[int]) -> None:
     end = time.monotonic() + DEADLINE_S
-    while left := [pid for pid in pids if running(pid)]:
-        assert time.monotonic() < end, f"still running: {left}"
+    while remaining := [pid for pid in pids if running(pid)]:
+        assert time.monotonic() < end, f"still running: {remaining}"
         time.sleep(0.02)
 
 
 def endless(dataset: Any) -> Any:
-    loading = Loading(workers=2, collate=as_list)
-    return train_batches(dataset, seed=0, global_batch=2, share=Share(), loading=loading)
+    loading = LoadingOptions(workers=2, collate=as_list)
+    return train_batches(dataset, seed=0, global_batch=2, share=SampleShare(), loading=loading)
 
 
 def workers_now() -> list[int]:
-    """Other tests of this process may have children of their own: ranks, which are called otherwise."""
-    found = multiprocessing.active_children()
-    return [child.pid for child in found if child.pid and not child.name.startswith("rank")]
+    """Process ids of the workers. Other tests of this process may have children too: ranks, whose names say so."""
+    children = multiprocessing.active_children()
+    return [child.pid for child in children if child.pid and not child.name.startswith("rank")]
 
 
 @pytest.mark.parametrize("dataset", [Augmented(100), Stream(100)])
-@pytest.mark.parametrize("how", ["closed", "dropped"])
-def test_no_worker_is_left_behind(dataset: Any, how: str) -> None:
+@pytest.mark.parametrize("ending", ["closed", "dropped"])
+def test_workers_end_with_their_iterator(dataset: Any, ending: str) -> None:
     batches = endless(dataset)
     next(batches)
     pids = workers_now()
     assert len(pids) == 2
-    if how == "closed":
+    if ending == "closed":
         batches.close()
     del batches
-    assert_they_end(pids)
+    assert_processes_end(pids)
 
 
-def test_signals_to_the_group_do_not_take_workers_away() -> None:
+def test_workers_survive_signals_to_the_process_group() -> None:
     batches = endless(Augmented(1000))
     next(batches)
     pids = workers_now()
     for number in ("INT", "TERM"):  # from a process that is not their rank, as a scheduler or a terminal is
         subprocess.run(["kill", f"-{number}", *map(str, pids)], check=True)
-    for _ in range(20):  # more than had been fetched ahead
+    for _ in range(20):  # more than the workers had prefetched
         next(batches)
     assert all(running(pid) for pid in pids)
     batches.close()
 
 
-def test_signals_do_not_hit_workers_that_are_starting(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = workers._begin
+def test_workers_survive_signals_while_they_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    start_worker = workers._start_worker
 
-    def hit_first(worker: int) -> None:
+    def signal_before_start(worker: int) -> None:
         for number in ("INT", "TERM"):
             subprocess.run(["kill", f"-{number}", str(os.getpid())], check=True)
-        begin(worker)
+        start_worker(worker)
 
-    monkeypatch.setattr(workers, "_begin", hit_first)
+    monkeypatch.setattr(workers, "_start_worker", signal_before_start)
     batches = endless(Augmented(100))
     for _ in range(20):
         next(batches)
@@ -100,7 +100,7 @@ ENDS = {
 
 
 class Slow(Dataset[Any]):
-    """The first batches come at once, the next one not within this test."""
+    """The first two samples come at once, the next one only after the time limit of this test."""
 
     def __len__(self) -> int:
         return 100
@@ -110,7 +110,7 @@ class Slow(Dataset[Any]):
         self.count = count + 1
         if count >= 2:
             time.sleep(10 * DEADLINE_S)
-        return bytes(200_000)  # more than a pipe holds: a worker that writes into one nobody reads must end too
+        return bytes(200_000)  # more than a pipe holds: a worker blocked on a pipe that nobody reads must end too
 
 
 @pytest.mark.parametrize("end", ENDS)
@@ -129,7 +129,7 @@ def test_busy_workers_end_with_their_rank(end: str) -> None:
         if end == "waits":
             os.kill(rank.pid, signal.SIGKILL)
         rank.wait(timeout=DEADLINE_S)
-        assert_they_end(pids)
+        assert_processes_end(pids)
     finally:
         rank.kill()
         rank.communicate()

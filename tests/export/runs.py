@@ -1,4 +1,4 @@
-"""Run folders to export from, trained in this process for a few steps."""
+"""Run folders to export from, trained for a few steps in this process."""
 
 from pathlib import Path
 from typing import Any
@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from meshwright.job import Job, parse_job
 from meshwright.plan import Plan
-from meshwright.train.output.folder import RunFolder, record
-from tests.train.alone import train
+from meshwright.train.output.folder import RunFolder, write_job_and_plan
+from tests.train.one_process import train
 
 DECODER: dict[str, Any] = {
     "name": "decoder",
@@ -39,8 +39,8 @@ DECODER: dict[str, Any] = {
 }
 
 
-class Undecided(nn.Module):
-    """What it computes depends on its data: no program can say so."""
+class DataDependent(nn.Module):
+    """Its control flow depends on the data, so torch.export cannot export it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,8 +51,8 @@ class Undecided(nn.Module):
         return out if float(out.detach().sum()) > 0 else out + 1
 
 
-class Stuck(nn.Module):
-    """Works for one batch size only once it is traced."""
+class FixedBatchSize(nn.Module):
+    """Once traced, it works for one batch size only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,12 +63,12 @@ class Stuck(nn.Module):
         return out * torch.ones(int(x.shape[0]), 1) if x.shape[0] == 2 else out
 
 
-def trained(job: Job, folder: Path) -> Path:
-    """Trains, and leaves what `meshwright train` would."""
+def train_run(job: Job, folder: Path) -> Path:
+    """Trains, and leaves the files in the folder that `meshwright train` would leave."""
     train(job, folder)
-    record(RunFolder(folder), job, Plan())
+    write_job_and_plan(RunFolder(folder), job, Plan())
     return folder
 
 
 def decoder_run(folder: Path) -> Path:
-    return trained(parse_job(DECODER), folder)
+    return train_run(parse_job(DECODER), folder)

@@ -1,4 +1,4 @@
-"""Every format is read in a fresh process that has no Meshwright, and gives what the exported model gave here."""
+"""Every format can be read in a process without Meshwright, and computes what the exported model computes."""
 
 import subprocess
 import sys
@@ -10,11 +10,11 @@ import torch
 from meshwright.export.export import export
 from meshwright.export.quantize import quantize
 from meshwright.export.run import read_run
-from meshwright.export.weights import in_bf16
+from meshwright.export.weights import copy_in_bf16
 from tests.export.runs import decoder_run
 
-# -I leaves the working folder out; an editable install would still be found.
-FRESH = """
+# -I keeps the working folder off the path, but an editable install would still be found: it is blocked explicitly.
+READ_EXPORTS = """
 import sys
 sys.modules["meshwright"] = None
 if "--without-torchao" in sys.argv:
@@ -23,17 +23,17 @@ import pathlib, torch
 from safetensors.torch import load_file
 folder = pathlib.Path(sys.argv[1])
 tokens = torch.load(folder / "tokens.pt")
-found = {}
+results = {}
 for file in folder.glob("*.safetensors"):
-    found[file.name] = load_file(file)
+    results[file.name] = load_file(file)
 for file in folder.glob("*.pt2"):
     if "dynamic" in file.name and "--without-torchao" in sys.argv:
         continue
     if "dynamic" in file.name:
         import torchao
     with torch.no_grad():
-        found[file.name] = torch.export.load(file).module()(tokens)
-torch.save(found, folder / "found.pt")
+        results[file.name] = torch.export.load(file).module()(tokens)
+torch.save(results, folder / "results.pt")
 """
 FORMATS = {
     "safetensors": "decoder.safetensors",
@@ -55,21 +55,22 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def read_afresh(run: Path, *options: str) -> dict[str, object]:
+def read_in_new_process(run: Path, *options: str) -> dict[str, object]:
+    """The weights of each safetensors file and the output of each program, as another process reads them."""
     folder = run / "export"
-    subprocess.run([sys.executable, "-I", "-c", FRESH, str(folder), *options], cwd="/", check=True)
-    found: dict[str, object] = torch.load(folder / "found.pt")
-    return found
+    subprocess.run([sys.executable, "-I", "-c", READ_EXPORTS, str(folder), *options], cwd="/", check=True)
+    results: dict[str, object] = torch.load(folder / "results.pt")
+    return results
 
 
 def test_all_formats_are_read_without_meshwright(run: Path) -> None:
-    found = read_afresh(run)
+    results = read_in_new_process(run)
     model = read_run(run).model
-    for name, changed in (("decoder.safetensors", model), ("decoder-bf16.safetensors", in_bf16(model))):
-        state = found[name]
+    for name, expected_model in (("decoder.safetensors", model), ("decoder-bf16.safetensors", copy_in_bf16(model))):
+        state = results[name]
         assert isinstance(state, dict)
         assert set(state) == set(model.state_dict()) - {"head.weight"}  # tied: safetensors keeps one of the names
-        assert all(torch.equal(state[key], value) for key, value in changed.state_dict().items() if key in state)
+        assert all(torch.equal(state[key], value) for key, value in expected_model.state_dict().items() if key in state)
     with torch.no_grad():
         expected = {
             "decoder.pt2": model(TOKENS),
@@ -78,12 +79,14 @@ def test_all_formats_are_read_without_meshwright(run: Path) -> None:
             "decoder-int16.pt2": quantize(model, "int16")(TOKENS),
         }
     for name, output in expected.items():
-        torch.testing.assert_close(found[name], output, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(results[name], output, rtol=1e-6, atol=1e-6)
     assert not torch.equal(expected["decoder-int8.pt2"], expected["decoder.pt2"])
 
 
 def test_programs_with_integer_weights_need_torch_alone(run: Path) -> None:
-    assert {"decoder-int8.pt2", "decoder-int16.pt2", "decoder.pt2"} <= set(read_afresh(run, "--without-torchao"))
+    assert {"decoder-int8.pt2", "decoder-int16.pt2", "decoder.pt2"} <= set(
+        read_in_new_process(run, "--without-torchao")
+    )
 
 
 def test_integers_stay_integers_in_the_file(run: Path) -> None:

@@ -1,4 +1,4 @@
-"""The digits in eight bits: less than a third of the size, hardly an error more."""
+"""The default job in int8: less than a third of the size, and hardly less accurate."""
 
 import json
 import subprocess
@@ -9,14 +9,14 @@ import pytest
 
 from meshwright.export.export import export
 from meshwright.job import load_job
-from tests.export.runs import trained
+from tests.export.runs import train_run
 
 MNIST = Path(__file__).parents[2] / "jobs" / "mnist.yaml"
 
 
-def test_a_little_trained_net_is_small_and_as_good(tmp_path: Path) -> None:
+def test_a_briefly_trained_model_is_smaller_and_equally_good(tmp_path: Path) -> None:
     settings = ["train.steps=8", "train.global_batch=32", "log.tensorboard=false", "data.eval.limit=64"]
-    run = trained(load_job(MNIST, settings), tmp_path / "mnist")
+    run = train_run(load_job(MNIST, settings), tmp_path / "mnist")
     whole, small = export(run, "safetensors", limit=0), export(run, "int8")
     assert small.bytes <= 0.3 * whole.bytes
     change = small.metrics["loss"]
@@ -26,16 +26,16 @@ def test_a_little_trained_net_is_small_and_as_good(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 def test_the_default_job_loses_at_most_three_tenths_of_a_point(tmp_path: Path) -> None:
-    def told(*arguments: str) -> dict[str, object]:
+    def run_command(*arguments: str) -> dict[str, object]:
         command = [sys.executable, "-m", "meshwright", *arguments, "--json"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        said: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
-        return said
+        process = subprocess.run(command, capture_output=True, text=True, check=True)
+        result: dict[str, object] = json.loads(process.stdout.splitlines()[-1])
+        return result
 
-    run = str(told("train", str(MNIST), "--set", f"output={tmp_path}")["run"])
+    run = str(run_command("train", str(MNIST), "--set", f"output={tmp_path}")["run"])
     whole = export(Path(run), "safetensors", limit=0)
     for options in ((), ("--dynamic",)):
-        small = told("export", run, "--to", "int8", *options)
+        small = run_command("export", run, "--to", "int8", *options)
         assert float(str(small["bytes"])) <= 0.3 * whole.bytes
         metrics = small["metrics"]
         assert isinstance(metrics, dict)

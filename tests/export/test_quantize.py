@@ -1,4 +1,4 @@
-"""Which layers become integers, and that a program of them runs on any batch."""
+"""Which layers are quantized, and that an exported program of them runs on any batch size."""
 
 from pathlib import Path
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.export.program import Program, write_program
+from meshwright.export.program import LoadedProgram, write_program
 from meshwright.export.quantize import quantize
-from tests.train.alone import toy_job
+from tests.train.one_process import toy_job
 
 
 class Convolutions(nn.Module):
@@ -24,7 +24,7 @@ class Convolutions(nn.Module):
         return out
 
 
-class Attends(nn.Module):
+class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.encoder = nn.TransformerEncoderLayer(20, 2, 64, batch_first=True)
@@ -43,19 +43,21 @@ class Points(torch.utils.data.Dataset[tuple[Tensor, int]]):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("make", [Convolutions, Attends, lambda: nn.Linear(20, 5)])
+@pytest.mark.parametrize("make", [Convolutions, Attention, lambda: nn.Linear(20, 5)])
 def test_an_int8_program_is_close_to_the_model(make: type[nn.Module], dynamic: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = make().eval()
-    small = quantize(model, "int8", dynamic)
-    write_program(small, toy_job(), Points(), tmp_path / "it.pt2")
-    program = Program(tmp_path / "it.pt2")
+    quantized = quantize(model, "int8", dynamic)
+    write_program(quantized, toy_job(), Points(), tmp_path / "it.pt2")
+    program = LoadedProgram(tmp_path / "it.pt2")
     with torch.no_grad():
         for samples in (1, 2, 4, 33):
             x = torch.randn(samples, 20)
-            torch.testing.assert_close(program(x), small(x), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(program(x), quantized(x), rtol=1e-5, atol=1e-5)
             assert float((program(x) - model(x)).abs().max()) < 0.05 * float(model(x).abs().max())
-    kept = torch.export.load(tmp_path / "it.pt2")
-    matrices = [v for v in (*kept.state_dict.values(), *kept.constants.values()) if v.dim() > 1 and v.numel() > 64]
+    exported = torch.export.load(tmp_path / "it.pt2")
+    matrices = [
+        v for v in (*exported.state_dict.values(), *exported.constants.values()) if v.dim() > 1 and v.numel() > 64
+    ]
     assert matrices
     assert {matrix.dtype for matrix in matrices} == {torch.int8}

@@ -1,16 +1,16 @@
-"""Safetensors hold the model's own names; in bf16 only parameters are rounded."""
+"""Safetensors files use the model's names; in bf16 only parameters are rounded."""
 
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
-from meshwright.export.weights import in_bf16, read_weights, size_bytes, write_weights
+from meshwright.export.weights import copy_in_bf16, read_weights, size_bytes, write_weights
 from meshwright.workloads.text.decoder import Decoder
 from tests.train.toy import Net
 
 
-def test_tied_weights_are_written_once_and_come_back_tied(tmp_path: Path) -> None:
+def test_tied_weights_are_written_once_and_are_tied_again_when_read(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Decoder(layers=1, hidden=8, heads=2, sequence=4, vocabulary=20)
     write_weights(model, tmp_path / "it.safetensors", {"job": "toy", "step": "3"})
@@ -27,10 +27,10 @@ def test_tied_weights_are_written_once_and_come_back_tied(tmp_path: Path) -> Non
 def test_buffers_are_not_rounded(tmp_path: Path) -> None:
     model = Net()
     model(torch.randn(8, 20))
-    state = in_bf16(model).state_dict()
+    state = copy_in_bf16(model).state_dict()
     buffers = dict(model.named_buffers())
     assert all(torch.equal(state[name], value) and state[name].dtype == value.dtype for name, value in buffers.items())
     assert all(state[name].dtype == torch.bfloat16 for name, _ in model.named_parameters())
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    write_weights(in_bf16(model), tmp_path / "it.safetensors", {})
+    write_weights(copy_in_bf16(model), tmp_path / "it.safetensors", {})
     assert {p.dtype for p in read_weights(Net(), tmp_path / "it.safetensors").parameters()} == {torch.float32}

@@ -1,14 +1,14 @@
-"""A launcher in its own process, to be sent signals: `-m tests.launch.parent CASE FOLDER GRACE_S`."""
+"""A launcher in its own process, to which tests send signals: `-m tests.launch.parent CASE FOLDER GRACE_S`."""
 
 import sys
 from pathlib import Path
 
 from meshwright.errors import MeshwrightError
-from meshwright.launch.local.launch import Ranks, launch
+from meshwright.launch.local.launch import RankSettings, launch
 
 if __name__ == "__main__":
     case, folder, grace_s = sys.argv[1:]
-    ranks = Ranks(count=2, device="cpu", threads=1, restarts=3, grace_s=float(grace_s))
+    ranks = RankSettings(count=2, device="cpu", threads=1, restarts=3, grace_s=float(grace_s))
     try:
         restarts = launch("tests.launch.worker", [case, folder], ranks, Path(folder))
     except MeshwrightError as error:

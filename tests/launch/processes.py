@@ -1,4 +1,4 @@
-"""What the processes of a test do, read from /proc: who descends from whom, and who listens where."""
+"""Reads from /proc which processes a test started and on which addresses they listen."""
 
 import os
 import time
@@ -11,7 +11,7 @@ LIMIT_S = 60.0
 def wait_until(condition: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not condition():
-        assert time.monotonic() < deadline, f"waited in vain: {what}"
+        assert time.monotonic() < deadline, f"did not happen within {LIMIT_S:g} s: {what}"
         time.sleep(0.02)
 
 
@@ -23,7 +23,7 @@ def is_alive(pid: int) -> bool:
 
 
 def tree(root: int) -> set[int]:
-    """`root` and all that descend from it."""
+    """Returns the process `root` and all its descendants."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -31,14 +31,14 @@ def tree(root: int) -> set[int]:
                 parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             except OSError:
                 continue
-    found = {root}
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found
+    descendants = {root}
+    while more := {pid for pid, parent in parents.items() if parent in descendants} - descendants:
+        descendants |= more
+    return descendants
 
 
 def listening(pids: set[int]) -> set[str]:
-    """The addresses, in /proc's hexadecimal, on which these processes accept connections."""
+    """Returns the addresses on which these processes accept connections, in the hexadecimal form of /proc."""
     sockets: set[str] = set()
     for pid in pids:
         try:

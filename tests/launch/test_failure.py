@@ -1,4 +1,4 @@
-"""Of several failing ranks the one that explains the others is told."""
+"""Of several failing ranks, the one that explains the others is reported."""
 
 import dataclasses
 import re
@@ -9,21 +9,29 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from meshwright.errors import CheckpointError, CollectiveError, InputError, RankError
-from meshwright.launch.failure import Failure, first_cause, of_exception, read_record, repeats, to_error, write_record
-from meshwright.launch.place import Place
+from meshwright.launch.failure import (
+    Failure,
+    failure_from_exception,
+    first_cause,
+    read_record,
+    repeats,
+    to_error,
+    write_record,
+)
+from meshwright.launch.heartbeat import Heartbeat
 
 
 def fail(folder: Path, rank: int, error: Exception, time: float, completed: int = 1, attempt: int = 0) -> Failure:
-    place = Place.in_folder(folder, rank, attempt)
-    place.at(57, "backward")
+    heartbeat = Heartbeat.in_folder(folder, rank, attempt)
+    heartbeat.update(57, "backward")
     for _ in range(completed):
-        place.finish_step()
-    failure = dataclasses.replace(of_exception(error, rank, attempt, place), time=time)
+        heartbeat.finish_step()
+    failure = dataclasses.replace(failure_from_exception(error, rank, attempt, heartbeat), time=time)
     write_record(folder, failure)
     return failure
 
 
-def test_records_survive_and_belong_to_an_attempt(tmp_path: Path) -> None:
+def test_records_are_read_back_for_their_attempt_only(tmp_path: Path) -> None:
     failure = fail(tmp_path, 1, ValueError("no"), 5.0)
     assert read_record(tmp_path, 1, attempt=0) == failure
     assert read_record(tmp_path, 1, attempt=1) is None
@@ -36,13 +44,13 @@ def test_a_lost_connection_is_never_the_cause(tmp_path: Path) -> None:
     assert first_cause(tmp_path, 0, {0: 1, 1: 1}) == later
 
 
-def test_the_earliest_of_equals(tmp_path: Path) -> None:
+def test_the_earliest_of_equal_failures_is_the_cause(tmp_path: Path) -> None:
     fail(tmp_path, 0, ValueError("late"), 2.0)
     early = fail(tmp_path, 1, ValueError("early"), 1.0)
     assert first_cause(tmp_path, 0, {0: 1, 1: 1}) == early
 
 
-def test_a_killed_rank_goes_before_what_others_make_of_it(tmp_path: Path) -> None:
+def test_a_killed_rank_is_the_cause_of_exceptions_in_others(tmp_path: Path) -> None:
     fail(tmp_path, 0, RuntimeError("something odd"), 1.0)
     cause = first_cause(tmp_path, 0, {0: 1, 2: -signal.SIGKILL})
     assert cause is not None
@@ -50,7 +58,7 @@ def test_a_killed_rank_goes_before_what_others_make_of_it(tmp_path: Path) -> Non
     assert not cause.final
 
 
-def test_an_exit_without_a_word(tmp_path: Path) -> None:
+def test_an_exit_without_a_record(tmp_path: Path) -> None:
     cause = first_cause(tmp_path, 0, {0: 0, 1: 3})
     assert cause is not None
     assert cause.line == "rank 1 exited with code 3 in start-up"
@@ -66,18 +74,18 @@ def test_an_exit_without_a_word(tmp_path: Path) -> None:
         (CollectiveError("no"), 0, False),
     ],
 )
-def test_what_is_final(tmp_path: Path, error: Exception, completed: int, final: bool) -> None:
+def test_a_failure_that_would_repeat_is_final(tmp_path: Path, error: Exception, completed: int, final: bool) -> None:
     assert fail(tmp_path, 0, error, 1.0, completed).final is final
 
 
-def test_what_the_user_is_told(tmp_path: Path) -> None:
-    told = to_error(fail(tmp_path, 2, ValueError("a\n  b"), 1.0), tmp_path)
-    assert isinstance(told, RankError)
-    assert str(told) == (f"rank 2 failed at step 57 (backward): ValueError: a b\nits log: {tmp_path / 'rank-2.log'}")
-    assert "ValueError: a" in told.__notes__[0]
+def test_the_user_reads_the_message_and_where_the_log_is(tmp_path: Path) -> None:
+    error = to_error(fail(tmp_path, 2, ValueError("a\n  b"), 1.0), tmp_path)
+    assert isinstance(error, RankError)
+    assert str(error) == (f"rank 2 failed at step 57 (backward): ValueError: a b\nits log: {tmp_path / 'rank-2.log'}")
+    assert "ValueError: a" in error.__notes__[0]
     ours = to_error(fail(tmp_path, 2, CheckpointError("the disk is full"), 1.0), tmp_path)
     assert str(ours).startswith("rank 2 failed at step 57 (backward): the disk is full\n")
-    assert isinstance(to_error(fail(tmp_path, 2, InputError("wrong"), 1.0), tmp_path), InputError)
+    assert isinstance(to_error(fail(tmp_path, 2, InputError("odd"), 1.0), tmp_path), InputError)
 
 
 class Unreadable(Dataset[int]):
@@ -89,16 +97,16 @@ class Unreadable(Dataset[int]):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_users_exception_is_told_with_its_line_also_from_a_worker(tmp_path: Path, workers: int) -> None:
+def test_a_users_exception_is_reported_with_its_line_also_from_a_worker(tmp_path: Path, workers: int) -> None:
     with pytest.raises(ValueError) as caught:
         next(iter(DataLoader(Unreadable(), num_workers=workers)))
     line = fail(tmp_path, 0, caught.value, 1.0).line
     assert re.search(r"ValueError: 13\.png is no picture \(test_failure\.py, line \d+\)$", line), line
 
 
-def test_an_abort_by_the_watchdog_of_nccl_is_a_collective_that_got_no_answer(tmp_path: Path) -> None:
-    place = Place.in_folder(tmp_path, 0, 0)
-    place.at(57, "backward")
+def test_an_abort_by_the_watchdog_of_nccl_is_a_timeout(tmp_path: Path) -> None:
+    heartbeat = Heartbeat.in_folder(tmp_path, 0, 0)
+    heartbeat.update(57, "backward")
     (tmp_path / "rank-0.log").write_text(
         "--- attempt 0, process 7, … ---\n[rank0]:[E ProcessGroupNCCL.cpp:616] [Rank 0] Watchdog caught"
         " collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE, NumelIn=8, NumelOut=8,"
@@ -110,17 +118,17 @@ def test_an_abort_by_the_watchdog_of_nccl_is_a_collective_that_got_no_answer(tmp
     assert cause.line == "rank 0, step 57, allreduce (backward): no answer within 30 s"
 
 
-def test_the_same_again_is_not_worth_a_third_try(tmp_path: Path) -> None:
+def test_a_repeated_failure_is_not_worth_another_restart(tmp_path: Path) -> None:
     late = CollectiveError("rank 0, step 57, all-reduce (backward): no answer within 6 s; rank 1 was last seen …")
     broken = CollectiveError("rank 0, step 57, all-reduce (backward): the connection broke")
-    wrong, other = ValueError("odd"), ValueError("even")
+    odd, even = ValueError("odd"), ValueError("even")
 
-    def again(error: Exception, before: Exception) -> bool:
-        return repeats(fail(tmp_path, 0, error, 2.0, attempt=1), fail(tmp_path, 1, before, 1.0))
+    def is_repeated(error: Exception, previous: Exception) -> bool:
+        return repeats(fail(tmp_path, 0, error, 2.0, attempt=1), fail(tmp_path, 1, previous, 1.0))
 
-    assert again(wrong, wrong)
-    assert again(late, late)
-    assert not again(wrong, other)
-    assert not again(broken, broken)
-    assert not again(late, broken)
-    assert not repeats(fail(tmp_path, 0, wrong, 1.0), None)
+    assert is_repeated(odd, odd)
+    assert is_repeated(late, late)
+    assert not is_repeated(odd, even)
+    assert not is_repeated(broken, broken)
+    assert not is_repeated(late, broken)
+    assert not repeats(fail(tmp_path, 0, odd, 1.0), None)

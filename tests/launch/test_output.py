@@ -1,4 +1,4 @@
-"""What the launcher does to the terminal that its ranks wrote to."""
+"""The launcher cleans up the terminal that its ranks wrote to."""
 
 import io
 
@@ -12,7 +12,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_killed_ranks_progress_bar_is_taken_off_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_progress_bar_of_a_killed_rank_is_erased_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal, file = Terminal(), io.StringIO()
     for stream in (terminal, file):
         monkeypatch.setattr("sys.stderr", stream)

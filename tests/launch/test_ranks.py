@@ -1,4 +1,4 @@
-"""The helper that runs functions in ranks for everybody's tests."""
+"""The helper that runs functions in several ranks for tests."""
 
 import os
 import signal
@@ -39,7 +39,7 @@ def hang_on_1(rank: int, world_size: int) -> None:
         time.sleep(0.1)
 
 
-def test_a_pool_runs_many_and_recovers_from_failures() -> None:
+def test_a_pool_runs_many_functions_and_recovers_from_failures() -> None:
     with ranks(2) as pool:
         assert [value.item() for value in pool.run(total, 1.0)] == [3.0, 3.0]
         numbers, pids, threads = zip(*pool.run(facts), strict=True)
@@ -53,9 +53,9 @@ def test_a_pool_runs_many_and_recovers_from_failures() -> None:
             pool.run(die_on_1)
 
 
-def test_the_time_limit_ends_a_hang() -> None:
+def test_the_time_limit_ends_a_rank_that_hangs() -> None:
     with ranks(2) as pool:
-        pool.run(facts)  # starting takes longer than the hang is given
+        pool.run(facts)  # starting the ranks takes longer than the time limit below
         pool.timeout_s = 3
         with pytest.raises(TimeoutError, match=r"ranks \[1\] gave no answer"):
             pool.run(hang_on_1)

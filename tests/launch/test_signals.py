@@ -1,4 +1,4 @@
-"""A signal becomes a flag, here only, and only while it is wanted."""
+"""A signal becomes a flag in this process, and only within the context."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ import signal
 from meshwright.launch.signals import StopRequest
 
 
-def test_signals_become_a_flag_and_handlers_come_back() -> None:
+def test_signals_become_a_flag_and_handlers_are_restored() -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with StopRequest() as stop:
         assert not stop.requested

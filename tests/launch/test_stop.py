@@ -1,4 +1,4 @@
-"""Asking a launcher to stop, politely and not: its ranks save, or die, but never stay behind."""
+"""When a launcher is stopped or killed, its ranks save or die, and none of them is left running."""
 
 import json
 import os
@@ -20,7 +20,7 @@ def stages(folder: Path) -> list[str]:
 
 @contextmanager
 def launcher(case: str, folder: Path, grace_s: float = 30) -> Iterator[subprocess.Popen[str]]:
-    """A launcher in a process group of its own, as a shell would start it."""
+    """Starts a launcher in a process group of its own, as a shell does."""
     command = [sys.executable, "-m", "tests.launch.parent", case, str(folder), str(grace_s)]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -59,21 +59,21 @@ def test_ctrl_c_reaches_the_whole_group_and_lets_the_ranks_save(tmp_path: Path) 
 
 
 @pytest.mark.soak
-def test_ranks_that_do_not_listen_are_killed_after_the_grace(tmp_path: Path) -> None:
-    with launcher("deaf", tmp_path, grace_s=0.5) as process:
+def test_ranks_that_ignore_a_stop_are_killed_after_the_grace_period(tmp_path: Path) -> None:
+    with launcher("ignoring_stop", tmp_path, grace_s=0.5) as process:
         process.send_signal(signal.SIGTERM)
         assert process.communicate(timeout=60)[0] == "Stopped: stopped by SIGTERM\n"
 
 
 @pytest.mark.soak
 def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
-    with launcher("deaf", tmp_path, grace_s=1000) as process:
+    with launcher("ignoring_stop", tmp_path, grace_s=1000) as process:
 
         def insist() -> bool:
             process.send_signal(signal.SIGINT)
             return process.poll() is not None
 
-        wait_until(insist, "killed in spite of the long grace")
+        wait_until(insist, "killed in spite of the long grace period")
         assert process.communicate(timeout=60)[0] == "Stopped: stopped by SIGINT\n"
 
 

@@ -1,4 +1,4 @@
-"""Joining: under torchrun, and alone."""
+"""A rank joins the process group under torchrun, and runs alone without a launcher."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from meshwright.launch.place import Place
+from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.rank import run_rank
 from meshwright.launch.world import World, is_launched, join, leave
 
@@ -31,13 +31,13 @@ def test_torchrun_ranks_join(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.log"))
 
 
-def test_a_failure_under_torchrun_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_failure_under_torchrun_is_reported_in_one_line(tmp_path: Path) -> None:
     run = torchrun("early", tmp_path)
     assert run.returncode != 0
     assert "rank 1 failed in start-up: KeyError: 'head.weight' (worker.py, line " in run.stderr
 
 
-def test_alone_there_is_no_group() -> None:
+def test_without_a_launcher_there_is_no_process_group() -> None:
     assert not is_launched()
     world = join("cpu", 5)
     assert (world.rank, world.size, world.store) == (0, 1, None)
@@ -46,12 +46,12 @@ def test_alone_there_is_no_group() -> None:
     leave()
 
 
-def test_alone_a_rank_runs_here() -> None:
-    seen: list[int] = []
+def test_without_a_launcher_a_rank_runs_in_this_process() -> None:
+    steps: list[int] = []
 
-    def main(world: World, place: Place) -> None:
-        place.at(3, "forward")
-        seen.append(place.step)
+    def main(world: World, heartbeat: Heartbeat) -> None:
+        heartbeat.update(3, "forward")
+        steps.append(heartbeat.step)
 
     run_rank(main, "cpu", 5)
-    assert seen == [3]
+    assert steps == [3]

@@ -1,4 +1,4 @@
-"""A model with all that makes dividing hard, and how it trains on one process that stands for several data ranks."""
+"""A model with everything that makes sharding hard, and its training on one process for several data ranks."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -36,7 +36,7 @@ class Mixed(nn.Module):
         self.tied.weight = self.again.weight
         last = self.blocks[2]
         assert isinstance(last, Block)
-        last.sometimes.weight = self.again.weight  # from outside into a block
+        last.sometimes.weight = self.again.weight  # tied from outside into a block
         self.frozen = nn.Sequential(nn.Linear(5, 5), nn.Tanh()).requires_grad_(False)
         self.scale = nn.Parameter(torch.ones(1))
         self.head = nn.Linear(5, 3)
@@ -79,18 +79,18 @@ def train_alone(steps: int, data_ranks: int, microbatches: int) -> Trained:
     optimizers = [optimizer_of(model) for model in copies]
     for step in range(steps):
         for rank, model in enumerate(copies):
-            for ours, first in zip(model.buffers(), copies[0].buffers(), strict=True):
-                ours.copy_(first) if rank else None
+            for buffer, first in zip(model.buffers(), copies[0].buffers(), strict=True):
+                buffer.copy_(first) if rank else None
             model.zero_grad()
         buffers = [buffer.clone() for buffer in copies[0].buffers()]
         for rank, model in enumerate(copies):
-            for ours, first in zip(model.buffers(), buffers, strict=True):
-                ours.copy_(first)
+            for buffer, first in zip(model.buffers(), buffers, strict=True):
+                buffer.copy_(first)
             for microbatch in range(microbatches):
                 loss_of(model, batch(step, rank, microbatch)).backward()
-        for together in zip(*(model.parameters() for model in copies), strict=True):
-            mean = _mean([p.grad for p in together])
-            for parameter in together:
+        for replicas in zip(*(model.parameters() for model in copies), strict=True):
+            mean = _mean([p.grad for p in replicas])
+            for parameter in replicas:
                 parameter.grad = None if mean is None else mean.clone()
         for optimizer in optimizers:
             optimizer.step()
@@ -99,12 +99,12 @@ def train_alone(steps: int, data_ranks: int, microbatches: int) -> Trained:
 
 
 def _mean(gradients: Sequence[Tensor | None]) -> Tensor | None:
-    given = [gradient for gradient in gradients if gradient is not None]
-    return torch.stack(given).sum(0) / len(gradients) if given else None
+    present = [gradient for gradient in gradients if gradient is not None]
+    return torch.stack(present).sum(0) / len(gradients) if present else None
 
 
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert list(found) == list(expected)
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert list(actual) == list(expected)
     for name, value in expected.items():
-        error = float((found[name] - value).abs().max())
+        error = float((actual[name] - value).abs().max())
         assert error <= 1e-12 * float(value.abs().max()) + 1e-14, name

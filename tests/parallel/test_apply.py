@@ -1,4 +1,4 @@
-"""A plan on a model: what it refuses, and what it leaves alone."""
+"""Applying a plan: what is wrapped, when gradients are averaged, and whose buffers count."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwright.batch import Example, at_least_fp32
+from meshwright.batch import ModelBatch, at_least_fp32
 from meshwright.parallel.apply import apply
 from meshwright.plan import Plan
 from tests.ranks import run_ranks
@@ -21,7 +21,7 @@ def test_one_rank_runs_the_model_itself() -> None:
     assert parallel.mesh is None
 
 
-def test_outputs_of_any_structure_are_widened() -> None:
+def test_half_precision_outputs_of_any_structure_become_fp32() -> None:
     half = torch.ones(2, dtype=torch.bfloat16)
     widened: Any = at_least_fp32({"a": half, "b": (half.half(), torch.ones(2).double(), torch.ones(2).long(), "text")})
     assert widened["a"].dtype == torch.float32
@@ -33,43 +33,43 @@ def test_outputs_of_any_structure_are_widened() -> None:
     ]
 
 
-class Summed(nn.Module):
+class ScaledSum(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(3))
         self.unused = nn.Parameter(torch.ones(3))
-        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("count", torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
         return (x * self.scale).sum()
 
 
-def on_ranks(rank: int, size: int) -> dict[str, Any]:
+def train_on_ranks(rank: int, size: int) -> dict[str, Any]:
     plan = Plan.model_validate({"axes": {"replicate": size}})
-    model = Summed()
+    model = ScaledSum()
     parallel = apply(plan, model, CPU, size)
     assert isinstance(parallel.runner, DistributedDataParallel)
     assert parallel.module is model
-    seen = model.get_buffer("seen")
-    first: list[float] = []
-    example = Example((torch.full((3,), float(rank + 1)),), {}, None)
+    count = model.get_buffer("count")
+    gradients: list[float] = []
+    example = ModelBatch((torch.full((3,), float(rank + 1)),), {}, None)
 
     def loss_of(number: int, output: Tensor) -> Tensor:
         if number:
             assert model.scale.grad is not None
-            first.append(float(model.scale.grad[0]))
+            gradients.append(float(model.scale.grad[0]))
         return output
 
-    parallel.run([(example, 1), (example, 1)], loss_of)
+    parallel.run_microbatches([(example, 1), (example, 1)], loss_of)
     assert model.scale.grad is not None
-    first.append(float(model.scale.grad[0]))
-    seen.fill_(float(rank + 1))
+    gradients.append(float(model.scale.grad[0]))
+    count.fill_(float(rank + 1))
     parallel.align_buffers()
-    return {"gradients": first, "seen": float(seen), "unused": model.unused.grad is None}
+    return {"gradients": gradients, "count": float(count), "unused": model.unused.grad is None}
 
 
-def test_ranks_combine_in_the_last_microbatch_and_share_rank_0s_buffers() -> None:
-    results = run_ranks(on_ranks, 2)
+def test_gradients_are_averaged_in_the_last_microbatch_and_buffers_are_those_of_rank_0() -> None:
+    results = run_ranks(train_on_ranks, 2)
     assert [result["gradients"] for result in results] == [[1.0, 3.0], [2.0, 3.0]]
-    assert [result["seen"] for result in results] == [1.0, 1.0]
+    assert [result["count"] for result in results] == [1.0, 1.0]
     assert [result["unused"] for result in results] == [True, True]

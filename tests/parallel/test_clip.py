@@ -6,16 +6,16 @@ from torch import Tensor, nn
 
 from meshwright.parallel.clip import clip_, global_norm
 from meshwright.parallel.weights.state import full_gradients
-from tests.parallel.divided import AXES, divide, everywhere, whole_model
+from tests.parallel.hand_sharded import AXES, divide, everywhere, whole_model
 from tests.ranks import RankPool
 from tests.soaked import all_but
 
 
-def clipped(rank: int, size: int, axes: dict[str, int], max_norm: float) -> tuple[float, dict[str, Tensor], bool]:
-    parts = divide(axes, size)
-    gradients = [(name, parameter.grad) for name, parameter in parts.module.named_parameters()]
-    norm = clip_(gradients, parts.layouts, parts.tied, parts.mesh, max_norm)
-    after = full_gradients(parts.module, parts.layouts, parts.mesh, tied=parts.tied)
+def clip_on_ranks(rank: int, size: int, axes: dict[str, int], max_norm: float) -> tuple[float, dict[str, Tensor], bool]:
+    sharded = divide(axes, size)
+    gradients = [(name, parameter.grad) for name, parameter in sharded.module.named_parameters()]
+    norm = clip_(gradients, sharded.layouts, sharded.tied, sharded.mesh, max_norm)
+    after = full_gradients(sharded.module, sharded.layouts, sharded.mesh, tied=sharded.tied)
     return float(norm), after, everywhere(float(norm))
 
 
@@ -24,15 +24,15 @@ def clipped(rank: int, size: int, axes: dict[str, int], max_norm: float) -> tupl
 def test_clipping_under_every_plan(four: RankPool, axes: dict[str, int], max_norm: float) -> None:
     model = whole_model()
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm))
-    for found, gradients, same in four.run(clipped, axes, max_norm):
-        assert same
-        assert found == pytest.approx(norm, rel=1e-14)
+    for clipped_norm, gradients, same_everywhere in four.run(clip_on_ranks, axes, max_norm):
+        assert same_everywhere
+        assert clipped_norm == pytest.approx(norm, rel=1e-14)
         assert gradients.keys() == {name for name, p in model.named_parameters() if p.grad is not None}
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-13, atol=0)
 
 
-def test_on_one_process_and_in_short_types() -> None:
+def test_on_one_process_and_in_bf16() -> None:
     layer = nn.Linear(300, 300).to(torch.bfloat16)
     layer.weight.grad = torch.full_like(layer.weight, 0.01)
     gradients = [("weight", layer.weight.grad), ("bias", None)]

@@ -1,4 +1,4 @@
-"""Compiled blocks keep their names and their results; where they cannot be compiled, the model runs and it is said."""
+"""Compiled blocks keep their names and their results. A model that cannot be compiled runs, with a warning."""
 
 import shutil
 import warnings
@@ -16,7 +16,7 @@ COMPILED = Plan.model_validate({"compute": {"compile": "default"}})
 
 
 @pytest.mark.parametrize(
-    ("plan", "words"),
+    ("plan", "message"),
     [
         (COMPILED, r"there is no compiler \(g\+\+ or clang\+\+\)"),
         (
@@ -25,16 +25,16 @@ COMPILED = Plan.model_validate({"compute": {"compile": "default"}})
         ),
     ],
 )
-def test_what_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.MonkeyPatch, plan: Plan, words: str) -> None:
+def test_what_cannot_be_compiled_runs_uncompiled(monkeypatch: pytest.MonkeyPatch, plan: Plan, message: str) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     model = ZOO["gpt"].model()
-    with pytest.warns(UserWarning, match=words) as seen:
+    with pytest.warns(UserWarning, match=message) as warned:
         compile_blocks(model, plan, CPU)
-    assert len(seen) == 1
+    assert len(warned) == 1
     assert all(module._compiled_call_impl is None for module in model.modules())
 
 
-def test_blocks_are_compiled_where_they_stand() -> None:
+def test_blocks_are_compiled_in_place() -> None:
     model = ZOO["gpt"].model()
     names = set(model.state_dict())
     with warnings.catch_warnings():

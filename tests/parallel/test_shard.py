@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from meshwright.blocks.recompute import recompute_blocks
 from meshwright.errors import InputError
 from meshwright.parallel.mesh import build_mesh
-from meshwright.parallel.replicate.replicate import align_buffers
-from meshwright.parallel.shard import combining, reshard, shard
+from meshwright.parallel.replicate.replicate import broadcast_buffers
+from meshwright.parallel.shard import gradient_synchronization, reshard, shard
 from meshwright.parallel.weights.state import full_gradients, full_state
 from meshwright.plan import Plan
 from tests.parallel.mixed import Trained, assert_same, batch, loss_of, mixed, optimizer_of, train_alone
@@ -30,25 +30,25 @@ def plan_of(size: int, replicate: int = 1, sharding: str = "parameters", recompu
     )
 
 
-def divided(plan: Plan, size: int, units: bool = True) -> tuple[nn.Module, DeviceMesh]:
+def shard_mixed(plan: Plan, size: int, per_block: bool = True) -> tuple[nn.Module, DeviceMesh]:
     model = mixed()
     mesh = build_mesh(plan, "cpu", size)
     assert mesh is not None
     recompute_blocks(model, plan.memory.recompute)
-    shard(model, mesh, plan, units=units)
+    shard(model, mesh, plan, per_block=per_block)
     return model, mesh
 
 
-def train(rank: int, size: int, plan: Plan, microbatches: int, units: bool = True) -> Trained:
-    model, mesh = divided(plan, size, units)
+def train(rank: int, size: int, plan: Plan, microbatches: int, per_block: bool = True) -> Trained:
+    model, mesh = shard_mixed(plan, size, per_block)
     optimizer = optimizer_of(model)
     for step in range(3):
         optimizer.zero_grad()
         for microbatch in range(microbatches):
-            with combining(model, plan, microbatch == 0, microbatch == microbatches - 1):
+            with gradient_synchronization(model, plan, microbatch == 0, microbatch == microbatches - 1):
                 loss_of(model, batch(step, rank, microbatch)).backward()
         optimizer.step()
-    align_buffers(model, mesh)
+    broadcast_buffers(model, mesh)
     return full_state(model, {}, mesh), full_gradients(model, {}, mesh)
 
 
@@ -63,7 +63,7 @@ def test_each_level_trains_as_one_process(two: RankPool, sharding: str, microbat
 
 
 @pytest.mark.parametrize("sharding", ["parameters", "gradients", "optimizer"])
-def test_beside_a_replicate_axis(four: RankPool, sharding: str) -> None:
+def test_with_a_replicate_axis(four: RankPool, sharding: str) -> None:
     expected = train_alone(3, 4, 2)
     for state, gradients in four.run(train, plan_of(4, replicate=2, sharding=sharding), 2):
         assert_same(state, expected[0])
@@ -72,78 +72,80 @@ def test_beside_a_replicate_axis(four: RankPool, sharding: str) -> None:
 
 def test_more_ranks_than_rows_recompute_and_one_unit(four: RankPool) -> None:
     expected = train_alone(3, 4, 2)
-    for plan, units in [(plan_of(4, recompute="full"), True), (plan_of(4), False)]:
-        for state, gradients in four.run(train, plan, 2, units):
+    for plan, per_block in [(plan_of(4, recompute="full"), True), (plan_of(4), False)]:
+        for state, gradients in four.run(train, plan, 2, per_block):
             assert_same(state, expected[0])
             assert_same(gradients, expected[1])
 
 
-def bytes_held(rank: int, size: int, plan: Plan) -> list[tuple[int, int]]:
-    """Of gathered weights and of gradients that are not divided, behind forward and behind backward of the first of
+def gathered_counts(rank: int, size: int, plan: Plan) -> list[tuple[int, int]]:
+    """The number of gathered weights and of full gradients, after the forward and after the backward pass of each of
     two microbatches."""
-    model, _ = divided(plan, size)
-    found = []
+    model, _ = shard_mixed(plan, size)
+    counts = []
 
-    def look() -> None:
+    def count() -> None:
         gathered = [p for p in model.parameters() if not isinstance(p, DTensor) and p.dim()]
-        found.append((len(gathered), sum(p.grad is not None for p in gathered)))
+        counts.append((len(gathered), sum(p.grad is not None for p in gathered)))
 
     for last in (False, True):
-        with combining(model, plan, not last, last):
+        with gradient_synchronization(model, plan, not last, last):
             loss = loss_of(model, batch(0, rank, int(last)))
-            look()
+            count()
             loss.backward()
-            look()
-    return found
+            count()
+    return counts
 
 
-def test_what_stays_gathered_is_what_the_level_says(two: RankPool) -> None:
-    of = {
-        level: two.run(bytes_held, plan_of(2, sharding=level))[0] for level in ("parameters", "gradients", "optimizer")
+def test_each_level_keeps_gathered_what_it_should(two: RankPool) -> None:
+    counts = {
+        level: two.run(gathered_counts, plan_of(2, sharding=level))[0]
+        for level in ("parameters", "gradients", "optimizer")
     }
-    root, everything = of["parameters"][0][0], of["gradients"][0][0]
-    assert 0 < root < everything, "blocks are freed behind their forward pass"
-    assert of["parameters"] == [(root, 0), (0, 0), (root, 0), (0, 0)]
-    assert of["gradients"] == [(everything, 0), (everything, 0), (everything, 0), (0, 0)]
-    forward, first, again, end = of["optimizer"]
-    assert (forward[0], first[0], again[0], end) == (everything, everything, everything, (0, 0))
-    assert first[1] > 0, "gradients of the first microbatch are kept whole"
+    root, everything = counts["parameters"][0][0], counts["gradients"][0][0]
+    assert 0 < root < everything, "blocks are freed after their forward pass"
+    assert counts["parameters"] == [(root, 0), (0, 0), (root, 0), (0, 0)]
+    assert counts["gradients"] == [(everything, 0), (everything, 0), (everything, 0), (0, 0)]
+    forward_1, backward_1, forward_2, backward_2 = counts["optimizer"]
+    assert (forward_1[0], backward_1[0], forward_2[0]) == (everything, everything, everything)
+    assert backward_2 == (0, 0)
+    assert backward_1[1] > 0, "gradients of the first microbatch are kept whole"
 
 
-def evaluated(rank: int, size: int, plan: Plan) -> tuple[bool, bool, list[str]]:
-    model, _ = divided(plan, size)
+def evaluate_and_reshard(rank: int, size: int, plan: Plan) -> tuple[bool, bool, list[str]]:
+    model, _ = shard_mixed(plan, size)
     with torch.no_grad():
         loss_of(model, batch(0, 0, 0))
     gathered = any(not isinstance(p, DTensor) for p in model.get_submodule("first").parameters())
     reshard(model)
-    after = any(not isinstance(p, DTensor) for p in model.get_submodule("first").parameters())
-    units = [name for name, part in model.named_modules() if isinstance(part, FSDPModule)]
-    return gathered, after, units
+    gathered_after = any(not isinstance(p, DTensor) for p in model.get_submodule("first").parameters())
+    units = [name for name, child in model.named_modules() if isinstance(child, FSDPModule)]
+    return gathered, gathered_after, units
 
 
-def test_evaluation_leaves_weights_gathered_until_they_are_freed(two: RankPool) -> None:
-    gathered, after, units = two.run(evaluated, plan_of(2, sharding="gradients"))[0]
-    assert (gathered, after) == (True, False)
-    assert units == ["", "blocks.0", "blocks.1"], "a block with a weight tied to the outside goes with the rest"
+def test_evaluation_leaves_weights_gathered_until_reshard(two: RankPool) -> None:
+    gathered, gathered_after, units = two.run(evaluate_and_reshard, plan_of(2, sharding="gradients"))[0]
+    assert (gathered, gathered_after) == (True, False)
+    assert units == ["", "blocks.0", "blocks.1"], "a block with a weight tied to the outside is part of the root unit"
 
 
-def refused(rank: int, size: int) -> str:
+def error_message(rank: int, size: int) -> str:
     plan = Plan.model_validate(
         {"axes": {"shard": 2}, "modules": {"splits": {"head": {"kind": "column", "axis": "replicate"}}}}
     )
     try:
-        divided(plan, size)
+        shard_mixed(plan, size)
     except InputError as error:
         return str(error)
     return ""
 
 
 def test_layers_split_over_the_replicate_axis_are_refused(two: RankPool) -> None:
-    assert "plan.modules.splits.head splits a layer over the replicate axis" in two.run(refused)[0]
+    assert "plan.modules.splits.head splits a layer over the replicate axis" in two.run(error_message)[0]
 
 
-class TwoTypes(nn.Module):
-    """A block of two dtypes, and a convolution whose weight does not lie row by row."""
+class TwoDtypes(nn.Module):
+    """A block of two dtypes, and a convolution whose weight is not contiguous."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,24 +159,24 @@ class TwoTypes(nn.Module):
         return out.sum()
 
 
-def two_types(rank: int, size: int, plan: Plan) -> dict[str, Tensor]:
+def gradients_of_two_dtypes(rank: int, size: int, plan: Plan) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    model = TwoTypes()
+    model = TwoDtypes()
     mesh = build_mesh(plan, "cpu", size)
     assert mesh is not None
     shard(model, mesh, plan)
-    with combining(model, plan, True, True):
+    with gradient_synchronization(model, plan, True, True):
         model(torch.ones(2, 4) * (rank + 1)).backward()
     return full_gradients(model, {}, mesh)
 
 
-def test_other_dtypes_and_layouts(two: RankPool) -> None:
+def test_several_dtypes_and_non_contiguous_weights(two: RankPool) -> None:
     torch.manual_seed(0)
-    model = TwoTypes()
+    model = TwoDtypes()
     for rank in range(2):
         (model(torch.ones(2, 4) * (rank + 1)) / 2).backward()
-    for gradients in two.run(two_types, plan_of(2)):
+    for gradients in two.run(gradients_of_two_dtypes, plan_of(2)):
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None
-            # All of them went through fp32, those of fp64 weights too.
+            # All gradients are reduced in fp32, also those of fp64 weights.
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1.3e-6, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Sparse gradients: replicas bring their rows together, by every way of combining; other plans are refused."""
+"""Sparse gradients are averaged over the replicate axis by every algorithm; other plans are refused."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from meshwright.train.session import Session
 from tests.ranks import run_ranks
 
 
-class Words(nn.Module):
+class WordClassifier(nn.Module):
     def __init__(self, sparse: bool) -> None:
         super().__init__()
         self.table, self.out = nn.Embedding(12, 4, sparse=sparse), nn.Linear(4, 3)
@@ -24,14 +24,14 @@ class Words(nn.Module):
         return self.out(self.table(words).mean(1))
 
 
-def _trained(rank: int, ranks: int, algorithm: str, sparse: bool) -> dict[str, Any]:
+def _train(rank: int, ranks: int, algorithm: str, sparse: bool) -> dict[str, Any]:
     torch.manual_seed(2)
-    random = torch.Generator().manual_seed(4)
-    # Words of the table's second half are seen by nobody.
-    data = TensorDataset(torch.randint(6, (24, 5), generator=random), torch.randint(3, (24,), generator=random))
+    generator = torch.Generator().manual_seed(4)
+    # No sample has a word of the table's second half.
+    data = TensorDataset(torch.randint(6, (24, 5), generator=generator), torch.randint(3, (24,), generator=generator))
     gradients = Gradients.model_validate({"algorithm": algorithm})
     session = Session(
-        Words(sparse).double(),
+        WordClassifier(sparse).double(),
         lambda parameters: torch.optim.Adagrad(parameters.values(), lr=0.5),
         loss=nn.functional.cross_entropy,
         plan=Plan(axes=Axes(replicate=ranks), gradients=gradients),
@@ -45,30 +45,30 @@ def _trained(rank: int, ranks: int, algorithm: str, sparse: bool) -> dict[str, A
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "native", "ring"])
-def test_replicas_train_as_one_with_dense_gradients(algorithm: str) -> None:
-    alone = _trained(0, 1, "native", False)
-    for told in run_ranks(_trained, 2, algorithm, True):
-        assert told["losses"] == pytest.approx(alone["losses"], rel=1e-12)
-        for name, weight in alone["weights"].items():
-            torch.testing.assert_close(told["weights"][name], weight, rtol=1e-12, atol=1e-14)
+def test_replicas_train_as_one_process_with_dense_gradients(algorithm: str) -> None:
+    expected = _train(0, 1, "native", False)
+    for result in run_ranks(_train, 2, algorithm, True):
+        assert result["losses"] == pytest.approx(expected["losses"], rel=1e-12)
+        for name, weight in expected["weights"].items():
+            torch.testing.assert_close(result["weights"][name], weight, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("axes", [{"shard": 2}, {"tensor": 2}, {"replicate": 2, "pipeline": 2}])
 def test_plans_that_divide_weights_are_refused(axes: dict[str, int]) -> None:
     with pytest.raises(InputError, match=r"table has sparse gradients.*set sparse to false"):
-        check_sparse(Plan(axes=Axes(**axes)), Words(True))
-    check_sparse(Plan(axes=Axes(**axes)), Words(False), 1.0)
-    check_sparse(Plan(axes=Axes(replicate=4)), Words(True))
+        check_sparse(Plan(axes=Axes(**axes)), WordClassifier(True))
+    check_sparse(Plan(axes=Axes(**axes)), WordClassifier(False), 1.0)
+    check_sparse(Plan(axes=Axes(replicate=4)), WordClassifier(True))
 
 
-def test_what_torch_does_with_dense_gradients_alone_is_refused() -> None:
+def test_clipping_and_loss_scaling_of_sparse_gradients_are_refused() -> None:
     with pytest.raises(InputError, match=r"torch neither clips nor unscales, but train.clip_norm"):
-        check_sparse(Plan(), Words(True), 1.0)
+        check_sparse(Plan(), WordClassifier(True), 1.0)
     with pytest.raises(InputError, match=r"but plan.numerics.precision fp16"):
-        check_sparse(Plan.model_validate({"numerics": {"precision": "fp16"}}), Words(True))
+        check_sparse(Plan.model_validate({"numerics": {"precision": "fp16"}}), WordClassifier(True))
     with pytest.raises(InputError, match=r"train.clip_norm"):
         Session(
-            Words(True),
+            WordClassifier(True),
             lambda parameters: torch.optim.SGD(parameters.values(), lr=0.1),
             loss=nn.functional.cross_entropy,
             plan=Plan(),

@@ -1,4 +1,4 @@
-"""Small models of the kinds that people train, each with a batch, for tracing and for real steps."""
+"""Small models of common kinds, each with a batch and a loss, for tracing and for real steps."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from meshwright.call import load
 from meshwright.workloads.mnist import Net
 from meshwright.workloads.text.decoder import Decoder
 
-Made = tuple[nn.Module, Any, Callable[[Any, Any], Tensor]]
+ModelCase = tuple[nn.Module, Any, Callable[[Any, Any], Tensor]]
 
 
 def scores_loss(output: Tensor, target: Tensor) -> Tensor:
@@ -20,36 +20,46 @@ def scores_loss(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output, target)
 
 
-def images(batch: int, channels: int, size: int) -> tuple[Tensor, Tensor]:
+def image_batch(batch: int, channels: int, size: int) -> tuple[Tensor, Tensor]:
     return torch.randn(batch, channels, size, size), torch.randint(0, 10, (batch,))
 
 
-def tokens(batch: int, length: int = 16) -> tuple[Tensor, Tensor]:
+def token_batch(batch: int, length: int = 16) -> tuple[Tensor, Tensor]:
     return torch.randint(0, 100, (batch, length)), torch.randint(0, 100, (batch, length))
 
 
-def tiny_decoder(**changes: Any) -> Decoder:
-    settings = {"layers": 3, "hidden": 32, "heads": 4, "sequence": 16, "vocabulary": 100}
-    return Decoder(**{**settings, **changes})
+def tiny_decoder(**options: Any) -> Decoder:
+    defaults = {"layers": 3, "hidden": 32, "heads": 4, "sequence": 16, "vocabulary": 100}
+    return Decoder(**{**defaults, **options})
 
 
-def make(name: str, batch: int = 4) -> Made:
-    """A model on real memory, a batch for it, and its loss."""
+def small_model(name: str, batch: int = 4) -> ModelCase:
+    """A small model with values, a batch for it, and its loss."""
     torch.manual_seed(0)
     if name == "mnist":
-        return Net(), images(batch, 1, 28), scores_loss
+        return Net(), image_batch(batch, 1, 28), scores_loss
     if name == "vgg":
-        layers = [nn.Conv2d(3, 8, 3), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8 * 15 * 15, 64)]
-        return nn.Sequential(*layers, nn.ReLU(), nn.Dropout(), nn.Linear(64, 10)), images(batch, 3, 32), scores_loss
+        layers: list[nn.Module] = [
+            nn.Conv2d(3, 8, 3),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(8 * 15 * 15, 64),
+        ]
+        return (
+            nn.Sequential(*layers, nn.ReLU(), nn.Dropout(), nn.Linear(64, 10)),
+            image_batch(batch, 3, 32),
+            scores_loss,
+        )
     if name == "resnet18":
-        return load("torchvision.models.resnet18")(num_classes=10), images(batch, 3, 64), scores_loss
+        return load("torchvision.models.resnet18")(num_classes=10), image_batch(batch, 3, 64), scores_loss
     if name == "gpt":
-        return tiny_decoder(), tokens(batch), scores_loss
+        return tiny_decoder(), token_batch(batch), scores_loss
     if name == "llama":
         llama = tiny_decoder(norm="rms", positions="rotary", activation="swiglu", kv_heads=2, tied=False)
-        return llama, tokens(batch), scores_loss
+        return llama, token_batch(batch), scores_loss
     if name == "encoder":
         layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
         body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        return nn.Sequential(nn.Embedding(100, 32), body, nn.Linear(32, 100)), tokens(batch), scores_loss
+        return nn.Sequential(nn.Embedding(100, 32), body, nn.Linear(32, 100)), token_batch(batch), scores_loss
     raise KeyError(name)

@@ -1,15 +1,17 @@
-"""What a trace for a GPU has where the CPU does otherwise."""
+"""A trace for a GPU has the operators of a GPU where the CPU runs others."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.profile.tracing.trace import profile
+from meshwright.profile.tracing.trace import trace_profile
 from meshwright.profile.values import ModelProfile
 
 
-class Dropping(nn.Module):
+class WithDropout(nn.Module):
+    """Calls dropout in one of several ways."""
+
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 8)
@@ -32,29 +34,29 @@ class Dropping(nn.Module):
         return out
 
 
-def _traced(kind: str, on_gpu: bool = True) -> ModelProfile:
+def _profile(kind: str, on_gpu: bool = True) -> ModelProfile:
     batch = (torch.randn(2, 64), torch.zeros(2, dtype=torch.long))
-    return profile(Dropping(kind), batch, F.cross_entropy, on_gpu=on_gpu)
+    return trace_profile(WithDropout(kind), batch, F.cross_entropy, on_gpu=on_gpu)
 
 
-def _names(found: ModelProfile) -> set[str]:
-    return {operator.name for stretch in found.stretches for operator in stretch.operators}
+def _operator_names(profile: ModelProfile) -> set[str]:
+    return {operator.name for segment in profile.segments for operator in segment.operators}
 
 
 @pytest.mark.parametrize("kind", ["module", "functional", "torch"])
-def test_dropout_is_one_operator_that_keeps_a_byte_a_number(kind: str) -> None:
-    gpu, cpu = _traced(kind), _traced(kind, on_gpu=False)
-    assert {"native_dropout", "native_dropout_backward"} <= _names(gpu)
-    assert "bernoulli_" not in _names(gpu)
-    assert "bernoulli_" in _names(cpu)
+def test_dropout_is_one_operator_that_saves_one_byte_per_element(kind: str) -> None:
+    gpu, cpu = _profile(kind), _profile(kind, on_gpu=False)
+    assert {"native_dropout", "native_dropout_backward"} <= _operator_names(gpu)
+    assert "bernoulli_" not in _operator_names(gpu)
+    assert "bernoulli_" in _operator_names(cpu)
     assert cpu.saved_bytes(10) - gpu.saved_bytes(10) == 10 * 64 * (4 - 1)
 
 
-def test_dropout_in_place_is_several_on_a_gpu_too() -> None:
-    assert "bernoulli_" in _names(_traced("in place"))
+def test_dropout_in_place_is_several_operators_on_a_gpu_too() -> None:
+    assert "bernoulli_" in _operator_names(_profile("in place"))
 
 
 @pytest.mark.parametrize("kind", ["none", "off"])
-def test_what_drops_nothing_stays_as_it_is(kind: str) -> None:
-    assert "native_dropout" not in _names(_traced(kind))
-    assert _traced(kind).saved_bytes(10) == _traced(kind, on_gpu=False).saved_bytes(10)
+def test_dropout_that_drops_nothing_is_not_replaced(kind: str) -> None:
+    assert "native_dropout" not in _operator_names(_profile(kind))
+    assert _profile(kind).saved_bytes(10) == _profile(kind, on_gpu=False).saved_bytes(10)

@@ -1,4 +1,4 @@
-"""Models that people bring: of torchvision, timm and transformers, built small, are profiled or refused by name."""
+"""Small versions of models of torchvision, timm and transformers are profiled, or refused with the failing module."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from meshwright.call import load
 from meshwright.errors import InputError
-from meshwright.profile.tracing.trace import profile
+from meshwright.profile.tracing.trace import trace_profile
 
 SMALL = {
     "hidden_size": 64,
@@ -21,7 +21,7 @@ SMALL = {
     "max_position_embeddings": 80,
 }
 GROUPED = {**SMALL, "num_key_value_heads": 2, "use_cache": False}
-LANGUAGE: dict[str, tuple[str, str, dict[str, Any]]] = {
+LANGUAGE_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"n_layer": 6, "n_embd": 64, "n_head": 4, "use_cache": False}),
     "llama": ("LlamaForCausalLM", "LlamaConfig", GROUPED),
     "mistral": ("MistralForCausalLM", "MistralConfig", GROUPED),
@@ -33,7 +33,7 @@ LANGUAGE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bloom": ("BloomForCausalLM", "BloomConfig", {"hidden_size": 64, "n_layer": 6, "n_head": 4, "use_cache": False}),
     "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {**SMALL, "use_cache": False}),
 }
-VISION = {
+VISION_MODELS = {
     "torchvision.models.alexnet": 224,
     "torchvision.models.vgg11": 224,
     "torchvision.models.resnet18": 64,
@@ -52,56 +52,56 @@ VISION = {
 QUICK = {"gpt2", "llama", "bert", "torchvision.models.squeezenet1_0", "timm.deit_tiny_patch16_224"}
 
 
-def either(names: Any) -> list[Any]:
-    """The quick ones always, the others in the soak."""
+def soak_unless_quick(names: Any) -> list[Any]:
+    """The models as test parameters; all but the quick ones run in the soak only."""
     return [pytest.param(name, marks=() if name in QUICK else pytest.mark.soak) for name in names]
 
 
-def scores(output: Any, target: Tensor) -> Tensor:
-    found = getattr(output, "logits", output)
-    return (
-        F.cross_entropy(found.flatten(0, 1), target.flatten()) if found.dim() == 3 else F.cross_entropy(found, target)
-    )
+def logits_loss(output: Any, target: Tensor) -> Tensor:
+    logits = getattr(output, "logits", output)
+    if logits.dim() == 3:
+        return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+    return F.cross_entropy(logits, target)
 
 
-def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     with torch.device("meta"):
-        return make()
+        return build()
 
 
-def language_model(name: str, **changes: Any) -> nn.Module:
+def language_model(name: str, **options: Any) -> nn.Module:
     pytest.importorskip("transformers")
-    model, config, settings = LANGUAGE[name]
-    return on_meta(lambda: load(f"transformers.{model}")(load(f"transformers.{config}")(**{**settings, **changes})))
+    model, config, settings = LANGUAGE_MODELS[name]
+    return on_meta(lambda: load(f"transformers.{model}")(load(f"transformers.{config}")(**{**settings, **options})))
 
 
-@pytest.mark.parametrize("name", either(LANGUAGE))
-def test_language_models_of_transformers(name: str) -> None:
+@pytest.mark.parametrize("name", soak_unless_quick(LANGUAGE_MODELS))
+def test_language_models_of_transformers_are_profiled(name: str) -> None:
     tokens = torch.empty(2, 32, dtype=torch.long, device="meta")
     model = language_model(name)
-    found = profile(model, {"input_ids": tokens, "labels": tokens}, scores)
+    profile = trace_profile(model, {"input_ids": tokens, "labels": tokens}, logits_loss)
     elements = sum(p.numel() for p in model.parameters())
-    assert found.parameter_count == elements
-    assert 2 * found.flops(1, "forward") == pytest.approx(found.flops(1, "backward"), rel=0.2)
-    assert found.saved_bytes(4) > found.saved_bytes(2) > 0
+    assert profile.parameter_count == elements
+    assert 2 * profile.flops(1, "forward") == pytest.approx(profile.flops(1, "backward"), rel=0.2)
+    assert profile.saved_bytes(4) > profile.saved_bytes(2) > 0
 
 
-@pytest.mark.parametrize("name", either(VISION))
-def test_vision_models(name: str) -> None:
+@pytest.mark.parametrize("name", soak_unless_quick(VISION_MODELS))
+def test_vision_models_are_profiled(name: str) -> None:
     if name.startswith("timm."):
         pytest.importorskip("timm")
         model = on_meta(lambda: load("timm.create_model")(name.removeprefix("timm.")))
     else:
         model = on_meta(load(name))
-    size = VISION[name]
+    size = VISION_MODELS[name]
     images = torch.empty(2, 3, size, size, device="meta")
-    found = profile(model, (images, torch.empty(2, dtype=torch.long, device="meta")), scores)
-    assert found.parameter_count == sum(p.numel() for p in model.parameters())
-    assert found.flops(6, "forward") == pytest.approx(3 * found.flops(2, "forward"))
-    assert found.saved_bytes(4) > found.saved_bytes(2) > 0
+    profile = trace_profile(model, (images, torch.empty(2, dtype=torch.long, device="meta")), logits_loss)
+    assert profile.parameter_count == sum(p.numel() for p in model.parameters())
+    assert profile.flops(6, "forward") == pytest.approx(3 * profile.flops(2, "forward"))
+    assert profile.saved_bytes(4) > profile.saved_bytes(2) > 0
 
 
-def test_a_model_that_looks_at_its_values_is_refused_with_the_operator_and_the_module() -> None:
+def test_a_model_that_reads_tensor_values_is_refused_with_the_operator_and_the_module() -> None:
     pytest.importorskip("transformers")
     config = load("transformers.OPTConfig")(
         hidden_size=64, num_hidden_layers=2, num_attention_heads=4, ffn_dim=128, word_embed_proj_dim=64, use_cache=False
@@ -109,4 +109,4 @@ def test_a_model_that_looks_at_its_values_is_refused_with_the_operator_and_the_m
     model = on_meta(lambda: load("transformers.OPTForCausalLM")(config))
     tokens = torch.empty(2, 32, dtype=torch.long, device="meta")
     with pytest.raises(InputError, match=r"model\.decoder \(OPTDecoder\): aten\._local_scalar_dense"):
-        profile(model, {"input_ids": tokens, "labels": tokens}, scores)
+        trace_profile(model, {"input_ids": tokens, "labels": tokens}, logits_loss)

@@ -1,4 +1,4 @@
-"""Models, data and questions that proofs are tried on; small, but each with something that is easily got wrong."""
+"""Models, data and proof requests for tests: small, but each with something that is easily got wrong."""
 
 import random
 from functools import partial
@@ -13,9 +13,8 @@ from torch.utils.data import Dataset
 
 from meshwright.launch.world import World
 from meshwright.plan import Plan
-from meshwright.proof.fault import Plant
-from meshwright.proof.prove import prove_in
-from meshwright.proof.question import OwnModel, Question
+from meshwright.proof.prove import prove_in_running_ranks
+from meshwright.proof.request import ProofRequest, UserModel
 
 BATCH = 8
 
@@ -48,7 +47,7 @@ class Plain(nn.Module):
 
 
 class Casting(Plain):
-    """Computes in fp32 on its way, whatever its weights are."""
+    """Computes in fp32 between two layers, whatever dtype its weights have."""
 
     def forward(self, image: Tensor) -> Tensor:
         out: Tensor = self.head(self.conv(image).float().tanh().flatten(1).to(image.dtype))
@@ -103,7 +102,7 @@ class Block(nn.Module):
 
 
 class Residual(nn.Module):
-    """Blocks that can be computed again, whose running statistics must not learn twice from that."""
+    """Blocks that can be recomputed, which must not update running statistics twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +115,7 @@ class Residual(nn.Module):
 
 
 class Tying(nn.Module):
-    """A weight that a cut leaves on both stages, and a pair of layers to split."""
+    """A parameter that a cut leaves on both stages, and a pair of layers to split."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,8 +141,8 @@ def squared(output: Tensor, target: Tensor) -> Tensor:
     return (output - F.one_hot(target.clamp(min=0), 4)).square().sum(dim=1).mean()
 
 
-def loud(output: Tensor, target: Tensor) -> Tensor:
-    """With gradients that fp16 cannot hold at first."""
+def large_loss(output: Tensor, target: Tensor) -> Tensor:
+    """Its gradients overflow fp16 at first."""
     return 1e3 * F.cross_entropy(output, target)
 
 
@@ -173,7 +172,7 @@ def decaying(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSch
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 
 
-def question(
+def proof_request(
     model: str = "plain",
     loss: str = "cross entropy",
     optimizer: str = "adamw",
@@ -183,26 +182,26 @@ def question(
     ignored: int = 0,
     clip_norm: float | None = 0.05,
     seed: int = 0,
-    **asked: Any,
-) -> Question:
+    **options: Any,
+) -> ProofRequest:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        made = {**MODELS, "tying": Tying, "casting": Casting}[model]()
-    own = OwnModel(
-        model=made,
-        optimizer=OPTIMIZERS[optimizer](made.parameters()),
-        loss={**LOSSES, "loud": loud}[loss],
+        module = {**MODELS, "tying": Tying, "casting": Casting}[model]()
+    user_model = UserModel(
+        model=module,
+        optimizer=OPTIMIZERS[optimizer](module.parameters()),
+        loss={**LOSSES, "large": large_loss}[loss],
         data=Points(size, ignored),
         global_batch=BATCH,
         schedule=decaying,
         clip_norm=clip_norm,
         seed=seed,
     )
-    return Question(own, Plan.model_validate(plan or {}), **asked)
+    return ProofRequest(user_model, Plan.model_validate(plan or {}), **options)
 
 
-def random_question(seed: int, ranks: int, axes: tuple[str, ...] = ("replicate",)) -> Question:
-    """A plan, a model, a loss and an optimizer drawn by the seed."""
+def random_request(seed: int, ranks: int, axes: tuple[str, ...] = ("replicate",)) -> ProofRequest:
+    """A request whose plan, model, loss and optimizer are drawn by the seed."""
     draw = random.Random(seed)
     sizes = dict.fromkeys(axes, 1)
     sizes[draw.choice(axes)] = ranks
@@ -217,12 +216,12 @@ def random_question(seed: int, ranks: int, axes: tuple[str, ...] = ("replicate",
         "gradients": {"bucket_bytes": draw.choice([300, 10_000_000])},
         "compute": {"layout": draw.choice(["contiguous", "channels_last"])},
     }
-    return question(
+    return proof_request(
         model,
         draw.choice(list(LOSSES)),
         draw.choice(list(OPTIMIZERS)),
         plan,
-        # At least two samples for everybody's BatchNorm, but never the same number for all.
+        # At least two samples for each rank's BatchNorm, but never the same number for all.
         size=2 * BATCH + (BATCH - 1 if model in ("normalized", "residual") else draw.randint(1, BATCH - 1)),
         ignored=draw.choice([0, 6]),
         clip_norm=draw.choice([None, 0.05, 100.0]),
@@ -231,18 +230,15 @@ def random_question(seed: int, ranks: int, axes: tuple[str, ...] = ("replicate",
     )
 
 
-def prove_here(rank: int, world_size: int, asked: Question, folder: Path) -> dict[str, Any] | None:
-    """For a pool of ranks: what rank 0 found."""
-    proof = prove_in(asked, World(rank, rank, world_size, world_size, 0, torch.device("cpu"), None), folder)
+def prove_in_pool(rank: int, world_size: int, request: ProofRequest, folder: Path) -> dict[str, Any] | None:
+    """Runs in every rank of a pool. Returns the proof as JSON on rank 0."""
+    world = World(rank, rank, world_size, world_size, 0, torch.device("cpu"), None)
+    proof = prove_in_running_ranks(request, world, folder)
     return proof.to_dict() if proof else None
 
 
-def planted(factor: float, **where: Any) -> Plant:
-    return Plant(factor, **where)
-
-
 class Faulty(Plain):
-    """Right on one device, and a little wrong in company."""
+    """Its gradients are right on one device, and wrong by a factor of 1.01 where there are several ranks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Worlds of any size for the matrix of plans."""
+"""Worlds of ranks for the matrix of plans."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -6,12 +6,12 @@ from functools import cache
 
 import pytest
 
-from tests.proof.tried import Worlds
+from tests.proof.matrix_case import Worlds
 from tests.ranks import ranks
 
 
 @pytest.fixture(scope="module")
 def worlds() -> Iterator[Worlds]:
-    """One world of each size, started when a case first wants it."""
+    """A function that returns the world of a size, which it starts when it is first called with that size."""
     with ExitStack() as stack:
         yield cache(lambda size: stack.enter_context(ranks(size, 300)))

@@ -1,6 +1,6 @@
-"""Which plans every kind of model is proved under: single axes, pairs, triples and all four, as one table.
+"""The plans under which every kind of model is proved: single axes, pairs, triples and all four, as one table.
 
-A case is a word such as `R2T2 seq`: the sizes of the axes by their first letters, and what is chosen beside them.
+A case is a text such as `R2T2 sequence`: the sizes of the axes by their first letters, and further options.
 """
 
 from functools import cache
@@ -10,11 +10,11 @@ import torch
 from torch.utils.data import default_collate
 
 from meshwright.plan import Plan
-from meshwright.profile.structure.structure import structure
-from tests.zoo import ZOO, Made
+from meshwright.profile.structure.structure import find_structure
+from tests.zoo import ZOO, RandomSamples
 
 AXES = {"R": "replicate", "S": "shard", "T": "tensor", "P": "pipeline"}
-WORDS: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "twice": {"memory": {"accumulation": 2}},
     "optimizer": {"memory": {"sharding": "optimizer", "accumulation": 2}},
     "gradients": {"memory": {"sharding": "gradients", "accumulation": 2}},
@@ -33,8 +33,8 @@ WORDS: dict[str, dict[str, Any]] = {
         }
     },
 }
-SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "zero_bubble": 2, "zbv": 2}  # with the stages of a rank
-# Where it is cut best: at least the layers that are split together lie in one stage.
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "zero_bubble": 2, "zbv": 2}  # stages of each rank
+# Cuts between which layers that are split together lie in one stage.
 CUTS = {
     "mnist": ("conv2",),
     "vgg": ("features.3", "pool", "classifier.4"),
@@ -47,41 +47,44 @@ CUTS = {
 
 
 def plan_of(kind: str, case: str) -> Plan:
-    sizes, *words = case.split()
+    """The plan of a case, for one kind of model."""
+    sizes, *options = case.split()
     axes = {AXES[letter]: int(size) for letter, size in zip(sizes[::2], sizes[1::2], strict=True)}
-    chosen: dict[str, Any] = {"axes": axes}
-    for word in words:
-        for group, fields in WORDS.get(word, {}).items():
-            chosen.setdefault(group, {}).update(fields)
+    plan: dict[str, Any] = {"axes": axes}
+    for option in options:
+        for group, fields in OPTIONS.get(option, {}).items():
+            plan.setdefault(group, {}).update(fields)
     if axes.get("pipeline", 1) > 1:
-        schedule = next((word for word in words if word in SCHEDULES), "1f1b")
+        schedule = next((option for option in options if option in SCHEDULES), "1f1b")
         stages = axes["pipeline"] * SCHEDULES[schedule]
-        chosen["pipeline"] = {"schedule": schedule, "microbatches": axes["pipeline"], "cuts": cuts_of(kind, stages)}
-    return Plan.model_validate(chosen)
+        plan["pipeline"] = {"schedule": schedule, "microbatches": axes["pipeline"], "cuts": cuts_of(kind, stages)}
+    return Plan.model_validate(plan)
 
 
 def cuts_of(kind: str, stages: int) -> tuple[str, ...]:
-    """The middle one of the cuts for two stages, all of them for four; of the model's own where these are too few."""
-    known = CUTS[kind]
+    """The middle one of the cuts for two stages, all of them for four; if they are too few, the first ones that the
+    model has."""
+    cuts = CUTS[kind]
     if stages == 2:
-        return (known[len(known) // 2],)
-    return known if len(known) == stages - 1 else any_cuts(kind)[: stages - 1]
+        return (cuts[len(cuts) // 2],)
+    return cuts if len(cuts) == stages - 1 else all_cuts(kind)[: stages - 1]
 
 
 @cache
-def any_cuts(kind: str) -> tuple[str, ...]:
-    data = Made(ZOO[kind].data)
+def all_cuts(kind: str) -> tuple[str, ...]:
+    """Every place where the model can be cut."""
+    data = RandomSamples(ZOO[kind].data)
     with torch.device("meta"):
         model = ZOO[kind].model()
-    found = structure(model, default_collate([data[0], data[1]]))
-    return tuple(dict.fromkeys(cut.after for cut in found.cuts))
+    structure = find_structure(model, default_collate([data[0], data[1]]))
+    return tuple(dict.fromkeys(cut.after for cut in structure.cuts))
 
 
 SINGLE = ("R2", "S2", "T2", "P2")
 PAIRS = ("R2S2", "R2T2", "R2P2", "S2T2", "S2P2", "T2P2")
 TRIPLES = ("R2S2T2", "R2S2P2", "R2T2P2", "S2T2P2")
 ALL_FOUR = "R2S2T2P2"
-ATTENDING = ("gpt", "bert")
+ATTENTION_MODELS = ("gpt", "bert")
 
 COVERING: tuple[tuple[str, str], ...] = (
     ("mnist", "R2 twice"),
@@ -98,26 +101,26 @@ COVERING: tuple[tuple[str, str], ...] = (
 )
 
 
-def every() -> tuple[tuple[str, str], ...]:
-    """All kinds under all products of two axes, four of them under all of three and two under all four, as eight and
-    sixteen ranks on two cores take their time; and what only some kinds have beside them."""
-    found = [
+def all_cases() -> tuple[tuple[str, str], ...]:
+    """All kinds of models under all products of two axes, four kinds under all of three and two under all four (eight
+    and sixteen ranks take long on two cores), and further options for the kinds that have them."""
+    cases = [
         (kind, f"{axes} twice" if axes in (*SINGLE, *PAIRS) else axes)
         for kind in ZOO
         for axes in (*SINGLE, *PAIRS, *(TRIPLES if kind in ("gpt", "bert", "resnet", "two_tower") else ()))
     ]
-    for kind in ATTENDING:
-        found += [(kind, f"T2 {word}") for word in ("sequence", "loss", "full", "selective", "sequence full")]
-        found += [(kind, f"P2 {schedule}") for schedule in SCHEDULES]
-        found += [
+    for kind in ATTENTION_MODELS:
+        cases += [(kind, f"T2 {word}") for word in ("sequence", "loss", "full", "selective", "sequence full")]
+        cases += [(kind, f"P2 {schedule}") for schedule in SCHEDULES]
+        cases += [
             (kind, case) for case in ("T4", "P4", "S4", "R4", "R2T2 sequence", "S2T2 sequence full", "T2P2 sequence")
         ]
-        found += [(kind, case) for case in ("S2 optimizer", "S2 gradients", "S2 full", "S2P2 full", "R2P2 zero_bubble")]
-        found += [(kind, case) for case in ("S2P2 interleaved_1f1b", "T2P2 zbv", "R2S2 gradients")]
-    found += [("gpt", "S2P2 zbv")]  # refused for the other one, whose tied weight would lie on two stages of one rank
-    found += [("bert", case) for case in ("R2P2 zbv", "T2P2 interleaved_1f1b", "S2P2 zero_bubble")]
-    found += [("resnet", case) for case in ("R2 synchronized twice", "S2 synchronized", "R2P2 synchronized", "R2 full")]
-    found += [("resnet", f"P2 {schedule}") for schedule in SCHEDULES]
-    found += [("vgg", case) for case in ("R2 wide", "R4 wide", "R2 wide twice")]
-    found += [(kind, ALL_FOUR) for kind in ("gpt", "resnet")]
-    return tuple(found)
+        cases += [(kind, case) for case in ("S2 optimizer", "S2 gradients", "S2 full", "S2P2 full", "R2P2 zero_bubble")]
+        cases += [(kind, case) for case in ("S2P2 interleaved_1f1b", "T2P2 zbv", "R2S2 gradients")]
+    cases += [("gpt", "S2P2 zbv")]  # refused for bert, whose tied parameter would be on two stages of one rank
+    cases += [("bert", case) for case in ("R2P2 zbv", "T2P2 interleaved_1f1b", "S2P2 zero_bubble")]
+    cases += [("resnet", case) for case in ("R2 synchronized twice", "S2 synchronized", "R2P2 synchronized", "R2 full")]
+    cases += [("resnet", f"P2 {schedule}") for schedule in SCHEDULES]
+    cases += [("vgg", case) for case in ("R2 wide", "R4 wide", "R2 wide twice")]
+    cases += [(kind, ALL_FOUR) for kind in ("gpt", "resnet")]
+    return tuple(cases)

@@ -21,43 +21,43 @@ FAULTY: dict[str, Any] = {
 }
 
 
-def prove(job: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "meshwright", "prove", str(job), *words]
+def prove(job: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "meshwright", "prove", str(job), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
 def test_the_default_job_is_proved(tmp_path: Path) -> None:
     settings = [f"output={tmp_path / 'runs'}", "train.global_batch=16", "plan.axes.replicate=2"]
-    ended = prove(JOB, "--json", "--steps", "2", *(word for setting in settings for word in ("--set", setting)))
-    assert ended.returncode == 0, ended.stderr
-    told = json.loads(ended.stdout.splitlines()[-1])
-    assert (told["equal"], told["ranks"], told["steps"], told["first_difference"]) == (True, 2, 2, None)
-    assert told["checked"] == {"losses": 2, "gradients": 16, "norms": 2, "buffers": 0, "weights": 24}
-    assert told["max_relative_error"] <= told["tolerance"] <= 1e-9
+    result = prove(JOB, "--json", "--steps", "2", *(option for setting in settings for option in ("--set", setting)))
+    assert result.returncode == 0, result.stderr
+    proof = json.loads(result.stdout.splitlines()[-1])
+    assert (proof["equal"], proof["ranks"], proof["steps"], proof["first_difference"]) == (True, 2, 2, None)
+    assert proof["checked"] == {"losses": 2, "gradients": 16, "norms": 2, "buffers": 0, "weights": 24}
+    assert proof["max_relative_error"] <= proof["tolerance"] <= 1e-9
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["mnist-proof-0001.json"]
 
 
-def test_a_planted_fault_makes_it_exit_3(tmp_path: Path) -> None:
+def test_a_wrong_model_makes_it_exit_3(tmp_path: Path) -> None:
     job = tmp_path / "faulty.yaml"
     job.write_text(yaml.safe_dump({**FAULTY, "output": str(tmp_path / "runs")}))
-    ended = prove(job, "--ranks", "2", "--json")
-    assert ended.returncode == 3, ended.stderr
-    told = json.loads(ended.stdout.splitlines()[-1])
-    assert told["equal"] is False
-    assert told["ranks"] == 2
-    assert told["shrunk"].startswith("replicate 4 to replicate 2")
-    first = told["first_difference"]
+    result = prove(job, "--ranks", "2", "--json")
+    assert result.returncode == 3, result.stderr
+    proof = json.loads(result.stdout.splitlines()[-1])
+    assert proof["equal"] is False
+    assert proof["ranks"] == 2
+    assert proof["shrunk"].startswith("replicate 4 to replicate 2")
+    first = proof["first_difference"]
     assert (first["step"], first["parameter"], first["cause"]) == (1, "conv.weight", "scaled")
     assert first["explanation"].startswith("the gradients of conv.weight are 1.01 times those of one device")
     assert "wrong_samples" in first["ruled_out"]
     assert first["error"] == pytest.approx(0.01, rel=1e-3)
     saved = json.loads((tmp_path / "runs" / "faulty-proof-0001.json").read_text())
-    assert told == {**saved, "file": str(tmp_path / "runs" / "faulty-proof-0001.json")}
+    assert proof == {**saved, "file": str(tmp_path / "runs" / "faulty-proof-0001.json")}
 
 
-def test_a_wrong_job_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_wrong_job_leaves_no_files(tmp_path: Path) -> None:
     settings = [f"output={tmp_path / 'runs'}", "train.global_batch=1", "plan.axes.replicate=2"]
-    ended = prove(JOB, *(word for setting in settings for word in ("--set", setting)))
-    assert ended.returncode == 2
-    assert "global_batch is 1" in ended.stderr
+    result = prove(JOB, *(option for setting in settings for option in ("--set", setting)))
+    assert result.returncode == 2
+    assert "global_batch is 1" in result.stderr
     assert not (tmp_path / "runs").exists()

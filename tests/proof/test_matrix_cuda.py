@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.proof.matrix import COVERING, every
-from tests.proof.tried import Worlds, by_size, prove_case
+from tests.proof.matrix import COVERING, all_cases
+from tests.proof.matrix_case import Worlds, by_size, prove_case
 from tests.ranks import ranks
 from tests.zoo import ZOO
 
@@ -38,7 +38,7 @@ def test_ranks_that_share_a_gpu_train_the_same_model(worlds: Worlds, kind: str, 
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("kind", "case"), _without_stages(every()))
+@pytest.mark.parametrize(("kind", "case"), _without_stages(all_cases()))
 def test_all_plans_on_a_shared_gpu(worlds: Worlds, kind: str, case: str, tmp_path: Path) -> None:
     prove_case(worlds, kind, case, tmp_path, "cuda")
 

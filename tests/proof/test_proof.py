@@ -1,4 +1,4 @@
-"""A proof as people see it, and where it is kept."""
+"""How a proof is printed and saved."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from rich.console import Console
 from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.proof.compare.errors import Comparison
-from meshwright.proof.proof import Proof, save
+from meshwright.proof.proof import Proof, save_proof
 from meshwright.proof.show import show
 
 RIGHT = Proof(
@@ -21,14 +21,14 @@ RIGHT = Proof(
     device="cpu",
     steps=3,
     dtype="fp64",
-    comparison=Comparison().within(1e-11).seen(1, "loss", None, 1e-14),
-    derived="2 × 4 layers × 10",
+    comparison=Comparison().with_tolerance(1e-11).with_error(1, "loss", None, 1e-14),
+    tolerance_is="2 × 4 layers × 10",
     notes=("dropout is off",),
 )
-WRONG = replace(RIGHT, comparison=RIGHT.comparison.seen(2, "gradient", "layers[bold].0", 0.25), shrunk="a to b")
+WRONG = replace(RIGHT, comparison=RIGHT.comparison.with_error(2, "gradient", "layers[bold].0", 0.25), shrunk="a to b")
 
 
-def shown(proof: Proof) -> str:
+def printed(proof: Proof) -> str:
     console = Console(file=StringIO(), width=160)
     show(proof, console)
     assert isinstance(console.file, StringIO)
@@ -36,7 +36,7 @@ def shown(proof: Proof) -> str:
 
 
 def test_a_right_plan_is_shown_with_its_error_and_tolerance() -> None:
-    text = shown(RIGHT)
+    text = printed(RIGHT)
     assert "Equal: replicate 2 · fp32 on 2 CPU ranks trains as one device does, 3 steps compared in fp64" in text
     assert "1.00e-14" in text
     assert "1.00e-11 = 2 × 4 layers × 10" in text
@@ -44,7 +44,7 @@ def test_a_right_plan_is_shown_with_its_error_and_tolerance() -> None:
 
 
 def test_a_wrong_plan_is_shown_with_where_it_first_differs() -> None:
-    text = shown(WRONG)
+    text = printed(WRONG)
     assert "Not equal" in text
     assert "the gradient of layers[bold].0 in step 2 is 2.50e-01 off" in text
     assert "a to b" in text
@@ -58,22 +58,22 @@ def test_a_wrong_plan_is_shown_with_where_it_first_differs() -> None:
         (2, "buffer", "the buffer of a after step 2 is"),
     ],
 )
-def test_it_says_when(step: int, what: str, words: str) -> None:
-    assert words in shown(replace(RIGHT, comparison=Comparison().seen(step, what, "a", 1.0)))  # type: ignore[arg-type]
+def test_the_headline_says_when_it_differs(step: int, what: str, words: str) -> None:
+    assert words in printed(replace(RIGHT, comparison=Comparison().with_error(step, what, "a", 1.0)))  # type: ignore[arg-type]
 
 
 def test_each_proof_has_a_file_of_its_own(tmp_path: Path) -> None:
-    paths = [save(proof, tmp_path / "runs", "mnist") for proof in (RIGHT, WRONG)]
+    paths = [save_proof(proof, tmp_path / "runs", "mnist") for proof in (RIGHT, WRONG)]
     assert [path.name for path in paths] == ["mnist-proof-0001.json", "mnist-proof-0002.json"]
     assert json.loads(paths[1].read_text()) == WRONG.to_dict()
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_an_input_error(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
     with pytest.raises(InputError, match="cannot write in"):
-        save(RIGHT, tmp_path / "runs", "mnist")
+        save_proof(RIGHT, tmp_path / "runs", "mnist")
 
 
 def test_json_has_no_infinity() -> None:
-    endless = replace(RIGHT, comparison=RIGHT.comparison.seen(1, "weight", "a", math.inf))
-    assert json.loads(json.dumps(endless.to_dict(), allow_nan=False))["first_difference"]["error"] is None
+    infinite = replace(RIGHT, comparison=RIGHT.comparison.with_error(1, "weight", "a", math.inf))
+    assert json.loads(json.dumps(infinite.to_dict(), allow_nan=False))["first_difference"]["error"] is None

@@ -26,27 +26,27 @@ def test_synchronous_servers_are_proved(tmp_path: Path, gradients: dict[str, Any
     file = tmp_path / "toy.yaml"
     file.write_text(yaml.safe_dump({**JOB, **changes, "plan": plan, "output": str(tmp_path / "runs")}))
     command = [sys.executable, "-m", "meshwright", "prove", str(file), "--steps", "4", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr + done.stdout
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["equal"]
-    assert found["max_relative_error"] <= found["tolerance"] <= 1e-9
-    assert found["checked"]["buffers"] == 15  # of BatchNorm, three of them before the first step, too
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr + result.stdout
+    proof = json.loads(result.stdout.splitlines()[-1])
+    assert proof["equal"]
+    assert proof["max_relative_error"] <= proof["tolerance"] <= 1e-9
+    assert proof["checked"]["buffers"] == 15  # BatchNorm's three, before the first step and after each of four
 
 
 @pytest.mark.soak
-def test_a_spoiled_gradient_is_found(tmp_path: Path) -> None:
-    """A worker that pushes a thousandth too much is told from one that does not."""
+def test_a_wrong_gradient_of_a_worker_is_found(tmp_path: Path) -> None:
+    """One worker pushes gradients that are a thousandth too large."""
     from meshwright.job import load_job
-    from meshwright.proof.fault import Plant
     from meshwright.proof.prove import prove
+    from tests.proof.injected_fault import ScaledGradients
 
     file = tmp_path / "toy.yaml"
     plan = {"axes": {"replicate": 2}, "gradients": {"servers": 1}}
     file.write_text(yaml.safe_dump({**JOB, "plan": plan, "output": str(tmp_path / "runs")}))
     job = load_job(file)
     assert job.plan != "auto"
-    proof = prove(job, job.plan, plant=Plant(factor=1.001, rank=1))
+    proof = prove(job, job.plan, prepare_session=ScaledGradients(factor=1.001, rank=1))
     assert not proof.equal
     assert proof.first_difference is not None
     assert (proof.first_difference.step, proof.first_difference.what) == (1, "gradient")

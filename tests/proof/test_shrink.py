@@ -1,4 +1,4 @@
-"""A plan for more ranks than there are keeps its axes, smaller."""
+"""A plan for more ranks than there are keeps its axes with fewer ranks each."""
 
 from typing import Any
 
@@ -26,19 +26,19 @@ def axes(**sizes: int) -> dict[str, int]:
         ({"replicate": 7, "shard": 5}, 9, {"replicate": 2, "shard": 2}),
     ],
 )
-def test_axes_lose_factors_and_stay_axes_while_they_can(
+def test_axes_are_divided_and_none_is_removed_while_another_can_be_divided(
     sizes: dict[str, int], ranks: int, expected: dict[str, int]
 ) -> None:
-    smaller, words = shrink(Plan.model_validate({"axes": sizes}), ranks)
+    smaller, message = shrink(Plan.model_validate({"axes": sizes}), ranks)
     assert smaller.axes.model_dump() == axes(**expected)
     assert smaller.world_size <= ranks
-    assert words is not None
-    assert f"{ranks} ranks are available" in words
+    assert message is not None
+    assert f"{ranks} ranks are available" in message
 
 
-def test_it_says_to_what() -> None:
-    _, words = shrink(Plan.model_validate({"axes": {"replicate": 16, "tensor": 4}}), 8)
-    assert words == "replicate 16 × tensor 4 to replicate 2 × tensor 4: 8 ranks are available, the plan has 64"
+def test_the_message_names_both_plans() -> None:
+    _, message = shrink(Plan.model_validate({"axes": {"replicate": 16, "tensor": 4}}), 8)
+    assert message == "replicate 16 × tensor 4 to replicate 2 × tensor 4: 8 ranks are available, the plan has 64"
 
 
 def test_a_plan_that_fits_is_left_alone() -> None:
@@ -62,7 +62,7 @@ def test_a_shorter_pipeline_keeps_the_stages_of_a_rank(
     assert smaller.pipeline.microbatches == (1 if ranks == 1 else pipeline.get("microbatches", 1))
 
 
-def test_what_lived_on_ranks_that_are_gone_lives_on_those_left() -> None:
+def test_branches_move_to_ranks_that_exist() -> None:
     modules = {
         "splits": {"head": {"kind": "column", "axis": "replicate"}, "body": {"kind": "row"}},
         "branches": {"left": 0, "right": 3},

@@ -7,16 +7,9 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from meshwright.cluster.names import named
 from meshwright.errors import InputError
-from meshwright.profile.optimizer import OptimizerCost
-from meshwright.profile.tracing.trace import profile
-from meshwright.simulator.engine import find_engine
-from meshwright.simulator.memory.engine_memory import engine_memory
-from meshwright.simulator.memory.peak import predict_memory
-from meshwright.simulator.predict import device_memory, plan_memory, predict_plan
 from meshwright.workloads.text.decoder_sizes import decoder
-from tests.profile.models import make, scores_loss
+from tests.profile.models import scores_loss, small_model
 
 
 def gpt2() -> tuple[nn.Module, Any]:
@@ -50,7 +43,7 @@ def test_bf16_needs_less_and_a_larger_batch_more() -> None:
 
 
 def test_what_does_not_fit_is_one_line() -> None:
-    model, batch, loss = make("mnist")
+    model, batch, loss = small_model("mnist")
     plan = mw.Plan.model_validate({"axes": {"replicate": 4}})
     with pytest.raises(InputError, match="is for 4 ranks, but the cluster '2xcpu' has 2 devices"):
         mw.predict(model, batch, global_batch=8, loss=loss, plan=plan, cluster="2xcpu")
@@ -60,25 +53,8 @@ def test_what_does_not_fit_is_one_line() -> None:
         mw.predict(model, (torch.zeros(2, 5), batch[1]), global_batch=8, loss=loss, cluster="2xcpu")
 
 
-@pytest.mark.parametrize(("name", "as_eager"), [("pytorch", True), ("deepspeed", False), ("megatron", False)])
-def test_an_engine_keeps_what_it_keeps(name: str, as_eager: bool) -> None:
-    model, batch = gpt2()
-    traced = profile(model, batch, scores_loss, precision="bf16")
-    adamw = OptimizerCost(state=2.0, temporary=0.0, at_once=True)
-    cluster = named("8xA100-80GB")
-    plan = mw.Plan.model_validate({"axes": {"replicate": 8}, "numerics": {"precision": "bf16"}})
-    found = predict_plan(cluster, traced, plan, 60, adamw, engine=name)
-    assert found.batch_per_rank == 8
-    eager = predict_memory(traced, plan, 8, adamw, device_memory(cluster))
-    assert (found.memory == eager) == as_eager
-    engine = find_engine(name)
-    assert found.memory == engine_memory(traced, plan, 8, adamw, device_memory(cluster), engine)
-    assert found.memory == plan_memory(cluster, traced, plan, 60, adamw, engine)
-    assert found.memory_bytes == found.memory.allocated_bytes
-
-
 def test_a_split_of_nothing_is_one_line() -> None:
-    model, batch, loss = make("mnist")
+    model, batch, loss = small_model("mnist")
     splits = {"nothing": {"kind": "column", "axis": "replicate"}}
     plan = mw.Plan.model_validate({"axes": {"replicate": 2}, "modules": {"splits": splits}})
     with pytest.raises(InputError, match=r"plan\.modules\.splits\.nothing: no layer of that name can be split"):

@@ -6,19 +6,19 @@ import pytest
 import torch
 
 from meshwright.plan import Plan
-from meshwright.profile.tracing.trace import profile
-from meshwright.simulator.engine import Engine, find_engine
+from meshwright.profile.tracing.trace import trace_profile
+from meshwright.simulator.runtime import OUR_RUNTIME, Runtime
 from meshwright.workloads.text.decoder import Decoder
-from tests.profile.models import make, scores_loss
+from tests.profile.models import scores_loss, small_model
 from tests.simulator.communication.test_exchange import BATCH, HIDDEN, LAYERS, LENGTH, ONE, traced
 from tests.simulator.traffic import Exchange, exchanges
 
 WEIGHTS = traced().parameter_bytes
 
 
-def found(engine: Engine | None = None, rank: int = 0, **groups: Any) -> tuple[Exchange, ...]:
+def found(runtime: Runtime = OUR_RUNTIME, rank: int = 0, **groups: Any) -> tuple[Exchange, ...]:
     chosen = Plan.model_validate(groups)
-    return exchanges(traced(), chosen, BATCH, engine or find_engine("meshwright"), rank)
+    return exchanges(traced(), chosen, BATCH, runtime, rank)
 
 
 def total(of: tuple[Exchange, ...], axis: str, collective: str) -> float:
@@ -73,9 +73,10 @@ def test_a_divided_sequence_is_gathered_for_its_way_over_a_cut() -> None:
         "pipeline": {"cuts": ["blocks.2"], "microbatches": 2},
         "modules": {"sequence": True, "loss": True},
     }
-    ours, theirs = found(**groups), found(find_engine("megatron-core"), **groups)
-    assert total(ours, "pipeline", "point_to_point") == 4 * total(theirs, "pipeline", "point_to_point") == 2 * ONE
-    assert total(ours, "tensor", "all_gather") - total(theirs, "tensor", "all_gather") == 2 * ONE
+    undivided = {**groups, "modules": {"sequence": False, "loss": True}}
+    divided, whole = found(**groups), found(**undivided)
+    assert total(divided, "pipeline", "point_to_point") == total(whole, "pipeline", "point_to_point") == 2 * ONE
+    assert total(divided, "tensor", "all_gather") > total(whole, "tensor", "all_gather") == 0
 
 
 def test_shards_of_a_pipeline_stay_gathered_behind_a_backward_pass() -> None:
@@ -92,7 +93,7 @@ def test_tied_weights_of_a_pipeline_are_summed_once_a_step() -> None:
         tokens = torch.empty(2, LENGTH, dtype=torch.long)
         model = Decoder(layers=2, hidden=HIDDEN, heads=8, sequence=LENGTH, vocabulary=96, tied=True)
     chosen = Plan.model_validate({"axes": {"pipeline": 2}, "pipeline": {"cuts": ["blocks.0"], "microbatches": 2}})
-    tied = profile(model, (tokens, tokens), scores_loss, structured=True)
+    tied = trace_profile(model, (tokens, tokens), scores_loss, with_structure=True)
     for rank in (0, 1):
         sent = exchanges(tied, chosen, BATCH, pipeline_rank=rank)
         assert Exchange("pipeline", "all_reduce", 96 * HIDDEN * 4, 1) in sent
@@ -106,13 +107,8 @@ def test_beside_other_axes_gradients_carry_a_number_a_weight() -> None:
 
 
 def test_buffers_go_from_the_first_data_rank_to_the_others() -> None:
-    model, batch, loss = make("resnet18")
-    traced_images = profile(model, batch, loss)
+    model, batch, loss = small_model("resnet18")
+    traced_images = trace_profile(model, batch, loss)
     sent = exchanges(traced_images, Plan.model_validate({"axes": {"replicate": 2, "shard": 2}}), BATCH)
     buffers = sum(b.numel() * b.element_size() for b in model.buffers())
     assert {Exchange(axis, "broadcast", buffers, 1) for axis in ("replicate", "shard")} <= set(sent)
-
-
-def test_engines_send_what_they_keep() -> None:
-    half = found(Engine(name="half", gradient=0.5), axes={"replicate": 4})
-    assert total(half, "replicate", "all_reduce") == WEIGHTS / 2

@@ -1,5 +1,5 @@
 """What a rank exchanges in a step, by axis and collective: the bytes that a run is counted against
-(tests/proof/counted.py).
+(tests/proof/traffic/counter.py).
 
     split layers   in every microbatch, along the tensor axis and, for wide layers, the replicate axis     _split_layers
     branches       that live on different ranks of the tensor axis: their results and the gradients of what they are
@@ -25,19 +25,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from meshwright.blocks.module_names import within
+from meshwright.blocks.module_names import is_inside
 from meshwright.cluster.cluster import Collective
 from meshwright.plan import Plan
 from meshwright.profile.values import ModelProfile, Parameter
-from meshwright.simulator.communication.exchange import before_cut, behind_cut, in_pieces, over_cut, statistics
-from meshwright.simulator.engine import Engine, find_engine
-from meshwright.simulator.pipeline.order import Action, pipeline_order, stages_of
-from meshwright.simulator.pipeline.shared_weights import shared_weights
-from meshwright.simulator.pipeline.stages import Stage, stage_profiles
-from meshwright.simulator.tensor.branches import around, handed, held
-from meshwright.simulator.tensor.messages import tensor_exchange
-from meshwright.simulator.tensor.split_profile import kept_out, split_profile
-from meshwright.simulator.tensor.standalone_splits import with_lone
+from meshwright.simulator.communication.exchange import batch_norm_messages, exchanged_pieces
+from meshwright.simulator.pipeline.order import Action, pipeline_order, stages_of_rank
+from meshwright.simulator.pipeline.shared_weights import tied_parameters
+from meshwright.simulator.pipeline.stages import StageProfile, stage_profiles
+from meshwright.simulator.runtime import OUR_RUNTIME, Runtime
+from meshwright.simulator.tensor.branches import branch_messages, branch_rank_profiles, plan_outside_branches
+from meshwright.simulator.tensor.messages import tensor_messages
+from meshwright.simulator.tensor.split_profile import replicate_split_parameters, split_profile
+from meshwright.simulator.tensor.standalone_splits import with_standalone_splits
 
 _DATA = ("replicate", "shard")
 
@@ -54,15 +54,17 @@ class Exchange:
 
 
 def exchanges(
-    profile: ModelProfile, plan: Plan, batch: float, engine: Engine | None = None, pipeline_rank: int = 0
+    profile: ModelProfile, plan: Plan, batch: float, runtime: Runtime = OUR_RUNTIME, pipeline_rank: int = 0
 ) -> tuple[Exchange, ...]:
     """Of a step whose microbatches have `batch` samples a rank; equal collectives are counted together. Of the ranks
     of the other axes, the one that holds and sends most."""
-    engine = engine or find_engine("meshwright")
-    marked, rounds = with_lone(profile, plan), plan.memory.accumulation * plan.pipeline.microbatches
-    ranks = [_of_rank(own, around(marked, plan), batch, engine, pipeline_rank) for own in held(marked, plan)]
+    marked, rounds = with_standalone_splits(profile, plan), plan.memory.accumulation * plan.pipeline.microbatches
+    ranks = [
+        _of_rank(own, plan_outside_branches(marked, plan), batch, runtime, pipeline_rank)
+        for own in branch_rank_profiles(marked, plan)
+    ]
     counted = max(ranks, key=lambda rank: sum(bytes_ * count for (*_, bytes_), count in rank.items()))
-    for message in handed(marked, plan, batch):
+    for message in branch_messages(marked, plan, batch):
         counted["tensor", message.collective, message.bytes] += message.times * rounds
     return tuple(Exchange(*what, count) for what, count in sorted(counted.items()) if what[2] and count)
 
@@ -70,7 +72,7 @@ def exchanges(
 _Counted = Counter[tuple[str, Collective, float]]
 
 
-def _of_rank(marked: ModelProfile, plan: Plan, batch: float, engine: Engine, pipeline_rank: int) -> _Counted:
+def _of_rank(marked: ModelProfile, plan: Plan, batch: float, runtime: Runtime, pipeline_rank: int) -> _Counted:
     stages = stage_profiles(marked, plan.pipeline.cuts)
     parts = stage_profiles(split_profile(marked, plan), plan.pipeline.cuts)
     own = _stages_of(plan, pipeline_rank)
@@ -78,12 +80,12 @@ def _of_rank(marked: ModelProfile, plan: Plan, batch: float, engine: Engine, pip
     mine = {number: parts[number] for number in own}
     counted: _Counted = Counter()
     for found in (
-        _split_layers([stages[number] for number in own], plan, batch, engine, rounds),
+        _split_layers([stages[number] for number in own], plan, batch, runtime, rounds),
         _statistics([stages[number] for number in own], plan, rounds),
-        _replicas(list(mine.values()), plan, engine),
-        _shards(mine, plan, engine, pipeline_rank),
+        _replicas(list(mine.values()), plan, runtime),
+        _shards(mine, plan, runtime, pipeline_rank),
         _tied(parts, plan, pipeline_rank),
-        _cuts(own, stages, plan, batch, engine, rounds),
+        _cuts(own, stages, plan, batch, runtime, rounds),
         _buffers(list(mine.values()), plan),
     ):
         for exchange in found:
@@ -93,21 +95,23 @@ def _of_rank(marked: ModelProfile, plan: Plan, batch: float, engine: Engine, pip
 
 def _stages_of(plan: Plan, rank: int) -> tuple[int, ...]:
     ranks = plan.axes.pipeline
-    return stages_of(plan.pipeline.schedule, ranks, plan.stages_per_rank, rank) if ranks > 1 else (0,)
+    return stages_of_rank(plan.pipeline.schedule, ranks, plan.stages_per_rank, rank) if ranks > 1 else (0,)
 
 
-def _split_layers(stages: Iterable[Stage], plan: Plan, batch: float, engine: Engine, rounds: int) -> Iterator[Exchange]:
+def _split_layers(
+    stages: Iterable[StageProfile], plan: Plan, batch: float, runtime: Runtime, rounds: int
+) -> Iterator[Exchange]:
     for stage in stages:
-        along, wide = tensor_exchange(stage.profile, plan, batch, engine)
+        along, wide = tensor_messages(stage.profile, plan, batch, runtime)
         for axis, messages in (("tensor", along), ("replicate", wide)):
             for message in messages:
                 yield Exchange(axis, message.collective, message.bytes, message.times * rounds)
 
 
-def _statistics(stages: Iterable[Stage], plan: Plan, rounds: int) -> Iterator[Exchange]:
+def _statistics(stages: Iterable[StageProfile], plan: Plan, rounds: int) -> Iterator[Exchange]:
     axes = [axis for axis in _DATA if getattr(plan.axes, axis) > 1]
     for stage in stages:
-        for message in statistics(stage.profile, plan):
+        for message in batch_norm_messages(stage.profile, plan):
             axis = axes[0] if len(axes) == 1 else "data"
             yield Exchange(axis, message.collective, message.bytes, message.times * rounds)
 
@@ -115,41 +119,42 @@ def _statistics(stages: Iterable[Stage], plan: Plan, rounds: int) -> Iterator[Ex
 # ---- gradients and weights
 
 
-def _trained(part: Stage, plan: Plan) -> list[Parameter]:
-    alone = kept_out(part.profile, plan)
+def _trained(part: StageProfile, plan: Plan) -> list[Parameter]:
+    alone = replicate_split_parameters(part.profile, plan)
     return [p for p in part.profile.parameters if p.trainable and p.names[0] not in alone]
 
 
-def _replicas(parts: list[Stage], plan: Plan, engine: Engine) -> Iterator[Exchange]:
+def _replicas(parts: list[StageProfile], plan: Plan, runtime: Runtime) -> Iterator[Exchange]:
     if plan.axes.replicate == 1 or plan.axes.shard > 1:
         return
     trained = {p.names[0]: p for part in parts for p in _trained(part, plan)}.values()
     size = sum(p.bytes for p in trained)
     if plan.world_size > plan.axes.replicate:
         size += sum(p.bytes // max(1, prod(p.shape)) for p in trained)
-    pieces, gradient, _ = in_pieces(size, 0, plan, engine)
+    pieces, gradient, _ = exchanged_pieces(size, 0, plan, runtime)
     yield Exchange("replicate", "all_reduce", gradient, pieces)
 
 
-def _shards(parts: dict[int, Stage], plan: Plan, engine: Engine, rank: int) -> Iterator[Exchange]:
+def _shards(parts: dict[int, StageProfile], plan: Plan, runtime: Runtime, rank: int) -> Iterator[Exchange]:
     shard, level = plan.axes.shard, plan.memory.sharding
     if shard == 1:
         return
     rounds = plan.memory.accumulation * plan.pipeline.microbatches
+    exchange = runtime.parameter_exchange(plan)
     scattered = 1 if level == "optimizer" or plan.axes.pipeline > 1 else rounds
     for number, part in parts.items():
         again = _gatherings(number, plan, rank) if level == "parameters" else 1
         between = rounds if level == "parameters" and plan.axes.pipeline == 1 else 1
         for parameters, times in _units(part, plan, again, between):
-            weight = sum(_with_room(p, shard) for p in parameters) * engine.weight
-            gradient = sum(_with_room(p, shard) for p in parameters if p.trainable) * engine.gradient
+            weight = sum(_with_room(p, shard) for p in parameters) * exchange.weight_share
+            gradient = sum(_with_room(p, shard) for p in parameters if p.trainable) * exchange.gradient_share
             yield Exchange("shard", "all_gather", weight, times)
             yield Exchange("shard", "reduce_scatter", gradient, scattered)
             if plan.axes.replicate > 1:
                 yield Exchange("replicate", "all_reduce", gradient / shard, 1)
 
 
-def _units(part: Stage, plan: Plan, blocks: int, rest: int) -> Iterator[tuple[list[Parameter], int]]:
+def _units(part: StageProfile, plan: Plan, blocks: int, rest: int) -> Iterator[tuple[list[Parameter], int]]:
     """What is gathered together, and how often."""
     whole = part.profile.blocks
     # A model without lists has its own children for blocks; a stage is one unit then.
@@ -157,8 +162,8 @@ def _units(part: Stage, plan: Plan, blocks: int, rest: int) -> Iterator[tuple[li
         whole = tuple(block for block in whole if "." in block or block.isdigit())
     left = list(part.profile.parameters)
     for block in whole:
-        inside = [p for p in left if any(within(name, block) for name in p.names)]
-        if inside and all(within(name, block) for p in inside for name in p.names):
+        inside = [p for p in left if any(is_inside(name, block) for name in p.names)]
+        if inside and all(is_inside(name, block) for p in inside for name in p.names):
             yield inside, blocks
             left = [p for p in left if p not in inside]
     if left:
@@ -189,9 +194,9 @@ def _with_room(parameter: Parameter, ranks: int) -> float:
     return parameter.bytes * (-(-rows // ranks) * ranks) / rows if rows else 0.0
 
 
-def _tied(parts: Sequence[Stage], plan: Plan, rank: int) -> Iterator[Exchange]:
+def _tied(parts: Sequence[StageProfile], plan: Plan, rank: int) -> Iterator[Exchange]:
     shard = plan.axes.shard
-    for parameter, ranks in shared_weights(parts, plan):
+    for parameter, ranks in tied_parameters(parts, plan):
         if rank in ranks:
             size = _with_room(parameter, shard) / shard if shard > 1 else float(parameter.bytes)
             yield Exchange("pipeline", "all_reduce", size, 1)
@@ -201,20 +206,22 @@ def _tied(parts: Sequence[Stage], plan: Plan, rank: int) -> Iterator[Exchange]:
 
 
 def _cuts(
-    own: Iterable[int], stages: Sequence[Stage], plan: Plan, batch: float, engine: Engine, rounds: int
+    own: Iterable[int], stages: Sequence[StageProfile], plan: Plan, batch: float, runtime: Runtime, rounds: int
 ) -> Iterator[Exchange]:
     """Activations go to the next stage, gradients back to the one before; but not to stages of the same rank."""
     own = set(own)
     for number in own if plan.axes.pipeline > 1 else ():
         sent, received = stages[number].sent.at(batch), stages[number].received.at(batch)
-        for crossing, other in ((sent, number + 1), (received, number - 1)):
+        for size_bytes, other in ((sent, number + 1), (received, number - 1)):
             if other not in own:
-                yield Exchange("pipeline", "point_to_point", over_cut(crossing, plan, engine), rounds)
-                yield Exchange("tensor", "all_gather", behind_cut(crossing, plan, engine), rounds)
-        yield Exchange("tensor", "all_gather", before_cut(sent, plan, engine), rounds)
+                transfer = runtime.cut_transfer(size_bytes, plan)
+                yield Exchange("pipeline", "point_to_point", transfer.sent_bytes, rounds)
+                yield Exchange("tensor", "all_gather", transfer.gathered_behind_bytes, rounds)
+        gathered_bytes = runtime.cut_transfer(sent, plan).gathered_before_bytes
+        yield Exchange("tensor", "all_gather", gathered_bytes, rounds)
 
 
-def _buffers(parts: list[Stage], plan: Plan) -> Iterator[Exchange]:
+def _buffers(parts: list[StageProfile], plan: Plan) -> Iterator[Exchange]:
     for axis in _DATA:
         if getattr(plan.axes, axis) > 1:
             yield Exchange(axis, "broadcast", float(sum(part.profile.buffer_bytes for part in parts)), 1)

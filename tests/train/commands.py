@@ -1,4 +1,4 @@
-"""`meshwright train` as a process of its own, which tests kill, stop and wait for."""
+"""Runs `meshwright train` as a process, which tests kill, stop and wait for."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ from meshwright.train.output.folder import RunFolder
 
 
 def start(folder: Path, job: Mapping[str, Any], ranks: int, *options: str) -> tuple[subprocess.Popen[str], RunFolder]:
-    """The job on so many CPU ranks, in `folder`."""
+    """Starts the job on so many CPU ranks in `folder`. Returns the process and the run folder."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "toy.yaml"
     file.write_text(yaml.safe_dump({"cluster": f"{ranks}xcpu", "output": str(folder / "runs"), **job}))
@@ -27,7 +27,8 @@ def start(folder: Path, job: Mapping[str, Any], ranks: int, *options: str) -> tu
 
 
 def finish(process: subprocess.Popen[str], steps: int) -> tuple[dict[str, Any], str]:
-    """Its result and what it said, once it has made so many steps."""
+    """Waits for the process, checks that it made so many steps, and returns its result and what it printed to
+    stderr."""
     out, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
     result: dict[str, Any] = json.loads(out.splitlines()[-1])

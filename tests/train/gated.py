@@ -1,4 +1,4 @@
-"""Toy data at which workers wait until a test opens a gate: so much of a run happens before, the rest behind it."""
+"""A data set at which workers wait until a test opens a gate: a part of the run happens before, the rest after it."""
 
 import time
 from pathlib import Path
@@ -16,13 +16,13 @@ class Gated(Dataset[Any]):
         self._points = points(size)
         self._size = size
         self._gate = Path(gate)
-        self._left = free
+        self._remaining = free
 
     def __len__(self) -> int:
         return self._size
 
     def __getitem__(self, index: int) -> Any:
-        while self._left <= 0 and not self._gate.exists():
+        while self._remaining <= 0 and not self._gate.exists():
             time.sleep(0.01)
-        self._left -= 1
+        self._remaining -= 1
         return self._points[index]

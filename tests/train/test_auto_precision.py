@@ -1,20 +1,20 @@
-"""`auto` takes what is measured to be fastest among what the hardware has instructions for, and says so."""
+"""`auto` chooses the precision that is measured to be the fastest, among those the hardware has instructions for."""
 
 import pytest
 import torch
 
 from meshwright.cluster.cluster import Cluster
-from meshwright.cluster.detect import find
+from meshwright.cluster.detect import find_cluster
 from meshwright.plan import Plan
 from meshwright.train import auto_precision
 from meshwright.train.auto_precision import choose_precision, instructions_for
-from tests.train.alone import toy_job
+from tests.train.one_process import toy_job
 
 AUTO = Plan.model_validate({"axes": {"replicate": 2}, "numerics": {"precision": "auto"}})
 
 
 def machine(*instructions: str) -> Cluster:
-    cluster = find("2xcpu")
+    cluster = find_cluster("2xcpu")
     node = cluster.nodes[0]
     device = node.device.model_copy(update={"instructions": instructions, "name": "Processor"})
     return cluster.model_copy(update={"nodes": (node.model_copy(update={"device": device}),)})
@@ -22,37 +22,37 @@ def machine(*instructions: str) -> Cluster:
 
 def test_without_instructions_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(auto_precision, "_measure")
-    chosen = choose_precision(AUTO, toy_job(), machine("avx2-fp32"))
-    assert chosen.plan.numerics.precision == "fp32"
-    assert chosen.why == "precision fp32: Processor has no instructions for bf16 or fp16"
+    choice = choose_precision(AUTO, toy_job(), machine("avx2-fp32"))
+    assert choice.plan.numerics.precision == "fp32"
+    assert choice.reason == "precision fp32: Processor has no instructions for bf16 or fp16"
 
 
 @pytest.mark.parametrize(
-    ("faster", "why"),
+    ("faster", "reason"),
     [
         ("bf16", "precision bf16 (amx-bf16): 1 ms a step, 2 ms in fp32"),
         ("fp32", "precision fp32: 1 ms a step, 2 ms in bf16"),
     ],
 )
-def test_the_faster_one_is_taken(monkeypatch: pytest.MonkeyPatch, faster: str, why: str) -> None:
+def test_the_fastest_precision_is_chosen(monkeypatch: pytest.MonkeyPatch, faster: str, reason: str) -> None:
     def measured(plan: Plan, *_: object) -> float:
         return 1e-3 if plan.numerics.precision == faster else 2e-3
 
     monkeypatch.setattr(auto_precision, "_measure", measured)
-    chosen = choose_precision(AUTO, toy_job(), machine("amx-bf16", "amx-fp16"))
-    assert chosen.plan == AUTO.model_copy(update={"numerics": AUTO.numerics.model_copy(update={"precision": faster})})
-    assert chosen.why == why
+    choice = choose_precision(AUTO, toy_job(), machine("amx-bf16", "amx-fp16"))
+    assert choice.plan == AUTO.model_copy(update={"numerics": AUTO.numerics.model_copy(update={"precision": faster})})
+    assert choice.reason == reason
 
 
 def test_steps_of_the_job_are_measured() -> None:
     before = torch.get_num_threads()
-    chosen = choose_precision(AUTO, toy_job(), machine("amx-bf16"))
-    assert chosen.plan.numerics.precision in ("fp32", "bf16")
-    assert " ms a step, " in chosen.why
+    choice = choose_precision(AUTO, toy_job(), machine("amx-bf16"))
+    assert choice.plan.numerics.precision in ("fp32", "bf16")
+    assert " ms a step, " in choice.reason
     assert torch.get_num_threads() == before
 
 
-def test_a_named_precision_stays() -> None:
+def test_a_plan_that_names_its_precision_is_unchanged() -> None:
     plan = Plan.model_validate({"numerics": {"precision": "fp16"}})
     assert choose_precision(plan, toy_job(), machine()).plan is plan
 

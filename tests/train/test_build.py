@@ -1,4 +1,4 @@
-"""The parts of a run made from its job: data, weights to start from, what is frozen, and the schedule."""
+"""Building the parts of a run from its job: data sets, pretrained weights, frozen parameters, and the schedule."""
 
 from pathlib import Path
 from typing import Any
@@ -11,31 +11,31 @@ from torch import Tensor, nn
 from meshwright.errors import InputError
 from meshwright.job import Job, Weights
 from meshwright.plan import Plan
-from meshwright.train.build import build_data, build_loading, build_metrics, build_model, load_weights
+from meshwright.train.build import build_data, build_initialized_model, build_loading, build_metrics, load_weights
 from meshwright.train.job_session import build_session
-from tests.train.alone import equal_states, toy_job, world
+from tests.train.one_process import equal_states, toy_job, world
 
 
-class Offered:
-    """A data set that tells what it was offered."""
+class DataSetWithOptions:
+    """A data set that keeps the arguments it was built with."""
 
-    def __init__(self, split: str, root: str = "own", synthetic: bool = False, seed: int = 0) -> None:
-        self.given = (split, root, synthetic, seed)
+    def __init__(self, split: str, root: str = "default", synthetic: bool = False, seed: int = 0) -> None:
+        self.arguments = (split, root, synthetic, seed)
 
     def __getitem__(self, index: int) -> Any: ...
 
 
-class Anything:
-    """Takes whatever it is given, and knows none of it by name."""
+class DataSetWithKeywords:
+    """A data set that accepts any keyword argument, and names none of them."""
 
-    def __init__(self, **given: Any) -> None:
-        self.given = given
+    def __init__(self, **arguments: Any) -> None:
+        self.arguments = arguments
 
     def __getitem__(self, index: int) -> Any: ...
 
 
 class Normed(nn.Module):
-    """A body with statistics, and a head."""
+    """A body with BatchNorm statistics, and a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,19 +52,19 @@ def normed(**sections: Any) -> Job:
     return toy_job(model={"call": "tests.train.test_build:Normed"}, **sections)
 
 
-def test_data_sets_are_offered_what_they_name() -> None:
-    path = "tests.train.test_build:Offered"
+def test_data_sets_receive_the_arguments_that_they_name() -> None:
+    path = "tests.train.test_build:DataSetWithOptions"
     data = {"train": {"call": path, "split": "train"}, "eval": {"call": path, "split": "test", "seed": 9}}
     train, evaluation = build_data(toy_job(data={**data, "root": "/data", "synthetic": True}))
-    assert train.given == ("train", "/data", True, 3)
-    assert evaluation.given == ("test", "/data", True, 9)
+    assert train.arguments == ("train", "/data", True, 3)
+    assert evaluation.arguments == ("test", "/data", True, 9)
     train, _ = build_data(toy_job(data=data))
-    assert train.given == ("train", "own", False, 3), "a root that is not set leaves the data set's own"
+    assert train.arguments == ("train", "default", False, 3), "without data.root the data set uses its default"
 
 
-def test_data_sets_are_offered_nothing_they_do_not_name() -> None:
-    data = {"train": {"call": "tests.train.test_build:Anything", "mine": 1}, "root": "/data"}
-    assert build_data(toy_job(data=data))[0].given == {"mine": 1}
+def test_data_sets_receive_no_argument_that_they_do_not_name() -> None:
+    data = {"train": {"call": "tests.train.test_build:DataSetWithKeywords", "mine": 1}, "root": "/data"}
+    assert build_data(toy_job(data=data))[0].arguments == {"mine": 1}
 
 
 def test_memory_is_pinned_where_there_are_gpus() -> None:
@@ -79,125 +79,125 @@ def test_metrics_are_made_with_their_arguments() -> None:
 
 
 def test_initial_weights_follow_the_seed() -> None:
-    def first(seed: int) -> dict[str, Tensor]:
-        return build_model(toy_job(train={"seed": seed})).state_dict()
+    def weights(seed: int) -> dict[str, Tensor]:
+        return build_initialized_model(toy_job(train={"seed": seed})).state_dict()
 
-    assert equal_states(first(3), first(3))
-    assert not equal_states(first(3), first(4))
+    assert equal_states(weights(3), weights(3))
+    assert not equal_states(weights(3), weights(4))
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "pt", "wrapped", "ours"])
 def test_weights_are_loaded_by_name(tmp_path: Path, kind: str) -> None:
-    state = build_model(normed(train={"seed": 9})).state_dict()
+    state = build_initialized_model(normed(train={"seed": 9})).state_dict()
     path = tmp_path / ("weights.safetensors" if kind == "safetensors" else "weights.pt")
     if kind == "safetensors":
         save_file(state, path)
     else:
         torch.save({"wrapped": {"state_dict": state, "epoch": 3}, "ours": {"model": state}}.get(kind, state), path)
-    assert equal_states(build_model(normed(train={"weights": str(path)})).state_dict(), state)
+    assert equal_states(build_initialized_model(normed(train={"weights": str(path)})).state_dict(), state)
 
 
-def test_skipped_weights_keep_their_fresh_values(tmp_path: Path) -> None:
+def test_skipped_weights_keep_their_initial_values(tmp_path: Path) -> None:
     path = tmp_path / "weights.pt"
-    state = build_model(normed(train={"seed": 9})).state_dict()
+    state = build_initialized_model(normed(train={"seed": 9})).state_dict()
     torch.save({**state, "head.weight": torch.zeros(1000, 6), "head.bias": torch.zeros(1000)}, path)
-    fresh = build_model(normed()).state_dict()
-    loaded = build_model(normed(train={"weights": {"path": str(path), "skip": ["head"]}})).state_dict()
+    initial = build_initialized_model(normed()).state_dict()
+    loaded = build_initialized_model(normed(train={"weights": {"path": str(path), "skip": ["head"]}})).state_dict()
     for name, value in loaded.items():
-        assert torch.equal(value, fresh[name] if name.startswith("head") else state[name]), name
+        assert torch.equal(value, initial[name] if name.startswith("head") else state[name]), name
 
 
 @pytest.mark.parametrize(
-    ("change", "skip", "words"),
+    ("change", "skip", "message"),
     [
-        ({"head.bias": None}, [], "has no head.bias: did you mean 'head.weight'?; name what shall keep"),
+        ({"head.bias": None}, [], "has no head.bias: did you mean 'head.weight'?; name what is to keep"),
         ({"head.bias": torch.zeros(7)}, [], "head.bias is (7,) in"),
-        ({"tail.bias": torch.zeros(7)}, [], "holds tail.bias, which the model has not: did you mean"),
+        ({"tail.bias": torch.zeros(7)}, [], "holds tail.bias, which the model does not have: did you mean"),
         ({"head.bias": torch.zeros(7)}, ["body"], "head.bias is (7,) in"),
     ],
 )
 def test_weights_of_another_model_are_refused(
-    tmp_path: Path, change: dict[str, Any], skip: list[str], words: str
+    tmp_path: Path, change: dict[str, Any], skip: list[str], message: str
 ) -> None:
     path = tmp_path / "weights.pt"
-    state = {**build_model(normed()).state_dict(), **change}
+    state = {**build_initialized_model(normed()).state_dict(), **change}
     torch.save({name: value for name, value in state.items() if value is not None}, path)
-    model = build_model(normed())
+    model = build_initialized_model(normed())
     with pytest.raises(InputError) as refusal:
         load_weights(model, Weights(path=str(path), skip=skip))
-    assert words in str(refusal.value)
+    assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
 
-def trained(job: Job, steps: int = 3) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def train_steps(job: Job, steps: int = 3) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The weights and buffers before and after some steps."""
-    session = build_session(job, Plan(), world(), lambda doing: None)
+    session = build_session(job, Plan(), world(), lambda activity: None)
     before = {name: value.clone() for name, value in session.state_dict().items()}
     train, evaluation = build_data(job)
     for _, batch in zip(range(steps), session.batches(train, global_batch=10), strict=False):
         session.step(batch)
-        session.evaluate(evaluation or train)  # an evaluation puts everything back as it was, also the frozen
+        session.evaluate(evaluation or train)  # an evaluation must leave frozen modules in evaluation mode
     return before, session.state_dict()
 
 
-def test_what_is_frozen_keeps_weights_and_statistics() -> None:
-    before, after = trained(normed(train={"freeze": ["body"]}, optimizer={"weight_decay": 0.5}))
+def test_frozen_modules_keep_weights_and_statistics() -> None:
+    before, after = train_steps(normed(train={"freeze": ["body"]}, optimizer={"weight_decay": 0.5}))
     for name in before:
         assert torch.equal(before[name], after[name]) == name.startswith("body"), name
 
 
-def test_without_freezing_all_of_it_moves() -> None:
-    before, after = trained(normed())
+def test_without_freezing_everything_changes() -> None:
+    before, after = train_steps(normed())
     assert not any(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_a_part_of_a_module_can_be_frozen() -> None:
-    before, after = trained(normed(train={"freeze": ["body.1", "*.bias"]}))
+    before, after = train_steps(normed(train={"freeze": ["body.1", "*.bias"]}))
     same = {name for name in before if torch.equal(before[name], after[name])}
     assert same == {name for name in before if name.startswith("body.1") or name.endswith(".bias")}
 
 
-def rates(per: str | None, train: dict[str, Any], accumulation: int = 1) -> list[float]:
+def learning_rates(per: str | None, train: dict[str, Any], accumulation: int = 1) -> list[float]:
     """The learning rate of every step."""
     schedule: dict[str, Any] = {"call": "torch.optim.lr_scheduler:StepLR", "step_size": 1, "gamma": 0.5}
     if per:
         schedule["per"] = per
     job = toy_job(schedule=schedule, train=train, optimizer={"call": "torch.optim:SGD", "lr": 1.0})
     plan = Plan.model_validate({"memory": {"accumulation": accumulation}})
-    session = build_session(job, plan, world(), lambda doing: None)
-    found = []
+    session = build_session(job, plan, world(), lambda activity: None)
+    values = []
     for batch in session.batches(build_data(job)[0], epochs=2, global_batch=25):
-        found.append(session.optimizer.param_groups[0]["lr"])
+        values.append(session.optimizer.param_groups[0]["lr"])
         session.step(batch)
-    return found
+    return values
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_schedule_counts_epochs_or_optimizer_steps(accumulation: int) -> None:
-    assert rates("epoch", {"epochs": 2}, accumulation) == [1, 1, 0.5, 0.5]
-    assert rates("step", {"epochs": 2}, accumulation) == [1, 0.5, 0.25, 0.125]
+    assert learning_rates("epoch", {"epochs": 2}, accumulation) == [1, 1, 0.5, 0.5]
+    assert learning_rates("step", {"epochs": 2}, accumulation) == [1, 0.5, 0.25, 0.125]
 
 
-def test_a_schedule_counts_what_the_job_counts() -> None:
-    assert rates(None, {"epochs": 2}) == [1, 1, 0.5, 0.5]
-    assert rates(None, {"epochs": None, "steps": 4}) == [1, 0.5, 0.25, 0.125]
+def test_a_schedule_counts_epochs_when_the_job_does() -> None:
+    assert learning_rates(None, {"epochs": 2}) == [1, 1, 0.5, 0.5]
+    assert learning_rates(None, {"epochs": None, "steps": 4}) == [1, 0.5, 0.25, 0.125]
 
 
-def a_folder_that_is_not_there() -> list[int]:
+def missing_folder() -> list[int]:
     raise FileNotFoundError("Couldn't find any class folder in /nowhere")
 
 
-def test_a_data_set_that_finds_no_files_says_so_in_one_line() -> None:
-    job = toy_job(data={"train": {"call": "tests.train.test_build:a_folder_that_is_not_there"}})
+def test_a_data_set_that_finds_no_files_is_reported_in_one_line() -> None:
+    job = toy_job(data={"train": {"call": "tests.train.test_build:missing_folder"}})
     with pytest.raises(InputError, match=r"^data.train: .*Couldn't find any class folder in /nowhere"):
         build_data(job)
 
 
-def unhappy() -> None:
+def failing() -> None:
     raise ValueError("the split is\nunknown")
 
 
-def test_a_data_set_that_fails_says_so_in_one_line() -> None:
-    job = toy_job(data={"train": {"call": "tests.train.test_build:unhappy"}})
+def test_a_data_set_that_fails_is_reported_in_one_line() -> None:
+    job = toy_job(data={"train": {"call": "tests.train.test_build:failing"}})
     with pytest.raises(InputError, match=r"^data.train: .*ValueError: the split is unknown \(.*test_build\.py, line"):
         build_data(job)

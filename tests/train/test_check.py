@@ -1,4 +1,4 @@
-"""A job that cannot start is refused before ranks are started, also where only one part is looked at."""
+"""A job that cannot run is refused before ranks are started."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.cluster.detect import find
+from meshwright.cluster.detect import find_cluster
 from meshwright.errors import InputError
 from meshwright.plan import Plan
-from meshwright.train.check import check, check_batch, check_devices
-from tests.train.alone import EVALUATED, toy_job
+from meshwright.train.check import check_batch, check_devices, check_job
+from tests.train.one_process import EVALUATED, toy_job
 
-TWO = find("2xcpu")
+TWO = find_cluster("2xcpu")
 
 
 class NeedsMemory(nn.Module):
@@ -31,14 +31,14 @@ def plan(replicate: int = 1, accumulation: int = 1) -> Plan:
     return Plan.model_validate({"axes": {"replicate": replicate}, "memory": {"accumulation": accumulation}})
 
 
-def test_a_good_job_is_let_through_and_nothing_is_drawn_or_left_behind() -> None:
+def test_a_valid_job_passes_and_the_check_leaves_no_trace() -> None:
     before = torch.get_rng_state()
-    check(toy_job(**EVALUATED, checkpoint={"best": "accuracy"}), plan(2), TWO)
+    check_job(toy_job(**EVALUATED, checkpoint={"best": "accuracy"}), plan(2), TWO)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_model_that_cannot_be_built_without_memory_is_let_through() -> None:
-    check(toy_job(model={"call": "tests.train.test_check:NeedsMemory"}), plan(), TWO)
+def test_a_model_that_needs_memory_to_be_built_passes() -> None:
+    check_job(toy_job(model={"call": "tests.train.test_check:NeedsMemory"}), plan(), TWO)
 
 
 def test_every_rank_needs_a_device() -> None:
@@ -54,7 +54,7 @@ def test_every_microbatch_needs_a_sample() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "words"),
+    ("plan", "message"),
     [
         ({"axes": {"pipeline": 2}}, "0 cuts make 1 stages, but 1f1b on 2 ranks runs 2: choose 1 cuts"),
         (
@@ -65,14 +65,14 @@ def test_every_microbatch_needs_a_sample() -> None:
         ({"numerics": {"precision": "bf16", "cast": "weights"}}, "axes.shard is 1 and precision bf16: raise the axis"),
     ],
 )
-def test_a_plan_that_the_model_does_not_allow_is_refused_before_ranks_start(plan: dict[str, Any], words: str) -> None:
+def test_a_plan_that_the_model_does_not_allow_is_refused_before_ranks_start(plan: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError) as refusal:
-        check(toy_job(), Plan.model_validate(plan), TWO)
-    assert words in str(refusal.value)
+        check_job(toy_job(), Plan.model_validate(plan), TWO)
+    assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
 
-def test_a_schedule_that_wants_a_value_is_refused() -> None:
+def test_a_schedule_whose_step_needs_a_value_is_refused() -> None:
     schedule = {"call": "torch.optim.lr_scheduler:ReduceLROnPlateau"}
     with pytest.raises(InputError, match=r"ReduceLROnPlateau is stepped without a value.*'metrics'"):
-        check(toy_job(schedule=schedule), plan(), TWO)
+        check_job(toy_job(schedule=schedule), plan(), TWO)

@@ -1,4 +1,4 @@
-"""A job's session: where its weights come to be."""
+"""The session of a job: where its initial weights are computed."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from meshwright.plan import Plan
 from meshwright.train import job_session
 from meshwright.train.build import build_data
 from tests.ranks import ranks
-from tests.train.alone import equal_states, toy_job, world
+from tests.train.one_process import equal_states, toy_job, world
 
 DECODER = {
     "call": "meshwright.workloads.text.decoder_sizes:decoder",
@@ -19,7 +19,7 @@ DECODER = {
 }
 
 
-def started(rank: int, size: int, axes: dict[str, int], without_memory: bool) -> tuple[bool, dict[str, Tensor]]:
+def initial_weights(rank: int, size: int, axes: dict[str, int], on_meta: bool) -> tuple[bool, dict[str, Tensor]]:
     """Whether the model began on the meta device, and its weights after two steps."""
     tokens = {"call": "meshwright.workloads.text.tokens:tokens", "sequence": 8, "vocabulary": 40, "samples": 16}
     job = toy_job(
@@ -30,9 +30,9 @@ def started(rank: int, size: int, axes: dict[str, int], without_memory: bool) ->
     )
     stages = {"pipeline": {"cuts": ["blocks.0"], "microbatches": 2}} if "pipeline" in axes else {}
     plan = Plan.model_validate({"axes": axes, **stages})
-    limit, job_session.LARGE_BYTES = job_session.LARGE_BYTES, 0 if without_memory else 2**30
+    limit, job_session.LARGE_BYTES = job_session.LARGE_BYTES, 0 if on_meta else 2**30
     try:
-        model, fill = job_session._start(job, plan, torch.device("cpu"))
+        model, fill = job_session._build_model(job, plan, torch.device("cpu"))
         session = job_session.build_session(job, plan, world(rank, size), lambda doing: None)
     finally:
         job_session.LARGE_BYTES = limit
@@ -43,9 +43,9 @@ def started(rank: int, size: int, axes: dict[str, int], without_memory: bool) ->
 
 
 @pytest.mark.parametrize("axis", ["shard", "tensor", "pipeline"])
-def test_a_large_model_that_is_divided_starts_without_memory(axis: str) -> None:
+def test_a_large_model_that_is_divided_is_built_on_the_meta_device(axis: str) -> None:
     with ranks(2) as two:
-        filled, built = two.run(started, {axis: 2}, True), two.run(started, {axis: 2}, False)
+        filled, built = two.run(initial_weights, {axis: 2}, True), two.run(initial_weights, {axis: 2}, False)
     for (empty, weights), (_, expected) in zip(filled, built, strict=True):
         assert empty
         assert equal_states(weights, expected)

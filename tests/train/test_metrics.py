@@ -1,4 +1,4 @@
-"""A metric's value is that of the whole evaluation set, however it was cut into batches and ranks."""
+"""A metric's value is that of the whole evaluation set, however it is divided into batches and ranks."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from meshwright.errors import InputError
-from meshwright.train.metrics import Tally, accuracy, mean_error, top_k
+from meshwright.train.metrics import MetricTotals, accuracy, mean_error, top_k
 
 CPU = torch.device("cpu")
 GENERATOR = torch.Generator().manual_seed(0)
@@ -25,7 +25,7 @@ def batch_mean(output: Tensor, target: Tensor) -> Tensor:
 
 
 class Recall:
-    """A tensor and `finish`: the mean over classes cannot be made from batches' means."""
+    """Returns a tensor and has `finish`, because the mean over classes is not a mean of batch means."""
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
         matrix = torch.zeros(4, 4)
@@ -59,7 +59,7 @@ def whole() -> dict[str, float]:
 )
 def test_batches_and_ranks_do_not_change_the_value(cuts: list[int], owners: list[int]) -> None:
     bounds = [0, *[cut for cut in cuts if cut], 40]
-    tallies = [Tally(METRICS, CPU) for _ in range(4)]
+    tallies = [MetricTotals(METRICS, CPU) for _ in range(4)]
     for begin, end, owner in zip(bounds[:-1], bounds[1:], owners, strict=False):
         tallies[owner].add(OUTPUT[begin:end], TARGET[begin:end], end - begin)
     totals: dict[str, Tensor] = {}
@@ -78,9 +78,9 @@ def test_ready_metrics() -> None:
     assert float(total) / count == 2.0
 
 
-def test_what_is_none_of_the_three_is_refused_by_name() -> None:
+def test_a_metric_that_returns_something_else_is_refused_by_name() -> None:
     with pytest.raises(InputError, match="metric 'odd' returned Tensor: return a number, a pair"):
-        Tally({"odd": lambda output, target: output}, CPU).add(OUTPUT, TARGET, 40)
+        MetricTotals({"odd": lambda output, target: output}, CPU).add(OUTPUT, TARGET, 40)
 
 
 def test_labels_of_skipped_pictures_are_not_counted() -> None:

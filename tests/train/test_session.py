@@ -1,4 +1,4 @@
-"""A session in a user's own loop: precision and layout, evaluation over ranks, buffers, saving and going on."""
+"""A session in a user's own loop: precision and memory format, evaluation over ranks, buffers, saving and resuming."""
 
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,14 @@ from meshwright.plan import Plan
 from meshwright.train.metrics import accuracy
 from meshwright.train.session import Parameters, Session
 from tests.ranks import RankPool
-from tests.train.alone import equal_states, world
+from tests.train.one_process import equal_states, world
 from tests.train.toy import Net, points
 
 
 class Images(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(3, 8, 3, bias=False)  # before a norm its gradient would be rounding alone
+        self.conv = nn.Conv2d(3, 8, 3, bias=False)  # before a norm, a bias has no true gradient
         self.norm = nn.BatchNorm2d(8)
         self.head = nn.Linear(8 * 6 * 6, 4)
 
@@ -38,19 +38,21 @@ def pictures(size: int = 24) -> Dataset[Any]:
 
 
 def session_of(model: nn.Module, plan: Plan | None = None, loss: Any = F.cross_entropy, **options: Any) -> Session:
-    def make(held: Parameters) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(held.values(), lr=0.01)
+    def make_optimizer(parameters: Parameters) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters.values(), lr=0.01)
 
-    return Session(model, make, loss=loss, plan=plan or Plan(), world=options.pop("world", world()), **options)
+    return Session(
+        model, make_optimizer, loss=loss, plan=plan or Plan(), world=options.pop("world", world()), **options
+    )
 
 
-def fresh(kind: type[nn.Module] = Net) -> nn.Module:
+def new_model(kind: type[nn.Module] = Net) -> nn.Module:
     torch.manual_seed(0)
     return kind()
 
 
 def train_images(groups: dict[str, Any], loss: Any = F.cross_entropy) -> tuple[Session, list[float]]:
-    session = session_of(fresh(Images), Plan.model_validate(groups), loss)
+    session = session_of(new_model(Images), Plan.model_validate(groups), loss)
     losses = [float(session.step(batch)) for batch in session.batches(pictures(), epochs=5, global_batch=8)]
     return session, losses
 
@@ -58,30 +60,30 @@ def train_images(groups: dict[str, Any], loss: Any = F.cross_entropy) -> tuple[S
 # ---- precision and layout
 
 
-def test_bf16_computes_in_bf16_but_loses_and_stores_in_fp32() -> None:
-    seen: list[torch.dtype] = []
+def test_bf16_computes_in_bf16_but_keeps_losses_and_weights_in_fp32() -> None:
+    loss_dtypes: list[torch.dtype] = []
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
-        seen.append(output.dtype)
+        loss_dtypes.append(output.dtype)
         return F.cross_entropy(output, target)
 
-    inside: list[torch.dtype] = []
-    model = fresh(Images)
+    layer_dtypes: list[torch.dtype] = []
+    model = new_model(Images)
     session = session_of(model, Plan.model_validate({"numerics": {"precision": "bf16"}}), loss)
-    model.get_submodule("conv").register_forward_hook(lambda module, given, made: inside.append(made.dtype))
+    model.get_submodule("conv").register_forward_hook(lambda module, inputs, output: layer_dtypes.append(output.dtype))
     losses = [session.step(batch) for batch in session.batches(pictures(), epochs=5, global_batch=8)]
     session.evaluate(pictures())
-    assert set(inside) == {torch.bfloat16}
-    assert set(seen) == {torch.float32}
+    assert set(layer_dtypes) == {torch.bfloat16}
+    assert set(loss_dtypes) == {torch.float32}
     assert {value.dtype for value in session.state_dict().values()} == {torch.float32, torch.int64}
     assert float(losses[-1]) < float(losses[0])
 
 
-def test_bf16_trains_nearly_as_fp32_does_and_not_the_same() -> None:
+def test_bf16_trains_nearly_but_not_exactly_as_fp32() -> None:
     _, exact = train_images({})
-    _, half = train_images({"numerics": {"precision": "bf16"}})
-    assert half == pytest.approx(exact, abs=0.1)
-    assert half != exact
+    _, rounded = train_images({"numerics": {"precision": "bf16"}})
+    assert rounded == pytest.approx(exact, abs=0.1)
+    assert rounded != exact
 
 
 def test_channels_last_is_the_same_within_rounding() -> None:
@@ -92,14 +94,14 @@ def test_channels_last_is_the_same_within_rounding() -> None:
     assert losses == pytest.approx(exact, rel=1e-3)
     for name, value in plain.state_dict().items():
         assert torch.allclose(session.state_dict()[name], value, atol=1e-3), name
-    fresh(Images).load_state_dict(session.state_dict())
+    new_model(Images).load_state_dict(session.state_dict())
 
 
 # ---- a user's own loop
 
 
-def test_a_loop_with_a_foreign_loader_and_a_schedule_per_step() -> None:
-    model = fresh()
+def test_a_loop_with_another_loader_and_a_schedule_per_step() -> None:
+    model = new_model()
     session = meshwright.parallelize(
         model,
         torch.optim.SGD(model.parameters(), lr=1.0),
@@ -119,24 +121,24 @@ def test_a_loop_with_a_foreign_loader_and_a_schedule_per_step() -> None:
     assert session.module is model
 
 
-def test_weights_load_into_the_untouched_model() -> None:
-    session = session_of(fresh())
+def test_weights_load_into_the_original_model() -> None:
+    session = session_of(new_model())
     for batch in session.batches(points(40), epochs=1, global_batch=20):
         session.step(batch)
-    untouched = Net()
-    untouched.load_state_dict(session.state_dict())
-    assert equal_states(untouched.state_dict(), session.state_dict())
+    original = Net()
+    original.load_state_dict(session.state_dict())
+    assert equal_states(original.state_dict(), session.state_dict())
 
 
 def test_a_batch_smaller_than_its_microbatches_is_refused() -> None:
-    session = session_of(fresh(), Plan.model_validate({"memory": {"accumulation": 4}}))
+    session = session_of(new_model(), Plan.model_validate({"memory": {"accumulation": 4}}))
     with pytest.raises(InputError, match=r"train\.global_batch is 3, fewer than the 1 ranks × 4 microbatches"):
         session.batches(points(40), global_batch=3)
 
 
 def test_a_plan_for_other_ranks_is_refused() -> None:
     with pytest.raises(InputError, match=r"the plan \(replicate 2 · fp32\) is for 2 ranks, but there are 1"):
-        session_of(fresh(), Plan.model_validate({"axes": {"replicate": 2}}))
+        session_of(new_model(), Plan.model_validate({"axes": {"replicate": 2}}))
 
 
 class Cached(nn.Module):
@@ -154,7 +156,7 @@ class Cached(nn.Module):
         return out
 
 
-def test_what_a_model_caches_in_an_evaluation_serves_training() -> None:
+def test_tensors_that_a_model_caches_in_an_evaluation_can_be_used_in_training() -> None:
     model = Cached()
     session = session_of(model, loss=lambda output, target: output.mean())
     data = TensorDataset(torch.randn(6, 5), torch.zeros(6))
@@ -163,26 +165,26 @@ def test_what_a_model_caches_in_an_evaluation_serves_training() -> None:
     assert model.training
 
 
-def test_an_evaluation_leaves_no_trace_in_training() -> None:
+def test_an_evaluation_does_not_change_training() -> None:
     def losses(evaluate: bool) -> list[float]:
-        session = session_of(fresh(), seed=4)
-        found = []
+        session = session_of(new_model(), seed=4)
+        values = []
         for batch in session.batches(points(40), epochs=2, global_batch=10):
-            found.append(float(session.step(batch)))
+            values.append(float(session.step(batch)))
             if evaluate:
                 session.evaluate(points(13), {"accuracy": accuracy})
-        return found
+        return values
 
     assert losses(True) == losses(False)
 
 
-# ---- saving and going on
+# ---- saving and resuming
 
 
-def going_on(folder: Path, rank: int = 0, size: int = 1, seed: int = 7) -> tuple[list[float], dict[str, Tensor]]:
-    """Three steps, saved, and two more in a session of another seed that loads it: mid-epoch, with dropout."""
+def save_and_resume(folder: Path, rank: int = 0, size: int = 1, seed: int = 7) -> tuple[list[float], dict[str, Tensor]]:
+    """Trains three steps, saves in the middle of an epoch, and resumes in another session; the model has dropout."""
     plan = Plan.model_validate({"axes": {"replicate": size}})
-    first = session_of(fresh(), plan, world=world(rank, size), seed=7)
+    first = session_of(new_model(), plan, world=world(rank, size), seed=7)
     batches = first.batches(points(60), epochs=3, global_batch=12)
     for _ in range(3):
         first.step(next(batches))
@@ -200,17 +202,17 @@ def going_on(folder: Path, rank: int = 0, size: int = 1, seed: int = 7) -> tuple
 
 
 @pytest.mark.parametrize("seed", [7, 8])
-def test_a_loaded_session_goes_on_bitwise_also_from_another_seed(tmp_path: Path, seed: int) -> None:
-    going_on(tmp_path, seed=seed)
+def test_a_loaded_session_resumes_bitwise_even_with_another_seed(tmp_path: Path, seed: int) -> None:
+    save_and_resume(tmp_path, seed=seed)
 
 
-def test_loading_what_is_not_there_is_told(tmp_path: Path) -> None:
+def test_loading_a_missing_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"nowhere: its manifest\.json cannot be read"):
-        session_of(fresh()).load(tmp_path / "nowhere")
+        session_of(new_model()).load(tmp_path / "nowhere")
 
 
-def test_a_place_can_be_saved_to_again(tmp_path: Path) -> None:
-    session = session_of(fresh())
+def test_a_checkpoint_can_be_saved_again_to_the_same_path(tmp_path: Path) -> None:
+    session = session_of(new_model())
     session.save(tmp_path / "last")
     session.step((torch.randn(4, 20), torch.tensor([0, 1, 2, 3])))
     session.save(tmp_path / "last")
@@ -225,53 +227,53 @@ def test_a_place_can_be_saved_to_again(tmp_path: Path) -> None:
 
 
 def save_on_ranks(rank: int, size: int, folder: Path) -> tuple[list[float], dict[str, Tensor]]:
-    return going_on(folder, rank, size)
+    return save_and_resume(folder, rank, size)
 
 
-def test_ranks_go_on_bitwise(three: RankPool, tmp_path: Path) -> None:
+def test_ranks_resume_bitwise(three: RankPool, tmp_path: Path) -> None:
     results = three.run(save_on_ranks, tmp_path)
     assert all(losses == results[0][0] for losses, _ in results), "the loss is the global one on every rank"
     assert all(equal_states(state, results[0][1]) for _, state in results)
 
 
 def evaluate_on_ranks(rank: int, size: int, samples: int, batch: int) -> tuple[dict[str, float] | None, int]:
-    seen = 0
+    evaluated = 0
 
-    def counted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        nonlocal seen
-        seen += len(target)
+    def counting_accuracy(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal evaluated
+        evaluated += len(target)
         return accuracy(output, target)
 
     plan = Plan.model_validate({"axes": {"replicate": size}})
-    session = session_of(fresh(), plan, world=world(rank, size))
-    return session.evaluate(points(samples), {"accuracy": counted}, batch=batch), seen
+    session = session_of(new_model(), plan, world=world(rank, size))
+    return session.evaluate(points(samples), {"accuracy": counting_accuracy}, batch=batch), evaluated
 
 
 @pytest.mark.parametrize(("samples", "batch"), [(1, 6), (2, 6), (10, 6), (25, 2), (24, 6)])
 def test_every_sample_is_evaluated_once_whatever_the_ranks(three: RankPool, samples: int, batch: int) -> None:
-    (alone, all_of_them) = evaluate_on_ranks(0, 1, samples, batch)
-    assert all_of_them == samples
+    expected, evaluated = evaluate_on_ranks(0, 1, samples, batch)
+    assert evaluated == samples
     results = three.run(evaluate_on_ranks, samples, batch)
-    assert sum(seen for _, seen in results) == samples
+    assert sum(evaluated for _, evaluated in results) == samples
     for values, _ in results:
-        assert values == pytest.approx(alone, rel=1e-6)
+        assert values == pytest.approx(expected, rel=1e-6)
         assert values == results[0][0], "every rank has the same values"
 
 
-def give_up(rank: int, size: int) -> tuple[dict[str, float] | None, bool]:
+def interrupt_on_rank_1(rank: int, size: int) -> tuple[dict[str, float] | None, bool]:
     plan = Plan.model_validate({"axes": {"replicate": size}})
-    session = session_of(fresh(), plan, world=world(rank, size))
+    session = session_of(new_model(), plan, world=world(rank, size))
     return session.evaluate(points(30), batch=3, interrupted=lambda: rank == 1), session.module.training
 
 
-def test_one_rank_that_gives_up_an_evaluation_gives_it_up_for_all(three: RankPool) -> None:
-    assert three.run(give_up) == [(None, True)] * 3
+def test_an_evaluation_that_one_rank_interrupts_is_interrupted_on_all(three: RankPool) -> None:
+    assert three.run(interrupt_on_rank_1) == [(None, True)] * 3
 
 
 def statistics(rank: int, size: int, folder: Path) -> dict[str, Any]:
     """BatchNorm statistics right after a step, as evaluation sees them, as returned, and as saved."""
     plan = Plan.model_validate({"axes": {"replicate": size}})
-    session = session_of(fresh(), plan, world=world(rank, size))
+    session = session_of(new_model(), plan, world=world(rank, size))
     batches = session.batches(points(60), epochs=1, global_batch=30)
     mean: Tensor = session.module.get_buffer("layers.4.running_mean")
     session.step(next(batches))
@@ -292,7 +294,7 @@ def statistics(rank: int, size: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def test_batch_norm_statistics_are_rank_0s_wherever_they_are_used(three: RankPool, tmp_path: Path) -> None:
+def test_rank_0s_batch_norm_statistics_are_used_on_all_ranks(three: RankPool, tmp_path: Path) -> None:
     results = three.run(statistics, tmp_path)
     assert not torch.equal(results[0]["after step"], results[1]["after step"]), "ranks see other samples"
     for result in results:
@@ -301,13 +303,13 @@ def test_batch_norm_statistics_are_rank_0s_wherever_they_are_used(three: RankPoo
         assert torch.equal(result["loaded"], results[0]["second"])
 
 
-def scheduled(rank: int, size: int) -> list[float]:
+def learning_rates(rank: int, size: int) -> list[float]:
     plan = Plan.model_validate({"axes": {"replicate": size}})
 
-    def make(optimizer: torch.optim.Optimizer) -> Any:
+    def make_schedule(optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 
-    session = session_of(fresh(), plan, world=world(rank, size), make_schedule=make)
+    session = session_of(new_model(), plan, world=world(rank, size), make_schedule=make_schedule)
     rates = []
     for batch in session.batches(points(36), epochs=1, global_batch=12):
         rates.append(session.optimizer.param_groups[0]["lr"])
@@ -315,5 +317,5 @@ def scheduled(rank: int, size: int) -> list[float]:
     return rates
 
 
-def test_a_schedule_does_not_count_ranks(three: RankPool) -> None:
-    assert three.run(scheduled) == [scheduled(0, 1)] * 3
+def test_a_schedule_does_not_depend_on_the_number_of_ranks(three: RankPool) -> None:
+    assert three.run(learning_rates) == [learning_rates(0, 1)] * 3

@@ -1,4 +1,4 @@
-"""A job from its start or its newest checkpoint to its end: what is logged, evaluated, kept, and gone on with."""
+"""A job from its start or its newest checkpoint to its end: what is logged, evaluated, saved and resumed."""
 
 import json
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from meshwright.launch.signals import StopRequest
 from meshwright.train.output.folder import read_result
 from meshwright.train.trainer import Trainer
 from tests.ranks import run_ranks
-from tests.train.alone import EVALUATED, equal_states, make_trainer, session_of, toy_job, train
+from tests.train.one_process import EVALUATED, equal_states, make_trainer, session_of, toy_job, train
 from tests.train.toy import points
 
 STEPS = 10  # 2 epochs of 5
@@ -40,28 +40,28 @@ class Stream(IterableDataset[Any]):
 STREAM: dict[str, Any] = {"data": {"train": {"call": "tests.train.test_trainer:Stream"}}}
 SCHEDULE = {"call": "torch.optim.lr_scheduler:CosineAnnealingLR", "T_max": 20, "per": "step"}
 
-VALUES: list[float] = []  # what `told` measures, one after another
+PRESET_VALUES: list[float] = []  # the values that `PresetMetric` returns, one per evaluation
 
 
-class Told:
-    """A metric whose values a test decides."""
+class PresetMetric:
+    """A metric whose values a test sets."""
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
         return torch.zeros(1)
 
     def finish(self, total: Tensor) -> float:
-        return VALUES.pop(0)
+        return PRESET_VALUES.pop(0)
 
 
-def told(values: list[float], better: str = "higher", **checkpoint: Any) -> Job:
-    """A job that evaluates after every step, and measures those values."""
-    VALUES[:] = values
+def preset_metric_job(values: list[float], better: str = "higher", **checkpoint: Any) -> Job:
+    """A job that evaluates after every step, with these values of its metric."""
+    PRESET_VALUES[:] = values
     return toy_job(
         data=EVALUATED["data"],
-        metrics={"told": {"call": "tests.train.test_trainer:Told"}},
+        metrics={"preset": {"call": "tests.train.test_trainer:PresetMetric"}},
         log={"eval_every_steps": 1},
         train={"epochs": None, "steps": len(values)},
-        checkpoint={"best": "told", "better": better, **checkpoint},
+        checkpoint={"best": "preset", "better": better, **checkpoint},
     )
 
 
@@ -123,12 +123,12 @@ def test_evaluations_come_every_so_many_steps_and_at_the_end(tmp_path: Path) -> 
     assert [line["step"] for line in logged(trainer, "eval")] == [4, 8, 10]
 
 
-def test_plain_lines_tell_where_and_how_far(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_say_where_the_run_is_and_how_far_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(toy_job(**EVALUATED), tmp_path)
-    told = capsys.readouterr().err
-    assert f"training on 1 CPU rank (one rank · fp32) in {tmp_path}" in told
-    assert "step 10 of 10: loss " in told
-    assert "evaluation after step 10: accuracy " in told
+    printed = capsys.readouterr().err
+    assert f"training on 1 CPU rank (one rank · fp32) in {tmp_path}" in printed
+    assert "step 10 of 10: loss " in printed
+    assert "evaluation after step 10: accuracy " in printed
 
 
 def test_the_evaluation_at_the_end_is_logged_once_and_can_be_stopped(tmp_path: Path) -> None:
@@ -142,25 +142,25 @@ def test_the_evaluation_at_the_end_is_logged_once_and_can_be_stopped(tmp_path: P
 # ---- which checkpoints are kept
 
 
-def test_so_many_checkpoints_are_kept(tmp_path: Path) -> None:
+def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     assert checkpoints(train(toy_job(checkpoint={"every_steps": 2, "keep": 3}), tmp_path)) == [6, 8, 10]
 
 
-def test_the_best_one_is_kept_beyond_them(tmp_path: Path) -> None:
-    trainer = train(told([0.1, 0.9, 0.3, 0.4, 0.5, 0.6], every_steps=1, keep=2), tmp_path)
+def test_the_best_checkpoint_is_kept_besides(tmp_path: Path) -> None:
+    trainer = train(preset_metric_job([0.1, 0.9, 0.3, 0.4, 0.5, 0.6], every_steps=1, keep=2), tmp_path)
     assert checkpoints(trainer) == [2, 5, 6]
     assert best(trainer) == 2
 
 
-def test_the_best_one_is_kept_in_a_relative_folder_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_checkpoint_is_kept_in_a_relative_folder_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    trainer = train(told([0.1, 0.9, 0.3, 0.4, 0.5], every_steps=1, keep=1), Path("run"))
+    trainer = train(preset_metric_job([0.1, 0.9, 0.3, 0.4, 0.5], every_steps=1, keep=1), Path("run"))
     assert checkpoints(trainer) == [2, 5]
     assert best(trainer) == 2
 
 
 @pytest.mark.parametrize(
-    ("values", "better", "chosen"),
+    ("values", "better", "expected"),
     [
         ([0.1, 0.9, 0.3], "higher", 2),
         ([0.3, 0.1, 0.9], "lower", 2),
@@ -170,9 +170,9 @@ def test_the_best_one_is_kept_in_a_relative_folder_too(tmp_path: Path, monkeypat
     ],
 )
 def test_the_best_is_by_value_and_the_first_of_equals(
-    tmp_path: Path, values: list[float], better: str, chosen: int
+    tmp_path: Path, values: list[float], better: str, expected: int
 ) -> None:
-    assert best(train(told(values, better), tmp_path)) == chosen
+    assert best(train(preset_metric_job(values, better), tmp_path)) == expected
 
 
 @pytest.mark.parametrize(("name", "lower"), [("loss", True), ("mean_error", True), ("accuracy", False), ("f1", False)])
@@ -187,26 +187,26 @@ def test_losses_and_errors_are_better_lower(tmp_path: Path, name: str, lower: bo
 
 def test_the_best_is_remembered_over_a_restart(tmp_path: Path) -> None:
     values = [0.9, 0.5, 0.6, 0.7]
-    train(told(values[:2]), tmp_path)
-    job = told(values)
-    VALUES[:] = values[2:]
+    train(preset_metric_job(values[:2]), tmp_path)
+    job = preset_metric_job(values)
+    PRESET_VALUES[:] = values[2:]
     trainer = train(job, tmp_path)
     assert best(trainer) == 1
 
 
 def test_an_infinite_best_survives_a_restart(tmp_path: Path) -> None:
-    train(told([float("inf"), float("inf")], "lower"), tmp_path)
-    job = told([0.0, 0.0, 1.0], "lower")
-    VALUES[:] = [1.0]
+    train(preset_metric_job([float("inf"), float("inf")], "lower"), tmp_path)
+    job = preset_metric_job([0.0, 0.0, 1.0], "lower")
+    PRESET_VALUES[:] = [1.0]
     trainer = train(job, tmp_path)
     assert best(trainer) == 3
 
 
-# ---- going on
+# ---- resuming
 
 
 @pytest.mark.parametrize(("kind", "stop"), [("points", 3), ("points", 5), ("stream", 4), ("stream", 6), ("stream", 8)])
-def test_a_stopped_run_goes_on_bitwise(tmp_path: Path, kind: str, stop: int) -> None:
+def test_a_stopped_run_resumes_bitwise(tmp_path: Path, kind: str, stop: int) -> None:
     job = toy_job(**EVALUATED, schedule=SCHEDULE) if kind == "points" else toy_job(**STREAM, schedule=SCHEDULE)
     undisturbed = train(job, tmp_path / "undisturbed")
     stopped = train(job, tmp_path / "stopped", stop_after=stop)
@@ -230,7 +230,7 @@ def test_a_stream_counts_its_steps_by_reading_them(tmp_path: Path) -> None:
     assert [line["epoch"] for line in logged(trainer, "train")] == [0] * 6 + [1] * 6
 
 
-def test_what_was_logged_after_the_checkpoint_is_logged_once(tmp_path: Path) -> None:
+def test_steps_after_the_checkpoint_are_logged_once(tmp_path: Path) -> None:
     job = toy_job(checkpoint={"every_steps": 4})
     undisturbed = train(job, tmp_path / "undisturbed")
 
@@ -275,14 +275,14 @@ def test_a_finished_run_started_again_has_the_same_result(tmp_path: Path) -> Non
     assert len(logged(trainer, "train")) == STEPS
 
 
-def test_a_stop_inside_an_evaluation_makes_up_for_it(tmp_path: Path) -> None:
+def test_an_evaluation_that_a_stop_interrupted_is_repeated(tmp_path: Path) -> None:
     job = toy_job(**EVALUATED)
     stopped = train(job, tmp_path, stop_after=5)  # asked for while the evaluation after step 5 runs
     assert logged(stopped, "eval") == []
     assert [line["step"] for line in logged(train(job, tmp_path), "eval")] == [5, 10]
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = toy_job(checkpoint={"every_steps": 2})
@@ -295,20 +295,20 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     data.write_bytes(content)
     capsys.readouterr()
     again = train(job, tmp_path / "damaged")
-    told = capsys.readouterr().err
-    assert f"damaged checkpoint left out: {newest}: {data.name} does not have the checksum" in told
-    assert "going on after step 4" in told
+    printed = capsys.readouterr().err
+    assert f"damaged checkpoint left out: {newest}: {data.name} does not have the checksum" in printed
+    assert "resuming after step 4" in printed
     assert equal_states(session_of(again).state_dict(), session_of(undisturbed).state_dict())
 
 
-def test_a_damaged_checkpoint_does_not_take_the_place_of_a_good_one(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_does_not_replace_a_valid_one(tmp_path: Path) -> None:
     trainer = train(toy_job(checkpoint={"every_steps": 4}), tmp_path, stop_after=7)
     (trainer.folder.checkpoints / "step-00000007" / "manifest.json").unlink()
     again = train(toy_job(checkpoint={"every_steps": None, "keep": 1}), tmp_path, stop_after=6)
     assert 6 in checkpoints(again), "what was saved last is there"
 
 
-def test_a_checkpoint_says_where_it_is_from(tmp_path: Path) -> None:
+def test_a_checkpoint_contains_its_position_and_plan(tmp_path: Path) -> None:
     trainer = train(toy_job(**EVALUATED), tmp_path, stop_after=7)
     about = read_manifest(trainer.folder.checkpoints / "step-00000007").about
     assert (about["step"], about["position"], about["seed"]) == (7, [1, 2], 3)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from meshwright.batch import split
+from meshwright.batch import split_batch
 from meshwright.call import bind, build
 from meshwright.job import Job, load_job
-from meshwright.train.build import build_data, build_metrics, make_model
-from meshwright.train.metrics import Tally
-from meshwright.train.step.loss import understand
+from meshwright.train.build import build_data, build_metrics, construct_model
+from meshwright.train.metrics import MetricTotals
+from meshwright.train.step.loss import classify_loss
 from meshwright.train.step.optimizer import build_optimizer
 
 JOBS = Path(__file__).parents[2] / "jobs"
@@ -36,12 +36,12 @@ def test_the_parts_of_a_job_fit_together(name: str) -> None:
     """Everything is as the job says but for the size of its inputs; on the meta device, so that VGG16 costs nothing."""
     small = job(name)
     train, evaluation = build_data(small)
-    example = split(default_collate([train[0], train[1]]))
+    example = split_batch(default_collate([train[0], train[1]]))
     with torch.device("meta"):
-        model = make_model(small)
+        model = construct_model(small)
     output = model(*(argument.to("meta") for argument in example.arguments))
     assert small.loss is not None
-    loss = understand(bind(small.loss, "loss"))
+    loss = classify_loss(bind(small.loss, "loss"))
     assert loss.kind == "targets"
     assert loss.term(output, example.target.to("meta"), 2).value.shape == ()
     optimizer = build_optimizer(small.optimizer, model)
@@ -49,8 +49,8 @@ def test_the_parts_of_a_job_fit_together(name: str) -> None:
     build(small.schedule, optimizer, role="schedule")
     scores = torch.randn(output.shape)
     assert float(loss.term(scores, example.target, 2).value) > 0
-    tally = Tally(build_metrics(small), torch.device("cpu"))
-    tally.add(scores, split(default_collate([evaluation[0], evaluation[1]])).target, 2)
+    tally = MetricTotals(build_metrics(small), torch.device("cpu"))
+    tally.add(scores, split_batch(default_collate([evaluation[0], evaluation[1]])).target, 2)
     measured = tally.finish(tally.totals())
     assert set(measured) == set(small.metrics)
     assert all(0 <= value <= 1 for value in measured.values())

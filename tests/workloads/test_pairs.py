@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from meshwright.errors import InputError
 from meshwright.workloads.pairs import pairs
-from meshwright.workloads.text.json_lines import hashed
+from meshwright.workloads.text.json_lines import hash_word
 from meshwright.workloads.towers import TwoTowers
 from tests.workloads.text.shares import assert_same_everywhere
 
@@ -33,8 +33,8 @@ def test_pairs_of_texts_or_numbers(tmp_path: Path) -> None:
     root = written(tmp_path, {"query": "red", "document": [3, 4, 5]}, {"query": [7], "document": "a red b"})
     dataset = pairs(root=root, vocabulary=100, query_length=2, document_length=2)
     query, document, number = dataset[1]
-    assert (query.tolist(), document.tolist(), number) == ([7, 0], [hashed("a", 100), hashed("red", 100)], 1)
-    assert dataset[0][0].tolist() == [hashed("red", 100), 0]
+    assert (query.tolist(), document.tolist(), number) == ([7, 0], [hash_word("a", 100), hash_word("red", 100)], 1)
+    assert dataset[0][0].tolist() == [hash_word("red", 100), 0]
     assert dataset[0][1].tolist() == [3, 4]
     assert len(pairs(root=root, limit=1)) == 1
 

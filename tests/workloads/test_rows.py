@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.data.batch import Loading, Share
+from meshwright.data.batch import LoadingOptions, SampleShare
 from meshwright.data.loading import train_batches
 from meshwright.errors import InputError
 from meshwright.workloads.regression import Regression
@@ -39,10 +39,10 @@ def test_rows_are_those_of_the_files(folder: Path) -> None:
 def test_batches_come_whole_and_in_order(folder: Path, workers: int) -> None:
     data = rows("train", str(folder), features=3)
     given = [
-        batch.parts[0].data
+        batch.microbatches[0].data
         for rank in range(2)
         for batch in train_batches(
-            data, seed=0, global_batch=8, share=Share(rank, 2), loading=Loading(workers), epochs=1
+            data, seed=0, global_batch=8, share=SampleShare(rank, 2), loading=LoadingOptions(workers), epochs=1
         )
     ]
     assert sorted(torch.cat([targets for _, targets in given]).flatten().tolist()) == list(range(20))

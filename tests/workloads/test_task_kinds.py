@@ -3,14 +3,14 @@ from typing import Any
 import pytest
 
 from meshwright.errors import InputError
-from meshwright.workloads.task_kinds import Task, read_tasks, texts_of
+from meshwright.workloads.task_kinds import Task, read_tasks, texts_per_sample
 
 
 def test_tasks_are_numbered_by_their_place() -> None:
-    read = read_tasks({"topic": {"kind": "classification", "classes": 3}, "alike": {"kind": "similarity"}})
-    assert read == (Task("topic", 0, "classification", 3), Task("alike", 1, "similarity"))
-    assert texts_of(read) == 2
-    assert texts_of(read[:1]) == 1
+    parsed_tasks = read_tasks({"topic": {"kind": "classification", "classes": 3}, "alike": {"kind": "similarity"}})
+    assert parsed_tasks == (Task("topic", 0, "classification", 3), Task("alike", 1, "similarity"))
+    assert texts_per_sample(parsed_tasks) == 2
+    assert texts_per_sample(parsed_tasks[:1]) == 1
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ def test_tasks_are_numbered_by_their_place() -> None:
         ({"a": {"kind": "classification"}}, "classes is 0: a classification has two or more"),
         ({"a": {"kind": "ranking", "classes": 2}}, "classes is 2"),
         ({"a": {"kind": "ranking", "clases": 2}}, "has no 'clases': did you mean 'classes'"),
-        ({"a.b": {"kind": "ranking"}}, r"'a\.b' names a module"),
+        ({"a.b": {"kind": "ranking"}}, r"'a\.b' is the name of a module"),
     ],
 )
 def test_a_mistake_is_told(tasks: Any, words: str) -> None:

@@ -94,7 +94,7 @@ def test_mistakes_are_told(root: Path) -> None:
         tasks(TASKS)
     with pytest.raises(InputError, match="proportions: there is no task 'topics': did you mean 'topic'"):
         tasks(TASKS, root=str(root), proportions={"topics": 1})
-    with pytest.raises(InputError, match="write numbers from 0 on"):
+    with pytest.raises(InputError, match="write numbers that are not negative"):
         tasks(TASKS, root=str(root), proportions={"topic": 0})
 
 

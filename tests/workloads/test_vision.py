@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from meshwright.errors import InputError
-from meshwright.train.metrics import Tally
-from meshwright.train.step.loss import understand
+from meshwright.train.metrics import MetricTotals
+from meshwright.train.step.loss import classify_loss
 from meshwright.workloads import vision
 
 META = torch.device("meta")
@@ -64,12 +64,12 @@ def test_deeplabs_auxiliary_head_is_trained_and_then_left_out() -> None:
 
 
 def test_deeplabs_blocks_may_add_nothing_to_begin_with() -> None:
-    from meshwright.parallel.weights.initialize import initialized
+    from meshwright.parallel.weights.initialize import initialize_model
 
     def make() -> nn.Module:
         return vision.deeplab(zero_init_residual=True)
 
-    started = initialized(make, seed=0).state_dict()
+    started = initialize_model(make, seed=0).state_dict()
     last = [name for name in started if name.endswith("bn3.weight")]
     assert len(last) == 33
     assert not any(started[name].any() for name in last)
@@ -91,7 +91,7 @@ def test_the_auxiliary_loss_is_added_and_ignored_pixels_are_not() -> None:
     loss, plain = vision.SegmentationLoss(auxiliary_weight=0.5), nn.CrossEntropyLoss(ignore_index=255)
     assert torch.allclose(loss(scores, target), plain(scores, target))
     assert torch.allclose(loss((scores, auxiliary), target), plain(scores, target) + 0.5 * plain(auxiliary, target))
-    known = understand(loss)
+    known = classify_loss(loss)
     assert (known.kind, int(known.count(target, 2))) == ("targets", 16)
 
 
@@ -110,7 +110,7 @@ def test_mean_iou_of_a_small_picture() -> None:
 def test_mean_iou_is_that_of_all_batches_together() -> None:
     scores, truth = torch.randn(6, 3, 5, 5), torch.randint(3, (6, 5, 5))
     metric = vision.MeanIoU(classes=3)
-    tally = Tally({"mean_iou": metric}, torch.device("cpu"))
+    tally = MetricTotals({"mean_iou": metric}, torch.device("cpu"))
     for part in (slice(0, 1), slice(1, 6)):
         tally.add(scores[part], truth[part], 1)
     assert tally.finish(tally.totals())["mean_iou"] == pytest.approx(metric.finish(metric(scores, truth).double()))

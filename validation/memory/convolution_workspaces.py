@@ -1,4 +1,4 @@
-"""What convolutions take beside their tensors: the rule of profile/operators.py against what a GPU was seen to take.
+"""Workspace memory of convolutions: the rule of profile/operator_costs.py compared with measurements on a GPU.
 
 `python -m validation.memory.convolution_workspaces` compares the rule with the rows that convolution_workspaces.json
 carries. On a GPU it measures those convolutions anew and prints one JSON object; `--carried` compares there, too.
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.profile.operators import workspace_of
+from meshwright.profile.operator_costs import operator_workspace_bytes
 
 MEASURED = Path(__file__).with_name("convolution_workspaces.json")
 KIB = 1024
@@ -29,7 +29,7 @@ NEAR = 0.2
 
 
 @dataclass(frozen=True)
-class Compared:
+class WorkspaceComparison:
     """KiB that one call takes beside its `tensors`, image and output; of a backward call, the larger gradient's."""
 
     shape: tuple[int, ...]
@@ -48,18 +48,18 @@ def rows() -> list[dict[str, Any]]:
     return list(json.loads(MEASURED.read_text())["rows"])
 
 
-def compare(row: dict[str, Any]) -> tuple[Compared, Compared]:
+def compare(row: dict[str, Any]) -> tuple[WorkspaceComparison, WorkspaceComparison]:
     """The forward and the backward call of a carried row."""
     image, weight, output, stride = _tensors(row, "meta")
     convolution = torch.ops.aten.convolution.default
     backward = torch.ops.aten.convolution_backward.default
     beside = ([_padding(row)] * 2, [1, 1], False, [0, 0], 1)
-    forward = workspace_of("convolution", convolution, (image, weight, None, [stride] * 2, *beside), output)
-    back = workspace_of("convolution", backward, (output, image, weight, None, [stride] * 2, *beside), None)
+    forward = operator_workspace_bytes("convolution", convolution, (image, weight, None, [stride] * 2, *beside), output)
+    back = operator_workspace_bytes("convolution", backward, (output, image, weight, None, [stride] * 2, *beside), None)
     taken = (row["forward"], max(row["input_gradient"], row["weight_gradient"]))
     what = (tuple(row["shape"]), row["dtype"], row["channels_last"])
     first, second = (
-        Compared(*what, rule / KIB, seen, row["input"] + row["output"])
+        WorkspaceComparison(*what, rule / KIB, seen, row["input"] + row["output"])
         for rule, seen in zip((forward, back), taken, strict=True)
     )
     return first, second

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from meshwright.call import Call, build, load
 from meshwright.launch.world import World
 from meshwright.plan import Plan
-from meshwright.profile.optimizer import optimizer_cost
-from meshwright.profile.tracing.trace import profile
-from meshwright.simulator.memory.peak import CUDA_MEMORY, MemoryPrediction, predict_memory
+from meshwright.profile.optimizer import measure_optimizer_cost
+from meshwright.profile.tracing.trace import trace_profile
+from meshwright.simulator.memory.device_memory import CUDA_MEMORY
+from meshwright.simulator.memory.peak import MemoryPrediction, predict_memory
 from meshwright.train.session import Session
-from validation.memory.compared import Compared, head, line, summary
+from validation.memory.peak_comparison import PeakComparison, head, line, summary
 
 CASES = Path(__file__).with_name("cases.yaml")
 MEASURED = Path(__file__).with_name("one_gpu_h200.json")
@@ -121,18 +122,18 @@ def predict(case: dict[str, Any]) -> MemoryPrediction:
     with torch.device("meta"):
         model = make_model(case)
     plan = plan_of(case)
-    found = profile(
+    found = trace_profile(
         model,
         make_batch(case, "meta"),
         case_loss,
         precision=plan.numerics.precision,
         recompute=plan.memory.recompute,
     )
-    optimizer = optimizer_cost(OPTIMIZERS[case["optimizer"]], at_once=True)
+    optimizer = measure_optimizer_cost(OPTIMIZERS[case["optimizer"]], multi_tensor=True)
     return predict_memory(found, plan, case["batch"] // plan.memory.accumulation, optimizer, CUDA_MEMORY)
 
 
-def compare() -> list[Compared]:
+def compare() -> list[PeakComparison]:
     """Every carried row, as it is predicted here."""
     known = {row["name"]: row for row in json.loads(MEASURED.read_text())["rows"]}
     found = []
@@ -142,7 +143,7 @@ def compare() -> list[Compared]:
         if measured is None:
             print(f"{case['name']:44} not measured")
             continue
-        found.append(Compared(case["name"], predict(case).allocated_bytes, measured))
+        found.append(PeakComparison(case["name"], predict(case).allocated_bytes, measured))
         print(line(found[-1]), flush=True)
     print(summary(found))
     return found

@@ -39,10 +39,11 @@ from torch import nn
 
 from meshwright.call import Call, build
 from meshwright.plan import Axes, Plan
-from meshwright.profile.optimizer import optimizer_cost
-from meshwright.profile.tracing.trace import profile
+from meshwright.profile.optimizer import measure_optimizer_cost
+from meshwright.profile.tracing.trace import trace_profile
 from meshwright.profile.values import ModelProfile
-from meshwright.simulator.memory.peak import MIB, DeviceMemory, MemoryPrediction, predict_memory
+from meshwright.simulator.memory.device_memory import MIB, DeviceMemory
+from meshwright.simulator.memory.peak import MemoryPrediction, predict_memory
 from validation.memory.one_gpu import OPTIMIZERS
 from validation.segmentation.workspaces import with_workspaces
 
@@ -56,7 +57,7 @@ LOOKED_AT = ("fcn", "pspnet", "deeplabv3", "deeplabv3plus", "nonlocal_net", "dan
 
 
 @dataclass(frozen=True)
-class Row:
+class MemoryRow:
     """One published figure. `model` is what is built for it; where it is None, `left_out` says why."""
 
     id: str
@@ -74,8 +75,8 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    row: Row
+class PredictedPeak:
+    row: MemoryRow
     predicted_gib: float
 
     @property
@@ -83,24 +84,24 @@ class Outcome:
         return self.predicted_gib / self.row.measured_gib - 1
 
 
-def rows() -> list[Row]:
+def rows() -> list[MemoryRow]:
     found: dict[str, Any] = json.loads(ROWS.read_text())
     return [_row(values, found["reasons"]) for values in found["rows"]]
 
 
-def _row(values: dict[str, Any], told: dict[str, str]) -> Row:
-    known: dict[str, Any] = {key: value for key, value in values.items() if key in Row.__dataclass_fields__}
+def _row(values: dict[str, Any], told: dict[str, str]) -> MemoryRow:
+    known: dict[str, Any] = {key: value for key, value in values.items() if key in MemoryRow.__dataclass_fields__}
     reason = told[values["left_out"]] if "left_out" in values else None
-    return Row(**{**known, "size": tuple(values.get("size", (0, 0))), "left_out": reason})
+    return MemoryRow(**{**known, "size": tuple(values.get("size", (0, 0))), "left_out": reason})
 
 
-def predict(row: Row) -> MemoryPrediction:
+def predict(row: MemoryRow) -> MemoryPrediction:
     """One rank of a replicate plan, without a GPU."""
     assert row.model is not None
     found = _profile(json.dumps(row.model), row.size, PRECISIONS[row.precision], row.gpu not in TF32_CONVOLUTIONS)
-    cost = optimizer_cost(OPTIMIZERS[row.optimizer], at_once=False)
+    cost = measure_optimizer_cost(OPTIMIZERS[row.optimizer], multi_tensor=False)
     if row.gpus > 1:  # DDP's buckets lay beside the gradients, for as long as the optimizer's state did
-        cost = replace(cost, state=cost.state + 1)
+        cost = replace(cost, state_ratio=cost.state_ratio + 1)
     return predict_memory(found, Plan(axes=Axes(replicate=row.gpus)), row.batch, cost, ALLOCATOR)
 
 
@@ -109,19 +110,19 @@ def _profile(model: str, size: tuple[int, int], precision: str, workspaces: bool
     with torch.device("meta"):
         made: nn.Module = build(Call(**json.loads(model)), role="a published row")
         batch = {"images": torch.zeros(2, 3, *size), "masks": torch.zeros(2, *size, dtype=torch.long)}
-    found = profile(made, batch, None, precision=precision)
+    found = trace_profile(made, batch, None, precision=precision)
     return with_workspaces(found, made) if workspaces else found
 
 
-def outcomes(chosen: list[Row]) -> list[Outcome]:
-    return [Outcome(row, predict(row).allocated_bytes / GIB) for row in chosen if row.model is not None]
+def outcomes(chosen: list[MemoryRow]) -> list[PredictedPeak]:
+    return [PredictedPeak(row, predict(row).allocated_bytes / GIB) for row in chosen if row.model is not None]
 
 
-def reasons(chosen: list[Row]) -> Counter[str]:
+def reasons(chosen: list[MemoryRow]) -> Counter[str]:
     return Counter(row.left_out for row in chosen if row.left_out is not None)
 
 
-def summary(found: list[Outcome]) -> dict[str, float]:
+def summary(found: list[PredictedPeak]) -> dict[str, float]:
     """Of the errors' sizes, as shares of what was measured."""
     errors = sorted(abs(outcome.error) for outcome in found)
     p90 = quantiles(errors, n=10)[-1] if len(errors) > 1 else errors[0]
@@ -130,7 +131,7 @@ def summary(found: list[Outcome]) -> dict[str, float]:
 
 def main(families: list[str]) -> None:
     chosen = [row for row in rows() if not families or row.family in families]
-    found: list[Outcome] = []
+    found: list[PredictedPeak] = []
     print(f"{'family':18}{'rows':>6}{'median':>9}{'worst':>9}  the worst row")
     for family in sorted({row.family for row in chosen if row.model is not None}):
         own = outcomes([row for row in chosen if row.family == family])

@@ -19,11 +19,12 @@ from torch.multiprocessing.spawn import spawn
 
 from meshwright.blocks.recompute import find_blocks, recompute_blocks
 from meshwright.plan import Plan
-from meshwright.profile.optimizer import optimizer_cost
-from meshwright.profile.tracing.trace import profile
-from meshwright.simulator.memory.peak import CUDA_MEMORY, MemoryPrediction, predict_memory
-from validation.memory.compared import Compared, head, line, summary
+from meshwright.profile.optimizer import measure_optimizer_cost
+from meshwright.profile.tracing.trace import trace_profile
+from meshwright.simulator.memory.device_memory import CUDA_MEMORY
+from meshwright.simulator.memory.peak import MemoryPrediction, predict_memory
 from validation.memory.one_gpu import OPTIMIZERS, case_loss, make_batch, make_model
+from validation.memory.peak_comparison import PeakComparison, head, line, summary
 
 MEASURED = Path(__file__).with_name("sharded_h200.json")
 
@@ -53,8 +54,10 @@ def predict(row: dict[str, Any]) -> MemoryPrediction:
     with torch.device("meta"):
         model = make_model(case)
     batch = make_batch(case, "meta")
-    found = profile(model, batch, case_loss, precision=row["precision"], recompute=plan.memory.recompute)
-    return predict_memory(found, plan, row["batch"], optimizer_cost(OPTIMIZERS["adamw"], at_once=True), CUDA_MEMORY)
+    found = trace_profile(model, batch, case_loss, precision=row["precision"], recompute=plan.memory.recompute)
+    return predict_memory(
+        found, plan, row["batch"], measure_optimizer_cost(OPTIMIZERS["adamw"], multi_tensor=True), CUDA_MEMORY
+    )
 
 
 def measure(row: dict[str, Any]) -> int:
@@ -97,7 +100,7 @@ def rows() -> list[dict[str, Any]]:
     return list(json.loads(MEASURED.read_text())["rows"])
 
 
-def compare() -> list[Compared]:
+def compare() -> list[PeakComparison]:
     """Every carried row, as it is predicted here."""
     found = []
     print(head())
@@ -105,7 +108,7 @@ def compare() -> list[Compared]:
         name = (
             f"{row['size']} {row['precision']}, {row['ranks']} × {row['batch']}, {row['sharding']}, {row['recompute']}"
         )
-        found.append(Compared(name, predict(row).allocated_bytes, row["allocated_bytes"]))
+        found.append(PeakComparison(name, predict(row).allocated_bytes, row["allocated_bytes"]))
         print(line(found[-1]), flush=True)
     print(summary(found))
     return found

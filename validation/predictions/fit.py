@@ -1,11 +1,13 @@
-"""What other sources' rows say of hosts: how much longer theirs take to start an operator than the reference GPU's.
+"""The launch factor of a source: how many times longer hosts need to start an operator than the reference GPU's host,
+as fitted to the rows of other sources.
 
-    vote   = median of ln(measured / predicted) over the rows of a source in which the host is waited for       `_votes`
-    launch = exp(sum of votes / (number of votes + 1))                                                          `fit`
+    vote   = median of ln(measured / predicted) over the rows of a source in which the device waits for its host
+    `_votes` launch = exp(sum of votes / (number of votes + 1))
+    `fit`
 
-A source and its kin have one vote, however many rows and models they have, and the reference has one for no factor. The
-case's own source and its kin have none, nor have rows further off than `_LIMIT`, which tell of something else, and
-sources that say themselves not to be trusted.
+A source and its kin have one vote together, however many rows and models they have, and the reference has one vote
+for no factor. The source itself and its kin do not vote on it. Rows that are off by more than `_LIMIT` do not count,
+since they have another cause, nor do sources whose authors do not trust their own figures.
 """
 
 from collections import defaultdict
@@ -14,42 +16,47 @@ from dataclasses import dataclass
 from math import exp, log
 from statistics import mean, median
 
-from validation.predictions.predict import Predicted
-from validation.runs.kin import kin_of, untrusted
+from validation.predictions.predict import PredictedCase
+from validation.runs.related_sources import related_sources, untrusted_sources
 
-_HOST_SHARE = 0.1
+_HOST_SHARE = 0.1  # of the step: a host that is waited for longer counts
 _LIMIT = 2.0
 
 
 @dataclass(frozen=True)
-class Factors:
-    """`votes` are how many stood behind it."""
+class LaunchFactor:
+    """The factor, and the number of votes that it is fitted to."""
 
     launch: float
     votes: int
 
 
-def fit(known: Sequence[Predicted]) -> dict[str, Factors]:
-    """By source. `known` were predicted without any factor."""
-    waited = [one for one in known if _is_waited_for(one) and one.case.source not in untrusted()]
-    found: dict[str, Factors] = {}
-    for source in {one.case.source for one in known}:
-        votes = _votes(one for one in waited if one.case.source not in kin_of(source))
-        found[source] = Factors(exp(sum(votes) / (len(votes) + 1)), len(votes))
-    return found
+def fit(predictions: Sequence[PredictedCase]) -> dict[str, LaunchFactor]:
+    """The launch factor of each source. The predictions are those without any factor."""
+    waiting = [
+        prediction
+        for prediction in predictions
+        if _waits_for_host(prediction) and prediction.case.source not in untrusted_sources()
+    ]
+    factors: dict[str, LaunchFactor] = {}
+    for source in {prediction.case.source for prediction in predictions}:
+        votes = _votes(prediction for prediction in waiting if prediction.case.source not in related_sources(source))
+        factors[source] = LaunchFactor(exp(sum(votes) / (len(votes) + 1)), len(votes))
+    return factors
 
 
-def _is_waited_for(one: Predicted) -> bool:
-    return one.breakdown["launch"] > _HOST_SHARE * one.step_s
+def _waits_for_host(prediction: PredictedCase) -> bool:
+    return prediction.breakdown["launch"] > _HOST_SHARE * prediction.step_s
 
 
-def _votes(known: Iterable[Predicted]) -> list[float]:
+def _votes(predictions: Iterable[PredictedCase]) -> list[float]:
+    """One vote for each family of sources: the mean of the medians of its sources."""
     ratios: dict[str, list[float]] = defaultdict(list)
-    for one in known:
-        assert one.case.step_s is not None
-        if abs(ratio := log(one.case.step_s / one.step_s)) < log(_LIMIT):
-            ratios[one.case.source].append(ratio)
+    for prediction in predictions:
+        assert prediction.case.step_s is not None
+        if abs(ratio := log(prediction.case.step_s / prediction.step_s)) < log(_LIMIT):
+            ratios[prediction.case.source].append(ratio)
     families: dict[frozenset[str], list[float]] = defaultdict(list)
-    for source, found in ratios.items():
-        families[kin_of(source)].append(median(found))
-    return [mean(found) for found in families.values()]
+    for source, source_ratios in ratios.items():
+        families[related_sources(source)].append(median(source_ratios))
+    return [mean(medians) for medians in families.values()]

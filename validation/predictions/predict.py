@@ -1,4 +1,4 @@
-"""A published case, predicted: its model traced once for all rows that share it, its engine found by name."""
+"""The predicted step time and memory of a published case. Its model is traced once for all rows that share it."""
 
 import json
 from collections.abc import Callable
@@ -12,28 +12,31 @@ import torch
 from meshwright.blocks.recompute import Recompute
 from meshwright.call import Call, load
 from meshwright.cluster.cluster import Cluster
-from meshwright.cluster.names import named as named_cluster
+from meshwright.cluster.names import cluster_from_name as named_cluster
 from meshwright.plan import Plan
-from meshwright.planner.question import MARGIN
-from meshwright.profile.optimizer import OptimizerCost, optimizer_cost
-from meshwright.profile.tracing.trace import profile
+from meshwright.planner.inputs import MARGIN
+from meshwright.profile.optimizer import OptimizerCost, measure_optimizer_cost
+from meshwright.profile.tracing.trace import trace_profile
 from meshwright.profile.values import ModelProfile
-from meshwright.simulator.engine import Engine, find_engine
-from meshwright.simulator.memory.engine_memory import engine_memory
-from meshwright.simulator.predict import device_memory
+from meshwright.simulator.memory.peak import MemoryPrediction
+from meshwright.simulator.predict import plan_memory
 from meshwright.simulator.step import StepTime, predict_step
 from meshwright.yaml_file import read_mapping
-from validation.runs.case import Case, Sample
-from validation.runs.kin import publisher
+from validation.engines.engine import Engine, engine_named
+from validation.predictions.publisher import without_publisher
+from validation.runs.case import PublishedCase, Sample
 from validation.runs.models.build import make_batch, make_loss, make_model
 from validation.runs.reading.hardware import device_of
+from validation.runs.related_sources import publisher
 
-Profiles = Callable[[Case], ModelProfile]
-_NO_STEP = OptimizerCost(state=0.0, temporary=0.0, at_once=True)
+Profiles = Callable[[PublishedCase], ModelProfile]
+_NO_STEP = OptimizerCost(state_ratio=0.0, temporary_ratio=0.0, multi_tensor=True)
 _COSTS = {
-    "SGD": OptimizerCost(1.0, 0.0, at_once=True),
-    "AdamW": OptimizerCost(2.0, 0.0, at_once=True),
+    "SGD": OptimizerCost(1.0, 0.0, multi_tensor=True),
+    "AdamW": OptimizerCost(2.0, 0.0, multi_tensor=True),
 }
+# Assumed: a compiled program replays most operators instead of interpreting them (engines.yaml).
+_COMPILED_LAUNCH = 0.25
 _MEGATRONS = ("megatron", "megatron-deepspeed", "megatron-deepspeed-waiting")
 KERNELS = Path(__file__).parents[1] / "runs" / "kernels.yaml"
 
@@ -44,117 +47,123 @@ def _kernels() -> dict[str, Any]:
 
 
 def generation(cluster: str) -> str:
-    """Of the GPUs of a cluster."""
+    """The generation of a cluster's GPUs; the device's name where kernels.yaml has none."""
     name = device_of(cluster).name
-    return next((made for made, names in _kernels()["generations"].items() if name.startswith(tuple(names))), name)
+    return next(
+        (generation for generation, names in _kernels()["generations"].items() if name.startswith(tuple(names))), name
+    )
 
 
-def _slower_attention(case: Case) -> float:
+def _attention_slowdown(case: PublishedCase) -> float:
+    """How many times longer the kernel of the case's engine takes than the reference GPU's."""
     kernel = _kernels()["attention"].get(case.engine)
     return float(_kernels()["slower"].get(kernel, {}).get(generation(case.cluster), 1.0))
 
 
 @dataclass(frozen=True)
-class Predicted:
-    """Seconds, and what they are spent on."""
+class PredictedCase:
+    """The predicted step of a case in seconds, and where they go."""
 
-    case: Case
+    case: PublishedCase
     step_s: float
     breakdown: dict[str, float]
 
 
-def predict_case(case: Case, profiles: Profiles, launch: float = 1.0) -> Predicted:
-    """`launch` multiplies the engine's own."""
-    engine = engine_of(case, launch)
+def predict_case(case: PublishedCase, profiles: Profiles, launch_factor: float = 1.0) -> PredictedCase:
+    """The case's predicted step; `launch_factor` multiplies the engine's own."""
+    engine = engine_of(case, launch_factor)
     step = step_of(case, profiles(case), engine)
-    return Predicted(case, step.step_s, step.breakdown)
+    return PredictedCase(case, step.step_s, step.breakdown)
 
 
-def engine_of(case: Case, launch: float = 1.0) -> Engine:
-    """As engines.yaml has it, with what the row says: whether scores are written out, and whether it was compiled."""
-    named = find_engine(case.engine)
-    told: dict[str, object] = {"launch": named.launch * launch}
+def engine_of(case: PublishedCase, launch_factor: float = 1.0) -> Engine:
+    """The engine of engines.yaml with what the row states: whether scores are written out, and whether the model was
+    compiled. `launch_factor` multiplies the engine's own."""
+    engine = engine_named(case.engine)
+    stated: dict[str, object] = {
+        "launch_factor": engine.launch_factor * launch_factor,
+        "attention_slowdown": _attention_slowdown(case),
+    }
     if case.attention == "scores":
-        told["scores"] = True
-    told["attention"] = _slower_attention(case)
+        stated["writes_scores"] = True
     if case.compiled:
-        told |= {"fused": True, "launch": 0.25 * named.launch * launch}
+        stated |= {"fused": True, "launch_factor": _COMPILED_LAUNCH * engine.launch_factor * launch_factor}
     if case.plan.numerics.precision == "bf16" and case.engine in _MEGATRONS:
-        told |= {
-            "gradient": 1.0,
-            "accumulate_bytes_per_weight": 10.0,
-        }  # --bf16 turns on --accumulate-allreduce-grads-in-fp32
+        # --bf16 turns on --accumulate-allreduce-grads-in-fp32
+        stated |= {"gradient_share": 1.0, "accumulate_bytes_per_weight": 10.0}
     if case.engine == "tensorflow-bert" and case.precision == "fp16":
-        told["gradient"] = 0.5
-    return named.model_copy(update=told)
+        stated["gradient_share"] = 0.5
+    return engine.model_copy(update=stated)
 
 
-def fits(case: Case, profiles: Profiles) -> bool:
-    """Whether a rank's memory holds it, with the driver's context and the margin that the planner keeps free."""
+def fits(case: PublishedCase, profiles: Profiles) -> bool:
+    """Whether a rank's memory holds the case, with the driver's context and the margin that the planner keeps free."""
+    memory_bytes = cluster_of(case.cluster).nodes[0].device.memory_bytes
+    return memory_of(case, profiles(case)).device_bytes <= memory_bytes * (1 - MARGIN)
+
+
+def memory_of(case: PublishedCase, model_profile: ModelProfile) -> MemoryPrediction:
+    """The peak memory of the rank that needs most."""
     cluster, plan = cluster_of(case.cluster, publisher(case.source)), _runnable(case.plan)
-    batch = -(-case.global_batch // plan.shares)
-    found = engine_memory(profiles(case), plan, batch, _cost(case), device_memory(cluster), engine_of(case))
-    return found.device_bytes <= cluster.nodes[0].device.memory_bytes * (1 - MARGIN)
+    return plan_memory(cluster, model_profile, plan, case.global_batch, _optimizer_cost(case), engine_of(case))
 
 
-def step_of(case: Case, found: ModelProfile, engine: Engine) -> StepTime:
+def step_of(case: PublishedCase, model_profile: ModelProfile, engine: Engine) -> StepTime:
     plan = _runnable(case.plan)
     cluster = cluster_of(case.cluster, publisher(case.source))
-    return predict_step(cluster, found, plan, case.global_batch / plan.shares, _cost(case), engine)
+    batch = case.global_batch / plan.shares
+    return predict_step(cluster, model_profile, plan, batch, _optimizer_cost(case), runtime=engine)
 
 
-def _cost(case: Case) -> OptimizerCost:
+def _optimizer_cost(case: PublishedCase) -> OptimizerCost:
     if case.optimizer is None:
         return _NO_STEP
     call = case.optimizer
     if call.arguments.get("foreach") is False:
-        # A scaler of losses asks the device whether gradients were finite; without one the host runs ahead.
-        return replace(_by_tensor(call.call, **call.arguments), waits=case.precision == "fp16")
-    return _COSTS.get(call.call.rpartition(":")[2]) or _found_cost(call.call)
+        # A loss scaler reads from the device whether gradients are finite; without one the host runs ahead.
+        return replace(_single_tensor_cost(call.call, **call.arguments), waits_for_device=case.precision == "fp16")
+    return _COSTS.get(call.call.rpartition(":")[2]) or _measured_cost(call.call)
 
 
 @cache
-def _found_cost(optimizer: str) -> OptimizerCost:
-    return optimizer_cost(load(optimizer), at_once=True)
+def _measured_cost(optimizer: str) -> OptimizerCost:
+    return measure_optimizer_cost(load(optimizer), multi_tensor=True)
 
 
 @cache
-def _by_tensor(optimizer: str, **arguments: Any) -> OptimizerCost:
-    return optimizer_cost(partial(load(optimizer), **arguments), at_once=False)
+def _single_tensor_cost(optimizer: str, **arguments: Any) -> OptimizerCost:
+    return measure_optimizer_cost(partial(load(optimizer), **arguments), multi_tensor=False)
 
 
 def _runnable(plan: Plan) -> Plan:
-    """PyTorch's 1F1B wants as many microbatches as ranks; with fewer it would be GPipe."""
+    """The plan with gpipe instead of a 1f1b that has fewer microbatches than ranks: PyTorch refuses it, and both run
+    the same order."""
     if plan.pipeline.schedule != "1f1b" or plan.pipeline.microbatches >= plan.axes.pipeline:
         return plan
     return plan.model_copy(update={"pipeline": plan.pipeline.model_copy(update={"schedule": "gpipe"})})
 
 
 @lru_cache(maxsize=512)
-def cluster_of(name: str, without: str | None = None) -> Cluster:
-    """Without what a publisher measured of its GPUs."""
-    found = named_cluster(name)
-    if without is None:
-        return found
-    nodes = []
-    for node in found.nodes:
-        device = node.device.model_copy(update={"sources": {**node.device.sources, "without": without}})
-        nodes.append(node.model_copy(update={"device": device}))
-    return found.model_copy(update={"nodes": tuple(nodes)})
+def cluster_of(name: str, left_out: str | None = None) -> Cluster:
+    """The cluster of that name, without the sustained rates that the publisher `left_out` measured."""
+    cluster = named_cluster(name)
+    return cluster if left_out is None else without_publisher(cluster, left_out)
 
 
-def traced(case: Case) -> ModelProfile:
-    """One for all rows of a model, precision and recomputation."""
-    split = case.plan.axes.tensor * case.plan.axes.pipeline > 1
-    what = [case.model.model_dump(), asdict(case.sample), case.loss.model_dump()]
-    return _traced(json.dumps(what, sort_keys=True), case.precision, case.plan.memory.recompute, split)
+def traced(case: PublishedCase) -> ModelProfile:
+    """The profile of the case's model: one for all rows with the same model, precision and recomputation."""
+    with_structure = case.plan.axes.tensor * case.plan.axes.pipeline > 1
+    calls = [case.model.model_dump(), asdict(case.sample), case.loss.model_dump()]
+    return _traced(json.dumps(calls, sort_keys=True), case.precision, case.plan.memory.recompute, with_structure)
 
 
 @cache
-def _traced(what: str, precision: str, recompute: Recompute, structured: bool) -> ModelProfile:
-    model, sample, loss = json.loads(what)
+def _traced(calls: str, precision: str, recompute: Recompute, with_structure: bool) -> ModelProfile:
+    model_call, sample, loss_call = json.loads(calls)
     with torch.device("meta"):
-        made = make_model(Call(**model))
+        model = make_model(Call(**model_call))
         batch = make_batch(Sample(**{**sample, "size": tuple(sample["size"])}), 2)
-        criterion = make_loss(Call(**loss))
-    return profile(made, batch, criterion, precision=precision, recompute=recompute, structured=structured)
+        criterion = make_loss(Call(**loss_call))
+    return trace_profile(
+        model, batch, criterion, precision=precision, recompute=recompute, with_structure=with_structure
+    )

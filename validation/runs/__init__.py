@@ -1,4 +1,5 @@
-"""Published training runs as cases for a predictor: `bench predictions` scores itself on them.
+"""Published training runs that the predictor is scored on (`python -m validation`).
 
-`rows` are what was published, `cover` makes a `Case` of a row or says why not, `baseline` is the guess to beat.
+`rows` holds what was published, `cover` turns each row into a `PublishedCase` or gives the reason why it cannot, and
+`baseline` is the simple guess that the predictor has to beat.
 """

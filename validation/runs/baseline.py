@@ -1,12 +1,16 @@
-"""The guess to beat: every GPU of a kind computes at a constant share of its peak, whatever it computes.
+"""The guess that the predictor has to beat: a GPU reaches a constant share of its peak, whatever it computes.
 
-    step  = FLOPs / (ranks · share · peak)                                                    `guess`
-    share = median over calibration rows of FLOPs / (ranks · seconds · peak)                  `Point.share`
+    step  = FLOPs / (ranks · share · peak)                                                    `guess_step_s`
+    share = median over calibration rows of FLOPs / (ranks · seconds · peak)                  `TimedCase.share`
 
-FLOPs are those of a step with what is computed again, so the guess knows recomputation. A source is guessed from the
-others that are not its kin, from the first of these sets that has rows: `plain` the same GPU and precision, then all;
-`alike` the same GPU, precision and kind of model, then `plain`'s, every source with one voice however many rows it has.
-`own` is the same source, GPU and precision: better than anyone could know.
+FLOPs are those of a step including recomputation, so the guess knows which plans recompute. The rows of a source are
+guessed from the rows of sources that are not related to it. A `GuessMethod` says which of them set the share:
+
+- `same_gpu`: those of the same GPU and precision; where there are none, all of them
+- `similar_models`: those of the same GPU, precision and kind of model; where there are none, as `same_gpu`. Every
+  source counts once, however many rows it has
+- `same_source`: the rows of the source itself, of the same GPU and precision. Nobody could know these in advance: this
+  is a bound on how good such a guess can be
 """
 
 from collections import defaultdict
@@ -15,79 +19,82 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-from validation.runs.case import Case
-from validation.runs.kin import kin_of
+from validation.runs.case import PublishedCase
 from validation.runs.reading.flops import step_flops
 from validation.runs.reading.hardware import device_of
+from validation.runs.related_sources import related_sources
 
-Guess = Literal["plain", "alike", "own"]
-Key = tuple[str, ...]
+GuessMethod = Literal["same_gpu", "similar_models", "same_source"]
+GroupKey = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Point:
-    """A measured case as the guess sees it: `peak_s` is its time at the peak of its GPUs."""
+class TimedCase:
+    """A case with a measured step time. `peak_s` is what the step would take at the peak rate of its GPUs."""
 
-    case: Case
+    case: PublishedCase
     device: str
     peak_s: float
     measured_s: float
 
     @property
     def share(self) -> float:
+        """The share of the peak rate that the run reached."""
         return self.peak_s / self.measured_s
 
-    def keys(self, guess: Guess) -> tuple[Key, ...]:
-        """The sets of rows that it may be guessed from, the nearest first."""
-        same = (self.device, self.case.precision)
-        return ((*same, self.case.sample.kind), same, ()) if guess == "alike" else (same, ())
+    def group_keys(self, method: GuessMethod) -> tuple[GroupKey, ...]:
+        """The groups of rows that this case may be guessed from, the most similar group first."""
+        same_gpu = (self.device, self.case.precision)
+        if method == "similar_models":
+            return (*same_gpu, self.case.sample.kind), same_gpu, ()
+        return same_gpu, ()
 
 
 @dataclass(frozen=True)
-class Errors:
-    """Relative errors of step times: of so many rows the median, and what nine of ten stay below."""
+class GuessErrors:
+    """Relative errors of the guessed step times of `rows` rows; nine of ten are below `p90`."""
 
     rows: int
     median: float
     p90: float
 
 
-def points(cases: Iterable[Case]) -> tuple[Point, ...]:
-    """Of the cases that have a step time."""
-    return tuple(_point(case, case.step_s) for case in cases if case.step_s is not None)
+def timed_cases(cases: Iterable[PublishedCase]) -> tuple[TimedCase, ...]:
+    """The cases that have a step time."""
+    return tuple(_timed_case(case, case.step_s) for case in cases if case.step_s is not None)
 
 
-def _point(case: Case, measured_s: float) -> Point:
+def _timed_case(case: PublishedCase, measured_s: float) -> TimedCase:
     device = device_of(case.cluster)
     rates: dict[str, float] = {str(dtype): rate for dtype, rate in device.rates.items()}
-    # A dtype that a device only emulates has a peak below fp32's, which libraries then use.
+    # A dtype that a device only emulates has a peak below that of fp32, which libraries then use instead.
     peak = max(rates.get(case.precision, 0.0), rates["fp32"])
-    return Point(case, device.name, step_flops(case) / (case.plan.world_size * peak), measured_s)
+    return TimedCase(case, device.name, step_flops(case) / (case.plan.world_size * peak), measured_s)
 
 
-def guess(known: Sequence[Point], how: Guess) -> dict[str, float]:
-    """Seconds a step, by case id."""
-    found: dict[str, float] = {}
-    for source in {point.case.source for point in known}:
-        kin = kin_of(source)
-        own, others = (p for p in known if p.case.source == source), (p for p in known if p.case.source not in kin)
-        shares = _shares(list(own if how == "own" else others), how)
-        for point in known:
-            if point.case.source == source:
-                # Where there are no strangers, all of the peak.
-                share = next((shares[key] for key in point.keys(how) if key in shares), 1.0)
-                found[point.case.id] = point.peak_s / share
-    return found
+def guess_step_s(cases: Sequence[TimedCase], method: GuessMethod) -> dict[str, float]:
+    """The guessed seconds of a step, by case id."""
+    guessed_s: dict[str, float] = {}
+    for source in {timed.case.source for timed in cases}:
+        related = related_sources(source)
+        of_source = [timed for timed in cases if timed.case.source == source]
+        unrelated = [timed for timed in cases if timed.case.source not in related]
+        shares = _median_shares(of_source if method == "same_source" else unrelated, method)
+        for timed in of_source:
+            # Without any unrelated source, the guess is the peak rate.
+            share = next((shares[key] for key in timed.group_keys(method) if key in shares), 1.0)
+            guessed_s[timed.case.id] = timed.peak_s / share
+    return guessed_s
 
 
-def _shares(calibration: Sequence[Point], how: Guess) -> dict[Key, float]:
-    sets: dict[Key, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for point in calibration:
-        for key in point.keys(how):
-            sets[key][point.case.source if how == "alike" else ""].append(point.share)
-    return {key: median(median(shares) for shares in voices.values()) for key, voices in sets.items()}
+def _median_shares(calibration: Sequence[TimedCase], method: GuessMethod) -> dict[GroupKey, float]:
+    groups: dict[GroupKey, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for timed in calibration:
+        for key in timed.group_keys(method):
+            groups[key][timed.case.source if method == "similar_models" else ""].append(timed.share)
+    return {key: median(median(shares) for shares in by_source.values()) for key, by_source in groups.items()}
 
 
-def errors(known: Iterable[Point], predicted_s: dict[str, float]) -> Errors:
-    found = sorted(abs(predicted_s[p.case.id] - p.measured_s) / p.measured_s for p in known)
-    return Errors(len(found), median(found), found[min(len(found) - 1, int(0.9 * len(found)))])
+def guess_errors(cases: Iterable[TimedCase], predicted_s: dict[str, float]) -> GuessErrors:
+    errors = sorted(abs(predicted_s[timed.case.id] - timed.measured_s) / timed.measured_s for timed in cases)
+    return GuessErrors(len(errors), median(errors), errors[min(len(errors) - 1, int(0.9 * len(errors)))])

@@ -1,4 +1,7 @@
-"""`Case`: a published training run in our own words, complete enough to be predicted. `NotCovered`: why it is none."""
+"""`PublishedCase`: a published training run in our own terms, complete enough to be predicted.
+
+`NotCovered` gives the reason why a published row cannot be turned into such a case.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,18 +9,24 @@ from typing import Literal
 from meshwright.call import Call
 from meshwright.plan import Plan
 
-Attention = Literal["flash", "scores"]
+AttentionKind = Literal["flash", "scores"]
 
 
 class NotCovered(Exception):
-    """Why a row is no case: one line, the same for all rows it holds for."""
+    """The reason why a row cannot be predicted: one line, the same text for every row that it applies to."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample. `tokens`: a length, each of which is a target; `words`: a length, the first `targets` of which are
-    predicted; `spans`: a length with a begin and an end; `images`: height and width with a class; `masks`: with a
-    class for each pixel; `boxes`: with a class and four coordinates for each of `targets` boxes."""
+    """The shape of one sample and of its target, by `kind`:
+
+    - `tokens`: `size` is the sequence length, and every token is a target
+    - `words`: `size` is the sequence length, and the words at the first `targets` positions are predicted
+    - `spans`: `size` is the sequence length, and the target is the begin and the end of a span
+    - `images`: `size` is height and width, and the target is one class
+    - `masks`: `size` is height and width, and the target is a class for each pixel
+    - `boxes`: `size` is height and width, and the target is a class and four coordinates for each of `targets` boxes
+    """
 
     kind: Literal["tokens", "words", "spans", "images", "masks", "boxes"]
     size: tuple[int, ...]
@@ -25,12 +34,15 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Case:
-    """`family` is the same for rows that differ only in their plan. `attention`: whether the engine writes out the
-    scores of all pairs. `optimizer` is None where a step is only the forward and the backward pass. `defaults` names
-    every choice that the row does not state, or that a `Plan` cannot say.
+class PublishedCase:
+    """One published run.
 
-    `step_s` is None for a run that was out of memory (`oom`)."""
+    - `family` is equal for rows that differ only in their plan.
+    - `optimizer` is None where a measured step is the forward and the backward pass alone.
+    - `attention` is `scores` where the engine writes the scores of all pairs of tokens to memory, else `flash`.
+    - `step_s` is None for a run that ran out of memory (`oom`).
+    - `defaults` describes every choice that the row does not state, or that a `Plan` cannot express.
+    """
 
     id: str
     source: str
@@ -45,7 +57,7 @@ class Case:
     micro_batch: int
     engine: str
     precision: str
-    attention: Attention
+    attention: AttentionKind
     compiled: bool
     step_s: float | None
     memory_bytes: float | None

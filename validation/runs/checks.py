@@ -1,24 +1,24 @@
-"""Whether the rows were read rightly: what they say twice must agree.
+"""Checks that rows were read correctly, where a row states a quantity that we can also compute.
 
-Parameters counted on the meta device against the row's; FLOPs of the model against those that a row's step time and
-FLOP/s a GPU imply.
+Compared are the parameters counted on the meta device with the stated number, and the FLOPs of the model with those
+that the stated step time and FLOP/s of a GPU imply.
 """
 
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from validation.runs.case import Case
+from validation.runs.case import PublishedCase
 from validation.runs.reading.flops import DECODER, decoder_forward, decoder_parameters
-from validation.runs.rows import Row
+from validation.runs.rows import PublishedRow
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """`ratio` of ours to theirs."""
+    """A quantity of one row for which our count (`ours`) and the published one (`theirs`) differ."""
 
     id: str
-    what: str
+    quantity: str
     ours: float
     theirs: float
 
@@ -27,35 +27,43 @@ class Mismatch:
         return self.ours / self.theirs
 
 
-def parameter_mismatches(cases: Iterable[Case], rows: Iterable[Row], tolerance: float = 0.03) -> list[Mismatch]:
+def parameter_mismatches(
+    cases: Iterable[PublishedCase], rows: Iterable[PublishedRow], tolerance: float = 0.03
+) -> list[Mismatch]:
+    """The decoders whose number of parameters differs from the stated one by more than `tolerance`."""
     stated = {row.id: row.model.get("params_B") for row in rows}
-    found = []
+    comparisons = []
     for case in cases:
         billions = stated.get(case.id)
         if case.model.call == DECODER and billions:
             ours = decoder_parameters(json.dumps(case.model.arguments, sort_keys=True)) / 1e9
-            found.append(Mismatch(case.id, "parameters, B", ours, billions))
-    return [mismatch for mismatch in found if abs(mismatch.ratio - 1) > tolerance]
+            comparisons.append(Mismatch(case.id, "parameters, B", ours, billions))
+    return [mismatch for mismatch in comparisons if abs(mismatch.ratio - 1) > tolerance]
 
 
-def flops_mismatches(cases: Iterable[Case], rows: Iterable[Row], tolerance: float = 0.03) -> list[Mismatch]:
-    """Each against the nearest of the counts that publications use: the operations with and without what is computed
-    again, and 8 or 6 for each of the stated parameters and each token."""
+def flops_mismatches(
+    cases: Iterable[PublishedCase], rows: Iterable[PublishedRow], tolerance: float = 0.03
+) -> list[Mismatch]:
+    """The decoders whose FLOP/s of a GPU differ from the stated rate by more than `tolerance`.
+
+    Publications count FLOPs in several ways: with or without recomputation, or as 8 or 6 for each stated parameter and
+    token. The way that comes nearest to the stated rate is the one that is compared."""
     stated = {row.id: (row.measured.get("tflops_per_gpu"), row.model.get("params_B", 0.0)) for row in rows}
-    found = []
+    comparisons = []
     for case in cases:
-        tera, billions = stated[case.id]
-        if case.model.call == DECODER and tera and case.step_s:
-            a_rank = case.global_batch / (case.plan.world_size * case.step_s * 1e12)
-            counts = [a_rank * count for count in _counts(case, billions)]
-            found.append(Mismatch(case.id, "TFLOP/s a GPU", min(counts, key=lambda ours: abs(ours / tera - 1)), tera))
-    return [mismatch for mismatch in found if abs(mismatch.ratio - 1) > tolerance]
+        tflops, billions = stated[case.id]
+        if case.model.call == DECODER and tflops and case.step_s:
+            samples_per_rank_s = case.global_batch / (case.plan.world_size * case.step_s * 1e12)
+            rates = [samples_per_rank_s * flops for flops in _sample_flops(case, billions)]
+            nearest = min(rates, key=lambda rate: abs(rate / tflops - 1))
+            comparisons.append(Mismatch(case.id, "TFLOP/s a GPU", nearest, tflops))
+    return [mismatch for mismatch in comparisons if abs(mismatch.ratio - 1) > tolerance]
 
 
-def _counts(case: Case, billions: float) -> tuple[float, ...]:
-    """Operations of one sample."""
+def _sample_flops(case: PublishedCase, billions: float) -> tuple[float, ...]:
+    """FLOPs of one sample: without recomputation, with it, and by the stated number of parameters."""
     length, recomputes = case.sample.size[0], case.plan.memory.recompute == "full"
     forward = decoder_forward(case.model.arguments, length)
-    once = 3 * (forward.blocks + forward.head)
-    rule = (8 if recomputes else 6) * billions * 1e9 * length
-    return once, once + (forward.blocks if recomputes else 0.0), rule
+    without_recomputation = 3 * (forward.blocks + forward.head)
+    by_parameters = (8 if recomputes else 6) * billions * 1e9 * length
+    return without_recomputation, without_recomputation + (forward.blocks if recomputes else 0.0), by_parameters

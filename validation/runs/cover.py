@@ -1,27 +1,27 @@
-"""Every published row: a case, or the reason why it is none."""
+"""Turns every published row into a case, or gives the reason why it cannot."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from validation.runs.case import Case, NotCovered
+from validation.runs.case import NotCovered, PublishedCase
 from validation.runs.reading.decoders import is_decoder, read_decoder
 from validation.runs.reading.examples import is_example, read_example
-from validation.runs.rows import Row, rows
+from validation.runs.rows import PublishedRow, rows
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """`reasons` by the row's id."""
+    """The cases, and for every row that is not covered the reason, by the id of the row."""
 
-    cases: tuple[Case, ...]
+    cases: tuple[PublishedCase, ...]
     reasons: dict[str, str]
 
 
-def cover(found: Iterable[Row] | None = None) -> Coverage:
-    """Of the carried rows, or of others."""
-    cases: list[Case] = []
+def cover(published_rows: Iterable[PublishedRow] | None = None) -> Coverage:
+    """The coverage of the given rows; of all rows in rows.jsonl when none are given."""
+    cases: list[PublishedCase] = []
     reasons: dict[str, str] = {}
-    for row in rows() if found is None else found:
+    for row in rows() if published_rows is None else published_rows:
         try:
             cases.append(case_of(row))
         except NotCovered as reason:
@@ -29,7 +29,8 @@ def cover(found: Iterable[Row] | None = None) -> Coverage:
     return Coverage(tuple(cases), reasons)
 
 
-def case_of(row: Row) -> Case:
+def case_of(row: PublishedRow) -> PublishedCase:
+    """The case that a row describes. Raises `NotCovered` with the reason when there is none."""
     if is_decoder(row):
         return read_decoder(row)
     if is_example(row):

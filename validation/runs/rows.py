@@ -1,6 +1,6 @@
-"""The published rows that the project carries: rows.jsonl, one measured configuration a line, and where it was read.
+"""The published rows: rows.jsonl has one measured configuration in each line, origins.jsonl where they were read.
 
-`python -m validation.runs.rows FILE` makes both files anew from the collection's training_runs.json.
+`python -m validation.runs.rows FILE` writes both files again from training_runs.json, the file they were collected in.
 """
 
 import json
@@ -12,12 +12,13 @@ from typing import Any
 
 ROWS = Path(__file__).with_name("rows.jsonl")
 ORIGINS = Path(__file__).with_name("origins.jsonl")
-LEFT_OUT = ("group", "source", "year", "has_time", "has_memory")
+OMITTED_KEYS = ("group", "source", "year", "has_time", "has_memory")
 
 
 @dataclass(frozen=True)
-class Row:
-    """As it was collected; a field that the publication does not give is None. `origin` is a line of origins.jsonl."""
+class PublishedRow:
+    """One row as it was collected. A field that the publication does not state is None. `origin` is a line number of
+    origins.jsonl, from 0."""
 
     id: str
     origin: int
@@ -47,29 +48,29 @@ class Row:
 
 
 @cache
-def rows() -> tuple[Row, ...]:
-    return tuple(Row(**json.loads(line)) for line in ROWS.read_text().splitlines())
+def rows() -> tuple[PublishedRow, ...]:
+    return tuple(PublishedRow(**json.loads(line)) for line in ROWS.read_text().splitlines())
 
 
 @cache
 def origins() -> tuple[dict[str, Any], ...]:
-    """Repository, path and commit that rows were read from, and how."""
+    """The repository, path and commit that rows were read from, and how they were read."""
     return tuple(json.loads(line) for line in ORIGINS.read_text().splitlines())
 
 
-def carry(collection: Path) -> None:
+def write_rows(collection: Path) -> None:
     """Writes both files from the collection, in which every row repeats its origin."""
-    known = {field.name for field in fields(Row)}
-    seen: dict[str, int] = {}
+    row_keys = {field.name for field in fields(PublishedRow)}
+    origin_lines: dict[str, int] = {}
     lines = []
     for raw in json.loads(collection.read_text())["rows"]:
-        origin = seen.setdefault(_line({**raw["source"], "year": raw["year"]}), len(seen))
-        row = {"id": raw["id"], "origin": origin, **{key: raw[key] for key in raw if key not in LEFT_OUT}}
-        assert set(row) <= known, f"{raw['id']}: unknown {set(row) - known}"
-        assert Row(**row).source == raw["group"], raw["id"]
+        origin = origin_lines.setdefault(_line({**raw["source"], "year": raw["year"]}), len(origin_lines))
+        row = {"id": raw["id"], "origin": origin, **{key: raw[key] for key in raw if key not in OMITTED_KEYS}}
+        assert set(row) <= row_keys, f"{raw['id']}: unknown {set(row) - row_keys}"
+        assert PublishedRow(**row).source == raw["group"], raw["id"]
         lines.append(_line(row))
     ROWS.write_text("\n".join(lines) + "\n")
-    ORIGINS.write_text("\n".join(seen) + "\n")
+    ORIGINS.write_text("\n".join(origin_lines) + "\n")
 
 
 def _line(value: dict[str, Any]) -> str:
@@ -77,4 +78,4 @@ def _line(value: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    carry(Path(sys.argv[1]))
+    write_rows(Path(sys.argv[1]))

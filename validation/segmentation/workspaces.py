@@ -14,7 +14,7 @@ from math import ceil
 
 from torch import nn
 
-from meshwright.profile.values import Change, Growth, ModelProfile, Operator, Stretch
+from meshwright.profile.values import BatchPolynomial, MemoryChange, ModelProfile, Operator, TraceSegment
 
 TILE, TRANSFORMED = 4, 36
 FP32_BYTES = 4
@@ -22,34 +22,34 @@ FP32_BYTES = 4
 
 def with_workspaces(found: ModelProfile, model: nn.Module) -> ModelProfile:
     """The profile of the model, with each convolution's workspace taken and given back where it runs."""
-    return replace(found, stretches=tuple(_stretch(stretch, model) for stretch in found.stretches))
+    return replace(found, segments=tuple(_stretch(stretch, model) for stretch in found.segments))
 
 
-def _stretch(stretch: Stretch, model: nn.Module) -> Stretch:
+def _stretch(stretch: TraceSegment, model: nn.Module) -> TraceSegment:
     wanted = {
         number + 1: size
         for number, operator in enumerate(stretch.operators)
         if (size := _workspace(operator, stretch, model)) is not None
     }
-    changes: list[Change] = []
+    changes: list[MemoryChange] = []
     for place, change in enumerate(stretch.changes):
-        size = wanted.get(change.operator)
+        size = wanted.get(change.after_operators)
         if size is not None and change.bytes.linear + change.bytes.constant < 0:
-            changes += _borrowed(change.operator, size, change.layer)
-            del wanted[change.operator]
+            changes += _borrowed(change.after_operators, size, change.layer)
+            del wanted[change.after_operators]
         changes.append(change)
-        last = place + 1 == len(stretch.changes) or stretch.changes[place + 1].operator != change.operator
-        if last and change.operator in wanted:
-            changes += _borrowed(change.operator, wanted.pop(change.operator), change.layer)
+        last = place + 1 == len(stretch.changes) or stretch.changes[place + 1].after_operators != change.after_operators
+        if last and change.after_operators in wanted:
+            changes += _borrowed(change.after_operators, wanted.pop(change.after_operators), change.layer)
     return replace(stretch, changes=tuple(changes))
 
 
-def _borrowed(operator: int, size: Growth, layer: str) -> list[Change]:
-    back = Growth(-size.constant, -size.linear)
-    return [Change(operator, size, "temporary", layer), Change(operator, back, "temporary", layer)]
+def _borrowed(operator: int, size: BatchPolynomial, layer: str) -> list[MemoryChange]:
+    back = BatchPolynomial(-size.constant, -size.linear)
+    return [MemoryChange(operator, size, "temporary", layer), MemoryChange(operator, back, "temporary", layer)]
 
 
-def _workspace(operator: Operator, stretch: Stretch, model: nn.Module) -> Growth | None:
+def _workspace(operator: Operator, stretch: TraceSegment, model: nn.Module) -> BatchPolynomial | None:
     """In the backward pass the filter's new gradient lies beside it until it is added to the old one."""
     if operator.kind != "convolution" or operator.dtype != "float32":
         return None
@@ -61,7 +61,7 @@ def _workspace(operator: Operator, stretch: Stretch, model: nn.Module) -> Growth
     inputs, outputs = module.in_channels, module.out_channels
     filters = TRANSFORMED * inputs * outputs + (module.weight.numel() if stretch.phase == "backward" else 0)
     images = TRANSFORMED * tiles * (inputs + outputs)
-    return Growth(FP32_BYTES * (filters + images * count.constant), FP32_BYTES * images * count.linear)
+    return BatchPolynomial(FP32_BYTES * (filters + images * count.constant), FP32_BYTES * images * count.linear)
 
 
 def _by_winograd(conv: nn.Conv2d) -> bool:

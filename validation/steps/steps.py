@@ -25,14 +25,14 @@ import yaml
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from meshwright.calibrate.model_operators import with_own_shapes
-from meshwright.calibrate.probe import measure as measure_machine
+from meshwright.calibrate.model_operators import measure_model_operators
+from meshwright.calibrate.probe import measure_machine as measure_machine
 from meshwright.cluster.cluster import Cluster
-from meshwright.cluster.detect import find
+from meshwright.cluster.detect import find_cluster
 from meshwright.launch.world import World
 from meshwright.plan import Plan
-from meshwright.profile.optimizer import optimizer_cost
-from meshwright.profile.tracing.trace import profile
+from meshwright.profile.optimizer import measure_optimizer_cost
+from meshwright.profile.tracing.trace import trace_profile
 from meshwright.profile.values import ModelProfile
 from meshwright.simulator.compute.operator_time import reference_gpu
 from meshwright.simulator.predict import Prediction, predict_plan
@@ -47,7 +47,7 @@ CPU_GLOBAL_BATCH = 128  # that of jobs/mnist.yaml
 
 
 @dataclass(frozen=True)
-class Row:
+class StepRow:
     """One case under one plan. The case's batch is that of all ranks."""
 
     case: dict[str, Any]
@@ -70,45 +70,45 @@ def cases() -> dict[str, dict[str, Any]]:
     return {case["name"]: case for case in yaml.safe_load(CASES.read_text())}
 
 
-def measured_rows(kind: str = "rows") -> Iterator[tuple[Row, float]]:
+def measured_rows(kind: str = "rows") -> Iterator[tuple[StepRow, float]]:
     """Those of h200.json, short or `held`, with their seconds."""
     known = cases()
     for row in json.loads(MEASURED.read_text())[kind]:
-        yield Row(known[row["name"]], row["precision"], row["layout"]), row["step_s"]
+        yield StepRow(known[row["name"]], row["precision"], row["layout"]), row["step_s"]
 
 
-def rows_here(cluster: Cluster) -> Iterator[Row]:
+def rows_here(cluster: Cluster) -> Iterator[StepRow]:
     """What can be measured on this machine; bf16 only where it has instructions for it, else a step takes minutes."""
     if cluster.kind == "cuda":
         for case in cases().values():
-            yield Row(case, "bf16")
+            yield StepRow(case, "bf16")
             if "tokens" not in case["input"]:
-                yield Row(case, "bf16", "channels_last")
-            yield Row(case, "fp32")
-            yield Row(case, "tf32")
+                yield StepRow(case, "bf16", "channels_last")
+            yield StepRow(case, "fp32")
+            yield StepRow(case, "tf32")
         return
     case = {**cases()["mnist"], "batch": CPU_GLOBAL_BATCH}
     for ranks in (1, 2):
-        if ranks <= cluster.devices:
-            yield Row(case, "fp32", ranks=ranks)
+        if ranks <= cluster.device_count:
+            yield StepRow(case, "fp32", ranks=ranks)
             if cluster.nodes[0].device.accelerates("bf16"):
-                yield Row(case, "bf16", ranks=ranks)
+                yield StepRow(case, "bf16", ranks=ranks)
 
 
 # ---- predicted
 
 
-def trace(row: Row, on_gpu: bool) -> ModelProfile:
+def trace(row: StepRow, on_gpu: bool) -> ModelProfile:
     with torch.device("meta"):
         model = make_model(row.case)
-    return profile(model, _batch(row.case, "meta"), case_loss, precision=row.precision, on_gpu=on_gpu)
+    return trace_profile(model, _batch(row.case, "meta"), case_loss, precision=row.precision, on_gpu=on_gpu)
 
 
-def predict(row: Row, cluster: Cluster, traced: ModelProfile | None = None) -> Prediction:
+def predict(row: StepRow, cluster: Cluster, traced: ModelProfile | None = None) -> Prediction:
     on_gpu = cluster.kind == "cuda"
-    optimizer = optimizer_cost(OPTIMIZERS[row.case["optimizer"]], at_once=on_gpu)
+    optimizer = measure_optimizer_cost(OPTIMIZERS[row.case["optimizer"]], multi_tensor=on_gpu)
     traced = traced or trace(row, on_gpu)
-    cluster = with_own_shapes(cluster, traced, row.plan, row.case["batch"])
+    cluster = measure_model_operators(cluster, traced, row.plan, row.case["batch"])
     return predict_plan(cluster, traced, row.plan, row.case["batch"], optimizer)
 
 
@@ -123,7 +123,7 @@ def _batch(case: dict[str, Any], device: str, count: int | None = None) -> tuple
 # ---- measured
 
 
-def measure(row: Row, cluster: Cluster) -> float:
+def measure(row: StepRow, cluster: Cluster) -> float:
     """The median of `ROUNDS` rounds of steps, after some that warm up."""
     if cluster.kind == "cuda":
         return _steps(row, World(0, 0, 1, 1, 0, torch.device("cuda", 0), None), 6)
@@ -132,7 +132,7 @@ def measure(row: Row, cluster: Cluster) -> float:
         return max(float(file.read_text()) for file in Path(folder).glob("seconds*"))
 
 
-def _rank(rank: int, row: Row, folder: str, threads: int) -> None:
+def _rank(rank: int, row: StepRow, folder: str, threads: int) -> None:
     torch.set_num_threads(threads)
     store: dist.Store | None = None
     if row.ranks > 1:
@@ -144,7 +144,7 @@ def _rank(rank: int, row: Row, folder: str, threads: int) -> None:
         dist.destroy_process_group()
 
 
-def _steps(row: Row, world: World, steps: int) -> float:
+def _steps(row: StepRow, world: World, steps: int) -> float:
     with world.device:
         model = make_model(row.case)
     session = Session(
@@ -182,7 +182,7 @@ def _wait(device: torch.device) -> None:
 
 def recorded_on() -> Cluster:
     """The GPU of h200.json, with the reference's calibration."""
-    cluster = find("H200")
+    cluster = find_cluster("H200")
     node = cluster.nodes[0].model_copy(update={"device": reference_gpu()[0]})
     return cluster.model_copy(update={"nodes": (node,), "based_on": "calibrated"})
 
@@ -196,7 +196,7 @@ def show_recorded() -> None:
         off = [abs(error) for error in found]
         print(f"{precision}: {len(off)} steps, median error {median(off):.1%}, largest {max(off):.1%}")
     for row, taken in measured_rows("held"):
-        alone, limited = (predict(row, cluster).step_s / taken - 1 for cluster in (recorded_on(), find("H200")))
+        alone, limited = (predict(row, cluster).step_s / taken - 1 for cluster in (recorded_on(), find_cluster("H200")))
         name = f"{row.case['name']} {row.precision}"
         print(f"held: {name:13} calibrated {alone:+.1%}, not calibrated {limited:+.1%}", flush=True)
 
@@ -205,9 +205,9 @@ def main(names: list[str]) -> None:
     if names == ["recorded"]:
         show_recorded()
         return
-    cluster = find("local", measure_machine)
+    cluster = find_cluster("local", measure_machine)
     turns = TURNS if cluster.kind == "cpu" else 1
-    print(f"{cluster.devices} × {cluster.nodes[0].device.name}, {cluster.based_on}; medians of {turns} turns")
+    print(f"{cluster.device_count} × {cluster.nodes[0].device.name}, {cluster.based_on}; medians of {turns} turns")
     load = os.getloadavg()[0]
     if load > 1:
         print(f"{load:.1f} processes already want to run here: what is measured is slower than the machine is")
@@ -229,7 +229,7 @@ def main(names: list[str]) -> None:
         print(f"median error {median(errors):.1%}, largest {max(errors):.1%}")
 
 
-def _in_turns(row: Row, cluster: Cluster, turns: int) -> tuple[list[float], list[float]]:
+def _in_turns(row: StepRow, cluster: Cluster, turns: int) -> tuple[list[float], list[float]]:
     """Predictions and measurements: a machine that slows down slows both."""
     traced = trace(row, cluster.kind == "cuda")
     found = [(predict(row, cluster, traced).step_s, measure(row, cluster)) for _ in range(turns)]

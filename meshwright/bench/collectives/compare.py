@@ -1,5 +1,5 @@
-"""How long ranks take to combine tensors, by algorithm and size, beside the backend's own all-reduce; and how well that
-was predicted from single messages that were measured before."""
+"""`meshwright bench collectives`: how long an all-reduce takes, by algorithm and size, compared with the backend's own,
+and how well that was predicted from the cost of single messages, which is measured first."""
 
 import json
 import tempfile
@@ -10,13 +10,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from meshwright.bench.collectives.rank import MEMORY_LIMIT, TIMEOUT_S, Asked, Found, from_json, measure
+from meshwright.bench.collectives.rank import (
+    MEMORY_LIMIT,
+    TIMEOUT_S,
+    CollectiveMeasurements,
+    MeasurementRequest,
+    from_json,
+    measure,
+)
 from meshwright.cluster.cores import usable_cores
 from meshwright.errors import InputError
-from meshwright.launch.local.launch import Ranks, launch
+from meshwright.launch.local.launch import RankSettings, launch
 from meshwright.launch.rank import run_rank
 from meshwright.launch.world import World
-from meshwright.simulator.communication.schedules import prices
+from meshwright.simulator.communication.schedules import algorithm_prices
 
 SIZES = tuple(2**power for power in range(10, 27, 2))
 REFERENCE = "native"
@@ -24,9 +31,15 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 @dataclass(frozen=True)
-class Row:
-    """`time_s` is the median of the rounds, `spread` their least and most. `bandwidth_bytes_per_s` is the tensor's
-    bytes by that time. `ratio_to_native` and `predicted_s` are None where there is nothing to compare with."""
+class CollectiveRow:
+    """The time of one algorithm at one size.
+
+    time_s                 the median of the rounds
+    spread                 the shortest and the longest round
+    bandwidth_bytes_per_s  the bytes of the tensor divided by `time_s`
+    ratio_to_native        `time_s` divided by that of the backend; None where that makes no sense
+    predicted_s            None where there is no prediction
+    """
 
     algorithm: str
     ranks: int
@@ -39,7 +52,7 @@ class Row:
 
 
 def parse_sizes(text: str | None) -> tuple[int, ...]:
-    """`1K,256K,4M`, or plain bytes; the default ones without it."""
+    """The sizes of a text such as `1K,256K,4M` or `4096`; the default sizes for None."""
     if text is None:
         return SIZES
     sizes = []
@@ -52,49 +65,51 @@ def parse_sizes(text: str | None) -> tuple[int, ...]:
     return tuple(sorted(set(sizes)))
 
 
-def measured_here(asked: Asked, ranks: int) -> Found:
-    """By ranks that are started on this machine."""
+def measure_in_new_ranks(request: MeasurementRequest, ranks: int) -> CollectiveMeasurements:
+    """Starts so many ranks on this machine, which measure."""
     if ranks < 2:
-        raise InputError(f"--ranks {ranks}: one rank has nobody to combine with, start two at least")
-    if asked.nodes and ranks % asked.nodes:
-        raise InputError(f"--ranks {ranks} are no {asked.nodes} nodes of equal size: choose --nodes that divides it")
+        raise InputError(f"--ranks {ranks}: an all-reduce needs several ranks, start at least two")
+    if request.nodes and ranks % request.nodes:
+        raise InputError(
+            f"--ranks {ranks} cannot form {request.nodes} nodes of equal size: choose --nodes that divides it"
+        )
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as folder:
-        file = Path(folder, "found.json")
+        file = Path(folder, "measured.json")
         launch(
             "meshwright.bench.collectives.rank",
-            [json.dumps(asdict(asked)), str(file)],
-            Ranks(ranks, "cpu", max(1, usable_cores() // ranks), 0),
+            [json.dumps(asdict(request)), str(file)],
+            RankSettings(ranks, "cpu", max(1, usable_cores() // ranks), 0),
             Path(folder, "ranks"),
         )
         return from_json(file.read_text())
 
 
-def measured_joined(asked: Asked) -> Found | None:
-    """As a rank of a world that is there already; None on all but its first one."""
-    found: list[Found] = []
+def measure_in_launched_ranks(request: MeasurementRequest) -> CollectiveMeasurements | None:
+    """Measures as one of the ranks that a launcher has started. Returns None on all ranks but the first."""
+    results: list[CollectiveMeasurements] = []
 
-    def work(world: World, place: object) -> None:
-        result = measure(asked, world)
+    def measure_as_rank(world: World, _: object) -> None:
+        measured = measure(request, world)
         if world.rank == 0:
-            found.append(result)
+            results.append(measured)
 
-    run_rank(work, "cpu", TIMEOUT_S)
-    return found[0] if found else None
+    run_rank(measure_as_rank, "cpu", TIMEOUT_S)
+    return results[0] if results else None
 
 
-def rows_of(found: Found) -> list[Row]:
-    """By size, and within a size as they were measured."""
-    ranks = sum(found.nodes)
+def make_rows(measured: CollectiveMeasurements) -> list[CollectiveRow]:
+    """The rows, ordered by size, and within a size in the order of measuring."""
+    ranks = sum(measured.nodes)
     rows = []
-    for size in found.times[REFERENCE]:
-        predicted = predictions(found, size)
-        native = median(found.times[REFERENCE][size])
-        for name, by_size in found.times.items():
+    for size in measured.times[REFERENCE]:
+        predicted = predictions(measured, size)
+        native = median(measured.times[REFERENCE][size])
+        for name, by_size in measured.times.items():
             if not by_size.get(size):
                 continue
             time_s = median(by_size[size])
             rows.append(
-                Row(
+                CollectiveRow(
                     algorithm=name,
                     ranks=ranks,
                     bytes=size,
@@ -108,109 +123,111 @@ def rows_of(found: Found) -> list[Row]:
     return rows
 
 
-def predictions(found: Found, size: int) -> dict[str, float]:
-    """Seconds by algorithm; `auto` as what it picked."""
-    ranks = sum(found.nodes)
-    known = prices(size, ranks, found.nodes, found.wires)
-    if found.picked in known:
-        known["auto"] = known[found.picked]
-    return known
+def predictions(measured: CollectiveMeasurements, size: int) -> dict[str, float]:
+    """The predicted seconds by algorithm. `auto` has those of the algorithm that it is on these ranks."""
+    ranks = sum(measured.nodes)
+    seconds = algorithm_prices(size, ranks, measured.nodes, measured.network)
+    if measured.auto_algorithm in seconds:
+        seconds["auto"] = seconds[measured.auto_algorithm]
+    return seconds
 
 
-# ---- what the rows say
+# ---- the summary of the rows
 
 
-def summary(rows: Sequence[Row], found: Found) -> dict[str, Any]:
-    """Of the algorithms that could be chosen here: nodes that are on one machine count as several, where no memory is
-    shared."""
-    choices = [row for row in rows if row.algorithm in _choices(rows, found)]
-    sizes = sorted({row.bytes for row in choices})
-    by_size = {size: [row for row in choices if row.bytes == size] for size in sizes}
-    autos = {row.bytes: row for row in rows if row.algorithm == "auto"}
-    errors = [abs(row.predicted_s / row.time_s - 1) for row in choices if row.predicted_s is not None]
-    fastest = {size: min(of_size, key=lambda row: row.time_s) for size, of_size in by_size.items()}
-    chosen = {size: min(of_size, key=_predicted) for size, of_size in by_size.items()}
-    wrong = {size: _ranked_wrongly(of_size) for size, of_size in by_size.items()}
+def summary(rows: Sequence[CollectiveRow], measured: CollectiveMeasurements) -> dict[str, Any]:
+    """How good the predictions are, and how much slower `auto` and the predicted choice are than the fastest algorithm.
+    Only algorithms that could be chosen on these nodes count; nodes do not share memory, even on one machine."""
+    selectable = [row for row in rows if row.algorithm in _selectable_algorithms(rows, measured)]
+    sizes = sorted({row.bytes for row in selectable})
+    by_size = {size: [row for row in selectable if row.bytes == size] for size in sizes}
+    auto_rows = {row.bytes: row for row in rows if row.algorithm == "auto"}
+    errors = [abs(row.predicted_s / row.time_s - 1) for row in selectable if row.predicted_s is not None]
+    fastest = {size: min(size_rows, key=lambda row: row.time_s) for size, size_rows in by_size.items()}
+    predicted_best = {size: min(size_rows, key=_predicted) for size, size_rows in by_size.items()}
+    wrong_pairs = {size: _ranked_wrongly(size_rows) for size, size_rows in by_size.items()}
     return {
-        "auto": found.picked,
-        "auto_regret": {size: _regret(autos[size], fastest[size]) for size in sizes if size in autos},
-        "chosen": {size: row.algorithm for size, row in chosen.items()},
-        "chosen_regret": {size: _regret(chosen[size], fastest[size]) for size in sizes},
+        "auto": measured.auto_algorithm,
+        "auto_regret": {size: _regret(auto_rows[size], fastest[size]) for size in sizes if size in auto_rows},
+        "chosen": {size: row.algorithm for size, row in predicted_best.items()},
+        "chosen_regret": {size: _regret(predicted_best[size], fastest[size]) for size in sizes},
         "fastest": {size: row.algorithm for size, row in fastest.items()},
         "crossovers_measured": _crossovers(by_size, lambda row: row.time_s, lambda row: row.spread),
         "crossovers_predicted": _crossovers(by_size, _predicted, lambda row: (_predicted(row), _predicted(row))),
-        "pairs_apart": sum(len(_apart(of_size)) for of_size in by_size.values()),
-        "ranked_wrongly": [{"bytes": size, "pair": pair} for size, pairs in wrong.items() for pair in pairs],
+        "pairs_apart": sum(len(_separate_pairs(size_rows)) for size_rows in by_size.values()),
+        "ranked_wrongly": [{"bytes": size, "pair": pair} for size, pairs in wrong_pairs.items() for pair in pairs],
         "prediction_error_median": round(median(errors), 4) if errors else None,
         "prediction_error_worst": round(max(errors), 4) if errors else None,
-        "error_by_algorithm": _errors(choices),
+        "error_by_algorithm": _median_errors(selectable),
     }
 
 
-def _choices(rows: Sequence[Row], found: Found) -> list[str]:
+def _selectable_algorithms(rows: Sequence[CollectiveRow], measured: CollectiveMeasurements) -> list[str]:
     names = list(dict.fromkeys(row.algorithm for row in rows if row.predicted_s is not None))
-    return [name for name in names if name != "auto" and not (name == "shared_memory" and len(found.nodes) > 1)]
+    return [name for name in names if name != "auto" and not (name == "shared_memory" and len(measured.nodes) > 1)]
 
 
-def _predicted(row: Row) -> float:
+def _predicted(row: CollectiveRow) -> float:
     assert row.predicted_s is not None
     return row.predicted_s
 
 
-def _regret(taken: Row, fastest: Row) -> float:
-    """How much longer it took than the fastest, as a part of that."""
-    return round(max(0.0, taken.time_s / fastest.time_s - 1), 4)
+def _regret(row: CollectiveRow, fastest: CollectiveRow) -> float:
+    """How much longer a row took than the fastest, as a share of the fastest's time."""
+    return round(max(0.0, row.time_s / fastest.time_s - 1), 4)
 
 
 def _crossovers(
-    by_size: dict[int, list[Row]], seconds: Callable[[Row], float], spread: Callable[[Row], tuple[float, float]]
+    by_size: dict[int, list[CollectiveRow]],
+    seconds: Callable[[CollectiveRow], float],
+    spread: Callable[[CollectiveRow], tuple[float, float]],
 ) -> list[dict[str, Any]]:
-    """From which size on another algorithm is the fastest, and not only by chance: rounds of the one before it are all
-    slower."""
-    changes: list[dict[str, Any]] = []
-    before = None
+    """The sizes from which another algorithm is the fastest. To exclude chance, all rounds of the previous fastest one
+    must be slower than all rounds of the new one."""
+    crossovers: list[dict[str, Any]] = []
+    previous = None
     for size, rows in by_size.items():
-        of_name, best = {row.algorithm: row for row in rows}, min(rows, key=seconds)
-        if before is not None and before in of_name and spread(best)[1] >= spread(of_name[before])[0]:
+        by_name, best = {row.algorithm: row for row in rows}, min(rows, key=seconds)
+        if previous is not None and previous in by_name and spread(best)[1] >= spread(by_name[previous])[0]:
             continue
-        if before is not None:
-            changes.append({"bytes": size, "from": before, "to": best.algorithm})
-        before = best.algorithm
-    return changes
+        if previous is not None:
+            crossovers.append({"bytes": size, "from": previous, "to": best.algorithm})
+        previous = best.algorithm
+    return crossovers
 
 
-def _ranked_wrongly(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Pairs predicted the wrong way round though they are apart."""
-    wrong = [(one, other) for one, other in _apart(rows) if _predicted(one) > _predicted(other)]
-    return [(one.algorithm, other.algorithm) for one, other in wrong]
+def _ranked_wrongly(rows: Sequence[CollectiveRow]) -> list[tuple[str, str]]:
+    """Pairs whose order is predicted wrongly although their rounds do not overlap."""
+    wrong = [(faster, slower) for faster, slower in _separate_pairs(rows) if _predicted(faster) > _predicted(slower)]
+    return [(faster.algorithm, slower.algorithm) for faster, slower in wrong]
 
 
-def _apart(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
-    """Pairs whose rounds do not even touch: (faster, slower) as measured."""
+def _separate_pairs(rows: Sequence[CollectiveRow]) -> list[tuple[CollectiveRow, CollectiveRow]]:
+    """Pairs (faster, slower) whose rounds do not overlap."""
     pairs = combinations(sorted(rows, key=lambda row: row.time_s), 2)
-    return [(one, other) for one, other in pairs if one.spread[1] < other.spread[0]]
+    return [(faster, slower) for faster, slower in pairs if faster.spread[1] < slower.spread[0]]
 
 
-def _errors(rows: Sequence[Row]) -> dict[str, float]:
-    """Median of the absolute error, as a part of what was measured."""
+def _median_errors(rows: Sequence[CollectiveRow]) -> dict[str, float]:
+    """The median absolute error of each algorithm, as a share of the measured time."""
     names = dict.fromkeys(row.algorithm for row in rows)
     errors = {name: [abs(_predicted(row) / row.time_s - 1) for row in rows if row.algorithm == name] for name in names}
-    return {name: round(median(found), 4) for name, found in errors.items()}
+    return {name: round(median(values), 4) for name, values in errors.items()}
 
 
-def told(rows: Sequence[Row], found: Found) -> dict[str, Any]:
-    """What `--json` prints."""
-    said: dict[str, Any] = {
+def json_report(rows: Sequence[CollectiveRow], measured: CollectiveMeasurements) -> dict[str, Any]:
+    """The JSON object that `--json` prints."""
+    report: dict[str, Any] = {
         "rows": [asdict(row) for row in rows],
-        "summary": summary(rows, found),
-        "ranks": sum(found.nodes),
-        "nodes": found.nodes,
-        "machines": found.machines,
-        "cores": found.cores,
-        "rounds": len(next(iter(found.times[REFERENCE].values()))),
-        "load": found.load,
-        "stolen": found.stolen,
-        "wires": asdict(found.wires),
-        "skipped": [{"algorithm": name, "reason": reason} for name, reason in found.refused.items()],
+        "summary": summary(rows, measured),
+        "ranks": sum(measured.nodes),
+        "nodes": measured.nodes,
+        "machines": measured.machines,
+        "cores": measured.cores,
+        "rounds": len(next(iter(measured.times[REFERENCE].values()))),
+        "load": measured.load,
+        "stolen": measured.stolen_cores,
+        "wires": asdict(measured.network),
+        "skipped": [{"algorithm": name, "reason": reason} for name, reason in measured.unavailable.items()],
     }
-    return said | ({"in_training": found.training} if found.training else {})
+    return report | ({"in_training": measured.training} if measured.training else {})

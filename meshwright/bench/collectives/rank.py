@@ -1,5 +1,5 @@
-"""What each rank of the collectives benchmark does: `python -m meshwright.bench.collectives.rank ASKED FILE`, or the
-ranks of a world that somebody else has launched."""
+"""What each rank of the collectives benchmark measures: as `python -m meshwright.bench.collectives.rank REQUEST FILE`,
+or in ranks that another launcher has started."""
 
 import os
 import sys
@@ -14,113 +14,131 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from meshwright.bench.collectives.timing import alternating, stolen_s
+from meshwright.bench.collectives.network import measure_network
+from meshwright.bench.collectives.timing import stolen_s, time_alternating
 from meshwright.bench.collectives.training import measure_training
-from meshwright.bench.collectives.wires import measure_wires
 from meshwright.cluster.cores import usable_cores
-from meshwright.collectives.native import Native
+from meshwright.collectives.native import NativeReducer
 from meshwright.collectives.reducer import Reducer
-from meshwright.collectives.scheduled import Scheduled
+from meshwright.collectives.scheduled import ScheduledReducer
 from meshwright.collectives.schedules.builders import SCHEDULES, build
-from meshwright.collectives.shared_memory.reducer import SharedMemory
-from meshwright.collectives.shared_memory.two_level import TwoLevelMemory, machines_of
+from meshwright.collectives.shared_memory.reducer import SharedMemoryReducer
+from meshwright.collectives.shared_memory.two_level import TwoLevelMemoryReducer, machines_of
 from meshwright.errors import InputError
 from meshwright.launch.rank import run_rank
 from meshwright.launch.world import World
-from meshwright.simulator.communication.schedules import Wires
+from meshwright.simulator.communication.cpu_network import CpuNetwork
 
 TIMEOUT_S = 300.0
 MEMORY_LIMIT = "memory_limit"
 
 
 @dataclass(frozen=True)
-class Asked:
-    """`nodes`: treat the ranks as so many nodes of equal size; None: as many as they are on."""
+class MeasurementRequest:
+    """What to measure. The ranks are treated as so many `nodes` of equal size; None: as the machines they run on."""
 
     nodes: int | None
     sizes: tuple[int, ...]
     rounds: int = 7
-    budget_s: float = 0.05  # of one algorithm, at one size, in one round
+    budget_s: float = 0.05  # for one algorithm, at one size, in one round
     in_training: bool = False
 
 
 @dataclass(frozen=True)
-class Found:
-    """Seconds of every round by algorithm and size; `picked`: what `auto` is on these ranks; `refused`: why an
-    algorithm cannot run on them. `training` as `collectives_training` tells it."""
+class CollectiveMeasurements:
+    """What the ranks measured.
+
+    nodes           the number of ranks of each node
+    auto_algorithm  the algorithm that `auto` is on these ranks
+    times           the seconds of every round, by algorithm and size
+    unavailable     the algorithms that cannot run on these ranks, with the reason
+    load            the load of the machine before and after
+    stolen_cores    cores that the host of a virtual machine gave to others, on average
+    training        the result of training.py, if it was requested
+    """
 
     nodes: tuple[int, ...]
     machines: int
     cores: int
     threads: int
-    wires: Wires
-    picked: str
+    network: CpuNetwork
+    auto_algorithm: str
     times: dict[str, dict[int, list[float]]]
-    refused: dict[str, str] = field(default_factory=dict)
-    load: tuple[float, float] = (0.0, 0.0)  # of the machine, before and after
-    stolen: float = 0.0  # cores that a virtual machine's host gave to others, on average
+    unavailable: dict[str, str] = field(default_factory=dict)
+    load: tuple[float, float] = (0.0, 0.0)
+    stolen_cores: float = 0.0
     training: dict[str, Any] | None = None
 
 
-def measure(asked: Asked, world: World) -> Found:
-    """Every rank of the world calls this; all are told the same."""
+def measure(request: MeasurementRequest, world: World) -> CollectiveMeasurements:
+    """Measures every algorithm. All ranks of the world call this together, and get the same result."""
     group = dist.group.WORLD
     if group is None or world.size < 2:
-        raise InputError("one rank has nobody to combine with: start two at least (--ranks 2)")
+        raise InputError("an all-reduce needs several ranks: start at least two (--ranks 2)")
     torch.set_num_threads(1)
-    before, began, stolen = os.getloadavg()[0], perf_counter(), stolen_s()
+    load_before, begin, stolen_before_s = os.getloadavg()[0], perf_counter(), stolen_s()
     machines = len(machines_of(group))
-    nodes = _nodes(world.size, asked.nodes or machines)
-    wires = measure_wires(group, nodes, machines)
-    reducers, picked, refused = _reducers(group, nodes)
+    nodes = _nodes(world.size, request.nodes or machines)
+    network = measure_network(group, nodes, machines)
+    reducers, auto_algorithm, unavailable = _reducers(group, nodes)
     times: dict[str, dict[int, list[float]]] = {name: {} for name in [*reducers, "auto", MEMORY_LIMIT]}
-    for size in asked.sizes:
-        ways = {name: _reducing(reducer, torch.ones(max(1, size // 4))) for name, reducer in reducers.items()}
-        ways[MEMORY_LIMIT] = _copying(size)
-        for name, found in alternating(ways, group, asked.rounds, asked.budget_s).items():
-            times[name][size] = found
-        times["auto"][size] = times[picked][size]  # the same reducer: measured twice, it would only tell of noise
-    training = measure_training(group, world, reducers, asked.rounds) if asked.in_training else None
+    for size in request.sizes:
+        runs = {name: _all_reduce_run(reducer, torch.ones(max(1, size // 4))) for name, reducer in reducers.items()}
+        runs[MEMORY_LIMIT] = _copy_run(size)
+        for name, rounds_s in time_alternating(runs, group, request.rounds, request.budget_s).items():
+            times[name][size] = rounds_s
+        # This is the same reducer: measuring it twice would only show noise.
+        times["auto"][size] = times[auto_algorithm][size]
+    training = measure_training(group, world, reducers, request.rounds) if request.in_training else None
     dist.barrier(group)
     for reducer in reducers.values():
         reducer.close()
-    load = (round(before, 2), round(os.getloadavg()[0], 2))
-    lost = round((stolen_s() - stolen) / (perf_counter() - began), 3)
-    return Found(
-        nodes, machines, usable_cores(), torch.get_num_threads(), wires, picked, times, refused, load, lost, training
+    stolen_cores = (stolen_s() - stolen_before_s) / (perf_counter() - begin)
+    return CollectiveMeasurements(
+        nodes=nodes,
+        machines=machines,
+        cores=usable_cores(),
+        threads=torch.get_num_threads(),
+        network=network,
+        auto_algorithm=auto_algorithm,
+        times=times,
+        unavailable=unavailable,
+        load=(round(load_before, 2), round(os.getloadavg()[0], 2)),
+        stolen_cores=round(stolen_cores, 3),
+        training=training,
     )
 
 
 def _nodes(ranks: int, nodes: int) -> tuple[int, ...]:
     if ranks % nodes:
-        raise InputError(f"{ranks} ranks are no {nodes} nodes of equal size: choose --nodes that divides {ranks}")
+        raise InputError(f"{ranks} ranks cannot form {nodes} nodes of equal size: choose --nodes that divides {ranks}")
     return (ranks // nodes,) * nodes
 
 
 def _reducers(group: dist.ProcessGroup, nodes: tuple[int, ...]) -> tuple[dict[str, Reducer], str, dict[str, str]]:
-    """One of each algorithm, what `auto` is here, and why others are not."""
+    """A reducer of every algorithm, the name of the one that `auto` is here, and why other algorithms cannot run."""
     ranks = group.size()
-    made: dict[str, Reducer] = {"native": Native(group)}
+    reducers: dict[str, Reducer] = {"native": NativeReducer(group)}
     for name in SCHEDULES:
         if name != "two_level" or len(nodes) > 1:
-            made[name] = Scheduled(group, build(name, ranks, nodes))
-    first = [sum(nodes[:place]) for place in range(len(nodes))]
-    machines = [list(range(begin, begin + count)) for begin, count in zip(first, nodes, strict=True)]
-    refused: dict[str, str] = {}
-    makers: dict[str, Callable[[], Reducer]] = {"shared_memory": lambda: SharedMemory(group)}
+            reducers[name] = ScheduledReducer(group, build(name, ranks, nodes))
+    first_ranks = [sum(nodes[:node]) for node in range(len(nodes))]
+    machines = [list(range(first, first + count)) for first, count in zip(first_ranks, nodes, strict=True)]
+    unavailable: dict[str, str] = {}
+    makers: dict[str, Callable[[], Reducer]] = {"shared_memory": lambda: SharedMemoryReducer(group)}
     if len(nodes) > 1:
-        makers["two_level_memory"] = lambda: TwoLevelMemory(group, machines)
+        makers["two_level_memory"] = lambda: TwoLevelMemoryReducer(group, machines)
     for name, make in makers.items():
         try:
-            made[name] = make()
+            reducers[name] = make()
         except InputError as reason:
-            refused[name] = str(reason)
-    # As `make_reducer` does, on machines that are these nodes.
-    wanted = "shared_memory" if len(nodes) == 1 else "two_level_memory"
-    return made, wanted if wanted in made else "native", refused
+            unavailable[name] = str(reason)
+    # The choice of `make_reducer` on machines that are these nodes.
+    preferred = "shared_memory" if len(nodes) == 1 else "two_level_memory"
+    return reducers, preferred if preferred in reducers else "native", unavailable
 
 
-def _reducing(reducer: Reducer, flat: Tensor) -> Callable[[], None]:
+def _all_reduce_run(reducer: Reducer, flat: Tensor) -> Callable[[], None]:
     def run() -> None:
         reducer.start(flat, 0)
         reducer.finish()
@@ -128,34 +146,34 @@ def _reducing(reducer: Reducer, flat: Tensor) -> Callable[[], None]:
     return run
 
 
-def _copying(size: int) -> Callable[[], None]:
-    """As many bytes as an all-reduce in shared memory reads and writes, there and back within a rank's own."""
-    one, other = torch.ones(max(1, size // 8)), torch.zeros(max(1, size // 8))
+def _copy_run(size: int) -> Callable[[], None]:
+    """Copies as many bytes within a rank's memory as an all-reduce in shared memory reads and writes."""
+    first, second = torch.ones(max(1, size // 8)), torch.zeros(max(1, size // 8))
 
     def run() -> None:
-        other.copy_(one)
-        one.copy_(other)
+        second.copy_(first)
+        first.copy_(second)
 
     return run
 
 
-def to_json(found: Found) -> str:
-    return TypeAdapter(Found).dump_json(found).decode()
+def to_json(measured: CollectiveMeasurements) -> str:
+    return TypeAdapter(CollectiveMeasurements).dump_json(measured).decode()
 
 
-def from_json(text: str) -> Found:
-    return TypeAdapter(Found).validate_json(text)
+def from_json(text: str) -> CollectiveMeasurements:
+    return TypeAdapter(CollectiveMeasurements).validate_json(text)
 
 
 def main() -> None:
-    asked, file = TypeAdapter(Asked).validate_json(sys.argv[1]), Path(sys.argv[2])
+    request, file = TypeAdapter(MeasurementRequest).validate_json(sys.argv[1]), Path(sys.argv[2])
 
-    def work(world: World, place: object) -> None:
-        found = measure(asked, world)
+    def measure_as_rank(world: World, _: object) -> None:
+        measured = measure(request, world)
         if world.rank == 0:
-            file.write_text(to_json(found))
+            file.write_text(to_json(measured))
 
-    run_rank(work, "cpu", TIMEOUT_S)
+    run_rank(measure_as_rank, "cpu", TIMEOUT_S)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The collectives benchmark as tables for people."""
+"""Prints the collectives benchmark as tables."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,33 +6,34 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from meshwright.bench.collectives.compare import Row, summary
-from meshwright.bench.collectives.rank import Found
+from meshwright.bench.collectives.compare import CollectiveRow, summary
+from meshwright.bench.collectives.rank import CollectiveMeasurements
 
 
-def show(rows: Sequence[Row], found: Found, console: Console) -> None:
-    ranks, rounds = sum(found.nodes), len(next(iter(found.times["native"].values())))
-    where = f"{len(found.nodes)} nodes of {found.nodes[0]}" if len(found.nodes) > 1 else "one node"
+def show(rows: Sequence[CollectiveRow], measured: CollectiveMeasurements, console: Console) -> None:
+    ranks, rounds = sum(measured.nodes), len(next(iter(measured.times["native"].values())))
+    node_words = f"{len(measured.nodes)} nodes of {measured.nodes[0]}" if len(measured.nodes) > 1 else "one node"
+    stolen = f", {measured.stolen_cores:g} cores taken by the host" if measured.stolen_cores else ""
     table = Table(
-        title=f"all-reduce of {ranks} ranks, {where}, {found.cores} cores; medians of {rounds} rounds,"
-        f" load {found.load[0]:g} to {found.load[1]:g}{f', {found.stolen:g} cores taken away' if found.stolen else ''}"
+        title=f"all-reduce of {ranks} ranks, {node_words}, {measured.cores} cores; medians of {rounds} rounds,"
+        f" load {measured.load[0]:g} to {measured.load[1]:g}{stolen}"
     )
-    for name in ("bytes", "algorithm", "time", "its rounds", "bytes/s", "to native", "predicted", "error"):
+    for name in ("bytes", "algorithm", "time", "rounds", "bytes/s", "to native", "predicted", "error"):
         table.add_column(name, justify="left" if name == "algorithm" else "right")
-    for place, row in enumerate(rows):
-        last = place + 1 == len(rows) or rows[place + 1].bytes != row.bytes
-        table.add_row(*_cells(row, found), end_section=last)
+    for index, row in enumerate(rows):
+        is_last_of_size = index + 1 == len(rows) or rows[index + 1].bytes != row.bytes
+        table.add_row(*_cells(row, measured), end_section=is_last_of_size)
     console.print(table)
-    for name, reason in found.refused.items():
+    for name, reason in measured.unavailable.items():
         console.print(f"{name} not run: {reason}", markup=False)
-    for line in lines(summary(rows, found)):
+    for line in summary_lines(summary(rows, measured)):
         console.print(line, markup=False)
-    if found.training:
-        _show_training(found.training, console)
+    if measured.training:
+        _show_training(measured.training, console)
 
 
-def _cells(row: Row, found: Found) -> list[str]:
-    name = f"auto ({found.picked})" if row.algorithm == "auto" else row.algorithm
+def _cells(row: CollectiveRow, measured: CollectiveMeasurements) -> list[str]:
+    name = f"auto ({measured.auto_algorithm})" if row.algorithm == "auto" else row.algorithm
     ratio = "" if row.ratio_to_native is None else f"{row.ratio_to_native:.3g}"
     predicted, error = "", ""
     if row.predicted_s is not None:
@@ -42,57 +43,61 @@ def _cells(row: Row, found: Found) -> list[str]:
     return [size(row.bytes), name, seconds(row.time_s), spread, speed, ratio, predicted, error]
 
 
-def lines(found: dict[str, Any]) -> list[str]:
-    """The summary, a line for each of its findings."""
-    told = [f"auto is {found['auto']}: {_regrets(found['auto_regret'])}"]
-    told.append(f"what the wires would choose: {_regrets(found['chosen_regret'])}")
+def summary_lines(findings: dict[str, Any]) -> list[str]:
+    """The summary, one line for each of its findings."""
+    lines = [f"auto is {findings['auto']}: {_regrets(findings['auto_regret'])}"]
+    lines.append(f"the algorithm predicted to be the fastest is {_regrets(findings['chosen_regret'])}")
     for kind in ("measured", "predicted"):
-        changes = [f"{one['to']} from {size(one['bytes'])} on" for one in found[f"crossovers_{kind}"]]
-        first = next(iter((found["fastest"] if kind == "measured" else found["chosen"]).values()), "none")
-        told.append(f"fastest as {kind}: {', then '.join([first, *changes])}")
-    wrong = [f"{one['pair'][0]} before {one['pair'][1]} at {size(one['bytes'])}" for one in found["ranked_wrongly"]]
-    told.append(
-        f"ranked wrongly, of {found['pairs_apart']} pairs whose rounds do not overlap: {', '.join(wrong) or 'none'}"
+        crossovers = [f"{change['to']} from {size(change['bytes'])} on" for change in findings[f"crossovers_{kind}"]]
+        first = next(iter((findings["fastest"] if kind == "measured" else findings["chosen"]).values()), "none")
+        lines.append(f"fastest as {kind}: {', then '.join([first, *crossovers])}")
+    wrong = [
+        f"{pair['pair'][0]} before {pair['pair'][1]} at {size(pair['bytes'])}" for pair in findings["ranked_wrongly"]
+    ]
+    lines.append(
+        f"ranked wrongly, of {findings['pairs_apart']} pairs whose rounds do not overlap: {', '.join(wrong) or 'none'}"
     )
-    if found["prediction_error_median"] is not None:
-        by_name = ", ".join(f"{name} {error:.0%}" for name, error in found["error_by_algorithm"].items())
-        told.append(
-            f"prediction: median error {found['prediction_error_median']:.0%}, worst"
-            f" {found['prediction_error_worst']:.0%} ({by_name})"
+    if findings["prediction_error_median"] is not None:
+        by_name = ", ".join(f"{name} {error:.0%}" for name, error in findings["error_by_algorithm"].items())
+        lines.append(
+            f"prediction: median error {findings['prediction_error_median']:.0%}, worst"
+            f" {findings['prediction_error_worst']:.0%} ({by_name})"
         )
-    return told
+    return lines
 
 
-def _regrets(found: dict[int, float]) -> str:
-    worst = max(found, key=lambda place: found[place], default=None)
+def _regrets(regrets: dict[int, float]) -> str:
+    worst = max(regrets, key=lambda size_bytes: regrets[size_bytes], default=None)
     if worst is None:
         return "not measured"
-    if not found[worst]:
+    if not regrets[worst]:
         return "the fastest at every size"
-    return f"at most {found[worst]:.0%} slower than the fastest ({size(worst)})"
+    return f"at most {regrets[worst]:.0%} slower than the fastest ({size(worst)})"
 
 
-def _show_training(found: dict[str, Any], console: Console) -> None:
-    table = Table(title=f"{found['model']}, batch {found['batch']} a rank, in DDP; medians of {found['rounds']} rounds")
-    for name in ("algorithm", "forward + backward", "lost to the exchange", "its quartiles", "to native"):
+def _show_training(training: dict[str, Any], console: Console) -> None:
+    table = Table(
+        title=f"{training['model']} in DDP, batch {training['batch']} per rank; medians of {training['rounds']} rounds"
+    )
+    for name in ("algorithm", "forward + backward", "spent on communication", "quartiles", "to native"):
         table.add_column(name, justify="left" if name == "algorithm" else "right")
-    for row in found["rows"]:
+    for row in training["rows"]:
         ratio = "" if row["ratio_to_native"] is None else f"{row['ratio_to_native']:.3g}"
         spread = f"{seconds(row['spread_lost_s'][0])} to {seconds(row['spread_lost_s'][1])}"
         table.add_row(row["algorithm"], seconds(row["time_s"]), seconds(row["lost_s"]), spread, ratio)
     console.print(table)
-    for one in found["sessions"]:
+    for session in training["sessions"]:
         console.print(
-            f"Session, {one['algorithm']}: {one['samples_per_s']:,.0f} samples/s,"
-            f" {one['of_no_exchange']:.1%} of those without any exchange",
+            f"Session, {session['algorithm']}: {session['samples_per_s']:,.0f} samples/s,"
+            f" {session['of_no_exchange']:.1%} of the rate without communication",
             markup=False,
         )
 
 
-def seconds(found: float) -> str:
-    if abs(found) >= 0.1:
-        return f"{found:.2f} s"
-    return f"{found * 1e3:.2f} ms" if abs(found) >= 1e-3 else f"{found * 1e6:.1f} µs"
+def seconds(value: float) -> str:
+    if abs(value) >= 0.1:
+        return f"{value:.2f} s"
+    return f"{value * 1e3:.2f} ms" if abs(value) >= 1e-3 else f"{value * 1e6:.1f} µs"
 
 
 def size(count: int) -> str:

@@ -1,5 +1,5 @@
-"""What combining gradients costs where it matters: the MNIST net in stock DDP, forward and backward, with each
-algorithm's hook; and whole steps of a `Session` beside ranks that train each for itself."""
+"""What combining gradients costs in training: forward and backward pass of the MNIST net in stock DDP with the hook of
+each algorithm, and whole steps of a `Session` compared with ranks that train without communication."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -13,53 +13,56 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwright.bench.collectives.timing import beside
+from meshwright.bench.collectives.timing import time_against_reference
 from meshwright.collectives.reducer import Reducer
 from meshwright.launch.world import World
-from meshwright.parallel.replicate.replicate import Hook
+from meshwright.parallel.replicate.replicate import ReducerHook
 from meshwright.plan import Axes, Gradients, Plan
 from meshwright.train.session import Session
 from meshwright.workloads.mnist import Net, digits
 
 BATCH = 64
-_BUDGET_S = 0.2  # little, so that what is compared lies close together
-_TIMES = 4  # of the rounds that collectives alone get
+_BUDGET_S = 0.2  # short, so that the compared runs are close in time
+_ROUND_FACTOR = 4  # how many more rounds than collectives alone get
 _BATCHES = 4
 
 
 def measure_training(
     group: dist.ProcessGroup, world: World, reducers: Mapping[str, Reducer], rounds: int
 ) -> dict[str, Any]:
-    """Every rank calls this. `lost_s`: forward and backward beyond what they take without any exchange."""
-    ways = {"native": _passes(group, None, exchange=True)}
+    """The measurement as a JSON object. All ranks call this together. `lost_s` is how much longer forward and backward
+    pass take than without communication."""
+    functions = {"native": _passes(group, None, exchange=True)}
     for name, reducer in reducers.items():
         if name != "native":
-            ways[name] = _passes(group, reducer, exchange=True)
-    found = beside(_passes(group, None, exchange=False), ways, group, rounds * _TIMES, _BUDGET_S)
-    lost = {name: [taken - alone for taken, alone in pairs] for name, pairs in found.items()}
+            functions[name] = _passes(group, reducer, exchange=True)
+    times = time_against_reference(
+        _passes(group, None, exchange=False), functions, group, rounds * _ROUND_FACTOR, _BUDGET_S
+    )
+    lost = {name: [time_s - alone_s for time_s, alone_s in pairs] for name, pairs in times.items()}
     native_s = median(lost["native"])
     rows = [
         {
             "algorithm": name,
             "ranks": group.size(),
-            "time_s": median(taken for taken, _ in pairs),
-            "spread": _quartiles([taken for taken, _ in pairs]),
-            "alone_s": median(alone for _, alone in pairs),
+            "time_s": median(time_s for time_s, _ in pairs),
+            "spread": _quartiles([time_s for time_s, _ in pairs]),
+            "alone_s": median(alone_s for _, alone_s in pairs),
             "lost_s": median(lost[name]),
             "spread_lost_s": _quartiles(lost[name]),
             "ratio_to_native": median(lost[name]) / native_s if native_s > 0 else None,
         }
-        for name, pairs in found.items()
+        for name, pairs in times.items()
     ]
     sessions = _sessions(group, world, rounds)
-    return {"model": "MNIST net", "batch": BATCH, "rounds": rounds * _TIMES, "rows": rows, "sessions": sessions}
+    return {"model": "MNIST net", "batch": BATCH, "rounds": rounds * _ROUND_FACTOR, "rows": rows, "sessions": sessions}
 
 
 def _passes(group: dist.ProcessGroup, reducer: Reducer | None, *, exchange: bool) -> Callable[[], None]:
     torch.manual_seed(0)
     model = DistributedDataParallel(Net(), process_group=group, gradient_as_bucket_view=True)
     if reducer is not None:
-        model.register_comm_hook(None, Hook(reducer).run)
+        model.register_comm_hook(None, ReducerHook(reducer).run)
     images, labels = torch.randn(BATCH, 1, 28, 28), torch.randint(10, (BATCH,))
 
     def run() -> None:
@@ -71,27 +74,29 @@ def _passes(group: dist.ProcessGroup, reducer: Reducer | None, *, exchange: bool
 
 
 def _sessions(group: dist.ProcessGroup, world: World, rounds: int) -> list[dict[str, Any]]:
-    """Samples a second of all ranks: without exchange each trains its own model."""
+    """Samples per second of all ranks, and their ratio to ranks that each train a model alone."""
     ranks = group.size()
-    lone = replace(world, rank=0, size=1, store=None)
-    ways = {}
+    single_rank = replace(world, rank=0, size=1, store=None)
+    functions = {}
     for name in ("native", "auto"):
         gradients = Gradients.model_validate({"algorithm": name})
-        ways[name] = _steps(Plan(axes=Axes(replicate=ranks), gradients=gradients), world, BATCH * ranks)
-    found = beside(_steps(Plan(), lone, BATCH), ways, group, rounds * _TIMES, _BUDGET_S)
+        functions[name] = _steps(Plan(axes=Axes(replicate=ranks), gradients=gradients), world, BATCH * ranks)
+    times = time_against_reference(
+        _steps(Plan(), single_rank, BATCH), functions, group, rounds * _ROUND_FACTOR, _BUDGET_S
+    )
     return [
         {
             "algorithm": name,
-            "samples_per_s": BATCH * ranks / median(taken for taken, _ in pairs),
-            "of_no_exchange": median(alone / taken for taken, alone in pairs),
-            "spread_of_no_exchange": _quartiles([alone / taken for taken, alone in pairs]),
+            "samples_per_s": BATCH * ranks / median(time_s for time_s, _ in pairs),
+            "of_no_exchange": median(alone_s / time_s for time_s, alone_s in pairs),
+            "spread_of_no_exchange": _quartiles([alone_s / time_s for time_s, alone_s in pairs]),
         }
-        for name, pairs in found.items()
+        for name, pairs in times.items()
     ]
 
 
-def _quartiles(found: list[float]) -> tuple[float, float]:
-    low, _, high = quantiles(found, n=4)
+def _quartiles(values: list[float]) -> tuple[float, float]:
+    low, _, high = quantiles(values, n=4)
     return low, high
 
 

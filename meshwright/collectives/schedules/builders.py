@@ -1,4 +1,4 @@
-"""A schedule by the name that a plan gives it."""
+"""Builds the schedule that a plan names."""
 
 from collections.abc import Callable, Sequence
 
@@ -18,11 +18,12 @@ SCHEDULES = (*_FLAT, "two_level")
 
 
 def build(name: str, ranks: int, nodes: Sequence[int]) -> Schedule:
-    """`nodes`: how many of the ranks each node has, in the order of the ranks; only `two_level` looks at it."""
+    """Returns the schedule with this name. `nodes` are the numbers of ranks per node, in the order of the ranks; only
+    `two_level` uses them."""
     if name not in SCHEDULES:
         raise InputError(f"there is no schedule '{name}'{did_you_mean(name, SCHEDULES)}")
     if name != "two_level":
         return _FLAT[name](ranks)
     if sum(nodes) != ranks:
-        raise InputError(f"nodes of {list(nodes)} ranks are {sum(nodes)} ranks, but {ranks} combine their gradients")
+        raise InputError(f"nodes of {list(nodes)} ranks have {sum(nodes)} ranks, but {ranks} combine their gradients")
     return two_level(nodes)

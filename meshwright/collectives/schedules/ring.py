@@ -1,8 +1,8 @@
-"""The ring: each rank talks to its neighbors only, and every link carries the same bytes in every round.
+"""The ring: each rank sends to its next neighbor only, and every link carries the same bytes in every round.
 
-Reduce-scatter: in n - 1 rounds a group of chunks travels around the ring and gathers every rank's share; rank i ends
-with group i complete. All-gather: in n - 1 more rounds the complete ones travel around. A rank sends 2(n - 1)/n of the
-tensor, the least possible; the price is 2(n - 1) messages one after another.
+Reduce-scatter: in n - 1 rounds each group of chunks is passed around the ring, and every rank adds its part; rank i
+ends with the sum of group i. All-gather: in n - 1 more rounds the sums are passed around. A rank sends 2(n - 1)/n of
+the tensor, the least possible, in 2(n - 1) consecutive messages.
 """
 
 from collections.abc import Sequence
@@ -11,26 +11,26 @@ from meshwright.collectives.schedules.schedule import Operation, Round, Schedule
 
 
 def ring(ranks: int) -> Schedule:
-    everyone = range(ranks)
-    groups = [range(rank, rank + 1) for rank in everyone]
-    return Schedule("ring", ranks, ranks, (*reduce_scatter(everyone, groups), *all_gather(everyone, groups)))
+    all_ranks = range(ranks)
+    groups = [range(rank, rank + 1) for rank in all_ranks]
+    return Schedule("ring", ranks, ranks, (*reduce_scatter(all_ranks, groups), *all_gather(all_ranks, groups)))
 
 
 def reduce_scatter(ranks: Sequence[int], groups: Sequence[range]) -> list[Round]:
-    """Ends with the sum of the chunks `groups[i]` on `ranks[i]`."""
+    """Returns the rounds after which `ranks[i]` has the sum of the chunks `groups[i]`."""
     return [_round(ranks, groups, -1 - number, "add") for number in range(len(ranks) - 1)]
 
 
 def all_gather(ranks: Sequence[int], groups: Sequence[range]) -> list[Round]:
-    """Begins where `reduce_scatter` ends, and gives every rank all chunks."""
+    """Returns the rounds that begin where `reduce_scatter` ends, and give every rank all chunks."""
     return [_round(ranks, groups, -number, "copy") for number in range(len(ranks) - 1)]
 
 
 def _round(ranks: Sequence[int], groups: Sequence[range], shift: int, operation: Operation) -> Round:
-    """The rank at place i hands group i + shift to the next one."""
+    """Returns the round in which the rank at index i sends group i + shift to the next rank."""
     n = len(ranks)
     return tuple(
-        Send(ranks[place], ranks[(place + 1) % n], chunk, operation)
-        for place in range(n)
-        for chunk in groups[(place + shift) % n]
+        Send(ranks[index], ranks[(index + 1) % n], chunk, operation)
+        for index in range(n)
+        for chunk in groups[(index + shift) % n]
     )

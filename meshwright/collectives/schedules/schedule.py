@@ -1,10 +1,10 @@
-"""`Schedule`: how ranks combine a tensor, as plain data. The executor runs it, the simulator prices it, `check` proves
-it; it knows nothing of torch.
+"""`Schedule`: how ranks combine a tensor, as plain data without torch. `execute.py` runs it, the simulator prices it,
+and tests prove that it computes the sum.
 
 A tensor is cut into chunks, and rounds of sends move them. A send reads one chunk of its source and writes the same
-chunk of its target: `add` adds to what is there, `copy` replaces it. Within a round a rank's chunk is written at most
-once, and none is both read and written: so a round has one result, whatever the order of its sends. A rank that adds
-two others to the same chunk takes two rounds, which also fixes the order of the sum, and so its bits.
+chunk of its target: `add` adds to it, `copy` replaces it. Within a round a rank's chunk is written at most once, and no
+chunk is both read and written, so the result does not depend on the order of the sends. A rank that adds the chunks of
+two others takes two rounds, which also fixes the order of the sum, and so its bits.
 """
 
 from collections.abc import Iterable
@@ -17,6 +17,8 @@ Operation = Literal["copy", "add"]
 
 @dataclass(frozen=True, slots=True)
 class Send:
+    """One chunk that `source` sends to `target`."""
+
     source: int
     target: int
     chunk: int
@@ -28,7 +30,7 @@ Round = tuple[Send, ...]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Ranks are those of the group that runs it: 0 to `ranks` - 1."""
+    """Rounds of sends between the ranks 0 to `ranks` - 1 of a process group."""
 
     name: str
     ranks: int
@@ -37,7 +39,9 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.chunks < 1:
-            raise ValueError(f"{self.name}: {self.ranks} ranks and {self.chunks} chunks: there must be one of each")
+            raise ValueError(
+                f"{self.name}: {self.ranks} ranks and {self.chunks} chunks: there must be at least one of each"
+            )
         for number, sends in enumerate(self.rounds):
             try:
                 _check_round(sends, self.ranks, self.chunks)
@@ -50,40 +54,42 @@ def _check_round(sends: Round, ranks: int, chunks: int) -> None:
     written: set[tuple[int, int]] = set()
     for send in sends:
         if not (0 <= send.source < ranks and 0 <= send.target < ranks):
-            raise ValueError(f"{send} leaves the ranks 0 to {ranks - 1}")
+            raise ValueError(f"{send} is outside of the ranks 0 to {ranks - 1}")
         if not 0 <= send.chunk < chunks:
-            raise ValueError(f"{send} leaves the chunks 0 to {chunks - 1}")
+            raise ValueError(f"{send} is outside of the chunks 0 to {chunks - 1}")
         if send.source == send.target:
             raise ValueError(f"{send} goes from a rank to itself")
         if send.operation not in ("copy", "add"):
-            raise ValueError(f"{send} neither copies nor adds")
-        place = (send.target, send.chunk)
-        if place in written:
-            raise ValueError(f"chunk {send.chunk} of rank {send.target} is written twice: in which order?")
-        written.add(place)
+            raise ValueError(f"{send} has an operation other than copy and add")
+        target = (send.target, send.chunk)
+        if target in written:
+            raise ValueError(f"chunk {send.chunk} of rank {send.target} is written twice: use two rounds")
+        written.add(target)
         read.add((send.source, send.chunk))
     for rank, chunk in sorted(read & written):
-        raise ValueError(f"chunk {chunk} of rank {rank} is read and written: which comes first?")
+        raise ValueError(f"chunk {chunk} of rank {rank} is read and written: use two rounds")
 
 
 def bounds(schedule: Schedule, size: int) -> list[tuple[int, int]]:
-    """Where each chunk of a tensor of `size` elements begins and ends: as even as can be, the longer ones spread out.
-    Some are empty where there are fewer elements than chunks."""
+    """Returns where each chunk of a tensor of `size` elements begins and ends. Lengths differ by one element at most,
+    and the longer chunks are spread evenly. Some chunks are empty where there are fewer elements than chunks."""
     cuts = [chunk * size // schedule.chunks for chunk in range(schedule.chunks + 1)]
     return list(pairwise(cuts))
 
 
 def side_by_side(*parts: Iterable[Round]) -> list[Round]:
-    """Rounds of several schedules that touch different chunks or ranks, run at the same time; all begin together."""
+    """Returns rounds that run several lists of rounds at the same time, all from the beginning. They must use different
+    chunks or ranks."""
     lists = [list(part) for part in parts]
     length = max((len(rounds) for rounds in lists), default=0)
     return [tuple(send for rounds in lists for send in (rounds[r] if r < len(rounds) else ())) for r in range(length)]
 
 
 def placed(schedule: Schedule, ranks: Iterable[int], first_chunk: int) -> list[Round]:
-    """The rounds of a schedule among some ranks of a larger world, on chunks from `first_chunk` on."""
-    names = list(ranks)
+    """Returns the rounds of a schedule that runs among some `ranks` of a larger group, on chunks from `first_chunk`
+    on."""
+    group_ranks = list(ranks)
     return [
-        tuple(Send(names[s.source], names[s.target], first_chunk + s.chunk, s.operation) for s in sends)
+        tuple(Send(group_ranks[s.source], group_ranks[s.target], first_chunk + s.chunk, s.operation) for s in sends)
         for sends in schedule.rounds
     ]

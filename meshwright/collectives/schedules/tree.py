@@ -1,10 +1,11 @@
-"""Trees: sums travel up to a root and the total travels down, in about 4 log2(n) rounds of long messages.
+"""Trees: sums are sent up to a root and the total is sent down, in about 4 log2(n) rounds of long messages.
 
-The tree is the binary one over ranks in their order: counted from 1, odd ones are leaves, and the height of a rank is
-the lowest bit that is set. In one tree the leaves only send half of the time. So `double_tree` uses two, each with half
-of the tensor: the second one is the first one mirrored (an even number of ranks) or moved on by one (an odd number), so
-that the leaves of one are the inner ranks of the other. For an odd number rank 0 is a leaf of both, since a binary tree
-has one leaf more than inner ranks. (The two trees of Sanders, Speck and Träff, 2009, which NCCL uses too.)
+The tree is the binary tree over the ranks in their order. Counted from 1, odd ranks are leaves, and the height of a
+rank is the lowest bit that is set. In a single tree the leaves send only half of the time. So `double_tree` uses two
+trees, each for half of the tensor. The second tree is the first one mirrored (even number of ranks) or shifted by one
+(odd number), so that the leaves of one are the inner ranks of the other. For an odd number, rank 0 is a leaf of both,
+since a binary tree has one leaf more than inner ranks. (These are the two trees of Sanders, Speck and Träff, 2009,
+which NCCL uses too.)
 """
 
 from meshwright.collectives.schedules.schedule import Round, Schedule, Send, placed, side_by_side
@@ -17,24 +18,25 @@ def tree(ranks: int) -> Schedule:
 
 
 def double_tree(ranks: int) -> Schedule:
-    one = tree(ranks)
-    other = range(ranks - 1, -1, -1) if ranks % 2 == 0 else [(place + 1) % ranks for place in range(ranks)]
-    rounds = side_by_side(placed(one, range(ranks), 0), placed(one, other, 1))
+    single = tree(ranks)
+    second = range(ranks - 1, -1, -1) if ranks % 2 == 0 else [(rank + 1) % ranks for rank in range(ranks)]
+    rounds = side_by_side(placed(single, range(ranks), 0), placed(single, second, 1))
     return Schedule("double tree", ranks, 2, tuple(rounds))
 
 
 def parent(rank: int, ranks: int) -> int | None:
-    """None for the root."""
-    place = rank + 1
-    bit = place & -place
-    above = (place ^ bit) | (bit << 1)
+    """Returns the parent of a rank in the tree; None for the root."""
+    position = rank + 1
+    bit = position & -position
+    above = (position ^ bit) | (bit << 1)
     if above > ranks:
-        above = place ^ bit
+        above = position ^ bit
     return above - 1 if above else None
 
 
 def _upwards(ranks: int) -> list[Round]:
-    """Each rank sends as soon as its children's sums are in; a parent of two takes them one after the other."""
+    """Returns the rounds towards the root. Each rank sends as soon as it has its children's sums; a parent of two
+    children receives them in different rounds."""
     children: list[list[int]] = [[] for _ in range(ranks)]
     for rank in range(ranks):
         above = parent(rank, ranks)
@@ -42,15 +44,15 @@ def _upwards(ranks: int) -> list[Round]:
             children[above].append(rank)
     rounds: dict[int, list[Send]] = {}
 
-    def ready(rank: int) -> int:
-        """The first round in which this rank can send."""
+    def first_send_round(rank: int) -> int:
+        """Returns the first round in which this rank can send, after scheduling the sends of its children."""
         earliest = 0
-        for begin, child in sorted((ready(child), child) for child in children[rank]):
+        for begin, child in sorted((first_send_round(child), child) for child in children[rank]):
             number = max(begin, earliest)
             rounds.setdefault(number, []).append(Send(child, rank, 0, "add"))
             earliest = number + 1
         return earliest
 
     root = next(rank for rank in range(ranks) if parent(rank, ranks) is None)
-    ready(root)
+    first_send_round(root)
     return [tuple(rounds[number]) for number in sorted(rounds)]

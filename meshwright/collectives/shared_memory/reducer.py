@@ -1,10 +1,11 @@
-"""`SharedMemory`: averages tensors of ranks on one machine in place, without copying them and without threads."""
+"""`SharedMemoryReducer`: averages tensors of ranks on one machine in place, without copies and without threads."""
 
 import ctypes
 import os
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.collectives.shared_memory import fences, segment
-from meshwright.collectives.shared_memory.plain_memory import Plain
-from meshwright.collectives.shared_memory.segment import RING, Descriptor, Place, Segment
+from meshwright.collectives.shared_memory import compiled_helper, segment
+from meshwright.collectives.shared_memory.python_steps import PythonSteps
+from meshwright.collectives.shared_memory.segment import RING, Descriptor, ProcessIdentity, SharedSegment
 from meshwright.collectives.shared_memory.steps import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -23,30 +24,33 @@ from meshwright.collectives.shared_memory.steps import (
     TYPES,
     UNREACHABLE,
     VERBS,
-    Compiled,
-    Steps,
+    CollectiveSteps,
+    CompiledSteps,
     slice_begin,
 )
-from meshwright.collectives.shared_memory.storages import Storages
+from meshwright.collectives.shared_memory.storages import SharedStorages
+from meshwright.collectives.torch_private import group_timeout_s
 from meshwright.errors import CollectiveError, InputError
 
-Way = Literal["compiled", "plain"]
-_DYING_S = 1.0  # the memory of a process that is being killed cannot be opened a moment before it counts as dead
+Implementation = Literal["compiled", "python"]
+_DYING_S = 1.0  # the memory of a process that is being killed becomes unreachable a moment before the process is gone
 
 
-class SharedMemory:
-    """A `Reducer` over a group of ranks on one machine; every rank of the group makes it at the same time.
+class SharedMemoryReducer:
+    """A `Reducer` over a group of ranks on one machine. Every rank of the group creates it at the same time.
 
-    Tensors are contiguous and on the CPU. The storage of one that is not small moves into shared memory when it is
-    first started: addresses taken before are stale. A tensor that was started is not touched before `finish`.
+    Tensors must be contiguous and on the CPU. The storage of a tensor that is not small moves into shared memory when
+    it is first started, so earlier addresses of its data are invalid. A started tensor must not be used before
+    `finish`.
 
-    The result is the sum in the order of the ranks, 16-bit types added in fp32 and rounded once, divided by the number
-    of ranks (`operation="sum"`: not divided): the same bits on all ranks, and in every run.
+    The result is the sum in the order of the ranks, divided by the number of ranks (not divided with
+    `operation="sum"`); 16-bit types are added in fp32 and rounded once. It has the same bits on all ranks and in every
+    run.
 
-    `among`: those of the group's ranks that share memory with this one, where it is not all; the group's other ranks
-    make theirs at the same time. Raises `InputError` on all ranks alike where some cannot share memory. `way` asks for
-    the compiled helper or for plain Python where None takes the better one; `folder` keeps what is compiled; `what` is
-    what errors call a tensor.
+    `among` are the ranks of the group that share memory with this one, where these are not all; the other ranks of the
+    group create theirs at the same time. Raises `InputError` on all ranks alike where some cannot share memory.
+    `implementation` is chosen automatically where it is None. `folder` is where compiled files are stored. `what` is
+    the word for a tensor in error messages.
     """
 
     def __init__(
@@ -57,7 +61,7 @@ class SharedMemory:
         operation: Literal["mean", "sum"] = "mean",
         what: str = "bucket",
         timeout_s: float | None = None,
-        way: Way | None = None,
+        implementation: Implementation | None = None,
         folder: Path | None = None,
     ) -> None:
         members = range(group.size()) if among is None else among
@@ -65,12 +69,12 @@ class SharedMemory:
         self._rank = members.index(group.rank())
         self._mean = operation == "mean"
         self._what = what
-        self._timeout_s = _timeout_s(group) if timeout_s is None else timeout_s
-        self._places, self._segments, self._steps = _join(group, members, way, folder)
-        self._storages = Storages(self._segments[self._rank])
+        self._timeout_s = group_timeout_s(group) if timeout_s is None else timeout_s
+        self._processes, self._segments, self._steps = _connect(group, members, implementation, folder)
+        self._storages = SharedStorages(self._segments[self._rank])
         self._descriptor = Descriptor()
         self._started = self._finished = 0
-        self._flying: deque[tuple[Tensor, int, int]] = deque()  # tensor, bucket, verb of what is not finished
+        self._pending: deque[tuple[Tensor, int, int]] = deque()  # (tensor, bucket, verb) of unfinished collectives
         self._failure: CollectiveError | None = None
 
     def start(self, flat: Tensor, bucket: int) -> None:
@@ -80,60 +84,60 @@ class SharedMemory:
         self._wait(self._started)
 
     def reduce_scatter(self, flat: Tensor, bucket: int) -> Tensor:
-        """Leaves the sum (never the mean) of this rank's slice in its place, and returns that view; the rest of the
-        tensor stays as it was. Ends with all ranks."""
+        """Replaces this rank's slice of the tensor by the sum (never the mean), and returns a view of it; the rest of
+        the tensor does not change. Returns when all ranks have finished."""
         self._start(flat, bucket, REDUCE_SCATTER, mean=False)
         self._wait(self._started)
         begin, end = self.bounds(flat)
         return flat.view(-1)[begin:end]
 
     def all_gather(self, flat: Tensor, bucket: int) -> None:
-        """Fetches every other slice from the rank that owns it. Ends with all ranks."""
+        """Copies every other slice from the rank that owns it. Returns when all ranks have finished."""
         self._start(flat, bucket, ALL_GATHER, mean=False)
         self._wait(self._started)
 
     def bounds(self, flat: Tensor) -> tuple[int, int]:
-        """From where to where this rank's slice of such a tensor goes."""
+        """Returns where this rank's slice of such a tensor begins and ends."""
         count, item, ranks = flat.numel(), flat.element_size(), len(self.ranks)
         return slice_begin(count, item, self._rank, ranks), slice_begin(count, item, self._rank + 1, ranks)
 
     def close(self) -> None:
-        """Closes the peers' memory. Peers that still wait for this rank are told that it has left."""
+        """Unmaps the memory of the peers. Peers that still wait for this rank raise an error."""
         if self._failure is None:
-            self._segments[self._rank].left = self._rank + 1
+            self._segments[self._rank].stopped_by = self._rank + 1
             self._failure = CollectiveError("shared memory was used after it had been closed")
             self._steps.close()
-        self._flying.clear()
+        self._pending.clear()
 
     def _start(self, flat: Tensor, bucket: int, verb: int, *, mean: bool) -> None:
         if self._failure is not None:
             raise self._failure
-        kind = TYPES.get(flat.dtype)
+        type_number = TYPES.get(flat.dtype)
         if (
             flat.device.type != "cpu"
             or not flat.is_contiguous()
-            or kind is None
-            or (mean and kind == TYPES[torch.int64])
+            or type_number is None
+            or (mean and type_number == TYPES[torch.int64])
         ):
             raise InputError(_refusal(flat, bucket, verb))
         if len(self.ranks) == 1:
             return
         if self._started + 1 - RING > self._finished:
             self._wait(self._started + 1 - RING)
-        count, described = flat.numel(), self._descriptor
-        described.count, described.type, described.verb = count, kind, verb
-        described.mean, described.bucket = mean, bucket
-        described.staged = count == 0 or (
+        count, descriptor = flat.numel(), self._descriptor
+        descriptor.count, descriptor.type, descriptor.verb = count, type_number, verb
+        descriptor.mean, descriptor.bucket = mean, bucket
+        descriptor.staged = count == 0 or (
             verb == ALL_REDUCE and count * flat.element_size() <= self._steps.stage_up_to_bytes
         )
-        if not described.staged:
-            known = self._storages.place(flat.untyped_storage())
-            described.slot, described.generation = known.slot, known.generation
-            described.file_descriptor, described.file_bytes = known.file_descriptor, known.file_bytes
-            described.offset = flat.data_ptr() - known.address
+        if not descriptor.staged:
+            shared = self._storages.share(flat.untyped_storage())
+            descriptor.slot, descriptor.generation = shared.slot, shared.generation
+            descriptor.file_descriptor, descriptor.file_bytes = shared.file_descriptor, shared.file_bytes
+            descriptor.offset = flat.data_ptr() - shared.address
         self._started += 1
-        self._flying.append((flat, bucket, verb))
-        if self._steps.start(described, flat) == MISMATCH:
+        self._pending.append((flat, bucket, verb))
+        if self._steps.start(descriptor, flat) == MISMATCH:
             self._fail(MISMATCH)
 
     def _wait(self, sequence: int) -> None:
@@ -142,118 +146,142 @@ class SharedMemory:
         if sequence <= self._finished:
             return
         since: dict[int, float] = {}
-        while answer := self._steps.wait(sequence):
+        while state := self._steps.wait(sequence):
             now = time.monotonic()
-            limit_s = _DYING_S if answer == UNREACHABLE else self._timeout_s
-            if answer == MISMATCH or self._gone() or now - since.setdefault(answer, now) > limit_s:
-                self._fail(answer)
-            if answer == UNREACHABLE:
+            limit_s = _DYING_S if state == UNREACHABLE else self._timeout_s
+            if state == MISMATCH or self._missing_rank() or now - since.setdefault(state, now) > limit_s:
+                self._fail(state)
+            if state == UNREACHABLE:
                 time.sleep(_DYING_S / 100)
         while self._finished < sequence:
-            self._flying.popleft()
+            self._pending.popleft()
             self._finished += 1
 
-    def _gone(self) -> tuple[int, str] | None:
-        """A rank that has yet to do something for the collective that we wait for, and never will."""
+    def _missing_rank(self) -> tuple[int, str] | None:
+        """Returns a rank that the awaited collective needs and that has died or stopped, and what happened to it; None
+        where there is none."""
         blamed, awaited, _ = self._steps.why()
         behind = [rank for rank, theirs in enumerate(self._segments) if theirs.done < awaited or rank == blamed]
         late = [rank for rank in behind if rank != self._rank]
         for rank in late:
-            if not segment.alive(self._places[rank]):
+            if not segment.is_alive(self._processes[rank]):
                 return rank, "has died"
         for rank in late:
-            if missing := self._segments[rank].left:
-                itself = missing - 1 == rank
-                return missing - 1, "has left" if itself else f"is missing, as rank {self.ranks[rank]} says"
+            if stopped_by := self._segments[rank].stopped_by:
+                closed = stopped_by - 1 == rank
+                return stopped_by - 1, "has left" if closed else f"is missing, as rank {self.ranks[rank]} says"
         return None
 
-    def _fail(self, answer: int) -> None:
+    def _fail(self, state: int) -> None:
         blamed, sequence, error = self._steps.why()
-        _, bucket, verb = self._flying[sequence - self._finished - 1]
-        what = f"shared-memory {VERBS[verb]} of {self._what} {bucket}"
-        if answer == MISMATCH:
+        _, bucket, verb = self._pending[sequence - self._finished - 1]
+        operation = f"shared-memory {VERBS[verb]} of {self._what} {bucket}"
+        if state == MISMATCH:
             ours, theirs = (self._segments[rank].ring[sequence % RING] for rank in (self._rank, blamed))
-            words = f"brought {_described(theirs)}, rank {self.ranks[self._rank]} {_described(ours)}"
-        elif gone := self._gone():
-            blamed, words = gone
-        elif answer == UNREACHABLE:
-            words = f"has memory that cannot be opened: {os.strerror(error)}"
+            problem = f"brought {_describe(theirs)}, rank {self.ranks[self._rank]} {_describe(ours)}"
+        elif missing := self._missing_rank():
+            blamed, problem = missing
+        elif state == UNREACHABLE:
+            problem = f"has memory that cannot be opened: {os.strerror(error)}"
         else:
-            words = f"did not come within {self._timeout_s:g} s"
-        self._segments[self._rank].left = blamed + 1
-        self._failure = CollectiveError(f"{what}: rank {self.ranks[blamed]} {words}")
+            problem = f"did not come within {self._timeout_s:g} s"
+        self._segments[self._rank].stopped_by = blamed + 1
+        self._failure = CollectiveError(f"{operation}: rank {self.ranks[blamed]} {problem}")
         self._steps.close()
         raise self._failure
 
 
-def _join(
-    group: dist.ProcessGroup, members: Sequence[int], way: Way | None, folder: Path | None
-) -> tuple[list[Place], list[Segment], Steps]:
-    """All ranks of the group come to the same answer, since each decides by what all have said."""
-    helper = fences.helper(folder)
-    ways = [] if isinstance(helper, str) else ["compiled"]
-    if fences.keeps_order() or ways:
-        ways.append("plain")
-    file, mine = segment.create()
+@dataclass(frozen=True)
+class _RankOffer:
+    """What one rank tells the others before they connect: its process, the file descriptor of its segment, the
+    implementations that it can run, and why it has no compiled helper (empty where it has)."""
+
+    process: ProcessIdentity
+    segment_file: int
+    implementations: tuple[str, ...]
+    no_helper_reason: str
+
+
+def _connect(
+    group: dist.ProcessGroup, members: Sequence[int], implementation: Implementation | None, folder: Path | None
+) -> tuple[list[ProcessIdentity], list[SharedSegment], CollectiveSteps]:
+    """Returns the processes and segments of the members, and the steps that they run. All ranks of the group decide by
+    the offers of all, so that they come to the same result."""
+    helper = compiled_helper.load_helper(folder)
+    can_run_python = compiled_helper.has_total_store_order() or not isinstance(helper, str)
+    implementations = () if isinstance(helper, str) else ("compiled",)
+    file, own_segment = segment.create_segment()
     try:
-        reason = helper if isinstance(helper, str) else ""
-        everybody = _exchange(group, (segment.here(), file, ways, reason))
-        said = [everybody[member] for member in members]
-        places, rank = [place for place, *_ in said], members.index(group.rank())
-        common = [each for each in ("compiled", "plain") if all(each in theirs for _, _, theirs, _ in said)]
-        chosen = [each for each in common if way in (None, each)]
-        segments, problem = [mine] * len(said), _cannot(places, chosen, [reason for *_, reason in said])
+        offer = _RankOffer(
+            process=segment.this_process(),
+            segment_file=file,
+            implementations=(*implementations, "python") if can_run_python else implementations,
+            no_helper_reason=helper if isinstance(helper, str) else "",
+        )
+        all_offers: list[_RankOffer] = _all_gather(group, offer)
+        offers, rank = [all_offers[member] for member in members], members.index(group.rank())
+        processes = [offer.process for offer in offers]
+        common = [name for name in ("compiled", "python") if all(name in offer.implementations for offer in offers)]
+        usable = [name for name in common if implementation in (None, name)]
+        segments, problem = [own_segment] * len(offers), _why_not_shareable(offers, usable)
         if not problem:
             try:
-                for other, (place, theirs, *_) in enumerate(said):
-                    if other != rank:
-                        segments[other] = segment.open_segment(place, theirs)
+                for peer, offer in enumerate(offers):
+                    if peer != rank:
+                        segments[peer] = segment.open_segment(offer.process, offer.segment_file)
             except (InputError, OSError) as error:
                 problem = str(error)
-        if problem := next(filter(None, _exchange(group, problem)), ""):
+        if problem := next(filter(None, _all_gather(group, problem)), ""):
             raise InputError(f"gradients cannot be combined in shared memory: {problem}")
     finally:
         os.close(file)
-    pids = [place.pid for place in places]
-    if chosen[0] == "compiled":
+    return processes, segments, _make_steps(usable[0], helper, rank, segments, [process.pid for process in processes])
+
+
+def _make_steps(
+    implementation: str, helper: ctypes.CDLL | str, rank: int, segments: list[SharedSegment], pids: list[int]
+) -> CollectiveSteps:
+    if implementation == "compiled":
         assert isinstance(helper, ctypes.CDLL)
-        return places, segments, Compiled(helper, rank, segments, pids)
-    if fences.keeps_order() or isinstance(helper, str):
-        return places, segments, Plain(rank, segments, pids)
-    return places, segments, Plain(rank, segments, pids, helper.fence)
+        return CompiledSteps(helper, rank, segments, pids)
+    if compiled_helper.has_total_store_order() or isinstance(helper, str):
+        return PythonSteps(rank, segments, pids)
+    return PythonSteps(rank, segments, pids, helper.fence)
 
 
-def _cannot(places: list[Place], ways: list[str], reasons: list[str]) -> str:
-    """Why these ranks cannot share memory; nothing where they can."""
-    if reason := segment.apart(places):
+def _why_not_shareable(offers: list[_RankOffer], usable: list[str]) -> str:
+    """Returns why these ranks cannot share memory; empty where they can."""
+    if reason := segment.why_not_shareable([offer.process for offer in offers]):
         return reason
-    if ways:
+    if usable:
         return ""
-    order = "" if fences.keeps_order() else "this processor reorders writes, and "
+    order = "" if compiled_helper.has_total_store_order() else "this processor reorders writes, and "
+    reasons = (offer.no_helper_reason for offer in offers)
     return f"{order}no helper was compiled: {next(filter(None, reasons), 'no rank says why')}"
 
 
-def _exchange(group: dist.ProcessGroup, mine: object) -> list[Any]:
-    said: list[Any] = [None] * group.size()
-    dist.all_gather_object(said, mine, group=group)
-    return said
-
-
-def _timeout_s(group: dist.ProcessGroup) -> float:
-    seconds: float = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-    return seconds
+def _all_gather(group: dist.ProcessGroup, value: object) -> list[Any]:
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def _refusal(flat: Tensor, bucket: int, verb: int) -> str:
-    what = f"shared-memory {VERBS[verb]} of bucket {bucket}"
+    operation = f"shared-memory {VERBS[verb]} of bucket {bucket}"
     if flat.device.type != "cpu":
-        return f"{what}: the tensor is on {flat.device}, and only CPU tensors lie in shared memory: combine it natively"
+        return (
+            f"{operation}: the tensor is on {flat.device}, and only CPU tensors can be in shared memory: set"
+            " plan.gradients.algorithm to native"
+        )
     if not flat.is_contiguous():
-        return f"{what}: the tensor of shape {tuple(flat.shape)} has strides {flat.stride()}, and must be contiguous"
-    known = ", ".join(str(dtype).removeprefix("torch.") for dtype in TYPES)
-    return f"{what}: tensors of {str(flat.dtype).removeprefix('torch.')} are not averaged: {known} (int64 as a sum)"
+        return (
+            f"{operation}: the tensor of shape {tuple(flat.shape)} has strides {flat.stride()}: it must be contiguous"
+        )
+    dtype = str(flat.dtype).removeprefix("torch.")
+    supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in TYPES)
+    return f"{operation}: tensors of {dtype} are not averaged, only {supported} (int64 only as a sum)"
 
 
-def _described(brought: Descriptor) -> str:
-    dtype = next(str(dtype).removeprefix("torch.") for dtype, number in TYPES.items() if number == brought.type)
-    return f"{brought.count} elements of {dtype} for the {VERBS[brought.verb]} of bucket {brought.bucket}"
+def _describe(descriptor: Descriptor) -> str:
+    dtype = next(str(dtype).removeprefix("torch.") for dtype, number in TYPES.items() if number == descriptor.type)
+    return f"{descriptor.count} elements of {dtype} for the {VERBS[descriptor.verb]} of bucket {descriptor.bucket}"

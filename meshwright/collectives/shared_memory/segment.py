@@ -1,5 +1,5 @@
-"""The memory through which ranks on one machine tell each other how far they are: one nameless segment a rank, which
-the others open through the process file system, and which is gone with the last of them."""
+"""`SharedSegment`: the shared memory through which ranks on one machine see each other's progress. Each rank has one
+segment. It has no name: the other ranks open it through /proc, and it is freed when the last of them ends."""
 
 import ctypes
 import mmap
@@ -10,14 +10,14 @@ from pathlib import Path
 
 from meshwright.errors import InputError
 
-RING = 64  # collectives that a rank may have started and not finished
-SLOTS = 256  # storages that the peers keep open of a rank
+RING = 64  # number of collectives that a rank may have started and not finished
+SLOTS = 256  # number of storages of a rank that its peers keep mapped
 STAGE_BYTES = 65536  # the largest tensor that can be copied into the segment
-LINE_WORDS = 16  # 128 bytes: two ranks never write to one line, nor to the pair that a processor fetches at once
+LINE_WORDS = 16  # two cache lines, which a processor fetches at once: two ranks never write to the same pair
 
 
 class Descriptor(ctypes.Structure):
-    """What a rank brings to a collective: where its tensor lies, what it is, and what becomes of it."""
+    """What a rank contributes to a collective: where its tensor is, its size and type, and the operation (`verb`)."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("slot", "generation", "file_descriptor", "file_bytes", "offset")),
@@ -26,9 +26,9 @@ class Descriptor(ctypes.Structure):
     ]
 
 
-class Segment(ctypes.Structure):
-    """What one rank writes and the others read; `shared_memory.c` says what the counters mean. `left` is one more than
-    the rank because of which this one takes part no longer."""
+class SharedSegment(ctypes.Structure):
+    """What one rank writes and the others read. `shared_memory.c` explains the counters. `stopped_by` is 0 while the
+    rank takes part. Afterwards it is 1 + the rank because of which it stopped, which is its own rank if it closed."""
 
     _fields_ = [
         ("published", ctypes.c_int64),
@@ -36,7 +36,7 @@ class Segment(ctypes.Structure):
         ("unused0", ctypes.c_int64 * (LINE_WORDS - 2)),
         ("done", ctypes.c_int64),
         ("unused1", ctypes.c_int64 * (LINE_WORDS - 1)),
-        ("left", ctypes.c_int64),
+        ("stopped_by", ctypes.c_int64),
         ("unused2", ctypes.c_int64 * (LINE_WORDS - 1)),
         ("ring", Descriptor * RING),
         ("generations", ctypes.c_int64 * SLOTS),
@@ -45,72 +45,72 @@ class Segment(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a process runs: those with the same `machine` and `namespace` can open each other's memory."""
+class ProcessIdentity:
+    """Identifies a process. Processes with the same `machine` and `namespace` can open each other's memory."""
 
     host: str
-    machine: str  # made anew at every boot
+    machine: str  # the boot id of the kernel
     namespace: str
     pid: int
-    born: str
+    start_time: str
 
 
-def here() -> Place:
-    return Place(
+def this_process() -> ProcessIdentity:
+    return ProcessIdentity(
         host=os.uname().nodename,
         machine=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
         namespace=os.readlink("/proc/self/ns/pid"),
         pid=os.getpid(),
-        born=_life(os.getpid())[1],
+        start_time=_state_and_start_time(os.getpid())[1],
     )
 
 
-def apart(places: Sequence[Place]) -> str | None:
-    """Why these processes cannot share memory; None where they can. `places` by rank of the group."""
-    first = places[0]
-    for rank, place in enumerate(places):
-        if place.machine != first.machine:
-            return f"rank 0 of the group runs on {first.host}, rank {rank} on {place.host}"
-        if place.namespace != first.namespace:
+def why_not_shareable(processes: Sequence[ProcessIdentity]) -> str | None:
+    """Returns why these processes, in the order of ranks, cannot share memory; None where they can."""
+    first = processes[0]
+    for rank, process in enumerate(processes):
+        if process.machine != first.machine:
+            return f"rank 0 of the group runs on {first.host}, rank {rank} on {process.host}"
+        if process.namespace != first.namespace:
             return f"ranks 0 and {rank} of the group run in two containers on {first.host}"
     return None
 
 
-def alive(place: Place) -> bool:
-    """Whether the process still runs: not gone, not a zombie, and not another one with its number."""
+def is_alive(process: ProcessIdentity) -> bool:
+    """Whether the process still runs: it is not a zombie, and its pid was not given to another process."""
     try:
-        state, born = _life(place.pid)
+        state, start_time = _state_and_start_time(process.pid)
     except (OSError, IndexError):
         return False
-    return state not in "ZX" and born == place.born
+    return state not in "ZX" and start_time == process.start_time
 
 
-def _life(pid: int) -> tuple[str, str]:
-    """State and time of birth; the program's name before them may contain anything."""
-    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return words[0], words[19]
+def _state_and_start_time(pid: int) -> tuple[str, str]:
+    """Parses /proc/PID/stat after the program's name, which may contain blanks and parentheses."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], fields[19]
 
 
-def create() -> tuple[int, Segment]:
-    """A segment of our own, all zeros, and the file descriptor by which others open it."""
+def create_segment() -> tuple[int, SharedSegment]:
+    """Returns a new segment of zeros, after the file descriptor by which other processes open it."""
     file = os.memfd_create("meshwright", os.MFD_CLOEXEC)
-    os.ftruncate(file, ctypes.sizeof(Segment))
+    os.ftruncate(file, ctypes.sizeof(SharedSegment))
     return file, _mapped(file)
 
 
-def open_segment(place: Place, file: int) -> Segment:
-    """The segment of a peer."""
-    path = f"/proc/{place.pid}/fd/{file}"
+def open_segment(process: ProcessIdentity, file: int) -> SharedSegment:
+    """Returns the segment that another process created as its file descriptor `file`."""
+    path = f"/proc/{process.pid}/fd/{file}"
     try:
-        ours = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        local_file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise InputError(f"{path} cannot be opened: {error.strerror}") from None
     try:
-        return _mapped(ours)
+        return _mapped(local_file)
     finally:
-        os.close(ours)
+        os.close(local_file)
 
 
-def _mapped(file: int) -> Segment:
-    """Lives as long as the object that is returned."""
-    return Segment.from_buffer(mmap.mmap(file, ctypes.sizeof(Segment)))
+def _mapped(file: int) -> SharedSegment:
+    """Returns the mapped segment; the mapping ends with the returned object."""
+    return SharedSegment.from_buffer(mmap.mmap(file, ctypes.sizeof(SharedSegment)))

@@ -1,11 +1,12 @@
-// Reduces tensors in the shared memory of ranks on one machine. shared_memory.py says how it is used; segment.py has
-// the same structs: Python refuses a helper whose sizes differ from its own.
+// Reduces tensors in the shared memory of ranks on one machine. steps.py calls it, and segment.py defines the same
+// structs in Python, which refuses a compiled helper whose sizes differ.
 //
-// Every rank numbers its collectives 1, 2, 3, ... and all ranks start the same ones in the same order, so that one
-// counter tells how far a rank has come. `published = k`: my tensors up to collective k are complete and described in
-// my ring. `done = k`: I have read and written all I want of the peers' tensors up to collective k. Only a rank itself
-// writes to its segment. Each counter is stored with release and read with acquire: whoever sees the number also sees
-// the memory that it speaks of, on processors that reorder writes too.
+// Every rank numbers its collectives 1, 2, 3, ... and all ranks start the same collectives in the same order, so one
+// counter describes the progress of a rank:
+//     published = k    the rank's tensors up to collective k are complete and described in its ring
+//     done = k         the rank no longer reads or writes tensors of its peers for collectives up to k
+// Only the rank itself writes to its segment. Counters are stored with release and loaded with acquire semantics: a
+// rank that reads a counter also sees the memory that was written before it, on processors that reorder writes too.
 
 #define _GNU_SOURCE
 #include <errno.h>
@@ -26,17 +27,17 @@ enum { ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER };
 enum { FINISHED = 0, WAITING = 1, MISMATCH = 2, UNREACHABLE = 3 };
 
 typedef struct {
-    int64_t slot, generation, file_descriptor, file_bytes, offset; // where the tensor lies
-    int64_t count, type, verb, mean, staged, bucket;               // what it is, and what becomes of it
+    int64_t slot, generation, file_descriptor, file_bytes, offset; // where the tensor is
+    int64_t count, type, verb, mean, staged, bucket;               // its size and type, and the operation
     int64_t unused[5];
-} Descriptor; // one line
+} Descriptor; // 128 bytes
 
 typedef struct {
     int64_t published, retired, unused0[14];
     int64_t done, unused1[15];
-    int64_t left, unused2[15];
+    int64_t stopped_by, unused2[15];
     Descriptor ring[RING];
-    int64_t generations[SLOTS]; // of the storage in each slot, 0 once it is gone
+    int64_t generations[SLOTS]; // of the storage in each slot, 0 when it is gone
     char stage[RING][STAGE_BYTES];
 } Segment;
 
@@ -47,12 +48,12 @@ typedef struct {
 
 typedef struct {
     int64_t rank, ranks, spins;
-    int64_t started, reduced, finished; // by me, by me, by all
-    int64_t blamed, sequence, error;    // of the last answer that was not FINISHED
+    int64_t started, reduced, finished; // collectives started by this rank, reduced by it, finished by all ranks
+    int64_t blamed, sequence, error;    // of the last result that was not FINISHED
     Segment **segments;
     int64_t *pids, *retired;
     Mapping *mappings; // [ranks][SLOTS]
-    char *own[RING];   // addresses of my tensors
+    char *addresses[RING]; // of this rank's tensors
 } Group;
 
 int64_t segment_bytes(void) { return sizeof(Segment); }
@@ -71,20 +72,20 @@ Group *group_new(int64_t rank, int64_t ranks, void **segments, const int64_t *pi
     return g;
 }
 
-static void forget(Mapping *m) {
+static void unmap(Mapping *m) {
     if (m->base) munmap(m->base, m->bytes);
     m->base = NULL, m->generation = 0;
 }
 
 void group_free(Group *g) {
-    for (int64_t i = 0; i < g->ranks * SLOTS; i++) forget(&g->mappings[i]);
+    for (int64_t i = 0; i < g->ranks * SLOTS; i++) unmap(&g->mappings[i]);
     free(g->segments), free(g->pids), free(g->retired), free(g->mappings), free(g);
 }
 
 int64_t group_mappings(const Group *g) {
-    int64_t found = 0;
-    for (int64_t i = 0; i < g->ranks * SLOTS; i++) found += g->mappings[i].base != NULL;
-    return found;
+    int64_t count = 0;
+    for (int64_t i = 0; i < g->ranks * SLOTS; i++) count += g->mappings[i].base != NULL;
+    return count;
 }
 
 void fence(void) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
@@ -93,7 +94,7 @@ void fence(void) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
 static void relax(void) {
 #if defined(__aarch64__)
-    __asm__ volatile("isb" ::: "memory"); // `yield` does nothing on most of them
+    __asm__ volatile("isb" ::: "memory"); // `yield` does nothing on most Arm processors
 #elif defined(__x86_64__)
     __builtin_ia32_pause();
 #endif
@@ -105,6 +106,7 @@ static int64_t now_ns(void) {
     return t.tv_sec * 1000000000LL + t.tv_nsec;
 }
 
+// Returns a rank whose counter is below `sequence`, or -1.
 static int64_t lagging(const Group *g, int wants_done, int64_t sequence) {
     for (int64_t r = 0; r < g->ranks; r++) {
         const int64_t *counter = wants_done ? &g->segments[r]->done : &g->segments[r]->published;
@@ -113,10 +115,11 @@ static int64_t lagging(const Group *g, int wants_done, int64_t sequence) {
     return -1;
 }
 
-// Looks for a moment, then offers the core to others, which a peer may need in order to come, then sleeps. After a
-// tenth of a second it answers WAITING, so that Python can see whether the peer lives, and to signals.
+// Waits until the counters of all ranks have reached `sequence`. It first polls, then yields the core, which a peer may
+// need, and then sleeps between polls. After a tenth of a second it returns WAITING, so that Python can check whether
+// the peer is alive and can handle signals.
 static int await(Group *g, int wants_done, int64_t sequence) {
-    const int64_t yields = 1000, patience_ns = 100000000, nap_ns = 50000;
+    const int64_t yields = 1000, longest_wait_ns = 100000000, sleep_ns = 50000;
     int64_t deadline = 0;
     for (int64_t round = 0;; round++) {
         int64_t rank = lagging(g, wants_done, sequence);
@@ -127,34 +130,36 @@ static int await(Group *g, int wants_done, int64_t sequence) {
             sched_yield();
         } else {
             int64_t now = now_ns();
-            if (!deadline) deadline = now + patience_ns;
+            if (!deadline) deadline = now + longest_wait_ns;
             if (now > deadline) {
                 g->blamed = rank, g->sequence = sequence;
                 return WAITING;
             }
-            nanosleep(&(struct timespec){0, nap_ns}, NULL);
+            nanosleep(&(struct timespec){0, sleep_ns}, NULL);
         }
     }
 }
 
 // ---- the peers' tensors
 
-static void drop_stale(Group *g, int64_t rank) {
+// Unmaps the storages that the peer no longer has.
+static void unmap_retired(Group *g, int64_t rank) {
     Segment *peer = g->segments[rank];
     int64_t retired = __atomic_load_n(&peer->retired, __ATOMIC_ACQUIRE);
     if (retired == g->retired[rank]) return;
     g->retired[rank] = retired;
     for (int64_t slot = 0; slot < SLOTS; slot++) {
         Mapping *m = &g->mappings[rank * SLOTS + slot];
-        if (m->base && m->generation != __atomic_load_n(&peer->generations[slot], __ATOMIC_RELAXED)) forget(m);
+        if (m->base && m->generation != __atomic_load_n(&peer->generations[slot], __ATOMIC_RELAXED)) unmap(m);
     }
 }
 
-// The peer keeps the file open until the collective is finished: it has no name but /proc/PID/fd/FD.
-static char *reach(Group *g, int64_t rank, const Descriptor *d, int64_t sequence) {
+// Returns the peer's tensor, mapped into this process. The file has no name but /proc/PID/fd/FD, and the peer keeps it
+// open until the collective is finished.
+static char *map_tensor(Group *g, int64_t rank, const Descriptor *d, int64_t sequence) {
     Mapping *m = &g->mappings[rank * SLOTS + d->slot];
     if (m->base && m->generation == d->generation) return m->base + d->offset;
-    forget(m);
+    unmap(m);
     char path[64];
     snprintf(path, sizeof path, "/proc/%lld/fd/%lld", (long long)g->pids[rank], (long long)d->file_descriptor);
     int file = open(path, O_RDWR | O_CLOEXEC);
@@ -172,7 +177,8 @@ static char *reach(Group *g, int64_t rank, const Descriptor *d, int64_t sequence
 
 // ---- collectives
 
-// Where the slice of a rank begins: whole lines, so that no two ranks write to one.
+// Returns where the slice of a rank begins. Slices are whole lines of 128 bytes, so that no two ranks write to the same
+// line.
 static int64_t slice_begin(const Descriptor *d, int64_t rank, int64_t ranks) {
     int64_t unit = LINE_BYTES / width_of(d->type), units = (d->count + unit - 1) / unit;
     int64_t begin = units * rank / ranks * unit;
@@ -184,21 +190,22 @@ static int same(const Descriptor *a, const Descriptor *b) {
            a->staged == b->staged && a->bucket == b->bucket;
 }
 
+// Combines the tensors of a collective that all ranks have published.
 static int combine(Group *g, int64_t sequence) {
-    const int64_t place = sequence % RING, ranks = g->ranks, rank = g->rank;
-    const Descriptor *mine = &g->segments[rank]->ring[place];
+    const int64_t entry = sequence % RING, ranks = g->ranks, rank = g->rank;
+    const Descriptor *mine = &g->segments[rank]->ring[entry];
     char *tensors[ranks];
     for (int64_t r = 0; r < ranks; r++) {
-        const Descriptor *theirs = &g->segments[r]->ring[place];
+        const Descriptor *theirs = &g->segments[r]->ring[entry];
         if (!same(mine, theirs)) {
             g->blamed = r, g->sequence = sequence;
             return MISMATCH;
         }
         if (mine->staged) {
-            tensors[r] = g->segments[r]->stage[place];
+            tensors[r] = g->segments[r]->stage[entry];
         } else {
-            drop_stale(g, r);
-            tensors[r] = r == rank ? g->own[place] : reach(g, r, theirs, sequence);
+            unmap_retired(g, r);
+            tensors[r] = r == rank ? g->addresses[entry] : map_tensor(g, r, theirs, sequence);
             if (!tensors[r]) return UNREACHABLE;
         }
     }
@@ -210,7 +217,7 @@ static int combine(Group *g, int64_t sequence) {
             if (r != rank) memcpy(tensors[rank] + from, tensors[r] + from, to - from);
         }
     } else if (mine->staged) {
-        reduce(mine->type, tensors, ranks, &g->own[place], 1, 0, mine->count, mine->mean);
+        reduce(mine->type, tensors, ranks, &g->addresses[entry], 1, 0, mine->count, mine->mean);
     } else if (mine->verb == REDUCE_SCATTER) {
         reduce(mine->type, tensors, ranks, &tensors[rank], 1, begin, end, mine->mean);
     } else {
@@ -219,39 +226,40 @@ static int combine(Group *g, int64_t sequence) {
     return FINISHED;
 }
 
+// Combines published collectives up to `until`. Where `waits` is 0 it stops at the first that is not published by all.
 static int advance(Group *g, int64_t until, int waits) {
     while (g->reduced < until) {
         const int64_t sequence = g->reduced + 1;
         if (waits) {
-            int answer = await(g, 0, sequence);
-            if (answer) return answer;
+            int state = await(g, 0, sequence);
+            if (state) return state;
         } else if (lagging(g, 0, sequence) >= 0) {
             return FINISHED;
         }
-        int answer = combine(g, sequence);
-        if (answer) return answer;
+        int state = combine(g, sequence);
+        if (state) return state;
         g->reduced = sequence;
         __atomic_store_n(&g->segments[g->rank]->done, sequence, __ATOMIC_RELEASE);
     }
     return FINISHED;
 }
 
-// Finishes all collectives up to that one. After WAITING it is called again.
+// Finishes all collectives up to `sequence`. After WAITING the caller calls it again.
 int group_wait(Group *g, int64_t sequence) {
-    int answer = advance(g, sequence, 1);
-    if (!answer) answer = await(g, 1, sequence);
-    if (!answer && g->finished < sequence) g->finished = sequence;
-    return answer;
+    int state = advance(g, sequence, 1);
+    if (!state) state = await(g, 1, sequence);
+    if (!state && g->finished < sequence) g->finished = sequence;
+    return state;
 }
 
-// Publishes the next collective, and does what can be done without waiting. Its place in the ring must be free: the
-// caller has waited for the collective RING before it.
+// Publishes the next collective, and combines what can be combined without waiting. Its entry in the ring must be free:
+// the caller has waited for the collective that is RING before it.
 int group_start(Group *g, const Descriptor *d, char *address) {
     Segment *mine = g->segments[g->rank];
-    const int64_t sequence = g->started + 1, place = sequence % RING;
-    mine->ring[place] = *d;
-    g->own[place] = address;
-    if (d->staged) memcpy(mine->stage[place], address, d->count * width_of(d->type));
+    const int64_t sequence = g->started + 1, entry = sequence % RING;
+    mine->ring[entry] = *d;
+    g->addresses[entry] = address;
+    if (d->staged) memcpy(mine->stage[entry], address, d->count * width_of(d->type));
     g->started = sequence;
     __atomic_store_n(&mine->published, sequence, __ATOMIC_RELEASE);
     return advance(g, sequence, 0);

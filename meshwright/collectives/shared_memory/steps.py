@@ -1,9 +1,10 @@
-"""How ranks on one machine combine tensors in shared memory: the steps that `shared_memory.c` takes.
+"""The steps in which ranks on one machine combine tensors in shared memory. `CompiledSteps` runs them in
+`shared_memory.c`, `python_steps.py` in Python.
 
-A rank publishes its tensor. Once all have, each rank adds its own slice over all ranks' tensors, in the order of the
-ranks, writes the result into all of them, and says that it is done. So there are two moments at which ranks wait for
-each other, whatever the size, and nothing is copied. Small tensors are copied into the segment instead, and every rank
-adds all of them for itself: one moment less. `plain_memory.py` takes the same steps without the helper.
+A rank publishes its tensor. Once all ranks have, each rank adds up its own slice of all tensors in the order of the
+ranks, writes the result into all of them, and publishes that it is done. So ranks wait for each other twice, whatever
+the size, and nothing is copied. Small tensors are copied into the segment instead, and every rank adds all of them up
+for itself, which needs one wait less.
 """
 
 import ctypes
@@ -13,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from meshwright.collectives.shared_memory.segment import LINE_WORDS, Descriptor, Segment
+from meshwright.collectives.shared_memory.segment import LINE_WORDS, Descriptor, SharedSegment
 
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = range(3)
 VERBS = ("all-reduce", "reduce-scatter", "all-gather")
@@ -23,34 +24,35 @@ TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3
 # Measured with two ranks on two cores (Neoverse-N1): 1 KiB takes 6.8 µs copied and 9.1 µs in place, 8 KiB 9.1 and 9.4,
 # 16 KiB 11.2 and 9.8; on one core both take as long up to 8 KiB.
 STAGE_UP_TO_BYTES = 8192
-# Looks before a core is offered to others. 1 KiB takes 6.8 µs on two cores with any number from 50 to 3,000; with both
-# ranks on one core 42 µs with 50, 81 with 1,000, 161 with 3,000.
+# How often a rank polls before it yields its core. 1 KiB takes 6.8 µs on two cores with any number from 50 to 3,000;
+# with both ranks on one core 42 µs with 50, 81 with 1,000, 161 with 3,000.
 SPINS = 50
 
 
-class Steps(Protocol):
-    """Takes the steps of a group's collectives. After an answer other than FINISHED, `blamed` (a rank of the group),
-    `sequence` (which collective) and `error` (of the system) say more."""
+class CollectiveSteps(Protocol):
+    """Runs the steps of a group's collectives. `start` and `wait` return FINISHED, WAITING, MISMATCH or UNREACHABLE;
+    after a result other than FINISHED, `why` says more. Tensors of up to `stage_up_to_bytes` are copied into the
+    segment."""
 
     stage_up_to_bytes: int
 
     def start(self, descriptor: Descriptor, tensor: Tensor) -> int:
-        """Publishes the next collective, and does of it and of earlier ones what needs no waiting."""
+        """Publishes the next collective, and runs those steps of it and of earlier ones that need no waiting."""
 
     def wait(self, sequence: int) -> int:
-        """Finishes all collectives up to that one, or answers WAITING after a tenth of a second."""
+        """Finishes all collectives up to this one, or returns WAITING after a tenth of a second."""
 
     def why(self) -> tuple[int, int, int]:
-        """(blamed, sequence, error)"""
+        """Returns the rank that is to blame, the number of the collective, and the error number of the system."""
 
     def mappings(self) -> int:
-        """How many tensors of the peers are open."""
+        """Returns the number of storages of peers that are mapped."""
 
     def close(self) -> None: ...
 
 
 class _Group(ctypes.Structure):
-    """The beginning of the helper's own."""
+    """The first fields of `Group` in shared_memory.c."""
 
     _fields_ = [
         (name, ctypes.c_int64)
@@ -58,17 +60,17 @@ class _Group(ctypes.Structure):
     ]
 
 
-class Compiled:
-    """The steps in C; Python's other threads run meanwhile."""
+class CompiledSteps:
+    """Runs the steps in C, without holding the interpreter lock."""
 
-    def __init__(self, helper: ctypes.CDLL, rank: int, segments: Sequence[Segment], pids: Sequence[int]) -> None:
+    def __init__(self, helper: ctypes.CDLL, rank: int, segments: Sequence[SharedSegment], pids: Sequence[int]) -> None:
         ranks = len(segments)
         helper.group_new.restype = ctypes.POINTER(_Group)
         helper.group_mappings.restype = ctypes.c_int64
         addresses = (ctypes.c_void_p * ranks)(*(ctypes.addressof(segment) for segment in segments))
-        numbers = (ctypes.c_int64 * ranks)(*pids)
-        word = ctypes.c_int64
-        group = helper.group_new(word(rank), word(ranks), addresses, numbers, word(SPINS))
+        process_ids = (ctypes.c_int64 * ranks)(*pids)
+        int64 = ctypes.c_int64
+        group = helper.group_new(int64(rank), int64(ranks), addresses, process_ids, int64(SPINS))
         if not group:
             raise MemoryError("no memory for a group of ranks")
         self.stage_up_to_bytes = STAGE_UP_TO_BYTES
@@ -79,27 +81,27 @@ class Compiled:
         self._address = ctypes.addressof(group.contents)
 
     def start(self, descriptor: Descriptor, tensor: Tensor) -> int:
-        answer: int = self._start(self._address, ctypes.addressof(descriptor), tensor.data_ptr())
-        return answer
+        state: int = self._start(self._address, ctypes.addressof(descriptor), tensor.data_ptr())
+        return state
 
     def wait(self, sequence: int) -> int:
-        answer: int = self._wait(self._address, sequence)
-        return answer
+        state: int = self._wait(self._address, sequence)
+        return state
 
     def why(self) -> tuple[int, int, int]:
         group = self._group.contents
         return group.blamed, group.sequence, group.error
 
     def mappings(self) -> int:
-        found: int = self._helper.group_mappings(self._group)
-        return found
+        count: int = self._helper.group_mappings(self._group)
+        return count
 
     def close(self) -> None:
         self._helper.group_free(self._group)
 
 
 def slice_begin(count: int, item_bytes: int, rank: int, ranks: int) -> int:
-    """Where the slice of a rank begins, and that of the rank before it ends: whole lines, so that no two ranks write
-    to one."""
+    """Returns where the slice of a rank begins, which is where that of the rank before it ends. Slices are whole lines
+    of `LINE_WORDS`, so that no two ranks write to the same line."""
     unit = LINE_WORDS * 8 // item_bytes
     return min(-(-count // unit) * rank // ranks * unit, count)

@@ -1,5 +1,5 @@
-"""Which of this rank's tensors the peers know: a storage is moved into shared memory when it is first met, and the
-peers are told when it is gone."""
+"""`SharedStorages`: the storages of this rank's tensors that its peers have mapped. A storage moves into shared memory
+when it is first used, and the peers can see when it is gone."""
 
 import os
 from dataclasses import dataclass
@@ -8,71 +8,74 @@ from pathlib import Path
 from torch import UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from meshwright.collectives.shared_memory.segment import SLOTS, Segment
+from meshwright.collectives.shared_memory.segment import SLOTS, SharedSegment
+from meshwright.collectives.torch_private import move_to_shared_memory, storage_key
 
-SHARED = Path("/dev/shm")  # where torch's shared segments lie, though they have no name there
+SHARED = Path("/dev/shm")  # the file system of torch's shared memory files, which have no name there
 
 
 def free_bytes(folder: Path = SHARED) -> int:
-    """What can be moved into shared memory. Containers often have 64 MiB: a rank that writes more dies of a bus error,
-    which says nothing."""
+    """Returns how much can be moved into shared memory. Containers often have 64 MiB, and a rank that writes more is
+    killed by a bus error without any message."""
     try:
-        found = os.statvfs(folder)
+        file_system = os.statvfs(folder)
     except OSError:
         return 0
-    return found.f_bavail * found.f_frsize
+    return file_system.f_bavail * file_system.f_frsize
 
 
 @dataclass(frozen=True)
-class Known:
-    """A storage in shared memory. Another one in the same slot has another generation."""
+class SharedStorage:
+    """A storage in shared memory. A later storage in the same slot has another generation."""
 
     slot: int
     generation: int
     file_descriptor: int
     file_bytes: int
     address: int
-    # A storage's record outlives its memory while this is held, so that no other storage can be taken for it.
+    # While this reference exists, torch gives the key of this storage to no other storage.
     storage: StorageWeakRef
 
 
-class Storages:
-    """The storages of a rank, the one used last at the end; `segment` shows their generations to the peers."""
+class SharedStorages:
+    """The shared storages of a rank, the most recently used last. `segment` shows their generations to the peers."""
 
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, segment: SharedSegment) -> None:
         self._segment = segment
-        self._known: dict[int, Known] = {}
+        self._storages: dict[int, SharedStorage] = {}
         self._free = list(range(SLOTS - 1, -1, -1))
         self._generation = 0
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._storages)
 
-    def place(self, storage: UntypedStorage) -> Known:
-        """Where the storage lies. One that is new is moved, with all tensors that view it: their addresses change."""
-        key = storage._cdata
-        found = self._known.pop(key, None)
-        if found is not None and found.address != storage.data_ptr():
-            self._retire(found)
-            found = None
-        if found is None:
-            found = self._meet(storage)
-        self._known[key] = found
-        return found
+    def share(self, storage: UntypedStorage) -> SharedStorage:
+        """Returns where the storage is in shared memory. A new one is moved there, and the addresses of all tensors
+        that view it change."""
+        key = storage_key(storage)
+        shared = self._storages.pop(key, None)
+        if shared is not None and shared.address != storage.data_ptr():
+            self._retire(shared)
+            shared = None
+        if shared is None:
+            shared = self._add(storage)
+        self._storages[key] = shared
+        return shared
 
-    def _meet(self, storage: UntypedStorage) -> Known:
-        for key in [key for key, known in self._known.items() if known.storage.expired()]:
-            self._retire(self._known.pop(key))
+    def _add(self, storage: UntypedStorage) -> SharedStorage:
+        for key in [key for key, shared in self._storages.items() if shared.storage.expired()]:
+            self._retire(self._storages.pop(key))
         if not self._free:
-            self._retire(self._known.pop(next(iter(self._known))))
-        # As `share_memory_`, whatever strategy the process has chosen: a segment of the other one has a name.
-        file_descriptor, file_bytes = storage._share_fd_cpu_()
+            self._retire(self._storages.pop(next(iter(self._storages))))
+        file_descriptor, file_bytes = move_to_shared_memory(storage)
         slot = self._free.pop()
         self._generation += 1
         self._segment.generations[slot] = self._generation
-        return Known(slot, self._generation, file_descriptor, file_bytes, storage.data_ptr(), StorageWeakRef(storage))
+        return SharedStorage(
+            slot, self._generation, file_descriptor, file_bytes, storage.data_ptr(), StorageWeakRef(storage)
+        )
 
-    def _retire(self, known: Known) -> None:
-        self._free.append(known.slot)
-        self._segment.generations[known.slot] = 0
+    def _retire(self, shared: SharedStorage) -> None:
+        self._free.append(shared.slot)
+        self._segment.generations[shared.slot] = 0
         self._segment.retired += 1

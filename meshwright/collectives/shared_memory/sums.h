@@ -1,5 +1,5 @@
-// Sums and means over ranks: in the order of the ranks, 16-bit types added in fp32 and rounded once, then divided by
-// the number of ranks.
+// Sums and means over ranks. Numbers are added in the order of the ranks; for a mean, the sum is divided by the number
+// of ranks. 16-bit types are added in fp32 and rounded once.
 
 #include <stdint.h>
 #include <string.h>
@@ -14,8 +14,9 @@ static inline float from_bf16(uint16_t x) {
     return f;
 }
 
-// To the nearest, ties to even. A sum of bf16 numbers that is no number has zeros in its lower half, as its parts have
-// and as processors make them: rounding cannot carry it into another one, and a test for it would take half the time.
+// Rounds to the nearest number, ties to even. A NaN that results from adding bf16 numbers has zeros in its lower half,
+// like its operands and the NaNs that processors generate. So rounding cannot turn it into another number, and a test
+// for NaN, which would take half of the time, is not needed.
 static inline uint16_t to_bf16(float f) {
     uint32_t bits;
     memcpy(&bits, &f, 4);
@@ -26,13 +27,13 @@ static inline uint16_t to_bf16(float f) {
 typedef _Float16 half;
 static inline float from_half(half x) { return (float)x; }
 static inline half to_half(float f) { return (half)f; }
-#else // compilers before gcc 12: exact, not fast
+#else // compilers before gcc 12: the same bits, but slower
 typedef uint16_t half;
 static inline float from_half(half x) {
     uint32_t sign = (uint32_t)(x & 0x8000) << 16, rest = x & 0x7fff, bits = rest << 13;
     float f;
     memcpy(&f, &bits, 4);
-    f *= 0x1p112f; // the exponent's other bias; subnormals become normal
+    f *= 0x1p112f; // corrects the bias of the exponent; subnormal numbers become normal
     memcpy(&bits, &f, 4);
     if (rest >= 0x7c00) bits = 0x7f800000 | (rest & 0x3ff) << 13;
     bits |= sign;
@@ -58,8 +59,8 @@ static inline half to_half(float f) {
 
 #define SAME(x) (x)
 
-// ---- loops over one block, or over the memory of two, three or four ranks. A power of two divides by multiplying with
-// its `share`: the same bits, and faster.
+// ---- loops over one block, or over the memory of two, three or four ranks. Division by a power of two is
+// multiplication by `share`, its reciprocal, which gives the same bits and is faster.
 
 #define LOOPS(NAME, T, SUM, LOAD, STORE)                                                                               \
     static void set_##NAME(SUM *sum, const T *from, int64_t n) {                                                       \
@@ -88,7 +89,7 @@ LOOPS(bfloat16, uint16_t, float, from_bf16, to_bf16)
 LOOPS(int64, int64_t, int64_t, SAME, SAME)
 
 #if defined(__aarch64__) && defined(__FLT16_MANT_DIG__)
-// By hand, four at a time: compilers convert one number after the other, which takes two and a half times as long.
+// Written by hand, four numbers at a time: compilers convert one number after the other, which takes 2.5 times as long.
 #include <arm_neon.h>
 
 static inline float32x4_t load4(const half *from) { return vcvt_f32_f16(vld1_f16((const float16_t *)from)); }
@@ -151,9 +152,10 @@ LOOPS(float16, half, float, from_half, to_half)
 
 // ---- whole slices
 
-// The result goes to all places in `out`. In place, up to four ranks are added in one pass over all their memory: that
-// is twice as fast here as blocks that wait in the nearest cache, since as many lines at one distance find room in it.
-// Every line that is written has been read just before, so stores that go around the caches have nothing to save.
+// Writes the result to all addresses in `out`. In place (`in == out`), up to four ranks are added in one pass over all
+// their memory. That is twice as fast as summing blocks in the nearest cache, which has room for that many lines at the
+// same distance. Stores that bypass the caches would save nothing, because every line is read just before it is
+// written.
 #define REDUCE(NAME, T, SUM)                                                                                           \
     static void reduce_##NAME(char **in, int64_t ins, char **out, int64_t outs, int64_t begin, int64_t end,            \
                               int64_t mean) {                                                                          \

@@ -1,4 +1,9 @@
-"""Starts the ranks of one machine and watches them: torch elastic's agent, with our rules for ending."""
+"""Starts the ranks of one machine and watches them. It is the agent of torch elastic with other rules for failures
+and stops.
+
+It overrides or uses these private members of torch's agent, seen to work on torch 2.11 and 2.13: `_monitor_workers`,
+`_restart_workers`, `_remaining_restarts`, `_worker_group` and `_pcontext`.
+"""
 
 import os
 import signal
@@ -16,16 +21,16 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from meshwright.errors import Stopped
 from meshwright.launch.failure import Failure, first_cause, is_consequence, repeats, to_error
 from meshwright.launch.loopback import ADDRESS
-from meshwright.launch.output import clear_progress, tell
+from meshwright.launch.output import clear_progress, print_to_user
 from meshwright.launch.signals import StopRequest
 
-_POLL_S = 0.02
-_SETTLE_S = 1.0  # how long a failure that looks like a consequence waits for its cause to show
+POLL_S = 0.02
+SETTLE_S = 1.0  # how long to wait for the cause of a failure that looks like a consequence
 _REAP_S = 30.0
 
 
-class OneMachine(RendezvousHandler):
-    """The rendezvous of a single agent: nobody to meet, so nothing to listen on."""
+class SingleMachineRendezvous(RendezvousHandler):
+    """The rendezvous of a single agent, which has no other agent to wait for and listens on no port."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -53,11 +58,12 @@ class OneMachine(RendezvousHandler):
 
 
 class NoLogs(LogsSpecs):
-    """Elastic keeps no files: ranks write their own logs and records, and a kill must leave nothing behind."""
+    """Makes elastic write no files. Ranks write their own logs and records, and a killed launcher must leave no
+    temporary files behind."""
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        nothing = dict.fromkeys(envs, "")
-        return LogsDest(stdouts=nothing, stderrs=nothing, error_files=nothing)
+        no_files = dict.fromkeys(envs, "")
+        return LogsDest(stdouts=no_files, stderrs=no_files, error_files=no_files)
 
     @property
     def root_log_dir(self) -> str:
@@ -65,10 +71,10 @@ class NoLogs(LogsSpecs):
 
 
 class Agent(LocalElasticAgent):
-    """Restarts all ranks when one fails, unless that would only repeat the failure; stops them when asked.
+    """Restarts all ranks when one fails, unless a restart would only repeat the failure, and stops them on request.
 
-    Elastic sends the survivors of a failure a SIGTERM and waits. They are of no more use, and a rank that
-    saves on SIGTERM would try to: here they are killed at once, after the exit codes that tell the cause
+    Elastic sends SIGTERM to the other ranks after a failure, and waits. But those ranks cannot go on, and a rank that
+    saves a checkpoint on SIGTERM would try to. So they are killed at once, after the exit codes that show the cause
     were read.
     """
 
@@ -83,8 +89,10 @@ class Agent(LocalElasticAgent):
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         self.restarts += 1
         if self.failure is not None:
-            most = self._worker_group.spec.max_restarts
-            tell(f"{self.failure.line}: all ranks start again ({self.restarts} of at most {most} times)")
+            max_restarts = self._worker_group.spec.max_restarts
+            print_to_user(
+                f"{self.failure.line}: all ranks start again ({self.restarts} of at most {max_restarts} times)"
+            )
         super()._restart_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -92,9 +100,9 @@ class Agent(LocalElasticAgent):
             self._stop_ranks()
         exits = self._exits()
         if any(exits.values()):
-            before, self.failure = self.failure, self._find_cause()
+            previous, self.failure = self.failure, self._find_cause()
             self._kill_ranks()
-            if self.failure is not None and (self.failure.final or repeats(self.failure, before)):
+            if self.failure is not None and (self.failure.final or repeats(self.failure, previous)):
                 self._remaining_restarts = 0
         elif None in exits.values():
             return RunResult(state=WorkerState.HEALTHY)
@@ -104,40 +112,41 @@ class Agent(LocalElasticAgent):
         return self._pcontext.pids() if self._pcontext is not None else {}
 
     def _exits(self) -> dict[int, int | None]:
-        """Exit codes by rank, None while one runs; on one machine the local rank is the rank."""
-        return {rank: _exit_code(pid) for rank, pid in self._pids().items()}
+        """Returns the exit codes by rank, None for a rank that runs. On one machine the local rank is the rank."""
+        return {rank: exit_code(pid) for rank, pid in self._pids().items()}
 
     def _find_cause(self) -> Failure | None:
-        deadline = time.monotonic() + _SETTLE_S
+        deadline = time.monotonic() + SETTLE_S
         while True:
             exits = self._exits()
             cause = self._cause(exits)
             settled = None not in exits.values() or time.monotonic() > deadline
             if settled or (cause is not None and not is_consequence(cause)):
                 return cause
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
 
     def _cause(self, exits: dict[int, int | None]) -> Failure | None:
         codes = {rank: code for rank, code in exits.items() if code is not None}
         return first_cause(self._folder, self.restarts, codes)
 
     def _stop_ranks(self) -> None:
-        """Asks the ranks to stop, waits for them as long as they were promised, and ends the launch."""
+        """Sends SIGTERM to the ranks, waits for them up to the grace period, and ends the launch."""
         received = self._stop.received
         for pid in self._pids().values():
-            # The rank alone, not its group: its data loaders must live until it has saved.
-            if _exit_code(pid) is None:
+            # The signal goes to the rank, not to its process group: its data loaders must run until it has saved.
+            if exit_code(pid) is None:
                 os.kill(pid, signal.SIGTERM)
         self._wait_for_ranks(self._grace_s, until=lambda: self._stop.insisted)
         cause = self._cause(self._exits())
         self._kill_ranks()
-        # Failing to save is news; dying of the signal, or of a peer that did, is what was asked for.
+        # A failure while saving is an error. A rank that the signal killed, or that lost such a rank, is not.
         if cause is not None and cause.traceback and not is_consequence(cause):
             raise to_error(cause, self._folder)
         raise Stopped(f"stopped by {received.name if received else 'request'}")
 
     def _kill_ranks(self) -> None:
-        """Kills every rank and what it started. None was reaped before, so no pid means another process."""
+        """Kills every rank and the processes it started. No rank was reaped before, so no pid can belong to another
+        process."""
         for pid in self._pids().values():
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
@@ -147,15 +156,15 @@ class Agent(LocalElasticAgent):
     def _wait_for_ranks(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
         deadline = time.monotonic() + seconds
         while None in self._exits().values() and time.monotonic() < deadline and not until():
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
 
 
-def _exit_code(pid: int) -> int | None:
-    """As `Popen.returncode` has it, but the process stays a zombie for whoever reaps it."""
+def exit_code(pid: int) -> int | None:
+    """Returns the exit code like `Popen.returncode`, None for a process that runs. The process is not reaped."""
     try:
-        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
-        return 0  # reaped by elastic, which happens only after all of them ended
-    if ended is None:
+        return 0  # elastic reaped it, which it does only after all ranks have ended
+    if status is None:
         return None
-    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+    return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status

@@ -1,4 +1,4 @@
-"""Starts ranks on this machine, restarts them when one dies, and tells in one line why they failed."""
+"""Starts ranks on this machine, restarts them when one dies, and says in one line why they failed."""
 
 import logging
 import os
@@ -16,17 +16,17 @@ from meshwright.errors import RankError, Stopped
 from meshwright.launch import environment as variables
 from meshwright.launch import loopback
 from meshwright.launch.failure import record_file, to_error
-from meshwright.launch.local.agent import Agent, OneMachine
+from meshwright.launch.heartbeat import heartbeat_file
+from meshwright.launch.local.agent import Agent, SingleMachineRendezvous
 from meshwright.launch.local.replacing_agent import ReplacingAgent
-from meshwright.launch.place import place_file
 from meshwright.launch.signals import StopRequest
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """`threads` per rank; `grace_s` is how long ranks may take to save and exit when asked to stop. The first
-    `expendable` ranks may die alone: the others go on, and each is started again by itself. `speaker`: the rank whose
-    words a person sees."""
+class RankSettings:
+    """How ranks are started. `threads` is per rank. `restarts` is the number of restarts allowed. `grace_s` is how long
+    ranks may take to save and exit after a stop request. When one of the first `expendable` ranks dies, the others go
+    on and it alone is started again. `speaker` is the rank that prints to the terminal."""
 
     count: int
     device: str
@@ -40,32 +40,33 @@ class Ranks:
 def launch(
     module: str,
     arguments: Sequence[str],
-    ranks: Ranks,
+    ranks: RankSettings,
     folder: Path,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
-    """Runs `python -m module arguments` in every rank until all have finished; returns how many restarts.
+    """Runs `python -m module arguments` in every rank until all have finished. Returns the number of restarts.
 
-    Raises RankError or InputError when ranks failed for good, Stopped when a signal asked for it. Rank logs
-    go to `folder`. To be called from the main thread: ranks live as long as the thread that started them.
+    Raises RankError or InputError when ranks failed for good, and Stopped when a signal stopped them. Rank logs go to
+    `folder`. It must be called from the main thread, because the kernel kills ranks when the thread that started them
+    ends.
     """
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     for rank in range(ranks.count):
-        place_file(folder, rank).unlink(missing_ok=True)
+        heartbeat_file(folder, rank).unlink(missing_ok=True)
         record_file(folder, rank).unlink(missing_ok=True)
     store, port = loopback.serve_store()
     with (
         StopRequest((SIGTERM, SIGINT, SIGHUP)) as stop,
         _quiet_elastic(),
-        variables.changed({**_for_ranks(ranks, folder), **environment}),
+        variables.environment_variables({**_rank_variables(ranks, folder), **environment}),
     ):
         spec = WorkerSpec(
             role="rank",
             local_world_size=ranks.count,
-            rdzv_handler=OneMachine(port),
+            rdzv_handler=SingleMachineRendezvous(port),
             entrypoint=sys.executable,
-            # Elastic substitutes `${local_rank}` in arguments, which are not templates for us.
+            # Elastic would substitute `${local_rank}` in arguments. `$$` keeps a `$` as it is.
             args=tuple(word.replace("$", "$$") for word in ("-m", "meshwright.launch.local.start", module, *arguments)),
             max_restarts=ranks.restarts,
         )
@@ -75,7 +76,7 @@ def launch(
             else Agent(spec, folder, ranks.grace_s, stop)
         )
         result = agent.run()
-    del store  # it served until here
+    del store  # the ranks needed it until here
     if result.is_failed():
         raise to_error(agent.failure, folder) if agent.failure else RankError("a rank failed")
     if stop.received is not None:
@@ -83,32 +84,32 @@ def launch(
     return agent.restarts
 
 
-def _for_ranks(ranks: Ranks, folder: Path) -> dict[str, str]:
+def _rank_variables(ranks: RankSettings, folder: Path) -> dict[str, str]:
     interface = loopback.interface()
     return {
         variables.FOLDER: str(folder),
         variables.AGENT: str(os.getpid()),
         variables.SPEAKER: str(ranks.speaker),
-        # Before torch is imported: it sizes its thread pools once.
+        # Set before torch is imported, because it sizes its thread pools only once.
         "OMP_NUM_THREADS": str(ranks.threads),
         "MKL_NUM_THREADS": str(ranks.threads),
         # Local ranks need no other machine, and must not be reachable from one.
         "GLOO_SOCKET_IFNAME": interface,
         "NCCL_SOCKET_IFNAME": interface,
-        # No signal of elastic's own: its handlers raise in the middle of anything, and would lose ranks.
+        # Elastic installs no signal handlers: they would raise at any point of the agent and lose track of ranks.
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "none",
     }
 
 
 @contextmanager
 def _quiet_elastic() -> Iterator[None]:
-    """Keeps elastic's own account of failures from the user, who gets ours."""
+    """Hides the failure reports of elastic's logger, because meshwright prints its own."""
     logger = logging.getLogger("torch.distributed.elastic")
-    before, silent = logger.propagate, logging.NullHandler()
+    propagated, silent = logger.propagate, logging.NullHandler()
     logger.addHandler(silent)
     logger.propagate = False
     try:
         yield
     finally:
-        logger.propagate = before
+        logger.propagate = propagated
         logger.removeHandler(silent)

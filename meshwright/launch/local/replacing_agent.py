@@ -1,4 +1,7 @@
-"""Ranks that may die alone: the others go on without them, and each is started again by itself."""
+"""An agent whose first ranks are expendable: when one of them dies, the others go on and it alone is started again.
+
+`agent.py` lists the private members of torch's agent that are used here as well.
+"""
 
 import os
 import signal
@@ -11,24 +14,24 @@ from pathlib import Path
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 
 from meshwright.launch.failure import Failure, first_cause, is_consequence, record_file, repeats
-from meshwright.launch.local.agent import _POLL_S, _SETTLE_S, Agent, _exit_code
-from meshwright.launch.output import tell
-from meshwright.launch.place import place_file, read_place
+from meshwright.launch.heartbeat import heartbeat_file, read_heartbeat
+from meshwright.launch.local.agent import POLL_S, SETTLE_S, Agent, exit_code
+from meshwright.launch.output import print_to_user
 from meshwright.launch.signals import StopRequest
 
-_LEAVE_S = 3.0  # how long ranks may take to exit when those that last have finished
+_LEAVE_S = 3.0  # how long expendable ranks may take to exit when all others have finished
 
 
 class ReplacingAgent(Agent):
-    """The first `expendable` ranks may die; when one of the others does, all start again, as with any agent. All
-    restarts together, of single ranks and of all, are as many as the spec allows."""
+    """The first `expendable` ranks may die. When one of the other ranks dies, all start again, as with `Agent`. The
+    spec's limit of restarts counts restarts of single ranks and of all ranks together."""
 
     def __init__(self, spec: WorkerSpec, folder: Path, grace_s: float, stop: StopRequest, expendable: int) -> None:
         super().__init__(spec, folder, grace_s, stop)
         self._expendable = expendable
-        self._replaced = 0
+        self._replacement_count = 0
         self._replacements: dict[int, subprocess.Popen[bytes]] = {}
-        self._lost: set[int] = set()
+        self._abandoned: set[int] = set()
         self._failures: dict[int, Failure] = {}  # the last one of each rank
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
@@ -39,32 +42,33 @@ class ReplacingAgent(Agent):
         if self._stop.requested:
             self._stop_ranks()
         exits = self._exits()
-        lasting = {rank: code for rank, code in exits.items() if rank >= self._expendable}
-        if not any(lasting.values()) and None not in lasting.values():
+        essential = {rank: code for rank, code in exits.items() if rank >= self._expendable}
+        if not any(essential.values()) and None not in essential.values():
             self._wait_for_ranks(_LEAVE_S)
             self._kill_ranks()
             self._reap()
             return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(exits))
-        if any(lasting.values()):
-            return self._all_failed(worker_group)
+        if any(essential.values()):
+            return self._restart_or_fail_all(worker_group)
         for rank, code in exits.items():
-            if code and rank not in self._lost:
-                failure = self._settled(rank)
-                if failure is None or not self._survives(failure):
-                    return self._all_failed(worker_group)
-                self._lose(failure)
-        if len(self._lost) == self._expendable:
-            return self._all_failed(worker_group)
+            if code and rank not in self._abandoned:
+                failure = self._find_rank_cause(rank)
+                if failure is None or not self._can_go_on_without(failure):
+                    return self._restart_or_fail_all(worker_group)
+                self._replace_or_abandon(failure)
+        if len(self._abandoned) == self._expendable:
+            return self._restart_or_fail_all(worker_group)
         return RunResult(state=WorkerState.HEALTHY)
 
-    def _all_failed(self, worker_group: WorkerGroup) -> RunResult:
-        if self.restarts + self._replaced >= worker_group.spec.max_restarts:
+    def _restart_or_fail_all(self, worker_group: WorkerGroup) -> RunResult:
+        if self.restarts + self._replacement_count >= worker_group.spec.max_restarts:
             self._remaining_restarts = 0
         return super()._monitor_workers(worker_group)
 
-    def _settled(self, rank: int) -> Failure | None:
-        """Why this rank is gone. One that tells of another waits for that to show: then this is None."""
-        deadline = time.monotonic() + _SETTLE_S
+    def _find_rank_cause(self, rank: int) -> Failure | None:
+        """Returns the failure of this rank; None where a rank that is not expendable has failed. A failure that looks
+        like a consequence waits a moment for its cause."""
+        deadline = time.monotonic() + SETTLE_S
         while True:
             exits = self._exits()
             if any(code for other, code in exits.items() if other >= self._expendable):
@@ -72,39 +76,41 @@ class ReplacingAgent(Agent):
             failure = first_cause(self._folder, self.restarts, {rank: exits[rank] or 0})
             if failure is None or not is_consequence(failure) or time.monotonic() > deadline:
                 return failure
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
 
-    def _survives(self, failure: Failure) -> bool:
-        """Whether the others can do without it. One that never took part would be waited for in vain."""
+    def _can_go_on_without(self, failure: Failure) -> bool:
+        """Whether the other ranks can go on. They would wait forever for a rank that never completed a step, unless it
+        is started again."""
         if failure.final:
             return False
-        seen = read_place(place_file(self._folder, failure.rank))
-        took_part = failure.rank in self._replacements or (seen is not None and seen.completed > 0)
+        heartbeat = read_heartbeat(heartbeat_file(self._folder, failure.rank))
+        took_part = failure.rank in self._replacements or (heartbeat is not None and heartbeat.completed > 0)
         return took_part or self._may_replace()
 
     def _may_replace(self) -> bool:
-        return self.restarts + self._replaced < self._worker_group.spec.max_restarts
+        return self.restarts + self._replacement_count < self._worker_group.spec.max_restarts
 
-    def _lose(self, failure: Failure) -> None:
-        rank, most = failure.rank, self._worker_group.spec.max_restarts
-        before, self._failures[rank] = self._failures.get(rank), failure
-        with suppress(ProcessLookupError, PermissionError):  # what it had started
+    def _replace_or_abandon(self, failure: Failure) -> None:
+        rank, max_restarts = failure.rank, self._worker_group.spec.max_restarts
+        previous, self._failures[rank] = self._failures.get(rank), failure
+        with suppress(ProcessLookupError, PermissionError):  # the processes that the rank had started
             os.killpg(self._pids()[rank], signal.SIGKILL)
-        if not self._may_replace() or repeats(failure, before):
-            self._lost.add(rank)
-            tell(f"{failure.line}: the others go on without it")
+        if not self._may_replace() or repeats(failure, previous):
+            self._abandoned.add(rank)
+            print_to_user(f"{failure.line}: the others go on without it")
             return
-        self._replaced += 1
-        tell(f"{failure.line}: it starts again alone ({self.restarts + self._replaced} of at most {most} times)")
+        self._replacement_count += 1
+        restarts = self.restarts + self._replacement_count
+        print_to_user(f"{failure.line}: it starts again alone ({restarts} of at most {max_restarts} times)")
         record_file(self._folder, rank).unlink(missing_ok=True)
         if rank in self._replacements:
             self._replacements[rank].wait()
-        self._replacements[rank] = self._started(rank)
+        self._replacements[rank] = self._start_rank(rank)
 
-    def _started(self, rank: int) -> "subprocess.Popen[bytes]":
-        """As elastic starts it: what a rank is told, and a process group of its own."""
+    def _start_rank(self, rank: int) -> "subprocess.Popen[bytes]":
+        """Starts the rank as elastic does: with the same environment variables and in a process group of its own."""
         spec, group = self._worker_group.spec, self._worker_group
-        told = {
+        variables = {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(spec.local_world_size),
@@ -113,26 +119,26 @@ class ReplacingAgent(Agent):
             "MASTER_PORT": str(group.master_port),
             "TORCHELASTIC_RESTART_COUNT": str(self.restarts),
         }
-        words = [str(word).replace("$$", "$") for word in spec.args]
-        return subprocess.Popen([sys.executable, *words], env={**os.environ, **told}, start_new_session=True)
+        arguments = [str(argument).replace("$$", "$") for argument in spec.args]
+        return subprocess.Popen([sys.executable, *arguments], env={**os.environ, **variables}, start_new_session=True)
 
     def _cause(self, exits: dict[int, int | None]) -> Failure | None:
-        """Those that were lost before explain nothing, unless nobody else is left to."""
-        now = {rank: code for rank, code in exits.items() if rank not in self._lost}
-        return super()._cause(now) or super()._cause(exits)
+        """Ignores ranks that were abandoned before, unless no other rank has failed."""
+        others = {rank: code for rank, code in exits.items() if rank not in self._abandoned}
+        return super()._cause(others) or super()._cause(exits)
 
     def _pids(self) -> dict[int, int]:
         return {**super()._pids(), **{rank: process.pid for rank, process in self._replacements.items()}}
 
     def _exits(self) -> dict[int, int | None]:
-        found = {rank: _exit_code(pid) for rank, pid in super()._pids().items()}
+        exits = {rank: exit_code(pid) for rank, pid in super()._pids().items()}
         for rank, process in self._replacements.items():
-            found[rank] = _exit_code(process.pid) if process.returncode is None else process.returncode
-        return found
+            exits[rank] = exit_code(process.pid) if process.returncode is None else process.returncode
+        return exits
 
     def _reap(self) -> None:
-        """Forgets what was started beside elastic, when all of it was killed."""
+        """Reaps the replacements, which elastic does not know, after all of them were killed."""
         for process in self._replacements.values():
             process.wait()
         self._replacements.clear()
-        self._lost.clear()
+        self._abandoned.clear()

@@ -1,32 +1,32 @@
-"""`python -m meshwright.launch.local.start MODULE ARGUMENTS`: the first thing a rank runs. It prepares the process
-before anything slow is imported: even a failing import is told, and no rank outlives its launcher."""
+"""`python -m meshwright.launch.local.start MODULE ARGUMENTS` is the program that a rank runs. It prepares the process
+before anything slow is imported, so that a failing import is reported too and no rank outlives its launcher."""
 
 import runpy
 import signal
 import sys
 
 from meshwright.launch import environment
-from meshwright.launch.ending import die_with_agent, fail, finishing
+from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.output import redirect
-from meshwright.launch.place import Place
+from meshwright.launch.process_exit import exit_with_agent, record_failure_and_exit, skip_library_teardown
 
 
 def main() -> None:
-    here = environment.read()
-    die_with_agent(here)
-    # Ctrl-C is the launcher's business: it asks the ranks to stop by SIGTERM.
+    env = environment.read_environment()
+    exit_with_agent(env)
+    # The launcher handles Ctrl-C, and stops the ranks with SIGTERM.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if here.folder is not None:
-        redirect(here.folder, here.rank, here.attempt, here.speaker)
+    if env.folder is not None:
+        redirect(env.folder, env.rank, env.attempt, env.speaker)
     module, *arguments = sys.argv[1:]
     sys.argv = [module, *arguments]
     try:
-        with finishing():
+        with skip_library_teardown():
             runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit:
         raise
     except BaseException as error:
-        fail(error, here, Place.nowhere())
+        record_failure_and_exit(error, env, Heartbeat.in_memory())
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
-"""Independent branches: towers or heads that live on different ranks of the tensor axis and run at the same time.
+"""Independent branches: towers or heads of a model that run on different ranks of the tensor axis at the same time.
 
-The rank that a branch lives on runs it; on the others stands `Elsewhere`, without parameters, which is handed the
-result. With x what goes into a branch and y what comes out of it, the same on all ranks:
+One rank owns and runs a branch. On the other ranks a `RemoteBranch` without parameters takes its place and receives the
+result. With x the input and y the output of a branch, which are the same on all ranks:
 
-    forward     y: broadcast by its owner; the others go on at once with a `Pending` and wait where they use it
-    backward    y: every rank computes all behind the branches alike, so the owner has the gradient already
-                x: each rank knows what its own branches add, the sum goes on: copy_in(), once for all that share x
+    forward     y: its owner broadcasts it; other ranks go on at once with a `PendingTensor` and wait at its first use
+    backward    y: every rank repeats all computation after the branches, so the owner already has the gradient of y
+                x: each rank has the gradient of its own branches; these are summed by all_reduce_gradient(), once for
+                   all branches that share x
 
-Every rank calls the branches in the program's order, and at each call a broadcast begins: all ranks begin them in one
-order, on one group. The gradients of inputs are summed in the reverse of the order in which they were first used.
+Every rank calls the branches in the order of the program, and each call begins a broadcast: so all ranks begin the
+broadcasts in the same order. The gradients of inputs are summed in the reverse of the order of their first use.
 """
 
 from collections.abc import Sequence
@@ -20,260 +21,264 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from meshwright.blocks.recompute import Recompute, find_blocks, recompute_blocks
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.branches.output_shapes import Note, Notes, Outline
-from meshwright.parallel.branches.pending import Delivery, Pending, plain
-from meshwright.parallel.exchange import Team, copy_in
-from meshwright.parallel.tensor.randomness import own_chance
-from meshwright.parallel.tensor.shard_view import gathered
-from meshwright.parallel.weights.layout import Layout, lodge
+from meshwright.parallel.branches.output_shapes import BranchOutput, FakeBranch, ReturnedTensor
+from meshwright.parallel.branches.pending import PendingBroadcast, PendingTensor, resolve_pending
+from meshwright.parallel.differentiable_collectives import AxisGroup, all_reduce_gradient
+from meshwright.parallel.tensor.randomness import rank_seeded_generator
+from meshwright.parallel.tensor.shard_view import gather_shard_views
+from meshwright.parallel.torch_private import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from meshwright.parallel.weights.layout import ParameterLayout, whole_on_one_rank
 from meshwright.plan import Plan
 
 
 @dataclass(frozen=True)
-class Apart:
-    """A model whose branches lie on different ranks: `layouts` of all their tensors, also of those that lie elsewhere,
-    and `blocks`, the whole model's, for recomputing."""
+class AssignedBranches:
+    """The branches of a model after each was assigned to a rank. `layouts` has the tensors of all branches, also those
+    on other ranks; `blocks` are the names of the blocks of the whole model, for recomputing."""
 
-    layouts: dict[str, Layout]
-    residents: tuple["Resident", ...]
-    meeting: "Meeting"
+    layouts: dict[str, ParameterLayout]
+    local_branches: tuple["LocalBranch", ...]
+    exchange: "BranchExchange"
     blocks: frozenset[str]
 
 
-def set_apart(module: nn.Module, plan: Plan, mesh: DeviceMesh, device: torch.device) -> Apart:
-    """Puts something without parameters in the place of every branch that lives on another rank."""
-    team = Team(mesh.get_group("tensor"), mesh.get_local_rank("tensor"), plan.axes.tensor)
-    meeting = Meeting(team, device)
+def assign_branches(module: nn.Module, plan: Plan, mesh: DeviceMesh, device: torch.device) -> AssignedBranches:
+    """Replaces, in place, every branch that another rank owns by a `RemoteBranch`, which has no parameters."""
+    group = AxisGroup(mesh.get_group("tensor"), mesh.get_local_rank("tensor"), plan.axes.tensor)
+    exchange = BranchExchange(group, device)
     blocks = frozenset(find_blocks(module))
-    layouts: dict[str, Layout] = {}
-    residents = []
-    for name, home in plan.modules.branches.items():
+    layouts: dict[str, ParameterLayout] = {}
+    local_branches = []
+    for name, owner in plan.modules.branches.items():
         branch = module.get_submodule(name)
-        layouts |= {f"{name}.{key}": lodge(value, "tensor") for key, value in branch.state_dict().items()}
-        outline = Outline(name, branch, device)
-        if home == team.rank:
-            residents.append(Resident(branch, outline, meeting))
+        layouts |= {f"{name}.{key}": whole_on_one_rank(value, "tensor") for key, value in branch.state_dict().items()}
+        fake = FakeBranch(name, branch, device)
+        if owner == group.rank:
+            local_branches.append(LocalBranch(branch, fake, exchange))
             continue
-        owner, _, key = name.rpartition(".")
-        module.get_submodule(owner)._modules[key] = Elsewhere(outline, meeting, home, branch.training)
-    return Apart(layouts, tuple(residents), meeting, blocks)
+        parent, _, key = name.rpartition(".")
+        module.get_submodule(parent)._modules[key] = RemoteBranch(fake, exchange, owner, branch.training)
+    return AssignedBranches(layouts, tuple(local_branches), exchange, blocks)
 
 
-def recompute_apart(apart: Apart, module: nn.Module, kind: Recompute) -> None:
-    """`recompute_blocks` for those blocks of the whole model that run here."""
-    found = frozenset(find_blocks(module))
-    if not apart.blocks or (found and found <= apart.blocks):
+def recompute_branch_blocks(branches: AssignedBranches, module: nn.Module, kind: Recompute) -> None:
+    """`recompute_blocks` for those blocks of the whole model that this rank runs."""
+    blocks = frozenset(find_blocks(module))
+    if not branches.blocks or (blocks and blocks <= branches.blocks):
         recompute_blocks(module, kind)
 
 
-def connect(apart: Apart, module: nn.Module) -> None:
-    """Has the branches receive and send. Call it when all other hooks are in place: what a branch is given and gives
-    is exchanged around them, as on the ranks where it does not run."""
-    for resident in apart.residents:
-        resident.watch()
-    module.register_forward_hook(lambda _, __, output: apart.meeting.settle(output), prepend=True)
+def connect_branches(branches: AssignedBranches, module: nn.Module) -> None:
+    """Makes the local branches send their results. It must come after all other hooks: a local branch then exchanges
+    its inputs and outputs outside of these hooks, as a remote branch does."""
+    for branch in branches.local_branches:
+        branch.register_hooks()
+    module.register_forward_hook(lambda _, __, output: branches.exchange.finish_forward(output), prepend=True)
 
 
-# ---- the ranks' exchange
+# ---- communication between the ranks
 
 
-class Meeting:
-    """What is under way between the ranks in one forward pass, and the inputs that branches share."""
+class BranchExchange:
+    """The broadcasts of one forward pass that have begun, and the inputs that branches share."""
 
-    def __init__(self, team: Team, device: torch.device) -> None:
-        self.team = team
+    def __init__(self, group: AxisGroup, device: torch.device) -> None:
+        self.group = group
         self.device = device
-        self._under_way: list[Delivery] = []
+        self._broadcasts: list[PendingBroadcast] = []
         self._entered: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
-    def entered(self, given: Any, *, wait: bool) -> Any:
-        """What a branch is given, as it goes into work that only one rank does."""
-        return tree_map(self._copied, gathered(plain(given, wait=wait)))
+    def enter(self, inputs: Any, *, wait: bool) -> Any:
+        """The inputs of a branch as full tensors, whose gradients are summed over the ranks."""
+        return tree_map(self._with_summed_gradient, gather_shard_views(resolve_pending(inputs, wait=wait)))
 
-    def _copied(self, leaf: Any) -> Any:
+    def _with_summed_gradient(self, leaf: Any) -> Any:
         if not (isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled()):
             return leaf
         key = id(leaf), leaf._version
         if key not in self._entered:
-            self._entered[key] = leaf, copy_in(leaf, self.team)
+            self._entered[key] = leaf, all_reduce_gradient(leaf, self.group)
         return self._entered[key][1]
 
-    def chance(self) -> AbstractContextManager[None]:
-        """Around a branch; where it does not run too, so that the ranks' generators stay in step."""
-        return own_chance(self.team.rank, self.device)
+    def rank_seeded_generator(self) -> AbstractContextManager[None]:
+        """Entered around a branch on every rank, also where it does not run, so that the ranks' generators stay in the
+        same state."""
+        return rank_seeded_generator(self.group.rank, self.device)
 
-    def send(self, notes: Notes, output: Any, inputs: Sequence[Tensor]) -> Any:
-        """Hands the others a result, and returns a copy of it: that may be written to while this is still being
-        sent."""
+    def send(self, expected: BranchOutput, output: Any, inputs: Sequence[Tensor]) -> Any:
+        """Begins to broadcast the output, and returns a copy of it: the model may write to it before the broadcast has
+        ended."""
         leaves = tree_leaves(output)
-        for place, note in notes.tensors:
-            self._broadcast(_lying(leaves[place].detach(), note), self.team.rank)
-        tracked = [place for place, note in notes.tensors if note.requires_grad]
-        for place, note in notes.tensors:
-            if place not in tracked:
-                leaves[place] = note.empty(self.device).copy_(leaves[place].detach())
+        for position, described in expected.tensors:
+            self._broadcast(_with_stride(leaves[position].detach(), described), self.group.rank)
+        tracked = [position for position, described in expected.tensors if described.requires_grad]
+        for position, described in expected.tensors:
+            if position not in tracked:
+                leaves[position] = described.empty(self.device).copy_(leaves[position].detach())
         if tracked:
-            made = _Leave.apply([notes.leaves[p] for p in tracked], *(leaves[p] for p in tracked), *inputs)
-            for place, leaf in zip(tracked, made, strict=True):
-                leaves[place] = leaf
-        return tree_unflatten(leaves, notes.form)
+            tracked_tensors = [expected.leaves[position] for position in tracked]
+            copies = _CopyOutputs.apply(tracked_tensors, *(leaves[position] for position in tracked), *inputs)
+            for position, copy in zip(tracked, copies, strict=True):
+                leaves[position] = copy
+        return tree_unflatten(leaves, expected.tree)
 
-    def receive(self, notes: Notes, home: int, inputs: Sequence[Tensor]) -> Any:
-        leaves = list(notes.leaves)
-        for place, note in notes.tensors:
-            held = note.empty(self.device)
-            leaves[place] = Pending(held, self._broadcast(held, home))
-        tracked = [place for place, note in notes.tensors if note.requires_grad]
+    def receive(self, expected: BranchOutput, owner: int, inputs: Sequence[Tensor]) -> Any:
+        """The output with a pending tensor in the place of each tensor."""
+        leaves = list(expected.leaves)
+        for position, described in expected.tensors:
+            received = described.empty(self.device)
+            leaves[position] = PendingTensor(received, self._broadcast(received, owner))
+        tracked = [position for position, described in expected.tensors if described.requires_grad]
         if tracked:
-            # Behind it, all ranks have the same graph: also where this one holds nothing that is trained.
+            # The anchor makes the outputs require gradients also on a rank that trains nothing, so that all ranks have
+            # the same graph after the branch.
             anchor = torch.empty(0, requires_grad=True)
-            pending = [leaves[place] for place in tracked]
-            made = _Arrive.apply(pending, anchor, *inputs)
-            for one, held in zip(pending, made[len(pending) :], strict=True):
-                one.held = held
-        return tree_unflatten(leaves, notes.form)
+            pending = [leaves[position] for position in tracked]
+            outputs = _ReceiveOutputs.apply(pending, anchor, *inputs)
+            for tensor, received in zip(pending, outputs[len(pending) :], strict=True):
+                tensor.received = received
+        return tree_unflatten(leaves, expected.tree)
 
-    def settle(self, output: Any) -> Any:
-        """At the end of the forward pass: nothing is under way any more, and nobody outside meets a `Pending`."""
-        for delivery in self._under_way:
-            delivery.wait()
-        self._under_way.clear()
+    def finish_forward(self, output: Any) -> Any:
+        """Waits for all broadcasts at the end of the forward pass. Returns the output without pending tensors."""
+        for broadcast in self._broadcasts:
+            broadcast.wait()
+        self._broadcasts.clear()
         self._entered.clear()
-        return plain(output)
+        return resolve_pending(output)
 
-    def _broadcast(self, tensor: Tensor, home: int) -> Delivery:
-        # As bytes in the order they lie in: backends know few types, and want no gaps.
+    def _broadcast(self, tensor: Tensor, owner: int) -> PendingBroadcast:
+        # As bytes, in the order of memory: backends know few types, and want contiguous tensors.
         memory = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-        work = dist.broadcast(memory, group=self.team.group, group_src=home, async_op=True)
+        work = dist.broadcast(memory, group=self.group.process_group, group_src=owner, async_op=True)
         assert work is not None
-        self._under_way.append(Delivery(work, memory))
-        return self._under_way[-1]
+        self._broadcasts.append(PendingBroadcast(work, memory))
+        return self._broadcasts[-1]
 
 
-def _lying(tensor: Tensor, note: Note) -> Tensor:
-    """The tensor as the others expect it in memory."""
-    if tensor.stride() == note.stride and torch.ops.aten.is_non_overlapping_and_dense(tensor):
+def _with_stride(tensor: Tensor, described: ReturnedTensor) -> Tensor:
+    """The tensor, copied if the other ranks expect other strides in memory."""
+    if tensor.stride() == described.stride and torch.ops.aten.is_non_overlapping_and_dense(tensor):
         return tensor
-    return note.empty(tensor.device).copy_(tensor)
+    return described.empty(tensor.device).copy_(tensor)
 
 
-class _Leave(torch.autograd.Function):
-    """A branch's results on its owner. `values` are these, and behind them the branch's inputs, which are given
-    nothing here: with them all ranks have the same graph around the branch, whatever happens inside it."""
+class _CopyOutputs(torch.autograd.Function):
+    """Copies a branch's outputs on its owner. `values` are the outputs, and after them the branch's inputs, which get
+    no gradient here: with them all ranks have the same graph around the branch, whatever it contains."""
 
     @staticmethod
-    def forward(ctx: Any, notes: Sequence[Note], *values: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, described: Sequence[ReturnedTensor], *values: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.unused = len(values) - len(notes)
-        results = values[: len(notes)]
-        return tuple(note.empty(value.device).copy_(value) for note, value in zip(notes, results, strict=True))
+        ctx.input_count = len(values) - len(described)
+        outputs = values[: len(described)]
+        return tuple(d.empty(output.device).copy_(output) for d, output in zip(described, outputs, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, *grads, *(None,) * ctx.unused
+        return None, *grads, *(None,) * ctx.input_count
 
 
-class _Arrive(torch.autograd.Function):
-    """A branch's results on the other ranks: their gradients are the owner's matter."""
+class _ReceiveOutputs(torch.autograd.Function):
+    """A branch's outputs on the ranks that do not run it. Their gradients are dropped: the owner computes the same."""
 
     @staticmethod
-    def forward(ctx: Any, pending: Sequence[Pending], *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, pending: Sequence[PendingTensor], *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.inputs = len(inputs)
-        return *pending, *(one.held for one in pending)
+        ctx.input_count = len(inputs)
+        return *pending, *(tensor.received for tensor in pending)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return (None,) * (1 + ctx.inputs)
+        return (None,) * (1 + ctx.input_count)
 
 
 # ---- in the model
 
 
-class Resident:
-    """A branch on the rank that it lives on."""
+class LocalBranch:
+    """A branch on the rank that owns it."""
 
-    def __init__(self, branch: nn.Module, outline: Outline, meeting: Meeting) -> None:
+    def __init__(self, branch: nn.Module, fake: FakeBranch, exchange: BranchExchange) -> None:
         self._branch = branch
-        self._outline = outline
-        self._meeting = meeting
-        self._running: tuple[Notes, list[Tensor], AbstractContextManager[None]] | None = None
+        self._fake = fake
+        self._exchange = exchange
+        self._running: tuple[BranchOutput, list[Tensor], AbstractContextManager[None]] | None = None
 
-    def watch(self) -> None:
+    def register_hooks(self) -> None:
         self._branch.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
         self._branch.register_forward_hook(self._after)
 
     def _before(self, branch: nn.Module, args: Any, kwargs: Any) -> Any:
-        given = self._meeting.entered((args, kwargs), wait=True)
-        chance = self._meeting.chance()
-        self._running = self._outline.notes(given, branch.training), _with_gradients(given), chance
-        chance.__enter__()
-        return given
+        inputs = self._exchange.enter((args, kwargs), wait=True)
+        generator = self._exchange.rank_seeded_generator()
+        self._running = self._fake.output(inputs, branch.training), _tensors_with_gradient(inputs), generator
+        generator.__enter__()
+        return inputs
 
     def _after(self, branch: nn.Module, args: Any, output: Any) -> Any:
         assert self._running is not None
-        notes, inputs, chance = self._running
+        expected, inputs, generator = self._running
         self._running = None
-        chance.__exit__(None, None, None)
-        self._check(notes, output)
-        return self._meeting.send(notes, output, inputs)
+        generator.__exit__(None, None, None)
+        self._check(expected, output)
+        return self._exchange.send(expected, output, inputs)
 
-    def _check(self, notes: Notes, output: Any) -> None:
-        """The others have made room for what the branch was to return."""
-        leaves, form = tree_flatten(output)
-        same = form == notes.form and all(
-            isinstance(leaves[place], Tensor)
-            and (tuple(leaves[place].shape), leaves[place].dtype) == (n.shape, n.dtype)
-            for place, n in notes.tensors
+    def _check(self, expected: BranchOutput, output: Any) -> None:
+        """The other ranks have allocated memory for the expected output."""
+        leaves, tree = tree_flatten(output)
+        is_expected = tree == expected.tree and all(
+            isinstance(leaves[position], Tensor)
+            and (tuple(leaves[position].shape), leaves[position].dtype) == (described.shape, described.dtype)
+            for position, described in expected.tensors
         )
-        if not same:
+        if not is_expected:
             raise MeshwrightError(
-                f"{self._outline.name} returned another structure or other shapes than it does on tensors without"
-                " memory: what its result looks like must not depend on the numbers, or it cannot be a branch of its"
-                " own: leave it out of plan.modules.branches"
+                f"{self._fake.name} returned another structure or other shapes than it does on fake tensors. The"
+                " structure and shapes that a branch returns must not depend on values: leave it out of"
+                " plan.modules.branches"
             )
 
 
-class Elsewhere(nn.Module):
-    """In the place of a branch that lives on another rank of the tensor axis. What else is asked of it, a copy of the
-    branch without memory answers."""
+class RemoteBranch(nn.Module):
+    """Takes the place of a branch that another rank of the tensor axis owns. Attributes of the branch are read from its
+    copy on fake tensors."""
 
-    def __init__(self, outline: Outline, meeting: Meeting, home: int, training: bool) -> None:
+    def __init__(self, fake: FakeBranch, exchange: BranchExchange, owner: int, training: bool) -> None:
         super().__init__()
         self.training = training
-        # Not registered: nothing of it lies on this rank.
-        object.__setattr__(self, "_outline", outline)
-        object.__setattr__(self, "_meeting", meeting)
-        object.__setattr__(self, "_home", home)
+        # Set without registering a submodule: this rank holds none of the branch's parameters.
+        object.__setattr__(self, "_fake", fake)
+        object.__setattr__(self, "_exchange", exchange)
+        object.__setattr__(self, "_owner", owner)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        outline: Outline = self.__dict__["_outline"]
-        meeting: Meeting = self.__dict__["_meeting"]
-        given = meeting.entered((args, kwargs), wait=False)
-        notes = outline.notes(given, self.training)
-        with meeting.chance():
-            return meeting.receive(notes, self.__dict__["_home"], _with_gradients(given))
+        fake: FakeBranch = self.__dict__["_fake"]
+        exchange: BranchExchange = self.__dict__["_exchange"]
+        inputs = exchange.enter((args, kwargs), wait=False)
+        expected = fake.output(inputs, self.training)
+        with exchange.rank_seeded_generator():
+            return exchange.receive(expected, self.__dict__["_owner"], _tensors_with_gradient(inputs))
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name.startswith("__") or "_outline" not in self.__dict__:
+            if name.startswith("__") or "_fake" not in self.__dict__:
                 raise
-            return getattr(self.__dict__["_outline"].twin, name)
+            return getattr(self.__dict__["_fake"].module, name)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Elsewhere":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RemoteBranch":
         return self
 
     def extra_repr(self) -> str:
-        outline: Outline = self.__dict__["_outline"]
-        return f"{outline.name}, on rank {self.__dict__['_home']} of the tensor axis"
+        fake: FakeBranch = self.__dict__["_fake"]
+        return f"{fake.name}, on rank {self.__dict__['_owner']} of the tensor axis"
 
 
-def _with_gradients(given: Any) -> list[Tensor]:
-    found = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    return found if torch.is_grad_enabled() else []
+def _tensors_with_gradient(inputs: Any) -> list[Tensor]:
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return tensors if torch.is_grad_enabled() else []

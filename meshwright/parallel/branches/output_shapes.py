@@ -1,4 +1,5 @@
-"""What a branch returns for inputs of given shapes, known before it is there: found on tensors without memory."""
+"""Tells what a branch returns for inputs of given shapes without computing it, by running it on fake tensors. A rank
+that does not run the branch allocates memory for its result in this way."""
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
@@ -6,19 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map
 
 from meshwright.errors import InputError
-from meshwright.parallel.pipeline.shape_inference import without_memory
+from meshwright.parallel.pipeline.shape_inference import copy_with_tensors
+from meshwright.parallel.torch_private import FakeTensorMode, TreeSpec, tree_flatten, tree_map
 
-_KEPT = 64  # signatures: batches of many lengths would fill the memory
-_PLAIN = (type(None), bool, int, float, complex, str)
+_CACHED_SIGNATURES = 64  # batches of many different lengths would otherwise fill the memory
+_PLAIN_TYPES = (type(None), bool, int, float, complex, str)
 
 
 @dataclass(frozen=True)
-class Note:
-    """One tensor that a branch returns."""
+class ReturnedTensor:
+    """The shape and type of one tensor that a branch returns."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -30,49 +30,51 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Notes:
-    """A branch's result: `leaves` are a `Note` for each tensor, and whatever else it holds."""
+class BranchOutput:
+    """What a branch returns, flattened: `leaves` has a `ReturnedTensor` for each tensor and any other value itself."""
 
     leaves: tuple[Any, ...]
-    form: TreeSpec
+    tree: TreeSpec
 
     @property
-    def tensors(self) -> Iterator[tuple[int, Note]]:
-        return ((place, leaf) for place, leaf in enumerate(self.leaves) if isinstance(leaf, Note))
+    def tensors(self) -> Iterator[tuple[int, ReturnedTensor]]:
+        """The tensors with their positions in `leaves`."""
+        return ((position, leaf) for position, leaf in enumerate(self.leaves) if isinstance(leaf, ReturnedTensor))
 
 
-class Outline:
-    """A branch without memory: run on inputs without memory, it tells what the real one will return."""
+class FakeBranch:
+    """A copy of a branch on fake tensors, which have shapes but no memory."""
 
     def __init__(self, name: str, branch: nn.Module, device: torch.device) -> None:
         self.name = name
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._device = device
-        self.twin = without_memory(branch, self._fake)
-        self._found: dict[Hashable, Notes] = {}
+        self.module = copy_with_tensors(branch, self._fake)
+        self._outputs: dict[Hashable, BranchOutput] = {}
 
-    def notes(self, given: Any, training: bool) -> Notes:
-        key = _signature(given, self._device.type), training, torch.is_grad_enabled()
-        if key not in self._found:
-            if len(self._found) >= _KEPT:
-                self._found.pop(next(iter(self._found)))
-            self._found[key] = self._run(given, training)
-        return self._found[key]
+    def output(self, inputs: Any, training: bool) -> BranchOutput:
+        """What the branch returns for inputs (args, kwargs) of these shapes."""
+        key = _signature(inputs, self._device.type), training, torch.is_grad_enabled()
+        if key not in self._outputs:
+            if len(self._outputs) >= _CACHED_SIGNATURES:
+                self._outputs.pop(next(iter(self._outputs)))
+            self._outputs[key] = self._run(inputs, training)
+        return self._outputs[key]
 
-    def _run(self, given: Any, training: bool) -> Notes:
-        self.twin.train(training)
-        args, kwargs = tree_map(lambda leaf: self._fake_input(leaf) if isinstance(leaf, Tensor) else leaf, given)
+    def _run(self, inputs: Any, training: bool) -> BranchOutput:
+        self.module.train(training)
+        args, kwargs = tree_map(lambda leaf: self._fake_input(leaf) if isinstance(leaf, Tensor) else leaf, inputs)
         with self._mode:
-            output = self.twin(*args, **kwargs)
-        leaves, form = tree_flatten(output)
-        return Notes(tuple(self._note(leaf) for leaf in leaves), form)
+            output = self.module(*args, **kwargs)
+        leaves, tree = tree_flatten(output)
+        return BranchOutput(tuple(self._described(leaf) for leaf in leaves), tree)
 
-    def _note(self, leaf: Any) -> Any:
+    def _described(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            dense = torch.ops.aten.is_non_overlapping_and_dense(leaf)
-            stride = leaf.stride() if dense else torch.empty(leaf.shape, device="meta").stride()
-            return Note(tuple(leaf.shape), tuple(stride), leaf.dtype, leaf.requires_grad)
-        if isinstance(leaf, _PLAIN):
+            is_dense = torch.ops.aten.is_non_overlapping_and_dense(leaf)
+            stride = leaf.stride() if is_dense else torch.empty(leaf.shape, device="meta").stride()
+            return ReturnedTensor(tuple(leaf.shape), tuple(stride), leaf.dtype, leaf.requires_grad)
+        if isinstance(leaf, _PLAIN_TYPES):
             return leaf
         raise InputError(
             f"plan.modules.branches.{self.name}: it returns a {type(leaf).__name__}, which cannot be sent to other"
@@ -87,11 +89,11 @@ class Outline:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
 
 
-def _signature(given: Any, device_type: str) -> Hashable:
-    leaves, form = tree_flatten(given)
+def _signature(inputs: Any, device_type: str) -> Hashable:
+    leaves, tree = tree_flatten(inputs)
     precision = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-    seen = tuple(
+    described = tuple(
         (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else repr(leaf)
         for leaf in leaves
     )
-    return str(form), seen, precision
+    return str(tree), described, precision

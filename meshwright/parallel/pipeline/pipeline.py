@@ -1,4 +1,4 @@
-"""The pipeline axis: microbatches go through the stages of a model by PyTorch's schedules."""
+"""The pipeline axis: sends microbatches through the stages of a model by PyTorch's schedules."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,120 +9,128 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.batch import Example, at_least_fp32
-from meshwright.parallel.pipeline.runner import Executed, Runner
-from meshwright.parallel.pipeline.shape_inference import Rehearsal
-from meshwright.parallel.pipeline.stages import Cutting, Stage, places, prepare
+from meshwright.batch import ModelBatch, at_least_fp32
+from meshwright.parallel.pipeline.runner import Buffers, ExecutedAction, ScheduleRunner
+from meshwright.parallel.pipeline.shape_inference import ShapeInference
+from meshwright.parallel.pipeline.stage import Stage
+from meshwright.parallel.pipeline.stages import LocalStages, install_transfers, pipeline_ranks_of_stages
 from meshwright.parallel.pipeline.tied_gradients import TiedGradients
-from meshwright.parallel.pipeline.transport import Line, Room, room_for
+from meshwright.parallel.pipeline.transport import ActivationSpec, BufferSpec, buffer_spec_for
 from meshwright.parallel.precision import forward_precision
+from meshwright.parallel.torch_private import is_view
 from meshwright.plan import Plan
 
 
-class Pipeline:
-    """Runs this rank's stages. Build it when parameters and hooks of the stages are in place, on all ranks at once.
-    `executed` is the order of what ran in the last `run`."""
+class PipelineExecutor:
+    """Runs this rank's stages. All ranks build it at the same time, when parameters and hooks of the stages are in
+    place. `executed` lists, in order, the actions of the last `run`."""
 
-    def __init__(self, cutting: Cutting, plan: Plan, mesh: DeviceMesh, device: torch.device) -> None:
-        self.cutting = cutting
-        self.executed: list[Executed] = []
+    def __init__(self, local_stages: LocalStages, plan: Plan, mesh: DeviceMesh, device: torch.device) -> None:
+        self.local_stages = local_stages
+        self.executed: list[ExecutedAction] = []
         self._plan = plan
         self._device = device
         self._group = mesh.get_group("pipeline")
-        self._places = places(plan)
-        self._tied = TiedGradients(cutting, mesh)
-        self._rehearsal = Rehearsal(cutting.bare, cutting.wiring, device)
-        self._runner: Runner | None = None
-        prepare(cutting, self._rehearsal)
-        for stage in cutting.stages:
-            stage.rehearsal = self._rehearsal
+        self._rank_of_stage = pipeline_ranks_of_stages(plan)
+        self._tied_gradients = TiedGradients(local_stages, mesh)
+        self._shape_inference = ShapeInference(local_stages.meta_model, local_stages.dataflow, device)
+        self._runner: ScheduleRunner | None = None
+        install_transfers(local_stages, self._shape_inference)
+        for stage in local_stages.stages:
+            stage.shape_inference = self._shape_inference
             stage.precision = self._precision
 
-    def run(self, examples: Sequence[tuple[Example, int]], loss_of: Callable[[int, Any], Tensor]) -> None:
-        """Forward and backward of all microbatches of a step, accumulation rounds one after another. `loss_of` gets a
-        microbatch's place in `examples` and the model's output, where the last stage is."""
+    def run(self, examples: Sequence[tuple[ModelBatch, int]], loss_of: Callable[[int, Any], Tensor]) -> None:
+        """Runs forward and backward of all microbatches of a step, one accumulation round after another. On the rank
+        of the last stage `loss_of` is called with a microbatch's index in `examples` and the model's output."""
         self.executed.clear()
-        rounds, size = self._plan.memory.accumulation, self._plan.pipeline.microbatches
-        assert len(examples) == rounds * size, f"{len(examples)} microbatches for {rounds} rounds of {size}"
-        plain = [example for example, _ in examples]
-        runner = self._runner_for(plain)
+        rounds, round_size = self._plan.memory.accumulation, self._plan.pipeline.microbatches
+        assert len(examples) == rounds * round_size, f"{len(examples)} microbatches for {rounds} rounds of {round_size}"
+        microbatches = [example for example, _ in examples]
+        runner = self._runner_for(microbatches)
         for number in range(rounds):
-            first = number * size
+            first = number * round_size
 
             def finish(microbatch: int, output: Any, first: int = first) -> Tensor:
                 loss = loss_of(first + microbatch, at_least_fp32(output))
-                # PyTorch's stages cut it from its graph in place, which a view does not allow.
-                return loss.clone() if loss._is_view() or loss.is_leaf else loss
+                # PyTorch's stages detach it in place, which a view does not allow.
+                return loss.clone() if is_view(loss) or loss.is_leaf else loss
 
-            with self._prepared(plain[first : first + size], finish):
-                runner.run(last=number == rounds - 1)
+            with self._examples_set(microbatches[first : first + round_size], finish):
+                runner.run(is_last_round=number == rounds - 1)
         self.finish()
 
     def finish(self) -> None:
-        """Gives tied parameters their whole gradient."""
-        self._tied.combine()
+        """Sums the gradients of tied parameters over the ranks that hold them."""
+        self._tied_gradients.combine()
 
     def train(self, mode: bool = True) -> None:
-        """The stages follow the module."""
-        self.cutting.module.train(mode)
+        """Sets the training mode of the rank's module, which its stages follow."""
+        self.local_stages.module.train(mode)
 
     @torch.no_grad()
-    def evaluate(self, example: Example) -> Any | None:
-        """The model's output where the last stage is, None elsewhere; in the mode that the module is in."""
+    def evaluate(self, example: ModelBatch) -> Any | None:
+        """Runs a forward pass in the module's current mode. Returns the model's output on the rank of the last stage
+        and None on the others."""
         output = None
-        with self._prepared([example], lambda _, result: at_least_fp32(result)):
-            lines = self._lines(example)
-            local: tuple[Tensor, ...] = ()
-            for stage in self.cutting.stages:
-                received = local if self._here(stage.index - 1) else self._receive(stage, lines)
+        with self._examples_set([example], lambda _, result: at_least_fp32(result)):
+            activations = self._activations(example)
+            from_previous_stage: tuple[Tensor, ...] = ()
+            for stage in self.local_stages.stages:
+                is_local = self._is_local(stage.index - 1)
+                received = from_previous_stage if is_local else self._receive(stage, activations)
                 result = stage(*received)
-                if stage.last:
+                if stage.is_last:
                     output = result
-                elif self._here(stage.index + 1):
-                    local = result
+                elif self._is_local(stage.index + 1):
+                    from_previous_stage = result
                 else:
-                    for wire in result:
-                        dist.send(wire, group=self._group, group_dst=self._places[stage.index + 1])
+                    for buffer in result:
+                        dist.send(buffer, group=self._group, group_dst=self._rank_of_stage[stage.index + 1])
         return output
 
-    def _receive(self, stage: Stage, lines: dict[int, Line]) -> tuple[Tensor, ...]:
-        found = []
-        for port in stage.received:
-            line = lines[port.value]
-            wire = torch.empty(line.lying, dtype=line.wire_dtype, device=self._device)
-            dist.recv(wire, group=self._group, group_src=self._places[stage.index - 1])
-            found.append(wire)
-        return tuple(found)
+    def _receive(self, stage: Stage, activations: dict[int, ActivationSpec]) -> tuple[Tensor, ...]:
+        buffers = []
+        for tensor in stage.received:
+            spec = activations[tensor.value_id]
+            buffer = torch.empty(spec.memory_shape, dtype=spec.transfer_dtype, device=self._device)
+            dist.recv(buffer, group=self._group, group_src=self._rank_of_stage[stage.index - 1])
+            buffers.append(buffer)
+        return tuple(buffers)
 
-    def _here(self, stage: int) -> bool:
-        return 0 <= stage < len(self._places) and self._places[stage] == self.cutting.place
+    def _is_local(self, stage: int) -> bool:
+        """Whether there is such a stage and it is on this rank."""
+        return 0 <= stage < len(self._rank_of_stage) and self._rank_of_stage[stage] == self.local_stages.pipeline_rank
 
     def _precision(self) -> Any:
         return forward_precision(self._plan, self._device.type)
 
-    def _lines(self, example: Example) -> dict[int, Line]:
-        return self._rehearsal.notes(example, self.cutting.module.training, self._precision).lines
+    def _activations(self, example: ModelBatch) -> dict[int, ActivationSpec]:
+        return self._shape_inference.infer(example, self.local_stages.module.training, self._precision).activations
 
     @contextmanager
-    def _prepared(self, examples: list[Example], finish: Callable[[int, Any], Any]) -> Iterator[None]:
-        for stage in self.cutting.stages:
-            stage.examples, stage.finish, stage.microbatch, stage.rooms = examples, finish, 0, ()
+    def _examples_set(self, examples: list[ModelBatch], finish: Callable[[int, Any], Any]) -> Iterator[None]:
+        """Gives the stages the examples of one round, and takes them back."""
+        for stage in self.local_stages.stages:
+            stage.examples, stage.finish, stage.microbatch, stage.send_buffers = examples, finish, 0, ()
         try:
             yield
         finally:
-            for stage in self.cutting.stages:
+            for stage in self.local_stages.stages:
                 stage.examples = []
 
-    def _runner_for(self, examples: list[Example]) -> Runner:
-        """The last one, unless some microbatch is larger than all before it: then one with room for it."""
-        each = [self._lines(example) for example in examples]
-        ports = self.cutting.wiring.ports
-        needed = tuple(tuple(room_for([lines[port.value] for lines in each]) for port in cut) for cut in ports)
-        if self._runner is None or needed != _joined(needed, self._runner.rooms, min):
-            rooms = needed if self._runner is None else _joined(needed, self._runner.rooms, max)
-            self._runner = Runner(
-                self.cutting.stages,
-                rooms,
+    def _runner_for(self, examples: list[ModelBatch]) -> ScheduleRunner:
+        """The last runner, or a new one with larger buffers where some microbatch does not fit into its buffers."""
+        activations = [self._activations(example) for example in examples]
+        needed = tuple(
+            tuple(buffer_spec_for([specs[tensor.value_id] for specs in activations]) for tensor in boundary)
+            for boundary in self.local_stages.dataflow.boundaries
+        )
+        if self._runner is None or needed != _join_sizes(needed, self._runner.buffers, min):
+            buffers = needed if self._runner is None else _join_sizes(needed, self._runner.buffers, max)
+            self._runner = ScheduleRunner(
+                self.local_stages.stages,
+                buffers,
                 self._plan.pipeline.schedule,
                 self._plan.pipeline.microbatches,
                 self._group,
@@ -133,15 +141,13 @@ class Pipeline:
         return self._runner
 
 
-_Rooms = tuple[tuple[Room, ...], ...]
+def _join_sizes(needed: Buffers, current: Buffers, join: Callable[[int, int], int]) -> Buffers:
+    """The larger (`max`) or the smaller (`min`) of two buffers, size by size. Where they differ in dtype or number of
+    dimensions, `max` gives the needed one and `min` the current one."""
 
-
-def _joined(needed: _Rooms, have: _Rooms, join: Callable[[int, int], int]) -> _Rooms:
-    """The larger or the smaller of each, size by size; where another kind of value travels, what is needed."""
-
-    def one(new: Room, old: Room) -> Room:
+    def join_buffer(new: BufferSpec, old: BufferSpec) -> BufferSpec:
         if len(new.shape) != len(old.shape) or new.dtype != old.dtype:
             return new if join is max else old
-        return Room(tuple(map(join, new.shape, old.shape)), new.dtype)
+        return BufferSpec(tuple(map(join, new.shape, old.shape)), new.dtype)
 
-    return tuple(tuple(map(one, cut, there)) for cut, there in zip(needed, have, strict=True))
+    return tuple(tuple(map(join_buffer, *boundary)) for boundary in zip(needed, current, strict=True))

@@ -1,8 +1,9 @@
-"""What stands in a stage for the modules of other stages, and what a forward pass of a stage receives and sends.
+"""Modules that stand in a stage for the pieces of other stages, and the hooks that receive and send tensors.
 
-The original forward pass runs from its beginning to its end in every stage. A module that is left out returns what was
-received in its place, or tensors without memory of the shapes that it would have returned; what the forward pass makes
-of these has no memory either, costs nothing and is thrown away.
+Every stage runs the model's own forward pass from beginning to end. Where it calls a piece of another stage, a
+`RemoteModule` returns the tensors that this stage received in place of the piece's outputs, or fake tensors of the
+shapes that the piece would have returned. Operators on fake tensors give fake tensors, which cost nothing and are
+dropped at the end.
 """
 
 from collections import Counter
@@ -12,183 +13,198 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.pipeline.wiring import Call, Spot
-from meshwright.parallel.tensor.shard_view import gathered
+from meshwright.parallel.pipeline.stage_dataflow import CallKey, TensorPosition
+from meshwright.parallel.tensor.shard_view import gather_shard_views
+from meshwright.parallel.torch_private import FakeTensor, tree_flatten, tree_leaves, tree_unflatten
 
 
 @dataclass(frozen=True)
-class Script:
-    """What one stage does at which spot: values that were `received` as output or `given` as argument are put there,
-    those that are to be sent are taken from what a call returns (`made`) or is given (`handed`). What a call hands on
-    just as it was given (`passed`) needs neither."""
+class StageTransfers:
+    """What one stage receives and sends, by call and by the tensor's index in the call's inputs or outputs.
 
-    own: frozenset[Call]
-    received: Mapping[Call, Mapping[int, int]]
-    given: Mapping[Call, Mapping[int, int]]
-    made: Mapping[Call, Mapping[int, int]]
-    handed: Mapping[Call, Mapping[int, int]]
-    passed: Mapping[Call, Mapping[int, int]]
+    Received tensors replace outputs (`received_outputs`) or inputs (`received_inputs`) of calls; tensors to send are
+    collected from outputs (`sent_outputs`) or inputs (`sent_inputs`). All four map tensor indices to value ids.
+    `passed_through` maps the index of an output to that of the input which the call returns as it is. `local_calls`
+    are the calls that this stage computes.
+    """
+
+    local_calls: frozenset[CallKey]
+    received_outputs: Mapping[CallKey, Mapping[int, int]]
+    received_inputs: Mapping[CallKey, Mapping[int, int]]
+    sent_outputs: Mapping[CallKey, Mapping[int, int]]
+    sent_inputs: Mapping[CallKey, Mapping[int, int]]
+    passed_through: Mapping[CallKey, Mapping[int, int]]
 
 
-def by_call(spots: Iterator[tuple[Spot, int]]) -> dict[Call, dict[int, int]]:
-    found: dict[Call, dict[int, int]] = {}
-    for spot, value in spots:
-        found.setdefault(spot.call, {})[spot.leaf] = value
-    return found
+def positions_by_call(positions: Iterator[tuple[TensorPosition, int]]) -> dict[CallKey, dict[int, int]]:
+    """From pairs of a position and a value id: for each call, the value id at each tensor index."""
+    by_call: dict[CallKey, dict[int, int]] = {}
+    for position, value_id in positions:
+        by_call.setdefault(position.call, {})[position.tensor_index] = value_id
+    return by_call
 
 
 @dataclass
-class Pass:
-    """State of one forward pass of a stage: `values` holds what was received, and collects what is to be sent.
-    `returned` is what each call returns for inputs of these shapes, without memory."""
+class StageForward:
+    """State of one forward pass of a stage. `values` holds the received tensors by value id, and collects those to
+    send. `fake_outputs` is what each call returns for inputs of these shapes, as fake tensors."""
 
-    script: Script
-    returned: Mapping[Call, Any]
+    transfers: StageTransfers
+    fake_outputs: Mapping[CallKey, Any]
     values: dict[int, Tensor]
-    calls: Counter[str] = field(default_factory=Counter)
+    call_counts: Counter[str] = field(default_factory=Counter)
 
-    def next_call(self, name: str) -> Call:
-        self.calls[name] += 1
-        return name, self.calls[name] - 1
+    def start_call(self, name: str) -> CallKey:
+        self.call_counts[name] += 1
+        return self.current_call(name)
 
-    def call(self, name: str) -> Call:
-        """The one that runs."""
-        return name, self.calls[name] - 1
+    def current_call(self, name: str) -> CallKey:
+        return name, self.call_counts[name] - 1
 
-    def take(self, spots: Mapping[int, int], tree: Any) -> None:
-        if spots:
-            leaves = tensors_in(tree)
-            for leaf, value in spots.items():
-                if value not in self.values and not isinstance(leaves[leaf], FakeTensor):
-                    self.values[value] = gathered(leaves[leaf])
+    def collect_sent(self, value_ids: Mapping[int, int], tree: Any) -> None:
+        """Keeps the real tensors at these indices of `tree` for sending."""
+        if value_ids:
+            tensors = tensors_in(tree)
+            for tensor_index, value_id in value_ids.items():
+                if value_id not in self.values and not isinstance(tensors[tensor_index], FakeTensor):
+                    self.values[value_id] = gather_shard_views(tensors[tensor_index])
 
-    def put(self, spots: Mapping[int, int], tree: Any) -> Any:
-        """The tree with received values in their places."""
-        return replaced(tree, {leaf: self.values[value] for leaf, value in spots.items()})
+    def insert_received(self, value_ids: Mapping[int, int], tree: Any) -> Any:
+        """Returns `tree` with the received tensors at these indices."""
+        return replace_tensors(tree, {index: self.values[value_id] for index, value_id in value_ids.items()})
 
 
-def replaced(tree: Any, tensors: Mapping[int, Tensor]) -> Any:
-    """The tree with other tensors in some places."""
-    if not tensors:
+def replace_tensors(tree: Any, new_tensors: Mapping[int, Tensor]) -> Any:
+    """Returns `tree` with new tensors, by index among all tensors in it."""
+    if not new_tensors:
         return tree
-    leaves, form = tree_flatten(tree)
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    for leaf, tensor in tensors.items():
-        leaves[places[leaf]] = tensor
-    return tree_unflatten(leaves, form)
+    leaves, structure = tree_flatten(tree)
+    leaf_of_tensor = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    for tensor_index, tensor in new_tensors.items():
+        leaves[leaf_of_tensor[tensor_index]] = tensor
+    return tree_unflatten(leaves, structure)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-class Traffic:
-    """The pass that runs on this rank, if any: backward passes that compute a block again run without one."""
+class ActiveForward:
+    """The forward pass that runs on this rank now. It is None while a backward pass recomputes a block, so that
+    recomputed modules neither receive nor send."""
 
     def __init__(self) -> None:
-        self.current: Pass | None = None
+        self.current: StageForward | None = None
 
     @contextmanager
-    def running(self, one: Pass) -> Iterator[None]:
-        self.current = one
+    def running(self, stage_forward: StageForward) -> Iterator[None]:
+        self.current = stage_forward
         try:
             yield
         finally:
             self.current = None
 
-    def watch(self, name: str, piece: nn.Module) -> None:
-        """Has a piece that runs here receive and send. Call it when all other hooks are in place: what is sent is what
-        the forward pass sees."""
+    def add_hooks(self, name: str, piece: nn.Module) -> None:
+        """Makes a piece that runs on this rank receive and send. Call it when all other hooks are registered, so that
+        the sent tensors are those that the rest of the forward pass sees."""
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            now = self.current
-            if now is None:
+            forward = self.current
+            if forward is None:
                 return None
-            call = now.next_call(name)
-            args, kwargs = now.put(now.script.given.get(call, {}), (args, kwargs))
-            if call in now.script.own and any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))):
+            transfers, call = forward.transfers, forward.start_call(name)
+            args, kwargs = forward.insert_received(transfers.received_inputs.get(call, {}), (args, kwargs))
+            if call in transfers.local_calls and any(
+                isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))
+            ):
                 raise MeshwrightError(
-                    f"{name} needs a value that an earlier pipeline stage computes and that is not sent to this one:"
+                    f"{name} needs a tensor that an earlier pipeline stage computes and that is not sent to this one:"
                     " put the cut somewhere else"
                 )
-            now.take(now.script.handed.get(call, {}), (args, kwargs))
+            forward.collect_sent(transfers.sent_inputs.get(call, {}), (args, kwargs))
             return args, kwargs
 
         def after(_: nn.Module, __: Any, output: Any) -> Any:
-            now = self.current
-            if now is None:
+            forward = self.current
+            if forward is None:
                 return None
-            call = now.call(name)
-            if call in now.script.made:
-                # Behind the cut no rank has the other parts of what the tensor axis divides.
-                output = gathered(output)
-                now.take(now.script.made[call], output)
-            return now.put(now.script.received.get(call, {}), output)
+            transfers, call = forward.transfers, forward.current_call(name)
+            if call in transfers.sent_outputs:
+                # The tensor axis may divide the output among ranks, and ranks behind the cut need all of it.
+                output = gather_shard_views(output)
+                forward.collect_sent(transfers.sent_outputs[call], output)
+            return forward.insert_received(transfers.received_outputs.get(call, {}), output)
 
         piece.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         piece.register_forward_hook(after)
 
 
-class LeftOut(nn.Module):
-    """In the place of a piece that runs in another stage. It holds no parameters but those that the forward pass
-    around the pieces uses here; what else is asked of it, `original` answers."""
+class RemoteModule(nn.Module):
+    """Stands in a stage for a piece that runs in another stage. Its only parameters are those that the forward pass
+    between the pieces uses in this stage; all other attributes are read from `original`, which has no memory."""
 
-    def __init__(self, name: str, traffic: Traffic, original: nn.Module) -> None:
+    def __init__(self, name: str, active_forward: ActiveForward, original: nn.Module) -> None:
         super().__init__()
-        self.piece = name
+        self.module_name = name
         self.training = original.training
-        # Not registered: it is not part of this stage.
-        object.__setattr__(self, "_traffic", traffic)
+        # Set without nn.Module's registration: neither is a part of this stage.
+        object.__setattr__(self, "_active_forward", active_forward)
         object.__setattr__(self, "_original", original)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        traffic: Traffic = self.__dict__["_traffic"]
-        now = traffic.current
-        if now is None:
-            raise MeshwrightError(f"{self.piece} runs in another pipeline stage")
-        call = now.next_call(self.piece)
-        now.take(now.script.handed.get(call, {}), (args, kwargs))
-        if call not in now.returned:
-            raise MeshwrightError(f"{self.piece} runs more often than in the batch that the stages were found with")
-        given = tensors_in((args, kwargs)) if call in now.script.passed else []
-        output = replaced(
-            now.returned[call], {leaf: given[source] for leaf, source in now.script.passed.get(call, {}).items()}
+        active_forward: ActiveForward = self.__dict__["_active_forward"]
+        forward = active_forward.current
+        if forward is None:
+            raise MeshwrightError(f"{self.module_name} runs in another pipeline stage")
+        transfers, call = forward.transfers, forward.start_call(self.module_name)
+        forward.collect_sent(transfers.sent_inputs.get(call, {}), (args, kwargs))
+        if call not in forward.fake_outputs:
+            raise MeshwrightError(
+                f"{self.module_name} runs more often than for the sample batch that the model was cut into stages with:"
+                " use a sample batch for which it runs as often as in training, or put the cut somewhere else"
+            )
+        passed_through = transfers.passed_through.get(call, {})
+        inputs = tensors_in((args, kwargs)) if passed_through else []
+        output = replace_tensors(
+            forward.fake_outputs[call],
+            {output_index: inputs[input_index] for output_index, input_index in passed_through.items()},
         )
-        return now.put(now.script.received.get(call, {}), output)
+        return forward.insert_received(transfers.received_outputs.get(call, {}), output)
 
-    def hold(self, path: str, parameter: nn.Parameter) -> None:
-        """Has a parameter of the original under its name in it."""
+    def add_parameter(self, path: str, parameter: nn.Parameter) -> None:
+        """Holds a parameter of the original, under the name that it has there."""
         owner, _, name = path.rpartition(".")
-        self._inner(owner)._parameters[name] = parameter
+        self._submodule(owner)._parameters[name] = parameter
 
-    def share(self, owner: str, original: nn.Module) -> None:
-        """Has the parameters of a module of the original, which lies on this rank: also those that replace them."""
-        self._inner(owner)._parameters = original._parameters
+    def share_parameters(self, owner: str, original: nn.Module) -> None:
+        """Uses the parameter table of a submodule of the original that lies on this rank, so that parameters which
+        are replaced there are replaced here too."""
+        self._submodule(owner)._parameters = original._parameters
 
-    def _inner(self, path: str) -> "LeftOut":
+    def _submodule(self, path: str) -> "RemoteModule":
         if not path:
             return self
         child, _, rest = path.partition(".")
         if child not in self._modules:
-            inner = LeftOut(f"{self.piece}.{child}", self.__dict__["_traffic"], getattr(self.original, child))
-            self._modules[child] = inner
-        held = self._modules[child]
-        assert isinstance(held, LeftOut)
-        return held._inner(rest)
+            original = getattr(self.original, child)
+            self._modules[child] = RemoteModule(
+                f"{self.module_name}.{child}", self.__dict__["_active_forward"], original
+            )
+        submodule = self._modules[child]
+        assert isinstance(submodule, RemoteModule)
+        return submodule._submodule(rest)
 
     @property
     def original(self) -> Any:
         return self.__dict__["_original"]
 
-    def stand_for(self, original: nn.Module) -> None:
+    def set_original(self, original: nn.Module) -> None:
         object.__setattr__(self, "_original", original)
         for name, child in self._modules.items():
-            assert isinstance(child, LeftOut)
-            child.stand_for(getattr(original, name))
+            assert isinstance(child, RemoteModule)
+            child.set_original(getattr(original, name))
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -198,8 +214,8 @@ class LeftOut(nn.Module):
                 raise
             return getattr(self.__dict__["_original"], name)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "LeftOut":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RemoteModule":
         return self
 
     def extra_repr(self) -> str:
-        return self.piece
+        return self.module_name

@@ -1,4 +1,5 @@
-"""PyTorch's pipeline schedules over our stages, for values of one size; and the order in which they ran."""
+"""Runs a rank's stages by PyTorch's pipeline schedules with send buffers of fixed sizes, and records the order of what
+ran."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -16,8 +17,10 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
-from meshwright.parallel.pipeline.stages import Stage
-from meshwright.parallel.pipeline.transport import Room
+from meshwright.parallel.pipeline.stage import Stage
+from meshwright.parallel.pipeline.transport import BufferSpec
+
+Buffers = tuple[tuple[BufferSpec, ...], ...]  # of each cut, one per tensor that crosses it
 
 _SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -26,116 +29,127 @@ _SCHEDULES: dict[str, Any] = {
     "zero_bubble": ScheduleInterleavedZeroBubble,
     "zbv": ScheduleZBVZeroBubble,
 }
-_SINGLE = ("gpipe", "1f1b")
-# Where a backward pass is split, torch 2.11 counts a weight twice that is used twice.
-_SPLIT_MISCOUNTS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+_ONE_STAGE_PER_RANK = ("gpipe", "1f1b")
+# Before torch 2.13, a backward pass split into input and weight gradients counts a weight twice that is used twice.
+_SPLIT_BACKWARD_MISCOUNTS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 
 
-class Executed(NamedTuple):
+class ExecutedAction(NamedTuple):
     stage: int
     microbatch: int
     kind: Literal["forward", "backward", "input_backward", "weight_backward"]
 
 
-class Runner:
-    """The stages of this rank and their schedule. `rooms` of each cut are what travels over it."""
+class ScheduleRunner:
+    """The stages of this rank and their schedule. `buffers` are sent over each cut for every microbatch; every action
+    that runs is appended to `executed`."""
 
     def __init__(
         self,
         stages: Sequence[Stage],
-        rooms: tuple[tuple[Room, ...], ...],
+        buffers: Buffers,
         schedule: str,
         microbatches: int,
         group: dist.ProcessGroup,
         device: torch.device,
-        executed: list[Executed],
+        executed: list[ExecutedAction],
         *,
         recomputes: bool,
     ) -> None:
-        self.rooms = rooms
+        self.buffers = buffers
         self._microbatches = microbatches
-        self._stages = [_TorchStage(stage, rooms, device, group, executed, recomputes) for stage in stages]
-        held = self._stages[0] if schedule in _SINGLE else self._stages
+        self._stages = [_TorchStage(stage, buffers, device, group, executed, recomputes) for stage in stages]
+        torch_stages = self._stages[0] if schedule in _ONE_STAGE_PER_RANK else self._stages
         # The last stage returns the loss itself: models may return anything, PyTorch's stages may not.
-        self._schedule = _SCHEDULES[schedule](held, microbatches, loss_fn=lambda loss, _: loss, scale_grads=False)
+        self._schedule = _SCHEDULES[schedule](
+            torch_stages, microbatches, loss_fn=lambda loss, _: loss, scale_grads=False
+        )
 
-    def run(self, last: bool) -> None:
-        """One round of microbatches; sharded gradients are combined in the last one of a step."""
-        for stage in self._stages:
-            stage.combines = last
-            stage.ours.rooms = self.rooms[stage.stage_index] if not stage.is_last else ()
-        # Which microbatch a loss belongs to, the stage knows itself.
+    def run(self, is_last_round: bool) -> None:
+        """Runs forward and backward of one round of microbatches. FSDP2 reduces gradients in the last round of a step
+        only."""
+        for torch_stage in self._stages:
+            torch_stage.reduces_gradients = is_last_round
+            torch_stage.wrapped_stage.send_buffers = (
+                self.buffers[torch_stage.stage_index] if not torch_stage.is_last else ()
+            )
+        # PyTorch requires targets. Ours are ignored: the last stage knows which microbatch its loss belongs to.
         self._schedule.step(target=torch.arange(self._microbatches), return_outputs=False)
 
 
 class _TorchStage(PipelineStage):
-    """PyTorch's stage, told which microbatch runs, and noting what runs."""
+    """PyTorch's stage around one of ours: it tells ours which microbatch runs, and records what runs."""
 
     def __init__(
         self,
         stage: Stage,
-        rooms: tuple[tuple[Room, ...], ...],
+        buffers: Buffers,
         device: torch.device,
         group: dist.ProcessGroup,
-        executed: list[Executed],
+        executed: list[ExecutedAction],
         recomputes: bool,
     ) -> None:
-        received = rooms[stage.index - 1] if stage.index else ()
-        sent = rooms[stage.index] if stage.index < len(rooms) else (Room((), torch.float32),)
+        received = buffers[stage.index - 1] if stage.index else ()
+        sent = buffers[stage.index] if stage.index < len(buffers) else (BufferSpec((), torch.float32),)
+        # A backward pass in two parts would recompute its blocks twice.
+        runs_backward_whole = recomputes or (stage.reuses_weights and _SPLIT_BACKWARD_MISCOUNTS)
         super().__init__(
             stage,
             stage.index,
-            len(rooms) + 1,
+            len(buffers) + 1,
             device,
-            input_args=tuple(_example(room) for room in received),
-            output_args=tuple(_example(room) for room in sent),
+            input_args=tuple(_meta_tensor(buffer) for buffer in received),
+            output_args=tuple(_meta_tensor(buffer) for buffer in sent),
             group=group,
-            # A backward pass in two parts would compute its blocks again twice.
-            dw_builder=_all_at_once if recomputes or (stage.reuses and _SPLIT_MISCOUNTS) else None,
+            dw_builder=_no_weight_backward if runs_backward_whole else None,
         )
-        self.ours = stage
-        self.combines = True
+        self.wrapped_stage = stage
+        self.reduces_gradients = True
         self._executed = executed
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self._executed.append(Executed(self.stage_index, fwd_chunk_id, "forward"))
-        self.ours.microbatch = fwd_chunk_id
+        self._executed.append(ExecutedAction(self.stage_index, fwd_chunk_id, "forward"))
+        self.wrapped_stage.microbatch = fwd_chunk_id
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        whole = kwargs.get("full_backward", True)
-        self._executed.append(Executed(self.stage_index, bwd_chunk_id, "backward" if whole else "input_backward"))
-        if not whole:
-            self._gather()
+        is_whole = kwargs.get("full_backward", True)
+        kind: Literal["backward", "input_backward"] = "backward" if is_whole else "input_backward"
+        self._executed.append(ExecutedAction(self.stage_index, bwd_chunk_id, kind))
+        if not is_whole:
+            self._unshard()
         return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self._executed.append(Executed(self.stage_index, bwd_chunk_id, "weight_backward"))
-        self._gather()
+        self._executed.append(ExecutedAction(self.stage_index, bwd_chunk_id, "weight_backward"))
+        self._unshard()
         return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
-    def _gather(self) -> None:
-        """A backward pass in parts looks for the weights that the forward pass used: sharded ones are others."""
-        for unit in self.ours.modules():
+    def _unshard(self) -> None:
+        """A split backward pass looks up the weights that the forward pass used, which are the gathered ones."""
+        for unit in self.wrapped_stage.modules():
             if isinstance(unit, FSDPModule):
                 unit.unshard()
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Torch 2.11 greets every neighbour, which in the middle of a V is this rank itself: Gloo cannot."""
+        """Leaves out messages to this rank itself. Torch 2.11 greets every neighbouring stage, and in the middle of a
+        V schedule that stage is on the same rank, which Gloo cannot send to."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
     def _validate_fwd_outputs(self, outputs: Any) -> None:
-        """Torch 2.11 checks shape and type: of what is sent we do, and of a loss they may be any."""
+        """Does nothing. Torch 2.11 checks shape and type of outputs here; `Stage` checks those that are sent, and a
+        loss may have any."""
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        if self.combines:
+        if self.reduces_gradients:
             super().perform_reduce_grad(grad_scale_factor)
 
 
-def _all_at_once() -> Callable[[], None]:
-    """Nothing is left to do for the weights: with this, PyTorch's stages run the backward pass of the inputs whole."""
+def _no_weight_backward() -> Callable[[], None]:
+    """As `dw_builder` this tells PyTorch's stage that nothing remains to be done for the weights, so it runs the whole
+    backward pass where it would compute the gradients of the inputs only."""
     return lambda: None
 
 
-def _example(room: Room) -> Tensor:
-    return torch.empty(room.shape, dtype=room.dtype, device="meta", requires_grad=True)
+def _meta_tensor(buffer: BufferSpec) -> Tensor:
+    return torch.empty(buffer.shape, dtype=buffer.dtype, device="meta", requires_grad=True)

@@ -1,5 +1,5 @@
-"""A forward pass of the whole model without memory: it tells the shapes of what crosses each cut, and of what every
-module returns, for inputs of given shapes. Buffers, random numbers and counters of the model are left alone."""
+"""Infers, by a forward pass of the whole model on fake tensors, the shapes of the tensors that cross each cut and of
+what every module returns. The model's buffers and random generators are not changed."""
 
 import copy
 from collections import Counter
@@ -10,118 +10,128 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_flatten, tree_map
 
-from meshwright.batch import Example
+from meshwright.batch import ModelBatch
 from meshwright.parallel.pipeline.remote_modules import tensors_in
-from meshwright.parallel.pipeline.transport import Line, line_of
-from meshwright.parallel.pipeline.wiring import Call, Spot, Wiring
+from meshwright.parallel.pipeline.stage_dataflow import CallKey, StageDataflow, TensorPosition
+from meshwright.parallel.pipeline.transport import ActivationSpec, activation_spec
+from meshwright.parallel.torch_private import FakeTensorMode, tree_flatten, tree_map
 
-_KEPT = 64  # signatures: batches of many lengths would fill the memory
+_MAX_CACHED = 64  # input signatures: batches of many sequence lengths would fill the memory
 
 
 @dataclass(frozen=True)
-class Notes:
-    """What each call returns, without memory, and each crossing value by its number."""
+class InferredShapes:
+    """The fake tensors that each call of a piece returns, and the activation that crosses a cut under each value id."""
 
-    returned: dict[Call, Any]
-    lines: dict[int, Line]
+    fake_outputs: dict[CallKey, Any]
+    activations: dict[int, ActivationSpec]
 
 
-class Rehearsal:
-    """Keeps the model without memory, and what was found for each kind of input."""
+class ShapeInference:
+    """Holds a copy of the model with fake tensors, and the shapes inferred for each kind of input so far."""
 
-    def __init__(self, bare: nn.Module, wiring: Wiring, device: torch.device) -> None:
-        # Real tensors may meet tensors without memory: the result has none.
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.twin = without_memory(bare, lambda tensor: self._fake(tensor, device))
-        self._wiring = wiring
-        self._found: dict[Hashable, Notes] = {}
+    def __init__(self, meta_model: nn.Module, dataflow: StageDataflow, device: torch.device) -> None:
+        # A stage's real tensors meet the fake outputs of remote modules: the result is a fake tensor.
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fake_model = copy_with_tensors(meta_model, lambda tensor: self._fake(tensor, device))
+        self._dataflow = dataflow
+        self._cache: dict[Hashable, InferredShapes] = {}
         self._device = device
 
-    def notes(self, example: Example, training: bool, precision: Callable[[], AbstractContextManager[Any]]) -> Notes:
+    def infer(
+        self, example: ModelBatch, training: bool, precision: Callable[[], AbstractContextManager[Any]]
+    ) -> InferredShapes:
+        """The shapes for inputs like this example, from the cache where an example like it came before."""
         key = (_signature((example.arguments, example.keywords)), training, torch.is_grad_enabled())
-        if key not in self._found:
-            if len(self._found) >= _KEPT:
-                self._found.pop(next(iter(self._found)))
-            self._found[key] = self._rehearse(example, training, precision)
-        return self._found[key]
+        if key not in self._cache:
+            if len(self._cache) >= _MAX_CACHED:
+                self._cache.pop(next(iter(self._cache)))
+            self._cache[key] = self._run_on_fake_tensors(example, training, precision)
+        return self._cache[key]
 
-    def _rehearse(
-        self, example: Example, training: bool, precision: Callable[[], AbstractContextManager[Any]]
-    ) -> Notes:
-        made: dict[Call, list[tuple[int, int]]] = {}
-        used: dict[Call, list[tuple[int, int]]] = {}
-        for port in (port for ports in self._wiring.ports for port in ports):
-            spots: Iterable[Spot] = (port.made,) if port.made else port.used
-            for spot in spots:
-                (made if port.made else used).setdefault(spot.call, []).append((spot.leaf, port.value))
-        notes = Notes({}, {})
-        calls: Counter[str] = Counter()
-
-        def note(places: list[tuple[int, int]], tree: Any) -> None:
-            leaves = tensors_in(tree) if places else []
-            for leaf, value in places:
-                notes.lines[value] = line_of(leaves[leaf])
-
+    def _run_on_fake_tensors(
+        self, example: ModelBatch, training: bool, precision: Callable[[], AbstractContextManager[Any]]
+    ) -> InferredShapes:
+        recorder = _ShapeRecorder(self._dataflow)
         handles = []
-        for name in self._wiring.pieces:
-
-            def before(_: Any, args: Any, kwargs: Any, name: str = name) -> None:
-                note(used.get((name, calls[name]), []), (args, kwargs))
-
-            def after(_: Any, __: Any, output: Any, name: str = name) -> None:
-                call = (name, calls[name])
-                calls[name] += 1
-                note(made.get(call, []), output)
-                notes.returned[call] = tree_map(
-                    lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output
-                )
-
-            piece = self.twin.get_submodule(name)
-            handles.append(piece.register_forward_pre_hook(before, with_kwargs=True))
-            handles.append(piece.register_forward_hook(after))
-        self.twin.train(training)
+        for name in self._dataflow.pieces:
+            handles += recorder.add_hooks(name, self.fake_model.get_submodule(name))
+        self.fake_model.train(training)
         try:
-            with self.mode:
+            with self.fake_mode:
                 args, kwargs = tree_map(
                     lambda leaf: self._fake(leaf, self._device) if isinstance(leaf, Tensor) else leaf,
                     (example.arguments, example.keywords),
                 )
-            with self.mode, precision():
-                self.twin(*args, **kwargs)
+            with self.fake_mode, precision():
+                self.fake_model(*args, **kwargs)
         finally:
             for handle in handles:
                 handle.remove()
-        return notes
+        return recorder.shapes
 
     def _fake(self, tensor: Tensor, device: torch.device) -> Tensor:
-        with self.mode:
+        with self.fake_mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
-def bare_copy(model: nn.Module) -> nn.Module:
-    """The model on the meta device."""
-    return without_memory(
+class _ShapeRecorder:
+    """Forward hooks that record what the pieces of a model return and the tensors that cross a cut."""
+
+    def __init__(self, dataflow: StageDataflow) -> None:
+        self.shapes = InferredShapes({}, {})
+        self._call_counts: Counter[str] = Counter()
+        # Of each call: tensor index and value id of the crossing tensors among its outputs, and among its inputs.
+        self._in_outputs: dict[CallKey, list[tuple[int, int]]] = {}
+        self._in_inputs: dict[CallKey, list[tuple[int, int]]] = {}
+        for tensor in (tensor for boundary in dataflow.boundaries for tensor in boundary):
+            table = self._in_outputs if tensor.produced_at else self._in_inputs
+            positions: Iterable[TensorPosition] = (tensor.produced_at,) if tensor.produced_at else tensor.consumed_at
+            for position in positions:
+                table.setdefault(position.call, []).append((position.tensor_index, tensor.value_id))
+
+    def add_hooks(self, name: str, piece: nn.Module) -> list[Any]:
+        def before(_: Any, args: Any, kwargs: Any) -> None:
+            self._record(self._in_inputs.get((name, self._call_counts[name]), []), (args, kwargs))
+
+        def after(_: Any, __: Any, output: Any) -> None:
+            call = (name, self._call_counts[name])
+            self._call_counts[name] += 1
+            self._record(self._in_outputs.get(call, []), output)
+            self.shapes.fake_outputs[call] = tree_map(
+                lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output
+            )
+
+        return [piece.register_forward_pre_hook(before, with_kwargs=True), piece.register_forward_hook(after)]
+
+    def _record(self, crossing: list[tuple[int, int]], tree: Any) -> None:
+        tensors = tensors_in(tree) if crossing else []
+        for tensor_index, value_id in crossing:
+            self.shapes.activations[value_id] = activation_spec(tensors[tensor_index])
+
+
+def meta_copy(model: nn.Module) -> nn.Module:
+    """A copy of the model on the meta device."""
+    return copy_with_tensors(
         model, lambda tensor: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     )
 
 
-def without_memory(model: nn.Module, empty: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A copy whose parameters and buffers are replaced; tied ones stay tied."""
+def copy_with_tensors(model: nn.Module, new_tensor: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy of the model whose parameters and buffers are what `new_tensor` returns for them; tied ones stay tied."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(empty(parameter.detach()), requires_grad=parameter.requires_grad)
+        memo[id(parameter)] = nn.Parameter(new_tensor(parameter.detach()), requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
-        memo[id(buffer)] = empty(buffer)
-    twin = copy.deepcopy(model, memo)
-    forget_caches(twin)
-    return twin
+        memo[id(buffer)] = new_tensor(buffer)
+    copied = copy.deepcopy(model, memo)
+    disable_generation_caches(copied)
+    return copied
 
 
-def forget_caches(model: nn.Module) -> None:
-    """What generation keeps is no part of training."""
+def disable_generation_caches(model: nn.Module) -> None:
+    """Switches off the key and value caches of `transformers` models, which serve generation and not training."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False):
@@ -129,7 +139,8 @@ def forget_caches(model: nn.Module) -> None:
 
 
 def _signature(tree: Any) -> Hashable:
-    leaves, form = tree_flatten(tree)
-    return str(form), tuple(
+    """Equal for inputs of the same structure, shapes, strides, types and values that are not tensors."""
+    leaves, structure = tree_flatten(tree)
+    return str(structure), tuple(
         (tuple(leaf.shape), leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves
     )

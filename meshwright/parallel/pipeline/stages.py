@@ -1,56 +1,61 @@
-"""A model cut into pipeline stages that run its original modules.
+"""Cuts a model into pipeline stages that run its original modules.
 
-A stage is a copy of the model's outer modules around the original pieces: those that run in it are the very objects of
-the model, those of other stages are left out. It runs the model's own forward pass; see `left_out.py` for how.
+A stage is a copy of the model's outer modules around the pieces. Pieces that run in the stage are the model's own
+module objects; those of other stages are replaced by a `RemoteModule`. The stage runs the model's own forward pass:
+`remote_modules.py` says how.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from meshwright.batch import Example
-from meshwright.blocks.module_names import within
+from meshwright.blocks.module_names import is_inside
 from meshwright.blocks.recompute import Recompute, find_blocks, recompute_blocks
-from meshwright.errors import InputError, MeshwrightError
-from meshwright.parallel.pipeline.remote_modules import LeftOut, Pass, Script, Traffic, by_call
-from meshwright.parallel.pipeline.shape_inference import Rehearsal, bare_copy, forget_caches
-from meshwright.parallel.pipeline.transport import Line, Room, arrive, depart
-from meshwright.parallel.pipeline.wiring import Port, Wiring, find_wiring
+from meshwright.errors import InputError
+from meshwright.parallel.pipeline.remote_modules import ActiveForward, RemoteModule
+from meshwright.parallel.pipeline.shape_inference import ShapeInference, disable_generation_caches, meta_copy
+from meshwright.parallel.pipeline.stage import Stage
+from meshwright.parallel.pipeline.stage_dataflow import StageDataflow, trace_stage_dataflow
 from meshwright.plan import Plan
 from meshwright.profile.structure.structure import Structure
 
 
 @dataclass(frozen=True)
-class Tied:
-    """A parameter that several pipeline ranks hold: its first name in the untouched model, the one it has here, and
-    the coordinates along the pipeline axis that hold it. Its gradient is the sum of theirs."""
+class TiedParameter:
+    """A parameter that several pipeline ranks hold: its first name in the untouched model, its name in this rank's
+    module, and the coordinates along the pipeline axis that hold it. Its gradient is the sum of theirs."""
 
     name: str
-    local: str
+    local_name: str
     holders: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Cutting:
-    """This rank's part of a model: `module` under the names of the whole, and its `stages`, which share modules and
-    parameters with it. `bare` is the whole model on the meta device, `shared` the holders of every tied parameter of
-    the model, also of those that are not held here."""
+class LocalStages:
+    """The part of a model that one pipeline rank holds.
+
+    - `module`: all of the rank's modules and parameters under their names in the whole model.
+    - `stages`: the rank's stages, which share modules and parameters with `module`.
+    - `tied`: the parameters of `module` that other pipeline ranks hold too.
+    - `pipeline_rank`: the rank's coordinate along the pipeline axis.
+    - `meta_model`: the whole model on the meta device.
+    - `holders_by_parameter`: the pipeline ranks that hold each tied parameter of the whole model.
+    """
 
     module: nn.Module
-    stages: tuple["Stage", ...]
-    tied: tuple[Tied, ...]
-    place: int
-    wiring: Wiring
-    bare: nn.Module
-    shared: dict[str, tuple[int, ...]]
+    stages: tuple[Stage, ...]
+    tied: tuple[TiedParameter, ...]
+    pipeline_rank: int
+    dataflow: StageDataflow
+    meta_model: nn.Module
+    holders_by_parameter: dict[str, tuple[int, ...]]
 
 
-def places(plan: Plan) -> tuple[int, ...]:
-    """Of each stage, the coordinate along the pipeline axis: in rounds, or for zbv down the ranks and up again."""
+def pipeline_ranks_of_stages(plan: Plan) -> tuple[int, ...]:
+    """The pipeline rank of each stage: round robin, or for zbv from the first rank to the last and back."""
     ranks = plan.axes.pipeline
     stages = len(plan.pipeline.cuts) + 1
     if plan.pipeline.schedule == "zbv":
@@ -58,262 +63,205 @@ def places(plan: Plan) -> tuple[int, ...]:
     return tuple(stage % ranks for stage in range(stages))
 
 
-class Stage(nn.Module):
-    """One stage: called with what was received, it returns what is to be sent; the last one returns the result of
-    `finish` for the model's output. `microbatch` says which example runs."""
-
-    def __init__(self, index: int, model: nn.Module, wiring: Wiring, traffic: Traffic) -> None:
-        super().__init__()
-        self.index = index
-        self.model = model
-        self.script = _script(wiring, index)
-        self.traffic = traffic
-        self.received: tuple[Port, ...] = wiring.ports[index - 1] if index else ()
-        self.sent: tuple[Port, ...] = wiring.ports[index] if index < len(wiring.ports) else ()
-        self.last = index == len(wiring.ports)
-        self.reuses = index in wiring.reuse
-        self.followed: tuple[tuple[nn.Module, nn.Module], ...] = ()
-        self.counters: tuple[tuple[nn.Module, nn.Module, str], ...] = ()
-        self.rehearsal: Rehearsal | None = None
-        self.precision: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self.examples: list[Example] = []
-        self.microbatch = 0
-        self.rooms: tuple[Room, ...] = ()  # of what is sent; none: just as large as the values
-        self.finish: Callable[[int, Any], Any] = lambda _, output: output
-
-    def forward(self, *wires: Tensor) -> Any:
-        assert self.rehearsal is not None, "the stage is no part of a pipeline yet"
-        example = self.examples[self.microbatch]
-        self._follow()
-        notes = self.rehearsal.notes(example, self.model.training, self.precision)
-        values: dict[int, Tensor] = {}
-        if self.received:
-            numbers = [port.value for port in self.received]
-            values.update(zip(numbers, arrive([notes.lines[n] for n in numbers], wires), strict=True))
-        with self.traffic.running(Pass(self.script, notes.returned, values)), self.precision():
-            output = self.model(*example.arguments, **example.keywords)
-        if self.last:
-            return self.finish(self.microbatch, output)
-        del output
-        lines = [notes.lines[port.value] for port in self.sent]
-        found = [self._checked(port, line, values) for port, line in zip(self.sent, lines, strict=True)]
-        return depart(lines, self.rooms or [Room(line.lying, line.wire_dtype) for line in lines], found)
-
-    def _checked(self, port: Port, line: Line, values: dict[int, Tensor]) -> Tensor:
-        name = port.made.call[0] if port.made else port.used[0].call[0]
-        if port.value not in values:
-            raise MeshwrightError(f"pipeline stage {self.index} did not run {name}, whose result the next stage needs")
-        value = values[port.value]
-        if tuple(value.shape) != line.shape:
-            raise MeshwrightError(
-                f"the value of {name} that leaves pipeline stage {self.index} has shape {tuple(value.shape)} instead of"
-                f" {line.shape}"
-            )
-        return value
-
-    def follow(self, whole: nn.Module, outer: Iterable[str], shared: Iterable[str], counters: Iterable[str]) -> None:
-        """Makes this stage, one of several of its rank, do as the outer modules of the rank's whole part do. Those
-        that are `shared` have the same parameters, also after they are replaced in one of them."""
-        self.followed = tuple((self.model.get_submodule(name), whole.get_submodule(name)) for name in outer)
-        for ours, theirs in self.followed:
-            ours._buffers = theirs._buffers
-            ours._parameters = dict.fromkeys(theirs._parameters)
-        for name in shared:
-            self.model.get_submodule(name)._parameters = whole.get_submodule(name)._parameters
-        found = [name.rpartition(".") for name in counters]
-        self.counters = tuple((self.model.get_submodule(m), whole.get_submodule(m), name) for m, _, name in found)
-
-    def _follow(self) -> None:
-        for ours, theirs in self.followed:
-            ours.training = theirs.training
-        for ours, theirs, name in self.counters:
-            # What the forward pass itself counts is counted by each stage; one of them is enough for the whole.
-            buffer = theirs._buffers[name]
-            ours._buffers = {**theirs._buffers, name: None if buffer is None else buffer.clone()}
-
-
 def cut_stages(
-    module: nn.Module, plan: Plan, structure: Structure, place: int, sample: Any, target: str | None = None
-) -> Cutting:
-    """The stages at this coordinate of the pipeline axis. The pieces are taken out of `module`, which is of no use
-    afterwards; `sample` is a batch like those that the structure was found with."""
-    wiring = find_wiring(module, plan, structure, sample, target)
-    homes = places(plan)
-    mine = tuple(stage for stage, home in enumerate(homes) if home == place)
-    bare = bare_copy(module)
-    _check_recompute(bare, plan, wiring)
-    traffic = Traffic()
-    holders = _holders(module, wiring)
-    held = {name for name, stages in holders.items() if any(homes[stage] == place for stage in stages)}
-    whole = _skeleton(module, wiring, mine, traffic, bare, held)
-    outer = tuple(_outer(whole, wiring))
-    stages = []
-    unused = set(module.parameters())
-    for stage in mine:
-        used = {parameter for name, parameter in module.named_parameters() if name in wiring.weights[stage]}
-        unused -= used
-        alone = len(mine) == 1
-        made = Stage(stage, whole if alone else _narrowed(whole, wiring, stage, traffic, used), wiring, traffic)
-        stages.append((made, used))
-    if len(mine) > 1:
-        for made, used in stages:
-            first = made.index == mine[0]
-            made.follow(
-                whole, outer, _with(whole, outer, used | unused if first else used), () if first else wiring.rewritten
-            )
-    shared = {
-        name: tuple(sorted({homes[stage] for stage in found}))
-        for name, found in holders.items()
-        if len({homes[stage] for stage in found}) > 1
+    module: nn.Module, plan: Plan, structure: Structure, pipeline_rank: int, sample: Any, target: str | None = None
+) -> LocalStages:
+    """The stages of one pipeline rank. Pieces are moved out of `module`, which must not be used afterwards; `sample`
+    is a batch like those that the structure was found with."""
+    dataflow = trace_stage_dataflow(module, plan, structure, sample, target)
+    rank_of_stage = pipeline_ranks_of_stages(plan)
+    local = tuple(stage for stage, rank in enumerate(rank_of_stage) if rank == pipeline_rank)
+    meta_model = meta_copy(module)
+    _check_recompute(meta_model, plan, dataflow)
+    active_forward = ActiveForward()
+    ranks_by_parameter = {
+        name: tuple(sorted({rank_of_stage[stage] for stage in stages}))
+        for name, stages in _stages_by_parameter(module, dataflow).items()
     }
-    return Cutting(
-        module=whole,
-        stages=tuple(stage for stage, _ in stages),
-        tied=tuple(_tied(module, whole, shared, place)),
-        place=place,
-        wiring=wiring,
-        bare=bare,
-        shared=shared,
+    local_parameters = {name for name, ranks in ranks_by_parameter.items() if pipeline_rank in ranks}
+    local_module = _local_module(module, dataflow, local, active_forward, meta_model, local_parameters)
+    holders_by_parameter = {name: ranks for name, ranks in ranks_by_parameter.items() if len(ranks) > 1}
+    return LocalStages(
+        module=local_module,
+        stages=_build_stages(module, local_module, dataflow, local, active_forward),
+        tied=tuple(_tied_parameters(module, local_module, holders_by_parameter, pipeline_rank)),
+        pipeline_rank=pipeline_rank,
+        dataflow=dataflow,
+        meta_model=meta_model,
+        holders_by_parameter=holders_by_parameter,
     )
 
 
-def _script(wiring: Wiring, stage: int) -> Script:
-    before = wiring.ports[stage - 1] if stage else ()
-    behind = wiring.ports[stage] if stage < len(wiring.ports) else ()
-    return Script(
-        own=frozenset(call for call, home in wiring.stage_of.items() if home == stage),
-        received=by_call((port.made, port.value) for port in before if port.made),
-        given=by_call((spot, port.value) for port in before if not port.made for spot in port.used),
-        made=by_call((port.made, port.value) for port in behind if port.made),
-        handed=by_call((spot, port.value) for port in behind if not port.made for spot in port.used),
-        passed=wiring.passed,
-    )
+def _build_stages(
+    module: nn.Module,
+    local_module: nn.Module,
+    dataflow: StageDataflow,
+    local: tuple[int, ...],
+    active_forward: ActiveForward,
+) -> tuple[Stage, ...]:
+    """A rank's stages. With a single one, its model is the rank's whole module."""
+    if len(local) == 1:
+        return (Stage(local[0], local_module, dataflow, active_forward),)
+    used_by_stage = {
+        stage: {p for name, p in module.named_parameters() if name in dataflow.parameters_by_stage[stage]}
+        for stage in local
+    }
+    unused = set(module.parameters()).difference(*used_by_stage.values())
+    outer = tuple(_outer_modules(local_module, dataflow))
+    stages = []
+    for index, used in used_by_stage.items():
+        model = _copy_for_stage(local_module, dataflow, index, active_forward, used)
+        stages.append(Stage(index, model, dataflow, active_forward))
+    for stage in stages:
+        is_first = stage.index == local[0]
+        parameters = used_by_stage[stage.index] | unused if is_first else used_by_stage[stage.index]
+        stage.mirror_outer_modules(
+            local_module,
+            outer,
+            _modules_holding(local_module, outer, parameters),
+            () if is_first else dataflow.mutated_buffers,
+        )
+    return tuple(stages)
 
 
-def _runs_in(wiring: Wiring, piece: str, stages: tuple[int, ...]) -> bool:
-    return piece in wiring.everywhere or not wiring.stages_of(piece).isdisjoint(stages)
+def _runs_in(dataflow: StageDataflow, piece: str, stages: tuple[int, ...]) -> bool:
+    return piece in dataflow.run_by_every_stage or not dataflow.stages_of(piece).isdisjoint(stages)
 
 
-def _outer(model: nn.Module, wiring: Wiring) -> Iterator[str]:
-    """The modules that are taken apart."""
-    pieces = set(wiring.pieces)
+def _outer_modules(model: nn.Module, dataflow: StageDataflow) -> Iterator[str]:
+    """Names of the modules that are neither a piece nor inside of one."""
+    pieces = set(dataflow.pieces)
     for name, _ in model.named_modules():
-        if not any(within(name, piece) for piece in pieces):
+        if not any(is_inside(name, piece) for piece in pieces):
             yield name
 
 
-def _with(model: nn.Module, names: tuple[str, ...], parameters: set[nn.Parameter]) -> list[str]:
-    """Those modules that hold one of the parameters themselves."""
+def _modules_holding(model: nn.Module, names: tuple[str, ...], parameters: set[nn.Parameter]) -> list[str]:
+    """Those of the named modules that hold one of the parameters themselves, not in a submodule."""
     return [name for name in names if not parameters.isdisjoint(model.get_submodule(name).parameters(recurse=False))]
 
 
-def _holders(module: nn.Module, wiring: Wiring) -> dict[str, set[int]]:
-    """The stages that hold each parameter: their pieces have it, or the forward pass around them uses it there."""
-    found: dict[int, set[int]] = {}
-    for piece in wiring.pieces:
+def _stages_by_parameter(module: nn.Module, dataflow: StageDataflow) -> dict[str, set[int]]:
+    """The stages that hold each parameter: one of their pieces has it, or the forward pass between pieces uses it
+    there. The first stage holds parameters that nothing uses."""
+    stages_with_piece: dict[int, set[int]] = {}
+    for piece in dataflow.pieces:
         for parameter in module.get_submodule(piece).parameters():
-            found.setdefault(id(parameter), set()).update(wiring.stages_of(piece))
-    holders = {}
+            stages_with_piece.setdefault(id(parameter), set()).update(dataflow.stages_of(piece))
+    stages_by_parameter = {}
     for name, parameter in module.named_parameters():
-        used = {stage for stage, weights in enumerate(wiring.weights) if name in weights}
-        holders[name] = found.get(id(parameter), set()) | used or {0}
-    return holders
+        users = {stage for stage, names in enumerate(dataflow.parameters_by_stage) if name in names}
+        stages_by_parameter[name] = stages_with_piece.get(id(parameter), set()) | users or {0}
+    return stages_by_parameter
 
 
-def _skeleton(
-    module: nn.Module, wiring: Wiring, mine: tuple[int, ...], traffic: Traffic, bare: nn.Module, held: set[str]
+def _local_module(
+    module: nn.Module,
+    dataflow: StageDataflow,
+    local: tuple[int, ...],
+    active_forward: ActiveForward,
+    meta_model: nn.Module,
+    local_parameters: set[str],
 ) -> nn.Module:
-    """All that lies on this rank."""
+    """A copy of the model with what lies on this rank: the pieces of its `local` stages and the named parameters."""
     memo: dict[int, Any] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-    left_out: dict[str, LeftOut] = {}
-    for piece in wiring.pieces:
+    remote: dict[str, RemoteModule] = {}
+    for piece in dataflow.pieces:
         original = module.get_submodule(piece)
-        if _runs_in(wiring, piece, mine):
+        if _runs_in(dataflow, piece, local):
             memo[id(original)] = original
         else:
-            left_out[piece] = memo[id(original)] = LeftOut(piece, traffic, bare.get_submodule(piece))
-    whole = copy.deepcopy(module, memo)
-    forget_caches(whole)
-    first = {id(parameter): name for name, parameter in module.named_parameters()}
-    here = {
+            remote[piece] = RemoteModule(piece, active_forward, meta_model.get_submodule(piece))
+            memo[id(original)] = remote[piece]
+    local_module = copy.deepcopy(module, memo)
+    disable_generation_caches(local_module)
+    first_names = {id(parameter): name for name, parameter in module.named_parameters()}
+    in_local_pieces = {
         id(parameter)
-        for piece in wiring.pieces
-        if piece not in left_out
+        for piece in dataflow.pieces
+        if piece not in remote
         for parameter in module.get_submodule(piece).parameters()
     }
-    outer = set(_outer(whole, wiring))
+    outer = set(_outer_modules(local_module, dataflow))
     for name, parameter in module.named_parameters(remove_duplicate=False):
         owner, _, key = name.rpartition(".")
-        holds = first[id(parameter)] in held
-        if owner in outer and not holds:
-            whole.get_submodule(owner)._parameters[key] = None
-        elif owner not in outer and holds and id(parameter) not in here:
-            home = next((piece for piece in left_out if within(name, piece)), None)
-            if home is not None:
-                left_out[home].hold(name.removeprefix(f"{home}."), parameter)
-    return whole
+        is_local = first_names[id(parameter)] in local_parameters
+        if owner in outer and not is_local:
+            local_module.get_submodule(owner)._parameters[key] = None
+        elif owner not in outer and is_local and id(parameter) not in in_local_pieces:
+            remote_piece = next((piece for piece in remote if is_inside(name, piece)), None)
+            if remote_piece is not None:
+                remote[remote_piece].add_parameter(name.removeprefix(f"{remote_piece}."), parameter)
+    return local_module
 
 
-def _narrowed(whole: nn.Module, wiring: Wiring, stage: int, traffic: Traffic, used: set[nn.Parameter]) -> nn.Module:
-    """One of several stages of a rank, which uses these parameters."""
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*whole.parameters(), *whole.buffers())}
-    for piece in wiring.pieces:
-        original = whole.get_submodule(piece)
+def _copy_for_stage(
+    local_module: nn.Module, dataflow: StageDataflow, stage: int, active_forward: ActiveForward, used: set[nn.Parameter]
+) -> nn.Module:
+    """A copy of the rank's module for one of its several stages, which uses these parameters."""
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*local_module.parameters(), *local_module.buffers())}
+    for piece in dataflow.pieces:
+        original = local_module.get_submodule(piece)
         memo[id(original)] = original
-        if not _runs_in(wiring, piece, (stage,)) and not isinstance(original, LeftOut):
-            memo[id(original)] = left_out = LeftOut(piece, traffic, original)
-            for name, module in original.named_modules():
-                if any(parameter in used for parameter in module.parameters(recurse=False)):
-                    left_out.share(name, module)
-    return copy.deepcopy(whole, memo)
+        if not _runs_in(dataflow, piece, (stage,)) and not isinstance(original, RemoteModule):
+            memo[id(original)] = remote = RemoteModule(piece, active_forward, original)
+            for name, submodule in original.named_modules():
+                if any(parameter in used for parameter in submodule.parameters(recurse=False)):
+                    remote.share_parameters(name, submodule)
+    return copy.deepcopy(local_module, memo)
 
 
-def _tied(module: nn.Module, whole: nn.Module, shared: dict[str, tuple[int, ...]], place: int) -> Iterator[Tied]:
-    local = {id(parameter): name for name, parameter in whole.named_parameters()}
+def _tied_parameters(
+    module: nn.Module, local_module: nn.Module, holders: dict[str, tuple[int, ...]], pipeline_rank: int
+) -> Iterator[TiedParameter]:
+    local_names = {id(parameter): name for name, parameter in local_module.named_parameters()}
     for name, parameter in module.named_parameters():
-        if place in shared.get(name, ()):
-            yield Tied(name, local[id(parameter)], shared[name])
+        if pipeline_rank in holders.get(name, ()):
+            yield TiedParameter(name, local_names[id(parameter)], holders[name])
 
 
-def _check_recompute(bare: nn.Module, plan: Plan, wiring: Wiring) -> None:
+def _check_recompute(meta_model: nn.Module, plan: Plan, dataflow: StageDataflow) -> None:
     if plan.memory.recompute == "none":
         return
-    for block in find_blocks(bare):
-        inside = [piece for piece in wiring.pieces if piece != block and within(piece, block)]
-        homes = {stage for piece in inside if piece not in wiring.everywhere for stage in wiring.stages_of(piece)}
-        if len(homes) > 1:
+    for block in find_blocks(meta_model):
+        inside = [piece for piece in dataflow.pieces if piece != block and is_inside(piece, block)]
+        stages = {
+            stage for piece in inside if piece not in dataflow.run_by_every_stage for stage in dataflow.stages_of(piece)
+        }
+        if len(stages) > 1:
             raise InputError(
-                f"plan.pipeline.cuts part {block}, which plan.memory.recompute computes again as a whole: cut behind"
+                f"plan.pipeline.cuts divide {block}, which plan.memory.recompute computes again as a whole: cut behind"
                 " it, or set recompute to none"
             )
 
 
-def recompute_stages(cutting: Cutting, kind: Recompute) -> None:
-    """`recompute_blocks` for the blocks of the model that run in these stages."""
-    known = set(find_blocks(cutting.bare))
-    for stage in cutting.stages:
-        if kind != "none" and (found := set(find_blocks(stage.model))) and found <= known:
+def recompute_stages(local_stages: LocalStages, kind: Recompute) -> None:
+    """Applies `recompute_blocks` to the blocks of the model that run in this rank's stages."""
+    blocks_of_model = set(find_blocks(local_stages.meta_model))
+    for stage in local_stages.stages:
+        if kind != "none" and (blocks := set(find_blocks(stage.model))) and blocks <= blocks_of_model:
             recompute_blocks(stage.model, kind)
 
 
-def prepare(cutting: Cutting, rehearsal: Rehearsal) -> None:
-    """Gives every module that is left out, and every parameter that is not held here, a stand-in without memory, and
-    has the pieces receive and send. Call it once, when parameters and hooks are in place."""
-    twin = rehearsal.twin
-    for model in {id(m): m for m in (cutting.module, *(stage.model for stage in cutting.stages))}.values():
-        for name in _outer(model, cutting.wiring):
-            module, original = model.get_submodule(name), twin.get_submodule(name)
-            for key, parameter in original._parameters.items():
+def install_transfers(local_stages: LocalStages, shape_inference: ShapeInference) -> None:
+    """Gives remote modules and parameters of other ranks a fake stand-in, and registers the hooks with which pieces
+    receive and send. Call it once, when parameters and all other hooks are in place."""
+    fake_model, dataflow = shape_inference.fake_model, local_stages.dataflow
+    models = (local_stages.module, *(stage.model for stage in local_stages.stages))
+    for model in {id(model): model for model in models}.values():
+        for name in _outer_modules(model, dataflow):
+            module, fake_module = model.get_submodule(name), fake_model.get_submodule(name)
+            for key, parameter in fake_module._parameters.items():
                 if parameter is not None and module._parameters.get(key) is None:
                     module.__dict__[key] = parameter.detach()
-    mine = tuple(stage.index for stage in cutting.stages)
-    for piece in cutting.wiring.pieces:
-        found = cutting.module.get_submodule(piece)
-        if _runs_in(cutting.wiring, piece, mine):
-            cutting.stages[0].traffic.watch(piece, found)
-            for stage in cutting.stages:
-                if not isinstance(stage.model.get_submodule(piece), LeftOut):
-                    stage.model.set_submodule(piece, found)  # it may have been replaced in the whole
+    local = tuple(stage.index for stage in local_stages.stages)
+    for piece in dataflow.pieces:
+        module = local_stages.module.get_submodule(piece)
+        if _runs_in(dataflow, piece, local):
+            local_stages.stages[0].active_forward.add_hooks(piece, module)
+            for stage in local_stages.stages:
+                if not isinstance(stage.model.get_submodule(piece), RemoteModule):
+                    stage.model.set_submodule(piece, module)  # it may have been replaced in the rank's module
         else:
-            assert isinstance(found, LeftOut)
-            found.stand_for(twin.get_submodule(piece))
+            assert isinstance(module, RemoteModule)
+            module.set_original(fake_model.get_submodule(piece))

@@ -1,8 +1,8 @@
-"""How values travel between stages: as many bytes for every microbatch, and with a gradient for each of them.
+"""Packs activations of different sizes into send buffers of one size, and unpacks received buffers.
 
-A value is padded to the room that the largest microbatch needs and cut to its own size at the receiver, so that no
-module sees the padding. Numbers that are no floats travel as floats: PyTorch's stages want a gradient for everything
-that they receive.
+PyTorch's pipeline stages send equally many bytes for every microbatch and expect a gradient for every tensor they
+receive. Therefore a smaller microbatch is padded to the buffer of the largest one and cut to its size at the receiver,
+so that no module sees the padding; and integer tensors are sent as float64.
 """
 
 from collections.abc import Sequence
@@ -17,117 +17,125 @@ from meshwright.errors import MeshwrightError
 
 
 @dataclass(frozen=True)
-class Line:
-    """One value of a microbatch. `order` are its dimensions as they lie in memory, so that images with their channels
-    last keep them there."""
+class ActivationSpec:
+    """Shape and type of one tensor of one microbatch. `dim_order` lists its dimensions from the largest stride to the
+    smallest, so that a channels-last image is still channels-last at the receiver."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    order: tuple[int, ...]
+    dim_order: tuple[int, ...]
 
     @property
-    def lying(self) -> tuple[int, ...]:
-        return tuple(self.shape[dim] for dim in self.order)
+    def memory_shape(self) -> tuple[int, ...]:
+        """The sizes of the dimensions in the order of memory."""
+        return tuple(self.shape[dim] for dim in self.dim_order)
 
     @property
     def differentiable(self) -> bool:
         return self.dtype.is_floating_point or self.dtype.is_complex
 
     @property
-    def wire_dtype(self) -> torch.dtype:
+    def transfer_dtype(self) -> torch.dtype:
         return self.dtype if self.differentiable else torch.float64
 
 
 @dataclass(frozen=True)
-class Room:
-    """What travels: the same for all microbatches."""
+class BufferSpec:
+    """Shape and type of the buffer that is sent for one tensor; the same for all microbatches."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def holds(self, line: Line) -> bool:
-        fits = len(self.shape) == len(line.shape) and all(a >= b for a, b in zip(self.shape, line.lying, strict=True))
-        return fits and self.dtype == line.wire_dtype
 
-
-def line_of(tensor: Tensor) -> Line:
+def activation_spec(tensor: Tensor) -> ActivationSpec:
     strides = tensor.stride()
-    order = tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
-    if not tensor.permute(order).is_contiguous():
-        order = tuple(range(tensor.dim()))
-    return Line(tuple(tensor.shape), tensor.dtype, order)
+    dim_order = tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
+    if not tensor.permute(dim_order).is_contiguous():
+        dim_order = tuple(range(tensor.dim()))
+    return ActivationSpec(tuple(tensor.shape), tensor.dtype, dim_order)
 
 
-def room_for(lines: Sequence[Line]) -> Room:
-    """Room for one value in each of these microbatches."""
-    kinds = {(len(line.shape), line.wire_dtype, line.order) for line in lines}
+def buffer_spec_for(specs: Sequence[ActivationSpec]) -> BufferSpec:
+    """The smallest buffer that holds this tensor of every microbatch; `specs` has one entry per microbatch."""
+    kinds = {(len(spec.shape), spec.transfer_dtype, spec.dim_order) for spec in specs}
     if len(kinds) > 1:
-        raise MeshwrightError("a value that crosses a cut has another type or layout in some microbatches of a step")
-    return Room(tuple(map(max, zip(*(line.lying for line in lines), strict=True))), lines[0].wire_dtype)
+        raise MeshwrightError(
+            "a tensor that crosses a pipeline cut has another dtype, number of dimensions or memory layout in some"
+            " microbatches of a step: make it the same in all of them, or put the cut somewhere else"
+        )
+    return BufferSpec(
+        tuple(map(max, zip(*(spec.memory_shape for spec in specs), strict=True))), specs[0].transfer_dtype
+    )
 
 
-def depart(lines: Sequence[Line], rooms: Sequence[Room], values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """What is sent for these values."""
-    # With the anchor all of them have a gradient, also where only frozen weights made them.
+def pack_for_send(
+    specs: Sequence[ActivationSpec], buffers: Sequence[BufferSpec], values: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Returns the buffers to send, one per value, padded with zeros."""
+    # Adding the anchor as an input makes all of them require a gradient, also those computed by frozen weights only.
     anchor = torch.zeros((), device=values[0].device, requires_grad=torch.is_grad_enabled())
-    sent: tuple[Tensor, ...] = _Depart.apply(tuple(lines), tuple(rooms), anchor, *values)
-    return sent
+    packed: tuple[Tensor, ...] = _Pack.apply(tuple(specs), tuple(buffers), anchor, *values)
+    return packed
 
 
-def arrive(lines: Sequence[Line], received: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The values of what was received."""
-    values: tuple[Tensor, ...] = _Arrive.apply(tuple(lines), *received)
+def unpack_received(specs: Sequence[ActivationSpec], received: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Returns the values that the received buffers hold, without padding."""
+    values: tuple[Tensor, ...] = _Unpack.apply(tuple(specs), *received)
     return values
 
 
-def _packed(value: Tensor, line: Line, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    lying = value.permute(line.order).to(dtype)
-    if lying.shape == shape:
-        # Detached: a view could not be cut from its graph, as PyTorch's stages do.
-        return lying.contiguous().detach()
-    padded = lying.new_zeros(shape)
-    padded[tuple(slice(0, size) for size in line.lying)] = lying
+def _pack(value: Tensor, spec: ActivationSpec, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    in_memory_order = value.permute(spec.dim_order).to(dtype)
+    if in_memory_order.shape == shape:
+        # PyTorch's stages detach it in place, which a view does not allow.
+        return in_memory_order.contiguous().detach()
+    padded = in_memory_order.new_zeros(shape)
+    padded[tuple(slice(0, size) for size in spec.memory_shape)] = in_memory_order
     return padded
 
 
-def _unpacked(wire: Tensor, line: Line, dtype: torch.dtype) -> Tensor:
-    lying = wire[tuple(slice(0, size) for size in line.lying)] if wire.shape != line.lying else wire
-    back = sorted(range(len(line.order)), key=line.order.__getitem__)
-    return lying.permute(back).to(dtype).detach()
+def _unpack(buffer: Tensor, spec: ActivationSpec, dtype: torch.dtype) -> Tensor:
+    is_padded = buffer.shape != spec.memory_shape
+    in_memory_order = buffer[tuple(slice(0, size) for size in spec.memory_shape)] if is_padded else buffer
+    original_order = sorted(range(len(spec.dim_order)), key=spec.dim_order.__getitem__)
+    return in_memory_order.permute(original_order).to(dtype).detach()
 
 
-class _Depart(torch.autograd.Function):
+class _Pack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, *given: Any) -> tuple[Tensor, ...]:
-        lines, rooms, _, *values = given
-        ctx.lines, ctx.dtypes = lines, [value.dtype for value in values]  # type: ignore[attr-defined]
-        return tuple(_packed(v, line, r.shape, r.dtype) for v, line, r in zip(values, lines, rooms, strict=True))
+    def forward(ctx: FunctionCtx, *inputs: Any) -> tuple[Tensor, ...]:
+        specs, buffers, _, *values = inputs
+        ctx.specs, ctx.dtypes = specs, [value.dtype for value in values]  # type: ignore[attr-defined]
+        return tuple(
+            _pack(value, spec, buffer.shape, buffer.dtype)
+            for value, spec, buffer in zip(values, specs, buffers, strict=True)
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        found = [
-            _unpacked(grad, line, dtype) if line.differentiable else None
-            for grad, line, dtype in zip(grads, ctx.lines, ctx.dtypes, strict=True)
+        value_grads = [
+            _unpack(grad, spec, dtype) if spec.differentiable else None
+            for grad, spec, dtype in zip(grads, ctx.specs, ctx.dtypes, strict=True)
         ]
-        return None, None, None, *found
+        return None, None, None, *value_grads
 
 
-class _Arrive(torch.autograd.Function):
+class _Unpack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, *given: Any) -> tuple[Tensor, ...]:
-        lines, *wires = given
-        ctx.lines, ctx.rooms = lines, [(tuple(w.shape), w.dtype) for w in wires]  # type: ignore[attr-defined]
-        values = tuple(_unpacked(wire, line, line.dtype) for wire, line in zip(wires, lines, strict=True))
-        ctx.mark_non_differentiable(*(v for v, line in zip(values, lines, strict=True) if not line.differentiable))
+    def forward(ctx: FunctionCtx, *inputs: Any) -> tuple[Tensor, ...]:
+        specs, *buffers = inputs
+        ctx.specs = specs  # type: ignore[attr-defined]
+        ctx.buffers = [BufferSpec(tuple(buffer.shape), buffer.dtype) for buffer in buffers]  # type: ignore[attr-defined]
+        values = tuple(_unpack(buffer, spec, spec.dtype) for buffer, spec in zip(buffers, specs, strict=True))
+        ctx.mark_non_differentiable(*(v for v, spec in zip(values, specs, strict=True) if not spec.differentiable))
         return values
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        found = []
-        for grad, line, (shape, dtype) in zip(grads, ctx.lines, ctx.rooms, strict=True):
-            found.append(
-                _packed(grad, line, shape, dtype)
-                if line.differentiable
-                else torch.zeros(shape, dtype=dtype, device=grad.device)
-            )
-        return None, *found
+        buffer_grads = [
+            _pack(grad, spec, buffer.shape, buffer.dtype)
+            if spec.differentiable
+            else torch.zeros(buffer.shape, dtype=buffer.dtype, device=grad.device)
+            for grad, spec, buffer in zip(grads, ctx.specs, ctx.buffers, strict=True)
+        ]
+        return None, *buffer_grads

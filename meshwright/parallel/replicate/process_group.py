@@ -1,7 +1,8 @@
-"""The process group that DDP is given where ranks share memory: as the one it stands for, but for small sums.
+"""The process group that DDP gets where ranks share memory: it sums small tensors through shared memory and forwards
+all other collectives to the ordinary group.
 
-With `find_unused_parameters` DDP adds up, at the end of every backward pass, which parameters each rank has used, and
-waits for it. Through Gloo that wait is longer than all gradients take in shared memory.
+With `find_unused_parameters`, DDP sums at the end of every backward pass which parameters each rank has used, and waits
+for the result. Through Gloo that wait takes longer than averaging all gradients through shared memory.
 """
 
 from collections.abc import Callable
@@ -12,40 +13,42 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.collectives.sums import SharedSums
+from meshwright.collectives.small_sums import SharedMemorySums
 
 
-class Beside(dist.ProcessGroup):
-    def __init__(self, group: dist.ProcessGroup, sums: SharedSums) -> None:
+class GroupWithSharedSums(dist.ProcessGroup):
+    def __init__(self, group: dist.ProcessGroup, sums: SharedMemorySums) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
-        self._beside = group
+        self._group = group
         self._sums = sums
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
-        used = tensors[0]
-        small = used.numel() * torch.int64.itemsize <= self._sums.LARGEST_BYTES
-        if used.dtype == torch.int32 and used.device.type == "cpu" and small:
-            return _Sum(used, self._sums.start(used.long()))
-        return self._beside.allreduce(tensors, opts)
+        tensor = tensors[0]
+        is_small = tensor.numel() * torch.int64.itemsize <= self._sums.LARGEST_BYTES
+        if tensor.dtype == torch.int32 and tensor.device.type == "cpu" and is_small:
+            return _SumWork(tensor, self._sums.start(tensor.long()))
+        return self._group.allreduce(tensors, opts)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
-        return self._beside.broadcast(tensors, opts)
+        return self._group.broadcast(tensors, opts)
 
     def allgather(  # type: ignore[override]
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        return self._beside.allgather(outputs, inputs, opts)
+        return self._group.allgather(outputs, inputs, opts)
 
     def getBackendName(self) -> str:
-        return "beside gloo"  # of another name, since DDP asks a group of that name for what only torch's own has
+        return "gloo with shared sums"  # not "gloo": of groups with that name DDP calls what only torch's own have
 
 
-class _Sum(dist.Work):
-    def __init__(self, into: Tensor, result: Callable[[], Tensor]) -> None:
+class _SumWork(dist.Work):
+    """A started sum, which is copied into `target` when it is waited for."""
+
+    def __init__(self, target: Tensor, result: Callable[[], Tensor]) -> None:
         super().__init__()
-        self._into = into
+        self._target = target
         self._result = result
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
-        self._into.copy_(self._result())
+        self._target.copy_(self._result())
         return True

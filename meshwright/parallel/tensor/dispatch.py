@@ -1,4 +1,11 @@
-"""A function of torch that is given parts: answered, run by a rule of its own, taken apart, or run on local tensors."""
+"""Runs a torch function that is given shard views. `ShardView.__torch_function__` calls `dispatch_function`.
+
+In this order: questions about shape or dtype are answered for the full tensor; matrix products, attention, embeddings
+and cross-entropy have rules of their own (products.py, vocabulary.py); functions that torch implements in Python are
+entered, so that the functions they call come here; every other function runs on the local tensors, as rules.py derives.
+Where none of this applies, shards of the sequence or of the vocabulary are gathered, and shards of features are an
+error that tells the user which module to leave whole.
+"""
 
 import types
 from collections.abc import Callable
@@ -8,55 +15,55 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from meshwright.errors import InputError
-from meshwright.parallel.exchange import averaged, scatter
-from meshwright.parallel.tensor.products import PRODUCTS, entered
-from meshwright.parallel.tensor.randomness import own_chance
-from meshwright.parallel.tensor.rules import Decision, decide, run
-from meshwright.parallel.tensor.shard_view import ShardSpec, ShardView, is_part, whole
+from meshwright.parallel.differentiable_collectives import average_gradient, slice_own_shard
+from meshwright.parallel.tensor.products import PRODUCTS, enter_sharded_work
+from meshwright.parallel.tensor.randomness import rank_seeded_generator
+from meshwright.parallel.tensor.rules import LocalCall, derive_local_call, run_local_call
+from meshwright.parallel.tensor.shard_view import ShardSpec, ShardView, full_tensor, is_shard_view
 from meshwright.parallel.tensor.vocabulary import VOCABULARY
-from meshwright.profile.structure.split_rules import Refused
+from meshwright.parallel.torch_private import DisableTorchFunctionSubclass, tree_flatten, tree_map, tree_unflatten
+from meshwright.profile.structure.split_rules import CannotSplit
 
-# What is asked of a tensor without touching its elements: the whole one answers.
-_WORDS = {
-    "asked": "shape size dim ndim ndimension dtype device layout requires_grad is_leaf numel nelement element_size "
+# Names of tensor attributes and methods. Those of the first group do not touch elements and describe the full tensor;
+# those of the second concern autograd, which runs on the local tensor.
+_NAMES = {
+    "metadata": "shape size dim ndim ndimension dtype device layout requires_grad is_leaf numel nelement element_size "
     "itemsize nbytes is_floating_point is_complex is_signed is_nested is_sparse is_sparse_csr is_quantized is_mkldnn "
     "is_cuda is_cpu is_meta is_mps is_xpu is_inference get_device stride is_contiguous names has_names grad __len__ "
     "__hash__ __repr__ __format__ __dir__ _version output_nr",
-    "of_local": "register_hook retain_grad grad_fn register_post_accumulate_grad_hook requires_grad_",
+    "autograd": "register_hook retain_grad grad_fn register_post_accumulate_grad_hook requires_grad_",
 }
-_QUESTIONS, _OF_LOCAL = (frozenset(words.split()) for words in _WORDS.values())
+_METADATA, _AUTOGRAD = (frozenset(names.split()) for names in _NAMES.values())
 _RULES: dict[Any, Callable[..., Any]] = {**PRODUCTS, **VOCABULARY}
 
 
-def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def dispatch_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = _name(func)
-    if name in _QUESTIONS:
-        with torch._C.DisableTorchFunctionSubclass():
+    if name in _METADATA:
+        with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    if name in _OF_LOCAL:
-        return func(args[0].local, *args[1:], **kwargs)
-    if name.startswith("new_"):  # it asks for a type and a device
-        return func(
-            *tree_map(lambda leaf: leaf.local if isinstance(leaf, ShardView) else leaf, args, is_leaf=is_part), **kwargs
-        )
+    if name in _AUTOGRAD:
+        return func(args[0].local_tensor, *args[1:], **kwargs)
+    if name.startswith("new_"):  # `new_zeros` and the like take only the dtype and the device of the tensor
+        return func(*_replace_views(args, _local_tensor), **kwargs)
     if name == "view_as" and args[0] is args[1]:
-        # An autograd function that hands its input on (FSDP's hooks do) asks so, without gradients: they must go on.
-        return ShardView(args[0].local, args[0].mark, tuple(args[0].shape))
+        # Autograd functions that return their input (FSDP2's hooks do) call this with gradients disabled. A new view of
+        # the same local tensor keeps its gradient.
+        return ShardView(args[0].local_tensor, args[0].spec, tuple(args[0].shape))
     rule = _RULES.get(func)
     if rule is not None:
         try:
-            found = rule(*args, **kwargs)
-        except Refused as refused:
-            return _otherwise(func, args, kwargs, refused)
-        if found is not NotImplemented:
-            return found
-    # One that calls its own name in `Tensor`'s base class comes back here under its own name: it is run as it is.
+            result = rule(*args, **kwargs)
+        except CannotSplit as reason:
+            return _gather_or_raise(func, args, kwargs, reason)
+        if result is not NotImplemented:
+            return result
+    # A function that uses `super()` would come back here under its own name: it runs on the local tensors instead.
     if isinstance(func, types.FunctionType) and "__class__" not in func.__code__.co_freevars:
-        return _body(func)(*args, **kwargs)
-    return _general(func, args, kwargs)
+        return _python_implementation(func)(*args, **kwargs)
+    return _call_on_local_tensors(func, args, kwargs)
 
 
 def _name(func: Any) -> str:
@@ -65,104 +72,67 @@ def _name(func: Any) -> str:
 
 
 @cache
-def _body(func: types.FunctionType) -> types.FunctionType:
-    """A function that torch has in Python, going on where it would hand itself over to us: what it calls does."""
-    handed_over = {name: _never for name in func.__globals__ if name.startswith("has_torch_function")}
-    made = types.FunctionType(
-        func.__code__, {**func.__globals__, **handed_over}, func.__name__, func.__defaults__, func.__closure__
+def _python_implementation(func: types.FunctionType) -> types.FunctionType:
+    """Runs torch's Python implementation with `__torch_function__` dispatch disabled for its outer call. The torch
+    functions that it calls are dispatched as usual."""
+    no_dispatch = {name: _return_false for name in func.__globals__ if name.startswith("has_torch_function")}
+    implementation = types.FunctionType(
+        func.__code__, {**func.__globals__, **no_dispatch}, func.__name__, func.__defaults__, func.__closure__
     )
-    made.__kwdefaults__ = func.__kwdefaults__
-    return made
+    implementation.__kwdefaults__ = func.__kwdefaults__
+    return implementation
 
 
-def _never(*_: Any) -> bool:
+def _return_false(*_: Any) -> bool:
     return False
 
 
-def _general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    leaves, spec = tree_flatten((args, kwargs), is_leaf=is_part)
-    parts = [leaf for leaf in leaves if isinstance(leaf, ShardView)]
-    kinds = {part.mark.kind for part in parts}
-    if len(kinds) > 1 and "sequence" in kinds:  # they become whole where they meet parts of features
-        return func(*_with(args, _sequence_whole), **_with(kwargs, _sequence_whole))
-    key = (func, spec, tuple(_frozen(leaf) for leaf in leaves))
-    decisions = parts[0].mark.team.decisions
-    decision = decisions.get(key)
-    if decision is None:
-        try:
-            decision = decide(func, leaves, spec)
-        except Refused as refused:
-            decision = str(refused)
-        decisions[key] = decision
-    if isinstance(decision, str):
-        return _otherwise(func, args, kwargs, Refused(decision))
-    mark = parts[0].mark
-    local = [_local(leaf, decision.scattered.get(place), mark) for place, leaf in enumerate(leaves)]
-    with _chance(decision.random, mark, parts[0].device):
-        results = run(decision, func, local, spec)
-    made = []
-    for place, result in enumerate(result for result in results if isinstance(result, Tensor)):
-        at = decision.same[place]
-        if at is not None and result is local[at]:
-            made.append(leaves[at])
+# ---- on local tensors
+
+
+def _call_on_local_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    leaves, tree = tree_flatten((args, kwargs), is_leaf=is_shard_view)
+    views = [leaf for leaf in leaves if isinstance(leaf, ShardView)]
+    kinds = {view.spec.kind for view in views}
+    if len(kinds) > 1 and "sequence" in kinds:  # shards of the sequence are gathered where they meet other shards
+        return func(*_replace_views(args, _gather_sequence), **_replace_views(kwargs, _gather_sequence))
+    local_call = _cached_local_call(func, leaves, tree, views[0])
+    if isinstance(local_call, str):
+        return _gather_or_raise(func, args, kwargs, CannotSplit(local_call))
+    spec = views[0].spec
+    local_leaves = [
+        _local_argument(leaf, local_call.sliced_arguments.get(position), spec) for position, leaf in enumerate(leaves)
+    ]
+    with _random_numbers(local_call, spec, views[0].device):
+        results = run_local_call(local_call, func, local_leaves, tree)
+    outputs: list[ShardView] = []
+    for number, result in enumerate(result for result in results if isinstance(result, Tensor)):
+        position = local_call.returned_arguments[number]
+        if position is not None and result is local_leaves[position]:
+            outputs.append(leaves[position])
         else:
-            made.append(ShardView(result, decision.marks[place], decision.shapes[place]))
-    rest = iter(made)
-    filled = [next(rest) if slot is not None else None for slot in _slots(decision)]
-    return tree_unflatten(filled, decision.spec)
+            outputs.append(ShardView(result, local_call.output_specs[number], local_call.output_shapes[number]))
+    # A function returns tensors only, or nothing at all.
+    return tree_unflatten(outputs or [None] * local_call.output_tree.num_leaves, local_call.output_tree)
 
 
-def _slots(decision: Decision) -> list[int | None]:
-    """Which of the outputs are tensors: all, or none where a function returns nothing."""
-    return [0] * len(decision.marks) if decision.marks else [None] * decision.spec.num_leaves
+def _cached_local_call(func: Any, leaves: list[Any], tree: Any, view: ShardView) -> LocalCall | str:
+    """How the function runs on local tensors, or the reason why it cannot."""
+    key = (func, tree, tuple(_cache_key(leaf) for leaf in leaves))
+    local_calls = view.spec.group.local_calls
+    local_call: LocalCall | str | None = local_calls.get(key)
+    if local_call is None:
+        try:
+            local_call = derive_local_call(func, leaves, tree)
+        except CannotSplit as reason:
+            local_call = str(reason)
+        local_calls[key] = local_call
+    return local_call
 
 
-def _local(leaf: Any, scattered: ShardSpec | None, mark: ShardSpec) -> Any:
+def _cache_key(leaf: Any) -> Any:
     if isinstance(leaf, ShardView):
-        return leaf.local
-    if not isinstance(leaf, Tensor):
-        return leaf
-    if scattered is not None:
-        return scatter(leaf, scattered.division, scattered.team)
-    if not leaf.requires_grad:
-        return leaf
-    found = entered(leaf, mark.team)
-    return averaged(found, mark.team) if mark.samples else found
-
-
-def _otherwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], refused: Refused) -> Any:
-    """Where there is no rule: parts along the sequence or the vocabulary are made whole, others are an error."""
-    parts = [leaf for leaf in tree_flatten((args, kwargs), is_leaf=is_part)[0] if isinstance(leaf, ShardView)]
-    bad = next((part for part in parts if part.mark.kind == "features"), None)
-    if bad is None:
-        return func(*_with(args, _whole), **_with(kwargs, _whole))
-    module = next(reversed(bad.mark.team.running), "") or "the model"
-    axis = bad.mark.team.axis
-    raise InputError(
-        f"{module}: {_name(func)} cannot run on features that {bad.mark.team.ranks} ranks of the {axis} axis hold parts"
-        f" of ({refused}): leave them whole with plan.modules.splits: {{{module}: {{kind: none}}}}"
-    )
-
-
-def _with(tree: Any, change: Callable[[ShardView], Any]) -> Any:
-    return tree_map(lambda leaf: change(leaf) if isinstance(leaf, ShardView) else leaf, tree, is_leaf=is_part)
-
-
-def _whole(part: ShardView) -> Tensor:
-    return whole(part)
-
-
-def _sequence_whole(part: ShardView) -> Tensor:
-    return whole(part) if part.mark.kind == "sequence" else part
-
-
-def _chance(random: bool, mark: ShardSpec, device: torch.device) -> AbstractContextManager[None]:
-    return own_chance(mark.team.rank, device) if random else nullcontext()
-
-
-def _frozen(leaf: Any) -> Any:
-    if isinstance(leaf, ShardView):
-        return (tuple(leaf.shape), leaf.dtype, leaf.mark)
+        return (tuple(leaf.shape), leaf.dtype, leaf.spec)
     if isinstance(leaf, Tensor):
         return (tuple(leaf.shape), leaf.dtype)
     if isinstance(leaf, slice):
@@ -170,4 +140,53 @@ def _frozen(leaf: Any) -> Any:
     return (type(leaf), leaf)
 
 
-ShardView.handler = staticmethod(call)
+def _local_argument(leaf: Any, sliced: ShardSpec | None, spec: ShardSpec) -> Any:
+    if isinstance(leaf, ShardView):
+        return leaf.local_tensor
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if sliced is not None:
+        return slice_own_shard(leaf, sliced.ranges, sliced.group)
+    if not leaf.requires_grad:
+        return leaf
+    replicated = enter_sharded_work(leaf, spec.group)
+    return average_gradient(replicated, spec.group) if spec.samples_by_rank else replicated
+
+
+def _random_numbers(local_call: LocalCall, spec: ShardSpec, device: torch.device) -> AbstractContextManager[None]:
+    return rank_seeded_generator(spec.group.rank, device) if local_call.draws_random_numbers else nullcontext()
+
+
+# ---- on full tensors
+
+
+def _gather_or_raise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason: CannotSplit) -> Any:
+    """Where no rule applies, shards of the sequence or of the vocabulary are gathered; shards of features are an
+    error."""
+    leaves = tree_flatten((args, kwargs), is_leaf=is_shard_view)[0]
+    features = next((leaf for leaf in leaves if isinstance(leaf, ShardView) and leaf.spec.kind == "features"), None)
+    if features is None:
+        return func(*_replace_views(args, full_tensor), **_replace_views(kwargs, full_tensor))
+    group = features.spec.group
+    module = next(reversed(group.running_modules), "") or "the model"
+    raise InputError(
+        f"{module}: {_name(func)} cannot run on features that are split over {group.size} ranks of the {group.axis}"
+        f" axis ({reason}): leave them whole with plan.modules.splits: {{{module}: {{kind: none}}}}"
+    )
+
+
+def _replace_views(tree: Any, replacement: Callable[[ShardView], Any]) -> Any:
+    return tree_map(
+        lambda leaf: replacement(leaf) if isinstance(leaf, ShardView) else leaf, tree, is_leaf=is_shard_view
+    )
+
+
+def _local_tensor(view: ShardView) -> Tensor:
+    return view.local_tensor
+
+
+def _gather_sequence(view: ShardView) -> Tensor:
+    return full_tensor(view) if view.spec.kind == "sequence" else view
+
+
+ShardView.handler = staticmethod(dispatch_function)

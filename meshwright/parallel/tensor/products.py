@@ -1,10 +1,14 @@
-"""Matrix products with parts: columns of a weight make parts of features, rows sum them up; and attention by heads.
+"""Matrix products with split weights, and attention split by heads.
 
-    x (whole) · W[:, part]       = y[:, part]       column: nothing crosses; the gradient of x is summed
-    x[:, part] · W[part, :]      = a partial sum    row: all-reduce; along the sequence: reduce-scatter
-    x[rows] · W (whole)          = y[rows]          the gradient of W is summed
+    x (replicated) · W[:, shard]     = y[:, shard]      column: no communication; the gradient of x is all-reduced
+    x[:, shard] · W[shard, :]        = a partial sum    row: all-reduce; with sequence parallelism reduce-scatter
+    x[rows] · W (replicated)         = y[rows]          the gradient of W is all-reduced
 
-Over the replicate axis x holds each rank's own samples: they are gathered first, and go back to their ranks behind.
+Over the replicate axis each rank has samples of its own: x is all-gathered before a column layer, and the partial sums
+of a row layer are reduce-scattered, so that each rank gets its samples back.
+
+`PRODUCTS` registers each function with dispatch.py. A function returns NotImplemented where it has no rule for its
+arguments, and raises `CannotSplit` where they cannot be combined.
 """
 
 from collections.abc import Callable
@@ -16,136 +20,158 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.parallel.exchange import Team, copy_in, even, gather_in, scatter, sum_out, sum_scatter, swap
-from meshwright.parallel.tensor.randomness import own_chance
-from meshwright.parallel.tensor.shard_view import ShardSpec, ShardView, whole, whole_in
-from meshwright.profile.structure.split_rules import Refused, Shard
+from meshwright.parallel.differentiable_collectives import (
+    AxisGroup,
+    all_gather_for_sharded_work,
+    all_reduce,
+    all_reduce_gradient,
+    all_to_all,
+    consecutive_ranges,
+    reduce_scatter,
+    slice_own_shard,
+)
+from meshwright.parallel.tensor.randomness import rank_seeded_generator
+from meshwright.parallel.tensor.shard_view import ShardSpec, ShardView, full_tensor, full_tensor_for_sharded_work
+from meshwright.parallel.torch_private import attention_function, linear_function
+from meshwright.profile.structure.split_rules import CannotSplit, DividedDimension
 
-_ENTERED = "_meshwright_entered"
+_ENTERED_COPY = "_meshwright_entered"
 
 
-def entered(x: Tensor, team: Team) -> Tensor:
-    """A whole tensor on its way into divided work: layers that share it sum its gradient once."""
+def enter_sharded_work(x: Tensor, group: AxisGroup) -> Tensor:
+    """A replicated tensor as input of sharded work: its gradient is all-reduced, once for all layers that share it."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
-    if x.is_leaf:  # a parameter outlives the pass
-        return copy_in(x, team)
-    known = getattr(x, _ENTERED, None)
-    if known is None or known[:2] != (x._version, team):
-        known = (x._version, team, copy_in(x, team))
-        setattr(x, _ENTERED, known)
-    result: Tensor = known[2]
-    return result
+    if x.is_leaf:  # a parameter outlives the pass, so nothing may be cached on it
+        return all_reduce_gradient(x, group)
+    cached = getattr(x, _ENTERED_COPY, None)
+    if cached is None or cached[:2] != (x._version, group):
+        cached = (x._version, group, all_reduce_gradient(x, group))
+        setattr(x, _ENTERED_COPY, cached)
+    copy: Tensor = cached[2]
+    return copy
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     if isinstance(weight, ShardView):
         if weight.dim() != 2:
             return NotImplemented
-        if weight.mark.shard.dim == 0:
-            own = bias if bias is None else _cut(bias, weight)
-            return _column(x, weight, 0, lambda inner: torch.nn.functional.linear(inner, weight.local, own))
-        return _row(x, weight, 1, lambda inner: torch.nn.functional.linear(inner, weight.local), bias)
-    if isinstance(x, ShardView) and x.mark.shard.dim < x.dim() - 1 and not isinstance(bias, ShardView):
-        # A whole weight on parts that are divided along another dimension than the one it sums over.
-        team = x.mark.team
-        added = bias if bias is None else entered(bias, team)
-        made = torch.nn.functional.linear(x.local, entered(weight, team), added)
-        return ShardView(made, x.mark, (*x.shape[:-1], made.shape[-1]))
+        local_weight = weight.local_tensor
+        if weight.spec.shard.dim == 0:
+            local_bias = None if bias is None else _local_bias(bias, weight)
+            return _column(x, weight, 0, lambda inner: torch.nn.functional.linear(inner, local_weight, local_bias))
+        return _row(x, weight, 1, lambda inner: torch.nn.functional.linear(inner, local_weight), bias)
+    if isinstance(x, ShardView) and x.spec.shard.dim < x.dim() - 1 and not isinstance(bias, ShardView):
+        # A replicated weight, and an input that is not sharded along the dimension that the product sums over.
+        group = x.spec.group
+        entered_bias = None if bias is None else enter_sharded_work(bias, group)
+        product = torch.nn.functional.linear(x.local_tensor, enter_sharded_work(weight, group), entered_bias)
+        return ShardView(product, x.spec, (*x.shape[:-1], product.shape[-1]))
     return NotImplemented
 
 
 def matmul(x: Tensor, weight: Tensor) -> Any:
     if not isinstance(weight, ShardView) or weight.dim() != 2 or x.dim() < 2:
         return NotImplemented
-    if weight.mark.shard.dim == 1:
-        return _column(x, weight, 1, lambda inner: torch.matmul(inner, weight.local))
-    return _row(x, weight, 0, lambda inner: torch.matmul(inner, weight.local), None)
+    if weight.spec.shard.dim == 1:
+        return _column(x, weight, 1, lambda inner: torch.matmul(inner, weight.local_tensor))
+    return _row(x, weight, 0, lambda inner: torch.matmul(inner, weight.local_tensor), None)
 
 
 def addmm(bias: Tensor, x: Tensor, weight: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
     if not isinstance(weight, ShardView):
-        if isinstance(x, ShardView) and x.mark.shard.dim == 0 and bias.dim() == 1 and not isinstance(bias, ShardView):
-            team = x.mark.team
-            made = torch.addmm(entered(bias, team), x.local, entered(weight, team), beta=beta, alpha=alpha)
-            return ShardView(made, x.mark, (x.shape[0], made.shape[-1]))
+        if isinstance(x, ShardView) and x.spec.shard.dim == 0 and bias.dim() == 1 and not isinstance(bias, ShardView):
+            group = x.spec.group
+            entered_bias, entered_weight = enter_sharded_work(bias, group), enter_sharded_work(weight, group)
+            product = torch.addmm(entered_bias, x.local_tensor, entered_weight, beta=beta, alpha=alpha)
+            return ShardView(product, x.spec, (x.shape[0], product.shape[-1]))
         return NotImplemented
     if bias.dim() != 1:
         return NotImplemented
-    if weight.mark.shard.dim == 1:
+    local_weight = weight.local_tensor
+    if weight.spec.shard.dim == 1:
         return _column(
             x,
             weight,
             1,
-            lambda inner: torch.addmm(_cut(bias, weight), inner, weight.local, beta=beta, alpha=alpha),
+            lambda inner: torch.addmm(_local_bias(bias, weight), inner, local_weight, beta=beta, alpha=alpha),
         )
-    return _row(x, weight, 0, lambda inner: torch.mm(inner, weight.local) * alpha, bias * beta if beta != 1 else bias)
+    scaled_bias = bias * beta if beta != 1 else bias
+    return _row(x, weight, 0, lambda inner: torch.mm(inner, local_weight) * alpha, scaled_bias)
 
 
-def _column(x: Tensor, weight: ShardView, dim: int, product: Callable[[Tensor], Tensor]) -> ShardView:
-    mark = weight.mark
-    samples: tuple[int, ...] = ()
+def _column(x: Tensor, weight: ShardView, output_dim: int, product: Callable[[Tensor], Tensor]) -> ShardView:
+    """A product whose output features are sharded: `output_dim` is the weight's dimension of these."""
+    spec = weight.spec
+    samples_by_rank: tuple[int, ...] = ()
     if isinstance(x, ShardView):
-        if x.mark.kind == "features":
-            raise Refused("parts of features meet a layer whose outputs are divided")
-        inner = whole_in(x)
-    elif mark.team.axis == "replicate":
-        samples = _samples(x, mark.team)
-        inner = gather_in(x, even(0, samples), mark.team)
+        if x.spec.kind == "features":
+            raise CannotSplit("its input features are sharded, and so are its output features")
+        inner = full_tensor_for_sharded_work(x)
+    elif spec.group.axis == "replicate":
+        samples_by_rank = _samples_by_rank(x, spec.group)
+        inner = all_gather_for_sharded_work(x, consecutive_ranges(0, samples_by_rank), spec.group)
     else:
-        inner = entered(x, mark.team)
-    made = product(inner)
-    shape = (*inner.shape[:-1], weight.shape[dim])
-    shard = replace(mark.shard, dim=len(shape) - 1)
-    return ShardView(made, replace(mark, shard=shard, samples=samples), shape)
+        inner = enter_sharded_work(x, spec.group)
+    output = product(inner)
+    shape = (*inner.shape[:-1], weight.shape[output_dim])
+    shard = replace(spec.shard, dim=len(shape) - 1)
+    return ShardView(output, replace(spec, shard=shard, samples_by_rank=samples_by_rank), shape)
 
 
-def _row(x: Tensor, weight: ShardView, dim: int, product: Callable[[Tensor], Tensor], bias: Tensor | None) -> Tensor:
-    mark, team = weight.mark, weight.mark.team
-    wanted = replace(mark, shard=replace(mark.shard, dim=x.dim() - 1))
-    samples: tuple[int, ...] = ()
-    if isinstance(x, ShardView) and x.mark.kind != "features":
-        x = whole(x)
+def _row(
+    x: Tensor, weight: ShardView, input_dim: int, product: Callable[[Tensor], Tensor], bias: Tensor | None
+) -> Tensor:
+    """A product that sums over sharded input features: `input_dim` is the weight's dimension of these."""
+    spec, group = weight.spec, weight.spec.group
+    input_spec = replace(spec, shard=replace(spec.shard, dim=x.dim() - 1))
+    samples_by_rank: tuple[int, ...] = ()
+    if isinstance(x, ShardView) and x.spec.kind != "features":
+        x = full_tensor(x)
     if isinstance(x, ShardView):
-        shard = x.mark.shard
-        if shard.dim != x.dim() - 1 or shard.outer != 1 or x.shape[-1] != weight.shape[dim]:
-            raise Refused("a layer sums over a dimension that is divided otherwise")
-        inner, samples = x.local, x.mark.samples
-    elif team.axis == "replicate":
-        samples = _samples(x, team)
-        inner = swap(x, even(0, samples), wanted.division, team)
+        shard = x.spec.shard
+        if shard.dim != x.dim() - 1 or shard.outer != 1 or x.shape[-1] != weight.shape[input_dim]:
+            raise CannotSplit("it sums over a dimension that its input has sharded in another way than its weight")
+        inner, samples_by_rank = x.local_tensor, x.spec.samples_by_rank
+    elif group.axis == "replicate":
+        samples_by_rank = _samples_by_rank(x, group)
+        inner = all_to_all(x, consecutive_ranges(0, samples_by_rank), input_spec.ranges, group)
     else:
-        inner = scatter(x, wanted.division, team)
+        inner = slice_own_shard(x, input_spec.ranges, group)
     partial = product(inner)
-    if samples:
-        return _biased(sum_scatter(partial, even(0, samples), team), bias)
-    if team.sequence and partial.dim() > 2:
-        length = partial.shape[1]
-        along = ShardSpec(Shard(1, 1, length, 1), team, "sequence")
-        summed = sum_scatter(partial, along.division, team)
-        own = bias if bias is None else entered(bias, team)
-        return ShardView(_biased(summed, own), along, tuple(partial.shape))
-    return _biased(sum_out(partial, team), bias)
+    if samples_by_rank:
+        return _add_bias(reduce_scatter(partial, consecutive_ranges(0, samples_by_rank), group), bias)
+    if group.sequence_parallel and partial.dim() > 2:
+        sequence = sequence_spec(partial, group)
+        summed = reduce_scatter(partial, sequence.ranges, group)
+        entered_bias = None if bias is None else enter_sharded_work(bias, group)
+        return ShardView(_add_bias(summed, entered_bias), sequence, tuple(partial.shape))
+    return _add_bias(all_reduce(partial, group), bias)
 
 
-def _biased(x: Tensor, bias: Tensor | None) -> Tensor:
+def sequence_spec(x: Tensor, group: AxisGroup) -> ShardSpec:
+    """The spec of a tensor (batch, sequence, …) that is sharded along its sequence."""
+    return ShardSpec(DividedDimension(1, 1, x.shape[1], 1), group, "sequence")
+
+
+def _add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
     return x if bias is None else x + bias.to(x.dtype)
 
 
-def _cut(bias: Tensor, weight: ShardView) -> Tensor:
-    """A bias is divided with its layer; one that is kept whole elsewhere is cut here."""
+def _local_bias(bias: Tensor, weight: ShardView) -> Tensor:
+    """A bias is split together with its layer's weight; one that is not is sliced here."""
     if isinstance(bias, ShardView):
-        return bias.local
-    mark = replace(weight.mark, shard=replace(weight.mark.shard, dim=0))
-    return scatter(bias, mark.division, mark.team)
+        return bias.local_tensor
+    spec = replace(weight.spec, shard=replace(weight.spec.shard, dim=0))
+    return slice_own_shard(bias, spec.ranges, spec.group)
 
 
-def _samples(x: Tensor, team: Team) -> tuple[int, ...]:
-    """How many samples each rank has: a short last batch is not divided evenly."""
-    own = torch.tensor([x.shape[0]], device=x.device)
-    found = [torch.empty_like(own) for _ in range(team.ranks)]
-    dist.all_gather(found, own, group=team.group)
-    return tuple(int(count) for count in torch.cat(found).tolist())
+def _samples_by_rank(x: Tensor, group: AxisGroup) -> tuple[int, ...]:
+    """How many samples each rank has: a short last batch does not divide evenly."""
+    count = torch.tensor([x.shape[0]], device=x.device)
+    counts = [torch.empty_like(count) for _ in range(group.size)]
+    dist.all_gather(counts, count, group=group.process_group)
+    return tuple(int(number) for number in torch.cat(counts).tolist())
 
 
 def attention(
@@ -158,48 +184,55 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Each rank has heads of its own; they know nothing of each other."""
+    """Each rank computes its own heads, without communication."""
     if not all(isinstance(tensor, ShardView) for tensor in (query, key, value)):
         return NotImplemented
     assert isinstance(query, ShardView)
     assert isinstance(key, ShardView)
     assert isinstance(value, ShardView)
-    mark = query.mark
-    counts = [part.mark.shard.count for part in (query, key, value)]
-    count = gcd(*counts)
-    for part in (query, key, value):
-        shard = part.mark.shard
-        if shard.dim >= part.dim() - 2 or (shard.dim, shard.outer) != (mark.shard.dim, mark.shard.outer):
-            raise Refused("attention is divided otherwise than by heads")
-    if count % mark.team.ranks:
-        raise Refused(f"attention has {min(counts)} heads, which {mark.team.ranks} ranks do not divide")
-    found = replace(mark, shard=replace(mark.shard, count=count, inner=mark.shard.count * mark.shard.inner // count))
-    mask = None if attn_mask is None else _own_mask(attn_mask, found, query.dim())
+    spec = _heads_spec(query, key, value)
+    local_query, local_key, local_value = query.local_tensor, key.local_tensor, value.local_tensor
+    mask = None if attn_mask is None else _local_mask(attn_mask, spec, query.dim())
 
     def attend() -> Tensor:
         return torch.nn.functional.scaled_dot_product_attention(
-            query.local, key.local, value.local, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            local_query, local_key, local_value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
 
     if dropout_p > 0:
-        with own_chance(mark.team.rank, query.device):
-            made = attend()
+        with rank_seeded_generator(spec.group.rank, query.device):
+            output = attend()
     else:
-        made = attend()
-    return ShardView(made, found, (*query.shape[:-1], value.shape[-1]))
+        output = attend()
+    return ShardView(output, spec, (*query.shape[:-1], value.shape[-1]))
 
 
-def _own_mask(mask: Tensor, mark: ShardSpec, rank: int) -> Tensor:
+def _heads_spec(query: ShardView, key: ShardView, value: ShardView) -> ShardSpec:
+    """The spec of the attention's output. There may be fewer key-value heads than query heads."""
+    spec = query.spec
+    counts = [view.spec.shard.count for view in (query, key, value)]
+    count = gcd(*counts)
+    for view in (query, key, value):
+        shard = view.spec.shard
+        if shard.dim >= view.dim() - 2 or (shard.dim, shard.outer) != (spec.shard.dim, spec.shard.outer):
+            raise CannotSplit("attention can only be split by heads")
+    if count % spec.group.size:
+        raise CannotSplit(f"attention has {min(counts)} heads, which {spec.group.size} ranks do not divide")
+    inner = spec.shard.count * spec.shard.inner // count
+    return replace(spec, shard=replace(spec.shard, count=count, inner=inner))
+
+
+def _local_mask(mask: Tensor, spec: ShardSpec, query_dims: int) -> Tensor:
     if isinstance(mask, ShardView):
-        return mask.local
-    dim = mark.shard.dim + mask.dim() - rank
+        return mask.local_tensor
+    dim = spec.shard.dim + mask.dim() - query_dims
     if dim < 0 or mask.shape[dim] == 1:
-        return entered(mask, mark.team)
-    return scatter(mask, replace(mark, shard=replace(mark.shard, dim=dim)).division, mark.team)
+        return enter_sharded_work(mask, spec.group)
+    return slice_own_shard(mask, replace(spec, shard=replace(spec.shard, dim=dim)).ranges, spec.group)
 
 
 PRODUCTS: dict[Any, Callable[..., Any]] = {
-    torch._C._nn.linear: linear,
+    linear_function: linear,
     torch.matmul: matmul,
     torch.Tensor.matmul: matmul,
     torch.Tensor.__matmul__: matmul,
@@ -207,5 +240,5 @@ PRODUCTS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.mm: matmul,
     torch.addmm: addmm,
     torch.Tensor.addmm: addmm,
-    torch._C._nn.scaled_dot_product_attention: attention,
+    attention_function: attention,
 }

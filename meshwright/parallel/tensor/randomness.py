@@ -1,23 +1,27 @@
-"""Chance on parts: what is drawn for a part differs from rank to rank, and the ranks' generators stay in step."""
+"""Random numbers on shards: dropout must differ from rank to rank while the ranks' generators stay in one state."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from meshwright.data.order import derive
+from meshwright.data.order import derive_seed
 
 
 @contextmanager
-def own_chance(rank: int, device: torch.device) -> Iterator[None]:
-    """While it lasts, the default generator is this rank's own, made of one number that all ranks draw alike."""
-    seed = int(torch.randint(2**62, ()))  # on the CPU: nobody waits for the device
+def rank_seeded_generator(rank: int, device: torch.device) -> Iterator[None]:
+    """Inside, the device's default generator is seeded for this rank; afterwards it is as before.
+
+    The seed comes from one number that every rank draws alike from the CPU's generator, so that all ranks leave in the
+    same state.
+    """
+    seed = int(torch.randint(2**62, ()))  # on the CPU, so that nothing waits for the device
     generator = torch.default_generator
     if device.type == "cuda":
         generator = torch.cuda.default_generators[device.index or 0]
-    before = generator.get_state()
-    generator.manual_seed(derive(seed, "part", rank))
+    state = generator.get_state()
+    generator.manual_seed(derive_seed(seed, "part", rank))
     try:
         yield
     finally:
-        generator.set_state(before)
+        generator.set_state(state)

@@ -1,34 +1,50 @@
-"""Whether and how a function of torch runs on parts: told by running it once on fake tensors of the whole shapes.
+"""Derives how a torch function runs on the ranks' local tensors, by running it once on fake tensors of the full shapes.
 
-The operators it is made of are followed by the rules of `profile.shards`, the same that found the split. Then the
-function itself runs on the ranks' local tensors; where it says sizes along the divided dimension (`view`, `split`,
-slices), its operators are run instead, with the rank's own sizes.
+The operators that the function calls are recorded, and the split rules of `profile/structure/split_rules.py`, the same
+ones that decided which layers can be split, tell how each of their results is sharded. After that the function itself
+runs on the local tensors. Where its arguments contain sizes of the sharded dimension (`view`, `split`, slices), the
+recorded operators run instead, with the sizes replaced by this rank's.
+
+dispatch.py calls `derive_local_call` once for each function and combination of shapes, and `run_local_call` each time.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from meshwright.parallel.tensor.shard_view import ShardSpec, ShardView
-from meshwright.parallel.weights.layout import stretches
-from meshwright.profile.structure.dataflow import Flow, FlowRecorder, Op, Ref
-from meshwright.profile.structure.split_rules import Partner, Refused, Shard, follow, join
+from meshwright.parallel.torch_private import (
+    FakeTensorMode,
+    TreeSpec,
+    disable_dispatch_modes,
+    tree_flatten,
+    tree_map,
+    tree_unflatten,
+)
+from meshwright.parallel.weights.layout import shard_ranges
+from meshwright.profile.structure.dataflow import Dataflow, DataflowRecorder, TracedOperator, ValueRef
+from meshwright.profile.structure.split_rules import (
+    CannotSplit,
+    DividedDimension,
+    NeedsDividedInput,
+    merge_divided,
+    propagate_split,
+)
 
-_SHAPED = ("view", "_unsafe_view", "_reshape_alias", "expand")
-_CUT = ("slice", "split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "chunk")
-_PLAIN = ("index", "embedding", "clone", "_to_copy", "copy_", "_unsafe_view")
+# Names of aten operators: those with a shape as argument, those that slice, and those besides views that only copy.
+_TAKES_SHAPE = ("view", "_unsafe_view", "_reshape_alias", "expand")
+_SLICES = ("slice", "split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "chunk")
+_COPIES = ("index", "embedding", "clone", "_to_copy", "copy_", "_unsafe_view")
 
 
 @dataclass(frozen=True)
-class Step:
-    """One operator with the rank's own sizes. `Ref`s stand for values; `outputs` are the values it makes."""
+class LocalOperator:
+    """One recorded operator with this rank's sizes in its arguments. A `ValueRef` stands in the place of each tensor;
+    `outputs` are the numbers of the values that it returns."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
@@ -37,241 +53,266 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Decision:
-    """`scattered` are whole arguments, by place, that are divided first; an output may be an argument (`same`)."""
+class LocalCall:
+    """How one torch function runs on local tensors.
 
-    marks: tuple[ShardSpec, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    same: tuple[int | None, ...]
-    spec: TreeSpec
-    scattered: dict[int, ShardSpec]
-    random: bool
-    steps: tuple[Step, ...] = ()
-    inputs: tuple[int, ...] = ()  # the values of the tensor arguments
-    outputs: tuple[int, ...] = ()
+    `sliced_arguments` are the replicated arguments, by position, of which each rank first takes its shard. An entry of
+    `returned_arguments` is the position of the argument that the function returns itself (in-place functions), or None
+    where the output is a new tensor. Without `operators` the function itself is called.
+    """
+
+    output_specs: tuple[ShardSpec, ...]
+    output_shapes: tuple[tuple[int, ...], ...]
+    returned_arguments: tuple[int | None, ...]
+    output_tree: TreeSpec
+    sliced_arguments: dict[int, ShardSpec]
+    draws_random_numbers: bool
+    operators: tuple[LocalOperator, ...] = ()
+    input_values: tuple[int, ...] = ()  # the numbers of the tensor arguments in the recording
+    output_values: tuple[int, ...] = ()
 
 
-def decide(func: Any, leaves: Sequence[Any], spec: TreeSpec) -> Decision:
-    """`leaves` and `spec` are (args, kwargs), flattened. Raises `Refused` where no rule covers it."""
-    with _disable_current_modes(), FakeTensorMode(), torch.no_grad():
+def derive_local_call(func: Any, leaves: Sequence[Any], tree: TreeSpec) -> LocalCall:
+    """`leaves` and `tree` are (args, kwargs), flattened. Raises `CannotSplit` where no rule covers the function."""
+    with disable_dispatch_modes(), FakeTensorMode(), torch.no_grad():
         fakes = [_fake(leaf, tuple(leaf.shape)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        recorder = FlowRecorder()
-        numbers = {place: _known(recorder, fake) for place, fake in enumerate(fakes) if isinstance(fake, Tensor)}
-        args, kwargs = tree_unflatten(fakes, spec)
+        recorder = DataflowRecorder()
+        values = {
+            position: _register(recorder, fake) for position, fake in enumerate(fakes) if isinstance(fake, Tensor)
+        }
+        args, kwargs = tree_unflatten(fakes, tree)
         try:
             with recorder:
                 recorder.enter("", args, kwargs)
                 result = func(*args, **kwargs)
                 recorder.leave(result)
         except Exception as error:
-            raise Refused(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+            raise CannotSplit(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
         flow = recorder.flow
-        marks = _Marks(flow, {numbers[p]: leaf.mark for p, leaf in enumerate(leaves) if isinstance(leaf, ShardView)})
-        marks.free = {number for place, number in numbers.items() if not isinstance(leaves[place], ShardView)}
-        for op in flow.ops:
-            marks.follow(op)
-        outs, out_spec = tree_flatten(result)
-        decision = _decision(flow, marks, outs, out_spec, fakes, numbers)
-        if _needs_own_sizes(flow, marks):
-            return replace(decision, steps=_steps(flow, marks))
-        _check(func, decision, fakes, leaves, spec)
-    return decision
+        sharding = _ShardedValues(
+            flow,
+            {values[position]: leaf.spec for position, leaf in enumerate(leaves) if isinstance(leaf, ShardView)},
+            {value for position, value in values.items() if not isinstance(leaves[position], ShardView)},
+        )
+        for operator in flow.operators:
+            sharding.propagate(operator)
+        outputs, output_tree = tree_flatten(result)
+        local_call = _local_call(flow, sharding, outputs, output_tree, fakes, values)
+        if _has_sizes_in_arguments(flow, sharding):
+            operators = tuple(_local_operator(flow, operator, sharding) for operator in flow.operators)
+            return replace(local_call, operators=operators)
+        _check_local_shapes(func, local_call, fakes, leaves, tree)
+    return local_call
 
 
-def run(decision: Decision, func: Any, leaves: list[Any], spec: TreeSpec) -> list[Any]:
-    """The results, flattened, with local tensors for `leaves`."""
-    if not decision.steps:
-        args, kwargs = tree_unflatten(leaves, spec)
+def run_local_call(local_call: LocalCall, func: Any, leaves: list[Any], tree: TreeSpec) -> list[Any]:
+    """The results, flattened. `leaves` and `tree` are (args, kwargs) with local tensors."""
+    if not local_call.operators:
+        args, kwargs = tree_unflatten(leaves, tree)
         return tree_flatten(func(*args, **kwargs))[0]
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    held: dict[int, Any] = dict(zip(decision.inputs, tensors, strict=True))
-    for step in decision.steps:
+    values: dict[int, Any] = dict(zip(local_call.input_values, tensors, strict=True))
+    for operator in local_call.operators:
         args, kwargs = tree_map(
-            lambda leaf: held[leaf.value] if isinstance(leaf, Ref) else leaf, (step.args, step.kwargs)
+            lambda leaf: values[leaf.value] if isinstance(leaf, ValueRef) else leaf, (operator.args, operator.kwargs)
         )
-        made = step.func(*args, **kwargs)
-        results = [leaf for leaf in tree_flatten(made)[0] if isinstance(leaf, Tensor)]
-        held.update(zip(step.outputs, results, strict=True))
-    return [held[value] for value in decision.outputs]
+        returned = operator.func(*args, **kwargs)
+        results = [leaf for leaf in tree_flatten(returned)[0] if isinstance(leaf, Tensor)]
+        values.update(zip(operator.outputs, results, strict=True))
+    return [values[value] for value in local_call.output_values]
 
 
-class _Marks:
-    """How each value of a recorded function is divided. Values in `free` are whole arguments: they can be divided."""
+class _ShardedValues:
+    """How each value of a recorded function is sharded. Values in `replicated_arguments` can still be sliced."""
 
-    def __init__(self, flow: Flow, marks: dict[int, ShardSpec]) -> None:
+    def __init__(self, flow: Dataflow, specs: dict[int, ShardSpec], replicated_arguments: set[int]) -> None:
         self.flow = flow
-        self.by_value = dict(marks)
-        self.free: set[int] = set()
-        self.scattered: dict[int, ShardSpec] = {}
-        self.base = next(iter(marks.values()))
+        self.specs = dict(specs)
+        self.replicated_arguments = replicated_arguments
+        self.sliced: dict[int, ShardSpec] = {}
 
     @property
-    def shards(self) -> dict[int, Shard]:
-        return {value: mark.shard for value, mark in self.by_value.items()}
+    def shards(self) -> dict[int, DividedDimension]:
+        return {value: spec.shard for value, spec in self.specs.items()}
 
-    def follow(self, op: Op) -> None:
-        touched = [value for value in (*op.inputs, *op.mutated) if value in self.by_value]
-        if not touched:
+    def propagate(self, operator: TracedOperator) -> None:
+        """Adds the specs of the operator's outputs, if any of its inputs is sharded."""
+        sharded = [value for value in (*operator.inputs, *operator.overwritten) if value in self.specs]
+        if not sharded:
             return
-        if any(value in self.free for value in op.mutated):
-            raise Refused(f"{op.name} writes parts into a whole tensor")
+        if any(value in self.replicated_arguments for value in operator.overwritten):
+            raise CannotSplit(f"{operator.name} writes a shard into a full tensor")
         while True:
             try:
-                made = self._made(op)
+                output_shards = self._output_shards(operator)
                 break
-            except Partner as partner:
-                self._scatter(partner.value, op)
-        source = self.by_value[touched[0]]
-        for value, shard in made.items():
-            parts = source.parts if shard.outer == 0 else ()
-            mark = replace(source, shard=shard, parts=parts)
-            self._check_even(op, mark)
-            self.by_value[value] = mark
-        if op.name in _CUT:
-            self._check_cuts(op, source)
+            except NeedsDividedInput as needed:
+                self._slice_argument(needed.value, operator)
+        source = self.specs[sharded[0]]
+        for value, shard in output_shards.items():
+            spec = replace(source, shard=shard, fused_sizes=source.fused_sizes if shard.outer == 0 else ())
+            self._check_even(operator, spec)
+            self.specs[value] = spec
+        if operator.name in _SLICES:
+            self._check_slices(operator, source)
 
-    def _made(self, op: Op) -> dict[int, Shard]:
-        if op.name != "copy_":
-            return follow(self.flow, op, self.shards)
-        into, value = op.inputs[0], op.inputs[1]
+    def _output_shards(self, operator: TracedOperator) -> dict[int, DividedDimension]:
+        if operator.name != "copy_":
+            return propagate_split(self.flow, operator, self.shards)
+        target, source = operator.inputs[0], operator.inputs[1]
         shards = self.shards
-        if into not in shards:
-            raise Refused("copy_ writes parts into a whole tensor")
-        shift = len(self.flow.values[into].shape) - len(self.flow.values[value].shape)
-        if value in shards:
-            join(shards[into], replace(shards[value], dim=shards[value].dim + shift))
-        elif shards[into].dim >= shift and self.flow.values[value].shape[shards[into].dim - shift] != 1:
-            raise Partner(value)
-        return {op.outputs[0]: shards[into]}
+        if target not in shards:
+            raise CannotSplit("copy_ writes a shard into a full tensor")
+        shift = len(self.flow.values[target].shape) - len(self.flow.values[source].shape)
+        if source in shards:
+            merge_divided(shards[target], replace(shards[source], dim=shards[source].dim + shift))
+        elif shards[target].dim >= shift and self.flow.values[source].shape[shards[target].dim - shift] != 1:
+            raise NeedsDividedInput(source)
+        return {operator.outputs[0]: shards[target]}
 
-    def _scatter(self, value: int, op: Op) -> None:
-        """A whole argument that meets parts is divided like them, dimensions counted from the last."""
-        if value not in self.free or value in self.by_value:
-            raise Refused(f"{op.name} joins parts and a whole tensor")
-        other = next(v for v in op.inputs if v in self.by_value)
-        mark, shape = self.by_value[other], self.flow.values[value].shape
-        dim = mark.shard.dim + len(shape) - len(self.flow.values[other].shape)
-        if dim < 0 or shape[dim] != self.flow.values[other].shape[mark.shard.dim]:
-            raise Refused(f"{op.name} joins parts and a whole tensor of other sizes")
-        self.by_value[value] = self.scattered[value] = replace(mark, shard=replace(mark.shard, dim=dim))
+    def _slice_argument(self, value: int, operator: TracedOperator) -> None:
+        """A replicated argument that meets a shard is sliced in the same way, dimensions counted from the last one, as
+        torch broadcasts them."""
+        if value not in self.replicated_arguments or value in self.specs:
+            raise CannotSplit(f"{operator.name} combines a shard with a full tensor")
+        partner = next(v for v in operator.inputs if v in self.specs)
+        spec, shape = self.specs[partner], self.flow.values[value].shape
+        dim = spec.shard.dim + len(shape) - len(self.flow.values[partner].shape)
+        if dim < 0 or shape[dim] != self.flow.values[partner].shape[spec.shard.dim]:
+            raise CannotSplit(f"{operator.name} combines a shard with a full tensor of other sizes")
+        self.specs[value] = self.sliced[value] = replace(spec, shard=replace(spec.shard, dim=dim))
 
-    def _check_even(self, op: Op, mark: ShardSpec) -> None:
-        ranks = mark.team.ranks
-        counts = {self.by_value[v].shard.count for v in (*op.inputs, *op.mutated) if v in self.by_value}
-        if mark.shard.outer and mark.shard.count % ranks and mark.shard.count not in counts:
-            raise Refused(f"{op.name} makes {mark.shard.count} parts, which {ranks} ranks do not divide")
-        if any(count % ranks for count in counts) and len(counts | {mark.shard.count}) > 1:
-            raise Refused(f"{op.name} joins parts of different sizes")
+    def _check_even(self, operator: TracedOperator, output: ShardSpec) -> None:
+        ranks, count = output.group.size, output.shard.count
+        input_counts = {
+            self.specs[value].shard.count for value in (*operator.inputs, *operator.overwritten) if value in self.specs
+        }
+        if output.shard.outer and count % ranks and count not in input_counts:
+            raise CannotSplit(f"{operator.name} makes {count} parts, which {ranks} ranks do not divide")
+        if any(input_count % ranks for input_count in input_counts) and len(input_counts | {count}) > 1:
+            raise CannotSplit(f"{operator.name} combines shards of different sizes")
 
-    def _check_cuts(self, op: Op, source: ShardSpec) -> None:
-        """A fused output is taken apart as its parts say, or the rank holds other places than the cut asks for."""
-        if source.shard.outer or not all(value in self.by_value for value in op.outputs):
+    def _check_slices(self, operator: TracedOperator, source: ShardSpec) -> None:
+        """A fused output must be sliced between its fused sizes: the rank holds a shard of each of these."""
+        if source.shard.outer or not all(value in self.specs for value in operator.outputs):
             return
-        edges = {0, *accumulate(source.parts)}
-        for first, size in _cuts(self.flow, op):
-            if size == sum(source.parts):
+        edges = sorted({0, *accumulate(source.fused_sizes)})
+        for first, size in _slice_ranges(self.flow, operator):
+            if size == sum(source.fused_sizes):
                 continue
-            if (first, first + size) not in zip(sorted(edges), sorted(edges)[1:], strict=False):
-                raise Refused(f"{op.name} cuts a fused output elsewhere than between its parts {source.parts}")
+            if (first, first + size) not in pairwise(edges):
+                raise CannotSplit(
+                    f"{operator.name} slices a fused output elsewhere than between its parts {source.fused_sizes}"
+                )
 
 
-def _cuts(flow: Flow, op: Op) -> list[tuple[int, int]]:
-    """Where the pieces of a cut begin and how long they are."""
-    dim = _dim(flow, op)
-    sizes = [flow.values[value].shape[dim] for value in op.outputs]
-    if op.name == "slice":
-        start = (op.args[2] if len(op.args) > 2 else None) or 0
-        size = flow.values[op.inputs[0]].shape[dim]
+def _slice_ranges(flow: Dataflow, operator: TracedOperator) -> list[tuple[int, int]]:
+    """The first index and the length of each slice that the operator returns."""
+    dim = _sliced_dim(flow, operator)
+    sizes = [flow.values[value].shape[dim] for value in operator.outputs]
+    if operator.name == "slice":
+        start = (operator.args[2] if len(operator.args) > 2 else None) or 0
+        size = flow.values[operator.inputs[0]].shape[dim]
         return [(min(start + size if start < 0 else start, size), sizes[0])]
     return list(zip(accumulate(sizes, initial=0), sizes, strict=False))
 
 
-def _dim(flow: Flow, op: Op) -> int:
-    place = 1 if op.name == "slice" else 2
-    dim = op.args[place] if len(op.args) > place else op.kwargs.get("dim", 0)
-    return int(dim) % len(flow.values[op.inputs[0]].shape)
+def _sliced_dim(flow: Dataflow, operator: TracedOperator) -> int:
+    position = 1 if operator.name == "slice" else 2
+    dim = operator.args[position] if len(operator.args) > position else operator.kwargs.get("dim", 0)
+    return int(dim) % len(flow.values[operator.inputs[0]].shape)
 
 
-def _decision(
-    flow: Flow, marks: _Marks, outs: list[Any], spec: TreeSpec, fakes: list[Any], numbers: dict[int, int]
-) -> Decision:
-    if any(not isinstance(out, Tensor) and out is not None for out in outs):
-        raise Refused("it asks for the values of a divided tensor")
-    tensors = [out for out in outs if isinstance(out, Tensor)]
-    values = flow.calls[0].outputs
-    missing = [value for value in values if value not in marks.by_value]
-    if missing:
-        raise Refused("it needs the whole dimension")
-    same = tuple(next((place for place, fake in enumerate(fakes) if fake is out), None) for out in tensors)
-    places = {number: place for place, number in numbers.items()}
-    return Decision(
-        marks=tuple(marks.by_value[value] for value in values),
-        shapes=tuple(tuple(out.shape) for out in tensors),
-        same=same,
-        spec=spec,
-        scattered={places[value]: mark for value, mark in marks.scattered.items()},
-        random=any(torch.Tag.nondeterministic_seeded in op.func.tags for op in flow.ops),
-        inputs=tuple(numbers.values()),
-        outputs=values,
+def _local_call(
+    flow: Dataflow,
+    sharding: _ShardedValues,
+    outputs: list[Any],
+    output_tree: TreeSpec,
+    fakes: list[Any],
+    values: dict[int, int],
+) -> LocalCall:
+    if any(not isinstance(output, Tensor) and output is not None for output in outputs):
+        raise CannotSplit("it reads values of a sharded tensor")
+    tensors = [output for output in outputs if isinstance(output, Tensor)]
+    output_values = flow.calls[0].outputs
+    if any(value not in sharding.specs for value in output_values):
+        raise CannotSplit("it needs the full dimension")
+    positions = {value: position for position, value in values.items()}
+    return LocalCall(
+        output_specs=tuple(sharding.specs[value] for value in output_values),
+        output_shapes=tuple(tuple(tensor.shape) for tensor in tensors),
+        returned_arguments=tuple(
+            next((position for position, fake in enumerate(fakes) if fake is tensor), None) for tensor in tensors
+        ),
+        output_tree=output_tree,
+        sliced_arguments={positions[value]: spec for value, spec in sharding.sliced.items()},
+        draws_random_numbers=any(torch.Tag.nondeterministic_seeded in op.func.tags for op in flow.operators),
+        input_values=tuple(values.values()),
+        output_values=output_values,
     )
 
 
-def _needs_own_sizes(flow: Flow, marks: _Marks) -> bool:
-    """Whether the function says sizes; one that computes too finds them in its arguments."""
-    touched = [op for op in flow.ops if any(value in marks.by_value for value in op.inputs)]
-    if not any(op.name in (*_SHAPED, *_CUT) for op in touched):
+def _has_sizes_in_arguments(flow: Dataflow, sharding: _ShardedValues) -> bool:
+    """Whether the function only views or copies, and its arguments hold sizes of the full tensor. A function that also
+    computes takes the sizes from the tensors that it is given."""
+    affected = [op for op in flow.operators if any(value in sharding.specs for value in op.inputs)]
+    if not any(op.name in (*_TAKES_SHAPE, *_SLICES) for op in affected):
         return False
-    if all(op.func.is_view or op.name in _PLAIN for op in flow.ops):
+    if all(op.func.is_view or op.name in _COPIES for op in flow.operators):
         return True
-    if any(op.name in _CUT and _dim(flow, op) == marks.by_value[op.inputs[0]].shard.dim for op in touched):
-        raise Refused("it takes the divided dimension apart and computes with the pieces")
+    if any(op.name in _SLICES and _sliced_dim(flow, op) == sharding.specs[op.inputs[0]].shard.dim for op in affected):
+        raise CannotSplit("it slices the sharded dimension and computes with the slices")
     return False
 
 
-def _steps(flow: Flow, marks: _Marks) -> tuple[Step, ...]:
-    return tuple(_step(flow, op, marks) for op in flow.ops)
+def _local_operator(flow: Dataflow, operator: TracedOperator, sharding: _ShardedValues) -> LocalOperator:
+    spec = sharding.specs.get(operator.inputs[0]) if operator.inputs else None
+    local_shapes = [
+        sharding.specs[value].local_shape(flow.values[value].shape)
+        for value in operator.outputs
+        if value in sharding.specs
+    ]
+    if spec is not None and operator.name in _TAKES_SHAPE and not isinstance(operator.args[1], torch.dtype):
+        # The strides of the local tensor are not known here: reshape returns a view where there can be one.
+        func = torch.Tensor.expand if operator.name == "expand" else torch.reshape
+        return LocalOperator(func, (operator.args[0], local_shapes[0]), {}, operator.outputs)
+    if spec is not None and operator.name in _SLICES and _sliced_dim(flow, operator) == spec.shard.dim:
+        dim = spec.shard.dim
+        if operator.name != "slice":
+            sizes = [shape[dim] for shape in local_shapes]
+            return LocalOperator(torch.split, (operator.args[0], sizes, dim), {}, operator.outputs)
+        first = _local_index(spec, _slice_ranges(flow, operator)[0][0])
+        return LocalOperator(torch.narrow, (operator.args[0], dim, first, local_shapes[0][dim]), {}, operator.outputs)
+    return LocalOperator(operator.func, operator.args, operator.kwargs, operator.outputs)
 
 
-def _step(flow: Flow, op: Op, marks: _Marks) -> Step:
-    mark = marks.by_value.get(op.inputs[0]) if op.inputs else None
-    own = [marks.by_value[v].local_shape(flow.values[v].shape) for v in op.outputs if v in marks.by_value]
-    if mark is not None and op.name in _SHAPED and not isinstance(op.args[1], torch.dtype):
-        # Of the local memory no more is known than its shape: a view where there can be one.
-        shaped = torch.Tensor.expand if op.name == "expand" else torch.reshape
-        return Step(shaped, (op.args[0], own[0]), {}, op.outputs)
-    if mark is not None and op.name in _CUT and _dim(flow, op) == mark.shard.dim:
-        dim = mark.shard.dim
-        if op.name != "slice":
-            return Step(torch.split, (op.args[0], [shape[dim] for shape in own], dim), {}, op.outputs)
-        first = _own_place(mark, _cuts(flow, op)[0][0])
-        return Step(torch.narrow, (op.args[0], dim, first, own[0][dim]), {}, op.outputs)
-    return Step(op.func, op.args, op.kwargs, op.outputs)
+def _local_index(spec: ShardSpec, index: int) -> int:
+    """The index in this rank's shard of the full dimension's `index`, at which one of the fused slices begins."""
+    shard, group = spec.shard, spec.group
+    slices, inner = (spec.fused_sizes, 1) if shard.outer == 0 else ((shard.count,) * shard.outer, shard.inner)
+    local_lengths = [length * inner for _, length in shard_ranges(slices, group.size, group.rank)]
+    edges = list(accumulate((size * inner for size in slices), initial=0))
+    return sum(local_lengths[: edges.index(index)])
 
 
-def _own_place(mark: ShardSpec, place: int) -> int:
-    """Where, among what the rank holds, the whole dimension's `place` lies, which begins a part."""
-    shard, team = mark.shard, mark.team
-    units, inner = (mark.parts, 1) if shard.outer == 0 else ((shard.count,) * shard.outer, shard.inner)
-    held = [length * inner for _, length in stretches(units, team.ranks, team.rank)]
-    edges = list(accumulate((unit * inner for unit in units), initial=0))
-    return sum(held[: edges.index(place)])
-
-
-def _check(func: Any, decision: Decision, fakes: list[Any], leaves: Sequence[Any], spec: TreeSpec) -> None:
-    """The function on local shapes makes the local shapes that the rules say."""
-    local = list(fakes)
-    for place, leaf in enumerate(leaves):
-        mark = leaf.mark if isinstance(leaf, ShardView) else decision.scattered.get(place)
+def _check_local_shapes(
+    func: Any, local_call: LocalCall, fakes: list[Any], leaves: Sequence[Any], tree: TreeSpec
+) -> None:
+    """Checks that the function, run on local shapes, returns the local shapes that the rules expect."""
+    local_fakes = list(fakes)
+    for position, leaf in enumerate(leaves):
+        spec = leaf.spec if isinstance(leaf, ShardView) else local_call.sliced_arguments.get(position)
         if isinstance(leaf, Tensor):
-            local[place] = _fake(leaf, mark.local_shape(tuple(leaf.shape)) if mark else tuple(leaf.shape))
-    args, kwargs = tree_unflatten(local, spec)
+            local_fakes[position] = _fake(leaf, spec.local_shape(tuple(leaf.shape)) if spec else tuple(leaf.shape))
+    args, kwargs = tree_unflatten(local_fakes, tree)
     try:
-        outs = [out for out in tree_flatten(func(*args, **kwargs))[0] if isinstance(out, Tensor)]
+        outputs = [output for output in tree_flatten(func(*args, **kwargs))[0] if isinstance(output, Tensor)]
     except Exception as error:
-        raise Refused(f"on parts, {str(error).splitlines()[0] if str(error) else type(error).__name__}") from error
-    for out, mark, shape in zip(outs, decision.marks, decision.shapes, strict=True):
-        if tuple(out.shape) != mark.local_shape(shape):
-            raise Refused("it says sizes that only the whole tensor has")
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CannotSplit(f"on a shard, {reason}") from error
+    for output, spec, shape in zip(outputs, local_call.output_specs, local_call.output_shapes, strict=True):
+        if tuple(output.shape) != spec.local_shape(shape):
+            raise CannotSplit("it is given sizes that only the full tensor has")
 
 
 def _fake(leaf: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -279,6 +320,7 @@ def _fake(leaf: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.empty(shape, dtype=leaf.dtype, device=device)
 
 
-def _known(recorder: FlowRecorder, fake: Tensor) -> int:
-    recorder.know(fake, "input", "")
+def _register(recorder: DataflowRecorder, fake: Tensor) -> int:
+    """The number that the recorder gives to an argument."""
+    recorder.register(fake, "input", "")
     return recorder.values_in(fake)[0]

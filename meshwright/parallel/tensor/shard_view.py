@@ -1,7 +1,8 @@
-"""`Part`: a tensor of which each rank holds its places of one dimension, and which looks whole to the model's code.
+"""`ShardView`: a tensor of which each rank holds a shard of one dimension, but which reports the full shape.
 
-It tells the whole shape, so code that says `q.view(B, T, heads, C // heads)` runs unmodified, and it holds a plain
-tensor with plain gradients: every function is run on that, as dispatch.py says, so backward needs no rules.
+Since it reports the full shape, model code such as `q.view(B, T, heads, C // heads)` runs unmodified. It wraps a plain
+local tensor with ordinary gradients: every torch function is run on that local tensor (dispatch.py), so the backward
+pass is torch's own and needs no rules.
 """
 
 from collections.abc import Callable
@@ -10,61 +11,80 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import register_pytree_node, tree_map
 
-from meshwright.parallel.exchange import Division, Team, even, gather, gather_in, scatter, swap
-from meshwright.parallel.weights.layout import stretches
-from meshwright.profile.structure.split_rules import Shard
+from meshwright.parallel.differentiable_collectives import (
+    AxisGroup,
+    ShardRanges,
+    all_gather_for_replicated_work,
+    all_gather_for_sharded_work,
+    all_to_all,
+    consecutive_ranges,
+)
+from meshwright.parallel.torch_private import make_wrapper_subclass, register_pytree_node, tree_map
+from meshwright.parallel.weights.layout import shard_ranges
+from meshwright.profile.structure.split_rules import DividedDimension
 
-Kind = Literal["features", "vocabulary", "sequence"]
+ShardKind = Literal["features", "vocabulary", "sequence"]  # what the sharded dimension counts
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """How a tensor is divided among the ranks of `team`. A fused layer's output whose parts are not equal
-    (`shard.outer` is 0) has their sizes in `parts`. Over the replicate axis `samples` are the ranks' numbers of them:
-    a part then holds those of all ranks."""
+    """How a tensor is sharded among the ranks of `group`.
 
-    shard: Shard
-    team: Team
-    kind: Kind = "features"
-    parts: tuple[int, ...] = ()
-    samples: tuple[int, ...] = ()
+    `fused_sizes` are the sizes of the slices of a fused layer's output (query, key, value), where these are not equal:
+    each slice is sharded by itself, and `shard.outer` is 0. `samples_by_rank` are set over the replicate axis, where
+    the tensor holds the samples of all ranks: so many of them belong to each rank.
+    """
+
+    shard: DividedDimension
+    group: AxisGroup
+    kind: ShardKind = "features"
+    fused_sizes: tuple[int, ...] = ()
+    samples_by_rank: tuple[int, ...] = ()
 
     @property
-    def division(self) -> Division:
-        shard, ranks = self.shard, self.team.ranks
-        units = self.parts if shard.outer == 0 else (shard.count,) * shard.outer
+    def ranges(self) -> ShardRanges:
+        """The index ranges of the sharded dimension that each rank holds."""
+        shard, ranks = self.shard, self.group.size
+        slices = self.fused_sizes if shard.outer == 0 else (shard.count,) * shard.outer
         inner = 1 if shard.outer == 0 else shard.inner
-        places = tuple(
-            tuple((first * inner, length * inner) for first, length in stretches(units, ranks, rank))
+        by_rank = tuple(
+            tuple((first * inner, length * inner) for first, length in shard_ranges(slices, ranks, rank))
             for rank in range(ranks)
         )
-        return Division(shard.dim, sum(units) * inner, places)
+        return ShardRanges(shard.dim, sum(slices) * inner, by_rank)
 
-    def local_shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+    def local_shape(self, full_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of this rank's shard of a tensor of `full_shape`."""
         dim = self.shard.dim
-        return (*whole[:dim], self.division.length(self.team.rank), *whole[dim + 1 :])
+        return (*full_shape[:dim], self.ranges.length(self.group.rank), *full_shape[dim + 1 :])
 
 
 class ShardView(Tensor):
-    """Made of a rank's `local` tensor and of how it lies in the whole."""
+    """A rank's `local_tensor`, presented as the full tensor of which it is a shard.
 
-    local: Tensor
-    mark: ShardSpec
-    entered: tuple[bool, Tensor] | None
-    handler: ClassVar[Handler | None] = None  # runs a torch function that is given parts; dispatch.py sets it
+    `gathered_copy` caches the result of `full_tensor_for_sharded_work`, with whether gradients were enabled then.
+    """
+
+    local_tensor: Tensor
+    spec: ShardSpec
+    gathered_copy: tuple[bool, Tensor] | None
+    handler: ClassVar[Handler | None] = None  # runs a torch function that is given shard views; dispatch.py sets it
 
     @staticmethod
-    def __new__(cls: type["ShardView"], local: Tensor, mark: ShardSpec, shape: tuple[int, ...]) -> "ShardView":
-        part: ShardView = Tensor._make_wrapper_subclass(
-            cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
+    def __new__(cls: type["ShardView"], local_tensor: Tensor, spec: ShardSpec, shape: tuple[int, ...]) -> "ShardView":
+        view: ShardView = make_wrapper_subclass(
+            cls,
+            shape,
+            dtype=local_tensor.dtype,
+            device=local_tensor.device,
+            requires_grad=local_tensor.requires_grad,
         )
-        part.local, part.mark, part.entered = local, mark, None
-        return part
+        view.local_tensor, view.spec, view.gathered_copy = local_tensor, spec, None
+        return view
 
-    def __init__(self, local: Tensor, mark: ShardSpec, shape: tuple[int, ...]) -> None:
+    def __init__(self, local_tensor: Tensor, spec: ShardSpec, shape: tuple[int, ...]) -> None:
         super().__init__()
 
     @classmethod
@@ -78,56 +98,55 @@ class ShardView(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        raise NotImplementedError(f"{func} was given a part of a divided tensor behind torch's function protocol")
+        raise NotImplementedError(f"{func} was given a ShardView without passing through __torch_function__")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Part({tuple(self.shape)} by {self.mark.shard}, rank {self.mark.team.rank} of {self.mark.team.ranks})"
+        group = self.spec.group
+        return f"ShardView({tuple(self.shape)} by {self.spec.shard}, rank {group.rank} of {group.size})"
 
 
-def is_part(tree: Any) -> bool:
+def is_shard_view(tree: Any) -> bool:
     return isinstance(tree, ShardView)
 
 
-# FSDP ties its hooks to the tensors in a module's arguments and results: it is to find the plain one, which gradients
-# go through.
+# FSDP2 registers its hooks on the tensors that it finds in a module's arguments and results. It must find the local
+# tensor, because gradients flow through that one.
 register_pytree_node(
     ShardView,
-    lambda part: ([part.local], (part.mark, tuple(part.shape))),
-    lambda children, context: _rebuilt(next(iter(children)), *context),
+    lambda view: ([view.local_tensor], (view.spec, tuple(view.shape))),
+    lambda children, context: _unflattened(next(iter(children)), *context),
 )
 
 
-def _rebuilt(local: Any, mark: ShardSpec, shape: tuple[int, ...]) -> Any:
-    """Trees are mapped to other things than tensors, too: torch 2.11 looks for devices so."""
-    return ShardView(local, mark, shape) if isinstance(local, Tensor) else local
+def _unflattened(leaf: Any, spec: ShardSpec, shape: tuple[int, ...]) -> Any:
+    """A tree map may have replaced the tensor by something else (torch 2.11 collects devices this way)."""
+    return ShardView(leaf, spec, shape) if isinstance(leaf, Tensor) else leaf
 
 
-def whole(part: ShardView) -> Tensor:
-    """The whole tensor on every rank, for work that all ranks do alike. Over the replicate axis: the whole features
-    of this rank's own samples."""
-    mark = part.mark
-    if mark.samples:
-        return swap(part.local, mark.division, even(0, mark.samples), mark.team)
-    return gather(part.local, mark.division, mark.team)
+def full_tensor(view: ShardView) -> Tensor:
+    """The full tensor on every rank, for computation that all ranks repeat. Over the replicate axis: all features of
+    this rank's samples."""
+    spec = view.spec
+    if spec.samples_by_rank:
+        own_samples = consecutive_ranges(0, spec.samples_by_rank)
+        return all_to_all(view.local_tensor, spec.ranges, own_samples, spec.group)
+    return all_gather_for_replicated_work(view.local_tensor, spec.ranges, spec.group)
 
 
-def whole_in(part: ShardView) -> Tensor:
-    """The whole tensor, for work that is divided among the ranks: its gradients are summed."""
-    if part.entered is None or part.entered[0] != torch.is_grad_enabled():
-        found = gather_in(part.local, part.mark.division, part.mark.team)
-        part.entered = (torch.is_grad_enabled(), found)
-    return part.entered[1]
+def full_tensor_for_sharded_work(view: ShardView) -> Tensor:
+    """The full tensor on every rank, as input of a sharded layer: its gradient is reduce-scattered. Layers that share
+    the input share one all-gather."""
+    if view.gathered_copy is None or view.gathered_copy[0] != torch.is_grad_enabled():
+        gathered = all_gather_for_sharded_work(view.local_tensor, view.spec.ranges, view.spec.group)
+        view.gathered_copy = (torch.is_grad_enabled(), gathered)
+    return view.gathered_copy[1]
 
 
-def divided(tensor: Tensor, mark: ShardSpec) -> ShardView:
-    """A whole tensor's part of this rank."""
-    return ShardView(scatter(tensor, mark.division, mark.team), mark, tuple(tensor.shape))
+def gather_shard_views(tree: Any, kinds: tuple[ShardKind, ...] = ("features", "vocabulary", "sequence")) -> Any:
+    """The same tree with full tensors in the place of shard views of these kinds. Applied to whatever leaves a model or
+    a pipeline stage."""
 
+    def gathered(leaf: Any) -> Any:
+        return full_tensor(leaf) if isinstance(leaf, ShardView) and leaf.spec.kind in kinds else leaf
 
-def gathered(tree: Any, kinds: tuple[Kind, ...] = ("features", "vocabulary", "sequence")) -> Any:
-    """The same tree with whole tensors for parts, as what leaves a model or a pipeline stage must be."""
-
-    def made(leaf: Any) -> Any:
-        return whole(leaf) if isinstance(leaf, ShardView) and leaf.mark.kind in kinds else leaf
-
-    return tree_map(made, tree, is_leaf=is_part)
+    return tree_map(gathered, tree, is_leaf=is_shard_view)

@@ -1,8 +1,8 @@
-"""The tensor axis: every rank holds its part of the layers that the model's structure says can be split, and the
-model's own code runs on them unmodified.
+"""Splits the parameters of a model's layers over the tensor axis, so that the model's own code runs on them unmodified.
 
-`split_modules` decides nothing: which groups are split is the structure's, what the plan's `modules.splits` say goes
-before it. Parameters become plain local tensors under their own names; `Layout` tells where they lie in the whole.
+Which layers are split together follows from the model's structure (`profile/structure`), unless the plan's
+`modules.splits` says otherwise. Parameters become plain local tensors under their own names; a `ParameterLayout` tells
+which index ranges of the full parameter each of them holds.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,258 +12,300 @@ from functools import reduce
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.blocks.module_names import enclosing, within
+from meshwright.blocks.module_names import enclosing_modules, is_inside
 from meshwright.errors import InputError, did_you_mean
-from meshwright.parallel.exchange import Team
-from meshwright.parallel.tensor.shard_view import Kind, ShardSpec
-from meshwright.parallel.tensor.swap import Slot, has_fused_path, swap_while_running, without_fused_paths
-from meshwright.parallel.weights.layout import Layout, lay_out, part_of, whole_shape
-from meshwright.plan import Modules, Plan
-from meshwright.profile.structure.split_rules import Shard
-from meshwright.profile.structure.splits import Split, SplitGroup
+from meshwright.parallel.differentiable_collectives import AxisGroup
+from meshwright.parallel.tensor.parameter_swap import (
+    ParameterSwap,
+    disable_nested_tensors,
+    has_fused_path,
+    swap_parameters_in_forward,
+)
+from meshwright.parallel.tensor.shard_view import ShardKind, ShardSpec
+from meshwright.parallel.weights.layout import ParameterLayout, local_shard, shard_layout, whole_shape
+from meshwright.plan import Modules, Plan, Split
+from meshwright.profile.structure.split_rules import DividedDimension
+from meshwright.profile.structure.splits import ParameterSplit, SplitGroup
 from meshwright.profile.structure.structure import Structure
 
 
 @dataclass(frozen=True)
-class Bundle:
-    """Splits that work together along one axis. The output of `lone` modules is made whole behind them."""
+class CoupledSplits:
+    """Splits along one axis that only work together, such as the two layers of a feed-forward block. The outputs of
+    `gathered_modules` are gathered right after these modules."""
 
-    splits: tuple[Split, ...]
+    splits: tuple[ParameterSplit, ...]
     axis: str
-    lone: tuple[str, ...] = ()
+    gathered_modules: tuple[str, ...] = ()
 
 
-def split_modules(runs: Sequence[nn.Module], plan: Plan, structure: Structure, mesh: DeviceMesh) -> dict[str, Layout]:
-    """Divides in place the parameters of what a rank runs, the model or its stages, which may share some; the layouts
-    of those that are divided, by name."""
-    teams: dict[str, Team] = {
-        axis: _team(mesh, axis, plan) for axis in ("tensor", "replicate") if axis in (mesh.mesh_dim_names or ())
+def split_modules(
+    models: Sequence[nn.Module], plan: Plan, structure: Structure, mesh: DeviceMesh
+) -> dict[str, ParameterLayout]:
+    """Splits in place the parameters of the model, or of this rank's pipeline stages, which may share some. Returns the
+    layouts of the split parameters by name."""
+    groups: dict[str, AxisGroup] = {
+        axis: _axis_group(mesh, axis, plan) for axis in ("tensor", "replicate") if axis in (mesh.mesh_dim_names or ())
     }
     ties = {name: tie.parameters for tie in structure.ties for name in tie.parameters}
-    layouts: dict[nn.Parameter, Layout] = {}
-    # All before any is divided: a weight that stages share would show its part to the later ones.
-    bundles = [list(_bundles(module, plan, structure)) for module in runs]
-    for module, together in zip(runs, bundles, strict=True):
-        check_names(plan.modules, module, structure)
-        found = _Found(module, runs, ties, layouts)
-        for bundle in together:
-            if bundle.axis in teams:
-                found.add(bundle, teams[bundle.axis])
-        _install(module, found, teams, plan)
-    named = (pair for module in runs for pair in module.named_parameters(remove_duplicate=False))
+    layouts: dict[nn.Parameter, ParameterLayout] = {}
+    # Before any parameter is split: later stages would see the local shape of a weight that they share with an earlier.
+    coupled_by_model = [list(_coupled_splits(model, plan, structure)) for model in models]
+    for model, coupled_splits in zip(models, coupled_by_model, strict=True):
+        check_names(plan.modules, model, structure)
+        splitter = _ModelSplitter(model, models, ties, layouts)
+        for coupled in coupled_splits:
+            if coupled.axis in groups:
+                splitter.split(coupled, groups[coupled.axis])
+        splitter.install_swaps(tuple(groups.values()), plan)
+    named = (pair for model in models for pair in model.named_parameters(remove_duplicate=False))
     return {name: layouts[parameter] for name, parameter in named if parameter in layouts}
 
 
-def _team(mesh: DeviceMesh, axis: str, plan: Plan) -> Team:
-    sequence = plan.modules.sequence and axis == "tensor"
-    return Team(mesh.get_group(axis), mesh.get_local_rank(axis), getattr(plan.axes, axis), axis, sequence)
+def _axis_group(mesh: DeviceMesh, axis: str, plan: Plan) -> AxisGroup:
+    sequence_parallel = plan.modules.sequence and axis == "tensor"
+    size = getattr(plan.axes, axis)
+    return AxisGroup(mesh.get_group(axis), mesh.get_local_rank(axis), size, axis, sequence_parallel)
 
 
-# ---- which layers
+# ---- which layers are split
 
 
-def _bundles(module: nn.Module, plan: Plan, structure: Structure) -> Iterator[Bundle]:
-    named = {
+def _coupled_splits(model: nn.Module, plan: Plan, structure: Structure) -> Iterator[CoupledSplits]:
+    """A group of the structure is split as such if the plan says nothing about its modules, or the same for all of
+    them. Other modules that the plan names are split each by itself."""
+    plan_splits = {
         name: split
-        for name, child in (module.named_modules() if plan.modules.splits else ())
-        if (split := plan.modules.split_of(name)) and split.kind != "none" and _has_weight(child)
+        for name, module in (model.named_modules() if plan.modules.splits else ())
+        if (split := plan.modules.split_of(name)) and split.kind != "none" and _has_matrix(module)
     }
-    done: set[str] = set()
+    split_as_group: set[str] = set()
     for group in structure.splits:
         members = {split.module for split in group.splits}
-        if members & named.keys():
-            if all(
-                name in named and _says(split, named[name].kind) for split in group.splits for name in [split.module]
-            ):
-                axes = {named[name].axis for name in members}
+        if members & plan_splits.keys():
+            if all(s.module in plan_splits and _agrees(s, plan_splits[s.module].kind) for s in group.splits):
+                axes = {plan_splits[name].axis for name in members}
                 if len(axes) == 1:
-                    done |= members
-                    yield _checked(group, axes.pop(), plan)
+                    split_as_group |= members
+                    yield _checked_group(group, axes.pop(), plan)
             continue
-        if not any(_left_whole(split, plan.modules) for split in group.splits):
-            yield _checked(group, "tensor", plan)
-    for name, wanted in named.items():
-        if name not in done:
-            weight = module.get_submodule(name).weight
-            assert isinstance(weight, nn.Parameter)
-            outputs = 0 if isinstance(module.get_submodule(name), nn.Linear | nn.Embedding) else 1
-            dim = 1 - outputs if wanted.kind == "row" else outputs
-            assert wanted.kind != "none"
-            alone = Split(name, f"{name}.weight", wanted.kind, dim, weight.shape[dim], name)
-            yield Bundle((alone,), wanted.axis, (name,))
+        if not any(_is_excluded(split, plan.modules) for split in group.splits):
+            yield _checked_group(group, "tensor", plan)
+    for name, plan_split in plan_splits.items():
+        if name not in split_as_group:
+            yield _single_split(model, name, plan_split)
 
 
-def _has_weight(module: nn.Module) -> bool:
+def _single_split(model: nn.Module, name: str, plan_split: Split) -> CoupledSplits:
+    module = model.get_submodule(name)
+    weight = module.weight
+    assert isinstance(weight, nn.Parameter)
+    output_dim = 0 if isinstance(module, nn.Linear | nn.Embedding) else 1
+    dim = 1 - output_dim if plan_split.kind == "row" else output_dim
+    assert plan_split.kind != "none"
+    split = ParameterSplit(name, f"{name}.weight", plan_split.kind, dim, weight.shape[dim], name)
+    return CoupledSplits((split,), plan_split.axis, (name,))
+
+
+def _has_matrix(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
     return isinstance(weight, nn.Parameter) and weight.dim() == 2
 
 
-def _says(split: Split, kind: str) -> bool:
+def _agrees(split: ParameterSplit, kind: str) -> bool:
+    """Whether the structure's split is of the kind that the plan names."""
     return split.kind == kind or (split.kind == "heads" and kind == "column")
 
 
-def _left_whole(split: Split, modules: Modules) -> bool:
-    """Whether the plan leaves the module, or one around it, as it is."""
+def _is_excluded(split: ParameterSplit, modules: Modules) -> bool:
+    """Whether the plan leaves the module, or one that encloses it, whole."""
     if not modules.splits:
         return False
-    return any((own := modules.split_of(name)) is not None and own.kind == "none" for name in enclosing(split.module))
+    plan_splits = (modules.split_of(name) for name in enclosing_modules(split.module))
+    return any(plan_split is not None and plan_split.kind == "none" for plan_split in plan_splits)
 
 
-def _checked(group: SplitGroup, axis: str, plan: Plan) -> Bundle:
-    """A vocabulary of any size can be divided; heads and columns must be divided evenly."""
+def _checked_group(group: SplitGroup, axis: str, plan: Plan) -> CoupledSplits:
+    """A vocabulary of any size can be split; heads and columns only if the ranks divide them evenly."""
     ranks = getattr(plan.axes, axis)
-    lone = tuple(split.module for split in group.splits if split.kind == "vocabulary") if axis == "replicate" else ()
-    if any(split.kind == "vocabulary" for split in group.splits) or group.degree % ranks == 0 or axis == "replicate":
-        return Bundle(group.splits, axis, lone)
-    has = f"{group.degree} equal parts"
+    vocabulary = tuple(split.module for split in group.splits if split.kind == "vocabulary")
+    if vocabulary or group.degree % ranks == 0 or axis == "replicate":
+        return CoupledSplits(group.splits, axis, vocabulary if axis == "replicate" else ())
+    parts = f"{group.degree} equal parts"
     if group.heads is not None:
-        shared = "" if group.kv_heads in (None, group.heads) else f" and {group.kv_heads} key-value heads"
-        has = f"{group.heads} heads{shared}"
-    works = [str(size) for size in range(1, group.degree + 1) if group.degree % size == 0]
+        key_value = "" if group.kv_heads in (None, group.heads) else f" and {group.kv_heads} key-value heads"
+        parts = f"{group.heads} heads{key_value}"
+    divisors = [str(size) for size in range(1, group.degree + 1) if group.degree % size == 0]
     raise InputError(
-        f"plan.axes.{axis} is {ranks}, but {group.name} has {has}: choose {', '.join(works[:12])}, or leave it whole"
-        f" with plan.modules.splits: {{{group.name}: {{kind: none}}}}"
+        f"plan.axes.{axis} is {ranks}, but {group.name} has {parts}: choose {', '.join(divisors[:12])}, or leave it"
+        f" whole with plan.modules.splits: {{{group.name}: {{kind: none}}}}"
     )
 
 
-def check_splits(module: nn.Module, plan: Plan, structure: Structure) -> None:
-    """Whether the axes divide what the plan divides, and every name in it is one of the model's."""
-    check_names(plan.modules, module, structure)
-    for bundle in _bundles(module, plan, structure):
-        ranks = getattr(plan.axes, bundle.axis)
-        if ranks == 1 and bundle.axis == "replicate":
+def check_splits(model: nn.Module, plan: Plan, structure: Structure) -> None:
+    """Raises an `InputError` if the ranks do not divide what the plan splits, or the plan names an unknown module."""
+    check_names(plan.modules, model, structure)
+    for coupled in _coupled_splits(model, plan, structure):
+        ranks = getattr(plan.axes, coupled.axis)
+        if ranks == 1 and coupled.axis == "replicate":
             raise InputError(
-                f"plan.modules.splits.{bundle.splits[0].module} is split over the replicate axis, but"
+                f"plan.modules.splits.{coupled.splits[0].module} is split over the replicate axis, but"
                 " plan.axes.replicate is 1: raise it, or leave the split out"
             )
 
 
-def check_names(modules: Modules, module: nn.Module, structure: Structure) -> None:
-    """Every pattern of the plan names a module. Those of other pipeline stages are known from the structure."""
+def check_names(modules: Modules, model: nn.Module, structure: Structure) -> None:
+    """Raises an `InputError` if a pattern of the plan names no module. The names of modules in other pipeline stages
+    come from the structure."""
     if not modules.splits:
         return
-    known = {name for name, _ in module.named_modules()} | set(structure.pieces)
-    known |= {split.module for group in structure.splits for split in group.splits}
-    known |= {name for chain in structure.wide for name in chain.modules}
-    known |= {".".join(name.split(".")[:count]) for name in list(known) for count in range(1, name.count(".") + 1)}
+    names = {name for name, _ in model.named_modules()} | set(structure.pieces)
+    names |= {split.module for group in structure.splits for split in group.splits}
+    names |= {name for chain in structure.wide_chains for name in chain.modules}
+    names |= {".".join(name.split(".")[:count]) for name in list(names) for count in range(1, name.count(".") + 1)}
     for pattern in modules.splits:
         only = Modules(splits={pattern: modules.splits[pattern]})
-        if not any(only.split_of(name) for name in known):
-            raise InputError(f"plan.modules.splits: the model has no module {pattern!r}{did_you_mean(pattern, known)}")
+        if not any(only.split_of(name) for name in names):
+            raise InputError(f"plan.modules.splits: the model has no module {pattern!r}{did_you_mean(pattern, names)}")
 
 
 # ---- their parameters
 
 
-class _Found:
-    """What has been divided so far: layouts by parameter, of all `runs` of the rank, and slots of this `module`, one of
-    them, by the modules while which they hold parts."""
+class _ModelSplitter:
+    """Splits parameters of one `model` of this rank, which may share some with the rank's other `models`.
+
+    `layouts` has all parameters that were split so far. `swaps` has, for each module by name, the parameters that are
+    replaced by shard views while this module runs, and `gathered_kinds` what is gathered in its output.
+    """
 
     def __init__(
         self,
-        module: nn.Module,
-        runs: Sequence[nn.Module],
+        model: nn.Module,
+        models: Sequence[nn.Module],
         ties: dict[str, tuple[str, ...]],
-        layouts: dict[nn.Parameter, Layout],
+        layouts: dict[nn.Parameter, ParameterLayout],
     ) -> None:
-        self.module = module
-        self.runs = runs
+        self.model = model
+        self.models = models
         self.ties = ties
         self.layouts = layouts
-        self.slots: dict[str, dict[tuple[int, str], Slot]] = {}
-        self.made_whole: dict[str, set[Kind]] = {}
+        self.swaps: dict[str, dict[tuple[int, str], ParameterSwap]] = {}
+        self.gathered_kinds: dict[str, set[ShardKind]] = {}
 
-    def add(self, bundle: Bundle, team: Team) -> None:
-        here = {split.parameter: name for split in bundle.splits if (name := self._name_here(split)) is not None}
-        gone = [split.module for split in bundle.splits if split.parameter not in here]
-        if not here:
+    def split(self, coupled: CoupledSplits, group: AxisGroup) -> None:
+        local_names = {s.parameter: name for s in coupled.splits if (name := self._local_name(s)) is not None}
+        missing = [split.module for split in coupled.splits if split.parameter not in local_names]
+        if not local_names:
             return
-        if gone and any(split.kind != "vocabulary" for split in bundle.splits):
+        if missing and any(split.kind != "vocabulary" for split in coupled.splits):
             raise InputError(
-                f"plan.pipeline.cuts: {gone[0]} and {bundle.splits[0].module} are split along the {team.axis} axis"
+                f"plan.pipeline.cuts: {missing[0]} and {coupled.splits[0].module} are split along the {group.axis} axis"
                 " together, but lie in different stages: cut elsewhere"
             )
-        slots: list[tuple[str, Slot]] = []
-        for split in bundle.splits:
-            if split.parameter in here:
-                own = [*self._divide(here[split.parameter], split, team)]
-                slots += own
-                self._hold(split.module, [slot for _, slot in own])
-                if split.kind == "vocabulary" or split.module in bundle.lone:
-                    kinds = self.made_whole.setdefault(split.module, set())
+        swaps: list[tuple[str, ParameterSwap]] = []  # with the name of the module that owns the parameter
+        for split in coupled.splits:
+            if split.parameter in local_names:
+                layer_swaps = [*self._split_layer(local_names[split.parameter], split, group)]
+                swaps += layer_swaps
+                self._swap_while_running(split.module, [swap for _, swap in layer_swaps])
+                if split.kind == "vocabulary" or split.module in coupled.gathered_modules:
+                    kinds = self.gathered_kinds.setdefault(split.module, set())
                     kinds.add("vocabulary" if split.kind == "vocabulary" else "features")
-        for owner, slot in slots:
-            self._hold(owner, [slot])
-        around = reduce(_common, [owner for owner, _ in slots])
-        self._hold(around, [slot for _, slot in slots])
-        for owner, slot in slots:
+        self._swap_in_enclosing_modules(swaps)
+
+    def _swap_in_enclosing_modules(self, swaps: list[tuple[str, ParameterSwap]]) -> None:
+        """Code of an enclosing module may use a parameter directly, without calling the module that owns it."""
+        for owner, swap in swaps:
+            self._swap_while_running(owner, [swap])
+        innermost = reduce(_common_ancestor, [owner for owner, _ in swaps])
+        self._swap_while_running(innermost, [swap for _, swap in swaps])
+        for owner, swap in swaps:
             for name in _ancestors(owner):
-                without_fused_paths(self.module.get_submodule(name))
-                if has_fused_path(self.module.get_submodule(name)):
-                    self._hold(name, [slot])
+                disable_nested_tensors(self.model.get_submodule(name))
+                if has_fused_path(self.model.get_submodule(name)):
+                    self._swap_while_running(name, [swap])
 
-    def _name_here(self, split: Split) -> str | None:
-        """What the parameter is called here: of a tied one this stage may hold the other end."""
-        names = dict(self.module.named_parameters(remove_duplicate=False))
-        known = (split.parameter, *self.ties.get(split.parameter, ()))
-        return next((name for name in known if name in names), None)
+    def _local_name(self, split: ParameterSplit) -> str | None:
+        """The name of the parameter in this stage, which may hold it under the name that it is tied to. None if the
+        stage does not hold it."""
+        local_names = dict(self.model.named_parameters(remove_duplicate=False))
+        tied_names = (split.parameter, *self.ties.get(split.parameter, ()))
+        return next((name for name in tied_names if name in local_names), None)
 
-    def _divide(self, name: str, split: Split, team: Team) -> Iterator[tuple[str, Slot]]:
-        yield from self._divide_one(name, split, team)
-        # Of a tied weight the bias is that of the layer, whichever name the weight has.
+    def _split_layer(self, name: str, split: ParameterSplit, group: AxisGroup) -> Iterator[tuple[str, ParameterSwap]]:
+        """Splits the weight, and the bias of a layer whose outputs are split."""
+        yield from self._split_parameter(name, split, group)
+        # The bias belongs to the layer, under whichever name the layer's weight is tied.
         owner, leaf = (split.module, "weight") if split.kind == "vocabulary" else name.rpartition(".")[::2]
         bias = f"{owner}.{leaf.replace('weight', 'bias')}" if owner else leaf.replace("weight", "bias")
-        parameter = dict(self.module.named_parameters(remove_duplicate=False)).get(bias)
-        # Its layout, where it was divided before under another name, is the same.
-        size = None if parameter is None or bias == name else whole_shape(parameter, self.layouts.get(parameter))
-        if split.kind != "row" and size == (split.size,):
-            yield from self._divide_one(bias, replace(split, dim=0), team)
+        parameter = dict(self.model.named_parameters(remove_duplicate=False)).get(bias)
+        # A bias that was already split under another name has its full shape in its layout.
+        shape = None if parameter is None or bias == name else whole_shape(parameter, self.layouts.get(parameter))
+        if split.kind != "row" and shape == (split.size,):
+            yield from self._split_parameter(bias, replace(split, dim=0), group)
 
-    def _divide_one(self, name: str, split: Split, team: Team) -> Iterator[tuple[str, Slot]]:
-        parameter = self.module.get_parameter(name)
+    def _split_parameter(
+        self, name: str, split: ParameterSplit, group: AxisGroup
+    ) -> Iterator[tuple[str, ParameterSwap]]:
+        parameter = self.model.get_parameter(name)
         if parameter not in self.layouts:
-            layout = lay_out(parameter.shape, split.dim, split.parts, team.axis, team.ranks, team.rank)
-            local = nn.Parameter(part_of(parameter.detach(), layout), parameter.requires_grad)
+            layout = shard_layout(parameter.shape, split.dim, split.parts, group.axis, group.size, group.rank)
+            local = nn.Parameter(local_shard(parameter.detach(), layout), parameter.requires_grad)
             local.__dict__.update(parameter.__dict__)
-            self._put(local, parameter)
+            self._replace_parameter(parameter, local)
             self.layouts[local] = layout
             parameter = local
-        mark = ShardSpec(
-            _shard(split), team, "vocabulary" if split.kind == "vocabulary" else "features", _uneven(split)
-        )
-        for place, held in self.module.named_parameters(remove_duplicate=False):
-            if held is parameter:
-                owner, _, leaf = place.rpartition(".")
-                yield owner, Slot(self.module.get_submodule(owner), leaf, mark, self.layouts[parameter].shape)
+        kind: ShardKind = "vocabulary" if split.kind == "vocabulary" else "features"
+        spec = ShardSpec(_divided_dimension(split), group, kind, _unequal_parts(split))
+        for tied_name, tied in self.model.named_parameters(remove_duplicate=False):
+            if tied is parameter:
+                owner, _, leaf = tied_name.rpartition(".")
+                full_shape = self.layouts[parameter].shape
+                yield owner, ParameterSwap(self.model.get_submodule(owner), leaf, spec, full_shape)
 
-    def _put(self, local: nn.Parameter, parameter: nn.Parameter) -> None:
-        """In the place of the parameter, wherever this rank holds it: what is tied stays one."""
-        for owner in (owner for run in self.runs for owner in run.modules()):
-            for leaf, held in owner._parameters.items():
-                if held is parameter:
+    def _replace_parameter(self, parameter: nn.Parameter, local: nn.Parameter) -> None:
+        """Replaces the parameter under all its names in all models of this rank, so that ties stay ties."""
+        for owner in (owner for model in self.models for owner in model.modules()):
+            for leaf, candidate in owner._parameters.items():
+                if candidate is parameter:
                     owner._parameters[leaf] = local
 
-    def _hold(self, module: str, slots: list[Slot]) -> None:
-        known = self.slots.setdefault(module, {})
-        for slot in slots:
-            known.setdefault((id(slot.owner), slot.name), slot)
+    def _swap_while_running(self, module: str, swaps: list[ParameterSwap]) -> None:
+        module_swaps = self.swaps.setdefault(module, {})
+        for swap in swaps:
+            module_swaps.setdefault((id(swap.owner), swap.name), swap)
+
+    def install_swaps(self, groups: tuple[AxisGroup, ...], plan: Plan) -> None:
+        """Wraps the `forward` of every module that needs it. What leaves the model is gathered, except that with
+        `plan.modules.loss` the loss is given logits that are split by vocabulary."""
+        if not self.swaps:
+            return
+        self.gathered_kinds.setdefault("", set()).update({"sequence", "features", "vocabulary"})
+        for name in {**self.swaps, **self.gathered_kinds}:
+            kinds = self.gathered_kinds.get(name, set())
+            if plan.modules.loss:
+                kinds = kinds - {"vocabulary"}
+            swaps = tuple(self.swaps.get(name, {}).values())
+            swap_parameters_in_forward(self.model.get_submodule(name), name, swaps, groups, tuple(sorted(kinds)))
 
 
-def _shard(split: Split) -> Shard:
+def _divided_dimension(split: ParameterSplit) -> DividedDimension:
     if not split.parts:
-        return Shard(split.dim, 1, split.size, 1)
-    if _uneven(split):
-        return Shard(split.dim, 0, split.size, 1)
-    return Shard(split.dim, len(split.parts), split.parts[0], 1)
+        return DividedDimension(split.dim, 1, split.size, 1)
+    if _unequal_parts(split):
+        return DividedDimension(split.dim, 0, split.size, 1)
+    return DividedDimension(split.dim, len(split.parts), split.parts[0], 1)
 
 
-def _uneven(split: Split) -> tuple[int, ...]:
+def _unequal_parts(split: ParameterSplit) -> tuple[int, ...]:
+    """The sizes of a fused layer's parts if they are not all equal, otherwise an empty tuple."""
     return split.parts if len(set(split.parts)) > 1 else ()
 
 
-def _common(left: str, right: str) -> str:
-    """The innermost module that holds both."""
-    while not (within(right, left) or left == ""):
+def _common_ancestor(left: str, right: str) -> str:
+    """The innermost module that contains both."""
+    while not (is_inside(right, left) or left == ""):
         left = left.rpartition(".")[0]
     return left
 
@@ -272,19 +314,3 @@ def _ancestors(name: str) -> Iterator[str]:
     while name:
         name = name.rpartition(".")[0]
         yield name
-
-
-# ---- into the model
-
-
-def _install(module: nn.Module, found: _Found, teams: dict[str, Team], plan: Plan) -> None:
-    if not found.slots:
-        return
-    every = tuple(teams.values())
-    found.made_whole.setdefault("", set()).update({"sequence", "features", "vocabulary"})
-    for name in {**found.slots, **found.made_whole}:
-        kinds = found.made_whole.get(name, set())
-        if plan.modules.loss:
-            kinds = kinds - {"vocabulary"}
-        slots = tuple(found.slots.get(name, {}).values())
-        swap_while_running(module.get_submodule(name), name, slots, every, tuple(sorted(kinds)))

@@ -1,8 +1,9 @@
-"""Models larger than one rank's memory: built without memory, then filled parameter by parameter.
+"""Initializes models that are larger than one rank's memory: built on the meta device, then filled shard by shard.
 
-`recorded` builds a model on the meta device and notes every operation on its tensors. `materialize` runs those that
-made one parameter again, in real memory and under the seed made of its name, keeps this rank's part and frees the
-rest: bitwise the weights of `initialize.initialized`. What cannot be run again that way is told by name (`problems`).
+`build_on_meta` builds a model without memory and records every operator on its tensors. `materialize` replays those of
+one parameter in real memory, under the seed derived from its name, keeps this rank's shard and frees the rest. The
+weights are bitwise those of `initialize.initialize_model`. `find_unreproducible` names the tensors for which this is
+impossible, with the reason.
 """
 
 import sys
@@ -12,164 +13,197 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
-from meshwright.data.order import derive
+from meshwright.data.order import derive_seed
 from meshwright.errors import InputError
-from meshwright.parallel.weights.initialize import init_units, memory_of
-from meshwright.parallel.weights.layout import Layout, fill_from
+from meshwright.parallel.torch_private import (
+    OpOverload,
+    TorchDispatchMode,
+    operator_schema,
+    storage_id,
+    tree_leaves,
+    tree_map,
+)
+from meshwright.parallel.weights.initialize import intercept_init_functions
+from meshwright.parallel.weights.layout import ParameterLayout, fill_local_shard
 
-_OTHERWISE = "build the whole model on every rank, under a plan that one rank's memory allows"
+_ALTERNATIVE = "build the whole model on every rank, under a plan that one rank's memory allows"
 
 
-class NotRecorded(Exception):
-    """Why a tensor's value cannot be made again."""
+class CannotReproduce(Exception):
+    """Says why a tensor's initial value cannot be computed by replaying the recorded operators."""
 
 
 @dataclass(frozen=True)
-class _Operation:
-    """`written`: what it changed in place; `made`: its results in memory of their own."""
+class _RecordedCall:
+    """One call of an operator, or of a function of torch.nn.init. `written` are the arguments that it changed in place,
+    `new_tensors` its results in newly allocated memory, and `result_indices` their indices among all its results."""
 
     number: int
-    func: Any
+    function: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     written: tuple[Tensor, ...]
-    made: tuple[Tensor, ...]
-    places: tuple[int, ...]  # of `made` among its results
-    random: bool
+    new_tensors: tuple[Tensor, ...]
+    result_indices: tuple[int, ...]
+    is_random: bool
 
-    def fills(self, memory: int) -> bool:
-        """Whether it wrote all of a tensor's memory."""
-        return any(memory_of(t) == memory and _is_whole(t) for t in (*self.written, *self.made))
+    def fills(self, storage: int) -> bool:
+        """Whether the call wrote every byte of this storage."""
+        return any(storage_id(t) == storage and _covers_storage(t) for t in (*self.written, *self.new_tensors))
 
 
 @dataclass(frozen=True)
-class Recording:
-    """What was done to each memory, in order; and of each name of the untouched model the first name of the same
-    tensor, with the tensor."""
+class BuildRecording:
+    """How the tensors of a model were computed while its code built it.
 
-    operations: Mapping[int, tuple[_Operation, ...]]
+    - `calls`: by storage, the calls that wrote to it, in order.
+    - `tensors`: by every name in the untouched model, the first name of the same tensor, and the tensor.
+    - `skipped_fills`: by storage, a function of torch.nn.init that could not be intercepted and did nothing, because
+      the tensor is on the meta device.
+    """
+
+    calls: Mapping[int, tuple[_RecordedCall, ...]]
     tensors: Mapping[str, tuple[str, Tensor]]
-    skipped: Mapping[int, str]  # by memory: functions of torch.nn.init that did nothing, unseen by us
+    skipped_fills: Mapping[int, str]
 
 
-def recorded(make: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Recording]:
-    """The model on the meta device, and how its tensors were made."""
+def build_on_meta(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, BuildRecording]:
+    """The model on the meta device, and how its tensors were computed."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        recorder, constants = _Recorder(), _Constants()
-        with recorder, torch.device("meta"), constants, init_units(recorder.unit):
+        recorder, constants = _CallRecorder(), _ConstantsOnCpu()
+        with recorder, torch.device("meta"), constants, intercept_init_functions(recorder.run_whole):
             try:
-                model = make()
+                model = build()
             except (NotImplementedError, RuntimeError) as error:
                 raise InputError(
-                    f"the model cannot be built without memory, since its code reads values ({error}): {_OTHERWISE}"
+                    f"the model cannot be built without memory, since its code reads values ({error}): {_ALTERNATIVE}"
                 ) from error
-    operations = {key: tuple(found) for key, found in recorder.by_memory.items()}
-    return model, Recording(operations, _tensors(model), constants.skipped)
+    calls = {storage: tuple(calls) for storage, calls in recorder.calls_by_storage.items()}
+    return model, BuildRecording(calls, _tensors_by_name(model), constants.skipped_fills)
 
 
-def problems(module: nn.Module, recording: Recording) -> dict[str, str]:
-    """By name, the tensors whose values cannot be made again, and why."""
-    found: dict[str, str] = {}
+def find_unreproducible(module: nn.Module, recording: BuildRecording) -> dict[str, str]:
+    """By name, the tensors whose initial values cannot be computed again, and why."""
+    reasons: dict[str, str] = {}
     for name, (_, tensor) in recording.tensors.items():
         try:
-            for _ in _order(tensor, recording):
-                pass
-        except NotRecorded as error:
-            found[name] = str(error)
-    for name, part in module.named_modules():
-        for key, value in vars(part).items():
+            _calls_to_replay(tensor, recording)
+        except CannotReproduce as error:
+            reasons[name] = str(error)
+    for name, submodule in module.named_modules():
+        for key, value in vars(submodule).items():
             if isinstance(value, Tensor) and value.is_meta:
-                found[f"{name}.{key}".lstrip(".")] = "it is a plain attribute: register it as a buffer"
-    return found
+                reasons[f"{name}.{key}".lstrip(".")] = "it is a plain attribute: register it as a buffer"
+    return reasons
 
 
 def materialize(
     module: nn.Module,
-    recording: Recording,
-    layouts: Mapping[str, Layout],
+    recording: BuildRecording,
+    layouts: Mapping[str, ParameterLayout],
     seed: int,
     device: torch.device,
 ) -> None:
-    """Gives every parameter and buffer of `module`, which a plan may have cut and divided, real memory on `device`
-    and its initial value."""
-    wrong = problems(module, recording)
-    if wrong:
-        name, why = next(iter(wrong.items()))
-        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        raise InputError(f"{name}{more} cannot be initialized part by part: {why}; or {_OTHERWISE}")
-    made: dict[int, tuple[Tensor, Tensor]] = {}  # tied tensors stay tied; the old ones are kept, as ids are reused
+    """Gives every parameter and buffer of `module` real memory on `device` and its initial value. The plan may have
+    cut and divided the module since it was built."""
+    unreproducible = find_unreproducible(module, recording)
+    if unreproducible:
+        name, reason = next(iter(unreproducible.items()))
+        more = f" (and {len(unreproducible) - 1} more)" if len(unreproducible) > 1 else ""
+        raise InputError(f"{name}{more} cannot be initialized shard by shard: {reason}; or {_ALTERNATIVE}")
+    # By id of the meta tensor, so that tied tensors stay tied. Meta tensors are kept alive, since ids are reused.
+    real_tensors: dict[int, tuple[Tensor, Tensor]] = {}
     with torch.random.fork_rng(), torch.no_grad():
-        for name, owner, key in _places(module):
+        for name, owner, key in _named_tensors_with_owner(module):
             table: dict[str, Any] = owner._parameters if key in owner._parameters else owner._buffers
-            empty = table[key]
-            if id(empty) not in made:
-                first, whole = recording.tensors[name]
-                real = torch.empty_like(empty, device=device, requires_grad=False)
-                fill_from(real, layouts.get(name), _value(whole, recording, derive(seed, "weights", first)))
-                if isinstance(empty, nn.Parameter):
-                    real = nn.Parameter(real, empty.requires_grad)
-                made[id(empty)] = (empty, real)
-                made[id(real)] = (real, real)  # a module that has two names is met twice
-            table[key] = made[id(empty)][1]
+            meta_tensor = table[key]
+            if id(meta_tensor) not in real_tensors:
+                first_name, whole = recording.tensors[name]
+                real = torch.empty_like(meta_tensor, device=device, requires_grad=False)
+                value = _initial_value(whole, recording, derive_seed(seed, "weights", first_name))
+                fill_local_shard(real, layouts.get(name), value)
+                del value
+                if isinstance(meta_tensor, nn.Parameter):
+                    real = nn.Parameter(real, meta_tensor.requires_grad)
+                real_tensors[id(meta_tensor)] = (meta_tensor, real)
+                real_tensors[id(real)] = (real, real)  # a module with two names is visited twice
+            table[key] = real_tensors[id(meta_tensor)][1]
 
 
-class _Recorder(TorchDispatchMode):
+class _CallRecorder(TorchDispatchMode):
+    """Records every operator that allocates a tensor or writes to one."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.by_memory: dict[int, list[_Operation]] = {}
+        self.calls_by_storage: dict[int, list[_RecordedCall]] = {}
         self._number = 0
-        self._paused = False
+        self._is_paused = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if self._paused:
+        if self._is_paused:
             return result
-        given = {memory_of(t) for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)}
-        results = tree_flatten(result)[0]
-        made = [(n, t) for n, t in enumerate(results) if isinstance(t, Tensor) and memory_of(t) not in given]
+        inputs = {storage_id(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        new_tensors = [
+            (index, leaf)
+            for index, leaf in enumerate(tree_leaves(result))
+            if isinstance(leaf, Tensor) and storage_id(leaf) not in inputs
+        ]
         args, kwargs = _aliases((args, kwargs))
-        written = tuple(_written(func, args, kwargs))
-        if made or written:
-            random = torch.Tag.nondeterministic_seeded in func.tags
-            places, results_made = tuple(n for n, _ in made), tuple(t.detach() for _, t in made)
-            self._note(_Operation(self._number, func, args, kwargs, written, results_made, places, random))
+        written = tuple(_written_arguments(func, args, kwargs))
+        if new_tensors or written:
+            self._record(
+                _RecordedCall(
+                    self._number,
+                    func,
+                    args,
+                    kwargs,
+                    written,
+                    new_tensors=tuple(tensor.detach() for _, tensor in new_tensors),
+                    result_indices=tuple(index for index, _ in new_tensors),
+                    is_random=torch.Tag.nondeterministic_seeded in func.tags,
+                )
+            )
         return result
 
-    def unit(self, random: bool, function: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+    def run_whole(
+        self, is_random: bool, function: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any
+    ) -> None:
+        """Records a function of torch.nn.init as one call, and runs it where the tensor has real memory."""
         if not tensor.is_meta:
-            self._paused = True
+            self._is_paused = True
             try:
                 function(tensor, *args, **kwargs)
             finally:
-                self._paused = False
+                self._is_paused = False
         alias = tensor.detach()
-        self._note(_Operation(self._number, function, (alias, *args), kwargs, (alias,), (), (), random))
+        self._record(_RecordedCall(self._number, function, (alias, *args), kwargs, (alias,), (), (), is_random))
 
-    def _note(self, operation: _Operation) -> None:
-        """The operation's tensors are kept: memory that is freed would be given out again."""
-        for memory in dict.fromkeys(memory_of(t) for t in (*operation.made, *operation.written)):
-            self.by_memory.setdefault(memory, []).append(operation)
+    def _record(self, call: _RecordedCall) -> None:
+        """Keeps the call and thereby its tensors alive: freed storages would be allocated again under the same id."""
+        for storage in dict.fromkeys(storage_id(t) for t in (*call.new_tensors, *call.written)):
+            self.calls_by_storage.setdefault(storage, []).append(call)
         self._number += 1
 
 
-class _Constants(TorchFunctionMode):
-    """Numbers that the model's code itself has are kept in real memory: the meta device would forget them. Some
-    functions of torch.nn.init do nothing to meta tensors: where they were not caught (`init_units`), it is noted."""
+class _ConstantsOnCpu(TorchFunctionMode):
+    """Creates tensors from numbers in the model's code on the CPU: on the meta device the numbers would be lost.
 
-    _ASKS = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
+    It also notes in `skipped_fills` which functions of torch.nn.init found a meta tensor, which they leave as it is.
+    Those that `intercept_init_functions` has caught never get here.
+    """
+
+    _READS_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
     def __init__(self) -> None:
         super().__init__()
-        self.skipped: dict[int, str] = {}
+        self.skipped_fills: dict[int, str] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -178,104 +212,107 @@ class _Constants(TorchFunctionMode):
         if func in (torch.tensor, torch.as_tensor):
             kwargs = {"device": "cpu", **kwargs}
         result = func(*args, **kwargs)
-        if func == self._ASKS and result:
-            asking = sys._getframe(1).f_code
-            if asking.co_filename == nn.init.__file__:
-                self.skipped[memory_of(args[0])] = asking.co_name
+        if func == self._READS_IS_META and result:
+            caller = sys._getframe(1).f_code
+            if caller.co_filename == nn.init.__file__:
+                self.skipped_fills[storage_id(args[0])] = caller.co_name
         return result
 
 
 def _aliases(values: Any) -> Any:
-    """The tensors as they are now: a parameter may be given other memory later (`module.double()`)."""
+    """The tensors with the memory that they have now: `module.double()` may give a parameter other memory later."""
     return tree_map(lambda value: value.detach() if isinstance(value, Tensor) else value, values)
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    for place, argument in enumerate(func._schema.arguments):
+def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    for index, argument in enumerate(operator_schema(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            yield from (t for t in tree_flatten(value)[0] if isinstance(t, Tensor))
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            yield from (t for t in tree_leaves(value) if isinstance(t, Tensor))
 
 
-def _tensors(model: nn.Module) -> dict[str, tuple[str, Tensor]]:
-    first: dict[int, str] = {}
-    found: dict[str, tuple[str, Tensor]] = {}
-    named = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-    for name, tensor in (pair for kind in named for pair in kind):
-        found[name] = (first.setdefault(id(tensor), name), tensor)
-    return found
+def _tensors_by_name(model: nn.Module) -> dict[str, tuple[str, Tensor]]:
+    first_names: dict[int, str] = {}
+    tensors: dict[str, tuple[str, Tensor]] = {}
+    for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        for name, tensor in named:
+            tensors[name] = (first_names.setdefault(id(tensor), name), tensor)
+    return tensors
 
 
-def _order(tensor: Tensor, recording: Recording, before: int | None = None) -> list[_Operation]:
-    """What has to be run again to make a tensor's value: from the last random operation that filled it on, as
-    `initialized` does, or from its beginning. Raises where that does not tell the value."""
-    memory = memory_of(tensor)
-    history = [op for op in recording.operations.get(memory, ()) if before is None or op.number < before]
+def _calls_to_replay(tensor: Tensor, recording: BuildRecording, before: int | None = None) -> list[_RecordedCall]:
+    """The calls that compute a tensor's value: those from the last random call that filled it on, as in
+    `initialize_model`, or all where there is none. It is empty for a tensor that was built in real memory and never
+    written to. `before` is the number of the call that reads the tensor; later calls do not count. Raises
+    `CannotReproduce` where the calls do not determine the value."""
+    storage = storage_id(tensor)
+    history = [call for call in recording.calls.get(storage, ()) if before is None or call.number < before]
     if not history and not tensor.is_meta:
         return []
-    filled = [place for place, op in enumerate(history) if op.random and op.fills(memory)]
-    needed = history[filled[-1] :] if filled else history
-    if memory in recording.skipped:
-        raise NotRecorded(f"torch.nn.init's {recording.skipped[memory]} was not seen: call it as torch.nn.init.…")
-    if before is not None and any(op.random for op in needed):
-        raise NotRecorded("it is computed from another random tensor: fill it in place (torch.nn.init)")
-    if all(_is_empty(op.func) for op in needed):
-        raise NotRecorded(
-            "nothing fills it: give it a value" if needed else "its numbers come from outside: load them afterwards"
+    random_fills = [index for index, call in enumerate(history) if call.is_random and call.fills(storage)]
+    calls = history[random_fills[-1] :] if random_fills else history
+    if storage in recording.skipped_fills:
+        raise CannotReproduce(
+            f"torch.nn.init's {recording.skipped_fills[storage]} was not recorded: call it as torch.nn.init.…"
         )
-    for op in needed:
-        for other in _read(op):
-            if memory_of(other) != memory and other.is_meta:
-                _order(other, recording, op.number)
-    return needed
+    if before is not None and any(call.is_random for call in calls):
+        raise CannotReproduce("it is computed from another random tensor: fill it in place (torch.nn.init)")
+    if all(_only_allocates(call.function) for call in calls):
+        raise CannotReproduce(
+            "nothing fills it: give it a value" if calls else "its numbers come from outside: load them afterwards"
+        )
+    for call in calls:
+        for argument in tree_leaves((call.args, call.kwargs)):
+            if isinstance(argument, Tensor) and storage_id(argument) != storage and argument.is_meta:
+                _calls_to_replay(argument, recording, call.number)
+    return calls
 
 
-def _read(op: _Operation) -> Iterator[Tensor]:
-    yield from (t for t in tree_flatten((op.args, op.kwargs))[0] if isinstance(t, Tensor))
-
-
-def _value(tensor: Tensor, recording: Recording, seed: int | None, before: int | None = None) -> Tensor:
-    """A tensor's value, in memory of its own on the CPU."""
-    needed = _order(tensor, recording, before)
-    if not needed:
+def _initial_value(tensor: Tensor, recording: BuildRecording, seed: int | None, before: int | None = None) -> Tensor:
+    """A tensor's value on the CPU, computed by replaying its calls under `seed`; a seed of None leaves the random
+    generator as it is. `before` is the number of the call that reads the tensor, None for the value in the end."""
+    calls = _calls_to_replay(tensor, recording, before)
+    if not calls:
         return tensor
-    memory = memory_of(tensor)
-    room = torch.zeros(tensor.untyped_storage().nbytes(), dtype=torch.uint8).untyped_storage()
-    if not tensor.is_meta and not any(op.random for op in needed):
-        return tensor  # it was built in real memory, and not by chance
+    storage = storage_id(tensor)
+    memory = torch.zeros(tensor.untyped_storage().nbytes(), dtype=torch.uint8).untyped_storage()
+    if not tensor.is_meta and not any(call.is_random for call in calls):
+        return tensor  # it was built in real memory and without random numbers
 
-    def real(value: Any, number: int) -> Any:
+    def real_argument(value: Any, number: int) -> Any:
         if isinstance(value, torch.device):
             return torch.device("cpu")
         if not isinstance(value, Tensor):
             return value
-        if memory_of(value) == memory:
-            return _view(value, room)
-        return _value(value, recording, None, number)
+        if storage_id(value) == storage:
+            return _same_view(value, memory)
+        return _initial_value(value, recording, None, number)
 
     if seed is not None:
         torch.manual_seed(seed)
-    for op in needed:
-        args, kwargs = tree_map(lambda value, number=op.number: real(value, number), (op.args, op.kwargs))
-        results = tree_flatten(op.func(*args, **kwargs))[0]
-        for place, made in zip(op.places, op.made, strict=True):
-            if memory_of(made) == memory:
-                _view(made, room).copy_(results[place])
-    return _view(tensor, room)
+    for call in calls:
+        args, kwargs = tree_map(
+            lambda value, number=call.number: real_argument(value, number), (call.args, call.kwargs)
+        )
+        results = tree_leaves(call.function(*args, **kwargs))
+        for index, new_tensor in zip(call.result_indices, call.new_tensors, strict=True):
+            if storage_id(new_tensor) == storage:
+                _same_view(new_tensor, memory).copy_(results[index])
+    return _same_view(tensor, memory)
 
 
-def _view(tensor: Tensor, room: torch.UntypedStorage) -> Tensor:
-    """The same view as a meta tensor has of its memory."""
+def _same_view(tensor: Tensor, memory: torch.UntypedStorage) -> Tensor:
+    """The view of `memory` with the offset, sizes and strides that a meta tensor has in its storage."""
     empty = torch.empty(0, dtype=tensor.dtype)
-    return empty.set_(room, tensor.storage_offset(), tensor.size(), tensor.stride())
+    return empty.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-def _is_whole(tensor: Tensor) -> bool:
+def _covers_storage(tensor: Tensor) -> bool:
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
-def _is_empty(func: Any) -> bool:
-    return isinstance(func, OpOverload) and func._schema.name.removeprefix("aten::") in (
+def _only_allocates(function: Any) -> bool:
+    return isinstance(function, OpOverload) and operator_schema(function).name.removeprefix("aten::") in (
         "empty",
         "empty_like",
         "new_empty",
@@ -283,9 +320,9 @@ def _is_empty(func: Any) -> bool:
     )
 
 
-def _places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Every name of a parameter or buffer, with the module that holds it, tied ones under each name."""
-    for prefix, part in module.named_modules(remove_duplicate=False):
-        for key, tensor in [*part._parameters.items(), *part._buffers.items()]:
+def _named_tensors_with_owner(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Every name of a parameter or buffer, the module that holds it, and its key there; tied ones under each name."""
+    for prefix, submodule in module.named_modules(remove_duplicate=False):
+        for key, tensor in [*submodule._parameters.items(), *submodule._buffers.items()]:
             if tensor is not None:
-                yield f"{prefix}.{key}".lstrip("."), part, key
+                yield f"{prefix}.{key}".lstrip("."), submodule, key

@@ -1,6 +1,8 @@
-"""Whole weights and gradients from a model that a plan has divided: the ordinary ones, for the untouched model.
+"""Gathers the weights and gradients of a model that a plan has divided, under the names and in the shapes of the
+untouched model.
 
-All ranks call these together. Tensors are gathered one by one, so that beside the result one is in memory.
+All ranks call these functions together. Tensors are gathered one by one, so that besides the result only one whole
+tensor is in memory.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,38 +15,50 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.shard import reshard
-from meshwright.parallel.weights.layout import Layout, Lodged, Tied, axis_apart, gathered, whole_shape
+from meshwright.parallel.weights.layout import (
+    ParameterLayout,
+    TiedLayout,
+    WholeOnOneRank,
+    axis_with_different_names,
+    gather_parameter,
+    whole_shape,
+)
 
 
 def full_state(
     module: nn.Module,
-    layouts: Mapping[str, Layout],
+    layouts: Mapping[str, ParameterLayout],
     mesh: DeviceMesh | None,
     *,
     order: Sequence[str] = (),
     everywhere: bool = True,
 ) -> dict[str, Any]:
-    """The untouched model's `state_dict`, on the CPU, buffers and tied names included. `order`: its names, where they
-    are known; otherwise a pipeline's stages come one after the other. Without `everywhere` only rank 0 keeps it."""
+    """The untouched model's `state_dict` on the CPU, with buffers and all names of tied parameters. `order` lists its
+    names where they are known; otherwise names are sorted by pipeline stage. With `everywhere` all ranks return it,
+    otherwise only rank 0 does and the others return an empty dict."""
     reshard(module)
-    return _full(dict(module.state_dict()), layouts, mesh, order, everywhere)
+    return _gather_all(dict(module.state_dict()), layouts, mesh, order, everywhere)
 
 
 def full_gradients(
     module: nn.Module,
-    layouts: Mapping[str, Layout],
+    layouts: Mapping[str, ParameterLayout],
     mesh: DeviceMesh | None,
     *,
-    tied: Sequence[Tied] = (),
+    tied: Sequence[TiedLayout] = (),
     order: Sequence[str] = (),
     everywhere: bool = True,
 ) -> dict[str, Tensor]:
-    """The gradients under the names of the untouched model's `named_parameters`; those that are None are left out."""
+    """The gradients under the names of the untouched model's `named_parameters`, without those that are None."""
     reshard(module)
-    canonical = {tie.local: tie.name for tie in tied}
-    found = {n: dense(p.grad) for n, p in module.named_parameters() if p.grad is not None}
-    lying = {canonical.get(name, name): layout for name, layout in layouts.items()}
-    return _full({canonical.get(name, name): value for name, value in found.items()}, lying, mesh, order, everywhere)
+    first_names = {tie.local_name: tie.name for tie in tied}
+    gradients = {
+        first_names.get(name, name): dense(parameter.grad)
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
+    layouts_by_first_name = {first_names.get(name, name): layout for name, layout in layouts.items()}
+    return _gather_all(gradients, layouts_by_first_name, mesh, order, everywhere)
 
 
 def dense(gradient: Tensor) -> Tensor:
@@ -52,70 +66,75 @@ def dense(gradient: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Note:
-    """What ranks of other stages or branches have to know of a tensor to receive it; without a shape it is another
-    object."""
+class _Description:
+    """What ranks of other stages or branches have to know of a tensor to receive it. Both fields are None for an object
+    that is not a tensor."""
 
     shape: tuple[int, ...] | None
     dtype: torch.dtype | None
 
 
-def _full(
-    held: Mapping[str, Any],
-    layouts: Mapping[str, Layout],
+def _gather_all(
+    local: Mapping[str, Any],
+    layouts: Mapping[str, ParameterLayout],
     mesh: DeviceMesh | None,
     order: Sequence[str],
     everywhere: bool,
 ) -> dict[str, Any]:
-    keep = everywhere or mesh is None or dist.get_rank() == 0
+    returns_state = everywhere or mesh is None or dist.get_rank() == 0
     result: dict[str, Any] = {}
-    axis = axis_apart(layouts, mesh)
+    axis = axis_with_different_names(layouts, mesh)
     if axis is None or mesh is None:
-        for name, value in held.items():
-            whole = _whole(value, layouts.get(name), mesh)
-            if keep:
+        for name, value in local.items():
+            whole = _gather(value, layouts.get(name), mesh)
+            if returns_state:
                 result[name] = whole
         return _ordered(result, order)
     group = mesh.get_group(axis)
-    notes: list[dict[str, _Note]] = [{} for _ in range(group.size())]
-    mine = {name: _note(value, layouts.get(name)) for name, value in held.items()}
-    dist.all_gather_object(notes, mine, group=group)
-    for name in dict.fromkeys(name for stage in notes for name in stage):
+    descriptions: list[dict[str, _Description]] = [{} for _ in range(group.size())]
+    local_descriptions = {name: _describe(value, layouts.get(name)) for name, value in local.items()}
+    dist.all_gather_object(descriptions, local_descriptions, group=group)
+    for name in dict.fromkeys(name for of_rank in descriptions for name in of_rank):
         layout = layouts.get(name)
-        if axis == "tensor" and not isinstance(layout, Lodged):  # beside the branches, all ranks hold the same names
-            whole = _whole(held[name], layout, mesh)
+        if axis == "tensor" and not isinstance(layout, WholeOnOneRank):  # outside of branches all ranks have it
+            whole = _gather(local[name], layout, mesh)
         else:
-            source = next(place for place, stage in enumerate(notes) if name in stage)
-            own = _whole(held[name], layout, mesh) if group.rank() == source else None
-            whole = _from_holder(own, notes[source][name], group, source, mesh.device_type)
-        if keep:
+            source = next(rank for rank, of_rank in enumerate(descriptions) if name in of_rank)
+            value = _gather(local[name], layout, mesh) if group.rank() == source else None
+            whole = _broadcast(value, descriptions[source][name], group, source, mesh.device_type)
+        if returns_state:
             result[name] = whole
     return _ordered(result, order)
 
 
-def _whole(value: Any, layout: Layout | None, mesh: DeviceMesh | None) -> Any:
+def _gather(value: Any, layout: ParameterLayout | None, mesh: DeviceMesh | None) -> Any:
+    """A whole tensor on the CPU; objects that are not tensors as they are."""
     if not isinstance(value, Tensor):
         return value
     with torch.no_grad():
-        whole = gathered(value.detach(), layout, mesh)
+        whole = gather_parameter(value.detach(), layout, mesh)
         return whole.to("cpu", copy=True)
 
 
-def _note(value: Any, layout: Layout | None) -> _Note:
-    return _Note(whole_shape(value, layout), value.dtype) if isinstance(value, Tensor) else _Note(None, None)
+def _describe(value: Any, layout: ParameterLayout | None) -> _Description:
+    if isinstance(value, Tensor):
+        return _Description(whole_shape(value, layout), value.dtype)
+    return _Description(None, None)
 
 
-def _from_holder(value: Any, note: _Note, group: dist.ProcessGroup, source: int, device_type: str) -> Any:
-    if note.shape is None:
-        box = [value]
-        dist.broadcast_object_list(box, group=group, group_src=source)
-        return box[0]
-    there = torch.empty(note.shape, dtype=note.dtype) if value is None else value
-    sent = there.to(device_type)  # NCCL sends from its own device only
-    dist.broadcast(sent, group=group, group_src=source)
-    return sent.cpu()
+def _broadcast(value: Any, description: _Description, group: dist.ProcessGroup, source: int, device_type: str) -> Any:
+    """The value of the group's rank `source`; on the other ranks `value` is None."""
+    if description.shape is None:
+        objects = [value]
+        dist.broadcast_object_list(objects, group=group, group_src=source)
+        return objects[0]
+    tensor = torch.empty(description.shape, dtype=description.dtype) if value is None else value
+    on_device = tensor.to(device_type)  # NCCL sends and receives on GPUs only
+    dist.broadcast(on_device, group=group, group_src=source)
+    return on_device.cpu()
 
 
 def _ordered(state: dict[str, Any], order: Iterable[str]) -> dict[str, Any]:
-    known = {name: state[name] for name in order if name in state}
-    return {**known, **{name: value for name, value in state.items() if name not in known}}
+    """The state with the names of `order` first, in that order."""
+    first = {name: state[name] for name in order if name in state}
+    return {**first, **{name: value for name, value in state.items() if name not in first}}

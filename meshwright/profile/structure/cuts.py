@@ -1,46 +1,66 @@
 """Where a model can be cut into pipeline stages that run its original modules, and which values cross each cut.
 
-A stage runs the original forward passes with the modules of other stages left out: one left out returns what was
-received for it, or nothing of interest (one that only hands on its argument still does so). So a cut lies between
-two pieces, and every value that is made before it and used behind it must be one of:
+A stage runs the original forward functions, with the modules of other stages replaced: a replaced module returns what
+was received for it, or a meaningless value (one that returns its argument unchanged still does). So a cut lies between
+two pieces (`pieces.py`), and every value that is produced before it and used behind it must be one of:
 
-- what a piece returned (skip connections included): it is received as that piece's output;
-- what the forward pass around the pieces made of such values and only hands to later pieces: received as argument;
-- what depends on no weight: each stage computes it again from the model's inputs (positions, masks).
+- a value that a piece returned, skip connections included: it is received as the output of that piece;
+- a value that code between the pieces computed from such values and only passes to later pieces: it is received as
+  their argument;
+- a value that depends on no weight (positions, masks): each stage computes it again from the model's inputs.
 
-What the forward pass itself goes on computing with is computed again from the pieces' outputs. There is no cut where
-a module hands on values behind the forward pass's back, where a module with weights runs on both sides, where a
-received value would be overwritten in place, or where chance would have to fall twice the same way.
+What code between the pieces goes on computing with is computed again from the outputs of the pieces. There is no cut
+where a module passes on a value that it does not return, where a module with weights runs on both sides, where a
+received value would be overwritten in place, or where both sides would need the same random numbers (`CutProblem`).
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.profile.structure.dataflow import Flow
-from meshwright.profile.structure.pieces import Pieces, is_random
+from meshwright.dtypes import torch_name
+from meshwright.profile.structure.dataflow import Dataflow
+from meshwright.profile.structure.pieces import ModulePieces, is_random
+
+
+@dataclass(frozen=True)
+class BatchDimension:
+    """A size that grows with the batch: per_sample · batch + fixed."""
+
+    per_sample: int
+    fixed: int = 0
+
+    def at(self, batch: int) -> int:
+        """The size for a batch of this many samples."""
+        return self.per_sample * batch + self.fixed
+
+    def __str__(self) -> str:
+        """`batch`, `2*batch` or `batch+3`."""
+        product = "batch" if self.per_sample == 1 else f"{self.per_sample}*batch"
+        return f"{product}+{self.fixed}" if self.fixed else product
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """A value sent from before to behind a cut. Of `shape`, the word `batch` (or `2*batch`, ...) grows with the batch.
+    """A value that is sent over a cut.
 
-    `role` says how it is received: in place of the `module`'s output, or as argument of the modules in `used_by`.
+    `role` says how it is received: in place of the output of `module`, or as an argument of the modules in `used_by`.
     """
 
     module: str
     role: Literal["output", "argument"]
     used_by: tuple[str, ...]
-    shape: tuple[int | str, ...]
+    shape: tuple[int | BatchDimension, ...]
     dtype: str
     bytes_per_sample: int
     bytes_fixed: int = 0
-    call: int = 0  # which of the module's calls, where it runs more than once
+    call: int = 0  # which of the module's calls returned it, where the module runs more than once
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Between two pieces. `inputs` are the model's inputs that are used behind it, `shared` the parameters that are
-    used on both sides. `call` says which call of the module `after`, where it runs more than once."""
+    """A possible cut between the pieces `after` and `before`. `inputs` are the model's inputs that are used behind it,
+    `shared` the parameters that are used on both sides. `call` says which call of the module `after` the cut follows,
+    where that runs more than once."""
 
     after: str
     before: str
@@ -51,162 +71,225 @@ class Cut:
 
     @property
     def bytes_per_sample(self) -> int:
+        """Bytes that cross the cut per sample of the batch."""
         return sum(value.bytes_per_sample for value in self.crossing)
+
+
+CutProblem = Literal["hidden_value", "same_random_numbers", "overwritten_input", "runs_on_both_sides"]
+_PROBLEMS: dict[CutProblem, str] = {
+    "hidden_value": "{module} passes on a value that it does not return",
+    "same_random_numbers": "the forward pass draws random numbers that both sides use",
+    "overwritten_input": "{module} overwrites its input in place",
+    "runs_on_both_sides": "{module} runs on both sides",
+}
 
 
 @dataclass(frozen=True)
 class NoCut:
+    """Why there is no cut between the pieces `after` and `before`: a problem, and the module that causes it."""
+
     after: str
     before: str
-    reason: str
+    problem: CutProblem
+    module: str = ""
+
+    @property
+    def reason(self) -> str:
+        """The problem in words."""
+        return _PROBLEMS[self.problem].format(module=self.module)
 
 
-class _Forbidden(Exception):
-    pass
+class _CannotCut(Exception):
+    def __init__(self, problem: CutProblem, module: str = "") -> None:
+        super().__init__(problem, module)
+        self.problem: CutProblem = problem
+        self.module = module
 
 
-def find_cuts(pieces: Pieces, larger: Flow, sizes: tuple[int, int]) -> tuple[tuple[Cut, ...], tuple[NoCut, ...]]:
-    """`larger` is the same flow for the second of the two batch sizes."""
+def find_cuts(
+    pieces: ModulePieces, larger: Dataflow, sizes: tuple[int, int]
+) -> tuple[tuple[Cut, ...], tuple[NoCut, ...]]:
+    """All cuts, and the reasons why there is none between other neighbours. `larger` is the dataflow for the second of
+    the two batch sizes; that of `pieces` is for the first."""
     cuts: list[Cut] = []
-    refused: list[NoCut] = []
+    no_cuts: list[NoCut] = []
     for piece in range(len(pieces.calls) - 1):
         after, before = pieces.names[piece : piece + 2]
         try:
             cuts.append(_cut(pieces, larger, sizes, piece))
-        except _Forbidden as reason:
-            refused.append(NoCut(after, before, str(reason)))
-    return tuple(cuts), tuple(refused)
+        except _CannotCut as error:
+            no_cuts.append(NoCut(after, before, error.problem, error.module))
+    return tuple(cuts), tuple(no_cuts)
 
 
-def _cut(pieces: Pieces, larger: Flow, sizes: tuple[int, int], piece: int) -> Cut:
+def _cut(pieces: ModulePieces, larger: Dataflow, sizes: tuple[int, int], piece: int) -> Cut:
+    """The cut behind a piece. In this file, `boundary` is the number of the first operator behind the cut."""
+    boundary = pieces.flow.calls[pieces.calls[piece + 1]].begin
+    _check_runs_on_one_side(pieces, piece)
+    needed = _needed_behind(pieces, piece, boundary)
+    _check_not_overwritten(pieces, needed.received, boundary)
+    crossing = tuple(
+        _crossing(pieces, larger, sizes, boundary, root, needed.received[root]) for root in sorted(needed.received)
+    )
+    used_again = {name for name in needed.weights if _is_used_before(pieces, name, boundary)}
+    shared = tuple(sorted(_used_on_both_sides(pieces, boundary) | used_again))
+    after, before = pieces.names[piece : piece + 2]
+    return Cut(after, before, crossing, tuple(sorted(needed.inputs)), shared, call=pieces.names[:piece].count(after))
+
+
+@dataclass(frozen=True)
+class _Received:
+    """A value that is received: the piece that returned it, or None for an argument; and the number of the value."""
+
+    piece: int | None
+    value: int
+
+
+@dataclass(frozen=True)
+class _NeededBehind:
+    """What the stages behind a cut need: values by their memory, inputs of the model, and weights that code between the
+    pieces uses."""
+
+    received: dict[int, _Received]
+    inputs: set[str]
+    weights: set[str]
+
+
+def _needed_behind(pieces: ModulePieces, piece: int, boundary: int) -> _NeededBehind:
     flow = pieces.flow
-    time = flow.calls[pieces.calls[piece + 1]].begin
-    _check_repeats(pieces, piece)
-    sent: dict[int, tuple[int, int]] = {}  # by memory: the piece that returned it (-1: none), and the value
+    received: dict[int, _Received] = {}
     inputs: set[str] = set()
-    weights: set[str] = set()  # that the forward pass itself uses again
+    weights: set[str] = set()
     todo = []
-    for root in _live(pieces, time):
-        if _is_argument(pieces, root, piece, time):
-            sent[root] = (-1, next(pieces.arguments[p][root] for p in _using(pieces, root, time)))
+    for root in _live_values(pieces, boundary):
+        if _is_only_argument(pieces, root, piece, boundary):
+            users = _users_behind(pieces, root, boundary)
+            received[root] = _Received(None, next(pieces.arguments[user][root] for user in users))
         else:
             todo.append(root)
     seen = set(todo)
-    while todo:  # what the forward pass itself needs, back to what it can have
+    while todo:  # from what code between the pieces needs, back to what can be received or computed from inputs
         root = todo.pop()
         value = flow.values[root]
-        sent.pop(root, None)  # where it is computed again, it need not be received as argument
+        received.pop(root, None)  # a value that is computed again need not be received as an argument
         if value.source == "parameter":
             weights.add(value.name)
-        elif not pieces.trained[root]:
+        elif not pieces.depends_on_weights[root]:
             inputs |= pieces.model_inputs[root]
-        elif (found := _returned(pieces, root, piece)) is not None:
-            sent[root] = found
+        elif (output := _returned_value(pieces, root, piece)) is not None:
+            received[root] = output
         else:
-            assert value.op is not None
-            maker = pieces.of_op[value.op]
-            if maker >= 0:
-                raise _Forbidden(f"{pieces.names[maker]} hands on a value that it does not return")
-            if is_random(flow.ops[value.op]):
-                raise _Forbidden("the forward pass draws random numbers that both sides use")
-            fresh = [v for v in pieces.inputs_of_op[value.op] if v not in seen]
-            seen.update(fresh)
-            todo += fresh
-    for root in sent:
-        for user in pieces.users.get(root, ()):
-            if user >= time and root in {flow.root(v) for v in flow.ops[user].mutated}:
-                raise _Forbidden(f"{flow.calls[flow.ops[user].call].module} overwrites its input in place")
-    crossing = tuple(_crossing(pieces, larger, sizes, time, root, sent[root]) for root in sorted(sent))
-    shared = tuple(
-        sorted(_on_both_sides(pieces, time) | {name for name in weights if _used_before(pieces, name, time)})
-    )
-    after, before = pieces.names[piece : piece + 2]
-    return Cut(after, before, crossing, tuple(sorted(inputs)), shared, call=pieces.names[:piece].count(after))
+            assert value.producer is not None
+            producing_piece = pieces.piece_of_operator[value.producer]
+            if producing_piece >= 0:
+                raise _CannotCut("hidden_value", pieces.names[producing_piece])
+            if is_random(flow.operators[value.producer]):
+                raise _CannotCut("same_random_numbers")
+            unseen = [v for v in pieces.operator_inputs[value.producer] if v not in seen]
+            seen.update(unseen)
+            todo += unseen
+    return _NeededBehind(received, inputs, weights)
 
 
-def _live(pieces: Pieces, time: int) -> list[int]:
-    """Values made before `time` that are used from then on. Parameters are not sent."""
-    found = []
+def _live_values(pieces: ModulePieces, boundary: int) -> list[int]:
+    """Values other than parameters that exist before the boundary and are used behind it."""
+    live = []
     for root in {*pieces.users, *pieces.model_outputs}:
         value = pieces.flow.values[root]
         users = pieces.users.get(root, [])
-        late = root in pieces.model_outputs or (users and users[-1] >= time)
-        if late and value.source != "parameter" and (value.op is None or value.op < time):
-            found.append(root)
-    return found
+        is_used_behind = root in pieces.model_outputs or (users and users[-1] >= boundary)
+        if is_used_behind and value.source != "parameter" and (value.producer is None or value.producer < boundary):
+            live.append(root)
+    return live
 
 
-def _returned(pieces: Pieces, root: int, piece: int) -> tuple[int, int] | None:
-    """The earliest piece that returned the value, and the value as returned."""
+def _returned_value(pieces: ModulePieces, root: int, piece: int) -> _Received | None:
+    """The value as the earliest piece before the cut returned it; None if no piece did."""
     for earlier in range(piece + 1):
         if root in pieces.outputs[earlier]:
-            return earlier, pieces.outputs[earlier][root]
+            return _Received(earlier, pieces.outputs[earlier][root])
     return None
 
 
-def _using(pieces: Pieces, root: int, time: int) -> list[int]:
-    """The pieces behind the cut that use a value; -1 stands for a forward pass around them."""
-    return list(dict.fromkeys(pieces.of_op[user] for user in pieces.users.get(root, ()) if user >= time))
+def _users_behind(pieces: ModulePieces, root: int, boundary: int) -> list[int]:
+    """The pieces behind the boundary that use a value; -1 stands for code between pieces."""
+    users = [user for user in pieces.users.get(root, ()) if user >= boundary]
+    return list(dict.fromkeys(pieces.piece_of_operator[user] for user in users))
 
 
-def _is_argument(pieces: Pieces, root: int, piece: int, time: int) -> bool:
-    """Whether the forward pass around the pieces made it, and only hands it to pieces."""
-    made = pieces.flow.values[root].op
-    if made is None or pieces.of_op[made] >= 0 or not pieces.trained[root] or root in pieces.model_outputs:
+def _is_only_argument(pieces: ModulePieces, root: int, piece: int, boundary: int) -> bool:
+    """Whether code between the pieces computed the value, and only passes it to pieces as their argument."""
+    producer = pieces.flow.values[root].producer
+    if (
+        producer is None
+        or pieces.piece_of_operator[producer] >= 0
+        or not pieces.depends_on_weights[root]
+        or root in pieces.model_outputs
+    ):
         return False
-    users = _using(pieces, root, time)
-    passed = all(p >= 0 and root in pieces.arguments[p] for p in users)
-    return passed and _returned(pieces, root, piece) is None
+    users = _users_behind(pieces, root, boundary)
+    is_passed = all(user >= 0 and root in pieces.arguments[user] for user in users)
+    return is_passed and _returned_value(pieces, root, piece) is None
 
 
 def _crossing(
-    pieces: Pieces, larger: Flow, sizes: tuple[int, int], time: int, root: int, found: tuple[int, int]
+    pieces: ModulePieces, larger: Dataflow, sizes: tuple[int, int], boundary: int, root: int, received: _Received
 ) -> Crossing:
-    maker, number = found
-    small, large = pieces.flow.values[number], larger.values[number]
-    a, b = sizes
-    grown = (large.bytes - small.bytes) // (b - a)
-    users = [pieces.names[p] for p in _using(pieces, root, time) if p >= 0]
+    small, large = pieces.flow.values[received.value], larger.values[received.value]
+    bytes_per_sample = (large.bytes - small.bytes) // (sizes[1] - sizes[0])
+    users = [pieces.names[user] for user in _users_behind(pieces, root, boundary) if user >= 0]
+    piece = received.piece
     return Crossing(
-        module=pieces.names[maker] if maker >= 0 else "",
-        call=pieces.names[:maker].count(pieces.names[maker]) if maker >= 0 else 0,
-        role="output" if maker >= 0 else "argument",
+        module=pieces.names[piece] if piece is not None else "",
+        call=pieces.names[:piece].count(pieces.names[piece]) if piece is not None else 0,
+        role="output" if piece is not None else "argument",
         used_by=tuple(dict.fromkeys(users)),
-        shape=tuple(_size(x, y, a, b) for x, y in zip(small.shape, large.shape, strict=True)),
-        dtype=str(small.dtype).removeprefix("torch."),
-        bytes_per_sample=grown,
-        bytes_fixed=small.bytes - grown * a,
+        shape=tuple(_fit_size(a, b, sizes) for a, b in zip(small.shape, large.shape, strict=True)),
+        dtype=torch_name(small.dtype),
+        bytes_per_sample=bytes_per_sample,
+        bytes_fixed=small.bytes - bytes_per_sample * sizes[0],
     )
 
 
-def _size(small: int, large: int, a: int, b: int) -> int | str:
+def _fit_size(small: int, large: int, batches: tuple[int, int]) -> int | BatchDimension:
+    """A size of a tensor as a function of the batch, given the size at two batches."""
     if small == large:
         return small
-    factor, rest = divmod(large - small, b - a)
-    fixed = small - factor * a
-    word = "batch" if factor == 1 else f"{factor}*batch"
-    return word if not fixed and not rest else f"{word}+{fixed}"
+    per_sample = (large - small) // (batches[1] - batches[0])
+    return BatchDimension(per_sample, small - per_sample * batches[0])
 
 
-def _check_repeats(pieces: Pieces, piece: int) -> None:
+# ---- what forbids a cut, and which parameters both sides use
+
+
+def _check_runs_on_one_side(pieces: ModulePieces, piece: int) -> None:
     later = range(piece + 1, len(pieces.calls))
     behind = {pieces.names[other] for other in later if pieces.holds_parameters[other]}
     for name in pieces.names[: piece + 1]:
         if name in behind:
-            raise _Forbidden(f"{name} runs on both sides")
+            raise _CannotCut("runs_on_both_sides", name)
 
 
-def _on_both_sides(pieces: Pieces, time: int) -> set[str]:
+def _check_not_overwritten(pieces: ModulePieces, received: dict[int, _Received], boundary: int) -> None:
+    flow = pieces.flow
+    for root in received:
+        for user in pieces.users.get(root, ()):
+            if user >= boundary and root in {flow.root(v) for v in flow.operators[user].overwritten}:
+                raise _CannotCut("overwritten_input", flow.calls[flow.operators[user].call].module)
+
+
+def _used_on_both_sides(pieces: ModulePieces, boundary: int) -> set[str]:
+    """The parameters that operators before and behind the boundary use."""
     return {
         pieces.flow.values[root].name
         for root, users in pieces.users.items()
-        if pieces.flow.values[root].source == "parameter" and users[0] < time <= users[-1]
+        if pieces.flow.values[root].source == "parameter" and users[0] < boundary <= users[-1]
     }
 
 
-def _used_before(pieces: Pieces, name: str, time: int) -> bool:
+def _is_used_before(pieces: ModulePieces, parameter: str, boundary: int) -> bool:
     return any(
-        users[0] < time
+        users[0] < boundary
         for root, users in pieces.users.items()
-        if pieces.flow.values[root].source == "parameter" and pieces.flow.values[root].name == name
+        if pieces.flow.values[root].source == "parameter" and pieces.flow.values[root].name == parameter
     )

@@ -1,44 +1,54 @@
-"""Which operator and which module call used which value, in one forward pass on fake tensors.
+"""`Dataflow`: which operators and module calls read and produced which values, in one forward pass on fake tensors.
 
-A value is what a piece of memory holds under one layout: a view is a value made from another, a tensor handed on
-untouched stays the value it was, and an operator that writes in place makes new values of everything it wrote to.
+A value is the content of a piece of memory under one layout (offset, shape, strides, dtype). A view is a value produced
+from another one. A tensor that a module returns unchanged is the same value. An operator that writes in place produces
+new values for every view of the memory it wrote to.
 """
 
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
-from meshwright.batch import Example, split
+from meshwright.batch import ModelBatch, split_batch
 from meshwright.errors import InputError
+from meshwright.profile.equal_blocks import EqualBlocks, remove_skipped_blocks, skipped_blocks
 from meshwright.profile.fake import fake_batch, fake_model
 from meshwright.profile.gpu_rules import GpuRules
-from meshwright.profile.operators import flops_of
-from meshwright.profile.repeats import Run, left_out, shorten
+from meshwright.profile.operator_costs import operator_flops
+from meshwright.profile.torch_private import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    operator_arguments,
+    operator_name,
+    storage_address,
+    tree_leaves,
+    tree_map,
+)
+
+ValueSource = Literal["input", "parameter", "buffer", ""]
 
 
 @dataclass(frozen=True)
-class Ref:
-    """Stands where a tensor stood in an operator's arguments."""
+class ValueRef:
+    """The number of a value, in place of the tensor among an operator's recorded arguments."""
 
     value: int
 
 
 @dataclass(frozen=True)
 class Value:
-    """`op` made it; where that is None, `source` says what was there before: `input`, `parameter` or `buffer`."""
+    """One value of the forward pass. `producer` is the number of the operator that produced it. Where that is None, the
+    value existed before: `source` says what it is, and `name` is its name in the model or among the model's inputs."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    op: int | None
-    source: str = ""
+    producer: int | None
+    source: ValueSource = ""
     name: str = ""
 
     @property
@@ -47,22 +57,26 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Op:
+class TracedOperator:
+    """One operator of the forward pass. Tensors among `args` and `kwargs` are `ValueRef`s; `inputs`, `outputs`,
+    `overwritten` and `replacements` are numbers of values."""
+
     func: Any
     name: str
-    call: int  # the innermost module call
+    call: int  # number of the innermost module call that it ran in
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    mutated: tuple[int, ...]  # the values it overwrote
-    rewritten: tuple[int, ...]  # the values that stand in their place
+    overwritten: tuple[int, ...]  # the values that it overwrote in place
+    replacements: tuple[int, ...]  # the values that took their place, in the same order
     flops: int
 
 
 @dataclass
-class Call:
-    """One call of a module; its operators are [begin, end)."""
+class ModuleCall:
+    """One call of a module. `parent` is the number of the enclosing call, -1 for the outermost; the operators of the
+    call are [begin, end)."""
 
     module: str
     parent: int
@@ -73,54 +87,59 @@ class Call:
 
 
 @dataclass
-class Flow:
-    """`calls[0]` is the model's own."""
+class Dataflow:
+    """All values, operators and module calls of a forward pass, by number. `calls[0]` is the call of the whole
+    model."""
 
     values: list[Value] = field(default_factory=list)
-    ops: list[Op] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
-    consumers: dict[int, list[int]] = field(default_factory=dict)  # of each value, the operators that read it
+    operators: list[TracedOperator] = field(default_factory=list)
+    calls: list[ModuleCall] = field(default_factory=list)
+    consumers: dict[int, list[int]] = field(default_factory=dict)  # by value, the operators that read or overwrite it
 
     @property
     def outputs(self) -> tuple[int, ...]:
+        """The values that the model returns."""
         return self.calls[0].outputs
 
     def root(self, value: int) -> int:
-        """The value whose memory it shows: the same for all views of it."""
-        while (made := self.values[value].op) is not None:
-            op = self.ops[made]
-            if op.rewritten:
-                return op.rewritten[0]
+        """The value whose memory this one shows: the same for all views of one tensor."""
+        while (producer := self.values[value].producer) is not None:
+            op = self.operators[producer]
+            if op.replacements:
+                return op.replacements[0]
             if not op.func.is_view:
                 return value
             value = op.inputs[0]
         return value
 
 
-_Key = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
+_LayoutKey = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]  # storage, offset, shape, strides, dtype
 
 
-class FlowRecorder(TorchDispatchMode):
-    """State of one recording: which memory holds which value, and which call runs."""
+class DataflowRecorder(TorchDispatchMode):
+    """The state of one recording: which value each piece of memory holds, and which module call runs."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.flow = Flow()
+        self.flow = Dataflow()
         self._stack: list[int] = []
-        self._values: dict[_Key, int] = {}
-        self._in_storage: dict[int, dict[_Key, int]] = {}
-        self._alive: list[Any] = []  # storages, so that none's address is given out twice
+        self._values: dict[_LayoutKey, int] = {}
+        self._in_storage: dict[int, dict[_LayoutKey, int]] = {}
+        self._storages: list[Any] = []  # keeps all storages alive, so that no address is used twice
 
     @property
-    def running(self) -> str:
+    def running_module(self) -> str:
+        """The innermost module whose forward function runs now."""
         return self.flow.calls[self._stack[-1]].module if self._stack else ""
 
-    def know(self, tensor: Tensor, source: str, name: str) -> None:
+    def register(self, tensor: Tensor, source: ValueSource, name: str) -> None:
+        """Registers a tensor that exists before the forward pass."""
         self._value(tensor, None, source, name)
 
-    def know_all(self, tree: Any, source: str) -> None:
-        for place, leaf in enumerate(_leaves(tree)):
-            self.know(leaf, source, str(place))
+    def register_all(self, tree: Any, source: ValueSource) -> None:
+        """Registers all tensors in a tree, named by their position."""
+        for position, leaf in enumerate(_leaves(tree)):
+            self.register(leaf, source, str(position))
 
     def values_in(self, tree: Any) -> tuple[int, ...]:
         return tuple(self._value(leaf, None) for leaf in _leaves(tree))
@@ -129,106 +148,129 @@ class FlowRecorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # questions about a tensor, such as its device
+        if func.namespace == "prim":  # queries about a tensor, such as its device
             return func(*args, **kwargs)
-        flow, number = self.flow, len(self.flow.ops)
+        flow, number = self.flow, len(self.flow.operators)
         inputs = self.values_in((args, kwargs))
-        shown = tree_map(self._shown, (args, kwargs))
-        written = _written(func, args, kwargs)
+        arguments, keywords = tree_map(self._reference, (args, kwargs))
+        written = _written_tensors(func, args, kwargs)
         result = func(*args, **kwargs)
-        mutated: dict[int, int] = {}
+        replaced: dict[int, int] = {}
         for tensor in written:
-            mutated.update(self._overwrite(tensor, number))
+            replaced.update(self._overwrite(tensor, number))
         outputs = tuple(self._value(leaf, number) for leaf in _leaves(result))
-        flops = flops_of(func, args, kwargs, result)
-        name = func._overloadpacket.__name__
-        before, after = tuple(mutated), tuple(mutated.values())
-        flow.ops.append(Op(func, name, self._stack[-1], shown[0], shown[1], inputs, outputs, before, after, flops))
-        for value in dict.fromkeys((*inputs, *mutated)):
+        flops = operator_flops(func, args, kwargs, result)
+        flow.operators.append(
+            TracedOperator(
+                func=func,
+                name=operator_name(func),
+                call=self._stack[-1],
+                args=arguments,
+                kwargs=keywords,
+                inputs=inputs,
+                outputs=outputs,
+                overwritten=tuple(replaced),
+                replacements=tuple(replaced.values()),
+                flops=flops,
+            )
+        )
+        for value in dict.fromkeys((*inputs, *replaced)):
             flow.consumers.setdefault(value, []).append(number)
         return result
 
-    def _shown(self, leaf: Any) -> Any:
-        return Ref(self._value(leaf, None)) if isinstance(leaf, Tensor) else leaf
+    def _reference(self, leaf: Any) -> Any:
+        return ValueRef(self._value(leaf, None)) if isinstance(leaf, Tensor) else leaf
 
-    def _value(self, tensor: Tensor, op: int | None, source: str = "", name: str = "") -> int:
-        """What was seen under this layout is known already, whoever shows it again."""
+    def _value(self, tensor: Tensor, producer: int | None, source: ValueSource = "", name: str = "") -> int:
+        """The number of a tensor's value. The value is added if no tensor with this memory and layout was seen
+        before."""
         storage = tensor.untyped_storage()
-        key = (storage._cdata, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        key = (
+            storage_address(storage),
+            int(tensor.storage_offset()),
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.dtype,
+        )
         if key not in self._values:
-            self._alive.append(storage)
-            self._put(key, Value(tuple(tensor.shape), tensor.dtype, op, source, name))
+            self._storages.append(storage)
+            self._add(key, Value(tuple(tensor.shape), tensor.dtype, producer, source, name))
         return self._values[key]
 
-    def _put(self, key: _Key, value: Value) -> int:
+    def _add(self, key: _LayoutKey, value: Value) -> int:
         self.flow.values.append(value)
         number = len(self.flow.values) - 1
         self._values[key] = number
         self._in_storage.setdefault(key[0], {})[key] = number
         return number
 
-    def _overwrite(self, tensor: Tensor, op: int) -> dict[int, int]:
-        """Every view of the memory has a new value; by the old one."""
-        made: dict[int, int] = {}
-        for key, number in list(self._in_storage.get(tensor.untyped_storage()._cdata, {}).items()):
+    def _overwrite(self, tensor: Tensor, producer: int) -> dict[int, int]:
+        """Gives every view of the tensor's memory a new value. Returns the new values by the old ones."""
+        replaced: dict[int, int] = {}
+        for key, number in list(self._in_storage.get(storage_address(tensor.untyped_storage()), {}).items()):
             old = self.flow.values[number]
-            made[number] = self._put(key, Value(old.shape, old.dtype, op))
-        return made
+            replaced[number] = self._add(key, Value(old.shape, old.dtype, producer))
+        return replaced
 
     def enter(self, module: str, args: Any, kwargs: Any) -> None:
+        """A module is called with these arguments."""
         flow = self.flow
         parent = self._stack[-1] if self._stack else -1
-        flow.calls.append(Call(module, parent, self.values_in((args, kwargs)), len(flow.ops)))
+        flow.calls.append(ModuleCall(module, parent, self.values_in((args, kwargs)), len(flow.operators)))
         self._stack.append(len(flow.calls) - 1)
 
     def leave(self, output: Any) -> None:
+        """The module that was called last returns this output."""
         call = self.flow.calls[self._stack.pop()]
-        call.end, call.outputs = len(self.flow.ops), self.values_in(output)
+        call.end, call.outputs = len(self.flow.operators), self.values_in(output)
 
 
-def record_flow(
+def record_dataflow(
     model: nn.Module,
     sample: Any,
     size: int,
-    runs: tuple[Run, ...] = (),
+    equal_blocks: tuple[EqualBlocks, ...] = (),
     target: str | None = None,
     evaluating: bool = False,
-) -> Flow:
-    """The flow of one forward pass with `size` samples. Of each run three blocks are there, under their own names."""
+) -> Dataflow:
+    """The dataflow of one forward pass with `size` samples. The skipped ones of `equal_blocks` are missing; the others
+    have their own names. With `evaluating`, the model is in evaluation mode."""
     mode = FakeTensorMode()
-    twin = fake_model(model, mode, left_out(runs))
-    names = {module: name for name, module in twin.named_modules()}
-    parameters = dict(twin.named_parameters())
-    buffers = dict(twin.named_buffers())
-    shorten(twin, runs)
-    twin.train(not evaluating)
+    fake = fake_model(model, mode, skipped_blocks(equal_blocks))
+    names = {module: name for name, module in fake.named_modules()}
+    parameters = dict(fake.named_parameters())
+    buffers = dict(fake.named_buffers())
+    remove_skipped_blocks(fake, equal_blocks)
+    fake.train(not evaluating)
     for module in names:
         config: Any = getattr(module, "config", None)
-        if getattr(config, "use_cache", False):  # what generation keeps is no part of training
+        if getattr(config, "use_cache", False):  # the key-value cache is for generation, not for training
             config.use_cache = False
-    example = split(fake_batch(sample, size, mode), target)
-    recorder = FlowRecorder()
-    for source, tensors in (("parameter", parameters), ("buffer", buffers)):
-        for name, tensor in tensors.items():
-            recorder.know(tensor, source, name)
-    for name, value in _named(twin, example):
-        for place, leaf in enumerate(leaves := _leaves(value)):
-            recorder.know(leaf, "input", name if len(leaves) == 1 else f"{name}.{place}")
+    inputs = split_batch(fake_batch(sample, size, mode), target)
+    recorder = DataflowRecorder()
+    for name, parameter in parameters.items():
+        recorder.register(parameter, "parameter", name)
+    for name, buffer in buffers.items():
+        recorder.register(buffer, "buffer", name)
+    for name, value in _named_arguments(fake, inputs):
+        for position, leaf in enumerate(leaves := _leaves(value)):
+            recorder.register(leaf, "input", name if len(leaves) == 1 else f"{name}.{position}")
     try:
-        # With gradients, as in training: without, some modules take another way.
-        with mode, torch.enable_grad(), GpuRules(), recorder, following(names, recorder):
-            twin(*example.arguments, **example.keywords)
-    except (IndexError, InputError):  # a model that counts its blocks itself misses those that were left out
+        # With gradients, as in training: without them some modules run a fused fast path.
+        with mode, torch.enable_grad(), GpuRules(), recorder, recording_module_calls(names, recorder):
+            fake(*inputs.arguments, **inputs.keywords)
+    except (IndexError, InputError):  # a model that counts its blocks itself fails without the skipped ones
         raise
     except Exception as error:
-        name = recorder.running
+        name = recorder.running_module
         where = f"{name or 'its forward pass'} ({type(model.get_submodule(name)).__name__})"
         raise InputError(f"the model cannot be traced in {where}: {str(error).splitlines()[0]}") from error
     return recorder.flow
 
 
 @contextmanager
-def following(names: dict[nn.Module, str], recorder: FlowRecorder) -> Iterator[None]:
+def recording_module_calls(names: dict[nn.Module, str], recorder: DataflowRecorder) -> Iterator[None]:
+    """Within this context, the recorder is told of every call of these modules."""
     handles = []
     for module, name in names.items():
 
@@ -244,20 +286,21 @@ def following(names: dict[nn.Module, str], recorder: FlowRecorder) -> Iterator[N
             handle.remove()
 
 
-def _named(model: nn.Module, example: Example) -> Iterator[tuple[str, Any]]:
-    """The model's arguments under the names its forward pass gives them."""
-    known = [name for name, p in inspect.signature(model.forward).parameters.items() if p.kind != p.VAR_POSITIONAL]
-    for place, value in enumerate(example.arguments):
-        yield (known[place] if place < len(known) else str(place)), value
-    yield from example.keywords.items()
+def _named_arguments(model: nn.Module, inputs: ModelBatch) -> Iterator[tuple[str, Any]]:
+    """The model's arguments with the names of its forward function's parameters."""
+    names = [name for name, p in inspect.signature(model.forward).parameters.items() if p.kind != p.VAR_POSITIONAL]
+    for position, value in enumerate(inputs.arguments):
+        yield (names[position] if position < len(names) else str(position)), value
+    yield from inputs.keywords.items()
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    found: list[Tensor] = []
-    for place, argument in enumerate(func._schema.arguments):
+def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The arguments that the operator writes to."""
+    written: list[Tensor] = []
+    for position, argument in enumerate(operator_arguments(func)):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found += _leaves(args[place] if place < len(args) else kwargs.get(argument.name))
-    return found
+            written += _leaves(args[position] if position < len(args) else kwargs.get(argument.name))
+    return written
 
 
 def _leaves(tree: Any) -> list[Tensor]:

@@ -1,7 +1,7 @@
-"""Where a split dimension goes when an operator runs on each part alone: the rule of every operator that has one.
-
-The features of a linear layer are split into equal parts. An operator is followed only where each rank, holding its
-part of the inputs, computes its part of the output without a word to the others; everything else is refused by name.
+"""Decides, operator by operator, whether ranks that hold parts of the inputs can each compute their part of the output
+without communication, and which dimension of the output is then divided. `propagate_split` has the rule of every
+operator; an operator without a rule, or whose rule does not hold, raises `CannotSplit` with the reason. `splits.py`
+applies these rules to whole groups of layers, and `parallel/tensor/` to the operators that run.
 """
 
 from collections.abc import Sequence
@@ -10,16 +10,16 @@ from math import gcd, prod
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from meshwright.profile.structure.dataflow import Flow, Op, Ref
+from meshwright.profile.structure.dataflow import Dataflow, TracedOperator, ValueRef
+from meshwright.profile.torch_private import operator_arguments, tree_leaves
 
 
 @dataclass(frozen=True)
-class Shard:
-    """Dimension `dim` is outer × count × inner, and it is `count` that is divided among ranks.
+class DividedDimension:
+    """How a value is divided: its dimension `dim` is seen as outer × count × inner, and `count` is divided among ranks.
 
-    `outer` 0 marks the output of a fused layer that is still to be taken apart: each slice is divided by itself.
+    `outer` is 0 for the output of a fused layer whose slices are divided separately.
     """
 
     dim: int
@@ -28,265 +28,290 @@ class Shard:
     inner: int
 
 
-class Refused(Exception):
-    """The operator cannot run on parts, with the reason."""
+class CannotSplit(Exception):
+    """The operator cannot run on parts. The message says why."""
 
 
-class Partner(Exception):
-    """The operator could run on parts if this value, which is whole, were split too. Where `along` is given, no
-    layer has to be split for it: each rank can take its places of that dimension."""
+class NeedsDividedInput(Exception):
+    """The operator could run on parts if `value`, which is whole, were divided too. Where `dimension` is not None, no
+    layer has to be split for that: each rank can take its part of the whole value."""
 
-    def __init__(self, value: int, along: Shard | None = None) -> None:
+    def __init__(self, value: int, dimension: DividedDimension | None = None) -> None:
         super().__init__(value)
         self.value = value
-        self.along = along
+        self.dimension = dimension
 
 
-# Names of torch's operators. The elements of the first keep their order; those of the last work along a dimension.
-_WORDS = {
-    "in_order": "view _unsafe_view reshape _reshape_alias unsqueeze squeeze flatten unflatten alias detach clone "
+# Names of torch's operators by their rule: those that keep the order of all elements, that permute or expand
+# dimensions, that take slices, and that reduce or normalize along dimensions.
+_OPERATORS_BY_RULE = {
+    "keeps_order": "view _unsafe_view reshape _reshape_alias unsqueeze squeeze flatten unflatten alias detach clone "
     "contiguous _to_copy lift_fresh rand_like randn_like empty_like zeros_like ones_like full_like bernoulli "
     "bernoulli_ uniform_ normal_ zero_ fill_",
-    "moved": "t transpose permute expand repeat",
-    "sliced": "slice select split split_with_sizes unsafe_split unsafe_split_with_sizes chunk unbind",
-    "reduced": "mean sum amax amin var std linalg_vector_norm _softmax _log_softmax softmax _safe_softmax cumsum",
+    "permutes": "t transpose permute expand repeat",
+    "slices": "slice select split split_with_sizes unsafe_split unsafe_split_with_sizes chunk unbind",
+    "reduces": "mean sum amax amin var std linalg_vector_norm _softmax _log_softmax softmax _safe_softmax cumsum",
 }
-_RULES = {name: rule for rule, names in _WORDS.items() for name in names.split()}
+_RULES = {name: rule for rule, names in _OPERATORS_BY_RULE.items() for name in names.split()}
 
 
-def follow(flow: Flow, op: Op, shards: dict[int, Shard]) -> dict[int, Shard]:
-    """The shards of the operator's outputs, where some of its inputs are split."""
-    name, first = op.name, _first(op)
+def propagate_split(
+    flow: Dataflow, op: TracedOperator, divided: dict[int, DividedDimension]
+) -> dict[int, DividedDimension]:
+    """The divided outputs of an operator, given which of its inputs (at least one) are `divided` and how. Raises
+    `CannotSplit`, or `NeedsDividedInput` where another input must be divided as well."""
+    name, first = op.name, _first_tensor(op)
     rule = _RULES.get(name)
-    if rule and first not in shards:
-        raise Refused(f"{name} overwrites or shapes something else with the parts")
-    if rule == "in_order":
-        return {op.outputs[0]: reshaped(shards[first], _shape(flow, first), _shape(flow, op.outputs[0]))}
-    unsliced = [value for value in op.inputs if value in shards and shards[value].outer == 0]
-    if rule == "sliced":
-        return _slices(flow, op, shards[first])
+    if rule and first not in divided:
+        raise CannotSplit(f"{name} overwrites or shapes something else with the parts")
+    if rule == "keeps_order":
+        return {op.outputs[0]: divided_after_reshape(divided[first], _shape(flow, first), _shape(flow, op.outputs[0]))}
+    unsliced = [value for value in op.inputs if value in divided and divided[value].outer == 0]
+    if rule == "slices":
+        return _sliced(flow, op, divided[first])
     if torch.Tag.pointwise in op.func.tags and (not unsliced or len(op.inputs) == 1):
-        return {op.outputs[0]: _joined(flow, op, shards)}
+        return {op.outputs[0]: _pointwise(flow, op, divided)}
     if unsliced:
-        raise Refused(f"{name} uses a fused output whole")
-    if rule == "moved":
-        return {op.outputs[0]: _moved(flow, op, shards[first])}
+        raise CannotSplit(f"{name} uses a fused output whole")
+    if rule == "permutes":
+        return {op.outputs[0]: _permuted(flow, op, divided[first])}
     if name in ("cat", "stack"):
-        return {op.outputs[0]: _concatenated(flow, op, shards)}
-    if name == "native_dropout" and first in shards:
-        return dict.fromkeys(op.outputs, shards[first])
-    if rule == "reduced":
-        return {op.outputs[0]: _reduced(flow, op, shards[first])}
+        return {op.outputs[0]: _concatenated(flow, op, divided)}
+    if name == "native_dropout" and first in divided:
+        return dict.fromkeys(op.outputs, divided[first])
+    if rule == "reduces":
+        return {op.outputs[0]: _reduced(flow, op, divided[first])}
     if "layer_norm" in name or "rms_norm" in name:
-        return _normed(flow, op, shards)
+        return _normalized(flow, op, divided)
     if name in ("bmm", "mm"):
-        return {op.outputs[0]: _product(flow, op, shards)}
+        return {op.outputs[0]: _product(flow, op, divided)}
     if "scaled_dot_product" in name:
-        return _attention(flow, op, shards)
-    if name in ("embedding", "index") and first in shards:
-        return {op.outputs[0]: _looked_up(flow, op, shards[first])}
-    raise Refused(f"{name} needs the whole dimension")
+        return _attention(flow, op, divided)
+    if name in ("embedding", "index") and first in divided:
+        return {op.outputs[0]: _lookup(flow, op, divided[first])}
+    raise CannotSplit(f"{name} needs the whole dimension")
 
 
-def reshaped(shard: Shard, old: Sequence[int], new: Sequence[int]) -> Shard:
-    """The elements keep their order, so what lies before the divided factor is the same number of elements."""
-    if shard.outer == 0:
-        if new[-1] != old[-1] or shard.dim != len(old) - 1:
-            raise Refused("a fused output is taken apart otherwise than by slices")
-        return replace(shard, dim=len(new) - 1)
-    before = prod(old[: shard.dim]) * shard.outer
-    passed = 1
+def divided_after_reshape(dimension: DividedDimension, old: Sequence[int], new: Sequence[int]) -> DividedDimension:
+    """How a value is divided after a reshape from the shape `old` to `new`. A reshape keeps the order of the elements,
+    so the product of all sizes before the divided factor stays the same."""
+    if dimension.outer == 0:
+        if new[-1] != old[-1] or dimension.dim != len(old) - 1:
+            raise CannotSplit("a fused output is divided otherwise than by slices")
+        return replace(dimension, dim=len(new) - 1)
+    before = prod(old[: dimension.dim]) * dimension.outer  # the product of all sizes before the divided factor
+    product = 1  # of the new sizes so far
     for dim, size in enumerate(new):
-        outer, rest = divmod(before, passed)
+        outer, rest = divmod(before, product)
         if rest or size % outer:
-            if size != 1 and before % (passed * size):
+            if size != 1 and before % (product * size):
                 break
         elif size // outer > 1:
-            return _placed(dim, outer, size // outer, shard.count)
-        passed *= size
-    raise Refused("a reshape mixes the parts")
+            return _place_in_dim(dim, outer, size // outer, dimension.count)
+        product *= size
+    raise CannotSplit("a reshape mixes the parts")
 
 
-def _placed(dim: int, outer: int, room: int, count: int) -> Shard:
-    if room % count == 0:
-        return Shard(dim, outer, count, room // count)
-    if count % room == 0:
-        return Shard(dim, outer, room, 1)
-    raise Refused("a reshape mixes the parts")
+def _place_in_dim(dim: int, outer: int, size: int, count: int) -> DividedDimension:
+    """`count` parts in a dimension of outer × size elements. Where they are more than `size`, the others are in later
+    dimensions."""
+    if size % count == 0:
+        return DividedDimension(dim, outer, count, size // count)
+    if count % size == 0:
+        return DividedDimension(dim, outer, size, 1)
+    raise CannotSplit("a reshape mixes the parts")
 
 
-def join(left: Shard, right: Shard) -> Shard:
-    """Equal places; where one has fewer parts, it decides."""
-    same = (left.dim, left.outer) == (right.dim, right.outer) and left.count * left.inner == right.count * right.inner
-    if not same:
-        raise Refused("two split inputs do not fit together")
+def merge_divided(left: DividedDimension, right: DividedDimension) -> DividedDimension:
+    """How the result of combining two divided values is divided: both must divide the same elements, into as many parts
+    as both counts have in common."""
+    has_same_dim = (left.dim, left.outer) == (right.dim, right.outer)
+    if not has_same_dim or left.count * left.inner != right.count * right.inner:
+        raise CannotSplit("two split inputs do not fit together")
     count = gcd(left.count, right.count)
     return replace(left, count=count, inner=left.count * left.inner // count)
 
 
-def _slices(flow: Flow, op: Op, shard: Shard) -> dict[int, Shard]:
-    first = _first(op)
-    shape = _shape(flow, first)
+def _sliced(flow: Dataflow, op: TracedOperator, dimension: DividedDimension) -> dict[int, DividedDimension]:
+    """Slices along other dimensions keep the division. Along the divided one they must fall between whole parts."""
+    shape = _shape(flow, _first_tensor(op))
     dim = _argument(op, "dim", 0) % len(shape)
-    single = op.name in ("select", "unbind")
-    if dim != shard.dim:
-        moved = replace(shard, dim=shard.dim - 1) if single and dim < shard.dim else shard
-        return dict.fromkeys(op.outputs, moved)
-    if single:
-        if shard.outer and shard.count * shard.inner == 1:
+    drops_dim = op.name in ("select", "unbind")
+    if dim != dimension.dim:
+        shifted = replace(dimension, dim=dimension.dim - 1) if drops_dim and dim < dimension.dim else dimension
+        return dict.fromkeys(op.outputs, shifted)
+    if drops_dim:
+        if dimension.outer and dimension.count * dimension.inner == 1:
             return {}
-        raise Refused(f"{op.name} takes one of the parts")
+        raise CannotSplit(f"{op.name} takes one of the parts")
     if op.name == "slice" and _argument(op, "step", 1) != 1:
-        raise Refused("a slice in steps mixes the parts")
+        raise CannotSplit("a slice in steps mixes the parts")
     start = _argument(op, "start", 0) or 0 if op.name == "slice" else 0
-    found: dict[int, Shard] = {}
+    slices: dict[int, DividedDimension] = {}
     for value in op.outputs:
         size = _shape(flow, value)[dim]
-        if shard.outer == 0:
-            found[value] = Shard(dim, 1, size, 1)
+        if dimension.outer == 0:
+            slices[value] = DividedDimension(dim, 1, size, 1)
         else:
-            block = shard.count * shard.inner
-            if start % block or size % block:
-                raise Refused(f"{op.name} cuts through the parts")
-            found[value] = replace(shard, outer=size // block)
+            period = dimension.count * dimension.inner
+            if start % period or size % period:
+                raise CannotSplit(f"{op.name} cuts through the parts")
+            slices[value] = replace(dimension, outer=size // period)
         start += size
-    return found
+    return slices
 
 
-def _moved(flow: Flow, op: Op, shard: Shard) -> Shard:
-    old, new = _shape(flow, _first(op)), _shape(flow, op.outputs[0])
+def _permuted(flow: Dataflow, op: TracedOperator, dimension: DividedDimension) -> DividedDimension:
+    """The divided dimension changes its position. It must not be repeated."""
+    old, new = _shape(flow, _first_tensor(op)), _shape(flow, op.outputs[0])
     if op.name in ("expand", "repeat"):
-        dim = shard.dim + len(new) - len(old)
-        if new[dim] != old[shard.dim]:
-            raise Refused(f"{op.name} repeats the parts")
-        return replace(shard, dim=dim)
+        dim = dimension.dim + len(new) - len(old)
+        if new[dim] != old[dimension.dim]:
+            raise CannotSplit(f"{op.name} repeats the parts")
+        return replace(dimension, dim=dim)
     order = list(range(len(old)))
     if op.name == "permute":
         order = [dim % len(old) for dim in _argument(op, "dims", None)]
     else:
         a, b = (0, 1) if op.name == "t" else (_argument(op, "dim0", 0), _argument(op, "dim1", 1))
         order[a % len(old)], order[b % len(old)] = order[b % len(old)], order[a % len(old)]
-    return replace(shard, dim=order.index(shard.dim))
+    return replace(dimension, dim=order.index(dimension.dim))
 
 
-def _concatenated(flow: Flow, op: Op, shards: dict[int, Shard]) -> Shard:
+def _concatenated(flow: Dataflow, op: TracedOperator, divided: dict[int, DividedDimension]) -> DividedDimension:
+    """All tensors must be divided alike, along another dimension than the one they are concatenated along."""
     values = [ref.value for ref in op.args[0] if prod(_shape(flow, ref.value))]
     for value in values:
-        if value not in shards:
-            raise Partner(value)
+        if value not in divided:
+            raise NeedsDividedInput(value)
     shape = _shape(flow, values[0])
     dim = _argument(op, "dim", 0)
     if op.name == "stack":
         dim %= len(shape) + 1
-    found = shards[values[0]]
+    result = divided[values[0]]
     for value in values[1:]:
-        found = join(found, shards[value])
+        result = merge_divided(result, divided[value])
     if op.name == "stack":
-        return replace(found, dim=found.dim + (dim <= found.dim))
-    if dim % len(shape) == found.dim:
-        raise Refused("cat joins the split dimension")
-    return found
+        return replace(result, dim=result.dim + (dim <= result.dim))
+    if dim % len(shape) == result.dim:
+        raise CannotSplit("cat joins the split dimension")
+    return result
 
 
-def _joined(flow: Flow, op: Op, shards: dict[int, Shard]) -> Shard:
-    out = _shape(flow, op.outputs[0])
-    found: Shard | None = None
+def _pointwise(flow: Dataflow, op: TracedOperator, divided: dict[int, DividedDimension]) -> DividedDimension:
+    """All inputs must be divided alike, after broadcasting. A whole input may only be broadcast along the divided
+    dimension."""
+    output_shape = _shape(flow, op.outputs[0])
+    result: DividedDimension | None = None
     for value in op.inputs:
-        if value in shards:
-            placed = replace(shards[value], dim=shards[value].dim + len(out) - len(_shape(flow, value)))
-            found = placed if found is None else join(found, placed)
-    assert found is not None
+        if value in divided:
+            added_dims = len(output_shape) - len(_shape(flow, value))
+            broadcast = replace(divided[value], dim=divided[value].dim + added_dims)
+            result = broadcast if result is None else merge_divided(result, broadcast)
+    assert result is not None
     for value in op.inputs:
         shape = _shape(flow, value)
-        dim = found.dim - (len(out) - len(shape))
-        if value not in shards and dim >= 0 and shape[dim] != 1:
-            raise Partner(value)
-    return found
+        dim = result.dim - (len(output_shape) - len(shape))
+        if value not in divided and dim >= 0 and shape[dim] != 1:
+            raise NeedsDividedInput(value)
+    return result
 
 
-def _reduced(flow: Flow, op: Op, shard: Shard) -> Shard:
-    shape = _shape(flow, _first(op))
-    given = _argument(op, "dim", None)
-    dims = range(len(shape)) if given is None or given == [] else [given] if isinstance(given, int) else given
-    gone = {dim % len(shape) for dim in dims}
-    if shard.dim in gone:
-        raise Refused(f"{op.name} reduces the split dimension")
-    kept = len(_shape(flow, op.outputs[0])) == len(shape)
-    return shard if kept else replace(shard, dim=shard.dim - sum(dim < shard.dim for dim in gone))
+def _reduced(flow: Dataflow, op: TracedOperator, dimension: DividedDimension) -> DividedDimension:
+    """The reduced dimensions must not include the divided one."""
+    shape = _shape(flow, _first_tensor(op))
+    dims = _argument(op, "dim", None)
+    if dims is None or dims == []:
+        dims = range(len(shape))
+    reduced = {dim % len(shape) for dim in ([dims] if isinstance(dims, int) else dims)}
+    if dimension.dim in reduced:
+        raise CannotSplit(f"{op.name} reduces the split dimension")
+    keeps_dims = len(_shape(flow, op.outputs[0])) == len(shape)
+    if keeps_dims:
+        return dimension
+    return replace(dimension, dim=dimension.dim - sum(dim < dimension.dim for dim in reduced))
 
 
-def _normed(flow: Flow, op: Op, shards: dict[int, Shard]) -> dict[int, Shard]:
-    first = _first(op)
-    if first not in shards:
-        raise Refused(f"{op.name} is given split weights")
+def _normalized(
+    flow: Dataflow, op: TracedOperator, divided: dict[int, DividedDimension]
+) -> dict[int, DividedDimension]:
+    """The normalized dimensions, which are the last ones, must not include the divided one."""
+    first = _first_tensor(op)
+    if first not in divided:
+        raise CannotSplit(f"{op.name} has split weights")
     sizes = [a for a in op.args[1:] if isinstance(a, list | tuple)]
-    width = len(sizes[0]) if sizes else len(_shape(flow, op.inputs[1]))
-    if shards[first].dim >= len(_shape(flow, first)) - width:
-        raise Refused(f"{op.name} reduces the split dimension")
-    return {value: shards[first] for value in op.outputs if len(_shape(flow, value)) == len(_shape(flow, first))}
+    normalized_dims = len(sizes[0]) if sizes else len(_shape(flow, op.inputs[1]))
+    if divided[first].dim >= len(_shape(flow, first)) - normalized_dims:
+        raise CannotSplit(f"{op.name} reduces the split dimension")
+    return {value: divided[first] for value in op.outputs if len(_shape(flow, value)) == len(_shape(flow, first))}
 
 
-def _product(flow: Flow, op: Op, shards: dict[int, Shard]) -> Shard:
+def _product(flow: Dataflow, op: TracedOperator, divided: dict[int, DividedDimension]) -> DividedDimension:
+    """A matrix product may be divided by its batch (both operands alike), by the rows of the left operand or by the
+    columns of the right one."""
     left, right = op.inputs[0], op.inputs[1]
-    rank = len(_shape(flow, left))
+    dims = len(_shape(flow, left))
     for value, other in ((left, right), (right, left)):
-        if value in shards and shards[value].dim < rank - 2 and other not in shards:
-            raise Partner(other)
-    if left in shards and right in shards:
-        found = join(shards[left], shards[right])
-        if found.dim < rank - 2:
-            return found
-    elif left in shards and shards[left].dim == rank - 2:
-        return shards[left]
-    elif right in shards and shards[right].dim == rank - 1:
-        return shards[right]
-    raise Refused("a product sums over the split dimension")
+        if value in divided and divided[value].dim < dims - 2 and other not in divided:
+            raise NeedsDividedInput(other)
+    if left in divided and right in divided:
+        result = merge_divided(divided[left], divided[right])
+        if result.dim < dims - 2:
+            return result
+    elif left in divided and divided[left].dim == dims - 2:
+        return divided[left]
+    elif right in divided and divided[right].dim == dims - 1:
+        return divided[right]
+    raise CannotSplit("a product sums over the split dimension")
 
 
-def _attention(flow: Flow, op: Op, shards: dict[int, Shard]) -> dict[int, Shard]:
-    trio = op.inputs[:3]
-    for value in trio:
-        if value not in shards:
-            raise Partner(value)
-    found = shards[trio[0]]
-    for value in trio:
-        shard = shards[value]
-        if shard.dim != 1 or shard.outer != 1:
-            raise Refused("attention is split otherwise than by heads")
-        count = gcd(found.count, shard.count)
-        found = replace(found, count=count, inner=found.count * found.inner // count)
+def _attention(flow: Dataflow, op: TracedOperator, divided: dict[int, DividedDimension]) -> dict[int, DividedDimension]:
+    """Query, key and value must be divided by heads; so must a mask that has several heads."""
+    query, *_ = query_key_value = op.inputs[:3]
+    for value in query_key_value:
+        if value not in divided:
+            raise NeedsDividedInput(value)
+    result = divided[query]
+    for value in query_key_value:
+        dimension = divided[value]
+        if dimension.dim != 1 or dimension.outer != 1:
+            raise CannotSplit("attention is divided otherwise than by heads")
+        count = gcd(result.count, dimension.count)
+        result = replace(result, count=count, inner=result.count * result.inner // count)
     for mask in op.inputs[3:]:
         shape = _shape(flow, mask)
-        if mask in shards:
-            found = join(found, replace(shards[mask], dim=shards[mask].dim + 4 - len(shape)))
+        if mask in divided:
+            result = merge_divided(result, replace(divided[mask], dim=divided[mask].dim + 4 - len(shape)))
         elif len(shape) > 2 and shape[-3] != 1:
-            raise Partner(mask, Shard(len(shape) - 3, 1, shape[-3], 1))
-    heads = _shape(flow, trio[0])[1]
-    return {value: found for value in op.outputs if len(_shape(flow, value)) >= 3 and _shape(flow, value)[1] == heads}
+            raise NeedsDividedInput(mask, DividedDimension(len(shape) - 3, 1, shape[-3], 1))
+    heads = _shape(flow, query)[1]
+    return {value: result for value in op.outputs if len(_shape(flow, value)) >= 3 and _shape(flow, value)[1] == heads}
 
 
-def _looked_up(flow: Flow, op: Op, shard: Shard) -> Shard:
-    """Rows of a table, as many as there are indices: what lies behind the rows keeps its place from the end."""
-    rows = 1 if op.name == "embedding" else len(op.args[1])
-    if shard.dim < rows or (op.name == "index" and None in op.args[1]):
-        raise Refused(f"{op.name} looks the parts up")
-    return replace(shard, dim=shard.dim + len(_shape(flow, op.outputs[0])) - len(_shape(flow, _first(op))))
+def _lookup(flow: Dataflow, op: TracedOperator, dimension: DividedDimension) -> DividedDimension:
+    """The dimensions that indices look up must not include the divided one, which keeps its position from the end."""
+    indexed_dims = 1 if op.name == "embedding" else len(op.args[1])
+    if dimension.dim < indexed_dims or (op.name == "index" and None in op.args[1]):
+        raise CannotSplit(f"{op.name} looks the parts up")
+    return replace(
+        dimension, dim=dimension.dim + len(_shape(flow, op.outputs[0])) - len(_shape(flow, _first_tensor(op)))
+    )
 
 
-def _first(op: Op) -> int:
-    """Lists of tensors count by their first."""
-    return next((leaf.value for leaf in tree_leaves(op.args) if isinstance(leaf, Ref)), -1)
+def _first_tensor(op: TracedOperator) -> int:
+    """The first tensor among the operator's arguments, also inside of lists; -1 if there is none."""
+    return next((leaf.value for leaf in tree_leaves(op.args) if isinstance(leaf, ValueRef)), -1)
 
 
-def _shape(flow: Flow, value: int) -> tuple[int, ...]:
+def _shape(flow: Dataflow, value: int) -> tuple[int, ...]:
     return flow.values[value].shape
 
 
-def _argument(op: Op, name: str, default: Any) -> Any:
-    """An operator's argument by name, however it was passed."""
-    for place, argument in enumerate(op.func._schema.arguments):
+def _argument(op: TracedOperator, name: str, default: Any) -> Any:
+    """An operator's argument by name, whether it was passed by position, by name or not at all."""
+    for position, argument in enumerate(operator_arguments(op.func)):
         if argument.name == name or (name == "dims" and argument.name == "dim"):
-            if place < len(op.args):
-                return op.args[place]
+            if position < len(op.args):
+                return op.args[position]
             return op.kwargs.get(argument.name, default if argument.default_value is None else argument.default_value)
     return default

@@ -1,31 +1,46 @@
-"""How modules can be split along the tensor axis: which go together, by what size, and what then crosses ranks.
+"""Decides which linear layers can be split along the tensor axis, which of them must be split together, into how many
+parts, and which communication that needs. The rule of every single operator is in `split_rules.py`.
 
-A group starts at a linear layer whose output features are divided (`column`). The parts are followed through every
-operator that works on each part alone, until linear layers sum them up again (`row`). Whatever meets them on the way
-must be divided likewise, so gates join, queries, keys and values join at attention, and so does a table that holds
-something for every head (a bias by relative position). If a part ends anywhere else, the layer is not split.
+A group starts at a linear layer whose output features are divided among ranks (`column`). The divided dimension is
+followed from operator to operator, as long as every rank can compute its part from its parts of the inputs, until
+linear layers sum over it (`row`). Whatever else an operator combines with the divided value must be divided in the same
+way: gate layers join the group where they are multiplied, queries, keys and values join at attention, and so do tables
+with one entry per head (a bias by relative position). If the divided dimension ends anywhere else, the layer is not
+split.
+
+Layers split by vocabulary are found by `vocabulary_splits.py`; `transformers_plans.py` adds what the transformers
+library says about its models.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import gcd
 from typing import Literal
 
-from meshwright.profile.structure.dataflow import Flow, Op
-from meshwright.profile.structure.linears import Linear, find_linears, has_own_bias, operands, origins, tables
-from meshwright.profile.structure.split_rules import Partner, Refused, Shard, follow
+from meshwright.profile.structure.dataflow import Dataflow, TracedOperator
+from meshwright.profile.structure.linear_layers import (
+    LinearLayer,
+    find_linear_layers,
+    has_bias_of_same_module,
+    lookup_tables,
+    matmul_operands,
+    producing_layers,
+)
+from meshwright.profile.structure.split_rules import CannotSplit, DividedDimension, NeedsDividedInput, propagate_split
 
 SplitKind = Literal["column", "row", "heads", "vocabulary"]
-Source = Literal["derived", "published"]
-_FUSED = (1, 2, 3, 0)  # how many equal layers one may be; 0: as its slices say
+SplitSource = Literal["derived", "published"]
+_SLICED = 0  # a fused layer whose parts are the slices that the model takes of its output
+_FUSED_PARTS = (1, 2, 3, _SLICED)  # how many equal parts a fused layer (queries, keys and values, say) may have
 
 
 @dataclass(frozen=True)
-class Split:
-    """One parameter's split. `size` elements of its dimension `dim` are divided; ranks must divide `group`'s degree.
+class ParameterSplit:
+    """How one parameter is split: the `size` elements of its dimension `dim` are divided among ranks.
 
-    `parts` are the sizes that a fused layer is made of: each is divided by itself. `crosses` is the communication
-    behind the module in the forward pass.
+    `parts` are the sizes of the parts of a fused layer, each of which is divided by itself. `communication` is what
+    follows the module in the forward pass, empty for none. `source` is `published` where the split comes from the
+    model's own tensor-parallel plan.
     """
 
     module: str
@@ -35,184 +50,225 @@ class Split:
     size: int
     group: str
     parts: tuple[int, ...] = ()
-    crosses: str = ""
-    source: Source = "derived"
+    communication: str = ""
+    source: SplitSource = "derived"
 
 
 @dataclass(frozen=True)
 class SplitGroup:
-    """Modules that are split together or not at all; `degree` is divided by every number of ranks that works."""
+    """Parameters that are split together or not at all. The number of ranks must divide `degree`. `heads` and
+    `kv_heads` are those of attention, None for other layers."""
 
     name: str
     degree: int
-    splits: tuple[Split, ...]
+    splits: tuple[ParameterSplit, ...]
     heads: int | None = None
     kv_heads: int | None = None
 
 
-def find_splits(flow: Flow) -> tuple[SplitGroup, ...]:
-    """Columns to rows, and attention by heads; `vocabulary` finds the others."""
-    return tuple(group for group, _ in splits_with_values(flow))
+def find_splits(flow: Dataflow) -> tuple[SplitGroup, ...]:
+    """All groups of column and row layers, attention by heads included, in the order of their first layer."""
+    return tuple(group for group, _ in find_splits_with_values(flow))
 
 
-def splits_with_values(flow: Flow) -> tuple[tuple[SplitGroup, frozenset[int]], ...]:
-    """Each group with the values that are divided when it is."""
-    linears = find_linears(flow)
-    found: list[tuple[SplitGroup, frozenset[int]]] = []
-    taken: set[str] = set()
-    for name in linears:
-        grown = None if name in taken else _grow(flow, linears, name, taken)
-        if grown is not None:
-            found.append(grown)
-            taken.update(split.parameter for split in grown[0].splits)
-    return tuple(found)
+def find_splits_with_values(flow: Dataflow) -> tuple[tuple[SplitGroup, frozenset[int]], ...]:
+    """All groups as in `find_splits`, each with the values that are divided when the group is split."""
+    search = _Search(flow, find_linear_layers(flow))
+    groups: list[tuple[SplitGroup, frozenset[int]]] = []
+    for name in search.layers:
+        candidate = None if name in search.used else _group_from(search, name)
+        if candidate is not None:
+            group, values = candidate.to_group(search), candidate.values
+            groups.append((group, values))
+            search.used.update(split.parameter for split in group.splits)
+    return tuple(groups)
 
 
 @dataclass
-class _Attempt:
-    """What following a set of divided layers has found so far."""
+class _Search:
+    """What the search works on: the dataflow, its linear layers, and the parameters that groups found so far use."""
 
-    columns: dict[str, int]  # weight -> how many layers it is made of
+    flow: Dataflow
+    layers: dict[str, LinearLayer]
+    used: set[str] = field(default_factory=set)
+
+    def value_of(self, parameter: str) -> int:
+        values = self.flow.values
+        return next(n for n, v in enumerate(values) if v.source == "parameter" and v.name == parameter)
+
+
+@dataclass
+class _Candidate:
+    """A group in the making: its column layers and tables are given, the rest is found by following them."""
+
+    columns: dict[str, int]  # weight -> of how many equal layers it is fused
     tables: dict[str, int]  # parameter that is no layer's weight -> its divided dimension
-    rows: dict[str, int]
-    slices: dict[str, set[tuple[int, int]]]
+    rows: dict[str, int] = field(default_factory=dict)  # weight -> its number of input features
+    slices: dict[str, tuple[int, ...]] = field(default_factory=dict)  # weight -> sizes of its parts
     values: frozenset[int] = frozenset()
     degree: int = 0
     heads: int | None = None
     kv_heads: int | None = None
 
+    def to_group(self, search: _Search) -> SplitGroup:
+        name = search.layers[next(iter(self.columns))].module
+        kind: SplitKind = "column" if self.heads is None else "heads"
+        splits = []
+        for weight, fused in self.columns.items():
+            layer = search.layers[weight]
+            parts = (layer.outputs // fused,) * fused if fused > 1 else ()
+            if fused == _SLICED:
+                parts = self.slices[weight]
+            splits.append(ParameterSplit(layer.module, weight, kind, layer.dim, layer.outputs, name, parts))
+        for table, dim in self.tables.items():
+            size = search.flow.values[search.value_of(table)].shape[dim]
+            splits.append(ParameterSplit(table.rpartition(".")[0], table, kind, dim, size, name))
+        for weight, size in self.rows.items():
+            layer = search.layers[weight]
+            splits.append(
+                ParameterSplit(layer.module, weight, "row", 1 - layer.dim, size, name, communication="all_reduce")
+            )
+        return SplitGroup(name, self.degree, tuple(splits), self.heads, self.kv_heads)
 
-def _grow(
-    flow: Flow, linears: dict[str, Linear], seed: str, taken: set[str]
-) -> tuple[SplitGroup, frozenset[int]] | None:
-    for fused in _FUSED:
-        if fused > 1 and linears[seed].outputs % fused:
+
+def _group_from(search: _Search, column: str) -> _Candidate | None:
+    """The group that starts at a column layer, or None if that cannot be split."""
+    for fused in _FUSED_PARTS:
+        if fused > 1 and search.layers[column].outputs % fused:
             continue
-        attempt = _joined(flow, linears, {seed: fused}, {}, taken)
-        if attempt is not None:
-            return _group(flow, linears, attempt), attempt.values
+        candidate = _complete_group(search, {column: fused}, {})
+        if candidate is not None:
+            return candidate
     return None
 
 
-def _joined(
-    flow: Flow, linears: dict[str, Linear], columns: dict[str, int], along: dict[str, int], taken: set[str]
-) -> _Attempt | None:
-    """Follows the parts, with whatever must be divided likewise, until they fit."""
-    seed, fused = next(iter(columns.items()))
-    masks: dict[int, Shard] = {}  # that no layer and no table stands behind: every rank takes its heads of them
+def _complete_group(search: _Search, columns: dict[str, int], tables: dict[str, int]) -> _Candidate | None:
+    """Follows the divided layers and tables, and adds whatever must be divided with them, until the group is complete.
+    None if there is no such group."""
+    flow, layers = search.flow, search.layers
+    first, fused = next(iter(columns.items()))
+    masks: dict[int, DividedDimension] = {}  # values that no layer and no table is behind: each rank takes its heads
     while True:
         try:
-            return _followed(flow, linears, columns, along, masks, taken)
-        except Refused:
+            return _follow(search, columns, tables, masks)
+        except CannotSplit:
             return None
-        except Partner as partner:
-            value, mask = partner.value, partner.along
-        more = [name for name in origins(flow, linears, value) if name not in columns]
-        if not more and mask is not None and value not in masks and not tables(flow, linears, value):
+        except NeedsDividedInput as need:
+            value, mask = need.value, need.dimension
+        more = [name for name in producing_layers(flow, layers, value) if name not in columns]
+        if not more and mask is not None and value not in masks and not lookup_tables(flow, layers, value):
             masks[value] = mask
             continue
         if not more:
             break
-        if any(name in taken for name in more):
+        if any(name in search.used for name in more):
             return None
-        columns |= {name: fused if linears[name].outputs == linears[seed].outputs else 1 for name in more}
-    table = next((name for name in tables(flow, linears, value) if name not in along), None)
-    if table is None or table in taken:
+        columns |= {name: fused if layers[name].outputs == layers[first].outputs else 1 for name in more}
+    table = next((name for name in lookup_tables(flow, layers, value) if name not in tables), None)
+    if table is None or table in search.used:
         return None
-    shape = flow.values[_number(flow, table)].shape
+    shape = flow.values[search.value_of(table)].shape
     for dim in reversed([dim for dim, size in enumerate(shape) if size > 1]):  # tables have their heads last
-        found = _joined(flow, linears, dict(columns), {**along, table: dim}, taken)
-        if found is not None:
-            return found
+        candidate = _complete_group(search, dict(columns), {**tables, table: dim})
+        if candidate is not None:
+            return candidate
     return None
 
 
-def _followed(
-    flow: Flow,
-    linears: dict[str, Linear],
-    columns: dict[str, int],
-    along: dict[str, int],
-    masks: dict[int, Shard],
-    taken: set[str],
-) -> _Attempt:
-    attempt = _Attempt(columns, along, {}, {})
-    shards: dict[int, Shard] = dict(masks)
-    by_op = {number: linear for linear in linears.values() for number in linear.ops}
-    queue = [number for name in columns for number in linears[name].ops]
-    for name, dim in along.items():
-        value = _number(flow, name)
-        shards[value] = Shard(dim, 1, flow.values[value].shape[dim], 1)
+def _follow(
+    search: _Search, columns: dict[str, int], tables: dict[str, int], masks: dict[int, DividedDimension]
+) -> _Candidate:
+    """Follows the divided values in the order of the operators, until row layers sum over them. Raises `CannotSplit`,
+    or `NeedsDividedInput` for a value that must be divided too."""
+    flow, layers = search.flow, search.layers
+    candidate = _Candidate(columns, tables)
+    divided: dict[int, DividedDimension] = dict(masks)
+    layer_of_operator = {number: layer for layer in layers.values() for number in layer.operators}
+    queue = [number for name in columns for number in layers[name].operators]
+    for name, dim in tables.items():
+        value = search.value_of(name)
+        divided[value] = DividedDimension(dim, 1, flow.values[value].shape[dim], 1)
         queue += flow.consumers.get(value, ())
     queue.sort()
     seen = set(queue)
-    fed: set[int] = set()  # uses of row layers whose input is split
+    row_operators: set[int] = set()  # products of row layers whose input is divided
     while queue:
         number = heappop(queue)
-        op, linear = flow.ops[number], by_op.get(number)
-        if linear is not None:
-            split_input = shards.get(operands(op)[0])
-            if linear.parameter in columns:
-                if split_input is not None:
-                    raise Refused("a split output feeds a layer of its own group")
-                if not has_own_bias(flow, op, linear):
-                    raise Refused("its bias is another module's")
-                made = {op.outputs[0]: _column(flow, op, linear, columns[linear.parameter])}
-            else:
-                attempt.rows[linear.parameter] = _row(flow, op, split_input)
-                fed.add(number)
-                made = {}
-        elif _overwrites_more(flow, op):
-            raise Refused(f"{op.name} writes a part of a larger tensor")
-        elif _is_bias(flow, op, shards, columns):
-            made = {op.outputs[0]: next(shards[value] for value in op.inputs if value in shards)}
-        else:
-            made = follow(flow, op, shards)
-            _note_heads(op, shards, attempt)
-        for value, shard in made.items():
-            shards[value] = shard
+        op, layer = flow.operators[number], layer_of_operator.get(number)
+        if layer is not None and layer.parameter not in columns:
+            candidate.rows[layer.parameter] = _row_inputs(flow, op, divided.get(matmul_operands(op)[0]))
+            row_operators.add(number)
+            continue
+        for value, dimension in _divided_outputs(search, candidate, op, layer, divided).items():
+            divided[value] = dimension
             if value in flow.outputs:
-                raise Refused("the model's output would be split")
+                raise CannotSplit("the model's output would be split")
             for user in flow.consumers.get(value, ()):
                 if user not in seen:
                     seen.add(user)
                     heappush(queue, user)
-    uses = {number for name in attempt.rows for number in linears[name].ops}
-    if not attempt.rows or uses != fed or taken & attempt.rows.keys():
-        raise Refused("the parts are not summed up by layers of their own")
-    for shard in shards.values():
-        attempt.degree = gcd(attempt.degree, shard.count) if shard.outer else attempt.degree
-    if attempt.degree < 2:
-        raise Refused("nothing to divide")
-    _note_slices(flow, linears, shards, attempt)
-    attempt.values = frozenset(shards.keys() - masks.keys())
-    return attempt
+    _check_rows(search, candidate, row_operators)
+    for dimension in divided.values():
+        candidate.degree = gcd(candidate.degree, dimension.count) if dimension.outer else candidate.degree
+    if candidate.degree < 2:
+        raise CannotSplit("nothing to divide")
+    _note_slices(search, divided, candidate)
+    candidate.values = frozenset(divided.keys() - masks.keys())
+    return candidate
 
 
-def _number(flow: Flow, parameter: str) -> int:
-    return next(n for n, v in enumerate(flow.values) if v.source == "parameter" and v.name == parameter)
+def _divided_outputs(
+    search: _Search,
+    candidate: _Candidate,
+    op: TracedOperator,
+    layer: LinearLayer | None,
+    divided: dict[int, DividedDimension],
+) -> dict[int, DividedDimension]:
+    """The divided outputs of an operator: of a column layer (`layer`), or of any operator with a divided input."""
+    flow = search.flow
+    if layer is not None:
+        if matmul_operands(op)[0] in divided:
+            raise CannotSplit("a split output feeds a layer of its own group")
+        if not has_bias_of_same_module(flow, op, layer):
+            raise CannotSplit("its bias is another module's")
+        fused = candidate.columns[layer.parameter]
+        last_dim = len(flow.values[op.outputs[0]].shape) - 1
+        return {op.outputs[0]: DividedDimension(last_dim, fused, layer.outputs // max(fused, 1), 1)}
+    if _overwrites_other_views(flow, op):
+        raise CannotSplit(f"{op.name} writes a part of a larger tensor")
+    if _adds_bias(flow, op, divided, candidate.columns):
+        return {op.outputs[0]: next(divided[value] for value in op.inputs if value in divided)}
+    outputs = propagate_split(flow, op, divided)
+    _note_heads(op, divided, candidate)
+    return outputs
 
 
-def _column(flow: Flow, op: Op, linear: Linear, fused: int) -> Shard:
-    dim = len(flow.values[op.outputs[0]].shape) - 1
-    return Shard(dim, fused, linear.outputs // max(fused, 1), 1)
-
-
-def _row(flow: Flow, op: Op, shard: Shard | None) -> int:
-    shape = flow.values[operands(op)[0]].shape
-    if shard is None or shard.outer != 1 or shard.dim != len(shape) - 1:
-        raise Refused("a linear layer uses the parts otherwise than by summing them")
+def _row_inputs(flow: Dataflow, op: TracedOperator, dimension: DividedDimension | None) -> int:
+    """The number of input features of a row layer, whose last dimension must be the divided one."""
+    shape = flow.values[matmul_operands(op)[0]].shape
+    if dimension is None or dimension.outer != 1 or dimension.dim != len(shape) - 1:
+        raise CannotSplit("a linear layer uses the parts otherwise than by summing them")
     return shape[-1]
 
 
-def _overwrites_more(flow: Flow, op: Op) -> bool:
-    """Whether other views of the memory that is written to are used later: their parts would not be followed."""
-    others = set(op.rewritten) - set(op.outputs)
+def _check_rows(search: _Search, candidate: _Candidate, row_operators: set[int]) -> None:
+    """There must be row layers, in no other group, and all their products must have a divided input."""
+    operators = {number for name in candidate.rows for number in search.layers[name].operators}
+    if not candidate.rows or operators != row_operators or search.used & candidate.rows.keys():
+        raise CannotSplit("the parts are not summed up by layers of their own")
+
+
+def _overwrites_other_views(flow: Dataflow, op: TracedOperator) -> bool:
+    """Whether other views of the memory that the operator writes to are used later: they would not be followed."""
+    others = set(op.replacements) - set(op.outputs)
     return any(flow.consumers.get(value) or value in flow.outputs for value in others)
 
 
-def _is_bias(flow: Flow, op: Op, shards: dict[int, Shard], columns: dict[str, int]) -> bool:
-    """A bias added by itself is divided with its layer."""
-    whole = [flow.values[value] for value in op.inputs if value not in shards]
+def _adds_bias(
+    flow: Dataflow, op: TracedOperator, divided: dict[int, DividedDimension], columns: dict[str, int]
+) -> bool:
+    """Whether the operator adds the bias of a column layer, which is divided together with the layer's weight."""
+    whole = [flow.values[value] for value in op.inputs if value not in divided]
     owners = {name.rpartition(".")[0] for name in columns}
     return (
         op.name in ("add", "add_")
@@ -223,47 +279,29 @@ def _is_bias(flow: Flow, op: Op, shards: dict[int, Shard], columns: dict[str, in
     )
 
 
-def _note_heads(op: Op, shards: dict[int, Shard], attempt: _Attempt) -> None:
-    """Queries meet keys where two split values are multiplied head by head."""
-    attends = "scaled_dot_product" in op.name or op.name == "bmm"
-    if attends and attempt.heads is None and all(value in shards for value in op.inputs[:2]):
-        counts = [shards[value].count for value in op.inputs[:2]]
-        attempt.heads, attempt.kv_heads = max(counts), min(counts)
+def _note_heads(op: TracedOperator, divided: dict[int, DividedDimension], candidate: _Candidate) -> None:
+    """The first operator that multiplies two divided values is where queries meet keys: it tells the heads."""
+    is_attention = "scaled_dot_product" in op.name or op.name == "bmm"
+    if is_attention and candidate.heads is None and all(value in divided for value in op.inputs[:2]):
+        counts = [divided[value].count for value in op.inputs[:2]]
+        candidate.heads, candidate.kv_heads = max(counts), min(counts)
 
 
-def _note_slices(flow: Flow, linears: dict[str, Linear], shards: dict[int, Shard], attempt: _Attempt) -> None:
-    """A layer that is fused as its slices say must be taken apart once, without gaps."""
-    for name, fused in attempt.columns.items():
-        if fused:
+def _note_slices(search: _Search, divided: dict[int, DividedDimension], candidate: _Candidate) -> None:
+    """Notes the parts of fused layers that the model slices. The slices must cover the output without overlapping."""
+    flow, layers = search.flow, search.layers
+    for name, fused in candidate.columns.items():
+        if fused != _SLICED:
             continue
         sizes = [
-            shard.count * shard.inner
-            for op in flow.ops
-            if op.inputs and op.inputs[0] in shards and shards[op.inputs[0]].outer == 0
-            if name in origins(flow, linears, op.inputs[0])
+            dimension.count * dimension.inner
+            for op in flow.operators
+            if op.inputs and op.inputs[0] in divided and divided[op.inputs[0]].outer == 0
+            if name in producing_layers(flow, layers, op.inputs[0])
             for value in op.outputs
-            if (shard := shards.get(value)) is not None and shard.outer
+            if (dimension := divided.get(value)) is not None and dimension.outer
         ]
-        if sum(sizes) != linears[name].outputs * len(linears[name].ops) or len(sizes) < 2:
-            raise Refused("the slices of a fused layer overlap or leave something out")
-        attempt.slices[name] = set(enumerate(sizes[: len(sizes) // len(linears[name].ops)]))
-
-
-def _group(flow: Flow, linears: dict[str, Linear], attempt: _Attempt) -> SplitGroup:
-    first = linears[next(iter(attempt.columns))]
-    name = first.module
-    kind: SplitKind = "column" if attempt.heads is None else "heads"
-    splits = []
-    for weight, fused in attempt.columns.items():
-        linear = linears[weight]
-        parts = (linear.outputs // fused,) * fused if fused > 1 else ()
-        if not fused:
-            parts = tuple(size for _, size in sorted(attempt.slices[weight]))
-        splits.append(Split(linear.module, weight, kind, linear.dim, linear.outputs, name, parts))
-    for table, dim in attempt.tables.items():
-        size = flow.values[_number(flow, table)].shape[dim]
-        splits.append(Split(table.rpartition(".")[0], table, kind, dim, size, name))
-    for weight, size in attempt.rows.items():
-        linear = linears[weight]
-        splits.append(Split(linear.module, weight, "row", 1 - linear.dim, size, name, crosses="all_reduce"))
-    return SplitGroup(name, attempt.degree, tuple(splits), attempt.heads, attempt.kv_heads)
+        uses = len(layers[name].operators)
+        if sum(sizes) != layers[name].outputs * uses or len(sizes) < 2:
+            raise CannotSplit("the slices of a fused layer overlap or leave something out")
+        candidate.slices[name] = tuple(sizes[: len(sizes) // uses])

@@ -1,28 +1,29 @@
-"""`Structure`: how a model can be split along the tensor axis, where it can be cut into stages, which of its branches
-are independent and which weights are tied. Found once, for planner and runtime alike.
+"""`Structure`: how a model can be split along the tensor axis (`splits.py`), where it can be cut into pipeline stages
+(`cuts.py`), which of its branches are independent (`branches.py`), and which of its weights are tied. Planner and
+runtime use the same structure.
 
-Two forward passes on fake tensors tell which module used what; of equal blocks three are traced, and what is found
-in the middle one holds for all between.
+Two forward passes on fake tensors tell which module uses which values. Of equal blocks in a row three are traced, and
+what is found in the middle one is repeated for all between the first and the last.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any, TypeVar
 
 from torch import nn
 
-from meshwright.blocks.module_names import enclosing, within
+from meshwright.blocks.module_names import enclosing_modules, is_inside
 from meshwright.errors import InputError
-from meshwright.profile.repeats import Run, find_runs
-from meshwright.profile.structure.branches import Branches, collapsed, find_branches
-from meshwright.profile.structure.cuts import Cut, NoCut, find_cuts
-from meshwright.profile.structure.dataflow import Flow, record_flow
+from meshwright.profile.equal_blocks import EqualBlocks, find_equal_blocks
+from meshwright.profile.structure.branches import Branches, find_branches, outermost_modules
+from meshwright.profile.structure.cuts import BatchDimension, Cut, NoCut, find_cuts
+from meshwright.profile.structure.dataflow import Dataflow, record_dataflow
 from meshwright.profile.structure.pieces import find_pieces
-from meshwright.profile.structure.published_splits import with_published
 from meshwright.profile.structure.splits import SplitGroup, find_splits
-from meshwright.profile.structure.vocabulary import find_vocabulary
+from meshwright.profile.structure.transformers_plans import with_transformers_splits
+from meshwright.profile.structure.vocabulary_splits import find_vocabulary_splits
 from meshwright.profile.structure.wide_layers import WideChain, find_wide_chains
 
 _BATCHES = (2, 3)
@@ -31,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Tie:
-    """Names of one parameter, and the modules that hold it."""
+    """All names of one parameter, and the modules that hold it."""
 
     parameters: tuple[str, ...]
     modules: tuple[str, ...]
@@ -39,96 +40,110 @@ class Tie:
 
 @dataclass(frozen=True)
 class Structure:
-    """`pieces` are the modules that stages are made of, in the order they run. Where there are no cuts, `reason`
-    says why. With `evaluated` it was found in evaluation: in training, chance or data decide what runs."""
+    """How a model can be divided among ranks.
+
+    `pieces` are the modules that stages are made of, in the order in which they run. `no_cut_reason` says why there are
+    no cuts, and is empty where there are. `found_in_evaluation` is True where the forward pass in training could not be
+    traced, because random numbers or data decide what runs; the structure is then that of the pass in evaluation.
+    """
 
     splits: tuple[SplitGroup, ...]
-    wide: tuple[WideChain, ...]
+    wide_chains: tuple[WideChain, ...]
     pieces: tuple[str, ...]
     cuts: tuple[Cut, ...]
     no_cuts: tuple[NoCut, ...]
-    reason: str
+    no_cut_reason: str
     branches: tuple[Branches, ...]
     ties: tuple[Tie, ...]
-    evaluated: bool = False
+    found_in_evaluation: bool = False
 
     @cached_property
-    def spans(self) -> tuple[tuple[int, int], ...]:
-        """By group of `splits`, the first and the last of the `pieces` that its modules lie in."""
+    def piece_ranges(self) -> tuple[tuple[int, int], ...]:
+        """For each group of `splits`, the numbers of the first and the last of the `pieces` that its modules are in."""
         numbers = {name: number for number, name in enumerate(self.pieces)}
 
         def piece_of(module: str) -> int:
-            return min((numbers[name] for name in enclosing(module) if name in numbers), default=0)
+            return min((numbers[name] for name in enclosing_modules(module) if name in numbers), default=0)
 
-        places = [[piece_of(split.module) for split in group.splits] for group in self.splits]
-        return tuple((min(own, default=0), max(own, default=0)) for own in places)
+        pieces = [[piece_of(split.module) for split in group.splits] for group in self.splits]
+        return tuple((min(group, default=0), max(group, default=0)) for group in pieces)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists, words and numbers, for YAML."""
-        plain: dict[str, Any] = _plain(asdict(self))
+        """The structure as plain dicts, lists, strings and numbers, for YAML."""
+        plain: dict[str, Any] = _plain(self)
         return plain
 
 
-def structure(model: nn.Module, sample: Any, *, target: str | None = None, repeats: bool = True) -> Structure:
-    """The structure of a model on batches like `sample`. With `repeats` off, every block is traced. The model may lie
-    on the meta device; it is left as it is."""
-    runs = find_runs(model) if repeats else ()
+def find_structure(
+    model: nn.Module, sample: Any, *, target: str | None = None, merge_equal_blocks: bool = True
+) -> Structure:
+    """The structure of a model on batches like `sample`. Without `merge_equal_blocks`, every block is traced. The model
+    may be on the meta device; it is not changed."""
+    equal_blocks = find_equal_blocks(model) if merge_equal_blocks else ()
     try:
-        flow, larger, evaluated = _flows(model, sample, runs, target)
-    except IndexError as error:  # a model that counts its blocks itself misses those that were left out
-        if not runs:
+        flow, larger, is_evaluation = _record_dataflows(model, sample, equal_blocks, target)
+    except IndexError as error:  # a model that counts its blocks itself fails without the skipped ones
+        if not equal_blocks:
             raise InputError(f"the model cannot be traced: {error}") from error
-        return structure(model, sample, target=target, repeats=False)
-    if not _same_operators(flow, larger):
-        raise InputError("the model runs other operators for other batch sizes: its structure cannot be told")
+        return find_structure(model, sample, target=target, merge_equal_blocks=False)
+    if not _has_same_operators(flow, larger):
+        raise InputError(
+            f"the model runs different operators for batches of {_BATCHES[0]} and {_BATCHES[1]} samples: its structure"
+            " cannot be found"
+        )
     pieces = find_pieces(model, flow)
     cuts, no_cuts = find_cuts(pieces, larger, _BATCHES)
     groups = find_splits(flow)
-    groups = (*find_vocabulary(flow, groups), *groups)
+    groups = (*find_vocabulary_splits(flow, groups), *groups)
     if (
-        any(_reaches_far(cut, run) for cut in cuts for run in runs)
-        or any(_spans_blocks(group, run) for group in groups for run in runs)
-        or any(_runs_between(name, pieces.names, run) for name in set(pieces.names) for run in runs)
+        any(_skips_neighbour(cut, row) for cut in cuts for row in equal_blocks)
+        or any(_spans_blocks(group, row) for group in groups for row in equal_blocks)
+        or any(_runs_between(name, pieces.names, row) for name in set(pieces.names) for row in equal_blocks)
     ):
-        return structure(model, sample, target=target, repeats=False)
+        return find_structure(model, sample, target=target, merge_equal_blocks=False)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    names = tuple(dict.fromkeys(_spread(pieces.names, runs, str, _renamed)))
+    names = tuple(dict.fromkeys(_repeat(pieces.names, equal_blocks, str, _rename)))
     return Structure(
-        splits=with_published(model, _spread(groups, runs, lambda group: group.name, _group)),
-        wide=find_wide_chains(flow, parameters, lambda name: len(_spread([name], runs, str, _renamed))),
+        splits=with_transformers_splits(
+            model, _repeat(groups, equal_blocks, lambda group: group.name, _rename_in_group)
+        ),
+        wide_chains=find_wide_chains(flow, parameters, lambda name: len(_repeat([name], equal_blocks, str, _rename))),
         pieces=names,
-        cuts=_spread(cuts, runs, lambda cut: cut.after, _cut),
-        no_cuts=_spread(no_cuts, runs, lambda found: found.after, _no_cut),
-        reason=_reason(pieces.names, cuts, no_cuts),
-        branches=tuple(_whole(found, names, runs) for found in find_branches(pieces)),
+        cuts=_repeat(cuts, equal_blocks, lambda cut: cut.after, _rename_in_cut),
+        no_cuts=_repeat(no_cuts, equal_blocks, lambda no_cut: no_cut.after, _rename_in_no_cut),
+        no_cut_reason=_no_cut_reason(pieces.names, cuts, no_cuts),
+        branches=tuple(_repeat_in_branches(branches, names, equal_blocks) for branches in find_branches(pieces)),
         ties=tuple(_ties(model)),
-        evaluated=evaluated,
+        found_in_evaluation=is_evaluation,
     )
 
 
-def _flows(model: nn.Module, sample: Any, runs: tuple[Run, ...], target: str | None) -> tuple[Flow, Flow, bool]:
-    """For two batch sizes, in training. Where chance decides what runs (layers dropped at random), in evaluation."""
+def _record_dataflows(
+    model: nn.Module, sample: Any, equal_blocks: tuple[EqualBlocks, ...], target: str | None
+) -> tuple[Dataflow, Dataflow, bool]:
+    """The dataflows for the two batch sizes, in training mode (False) or, where random numbers decide what runs (layers
+    dropped at random), in evaluation mode (True)."""
 
-    def both(evaluating: bool) -> tuple[Flow, Flow, bool]:
-        small, large = (record_flow(model, sample, size, runs, target, evaluating) for size in _BATCHES)
-        if not _same_operators(small, large):  # a scripted function runs others the first time
-            small = record_flow(model, sample, _BATCHES[0], runs, target, evaluating)
+    def record_both(evaluating: bool) -> tuple[Dataflow, Dataflow, bool]:
+        small, large = (record_dataflow(model, sample, size, equal_blocks, target, evaluating) for size in _BATCHES)
+        if not _has_same_operators(small, large):  # a scripted function runs other operators at its first call
+            small = record_dataflow(model, sample, _BATCHES[0], equal_blocks, target, evaluating)
         return small, large, evaluating
 
     try:
-        return both(evaluating=False)
-    except InputError as in_training:
+        return record_both(evaluating=False)
+    except InputError as error_in_training:
         try:
-            return both(evaluating=True)
+            return record_both(evaluating=True)
         except InputError:
-            raise in_training from None
+            raise error_in_training from None
 
 
-def _same_operators(flow: Flow, other: Flow) -> bool:
-    return [op.name for op in flow.ops] == [op.name for op in other.ops]
+def _has_same_operators(flow: Dataflow, other: Dataflow) -> bool:
+    return [op.name for op in flow.operators] == [op.name for op in other.operators]
 
 
-def _reason(pieces: tuple[str, ...], cuts: tuple[Cut, ...], no_cuts: tuple[NoCut, ...]) -> str:
+def _no_cut_reason(pieces: tuple[str, ...], cuts: tuple[Cut, ...], no_cuts: tuple[NoCut, ...]) -> str:
     if cuts:
         return ""
     if not no_cuts:
@@ -145,91 +160,108 @@ def _ties(model: nn.Module) -> Iterator[Tie]:
             yield Tie(tuple(group), tuple(name.rpartition(".")[0] for name in group))
 
 
-# ---- what was found in the middle block holds for all between the first and the last
+# ---- where the middle block cannot stand for the skipped ones
 
 
-def _spread(
-    items: Iterable[T], runs: tuple[Run, ...], name_of: Callable[[T], str], copy: Callable[[T, dict[str, str]], T]
+def _spans_blocks(group: SplitGroup, row: EqualBlocks) -> bool:
+    """Whether modules of several blocks are split together: then the skipped blocks would belong to the group, too."""
+    blocks = {next((b for b in row.blocks if is_inside(split.module, b)), None) for split in group.splits}
+    return len(blocks) > 1
+
+
+def _skips_neighbour(cut: Cut, row: EqualBlocks) -> bool:
+    """Whether a block's result is used behind the next block: then results of skipped blocks would cross, too."""
+    traced = (row.first, row.middle, row.last)
+    for value in cut.crossing:
+        block = next((block for block in traced if is_inside(value.module, block)), None)
+        if block is not None and not is_inside(cut.after, block):
+            return True
+    return False
+
+
+def _runs_between(name: str, order: tuple[str, ...], row: EqualBlocks) -> bool:
+    """Whether a module outside of the blocks runs between them, as often as there are blocks."""
+    if any(is_inside(name, block) for block in row.blocks):
+        return False
+    positions = [position for position, other in enumerate(order) if is_inside(other, row.middle)]
+    return bool(positions) and name in order[: positions[0]] and name in order[positions[-1] + 1 :]
+
+
+# ---- repeating what was found in the middle block for the skipped blocks
+
+
+def _repeat(
+    items: Iterable[T],
+    equal_blocks: tuple[EqualBlocks, ...],
+    name_of: Callable[[T], str],
+    rename: Callable[[T, dict[str, str]], T],
 ) -> tuple[T, ...]:
-    """What was found in the traced middle block, once for every block it stands for, in the order they run."""
+    """The items, those of a middle block once for every block that it stands for, in the order in which blocks run.
+    `rename` copies an item with other names of blocks."""
 
-    def home(item: T) -> Run | None:
-        return next((run for run in runs if within(name_of(item), run.middle)), None)
+    def row_of(item: T) -> EqualBlocks | None:
+        return next((row for row in equal_blocks if is_inside(name_of(item), row.middle)), None)
 
-    found: list[T] = []
-    for run, together in groupby(items, key=home):
-        bunch = list(together)
-        if run is None:
-            found += bunch
+    repeated: list[T] = []
+    for row, group in groupby(items, key=row_of):
+        members = list(group)
+        if row is None:
+            repeated += members
             continue
         # The traced middle block is followed by the last one; each of the others by its neighbour.
-        for block, following in zip(run.blocks[1:-1], run.blocks[2:], strict=True):
-            found += [copy(item, {run.middle: block, run.last: following}) for item in bunch]
-    return tuple(found)
+        for block, following in zip(row.blocks[1:-1], row.blocks[2:], strict=True):
+            repeated += [rename(item, {row.middle: block, row.last: following}) for item in members]
+    return tuple(repeated)
 
 
-def _group(group: SplitGroup, names: dict[str, str]) -> SplitGroup:
-    name = _renamed(group.name, names)
+def _rename(name: str, names: dict[str, str]) -> str:
+    for old, new in names.items():
+        if is_inside(name, old):
+            return new + name[len(old) :]
+    return name
+
+
+def _rename_in_group(group: SplitGroup, names: dict[str, str]) -> SplitGroup:
+    name = _rename(group.name, names)
     splits = tuple(
-        replace(s, module=_renamed(s.module, names), parameter=_renamed(s.parameter, names), group=name)
+        replace(s, module=_rename(s.module, names), parameter=_rename(s.parameter, names), group=name)
         for s in group.splits
     )
     return replace(group, name=name, splits=splits)
 
 
-def _cut(cut: Cut, names: dict[str, str]) -> Cut:
+def _rename_in_cut(cut: Cut, names: dict[str, str]) -> Cut:
     crossing = tuple(
-        replace(v, module=_renamed(v.module, names), used_by=tuple(_renamed(user, names) for user in v.used_by))
+        replace(v, module=_rename(v.module, names), used_by=tuple(_rename(user, names) for user in v.used_by))
         for v in cut.crossing
     )
-    return replace(cut, after=_renamed(cut.after, names), before=_renamed(cut.before, names), crossing=crossing)
+    return replace(cut, after=_rename(cut.after, names), before=_rename(cut.before, names), crossing=crossing)
 
 
-def _no_cut(found: NoCut, names: dict[str, str]) -> NoCut:
-    reason = " ".join(_renamed(word, names) for word in found.reason.split(" "))
-    return NoCut(_renamed(found.after, names), _renamed(found.before, names), reason)
-
-
-def _spans_blocks(group: SplitGroup, run: Run) -> bool:
-    """Whether modules of several blocks are split together: then the blocks between would be too."""
-    homes = {next((b for b in run.blocks if within(s.module, b)), None) for s in group.splits}
-    return len(homes) > 1
-
-
-def _reaches_far(cut: Cut, run: Run) -> bool:
-    """Whether a block's result is used behind its neighbour: then the blocks between would count too."""
-    traced = (run.first, run.middle, run.last)
-    for value in cut.crossing:
-        home = next((block for block in traced if within(value.module, block)), None)
-        if home is not None and not within(cut.after, home):
-            return True
-    return False
-
-
-def _runs_between(name: str, order: tuple[str, ...], run: Run) -> bool:
-    """Whether a module outside of the blocks runs between them, as often as there are blocks."""
-    if any(within(name, block) for block in run.blocks):
-        return False
-    places = [place for place, other in enumerate(order) if within(other, run.middle)]
-    return bool(places) and name in order[: places[0]] and name in order[places[-1] + 1 :]
-
-
-def _whole(found: Branches, names: tuple[str, ...], runs: tuple[Run, ...]) -> Branches:
-    branches = tuple(
-        replace(branch, modules=collapsed(_spread(branch.modules, runs, str, _renamed), names))
-        for branch in found.branches
+def _rename_in_no_cut(no_cut: NoCut, names: dict[str, str]) -> NoCut:
+    return replace(
+        no_cut,
+        after=_rename(no_cut.after, names),
+        before=_rename(no_cut.before, names),
+        module=_rename(no_cut.module, names),
     )
-    return replace(found, branches=branches)
 
 
-def _renamed(name: str, names: dict[str, str]) -> str:
-    for old, new in names.items():
-        if within(name, old):
-            return new + name[len(old) :]
-    return name
+def _repeat_in_branches(branches: Branches, names: tuple[str, ...], equal_blocks: tuple[EqualBlocks, ...]) -> Branches:
+    return replace(
+        branches,
+        branches=tuple(
+            replace(branch, modules=outermost_modules(_repeat(branch.modules, equal_blocks, str, _rename), names))
+            for branch in branches.branches
+        ),
+    )
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, NoCut):
+        return {"after": value.after, "before": value.before, "reason": value.reason}
+    if isinstance(value, BatchDimension):
+        return str(value)
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,6 +1,6 @@
-"""The few linear layers that hold much of a model's weights and do little of its work.
+"""Finds the few linear layers that hold many of a model's weights and do little of its work.
 
-Splitting them over the replicate axis saves exchanging their gradients: VGG16's classifier is the known case.
+Splitting them over the replicate axis saves the all-reduce of their gradients. VGG16's classifier is the known case.
 """
 
 from collections.abc import Callable
@@ -8,70 +8,77 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.profile.structure.dataflow import Flow
-from meshwright.profile.structure.linears import Linear, find_linears
+from meshwright.profile.structure.dataflow import Dataflow
+from meshwright.profile.structure.linear_layers import LinearLayer, find_linear_layers
 
-_SHARE = 0.05  # of the parameters, from which a chain is worth its own plan
-_LESS = 0.25  # of that share, at most, is its share of the FLOPs
+_LEAST_PARAMETER_SHARE = 0.05  # a chain with fewer of the model's parameters is not worth a split of its own
+_MOST_FLOP_SHARE = 0.25  # of its parameter share
 
 
 @dataclass(frozen=True)
 class WideChain:
-    """Linear layers in a row with only element-wise operators between; the shares are of the whole model's."""
+    """Linear layers in a row with only element-wise operators between them, and their shares of the whole model's
+    parameters and FLOPs."""
 
     modules: tuple[str, ...]
     parameter_share: float
     flop_share: float
 
 
-def find_wide_chains(flow: Flow, parameters: int, count: Callable[[str], int]) -> tuple[WideChain, ...]:
-    """`count` says for how many equal modules a traced one stands."""
-    linears = find_linears(flow)
-    total = sum(op.flops * count(flow.calls[op.call].module) for op in flow.ops)
-    found = []
-    for chain in _chains(flow, linears):
-        if any(count(linear.module) > 1 for linear in chain):
+def find_wide_chains(flow: Dataflow, parameters: int, count: Callable[[str], int]) -> tuple[WideChain, ...]:
+    """The wide chains of a model with this number of `parameters`. `count` says for how many equal modules a traced one
+    stands; a chain never includes such a module."""
+    layers = find_linear_layers(flow)
+    total_flops = sum(op.flops * count(flow.calls[op.call].module) for op in flow.operators)
+    wide_chains = []
+    for chain in _chains(flow, layers):
+        if any(count(layer.module) > 1 for layer in chain):
             continue
-        weights = sum(linear.inputs * linear.outputs for linear in chain) / max(parameters, 1)
-        flops = sum(flow.ops[number].flops for linear in chain for number in linear.ops) / max(total, 1)
-        if weights >= _SHARE and flops <= _LESS * weights:
-            modules = tuple(flow.calls[flow.ops[linear.ops[0]].call].module for linear in chain)
-            found.append(WideChain(modules, round(weights, 6), round(flops, 6)))
-    return tuple(found)
+        parameter_share = sum(layer.inputs * layer.outputs for layer in chain) / max(parameters, 1)
+        flops = sum(flow.operators[number].flops for layer in chain for number in layer.operators)
+        flop_share = flops / max(total_flops, 1)
+        if parameter_share >= _LEAST_PARAMETER_SHARE and flop_share <= _MOST_FLOP_SHARE * parameter_share:
+            modules = tuple(flow.calls[flow.operators[layer.operators[0]].call].module for layer in chain)
+            wide_chains.append(WideChain(modules, round(parameter_share, 6), round(flop_share, 6)))
+    return tuple(wide_chains)
 
 
-def _chains(flow: Flow, linears: dict[str, Linear]) -> list[list[Linear]]:
-    made_by = {number: linear for linear in linears.values() for number in linear.ops}
-    chains: list[list[Linear]] = []
-    for linear in linears.values():
-        before = _fed_by(flow, made_by, linear)
-        chain = next((chain for chain in chains if before is not None and chain[-1] is before), None)
+def _chains(flow: Dataflow, layers: dict[str, LinearLayer]) -> list[list[LinearLayer]]:
+    """All linear layers, those in a row together."""
+    layer_of_operator = {number: layer for layer in layers.values() for number in layer.operators}
+    chains: list[list[LinearLayer]] = []
+    for layer in layers.values():
+        previous = _previous_layer(flow, layer_of_operator, layer)
+        chain = next((chain for chain in chains if previous is not None and chain[-1] is previous), None)
         if chain is None:
-            chains.append([linear])
+            chains.append([layer])
         else:
-            chain.append(linear)
+            chain.append(layer)
     return chains
 
 
-def _fed_by(flow: Flow, made_by: dict[int, Linear], linear: Linear) -> Linear | None:
-    """The layer whose output reaches this one through element-wise operators and views alone."""
-    todo = list(flow.ops[linear.ops[0]].inputs)
+def _previous_layer(
+    flow: Dataflow, layer_of_operator: dict[int, LinearLayer], layer: LinearLayer
+) -> LinearLayer | None:
+    """The layer whose output reaches this one through element-wise operators and views only; None if there is none or
+    more than one."""
+    todo = list(flow.operators[layer.operators[0]].inputs)
     seen = set(todo)
-    found: set[str] = set()
+    previous: set[str] = set()
     while todo:
-        made = flow.values[todo.pop()].op
-        if made is None:
+        producer = flow.values[todo.pop()].producer
+        if producer is None:
             continue
-        op = flow.ops[made]
-        if made in made_by:
-            found.add(made_by[made].parameter)
+        op = flow.operators[producer]
+        if producer in layer_of_operator:
+            previous.add(layer_of_operator[producer].parameter)
         elif torch.Tag.pointwise in op.func.tags or op.func.is_view or "dropout" in op.name or "bernoulli" in op.name:
-            fresh = [value for value in op.inputs if value not in seen]
-            seen.update(fresh)
-            todo += fresh
+            unseen = [value for value in op.inputs if value not in seen]
+            seen.update(unseen)
+            todo += unseen
         elif op.inputs and op.name != "empty_like":
             return None
-    if len(found) != 1:
+    if len(previous) != 1:
         return None
-    name = found.pop()
-    return next(other for other in made_by.values() if other.parameter == name)
+    name = previous.pop()
+    return next(other for other in layer_of_operator.values() if other.parameter == name)

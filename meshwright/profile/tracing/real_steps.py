@@ -1,8 +1,8 @@
-"""The profile of a model whose shapes depend on its data, from real steps on the device it lies on.
+"""The profile of a model whose shapes depend on its data, from real steps on the device that the model is on.
 
-A step is recorded with the sample's own number of samples and, where the sample can be halved, with half of them.
-What is equal in both does not grow with the batch; what differs grows on the line through both; and what one of them
-did more often than the other (a loop over samples, an expert that nobody was sent to) grows in proportion.
+A step is recorded with all samples of the sample batch and, where that has more than one, with half of them. A quantity
+that is equal in both does not grow with the batch. One that differs lies on the line through both. One that only one of
+the steps has, or has more often (a loop over samples, an expert that received no token), is proportional to the batch.
 """
 
 import copy
@@ -16,20 +16,28 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.blocks.recompute import Recompute, find_blocks
-from meshwright.call import complaint
+from meshwright.call import describe_error
+from meshwright.dtypes import HALF_DTYPES
 from meshwright.errors import InputError
-from meshwright.profile.fake import bytes_in
-from meshwright.profile.tracing.real import RealRules, device_of, is_real, real_batch, same_chance, samples_in
-from meshwright.profile.tracing.record import OperatorSeen, Recording, record_step
-from meshwright.profile.tracing.step import LossFunction, loss_of
-from meshwright.profile.tracing.trace import parameters_of, profile
-from meshwright.profile.values import Change, Growth, ModelProfile, Operator, Phase, Role, Stretch
+from meshwright.profile.fake import tensor_bytes
+from meshwright.profile.structure.model_structure import ModelStructure
+from meshwright.profile.tracing.real_tensors import (
+    GpuRulesForRealTensors,
+    batch_of_samples,
+    has_values,
+    model_device,
+    preserved_random_state,
+    sample_count,
+)
+from meshwright.profile.tracing.recorder import RecordedOperator, StepTrace, record_step
+from meshwright.profile.tracing.step import LossFunction, compute_loss
+from meshwright.profile.tracing.trace import memory_role, model_parameters, trace_profile
+from meshwright.profile.values import BatchPolynomial, MemoryChange, ModelProfile, Operator, Phase, TraceSegment
 
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_NOWHERE = "it lies on no device, so no real step can be measured"
+_NO_DEVICE = "it lies on no device, so no real step can be measured"
 
 
-def profile_or_measure(
+def trace_or_measure_profile(
     model: nn.Module,
     sample: Any,
     loss: LossFunction | None,
@@ -38,11 +46,13 @@ def profile_or_measure(
     on_gpu: bool = True,
     target: str | None = None,
     recompute: Recompute = "none",
-    structured: bool = False,
+    with_structure: bool = False,
+    model_structure: ModelStructure | None = None,
 ) -> tuple[ModelProfile, str]:
-    """The profile, traced or else measured (then without the structure), and in words which of the two."""
+    """The profile of a model, and a phrase for the user that says how it was found: traced where that works, else
+    measured, which finds no structure. The arguments are those of `trace_profile`."""
     try:
-        found = profile(
+        profile = trace_profile(
             model,
             sample,
             loss,
@@ -50,27 +60,28 @@ def profile_or_measure(
             on_gpu=on_gpu,
             target=target,
             recompute=recompute,
-            structured=structured,
+            with_structure=with_structure,
+            model_structure=model_structure,
         )
     except InputError as error:
-        if not is_real(model, sample):
-            raise InputError(f"{error}, and {_NOWHERE}") from error
+        if not has_values(model, sample):
+            raise InputError(f"{error}, and {_NO_DEVICE}") from error
         try:
-            found = measured_profile(
+            profile = measure_profile(
                 model, sample, loss, precision=precision, on_gpu=on_gpu, target=target, recompute=recompute
             )
         except InputError:
-            raise error from None  # it names the module, and a batch that does not fit fails in both
-        return found, f"measured steps at {_batches(found)}"
-    return found, f"traced steps at {_batches(found)}"
+            raise error from None  # it names the module, and a batch that does not fit the model fails in both
+        return profile, f"measured steps at {_batches(profile)}"
+    return profile, f"traced steps at {_batches(profile)}"
 
 
-def _batches(found: ModelProfile) -> str:
-    *others, largest = found.traced_batches
+def _batches(profile: ModelProfile) -> str:
+    *others, largest = profile.traced_batches
     return f"batches {', '.join(str(size) for size in others)} and {largest}" if others else f"batch {largest}"
 
 
-def measured_profile(
+def measure_profile(
     model: nn.Module,
     sample: Any,
     loss: LossFunction | None,
@@ -80,21 +91,21 @@ def measured_profile(
     target: str | None = None,
     recompute: Recompute = "none",
 ) -> ModelProfile:
-    """Runs a copy of the model: it and the random numbers to come are left as they are. On a CPU, `on_gpu` asks for
-    the attention and the types that a GPU would use; its fused RMS norm has no counterpart."""
-    if not is_real(model, sample):
-        raise InputError(f"the model cannot be measured: {_NOWHERE}")
-    size = samples_in(sample)
+    """The profile of a model from real steps of a copy: neither the model nor the state of the random generators
+    changes. On a CPU, `on_gpu` selects the attention and the dtypes of a GPU; its fused RMS norm is not imitated."""
+    if not has_values(model, sample):
+        raise InputError(f"the model cannot be measured: {_NO_DEVICE}")
+    size = sample_count(sample)
     sizes = (size // 2, size) if size > 1 else (size,)
-    batches = [real_batch(sample, number, device_of(model)) for number in sizes]
-    recordings = [_record(model, batch, loss, precision, on_gpu, target, recompute) for batch in batches]
-    half = _Half(size // 2, recordings[0]) if size > 1 else None
+    batches = [batch_of_samples(sample, number, model_device(model)) for number in sizes]
+    traces = [_record_real_step(model, batch, loss, precision, on_gpu, target, recompute) for batch in batches]
+    half = _HalfBatch(size // 2, traces[0]) if size > 1 else None
     return ModelProfile(
         precision=precision,
-        parameters=parameters_of(model),
+        parameters=model_parameters(model),
         buffer_bytes=sum(b.numel() * b.element_size() for b in model.buffers()),
-        input_bytes=_growth(bytes_in(batches[-1]), size, bytes_in(batches[0]), half),
-        stretches=_stretches(recordings[-1], size, half),
+        input_bytes=_fit_line(tensor_bytes(batches[-1]), size, tensor_bytes(batches[0]), half),
+        segments=_segments(traces[-1], size, half),
         traced_batches=sizes,
         recompute=recompute,
         blocks=find_blocks(model),
@@ -104,7 +115,7 @@ def measured_profile(
 # ---- one real step
 
 
-def _record(
+def _record_real_step(
     model: nn.Module,
     batch: Any,
     loss: LossFunction | None,
@@ -112,139 +123,147 @@ def _record(
     on_gpu: bool,
     target: str | None,
     recompute: Recompute,
-) -> Recording:
-    device = device_of(model)
-    twin = copy.deepcopy(model)
-    names = {module: name for name, module in twin.named_modules()}
-    own_loss = copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss  # it may count and learn, too
-    rules = RealRules() if on_gpu and device.type == "cpu" else nullcontext()
-    on_device = _OnDevice(twin, device, precision)
+) -> StepTrace:
+    device = model_device(model)
+    model_copy = copy.deepcopy(model)
+    names = {module: name for name, module in model_copy.named_modules()}
+    loss_copy = copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss  # it may have buffers and weights, too
+    rules = GpuRulesForRealTensors() if on_gpu and device.type == "cpu" else nullcontext()
+    autocast_model = _UnderAutocast(model_copy, device, precision)
 
     def run(_: nn.Module) -> Tensor:
-        return loss_of(on_device, batch, own_loss, "fp32", target)
+        return compute_loss(autocast_model, batch, loss_copy, "fp32", target)
 
     try:
-        with same_chance(device), torch.enable_grad(), rules:
-            return record_step(twin, run, batch, names, recompute=recompute)
+        with preserved_random_state(device), torch.enable_grad(), rules:
+            return record_step(model_copy, run, batch, names, recompute=recompute)
     except InputError:
         raise
     except Exception as error:
-        raise InputError(f"a real step of the model fails: {complaint(error)}") from error
+        raise InputError(f"a real step of the model fails: {describe_error(error)}") from error
 
 
-class _OnDevice(nn.Module):
-    """The model in the plan's precision, lowered as its own device does it."""
+class _UnderAutocast(nn.Module):
+    """Runs the model under the autocast of its own device, in the plan's precision."""
 
     def __init__(self, model: nn.Module, device: torch.device, precision: str) -> None:
         super().__init__()
-        self.model, self.device, self.dtype = model, device, _AUTOCAST.get(precision)
+        self.model, self.device, self.dtype = model, device, HALF_DTYPES.get(precision)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None):
             return self.model(*args, **kwargs)
 
 
-# ---- one or two recordings become a profile
+# ---- combining the traces of the whole batch and of half of it
 
-_Key = tuple[Phase, str, str]  # pass, module, operator
+_OperatorKey = tuple[Phase, str, str]  # pass, module, name of the operator
 
 
 @dataclass(frozen=True)
-class _Half:
+class _HalfBatch:
+    """The step with half of the samples."""
+
     size: int
-    recording: Recording
+    trace: StepTrace
 
 
-def _growth(value: float, size: int, at_half: float | None, half: _Half | None) -> Growth:
-    """Exact at `size`. A line that says less than nothing for small batches is chance: then it is in proportion."""
+def _fit_line(value: float, size: int, at_half: float | None, half: _HalfBatch | None) -> BatchPolynomial:
+    """The line through the value at `size` and the value at half of it. Where there is no second value, or the line is
+    negative somewhere (the data decided), a line through zero."""
     if half is None or at_half is None:
-        return Growth(0, value / size)
+        return BatchPolynomial(0, value / size)
     slope = (value - at_half) / (size - half.size)
     constant = value - slope * size
-    return Growth(constant, slope) if slope >= 0 and constant >= 0 else Growth(0, value / size)
+    return BatchPolynomial(constant, slope) if slope >= 0 and constant >= 0 else BatchPolynomial(0, value / size)
 
 
-def _stretches(recording: Recording, size: int, half: _Half | None) -> tuple[Stretch, ...]:
-    turn = _turn(recording)
-    partners = _partners(_keys(recording), _keys(half.recording) if half else [])
+def _segments(trace: StepTrace, size: int, half: _HalfBatch | None) -> tuple[TraceSegment, ...]:
+    """The forward and the backward pass, each as one segment."""
+    begin = trace.backward_begin
+    matches = _matches(_operator_keys(trace), _operator_keys(half.trace) if half else [])
     operators = [
-        _operator(seen, size, half.recording.operators[partner] if half and partner is not None else None, half)
-        for seen, partner in zip(recording.operators, partners, strict=True)
+        _combine_operator(operator, size, half.trace.operators[match] if half and match is not None else None, half)
+        for operator, match in zip(trace.operators, matches, strict=True)
     ]
-    changes = _changes(recording, size, half)
-    early = [change for change in changes if change.operator <= turn]
-    late = [replace(change, operator=change.operator - turn) for change in changes if change.operator > turn]
+    changes = _changes(trace, size, half)
+    forward = [change for change in changes if change.after_operators <= begin]
+    backward = [
+        replace(change, after_operators=change.after_operators - begin)
+        for change in changes
+        if change.after_operators > begin
+    ]
     return (
-        Stretch("", "forward", (), tuple(operators[:turn]), tuple(early)),
-        Stretch("", "backward", (), tuple(operators[turn:]), tuple(late)),
+        TraceSegment("", "forward", (), tuple(operators[:begin]), tuple(forward)),
+        TraceSegment("", "backward", (), tuple(operators[begin:]), tuple(backward)),
     )
 
 
-def _turn(recording: Recording) -> int:
-    return next(operators for operators, word in recording.marks if word == "backward")
-
-
-def _keys(recording: Recording) -> list[_Key]:
-    turn = _turn(recording)
+def _operator_keys(trace: StepTrace) -> list[_OperatorKey]:
     return [
-        ("forward" if number < turn else "backward", seen.place.layer, seen.name)
-        for number, seen in enumerate(recording.operators)
+        ("forward" if number < trace.backward_begin else "backward", operator.origin.layer, operator.name)
+        for number, operator in enumerate(trace.operators)
     ]
 
 
-def _partners(keys: list[Any], others: list[Any]) -> list[int | None]:
-    """Of each of `keys`, the place of the same one in `others`; None where there are more or fewer of its kind."""
+def _matches(keys: list[Any], others: list[Any]) -> list[int | None]:
+    """For each of `keys`, the index of the matching one in `others`: the n-th occurrence of a key matches the n-th of
+    the same key. None for keys that do not occur equally often in both."""
     counts, other_counts = Counter(keys), Counter(others)
-    turns: Counter[Any] = Counter()
-    places = {}
-    for place, key in enumerate(others):
-        places[key, turns[key]] = place
-        turns[key] += 1
+    occurrences: Counter[Any] = Counter()
+    indices = {}
+    for index, key in enumerate(others):
+        indices[key, occurrences[key]] = index
+        occurrences[key] += 1
     numbers = {key: count() for key in counts}
-    return [places[key, next(numbers[key])] if counts[key] == other_counts[key] else None for key in keys]
+    return [indices[key, next(numbers[key])] if counts[key] == other_counts[key] else None for key in keys]
 
 
-def _operator(seen: OperatorSeen, size: int, other: OperatorSeen | None, half: _Half | None) -> Operator:
-    shape = other.shape if other and len(other.shape) == len(seen.shape) else (None,) * len(seen.shape)
+def _combine_operator(
+    operator: RecordedOperator, size: int, at_half: RecordedOperator | None, half: _HalfBatch | None
+) -> Operator:
+    """One operator, given how it was recorded at the whole batch and, if it was, at half of it."""
+    has_same_dims = at_half is not None and len(at_half.shape) == len(operator.shape)
+    half_shape = at_half.shape if at_half and has_same_dims else (None,) * len(operator.shape)
     return Operator(
-        layer=seen.place.layer,
-        name=seen.name,
-        kind=seen.kind,
-        dtype=seen.dtype,
-        flops=_growth(seen.flops, size, other.flops if other else None, half),
-        bytes=_growth(seen.bytes, size, other.bytes if other else None, half),
-        shape=tuple(_growth(mine, size, its, half) for mine, its in zip(seen.shape, shape, strict=True)),
-        workspace=_growth(seen.workspace, size, other.workspace if other else None, half),
-        gradient=seen.place.gradient,
+        layer=operator.origin.layer,
+        name=operator.name,
+        kind=operator.kind,
+        dtype=operator.dtype,
+        flops=_fit_line(operator.flops, size, at_half.flops if at_half else None, half),
+        bytes=_fit_line(operator.bytes, size, at_half.bytes if at_half else None, half),
+        shape=tuple(_fit_line(a, size, b, half) for a, b in zip(operator.shape, half_shape, strict=True)),
+        workspace_bytes=_fit_line(operator.workspace_bytes, size, at_half.workspace_bytes if at_half else None, half),
+        computes_gradient=operator.origin.computes_gradient,
     )
 
 
-def _changes(recording: Recording, size: int, half: _Half | None) -> list[Change]:
-    takers = _takers(recording)
-    other_takers = _takers(half.recording) if half else {}
-    places = list(other_takers)
-    partners = dict(zip(takers, _partners(list(takers.values()), list(other_takers.values())), strict=True))
-    found: list[Change] = []
-    grown: dict[int, Growth] = {}
-    for number, seen in enumerate(recording.memory):
-        taken = number if seen.taken is None else seen.taken
-        if taken not in grown:
-            partner = partners[taken]
-            at_half = half.recording.memory[places[partner]].bytes if half and partner is not None else None
-            is_gradient = taken in recording.gradients
-            grown[taken] = Growth(seen.bytes, 0) if is_gradient else _growth(seen.bytes, size, at_half, half)
-        role: Role = "temporary"
-        if taken in recording.gradients:
-            role = "gradient"
-        elif taken in recording.saved:
-            role = "saved"
-        sign = 1 if seen.taken is None else -1
-        size_now = Growth(sign * grown[taken].constant, sign * grown[taken].linear)
-        found.append(Change(seen.operator, size_now, role, recording.memory[taken].place.layer))
-    return found
+def _changes(trace: StepTrace, size: int, half: _HalfBatch | None) -> list[MemoryChange]:
+    allocating = _allocating_operators(trace)
+    half_allocating = _allocating_operators(half.trace) if half else {}
+    half_allocations = list(half_allocating)
+    matches = dict(zip(allocating, _matches(list(allocating.values()), list(half_allocating.values())), strict=True))
+    changes: list[MemoryChange] = []
+    sizes: dict[int, BatchPolynomial] = {}  # by allocation
+    for number, event in enumerate(trace.memory):
+        allocation = number if event.allocation is None else event.allocation
+        role = memory_role(trace, allocation)
+        if allocation not in sizes:
+            match = matches[allocation]
+            at_half = half.trace.memory[half_allocations[match]].bytes if half and match is not None else None
+            is_gradient = role == "gradient"
+            sizes[allocation] = (
+                BatchPolynomial(event.bytes, 0) if is_gradient else _fit_line(event.bytes, size, at_half, half)
+            )
+        sign = 1 if event.allocation is None else -1
+        change = BatchPolynomial(sign * sizes[allocation].constant, sign * sizes[allocation].linear)
+        changes.append(MemoryChange(event.after_operators, change, role, trace.memory[allocation].origin.layer))
+    return changes
 
 
-def _takers(recording: Recording) -> dict[int, _Key]:
-    """Of each entry that takes memory, the operator that took it."""
-    keys: list[_Key] = [("forward", "", ""), *_keys(recording)]
-    return {number: keys[seen.operator] for number, seen in enumerate(recording.memory) if seen.taken is None}
+def _allocating_operators(trace: StepTrace) -> dict[int, _OperatorKey]:
+    """For each allocation, the operator that made it."""
+    keys: list[_OperatorKey] = [("forward", "", ""), *_operator_keys(trace)]
+    return {
+        number: keys[event.after_operators] for number, event in enumerate(trace.memory) if event.allocation is None
+    }

@@ -1,4 +1,4 @@
-"""How a training step computes its loss, as the session does it, for tracing."""
+"""How a training step computes its loss. Tracing uses this file in place of the session's code and does the same."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -6,26 +6,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.batch import at_least_fp32, split
+from meshwright.batch import at_least_fp32, split_batch
+from meshwright.dtypes import HALF_DTYPES
 from meshwright.errors import InputError
 
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LossFunction = Callable[[Any, Any], Any]
 
 
-def loss_of(model: nn.Module, batch: Any, loss: LossFunction | None, precision: str, target: str | None) -> Tensor:
-    """The loss of one microbatch: the forward pass in the plan's precision, the loss in at least fp32."""
-    example = split(batch, target)
-    with torch.autocast("cpu", dtype=_AUTOCAST.get(precision), enabled=precision in _AUTOCAST):
-        output = model(*example.arguments, **example.keywords)
+def compute_loss(model: nn.Module, batch: Any, loss: LossFunction | None, precision: str, target: str | None) -> Tensor:
+    """The loss of one microbatch: the forward pass in the plan's precision, the loss in at least fp32. Where `loss` is
+    None, the model returns its own loss."""
+    inputs = split_batch(batch, target)
+    with torch.autocast("cpu", dtype=HALF_DTYPES.get(precision), enabled=precision in HALF_DTYPES):
+        output = model(*inputs.arguments, **inputs.keywords)
     output = at_least_fp32(output)
-    result = loss(output, example.target) if loss else _own_loss(output)
+    result = loss(output, inputs.target) if loss else _loss_in_output(output)
     value = result[0] if isinstance(result, tuple) else result
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise InputError("the loss returns no number: it must be a scalar, or a pair (sum, count)")
     return value
 
 
-def _own_loss(output: Any) -> Any:
-    """Of a model that returns its loss."""
+def _loss_in_output(output: Any) -> Any:
     return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)

@@ -1,7 +1,9 @@
-"""Any model's profile, from a few steps on fake tensors: nothing is allocated, and equal blocks are traced once.
+"""The profile of any model, from a few training steps on fake tensors: no memory is allocated, and of equal blocks in a
+row only three are traced.
 
-The step is traced at three batch sizes. Every quantity is a straight line through the first two that the third must
-lie on; where it does not, samples are compared with each other, and it is a parabola that a fourth must lie on.
+The step is traced at three batch sizes. Every quantity is the straight line through the first two if the third lies on
+it. Otherwise the model compares samples with each other: the quantity is the parabola through all three, and a fourth
+batch size must lie on it (`fit_batch_polynomial`, `_check_fourth_batch`).
 """
 
 import traceback
@@ -12,27 +14,37 @@ from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshwright.blocks.module_names import within
+from meshwright.blocks.module_names import is_inside
 from meshwright.blocks.recompute import Recompute, find_blocks
+from meshwright.dtypes import torch_name
 from meshwright.errors import InputError
-from meshwright.profile.fake import bytes_in, fake_batch, fake_model, one_sequence
+from meshwright.profile.equal_blocks import EqualBlocks, find_equal_blocks, remove_skipped_blocks, skipped_blocks
+from meshwright.profile.fake import fake_batch, fake_model, one_sequence_per_row, tensor_bytes
 from meshwright.profile.gpu_rules import GpuRules
-from meshwright.profile.repeats import Run, find_runs, left_out, shorten
-from meshwright.profile.structure.marks import Marks, find_marks
-from meshwright.profile.structure.structure import structure
-from meshwright.profile.tracing.record import MemorySeen, OperatorSeen, Recording, Rules, record_step
-from meshwright.profile.tracing.step import LossFunction, loss_of
-from meshwright.profile.values import Change, Growth, ModelProfile, Operator, Parameter, Phase, Role, Stretch
+from meshwright.profile.structure.model_structure import ModelStructure
+from meshwright.profile.structure.split_marks import SplitMarks, find_split_marks
+from meshwright.profile.torch_private import FakeTensorMode
+from meshwright.profile.tracing.recorder import RecordedOperator, RulesContext, StepTrace, StorageEvent, record_step
+from meshwright.profile.tracing.step import LossFunction, compute_loss
+from meshwright.profile.values import (
+    BatchPolynomial,
+    MemoryChange,
+    MemoryRole,
+    ModelProfile,
+    Operator,
+    Parameter,
+    Phase,
+    TraceSegment,
+)
 
 BATCHES = (2, 3, 5)
-CHECK = 7
+CHECK_BATCH = 7
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """Operators [begin, end) of a recording, that stand for all of `blocks`."""
+class _SegmentRange:
+    """Operators [begin, end) of a trace, which stand for all of `blocks`."""
 
     unit: str
     phase: Phase
@@ -41,11 +53,17 @@ class _Cut:
     end: int
 
     @property
-    def count(self) -> int:
+    def block_count(self) -> int:
         return len(self.blocks) or 1
 
+    def contains(self, event: StorageEvent) -> bool:
+        """Whether the event happened in this range. What an operator allocates is recorded after it, and what is freed
+        before the next operator belongs to it too."""
+        after = event.after_operators
+        return self.begin < after <= self.end or (after == 0 and self.begin == 0)
 
-def profile(
+
+def trace_profile(
     model: nn.Module,
     sample: Any,
     loss: LossFunction | None,
@@ -54,32 +72,36 @@ def profile(
     on_gpu: bool = True,
     target: str | None = None,
     recompute: Recompute = "none",
-    structured: bool = False,
-    repeats: bool = True,
+    with_structure: bool = False,
+    merge_equal_blocks: bool = True,
+    model_structure: ModelStructure | None = None,
 ) -> ModelProfile:
-    """The profile of a model on batches like `sample`, whose leading dimension may be any. With `structured` it knows
-    how the model can be split and cut, with `repeats` off every block is traced. The model may lie on the meta
-    device; it is left as it is."""
-    runs = find_runs(model) if repeats else ()
+    """The profile of a model on batches like `sample`, which may have any number of samples.
+
+    With `with_structure`, the profile says how the model can be split and cut; profiles of the same model share that
+    structure through `model_structure`. Without `merge_equal_blocks`, every block is traced. The model may be on the
+    meta device; it is not changed.
+    """
+    equal_blocks = find_equal_blocks(model) if merge_equal_blocks else ()
 
     def run(module: nn.Module, batch: Any) -> Tensor:
-        return loss_of(module, batch, loss, precision, target)
+        return compute_loss(module, batch, loss, precision, target)
 
-    rules: Rules = GpuRules if on_gpu else nullcontext
+    rules: RulesContext = GpuRules if on_gpu else nullcontext
 
-    def record(size: int) -> Recording:
-        with one_sequence(sample):
-            return _record(model, sample, run, size, runs, recompute, rules)
+    def trace(size: int) -> StepTrace:
+        with one_sequence_per_row(sample):
+            return _trace_step(model, sample, run, size, equal_blocks, recompute, rules)
 
     try:
-        recordings = [record(size) for size in BATCHES]
-        cuts = _cuts(recordings[0], runs)
+        traces = [trace(size) for size in BATCHES]
+        ranges = _segment_ranges(traces[0], equal_blocks)
     except (InputError, LookupError):
-        # A model that counts its blocks itself misses those that were left out; blocks that are never called, or
-        # frozen, have no place in a pass.
-        if not runs:
+        # A model that counts its blocks itself fails without the skipped ones, and blocks that are never called, or
+        # frozen, do not appear in both passes: such a model is traced with all its blocks.
+        if not equal_blocks:
             raise
-        return profile(
+        return trace_profile(
             model,
             sample,
             loss,
@@ -87,56 +109,60 @@ def profile(
             on_gpu=on_gpu,
             target=target,
             recompute=recompute,
-            structured=structured,
-            repeats=False,
+            with_structure=with_structure,
+            merge_equal_blocks=False,
+            model_structure=model_structure,
         )
-    marks = Marks({}, {}, {}, {})
-    if structured:
-        with rules(), one_sequence(sample):
-            marks = find_marks(model, sample, run, BATCHES[0], runs)
-    stretches = _combine(recordings, BATCHES, cuts, marks)
-    found = ModelProfile(
+    marks, structure = SplitMarks({}, {}, {}, {}), None
+    if with_structure:
+        with rules(), one_sequence_per_row(sample):
+            marks = find_split_marks(model, sample, run, BATCHES[0], equal_blocks)
+    segments = _combine(traces, BATCHES, ranges, marks)
+    if with_structure:
+        structure = (model_structure or ModelStructure(model, sample, target)).find(merge_equal_blocks)
+    profile = ModelProfile(
         precision=precision,
-        parameters=parameters_of(model),
+        parameters=model_parameters(model),
         buffer_bytes=sum(b.numel() * b.element_size() for b in model.buffers()),
         input_bytes=_input_bytes(sample),
-        stretches=stretches,
+        segments=segments,
         traced_batches=BATCHES,
         recompute=recompute,
         blocks=find_blocks(model),
-        structure=structure(model, sample, target=target, repeats=repeats) if structured else None,
+        structure=structure,
     )
-    if _has_squares(found):
-        _check_fourth(found, record(CHECK), cuts)
-    return found
+    if _has_squares(profile):
+        _check_fourth_batch(profile, trace(CHECK_BATCH), ranges)
+    return profile
 
 
-def _record(
+def _trace_step(
     model: nn.Module,
     sample: Any,
     run: Callable[[nn.Module, Any], Tensor],
     size: int,
-    runs: tuple[Run, ...],
+    equal_blocks: tuple[EqualBlocks, ...],
     recompute: Recompute,
-    rules: Rules,
-) -> Recording:
+    rules: RulesContext,
+) -> StepTrace:
+    """Records one step of a fake copy of the model, with `size` samples and without the skipped blocks."""
     mode = FakeTensorMode()
-    twin = fake_model(model, mode, left_out(runs))
-    names = {module: name for name, module in twin.named_modules()}
-    shorten(twin, runs)
+    fake = fake_model(model, mode, skipped_blocks(equal_blocks))
+    names = {module: name for name, module in fake.named_modules()}
+    remove_skipped_blocks(fake, equal_blocks)
     batch = fake_batch(sample, size, mode)
-    blocks = {name for run in runs for name in (run.first, run.middle, run.last)}
+    blocks = {name for row in equal_blocks for name in (row.first, row.middle, row.last)}
     try:
         with mode:
-            return record_step(twin, lambda module: run(module, batch), batch, names, blocks, recompute, rules)
+            return record_step(fake, lambda module: run(module, batch), batch, names, blocks, recompute, rules)
     except InputError:
         raise
     except Exception as error:
-        raise InputError(f"{_culprit(error, names)}: {str(error).splitlines()[0]}") from error
+        raise InputError(f"{_failing_module(error, names)}: {str(error).splitlines()[0]}") from error
 
 
-def _culprit(error: Exception, names: dict[nn.Module, str]) -> str:
-    """Which module could not be traced: the innermost whose forward pass stands in the error's trace."""
+def _failing_module(error: Exception, names: dict[nn.Module, str]) -> str:
+    """Says which module could not be traced: the innermost one whose forward function is in the error's traceback."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for frame in reversed(frames):
         module = frame.f_locals.get("self")
@@ -146,154 +172,163 @@ def _culprit(error: Exception, names: dict[nn.Module, str]) -> str:
     return "the model cannot be traced"
 
 
-# ---- cutting a step into stretches
+# ---- dividing a step into segments
 
 
-_Edge = tuple[int, tuple[str, ...]]  # where a stretch begins, and its blocks
+_Edge = tuple[int, tuple[str, ...]]  # the first operator of a segment, and its blocks
 
 
-def _cuts(recording: Recording, runs: tuple[Run, ...]) -> list[_Cut]:
-    marks = {word: operators for operators, word in recording.marks}
-    turn, end = marks["backward"], marks["end"]
-    forward = [(marks[f"enter {run.first}"], run) for run in runs]
-    edges: list[_Edge] = [(0, ())]
-    for begin, run in sorted(forward, key=lambda item: item[0]):
-        edges += [
-            (begin, (run.first,)),
-            (marks[f"enter {run.middle}"], run.blocks[1:-1]),
-            (marks[f"enter {run.last}"], (run.last,)),
-            (marks[f"leave {run.last}"], ()),
+def _segment_ranges(trace: StepTrace, equal_blocks: tuple[EqualBlocks, ...]) -> list[_SegmentRange]:
+    """The segments of both passes. Raises LookupError if a block does not appear in one of them."""
+    begins, ends, backward_begin = trace.blocks_begin, trace.blocks_end, trace.backward_begin
+    rows = [(begins[row.first], row) for row in equal_blocks]
+    forward: list[_Edge] = [(0, ())]
+    for begin, row in sorted(rows, key=lambda item: item[0]):
+        forward += [
+            (begin, (row.first,)),
+            (begins[row.middle], row.blocks[1:-1]),
+            (begins[row.last], (row.last,)),
+            (ends[row.last], ()),
         ]
-    cuts = _between(edges, turn, "forward")
-    back: list[_Edge] = [(turn, ())]
-    for _, run in sorted(forward, key=lambda item: -item[0]):
-        back += [
-            (_first_of(recording, run.last, turn), (run.last,)),
-            (_first_of(recording, run.middle, turn), run.blocks[1:-1]),
-            (_first_of(recording, run.first, turn), (run.first,)),
-            (_last_of(recording, run.first, turn) + 1, ()),
+    backward: list[_Edge] = [(backward_begin, ())]
+    for _, row in sorted(rows, key=lambda item: -item[0]):
+        backward += [
+            (_backward_operators(trace, row.last)[0], (row.last,)),
+            (_backward_operators(trace, row.middle)[0], row.blocks[1:-1]),
+            (_backward_operators(trace, row.first)[0], (row.first,)),
+            (_backward_operators(trace, row.first)[-1] + 1, ()),
         ]
-    return cuts + _between(back, end, "backward")
-
-
-def _between(edges: list[_Edge], end: int, phase: Phase) -> list[_Cut]:
-    closed = [*edges, (end, ())]
     return [
-        _Cut(blocks[0] if blocks else "", phase, blocks, begin, after)
-        for (begin, blocks), (after, _) in pairwise(closed)
+        *_ranges_between(forward, backward_begin, "forward"),
+        *_ranges_between(backward, len(trace.operators), "backward"),
     ]
 
 
-def _first_of(recording: Recording, block: str, turn: int) -> int:
-    return _backward_of(recording, block, turn)[0]
+def _ranges_between(edges: list[_Edge], end: int, phase: Phase) -> list[_SegmentRange]:
+    return [
+        _SegmentRange(blocks[0] if blocks else "", phase, blocks, begin, next_begin)
+        for (begin, blocks), (next_begin, _) in pairwise([*edges, (end, ())])
+    ]
 
 
-def _last_of(recording: Recording, block: str, turn: int) -> int:
-    return _backward_of(recording, block, turn)[-1]
+def _backward_operators(trace: StepTrace, block: str) -> list[int]:
+    """The numbers of the operators that the backward pass runs for a block."""
+    numbers = range(trace.backward_begin, len(trace.operators))
+    return [number for number in numbers if is_inside(trace.operators[number].origin.layer, block)]
 
 
-def _backward_of(recording: Recording, block: str, turn: int) -> list[int]:
-    operators = recording.operators
-    return [number for number in range(turn, len(operators)) if within(operators[number].place.layer, block)]
-
-
-# ---- three recordings become one profile
+# ---- combining the traces of three batch sizes
 
 
 def _combine(
-    recordings: list[Recording], sizes: tuple[int, ...], cuts: list[_Cut], marks: Marks
-) -> tuple[Stretch, ...]:
-    first = recordings[0]
-    for other in recordings[1:]:
+    traces: list[StepTrace], sizes: tuple[int, ...], ranges: list[_SegmentRange], marks: SplitMarks
+) -> tuple[TraceSegment, ...]:
+    first = traces[0]
+    for other in traces[1:]:
         same = [o.name for o in other.operators] == [o.name for o in first.operators]
         if not same or len(other.memory) != len(first.memory):
             raise InputError(
-                "the model runs other operators for other batch sizes: its cost cannot be told from small batches"
+                "the model runs different operators for different batch sizes: its cost cannot be derived from traces"
+                f" of small batches ({', '.join(map(str, sizes))})"
             )
     operators = [
-        _operator([recording.operators[n] for recording in recordings], sizes, marks)
-        for n in range(len(first.operators))
+        _combine_operator([trace.operators[number] for trace in traces], sizes, marks)
+        for number in range(len(first.operators))
     ]
-    changes = [
-        _change(first, n, [r.memory[n].bytes for r in recordings], sizes, marks) for n in range(len(first.memory))
-    ]
-    homes = [next(cut for cut in cuts if _holds(cut, seen)) for seen in first.memory]
-    inside: dict[_Cut, list[Change]] = {cut: [] for cut in cuts}
-    for number, (change, home) in enumerate(zip(changes, homes, strict=True)):
-        taken = first.memory[number].taken
-        # What all blocks took and dies outside of them (a cache of weights, say) dies as often as it was taken.
-        outside = not home.unit and taken is not None
-        count = homes[taken].count if outside and taken is not None else 1
-        place = change.operator - home.begin
-        inside[home].append(replace(change, operator=place, times=count))
+    event_ranges = [next(candidate for candidate in ranges if candidate.contains(event)) for event in first.memory]
+    changes: dict[_SegmentRange, list[MemoryChange]] = {segment: [] for segment in ranges}
+    for number, (event, segment) in enumerate(zip(first.memory, event_ranges, strict=True)):
+        # What every block allocated and is freed outside of blocks (a cache of weights, say) is freed once per block.
+        is_freed_outside = not segment.unit and event.allocation is not None
+        count = event_ranges[event.allocation or 0].block_count if is_freed_outside else 1
+        change = _combine_change(first, number, [trace.memory[number].bytes for trace in traces], sizes, marks)
+        changes[segment].append(
+            replace(change, after_operators=change.after_operators - segment.begin, tensor_count=count)
+        )
     return tuple(
-        Stretch(cut.unit, cut.phase, cut.blocks, tuple(operators[cut.begin : cut.end]), tuple(inside[cut]))
-        for cut in cuts
+        TraceSegment(
+            segment.unit,
+            segment.phase,
+            segment.blocks,
+            tuple(operators[segment.begin : segment.end]),
+            tuple(changes[segment]),
+        )
+        for segment in ranges
     )
 
 
-def _holds(cut: _Cut, seen: MemorySeen) -> bool:
-    """An operator's own memory is noted behind it, and what dies before the next one belongs to it too."""
-    return cut.begin < seen.operator <= cut.end or (seen.operator == 0 and cut.begin == 0)
-
-
-def _operator(seen: list[OperatorSeen], sizes: tuple[int, ...], marks: Marks) -> Operator:
-    first = seen[0]
+def _combine_operator(recorded: list[RecordedOperator], sizes: tuple[int, ...], marks: SplitMarks) -> Operator:
+    """One operator, given how it was recorded at each batch size."""
+    first = recorded[0]
+    shapes = zip(*(operator.shape for operator in recorded), strict=True)
     return Operator(
-        layer=first.place.layer,
+        layer=first.origin.layer,
         name=first.name,
         kind=first.kind,
         dtype=first.dtype,
-        flops=fit([o.flops for o in seen], sizes),
-        bytes=fit([o.bytes for o in seen], sizes),
-        shape=tuple(fit(list(values), sizes) for values in zip(*(o.shape for o in seen), strict=True)),
-        split=marks.operators.get(first.place.forward, ""),
-        workspace=fit([o.workspace for o in seen], sizes),
-        gradient=first.place.gradient,
+        flops=fit_batch_polynomial([operator.flops for operator in recorded], sizes),
+        bytes=fit_batch_polynomial([operator.bytes for operator in recorded], sizes),
+        shape=tuple(fit_batch_polynomial(list(values), sizes) for values in shapes),
+        split=marks.operators.get(first.origin.forward_number),
+        workspace_bytes=fit_batch_polynomial([operator.workspace_bytes for operator in recorded], sizes),
+        computes_gradient=first.origin.computes_gradient,
     )
 
 
-def _change(recording: Recording, number: int, sizes_seen: list[int], sizes: tuple[int, ...], marks: Marks) -> Change:
-    seen: MemorySeen = recording.memory[number]
-    taken = number if seen.taken is None else seen.taken
-    role: Role = "temporary"
-    if taken in recording.gradients:
-        role = "gradient"
-    elif taken in recording.saved:
-        role = "saved"
-    place = recording.memory[taken].place
+def _combine_change(
+    trace: StepTrace, number: int, bytes_by_size: list[int], sizes: tuple[int, ...], marks: SplitMarks
+) -> MemoryChange:
+    """One change of memory, given the bytes of the event `number` at each batch size."""
+    event = trace.memory[number]
+    allocation = number if event.allocation is None else event.allocation
+    role = memory_role(trace, allocation)
+    origin = trace.memory[allocation].origin
     if role == "gradient":
-        split = marks.parameters.get(recording.gradients[taken], "")
+        split = marks.parameters.get(trace.gradients[allocation])
     else:
-        split = (marks.given if place.gradient else marks.results).get(place.forward, "")
-    return Change(seen.operator, fit(sizes_seen, sizes), role, place.layer, split=split)
+        split = (marks.inputs if origin.computes_gradient else marks.results).get(origin.forward_number)
+    size = fit_batch_polynomial(bytes_by_size, sizes)
+    return MemoryChange(event.after_operators, size, role, origin.layer, split=split)
 
 
-def fit(values: list[int], sizes: tuple[int, ...]) -> Growth:
-    """The line through the first two points where the third lies on it, else the parabola through all three."""
+def memory_role(trace: StepTrace, allocation: int) -> MemoryRole:
+    """What an allocated tensor is kept for."""
+    if allocation in trace.gradients:
+        return "gradient"
+    return "saved" if allocation in trace.saved else "temporary"
+
+
+def fit_batch_polynomial(values: list[int], sizes: tuple[int, ...]) -> BatchPolynomial:
+    """The line through the first two points if the third lies on it, else the parabola through all three."""
     (a, b, c), (x, y, z) = values[:3], sizes[:3]
     slope, next_slope = (b - a) / (y - x), (c - b) / (z - y)
     square = (next_slope - slope) / (z - x)
     if abs(square) * z * z <= 1e-9 * max(abs(a), abs(b), abs(c), 1):
-        return Growth(a - slope * x, slope)
+        return BatchPolynomial(a - slope * x, slope)
     linear = slope - square * (x + y)
-    return Growth(a - (linear + square * x) * x, linear, square)
+    return BatchPolynomial(a - (linear + square * x) * x, linear, square)
 
 
-def _has_squares(found: ModelProfile) -> bool:
-    return any(o.flops.square or o.bytes.square for stretch in found.stretches for o in stretch.operators)
+def _has_squares(profile: ModelProfile) -> bool:
+    return any(o.flops.square or o.bytes.square for segment in profile.segments for o in segment.operators)
 
 
-def _check_fourth(found: ModelProfile, recording: Recording, cuts: list[_Cut]) -> None:
-    for stretch, cut in zip(found.stretches, cuts, strict=True):
-        for operator, seen in zip(stretch.operators, recording.operators[cut.begin : cut.end], strict=True):
-            if abs(operator.bytes.at(CHECK) - seen.bytes) > 0.5:
+def _check_fourth_batch(profile: ModelProfile, trace: StepTrace, ranges: list[_SegmentRange]) -> None:
+    for segment, indices in zip(profile.segments, ranges, strict=True):
+        recorded = trace.operators[indices.begin : indices.end]
+        for operator, at_fourth in zip(segment.operators, recorded, strict=True):
+            if abs(operator.bytes.at(CHECK_BATCH) - at_fourth.bytes) > 0.5:
                 raise InputError(
-                    f"{operator.layer or 'the model'}: the cost of {operator.name} grows with the batch in no known way"
+                    f"{operator.layer or 'the model'}: the cost of {operator.name} grows neither linearly nor"
+                    " quadratically with the batch, so it cannot be derived from traces of small batches"
                 )
 
 
-def parameters_of(model: nn.Module) -> tuple[Parameter, ...]:
+# ---- the other fields of a profile
+
+
+def model_parameters(model: nn.Module) -> tuple[Parameter, ...]:
+    """All parameters of a model, each tied weight once with all its names."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -303,7 +338,7 @@ def parameters_of(model: nn.Module) -> tuple[Parameter, ...]:
         Parameter(
             names=tuple(names[key]),
             shape=tuple(tensor.shape),
-            dtype=str(tensor.dtype).removeprefix("torch."),
+            dtype=torch_name(tensor.dtype),
             bytes=tensor.numel() * tensor.element_size(),
             trainable=tensor.requires_grad,
         )
@@ -311,6 +346,6 @@ def parameters_of(model: nn.Module) -> tuple[Parameter, ...]:
     )
 
 
-def _input_bytes(sample: Any) -> Growth:
-    sizes = [bytes_in(fake_batch(sample, size, FakeTensorMode())) for size in BATCHES]
-    return fit(sizes, BATCHES)
+def _input_bytes(sample: Any) -> BatchPolynomial:
+    sizes = [tensor_bytes(fake_batch(sample, size, FakeTensorMode())) for size in BATCHES]
+    return fit_batch_polynomial(sizes, BATCHES)

@@ -1,11 +1,11 @@
-"""BatchNorm statistics: over other samples than the plan says, or running ones that learnt otherwise."""
+"""BatchNorm statistics: over other samples than the plan says, or running ones that were updated from others."""
 
 from meshwright.proof.causes.evidence import Evidence, Verdict
-from meshwright.proof.compare.errors import error_of, layer_of, layer_scales
-from meshwright.proof.reference.experiments import Outcome
+from meshwright.proof.compare.errors import layer_name, layer_scales, scaled_error
+from meshwright.proof.reference.experiments import ExperimentResult
 from meshwright.proof.reference.groups import Grouping
 
-_WORDS: dict[Grouping, str] = {
+_GROUPING_TEXT: dict[Grouping, str] = {
     "local": "each microbatch of each data rank by itself",
     "synchronized": "each microbatch of all data ranks together",
     "whole": "the whole global batch",
@@ -14,48 +14,56 @@ _WORDS: dict[Grouping, str] = {
 
 def batch_norm(evidence: Evidence) -> Verdict | None:
     """One device that normalizes over other groups of samples, or by its running statistics, computes what the ranks
-    have. Or all is right but for the buffers of such a layer."""
-    layers = evidence.lab.batch_layers
+    have. Or everything is right except the buffers of such a layer."""
+    layers = evidence.experiments.batch_statistics_layers
     if not layers:
         return None
-    if evidence.gradients_are_wrong:
+    if evidence.gradients_differ:
         return _other_groups(evidence)
-    if evidence.first.what == "buffer" and evidence.first.step and layer_of(evidence.first.parameter or "") in layers:
-        return _running(evidence)
+    first = evidence.difference
+    if first.what == "buffer" and first.step and layer_name(first.parameter or "") in layers:
+        return _running_statistics(evidence)
     return None
 
 
 def _other_groups(evidence: Evidence) -> Verdict | None:
-    lab, plan = evidence.lab, evidence.reference or evidence.plan
-    right = _WORDS[lab.kind if plan is evidence.plan else plan.numerics.batch_norm]
+    experiments, plan = evidence.experiments, evidence.reference_plan or evidence.plan
+    is_proof = plan is evidence.plan  # otherwise two runs are compared
+    expected = _GROUPING_TEXT[experiments.grouping if is_proof else plan.numerics.batch_norm]
     if plan.shares == 1:
-        right = _WORDS["whole"]
-    tried: dict[str, Outcome] = {}
+        expected = _GROUPING_TEXT["whole"]
+    results: dict[str, ExperimentResult] = {}
     if evidence.plan.shares > 1:
-        # Another run's groups were other ones under any plan but this.
-        tried = {_WORDS[kind]: lab.run(kind) for kind in _WORDS if kind != lab.kind or plan is not evidence.plan}
-    tried["nothing, but by its running statistics"] = lab.run(frozen_statistics=True)
-    says = "the plan says" if plan is evidence.plan else f"the first run ({plan.summary()})"
-    for words, outcome in tried.items():
-        misfit = evidence.misfit(outcome.gradients)
+        # The reference run grouped by its own plan, so that every grouping under this plan is another one.
+        groupings = [grouping for grouping in _GROUPING_TEXT if grouping != experiments.grouping or not is_proof]
+        results = {_GROUPING_TEXT[grouping]: experiments.run(grouping) for grouping in groupings}
+    results["nothing, but by its running statistics"] = experiments.run(frozen_statistics=True)
+    expected_by = "the plan says" if is_proof else f"the first run ({plan.summary()})"
+    for text, result in results.items():
+        misfit = evidence.misfit(result.gradients)
         if evidence.fits(misfit):
-            return Verdict("batch_norm", f"BatchNorm normalized over {words}; {says}: {right}", misfit)
+            return Verdict("batch_norm", f"BatchNorm normalized over {text}; {expected_by}: {expected}", misfit)
     return None
 
 
-def _running(evidence: Evidence) -> Verdict:
-    """Whose samples they learnt from, where that explains them."""
-    name = evidence.first.parameter or ""
-    told = f"loss and gradients of step {evidence.step} are right, but {name} is {evidence.first.error:.2e} off"
-    ranks = range(1, evidence.plan.data_ranks) if evidence.lab.kind == "local" else ()
+def _running_statistics(evidence: Evidence) -> Verdict:
+    """Names the data rank whose samples they were updated from, if that explains them."""
+    first = evidence.difference
+    explanation = (
+        f"loss and gradients of step {evidence.step} are right, but {first.parameter} is {first.error:.2e} off"
+    )
+    ranks = range(1, evidence.plan.data_ranks) if evidence.experiments.grouping == "local" else ()
     for rank in ranks:
-        misfit = _buffers_off(evidence, evidence.lab.run(learns=rank))
+        misfit = _largest_buffer_error(evidence, evidence.experiments.run(statistics_rank=rank))
         if evidence.fits(misfit):
-            return Verdict("batch_norm", f"{told}: it learnt from data rank {rank}'s samples, not from 0's", misfit)
-    return Verdict("batch_norm", told)
+            return Verdict(
+                "batch_norm", f"{explanation}: it learnt from data rank {rank}'s samples, not from 0's", misfit
+            )
+    return Verdict("batch_norm", explanation)
 
 
-def _buffers_off(evidence: Evidence, outcome: Outcome) -> float:
-    found = {**evidence.found.state, **evidence.found.state_of.get(evidence.first.rank, {})}
-    scales = layer_scales(outcome.buffers)
-    return max(error_of(found.get(name), value, scales[name] or 1.0) for name, value in outcome.buffers.items())
+def _largest_buffer_error(evidence: Evidence, result: ExperimentResult) -> float:
+    recorded, rank = evidence.recorded, evidence.difference.rank
+    state = {**recorded.state, **recorded.differing_states.get(rank, {})}
+    scales = layer_scales(result.buffers)
+    return max(scaled_error(state.get(name), value, scales[name] or 1.0) for name, value in result.buffers.items())

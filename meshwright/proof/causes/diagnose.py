@@ -1,4 +1,4 @@
-"""Why a step differs: hypotheses asked one after the other, each a function of the evidence."""
+"""Why a step differs: hypotheses are checked one after the other, each a function of the evidence."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -19,11 +19,11 @@ from meshwright.proof.compare.errors import Difference
 
 Hypothesis = Callable[[Evidence], Verdict | None]
 
-# What these find is there before anything is computed, and explains all that comes after it.
+# These causes exist before anything is computed, and explain all differences that come after them.
 FIRST: Mapping[Cause, Hypothesis] = {"different_start": different_start, "wrong_samples": wrong_samples}
 
-# Of the others the one that leaves least unexplained; where several leave nothing, the first. A reduction made twice is
-# a scale, too, and copies that drift apart may do so for any of the reasons before.
+# Of these, the one with the smallest residual is named; if several leave nothing but rounding, the first of them. A
+# reduction made twice is also a scale, and tied copies may drift apart for any of the reasons before.
 THEN: Mapping[Cause, Hypothesis] = {
     "not_optimized": not_optimized,
     "local_clip": local_clip,
@@ -39,25 +39,27 @@ THEN: Mapping[Cause, Hypothesis] = {
 
 
 def diagnose(evidence: Evidence, without: Cause | None = None) -> Difference:
-    """The first difference with its cause, or `unknown` and all that it is not. `without` asks one hypothesis less."""
+    """The first difference with its cause, or `unknown` and everything that it is not. `without` leaves out one
+    hypothesis."""
     ruled_out: list[str] = []
     verdicts: list[Verdict] = []
     for group in (FIRST, THEN):
-        for word, ask in group.items():
-            verdict = None if word == without else ask(evidence)
+        for cause, hypothesis in group.items():
+            verdict = None if cause == without else hypothesis(evidence)
             if verdict is not None:
                 verdicts.append(verdict)
-            elif word != without:
-                ruled_out.append(word)
+            elif cause != without:
+                ruled_out.append(cause)
         if verdicts:
             break
     if not verdicts:
-        told = Verdict("unknown", f"none of the causes that are looked for: {', '.join(ruled_out).replace('_', ' ')}")
+        causes = ", ".join(ruled_out).replace("_", " ")
+        best = Verdict("unknown", f"none of the causes that are looked for: {causes}")
     else:
-        # Whatever fits within the tolerance fits: what is left then is rounding, and min takes the first.
-        told = min(verdicts, key=lambda verdict: 0.0 if evidence.fits(verdict.residual) else verdict.residual)
-    others = [verdict.cause for verdict in verdicts if verdict is not told]
+        # All residuals that are no larger than rounding count as zero, and min takes the first of equal ones.
+        best = min(verdicts, key=lambda verdict: 0.0 if evidence.fits(verdict.residual) else verdict.residual)
+    others = [verdict.cause for verdict in verdicts if verdict is not best]
     also = f" ({', '.join(others).replace('_', ' ')} would explain it, too, but no better)" if others else ""
     return replace(
-        evidence.first, cause=told.cause, explanation=f"{told.explanation}{also}", ruled_out=tuple(ruled_out)
+        evidence.difference, cause=best.cause, explanation=f"{best.explanation}{also}", ruled_out=tuple(ruled_out)
     )

@@ -1,4 +1,4 @@
-"""`Evidence`: what is known of a step that differs, and how hypotheses are held against it."""
+"""`Evidence`: what is known of a step that differs, and how well a hypothesis explains it."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from meshwright.plan import Plan
-from meshwright.proof.compare.errors import CANCELLED, Difference, error_of, layer_scales
-from meshwright.proof.reference.experiments import Laboratory
-from meshwright.train.output.recording import Recorded
-from meshwright.train.output.witness import Witness
+from meshwright.proof.compare.errors import SMALLEST_SCALE, Difference, layer_scales, scaled_error
+from meshwright.proof.reference.experiments import Experiments, add_scaled
+from meshwright.train.output.observation import RankObservation
+from meshwright.train.output.recording import RecordedStep
 
 Tensors = dict[str, Tensor]
 Cause = Literal[
@@ -30,12 +30,12 @@ Cause = Literal[
     "low_precision",
     "unknown",
 ]
-_SLACK = 4  # an experiment sums in an order of its own
+_SLACK = 4  # times the tolerance: an experiment adds up in another order than the reference
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`residual`: how far what was found still is from what the cause explains, as errors are measured."""
+    """A cause that explains the difference. `residual` is the error that remains when it is taken into account."""
 
     cause: Cause
     explanation: str
@@ -43,8 +43,8 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Expected:
-    """The step as it should have been; `before` and `after` are weights and buffers."""
+class ExpectedStep:
+    """The step as it should have been. `before` and `after` are weights and buffers."""
 
     loss: Tensor
     norm: Tensor
@@ -55,127 +55,148 @@ class Expected:
 
 @dataclass(frozen=True)
 class Evidence:
-    """`step` is the first difference's, or the first one where that was there before it. `dtype` is the shortest that
-    either side was to compute in. `reference` is another run's plan, where that is what was expected, and
-    `reference_seen` what its ranks saw."""
+    """The first difference, with the recorded and the expected step.
+
+    `step` is the step of the difference, or 1 if weights differed before the first step. `dtype` is the shortest type
+    that either side was meant to compute in. `reference_plan` and `reference_observations` are those of the run that
+    was expected; None and empty if that was the one-device reference.
+    """
 
     plan: Plan
-    first: Difference
+    difference: Difference
     step: int
     tolerance: float
     clip_norm: float | None
-    found: Recorded
-    expected: Expected
-    lab: Laboratory
+    recorded: RecordedStep
+    expected: ExpectedStep
+    experiments: Experiments
     dtype: torch.dtype
-    reference: Plan | None = None
-    reference_seen: tuple[Witness, ...] = ()
+    reference_plan: Plan | None = None
+    reference_observations: tuple[RankObservation, ...] = ()
 
-    @property
-    def seen(self) -> tuple[Witness, ...]:
-        return self.found.seen
+    # ---- gradients
 
     @cached_property
     def scales(self) -> dict[str, float]:
-        return layer_scales(self.expected.gradients, CANCELLED)
+        """The scale that each gradient's error is measured by."""
+        return layer_scales(self.expected.gradients, SMALLEST_SCALE)
 
     def gradients_on(self, rank: int) -> Tensors:
-        """As that rank had them."""
-        return {**self.found.gradients, **self.found.gradients_of.get(rank, {})}
+        """The gradients as that rank had them."""
+        return {**self.recorded.gradients, **self.recorded.differing_gradients.get(rank, {})}
 
     @cached_property
     def gradients(self) -> Tensors:
-        """Those that are to be explained: of the rank that differs."""
-        return self.gradients_on(self.first.rank)
+        """The gradients to be explained: those of the rank that differs."""
+        return self.gradients_on(self.difference.rank)
 
     @cached_property
-    def wrong(self) -> tuple[str, ...]:
-        """The weights whose gradient differs on that rank."""
+    def differing_names(self) -> tuple[str, ...]:
+        """The parameters whose gradient differs on that rank."""
         names = {*self.gradients, *self.expected.gradients}
+        expected = self.expected.gradients
         return tuple(
-            sorted(
-                name for name in names if not self.off(self.gradients, self.expected.gradients, name) <= self.tolerance
-            )
+            sorted(name for name in names if not self.gradient_error(self.gradients, expected, name) <= self.tolerance)
         )
 
     @property
     def parameter(self) -> str | None:
-        """The first difference's, by the first name that it has."""
-        name = self.first.parameter
-        return None if name is None else self.lab.first_names.get(name, name)
+        """The parameter of the first difference, by the first of its names."""
+        name = self.difference.parameter
+        return None if name is None else self.experiments.canonical_names.get(name, name)
 
     @property
-    def gradients_are_wrong(self) -> bool:
-        return self.first.step > 0 and self.first.what in ("loss", "gradient", "gradient norm") and bool(self.wrong)
+    def gradients_differ(self) -> bool:
+        """Whether the first difference lies in the gradients or in what depends on them."""
+        first = self.difference
+        return first.step > 0 and first.what in ("loss", "gradient", "gradient norm") and bool(self.differing_names)
 
-    def off(self, found: Mapping[str, Tensor], candidate: Mapping[str, Tensor], name: str) -> float:
-        """By how much a gradient is not what a hypothesis makes of it."""
-        given = candidate.get(name)
-        unit = max(self.scales.get(name, 0.0), 0.0 if given is None or not given.numel() else float(given.abs().max()))
-        return error_of(found.get(name), given, unit or min(self.scales.values(), default=1.0) or 1.0)
+    def gradient_error(self, gradients: Mapping[str, Tensor], candidate: Mapping[str, Tensor], name: str) -> float:
+        """The error of one gradient if the candidate were right."""
+        right = candidate.get(name)
+        largest = 0.0 if right is None or not right.numel() else float(right.abs().max())
+        scale = max(self.scales.get(name, 0.0), largest)
+        return scaled_error(gradients.get(name), right, scale or min(self.scales.values(), default=1.0) or 1.0)
 
     def misfit(
-        self, candidate: Mapping[str, Tensor], names: Iterable[str] | None = None, found: Tensors | None = None
+        self, candidate: Mapping[str, Tensor], names: Iterable[str] | None = None, gradients: Tensors | None = None
     ) -> float:
-        """The worst of all gradients, or of those named."""
-        given = self.gradients if found is None else found
-        chosen = {*given, *candidate} if names is None else names
-        return max((self.off(given, candidate, name) for name in chosen), default=0.0)
+        """The largest error if the candidate were right: of all gradients or of those named, and of the rank that
+        differs unless others are given."""
+        compared = self.gradients if gradients is None else gradients
+        names = {*compared, *candidate} if names is None else names
+        return max((self.gradient_error(compared, candidate, name) for name in names), default=0.0)
 
     def fits(self, misfit: float) -> bool:
+        """Whether an error is small enough to be rounding."""
         return misfit <= _SLACK * self.tolerance
 
-    def is_unusual(self, candidate: Tensors) -> bool:
-        """Whether a rule makes other gradients than the right one: another run's may differ though none is broken."""
-        return not self.fits(self.misfit(candidate, found=self.lab.usual.gradients))
+    def is_distinguishable(self, candidate: Tensors) -> bool:
+        """Whether a rule gives other gradients than the right rule. When two runs are compared, gradients may differ
+        though the rule is the same."""
+        return not self.fits(self.misfit(candidate, gradients=self.experiments.reference_step.gradients))
 
-    def loss_off(self, loss: float) -> float:
-        """By how much the loss is not what a hypothesis makes of it."""
-        unit = max(abs(float(self.expected.loss)), abs(loss)) or 1.0
-        return abs(self.found_loss - loss) / unit
-
-    def loss_fits(self, loss: float) -> bool:
-        return self.fits(self.loss_off(loss))
+    # ---- loss
 
     @property
-    def found_loss(self) -> float:
-        return self.seen[self.first.rank].loss
+    def recorded_loss(self) -> float:
+        return self.observations[self.difference.rank].loss
+
+    def loss_error(self, loss: float) -> float:
+        """The error of the recorded loss if this one were right."""
+        scale = max(abs(float(self.expected.loss)), abs(loss)) or 1.0
+        return abs(self.recorded_loss - loss) / scale
+
+    def loss_fits(self, loss: float) -> bool:
+        return self.fits(self.loss_error(loss))
 
     @property
     def loss_is_right(self) -> bool:
         return self.loss_fits(float(self.expected.loss))
 
-    def line(self, axis: str, rank: int) -> tuple[Witness, ...]:
-        """The ranks that differ from this one by their place along the axis alone, in its order."""
-        here = self.seen[rank].place
-        others = {name: place for name, place in here.items() if name != axis}
-        same = [w for w in self.seen if {n: p for n, p in w.place.items() if n != axis} == others]
-        return tuple(sorted(same, key=lambda witness: witness.place.get(axis, 0)))
+    # ---- ranks
 
-    def axes(self) -> dict[str, int]:
-        """Those of more than one rank."""
+    @property
+    def observations(self) -> tuple[RankObservation, ...]:
+        """What each rank observed in this step."""
+        return self.recorded.observations
+
+    def ranks_along(self, axis: str, rank: int) -> tuple[RankObservation, ...]:
+        """The ranks whose coordinates differ from this rank's along the axis only, in its order."""
+        others = _without(axis, self.observations[rank].coordinates)
+        line = [observation for observation in self.observations if _without(axis, observation.coordinates) == others]
+        return tuple(sorted(line, key=lambda observation: observation.coordinates.get(axis, 0)))
+
+    def used_axes(self) -> dict[str, int]:
+        """The sizes of the axes with more than one rank."""
         return {name: size for name, size in self.plan.axes.model_dump().items() if size > 1}
 
     @cached_property
-    def divided(self) -> dict[str, str]:
-        """Of every weight that some rank has a part of: the axis that divides it. FSDP2's rows are not in it."""
-        return {name: axis for witness in self.seen for name, axis in witness.divided.items()}
+    def split_axes(self) -> dict[str, str]:
+        """The axis that each split parameter is split along. Those that FSDP2 shards by rows are not among them."""
+        return {name: axis for observation in self.observations for name, axis in observation.split_axes.items()}
 
     @cached_property
-    def tied(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(holders) for witness in self.seen for name, holders in witness.tied.items()}
+    def tied_stages(self) -> dict[str, tuple[int, ...]]:
+        """The pipeline stages that hold a copy of each tied parameter."""
+        observed = [item for observation in self.observations for item in observation.tied_stages.items()]
+        return {name: tuple(stages) for name, stages in observed}
 
 
-def mean_of(gradients: Iterable[Tensors], weight: float) -> Tensors:
-    """Their sum times the weight."""
-    result: Tensors = {}
-    for each in gradients:
-        for name, value in each.items():
-            result[name] = result[name] + weight * value if name in result else weight * value
-    return result
+def _without(axis: str, coordinates: Mapping[str, int]) -> dict[str, int]:
+    return {name: coordinate for name, coordinate in coordinates.items() if name != axis}
 
 
-def listed(names: Iterable[str], most: int = 3) -> str:
-    found = list(names)
-    rest = f" and {len(found) - most} more" if len(found) > most else ""
-    return ", ".join(found[:most]) + rest
+def weighted_sum(gradients: Iterable[Tensors], weight: float) -> Tensors:
+    """The sum over several sets of gradients, each times the weight."""
+    total: Tensors = {}
+    for addends in gradients:
+        total = add_scaled(total, addends, weight)
+    return total
+
+
+def join_names(names: Iterable[str], most: int = 3) -> str:
+    """The first names, and how many more there are."""
+    listed = list(names)
+    rest = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return ", ".join(listed[:most]) + rest

@@ -1,23 +1,30 @@
-"""A parameter that no optimizer holds."""
+"""A parameter that is missing in an optimizer."""
 
-from meshwright.proof.causes.evidence import Evidence, Verdict, listed
+from meshwright.proof.causes.evidence import Evidence, Verdict, join_names
 
 
 def not_optimized(evidence: Evidence) -> Verdict | None:
-    """Gradients are right and a weight is not; a rank that has (a part of) it does not have it in its optimizer, where
-    one device does."""
-    if evidence.first.what != "weight":
+    """Gradients are right and a weight is not, and a rank that holds it, or a part of it, does not have it in its
+    optimizer, although one device has."""
+    if evidence.difference.what != "weight":
         return None
-    names = evidence.lab.held
-    left = {w.rank: [n for n in w.holds if n in names and n not in w.held] for w in evidence.seen}
-    missing = {rank: found for rank, found in left.items() if evidence.parameter in found}
+    optimized = evidence.experiments.optimized_names
+    missing_by_rank = {
+        observation.rank: [
+            name
+            for name in observation.local_parameters
+            if name in optimized and name not in observation.optimizer_parameters
+        ]
+        for observation in evidence.observations
+    }
+    missing = {rank: names for rank, names in missing_by_rank.items() if evidence.parameter in names}
     if not missing:
         return None
-    ranks = "no rank" if len(missing) == len(evidence.seen) else f"rank {listed(map(str, missing))}"
-    has = "has it" if ranks == "no rank" else "does not have it"
-    found = next(iter(missing.values()))
-    more = f"; so it is with {len(found)} weights in all" if len(found) > 1 else ""
+    on_no_rank = len(missing) == len(evidence.observations)
+    ranks = "no rank has it" if on_no_rank else f"rank {join_names(map(str, missing))} does not have it"
+    count = len(next(iter(missing.values())))
+    more = f"; {count} weights in all are missing there" if count > 1 else ""
     return Verdict(
         "not_optimized",
-        f"{evidence.parameter} has the right gradient, but {ranks} {has} in its optimizer{more}",
+        f"{evidence.parameter} has the right gradient, but {ranks} in its optimizer{more}",
     )

@@ -1,71 +1,86 @@
-"""A precision below that of the comparison: in a layer, on the way of the gradients, or in the weights themselves."""
+"""A precision below that of the comparison: in a layer, when gradients are combined, or in the weights themselves."""
 
-from meshwright.proof.causes.evidence import Evidence, Tensors, Verdict, listed
-from meshwright.train.output.witness import BITS, bits_of
+from collections.abc import Sequence
 
-_ROUNDINGS = 1000  # how many of them a difference may be made of; more is no rounding
-_MOST = 0.5  # in the shortest types, too, most of a gradient is left
+from meshwright.proof.causes.evidence import Evidence, Tensors, Verdict, join_names
+from meshwright.train.output.observation import MANTISSA_BITS, mantissa_bits
+
+_MOST_ROUNDINGS = 1000  # that a difference may add up from; a larger one is no rounding
+_LARGEST_RESIDUAL = 0.5  # in the shortest types, too, most of a gradient is right
 
 
 def low_precision(evidence: Evidence) -> Verdict | None:
-    """Numbers carry fewer bits than one device's: a layer's output on some rank, the combined gradients, or what the
-    optimizer made of right ones. Or one device casts to a shorter type itself, in which no two plans round alike. What
-    is off is not more than roundings to so many bits make."""
-    if evidence.first.step and evidence.first.what in ("weight", "buffer"):
-        state = {**evidence.found.state, **evidence.found.state_of.get(evidence.first.rank, {})}
-        names = [evidence.first.parameter or ""]
-        return _shorter(evidence, names, state, evidence.expected.after, evidence.first.error, "values")
-    if not evidence.gradients_are_wrong:
+    """Numbers carry fewer mantissa bits than on one device: a layer's output on some rank, the combined gradients, or
+    the weights after an update with right gradients. Or the model casts to a shorter type on one device, too, and then
+    no two plans round alike. The error is no larger than roundings to that number of bits make."""
+    first = evidence.difference
+    if first.step and first.what in ("weight", "buffer"):
+        state = {**evidence.recorded.state, **evidence.recorded.differing_states.get(first.rank, {})}
+        names = [first.parameter or ""]
+        return _in_tensors(evidence, names, state, evidence.expected.after, first.error, "values")
+    if not evidence.gradients_differ:
         return None
-    residual = evidence.misfit(evidence.expected.gradients)
-    right = evidence.expected.gradients
+    expected = evidence.expected.gradients
+    residual = evidence.misfit(expected)
     return (
-        _layers(evidence, residual)
-        or _shorter(evidence, evidence.wrong, evidence.gradients, right, residual, "gradients")
-        or _one_devices_own(evidence, residual)
+        _in_layer(evidence, residual)
+        or _in_tensors(evidence, evidence.differing_names, evidence.gradients, expected, residual, "gradients")
+        or _in_model_code(evidence, residual)
     )
 
 
-def _layers(evidence: Evidence, residual: float) -> Verdict | None:
-    for layer, bits in evidence.lab.usual.bits.items():
-        for witness in evidence.seen:
-            there = (witness.bits or {}).get(layer, 0)
-            if 0 < there < min(bits, BITS[evidence.dtype]) and _explains(there, residual):
-                told = f"what {layer or 'the model'} computed on rank {witness.rank} has {_bits(there)}, on one device"
-                return Verdict("low_precision", f"{told} {bits}", residual)
+def _in_layer(evidence: Evidence, residual: float) -> Verdict | None:
+    """Whether a layer's output on some rank has fewer bits than on one device."""
+    for layer, bits in evidence.experiments.reference_step.bits.items():
+        for observation in evidence.observations:
+            rank_bits = (observation.output_bits or {}).get(layer, 0)
+            if 0 < rank_bits < min(bits, MANTISSA_BITS[evidence.dtype]) and _explains(rank_bits, residual):
+                return Verdict(
+                    "low_precision",
+                    f"what {layer or 'the model'} computed on rank {observation.rank} has {_bits_text(rank_bits)}, on"
+                    f" one device {bits}",
+                    residual,
+                )
     return None
 
 
-def _shorter(
-    evidence: Evidence, names: "list[str] | tuple[str, ...]", found: Tensors, right: Tensors, residual: float, what: str
+def _in_tensors(
+    evidence: Evidence, names: Sequence[str], tensors: Tensors, expected: Tensors, residual: float, values: str
 ) -> Verdict | None:
-    """Whether all of the tensors have fewer bits than the right ones."""
-    full = BITS[evidence.dtype]
-    there = [name for name in names if name in found and name in right]
-    carried = {name: bits_of(found[name]) for name in there}
-    short = {name: bits for name, bits in carried.items() if 0 < bits < min(bits_of(right[name]), full)}
+    """Whether all of the named tensors have fewer bits than the expected ones."""
+    full_bits = MANTISSA_BITS[evidence.dtype]
+    bits_by_name = {name: mantissa_bits(tensors[name]) for name in names if name in tensors and name in expected}
+    short = {
+        name: bits for name, bits in bits_by_name.items() if 0 < bits < min(mantissa_bits(expected[name]), full_bits)
+    }
     if not short or len(short) < len(names) or not _explains(max(short.values()), residual):
-        return None
-    told = f"{what} of {listed(short)} have {_bits(max(short.values()))}, on one device {full}"
-    return Verdict("low_precision", f"{told}: they were rounded on their way", residual)
-
-
-def _one_devices_own(evidence: Evidence, residual: float) -> Verdict | None:
-    bits = evidence.lab.narrowest
-    if bits >= BITS[evidence.dtype] or not _explains(bits, residual):
         return None
     return Verdict(
         "low_precision",
-        f"the model's own code computes with {_bits(bits)}, on one device, too: what is off is {residual:.2e}, not more"
-        " than that rounds",
+        f"{values} of {join_names(short)} have {_bits_text(max(short.values()))}, on one device {full_bits}: they were"
+        " rounded on their way",
+        residual,
+    )
+
+
+def _in_model_code(evidence: Evidence, residual: float) -> Verdict | None:
+    """Whether the model casts to a shorter type itself, on one device, too."""
+    bits = evidence.experiments.fewest_cast_bits
+    if bits >= MANTISSA_BITS[evidence.dtype] or not _explains(bits, residual):
+        return None
+    return Verdict(
+        "low_precision",
+        f"the model's own code computes with {_bits_text(bits)}, on one device, too: the error is {residual:.2e}, no"
+        " more than that rounds",
         residual,
     )
 
 
 def _explains(bits: int, residual: float) -> bool:
-    return residual <= min(_ROUNDINGS * 2.0**-bits, _MOST)
+    """Whether roundings to this number of bits may add up to the residual."""
+    return residual <= min(_MOST_ROUNDINGS * 2.0**-bits, _LARGEST_RESIDUAL)
 
 
-def _bits(bits: int) -> str:
-    kind = next(str(dtype).removeprefix("torch.") for dtype, carried in BITS.items() if carried == bits)
-    return f"{bits} bits ({kind})"
+def _bits_text(bits: int) -> str:
+    dtype = next(str(dtype).removeprefix("torch.") for dtype, carried in MANTISSA_BITS.items() if carried == bits)
+    return f"{bits} bits ({dtype})"

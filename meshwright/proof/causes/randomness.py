@@ -5,56 +5,69 @@ import math
 from meshwright.proof.causes.evidence import Evidence, Tensors, Verdict
 
 _OTHER_DRAWS = 3
-_ALIKE = 10.0  # a difference within this factor of what other random numbers make is what they make
+_SIMILAR_FACTOR = 10.0  # within this factor, two differences of gradients count as similar
 
 
 def randomness(evidence: Evidence) -> Verdict | None:
-    """Somebody drew random numbers in the step, and: one device that draws what each data rank draws has the ranks'
-    gradients; or only the ranks drew, or from other seeds; or other random numbers change one device's gradients by
-    about as much as the ranks' are off. Likewise where one device does not get the same twice."""
-    if not evidence.gradients_are_wrong:
+    """Random numbers were drawn in the step, and one of these holds: one device that draws what each data rank draws
+    has the ranks' gradients; only the ranks drew; other random numbers change one device's gradients by about as much
+    as the ranks' differ. Or one device does not get the same gradients twice."""
+    if not evidence.gradients_differ:
         return None
-    lab = evidence.lab
-    usual, off = lab.usual, _distance(evidence.gradients, evidence.expected.gradients)
+    experiments = evidence.experiments
+    reference = experiments.reference_step
+    difference = _distance(evidence.gradients, evidence.expected.gradients)
     residual = evidence.misfit(evidence.expected.gradients)
-    again = _distance(usual.gradients, lab.run().gradients)
-    if again and _alike(off, again):
+    repeated = _distance(reference.gradients, experiments.run().gradients)
+    if repeated and _are_similar(difference, repeated):
         return Verdict("randomness", "one device gets other gradients each time it takes this step", residual)
-    drawing = [witness for witness in evidence.seen if witness.drew]
-    if not drawing and not usual.drew:
+    drawing_ranks = [rank.rank for rank in evidence.observations if rank.drew_random_numbers]
+    if not drawing_ranks and not reference.drew_random_numbers:
         return None
-    for dropout in (False, True):
-        drawn = lab.run("local", dropout=dropout)
-        misfit = evidence.misfit(drawn.gradients)
-        if drawn.drew and evidence.fits(misfit):
-            left = "dropout was left on: " if dropout and not evidence.lab.question.dropout else ""
-            return Verdict(
-                "randomness",
-                f"{left}one device that draws each data rank's random numbers for its samples has the same gradients",
-                misfit,
-            )
-    if drawing and not usual.drew:
-        ranks = ", ".join(str(witness.rank) for witness in drawing)
+    same_draws = _with_draws_of_ranks(evidence)
+    if same_draws:
+        return same_draws
+    if drawing_ranks and not reference.drew_random_numbers:
+        ranks = ", ".join(map(str, drawing_ranks))
         return Verdict(
             "randomness", f"rank {ranks} drew random numbers in step {evidence.step}, one device none", residual
         )
-    spread = [_distance(usual.gradients, lab.run(elsewhere=number).gradients) for number in range(1, 1 + _OTHER_DRAWS)]
-    typical = sorted(spread)[len(spread) // 2]
-    if not typical or not _alike(off, typical):
+    other_draws = [experiments.run(random_draw=number).gradients for number in range(1, 1 + _OTHER_DRAWS)]
+    distances = sorted(_distance(reference.gradients, gradients) for gradients in other_draws)
+    typical = distances[len(distances) // 2]
+    if not typical or not _are_similar(difference, typical):
         return None
     return Verdict(
         "randomness",
         f"the model draws random numbers: other ones change one device's gradients by {typical:.2e}, the ranks' are"
-        f" {off:.2e} off (root of the sum of squares)",
+        f" {difference:.2e} off (root of the sum of squares)",
         residual,
     )
 
 
-def _distance(one: Tensors, other: Tensors) -> float:
-    zero = {name: value.new_zeros(()) for name, value in {**one, **other}.items()}
-    both = [(one.get(name, zero[name]), other.get(name, zero[name])) for name in zero]
-    return math.sqrt(sum(float((a.double() - b.double()).square().sum()) for a, b in both))
+def _with_draws_of_ranks(evidence: Evidence) -> Verdict | None:
+    """Whether one device gets the ranks' gradients if it draws each data rank's random numbers, with dropout or
+    without."""
+    for dropout in (False, True):
+        result = evidence.experiments.run("local", dropout=dropout)
+        misfit = evidence.misfit(result.gradients)
+        if result.drew_random_numbers and evidence.fits(misfit):
+            left_on = "dropout was left on: " if dropout and not evidence.experiments.request.dropout else ""
+            return Verdict(
+                "randomness",
+                f"{left_on}one device that draws each data rank's random numbers for its samples has the same"
+                " gradients",
+                misfit,
+            )
+    return None
 
 
-def _alike(off: float, typical: float) -> bool:
-    return typical / _ALIKE <= off <= typical * _ALIKE
+def _distance(gradients: Tensors, others: Tensors) -> float:
+    """The root of the sum of squared differences; a gradient that one side does not have counts as zero."""
+    zeros = {name: value.new_zeros(()) for name, value in {**gradients, **others}.items()}
+    pairs = [(gradients.get(name, zero), others.get(name, zero)) for name, zero in zeros.items()]
+    return math.sqrt(sum(float((a.double() - b.double()).square().sum()) for a, b in pairs))
+
+
+def _are_similar(distance: float, other: float) -> bool:
+    return other / _SIMILAR_FACTOR <= distance <= other * _SIMILAR_FACTOR

@@ -2,97 +2,100 @@
 
 import torch
 
-from meshwright.proof.causes.evidence import Evidence, Tensors, Verdict, listed, mean_of
-from meshwright.proof.causes.scale import factor_of
-from meshwright.proof.reference.experiments import added
+from meshwright.proof.causes.evidence import Evidence, Tensors, Verdict, join_names, weighted_sum
+from meshwright.proof.causes.scale import common_factor
+from meshwright.proof.reference.experiments import add_scaled
 
-# What ranks along an axis have of a gradient that the axis does not divide: means of other samples, or parts of a sum.
+# Along these axes, ranks compute parts of a sum of the gradients that the axis does not split; along the others, means
+# over different samples.
 _SUMMED = ("tensor", "pipeline")
 
 
 def missing_reduction(evidence: Evidence) -> Verdict | None:
-    """Ranks along an axis have different copies of what they should have in common, and these combined are right: the
-    mean over the replicate axis, the sum over the others. FSDP2 leaves each rank of the shard axis its own rows: those
-    are the gradients of its own samples. Likewise for the loss, where the gradients are right."""
-    if evidence.first.what == "loss" and not evidence.wrong:
-        return _of_the_loss(evidence)
-    if not evidence.gradients_are_wrong:
+    """Ranks along an axis have different copies of gradients that they should have in common, and the copies combined
+    are right: their mean over the replicate axis, their sum over the others. With FSDP2, each rank of the shard axis
+    has its own rows: here those of its own samples' gradients. The same for the loss, if the gradients are right."""
+    if evidence.difference.what == "loss" and not evidence.differing_names:
+        return _missing_for_loss(evidence)
+    if not evidence.gradients_differ:
         return None
-    found = [_along(evidence, axis, size) for axis, size in evidence.axes().items() if axis != "shard"]
-    if "shard" in evidence.axes():
-        found.append(_rows(evidence, evidence.axes()["shard"]))
-    return min((verdict for verdict in found if verdict), key=lambda verdict: verdict.residual, default=None)
+    axes = evidence.used_axes()
+    verdicts = [_missing_along(evidence, axis, size) for axis, size in axes.items() if axis != "shard"]
+    if "shard" in axes:
+        verdicts.append(_missing_for_rows(evidence, axes["shard"]))
+    return min((verdict for verdict in verdicts if verdict), key=lambda verdict: verdict.residual, default=None)
 
 
-def _along(evidence: Evidence, axis: str, size: int) -> Verdict | None:
-    line = evidence.line(axis, evidence.first.rank)
-    copies = [evidence.gradients_on(witness.rank) for witness in line]
-    names = [name for name in evidence.wrong if _is_common(evidence, name, axis)]
-    apart = max((evidence.misfit(copy, names, copies[0]) for copy in copies[1:]), default=0.0)
-    if not names or set(names) != set(evidence.wrong) or evidence.fits(apart):
+def _missing_along(evidence: Evidence, axis: str, size: int) -> Verdict | None:
+    ranks = evidence.ranks_along(axis, evidence.difference.rank)
+    copies = [evidence.gradients_on(observation.rank) for observation in ranks]
+    names = [name for name in evidence.differing_names if _is_common(evidence, name, axis)]
+    largest_difference = max((evidence.misfit(copy, names, copies[0]) for copy in copies[1:]), default=0.0)
+    if not names or set(names) != set(evidence.differing_names) or evidence.fits(largest_difference):
         return None
-    combined = mean_of(copies, 1.0 if axis in _SUMMED else 1 / size)
+    combined = weighted_sum(copies, 1.0 if axis in _SUMMED else 1 / size)
     misfit = evidence.misfit(evidence.expected.gradients, names, combined)
     if not evidence.fits(misfit):
         return None
     rule = "sum" if axis in _SUMMED else "mean"
     return Verdict(
         "missing_reduction",
-        f"gradients are not reduced over the {axis} axis: its {size} ranks have different ones of {listed(names)}, and"
-        f" their {rule} is right",
+        f"gradients are not reduced over the {axis} axis: its {size} ranks have different ones of {join_names(names)},"
+        f" and their {rule} is right",
         misfit,
     )
 
 
-def _rows(evidence: Evidence, size: int) -> Verdict | None:
-    brought = evidence.lab.shares
-    count = sum(each.count for each in brought)
-    names = [name for name in evidence.wrong if name not in evidence.divided]
-    if not brought or not count or not names:
+def _missing_for_rows(evidence: Evidence, size: int) -> Verdict | None:
+    """Whether each rank of the shard axis has the rows of its own samples' gradients."""
+    contributions = evidence.experiments.rank_contributions
+    count = sum(contribution.target_count for contribution in contributions)
+    names = [name for name in evidence.differing_names if name not in evidence.split_axes]
+    if not contributions or not count or not names:
         return None
-    # Data rank = place along replicate × size of shard + place along shard; over replicate they are averaged.
-    copies = len(brought) // size
-    own: list[Tensors] = [
-        mean_of(
-            (added({}, brought[copy * size + place].gradients, len(brought) / count) for copy in range(copies)),
-            1 / copies,
-        )
-        for place in range(size)
+    # Data rank = coordinate along replicate × size of shard + coordinate along shard. Over replicate they are averaged.
+    replicas = len(contributions) // size
+    scaled = [add_scaled({}, contribution.gradient_sums, len(contributions) / count) for contribution in contributions]
+    own_gradients: list[Tensors] = [
+        weighted_sum((scaled[replica * size + coordinate] for replica in range(replicas)), 1 / replicas)
+        for coordinate in range(size)
     ]
-    rows = {name: _chunks([each.get(name) for each in own], size) for name in names}
+    rows = {name: _own_rows([gradients.get(name) for gradients in own_gradients], size) for name in names}
     candidate = {name: value for name, value in rows.items() if value is not None}
-    for weight, said in ((1.0, ""), (1 / size, f", divided by {size}")):
-        misfit = evidence.misfit(added({}, candidate, weight), names)
+    for weight, division in ((1.0, ""), (1 / size, f", divided by {size}")):
+        misfit = evidence.misfit(add_scaled({}, candidate, weight), names)
         if evidence.fits(misfit):
             return Verdict(
                 "missing_reduction",
-                f"gradients are not reduced over the shard axis: of {listed(names)} each of its {size} ranks has the"
-                f" rows that its own samples gave{said}",
+                f"gradients are not reduced over the shard axis: of {join_names(names)} each of its {size} ranks has"
+                f" the rows that its own samples gave{division}",
                 misfit,
             )
     return None
 
 
-def _chunks(wholes: list[torch.Tensor | None], size: int) -> torch.Tensor | None:
-    """Row by row as FSDP2 divides them, each rank's from its own."""
-    known = [whole for whole in wholes if whole is not None]
-    if len(known) < size or not known[0].dim():
+def _own_rows(gradients: list[torch.Tensor | None], size: int) -> torch.Tensor | None:
+    """One tensor of which each rank's rows, as FSDP2 divides them, come from that rank's gradient."""
+    present = [gradient for gradient in gradients if gradient is not None]
+    if len(present) < size or not present[0].dim():
         return None
-    rows = known[0].shape[0]
-    most = -(-rows // size)
-    return torch.cat([whole[place * most : (place + 1) * most] for place, whole in enumerate(known)])
+    rows_per_rank = -(-present[0].shape[0] // size)
+    return torch.cat(
+        [gradient[rank * rows_per_rank : (rank + 1) * rows_per_rank] for rank, gradient in enumerate(present)]
+    )
 
 
-def _of_the_loss(evidence: Evidence) -> Verdict | None:
-    for axis, size in evidence.axes().items():
-        losses = [witness.loss for witness in evidence.line(axis, evidence.first.rank)]
+def _missing_for_loss(evidence: Evidence) -> Verdict | None:
+    for axis, size in evidence.used_axes().items():
+        losses = [observation.loss for observation in evidence.ranks_along(axis, evidence.difference.rank)]
         mean = sum(losses) / size
         expected = float(evidence.expected.loss)
         if max(losses) > min(losses) and evidence.fits(abs(mean - expected) / (abs(expected) or 1.0)):
+            reported = join_names(f"{loss:.6g}" for loss in losses)
             return Verdict(
                 "missing_reduction",
-                f"the loss is not reduced over the {axis} axis: its ranks report {listed(f'{x:.6g}' for x in losses)},"
-                " and their mean is right, as the gradients are",
+                f"the loss is not reduced over the {axis} axis: its ranks report {reported}, and their mean is right,"
+                " as the gradients are",
                 abs(mean - expected),
             )
     return None
@@ -102,41 +105,47 @@ def _of_the_loss(evidence: Evidence) -> Verdict | None:
 
 
 def doubled_reduction(evidence: Evidence) -> Verdict | None:
-    """All gradients that an axis has in common, and no others, are off by its size (or, for tied weights, by the number
-    of stages that hold them). Where an axis reduces all gradients this is a scale, and told as one."""
-    if not evidence.gradients_are_wrong or not evidence.loss_is_right:
+    """All gradients that the ranks of an axis have in common, and no others, are multiplied or divided by its size (for
+    tied parameters: by the number of stages that hold them). An axis that reduces all gradients is not meant: there it
+    is a scale, and named so."""
+    if not evidence.gradients_differ or not evidence.loss_is_right:
         return None
-    factor = factor_of(evidence)
+    factor = common_factor(evidence)
     if factor is None:
         return None
-    scaled = added({}, evidence.expected.gradients, factor)
-    for axis, size in evidence.axes().items():
+    scaled = add_scaled({}, evidence.expected.gradients, factor)
+    for axis, size in evidence.used_axes().items():
         common = [name for name in evidence.expected.gradients if _is_common(evidence, name, axis)]
-        rest = [name for name in evidence.expected.gradients if name not in common]
-        times = (
-            len(evidence.tied[evidence.wrong[0]]) if axis == "pipeline" and evidence.wrong[0] in evidence.tied else size
-        )
-        if not rest or not set(evidence.wrong) <= set(common) or not _is(evidence, factor, times):
+        others = [name for name in evidence.expected.gradients if name not in common]
+        times = _reduced_ranks(evidence, axis, size)
+        if not others or not set(evidence.differing_names) <= set(common) or not _is(evidence, factor, times):
             continue
         misfit = evidence.misfit(scaled, common)
-        if not evidence.fits(misfit) or evidence.fits(evidence.misfit(scaled, rest)):
+        if not evidence.fits(misfit) or evidence.fits(evidence.misfit(scaled, others)):
             continue
-        what = "tied copies" if axis == "pipeline" else "weights that it does not divide"
+        kind = "tied copies" if axis == "pipeline" else "weights that it does not divide"
         return Verdict(
             "doubled_reduction",
-            f"gradients of the {len(common)} {what} ({listed(common)}) are {factor:.4g} times those of one device, the"
-            f" others are right: they are reduced twice over the {axis} axis of {times}",
+            f"gradients of the {len(common)} {kind} ({join_names(common)}) are {factor:.4g} times those of one device,"
+            f" the others are right: they are reduced twice over the {axis} axis of {times}",
             misfit,
         )
     return None
 
 
+def _reduced_ranks(evidence: Evidence, axis: str, size: int) -> int:
+    """The number of ranks whose gradients a reduction over the axis adds up."""
+    name = evidence.differing_names[0]
+    return len(evidence.tied_stages[name]) if axis == "pipeline" and name in evidence.tied_stages else size
+
+
 def _is(evidence: Evidence, factor: float, times: int) -> bool:
+    """Whether the factor is this number or its inverse."""
     return any(evidence.fits(abs(factor / right - 1)) for right in (float(times), 1 / times))
 
 
 def _is_common(evidence: Evidence, name: str, axis: str) -> bool:
     """Whether ranks along an axis have copies of the gradient."""
     if axis == "pipeline":
-        return name in evidence.tied
-    return evidence.divided.get(name) != axis
+        return name in evidence.tied_stages
+    return evidence.split_axes.get(name) != axis

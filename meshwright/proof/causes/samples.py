@@ -1,61 +1,62 @@
-"""Ranks that saw the wrong samples."""
+"""Ranks that computed on the wrong samples."""
 
 from collections import Counter
 from collections.abc import Iterable
 
 from meshwright.proof.causes.evidence import Evidence, Verdict
-from meshwright.train.output.witness import Witness
+from meshwright.train.output.observation import RankObservation
 
 
 def wrong_samples(evidence: Evidence) -> Verdict | None:
-    """Every sample a rank computed on has a digest: they are held against what the order of samples gives its data
-    rank, microbatch by microbatch; those of another run against all that its ranks computed on."""
-    if evidence.reference is not None:
-        return _of_another_run(evidence)
-    right = evidence.lab.samples
-    for witness in evidence.seen:
-        own = right[witness.data_rank]
-        given = tuple(tuple(part) for part in witness.samples)
-        if given == own:
+    """A rank's samples, which are recorded as digests, are not those of its data rank in the order of samples,
+    microbatch by microbatch. Of two runs, all samples of a step are compared, whichever rank computed on them."""
+    if evidence.reference_plan is not None:
+        return _differ_from_run(evidence)
+    expected = evidence.experiments.expected_samples
+    for observation in evidence.observations:
+        own_microbatches = expected[observation.data_rank]
+        microbatches = tuple(tuple(microbatch) for microbatch in observation.sample_digests)
+        if microbatches == own_microbatches:
             continue
-        mine = {sample for part in own for sample in part}
-        others = {sample for rank in right for part in rank for sample in part} - mine
-        computed = [sample for part in given for sample in part]
-        strange = [sample for sample in computed if sample not in mine]
-        theirs = sum(sample in others for sample in strange)
-        words = (
-            f"rank {witness.rank} computed step {evidence.step} on {len(computed)} samples,"
-            f" {len(computed) - len(strange)} of the {len(mine)} that are its own"
+        own_samples = {sample for microbatch in own_microbatches for sample in microbatch}
+        others = {sample for rank in expected for microbatch in rank for sample in microbatch} - own_samples
+        computed = [sample for microbatch in microbatches for sample in microbatch]
+        foreign = [sample for sample in computed if sample not in own_samples]
+        from_others = sum(sample in others for sample in foreign)
+        explanation = (
+            f"rank {observation.rank} computed step {evidence.step} on {len(computed)} samples,"
+            f" {len(computed) - len(foreign)} of the {len(own_samples)} that are its own"
         )
-        if theirs:
-            words += f" and {theirs} of other ranks"
-        if len(strange) > theirs:
-            words += f"; {len(strange) - theirs} are in no rank's part of this batch, or were changed on the way"
-        if not strange:
-            words += ", but in other microbatches, more than once or in another order"
-        return Verdict("wrong_samples", words)
+        if from_others:
+            explanation += f" and {from_others} of other ranks"
+        if len(foreign) > from_others:
+            unknown = len(foreign) - from_others
+            explanation += f"; {unknown} are in no rank's part of this batch, or were changed after loading"
+        if not foreign:
+            explanation += ", but in other microbatches, more than once or in another order"
+        return Verdict("wrong_samples", explanation)
     return None
 
 
-def _of_another_run(evidence: Evidence) -> Verdict | None:
-    there, here = _computed(evidence.reference_seen), _computed(evidence.seen)
-    missing, strange = there - here, here - there
-    if not missing and not strange:
+def _differ_from_run(evidence: Evidence) -> Verdict | None:
+    first, second = _counted_samples(evidence.reference_observations), _counted_samples(evidence.observations)
+    missing, foreign = first - second, second - first
+    if not missing and not foreign:
         return None
     return Verdict(
         "wrong_samples",
-        f"of the {there.total()} samples that the first run computed step {evidence.step} on, the second one lacked"
-        f" {missing.total()}, and it had {strange.total()} others",
+        f"of the {first.total()} samples that the first run computed step {evidence.step} on, the second one lacked"
+        f" {missing.total()}, and it had {foreign.total()} others",
     )
 
 
-def _computed(seen: Iterable[Witness]) -> Counter[str]:
-    """Every sample with weight, once for each data rank that computed on it."""
-    by_rank = {witness.data_rank: witness for witness in seen}.values()
+def _counted_samples(observations: Iterable[RankObservation]) -> Counter[str]:
+    """Every sample that counts in the loss, once for each data rank that computed on it."""
+    by_data_rank = {observation.data_rank: observation for observation in observations}.values()
     return Counter(
         sample
-        for witness in by_rank
-        for part, counted in zip(witness.samples, witness.counted, strict=True)
-        for sample in part
+        for observation in by_data_rank
+        for microbatch, counted in zip(observation.sample_digests, observation.counted_samples, strict=True)
+        for sample in microbatch
         if counted
     )

@@ -1,48 +1,52 @@
 """Targets weighted unevenly: a mean of means, where ranks or microbatches have different numbers of targets."""
 
-from meshwright.proof.causes.evidence import Evidence, Tensors, Verdict, mean_of
-from meshwright.proof.reference.experiments import Brought, added
+from meshwright.proof.causes.evidence import Evidence, Tensors, Verdict, weighted_sum
+from meshwright.proof.reference.experiments import RankContribution, add_scaled
 
 
 def uneven_targets(evidence: Evidence) -> Verdict | None:
-    """What one device computes as a mean over data ranks, over microbatches or over samples of their own means is what
-    the ranks have: gradients, or only the loss."""
-    brought = evidence.lab.shares
-    only_loss = evidence.first.what == "loss" and not evidence.wrong
-    if not brought or not (evidence.gradients_are_wrong or only_loss):
+    """One device that takes the mean over data ranks, over microbatches or over samples of their own means gets what
+    the ranks have: the gradients, or only the loss."""
+    contributions = evidence.experiments.rank_contributions
+    only_loss = evidence.difference.what == "loss" and not evidence.differing_names
+    if not contributions or not (evidence.gradients_differ or only_loss):
         return None
-    found = []
-    for rule, (gradients, loss) in _rules(brought).items():
-        misfit = evidence.loss_off(loss) if only_loss else evidence.misfit(gradients)
-        if evidence.fits(misfit) and evidence.is_unusual(gradients):
-            found.append((misfit, rule))
-    if not found:
+    fitting = []
+    for rule, (gradients, loss) in _rules(contributions).items():
+        misfit = evidence.loss_error(loss) if only_loss else evidence.misfit(gradients)
+        if evidence.fits(misfit) and evidence.is_distinguishable(gradients):
+            fitting.append((misfit, rule))
+    if not fitting:
         return None
-    misfit, rule = min(found)
-    counts = ", ".join(f"{each.count:g}" for each in brought[:8])
-    what = "the loss is" if only_loss else "gradients are"
+    misfit, rule = min(fitting)
+    counts = ", ".join(f"{contribution.target_count:g}" for contribution in contributions[:8])
+    subject = "the loss is" if only_loss else "gradients are"
     return Verdict(
         "uneven_targets",
-        f"{what} the mean over {rule} of their own means, but these have different numbers of targets (data ranks:"
+        f"{subject} the mean over {rule} of their own means, but these have different numbers of targets (data ranks:"
         f" {counts})",
         misfit,
     )
 
 
-def _rules(brought: list[Brought]) -> dict[str, tuple[Tensors, float]]:
-    ranks = len(brought)
-    parts = sum(each.microbatches for each in brought) or 1
-    samples = sum(each.samples for each in brought) or 1
-    means = [added({}, each.gradients, 1 / each.count if each.count else 0.0) for each in brought]
-    losses = [each.loss / each.count if each.count else 0.0 for each in brought]
+def _rules(contributions: list[RankContribution]) -> dict[str, tuple[Tensors, float]]:
+    """The gradients and the loss that each wrong mean gives."""
+    ranks = len(contributions)
+    microbatches = sum(rank.microbatches for rank in contributions) or 1
+    samples = sum(rank.samples for rank in contributions) or 1
+    mean_weights = [1 / rank.target_count if rank.target_count else 0.0 for rank in contributions]
+    means = [
+        add_scaled({}, rank.gradient_sums, weight) for rank, weight in zip(contributions, mean_weights, strict=True)
+    ]
+    losses = [rank.loss_sum / rank.target_count if rank.target_count else 0.0 for rank in contributions]
     return {
-        "data ranks": (mean_of(means, 1 / ranks), sum(losses) / ranks),
+        "data ranks": (weighted_sum(means, 1 / ranks), sum(losses) / ranks),
         "microbatches": (
-            mean_of((each.means for each in brought), 1 / parts),
-            sum(each.mean_losses for each in brought) / parts,
+            weighted_sum((rank.mean_gradients for rank in contributions), 1 / microbatches),
+            sum(rank.mean_losses for rank in contributions) / microbatches,
         ),
         "microbatches, by their samples,": (
-            mean_of((each.by_samples for each in brought), 1 / samples),
-            sum(each.losses_by_samples for each in brought) / samples,
+            weighted_sum((rank.sample_weighted_gradients for rank in contributions), 1 / samples),
+            sum(rank.sample_weighted_losses for rank in contributions) / samples,
         ),
     }

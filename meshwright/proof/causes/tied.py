@@ -1,22 +1,24 @@
-"""Tied copies that drifted apart on the stages that hold them."""
+"""Copies of a tied parameter that drifted apart on the stages that hold them."""
 
 from meshwright.proof.causes.evidence import Evidence, Verdict
 
 
 def tied_drift(evidence: Evidence) -> Verdict | None:
-    """The first difference is in a copy of a tied weight, or in its gradient, and stages that hold it have different
-    ones."""
-    name = evidence.parameter
-    if name not in evidence.tied or evidence.first.what not in ("gradient", "weight"):
+    """The first difference is in a copy of a tied parameter, or in its gradient, and the stages that hold a copy have
+    different values."""
+    first, name = evidence.difference, evidence.parameter
+    if name not in evidence.tied_stages or first.what not in ("gradient", "weight"):
         return None
-    line = [w for w in evidence.line("pipeline", evidence.first.rank) if name in w.tied]
-    kept = "gradients" if evidence.first.what == "gradient" else "state"
-    if len({getattr(witness, kept)[name] for witness in line}) == 1:
+    stages_of_rank = evidence.ranks_along("pipeline", first.rank)
+    holders = [observation for observation in stages_of_rank if name in observation.tied_stages]
+    in_gradient = first.what == "gradient"
+    digests = {(holder.gradients if in_gradient else holder.state)[name] for holder in holders}
+    if len(digests) == 1:
         return None
-    stages = " and ".join(str(stage) for stage in evidence.tied[name])
-    what = "gradients" if evidence.first.what == "gradient" else "values"
+    stages = " and ".join(str(stage) for stage in evidence.tied_stages[name])
+    values = "gradients" if in_gradient else "values"
     return Verdict(
         "tied_drift",
-        f"the copies of {name} on stages {stages} have different {what} after step {evidence.step}: one is"
-        f" {evidence.first.error:.2e} off",
+        f"the copies of {name} on stages {stages} have different {values} after step {evidence.step}: one is"
+        f" {first.error:.2e} off",
     )

@@ -1,8 +1,8 @@
-"""Compares what the ranks recorded with the reference, step by step, and says where they first differ.
+"""How large the difference between two tensors is, and where two trainings first differ by more than the tolerance.
 
-A difference is measured in units: of a gradient or a buffer, the larger of the tensor's and its layer's scale; of a
-weight, that too, or how far the optimizer may have carried a rounding error. A convolution's bias before BatchNorm
-has a gradient of zero in exact arithmetic: by its own scale it would be all error.
+An error is a difference divided by a scale: for a gradient or a buffer, the largest value in its layer; for a weight,
+that too, or how far the optimizer may have carried a rounding error. The bias of a convolution before BatchNorm has a
+gradient of zero in exact arithmetic: relative to its own largest value it would be nothing but error.
 """
 
 import math
@@ -13,12 +13,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# Rounding errors arise in sums as large as the model's largest gradients: what is smaller by more than this has been
-# cancelled on its way (a layer before BatchNorm over few samples), and its own scale says nothing about its errors.
-CANCELLED = 1e-3
+# The smallest scale of a gradient, relative to the largest gradient in the model. Rounding errors come from sums as
+# large as that one: a gradient that is smaller by more than this factor is what is left after large terms have
+# cancelled (a layer before BatchNorm over few samples), so its own size says nothing about its errors.
+SMALLEST_SCALE = 1e-3
 
-What = Literal["initial weight", "loss", "gradient", "gradient norm", "buffer", "weight"]
-CHECKED: dict[What, str] = {
+ComparedKind = Literal["initial weight", "loss", "gradient", "gradient norm", "buffer", "weight"]
+# The field of `Comparison` that counts the tensors or numbers of each kind.
+COUNTER_OF: dict[ComparedKind, str] = {
     "initial weight": "weights",
     "loss": "losses",
     "gradient": "gradients",
@@ -30,12 +32,16 @@ CHECKED: dict[What, str] = {
 
 @dataclass(frozen=True)
 class Difference:
-    """`parameter` of a loss is the first one on the way back through the model whose gradient differs, too; of a norm
-    it is null. `rank` has it, where the first one's is right. `cause` is null until it has been looked for (diagnose):
-    then a word, a sentence with the numbers, and the words that it is not."""
+    """The first value that differs by more than the tolerance.
+
+    `parameter` is the name of the tensor. For a loss it is the first parameter in backward order whose gradient differs
+    as well; for a gradient norm it is None. `rank` is the rank whose value differs (0 unless rank 0's is right).
+    `cause`, `explanation` and `ruled_out` are empty until `diagnose` has looked for the cause: then they are the
+    cause's name, a sentence with the numbers, and the names of the causes that do not fit.
+    """
 
     step: int
-    what: What
+    what: ComparedKind
     parameter: str | None
     error: float
     rank: int = 0
@@ -46,80 +52,96 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What has been seen up to a step. `tolerance` is that of the last step, or of the first difference's."""
+    """The result of a comparison so far: the largest error, how many values were compared, and the first difference.
+
+    `tolerance` is that of the last step compared, which is also the one of the first difference.
+    """
 
     tolerance: float = 0.0
-    worst: float = 0.0
+    largest_error: float = 0.0
     losses: int = 0
     gradients: int = 0
     norms: int = 0
     buffers: int = 0
     weights: int = 0
-    first: Difference | None = None
+    first_difference: Difference | None = None
 
-    def within(self, tolerance: float) -> "Comparison":
+    def with_tolerance(self, tolerance: float) -> "Comparison":
+        """The same comparison with at least this tolerance."""
         return replace(self, tolerance=max(self.tolerance, tolerance))
 
-    def seen(self, step: int, what: What, parameter: str | None, error: float, rank: int = 0) -> "Comparison":
-        first = self.first
+    def with_error(
+        self, step: int, what: ComparedKind, parameter: str | None, error: float, rank: int = 0
+    ) -> "Comparison":
+        """The comparison after one more value, which has this error."""
+        first = self.first_difference
         if not error <= self.tolerance:
             if first is None:
                 first = Difference(step, what, parameter, error, rank)
             elif first.what == "loss" and first.parameter is None and what == "gradient":
                 first = replace(first, parameter=parameter)
-        field = CHECKED[what]
-        counts = {field: getattr(self, field) + 1}
-        return replace(self, first=first, worst=max(self.worst, error), **counts)
+        counter = COUNTER_OF[what]
+        counts = {counter: getattr(self, counter) + 1}
+        return replace(self, first_difference=first, largest_error=max(self.largest_error, error), **counts)
 
 
-def layer_of(name: str) -> str:
+def layer_name(name: str) -> str:
+    """The name of the module that a parameter or buffer belongs to."""
     return name.rpartition(".")[0]
 
 
 def layer_scales(tensors: Mapping[str, Tensor], floor: float = 0.0) -> dict[str, float]:
-    """Of each tensor: the largest value in its layer, and at least the part `floor` of the largest of all."""
+    """The scale of each tensor: the largest absolute value in its layer, and at least `floor` times the largest of all
+    layers."""
     largest: dict[str, float] = {}
     for name, tensor in tensors.items():
-        layer = layer_of(name)
-        largest[layer] = max(largest.get(layer, 0.0), _largest(tensor))
-    least = floor * max(largest.values(), default=0.0)
-    return {name: max(largest[layer_of(name)], least) for name in tensors}
+        layer = layer_name(name)
+        largest[layer] = max(largest.get(layer, 0.0), _largest_magnitude(tensor))
+    smallest = floor * max(largest.values(), default=0.0)
+    return {name: max(largest[layer_name(name)], smallest) for name in tensors}
 
 
-def error_of(found: Tensor | None, expected: Tensor | None, unit: float | Tensor) -> float:
-    """The largest difference in units. What one side does not have is zero there; infinite where shapes differ or only
-    one side is not a number."""
-    if found is None or expected is None:
-        given = found if found is not None else expected
-        return 0.0 if given is None else error_of(given, torch.zeros_like(given), unit)
-    if found.shape != expected.shape:
+def scaled_error(actual: Tensor | None, expected: Tensor | None, scale: float | Tensor) -> float:
+    """The largest difference between elements, divided by the scale.
+
+    A tensor that is None counts as zeros. The error is infinite where shapes differ, where integers differ, or where
+    only one side is not a number.
+    """
+    if actual is None or expected is None:
+        present = actual if actual is not None else expected
+        return 0.0 if present is None else scaled_error(present, torch.zeros_like(present), scale)
+    if actual.shape != expected.shape:
         return math.inf
     if not (expected.is_floating_point() or expected.is_complex()):
-        return 0.0 if torch.equal(found, expected) else math.inf
+        return 0.0 if torch.equal(actual, expected) else math.inf
     wide = torch.complex128 if expected.is_complex() else torch.float64
-    found, expected = found.to(wide), expected.to(wide)
-    same = (found == expected) | (found.isnan() & expected.isnan())
-    off = (found - expected).abs() / torch.as_tensor(unit, dtype=torch.float64)
-    off = torch.where(same, 0.0, off)
-    worst = float(off.max()) if off.numel() else 0.0
-    return math.inf if math.isnan(worst) else worst
+    actual, expected = actual.to(wide), expected.to(wide)
+    is_same = (actual == expected) | (actual.isnan() & expected.isnan())
+    errors = (actual - expected).abs() / torch.as_tensor(scale, dtype=torch.float64)
+    errors = torch.where(is_same, 0.0, errors)
+    largest = float(errors.max()) if errors.numel() else 0.0
+    return math.inf if math.isnan(largest) else largest
 
 
-def drift_of(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """By which part of their size weights differ, in the layer where that is most: root mean squares, as what a few
-    elements are off hardly moves what a layer computes."""
+def weight_drift(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """The relative difference of the weights in the layer where it is largest, as a ratio of root mean squares: a few
+    elements that differ hardly change what a layer computes."""
     sums: dict[str, tuple[float, float]] = {}
     for name, reference in expected.items():
-        if name not in found or not reference.is_floating_point():
+        if name not in actual or not reference.is_floating_point():
             continue
-        off, size = sums.get(layer_of(name), (0.0, 0.0))
-        difference = (found[name].double() - reference.double()).square().sum()
-        sums[layer_of(name)] = (off + float(difference), size + float(reference.double().square().sum()))
-    return max((math.sqrt(off / size) for off, size in sums.values() if size), default=0.0)
+        squared_error, squared_size = sums.get(layer_name(name), (0.0, 0.0))
+        difference = (actual[name].double() - reference.double()).square().sum()
+        sums[layer_name(name)] = (
+            squared_error + float(difference),
+            squared_size + float(reference.double().square().sum()),
+        )
+    return max((math.sqrt(error / size) for error, size in sums.values() if size), default=0.0)
 
 
-def _largest(tensor: Tensor) -> float:
+def _largest_magnitude(tensor: Tensor) -> float:
+    """The largest finite absolute value; 0 where there is none, or where the tensor holds integers."""
     if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
         return 0.0
-    found = tensor.abs().double()
-    return float(found[found.isfinite()].max()) if found.isfinite().any() else 0.0
+    magnitudes = tensor.abs().double()
+    return float(magnitudes[magnitudes.isfinite()].max()) if magnitudes.isfinite().any() else 0.0

@@ -1,17 +1,19 @@
-"""How far rounding in a plan's own precision may carry a number: measured, on the model at hand.
+"""How far rounding in a plan's own precision may change a number: measured on the model at hand.
 
-(1) Noise. The reference computes the same step again, `PASSES` times, while the output of every layer, and what comes
-    back to it, is disturbed, and in the end the gradients are. Products are summed in fp32, in another order on other
-    ranks: n terms then differ by √n · eps32 / 2. A rounding to the spacing s goes the other way where its edge lies in
-    between, with the probability √n · eps32 / 2s, and the element is off by s. So many are, drawn at random, and at
-    least `FEW` of a layer. n is its fan-in, and layers without weights sum nothing; of weights' gradients, the samples
-    × positions. Where a layer is divided, its t ranks round parts of sums that one device does not: there all are, by
-    up to √(1 + t) · s / 2.                                                                             → `Roundings`
-(2) Two measures of a tensor d that is off the reference's r. `spread` is the root mean square of d, in the unit of its
-    layer's. `along` is the part of d that lies in r's direction, ⟨d, r⟩ / ⟨r, r⟩: a wrong factor is all of that kind,
-    while roundings, which know nothing of each other, mostly cancel in it.
-(3) Allowed is `LAMBDA` times the largest of the passes. Along r no less than independent roundings of all elements
-    would leave, spread · √Σr⁴ / Σr², and than the median of all tensors: a few passes may meet a lucky one.
+(1) Noise. The reference computes the same step again, `NOISE_PASSES` times, with noise added to the output of every
+    layer, to the gradient that comes back to it, and at the end to the gradients of the weights. Products are summed in
+    fp32, in another order on other ranks: sums of n terms then differ by √n · eps32 / 2. A value that is rounded to the
+    spacing s goes the other way if a rounding boundary lies within that distance, which has the probability
+    √n · eps32 / 2s, and is then off by s. That share of the elements, drawn at random and at least `MIN_FLIPPED` per
+    layer, is changed by s. n is the layer's fan-in (layers without weights sum nothing); for gradients of weights it is
+    samples × positions. Where a layer is split, its t ranks round partial sums that one device does not round: there
+    every element is off by up to √(1 + t) · s / 2.                                                 → `RoundingNoise`
+(2) Two measures of a tensor that differs from the reference's tensor r by d. `spread` is the root mean square of d
+    relative to its layer's. `projection` is the part of d in the direction of r, ⟨d, r⟩ / ⟨r, r⟩: a wrong factor shows
+    there in full, while independent roundings mostly cancel.                                         → `TensorError`
+(3) Allowed is `SAFETY_FACTOR` times the largest error of the noise passes. The allowed projection is never less than
+    independent roundings of all elements would leave, spread · √Σr⁴ / Σr², nor than the median over all tensors: a few
+    passes may happen to leave one tensor almost unchanged.                                     → `rounding_allowance`
 """
 
 import math
@@ -24,130 +26,137 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from meshwright.plan import Plan
-from meshwright.proof.compare.errors import CANCELLED, layer_of
+from meshwright.proof.compare.errors import SMALLEST_SCALE, layer_name
+from meshwright.proof.torch_private import tree_map
 
-PASSES = 8  # so that what happens once in a few, a ReLU that turns over, happens
-LAMBDA = 3.0
-FEW = 8  # a chance that comes once in many elements may come twice in a few
-# Spacing behind 1.0 of what products are rounded to.
+NOISE_PASSES = 8  # enough that rare events (a ReLU input that changes its sign) happen in one of them
+SAFETY_FACTOR = 3.0
+MIN_FLIPPED = 8  # an event that is rare in many elements may still happen twice in a few
+# The distance between 1.0 and the next number of the type that products are rounded to.
 SPACING = {"fp32": 2.0**-23, "tf32": 2.0**-10, "bf16": 2.0**-7, "fp16": 2.0**-10, "fp8": 2.0**-3}
 
 Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Off:
-    """By how much a tensor is off; infinite where only one side has it, or a number in it is none."""
+class TensorError:
+    """The two measures of (2). Both are infinite where only one side has the tensor or a number in it is not finite."""
 
     spread: float
-    along: float
+    projection: float
 
 
 @dataclass(frozen=True)
-class Allowed:
-    """For every tensor, and for a single number (the loss, a norm)."""
+class RoundingAllowance:
+    """The largest errors that rounding explains, for every tensor and for single numbers (the loss, a norm)."""
 
-    tensors: Mapping[str, Off]
+    tensors: Mapping[str, TensorError]
     numbers: Mapping[str, float]
 
     @property
-    def usual(self) -> float:
-        """What a factor on a gradient must be off by to be seen, in a tensor where half of them have less."""
-        return median([off.along for off in self.tensors.values()] or [0.0])
+    def typical_projection(self) -> float:
+        """The median over all tensors: a wrong factor that is off by more is seen in at least half of them."""
+        return median([error.projection for error in self.tensors.values()] or [0.0])
 
-    def share(self, name: str, off: Off) -> float:
-        """Of what is allowed; above 1 it is too much."""
+    def used_share(self, name: str, error: TensorError) -> float:
+        """The error of a tensor divided by what is allowed for it: above 1 it is too large."""
         allowed = self.tensors[name]
-        return max(_share(off.spread, allowed.spread), _share(off.along, allowed.along))
+        return max(_ratio(error.spread, allowed.spread), _ratio(error.projection, allowed.projection))
 
 
 @dataclass(frozen=True)
-class Roundings:
-    """What ranks round otherwise than one device: all elements by up to the part `sums`, the share `turned` of them by
-    the part `by`; and those that parts are summed up to, by up to `parts`."""
+class RoundingNoise:
+    """How ranks round differently from one device, relative to a value: every element by up to `sum_error`, the share
+    `flipped_share` of them by `spacing`; where partial sums are added up, every element by up to `partial_sum_error`.
+    """
 
-    sums: float
-    by: float
-    turned: float
-    parts: float
+    sum_error: float
+    spacing: float
+    flipped_share: float
+    partial_sum_error: float
 
     @property
-    def size(self) -> float:
-        """The root mean square, of what is not summed from parts."""
-        return math.sqrt(self.sums**2 / 3 + self.by**2 * self.turned)
+    def rms(self) -> float:
+        """The root mean square of the noise where no partial sums are added up."""
+        return math.sqrt(self.sum_error**2 / 3 + self.spacing**2 * self.flipped_share)
 
-    def disturbed(self, value: Tensor, generator: torch.Generator, *, summed: bool = False) -> Tensor:
+    def add_to(self, value: Tensor, generator: torch.Generator, *, is_partial_sum: bool = False) -> Tensor:
+        """The value with random noise of this size."""
         options: dict[str, Any] = {"generator": generator, "device": value.device, "dtype": torch.float32}
         uniform = 2 * torch.rand(value.shape, **options) - 1
-        turned = max(self.turned, min(1.0, FEW / max(1, value.numel())))
-        turns = torch.rand(value.shape, **options) < turned
-        factors = 1 + (self.sums + self.parts * summed) * uniform + self.by * turns * uniform.sign()
+        flipped_share = max(self.flipped_share, min(1.0, MIN_FLIPPED / max(1, value.numel())))
+        is_flipped = torch.rand(value.shape, **options) < flipped_share
+        everywhere = self.sum_error + self.partial_sum_error * is_partial_sum
+        factors = 1 + everywhere * uniform + self.spacing * is_flipped * uniform.sign()
         return (value * factors).to(value.dtype)
 
 
-def roundings_of(plan: Plan, terms: int, device_type: str) -> Roundings:
-    """Where sums have so many terms."""
+def rounding_noise(plan: Plan, terms: int, device_type: str) -> RoundingNoise:
+    """The noise of values that are sums of this number of terms."""
     precision = "fp32" if plan.numerics.precision == "tf32" and device_type != "cuda" else plan.numerics.precision
-    spacing, sums = SPACING[precision], math.sqrt(terms) * SPACING["fp32"] / 2
+    spacing, sum_error = SPACING[precision], math.sqrt(terms) * SPACING["fp32"] / 2
     if precision == "fp32":
-        return Roundings(sums, 0.0, 0.0, 0.0)
-    wide = any(split.axis == "replicate" for split in plan.modules.splits.values())
-    ranks = max(plan.axes.tensor, plan.axes.replicate if wide else 1)
-    return Roundings(sums, spacing, min(1.0, sums / spacing), math.sqrt(1 + ranks) * spacing / 2)
+        return RoundingNoise(sum_error, 0.0, 0.0, 0.0)
+    splits_over_replicas = any(split.axis == "replicate" for split in plan.modules.splits.values())
+    ranks = max(plan.axes.tensor, plan.axes.replicate if splits_over_replicas else 1)
+    return RoundingNoise(sum_error, spacing, min(1.0, sum_error / spacing), math.sqrt(1 + ranks) * spacing / 2)
 
 
 @dataclass(frozen=True)
-class Summed:
-    """Which layers' outputs are sums of what ranks have computed in parts, and to which a gradient comes back so."""
+class PartialSumLayers:
+    """The names of layers whose outputs (`forward`) or input gradients (`backward`) are sums of the ranks' parts."""
 
     forward: frozenset[str]
     backward: frozenset[str]
 
 
-def summed_layers(model: nn.Module, dims: Mapping[str, int]) -> Summed:
-    """From the dimensions that their weights are cut along. A linear layer that is cut by rows sums in the forward
-    pass, one that is cut by columns in the backward pass; of others we do not know."""
+def partial_sum_layers(model: nn.Module, split_dims: Mapping[str, int]) -> PartialSumLayers:
+    """The layers that sum parts, from the dimension along which each weight is split. A linear layer that is split by
+    rows sums in the forward pass, one that is split by columns in the backward pass; of any other layer either may be.
+    """
     forward, backward = set(), set()
-    for name, dim in dims.items():
-        layer = layer_of(name)
-        known = isinstance(model.get_submodule(layer), nn.Linear)
+    for name, dim in split_dims.items():
+        layer = layer_name(name)
+        is_linear = isinstance(model.get_submodule(layer), nn.Linear)
         if name.endswith("bias"):
             continue
-        forward |= {layer} if not known or dim == 1 else set()
-        backward |= {layer} if not known or dim == 0 else set()
-    return Summed(frozenset(forward), frozenset(backward))
+        forward |= {layer} if not is_linear or dim == 1 else set()
+        backward |= {layer} if not is_linear or dim == 0 else set()
+    return PartialSumLayers(frozenset(forward), frozenset(backward))
 
 
-def on_the_way(plan: Plan) -> float:
-    """Root mean square of what gradients lose that travel in a shorter type, of their parts' size: those are rounded on
-    every rank, and so is every sum of two."""
+def communication_rounding(plan: Plan) -> float:
+    """The root mean square of what gradients lose when they are all-reduced in a shorter type, relative to the size of
+    the ranks' parts: these are rounded on every rank, and so is every sum of two."""
     if plan.gradients.precision == "fp32" or plan.data_ranks == 1:
         return 0.0
     return SPACING[plan.gradients.precision] / 2 * math.sqrt(2 * plan.data_ranks / 3)
 
 
 @contextmanager
-def rounding(model: nn.Module, roundings: Callable[[int], Roundings], summed: Summed, seed: int) -> Iterator[None]:
-    """The output of every layer with weights is disturbed while this is open; `roundings` of sums of so many terms."""
+def inject_rounding_noise(
+    model: nn.Module, noise_of_terms: Callable[[int], RoundingNoise], partial_sums: PartialSumLayers, seed: int
+) -> Iterator[None]:
+    """Within this context, adds noise to the output of every layer with weights and to the gradient that comes back to
+    it. `noise_of_terms` gives the noise of a sum by its number of terms."""
     generators: dict[torch.device, torch.Generator] = {}
 
-    def disturbed(terms: int, value: Tensor, parts: bool) -> Tensor:
+    def add_noise(terms: int, value: Tensor, is_partial_sum: bool) -> Tensor:
         if value.device not in generators:
             generators[value.device] = torch.Generator(value.device).manual_seed(seed)
-        return roundings(terms).disturbed(value, generators[value.device], summed=parts)
+        return noise_of_terms(terms).add_to(value, generators[value.device], is_partial_sum=is_partial_sum)
 
     hooks: list[Any] = []
     for name, module in model.named_modules():
         terms = _fan_in(module)
         if not terms:
             continue
-        here = partial(disturbed, terms)
-        hooks.append(module.register_forward_hook(partial(_disturb_output, here, name in summed.forward)))
-        if name in summed.backward:
-            hooks.append(module.register_forward_pre_hook(partial(_disturb_input_gradient, here)))
+        layer_noise = partial(add_noise, terms)
+        hooks.append(module.register_forward_hook(partial(_change_output, layer_noise, name in partial_sums.forward)))
+        if name in partial_sums.backward:
+            hooks.append(module.register_forward_pre_hook(partial(_change_input_gradient, layer_noise)))
     try:
         yield
     finally:
@@ -156,99 +165,107 @@ def rounding(model: nn.Module, roundings: Callable[[int], Roundings], summed: Su
 
 
 def _fan_in(module: nn.Module) -> int:
-    """How many terms its sums have; 0 without weights of its own. A table's rows are not summed, but rounded."""
-    weights = [p for p in module._parameters.values() if p is not None]
+    """The number of terms in a module's sums; 0 if it has no weights of its own. A row of an embedding table is not
+    summed, but rounded: 1."""
+    weights = list(module.parameters(recurse=False))
     if not weights:
         return 0
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return 1
-    return max(p[0].numel() if p.dim() > 1 else p.numel() for p in weights)
+    return max(weight[0].numel() if weight.dim() > 1 else weight.numel() for weight in weights)
 
 
-Disturbed = Callable[[Tensor, bool], Tensor]
+AddNoise = Callable[[Tensor, bool], Tensor]
 
 
-def _disturb_output(disturbed: Disturbed, parts: bool, module: nn.Module, arguments: Any, output: Any) -> Any:
+def _change_output(add_noise: AddNoise, is_partial_sum: bool, module: nn.Module, arguments: Any, output: Any) -> Any:
     def change(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
-        moved = value + (disturbed(value.detach(), parts) - value.detach())
-        if moved.requires_grad:
-            moved.register_hook(lambda gradient: disturbed(gradient, False))
-        return moved
+        changed = value + (add_noise(value.detach(), is_partial_sum) - value.detach())
+        if changed.requires_grad:
+            changed.register_hook(lambda gradient: add_noise(gradient, False))
+        return changed
 
     return tree_map(change, output)
 
 
-def _disturb_input_gradient(disturbed: Disturbed, module: nn.Module, arguments: Any) -> Any:
+def _change_input_gradient(add_noise: AddNoise, module: nn.Module, arguments: Any) -> Any:
     def change(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.requires_grad:
             return value
-        through = value.view_as(value)
-        through.register_hook(lambda gradient: disturbed(gradient, True))
-        return through
+        view = value.view_as(value)
+        view.register_hook(lambda gradient: add_noise(gradient, True))
+        return view
 
     return tree_map(change, arguments)
 
 
-def units(expected: Tensors) -> dict[str, float]:
-    """Of each tensor: the largest root mean square in its layer, and no less than a part of the largest of all."""
+def rms_scales(expected: Tensors) -> dict[str, float]:
+    """The scale of each tensor: the largest root mean square in its layer, and at least `SMALLEST_SCALE` times the
+    largest of all layers."""
     layers: dict[str, float] = {}
     for name, tensor in expected.items():
-        layers[layer_of(name)] = max(layers.get(layer_of(name), 0.0), _rms(tensor))
-    least = CANCELLED * max(layers.values(), default=0.0)
-    return {name: max(layers[layer_of(name)], least) for name in expected}
+        layers[layer_name(name)] = max(layers.get(layer_name(name), 0.0), _rms(tensor))
+    smallest = SMALLEST_SCALE * max(layers.values(), default=0.0)
+    return {name: max(layers[layer_name(name)], smallest) for name in expected}
 
 
-def off(found: Tensor | None, expected: Tensor | None, unit: float) -> Off:
-    if found is None or expected is None:
-        given = found if found is not None else expected
-        size = 0.0 if given is None else _rms(given)
-        return Off(0.0, 0.0) if size == 0 else Off(math.inf, math.inf)
-    if found.shape != expected.shape:
-        return Off(math.inf, math.inf)
-    difference, reference = found.double() - expected.double(), expected.double()
+def tensor_error(actual: Tensor | None, expected: Tensor | None, scale: float) -> TensorError:
+    """The two measures of (2). A tensor that is None counts as zeros."""
+    none, infinite = TensorError(0.0, 0.0), TensorError(math.inf, math.inf)
+    if actual is None or expected is None:
+        present = actual if actual is not None else expected
+        return none if present is None or _rms(present) == 0 else infinite
+    if actual.shape != expected.shape:
+        return infinite
+    difference, reference = actual.double() - expected.double(), expected.double()
     if not bool(difference.isfinite().all()):
-        same = torch.equal(found.isnan(), expected.isnan()) and torch.equal(found.nan_to_num(), expected.nan_to_num())
-        return Off(0.0, 0.0) if same else Off(math.inf, math.inf)
-    size = float(reference.square().sum())
-    # What has been cancelled on its way is all rounding: it has no direction.
-    directed = size > 0 and _rms(reference) >= CANCELLED * unit
-    along = abs(float((difference * reference).sum())) / size if directed else 0.0
+        same_nan = torch.equal(actual.isnan(), expected.isnan())
+        return none if same_nan and torch.equal(actual.nan_to_num(), expected.nan_to_num()) else infinite
+    squared_size = float(reference.square().sum())
+    # What is left after large terms have cancelled is all rounding: its direction means nothing.
+    has_direction = squared_size > 0 and _rms(reference) >= SMALLEST_SCALE * scale
+    projection = abs(float((difference * reference).sum())) / squared_size if has_direction else 0.0
     spread = _rms(difference)
-    return Off(spread / unit if unit else (math.inf if spread else 0.0), along)
+    return TensorError(spread / scale if scale else (math.inf if spread else 0.0), projection)
 
 
-def allowed(
-    passes: list[dict[str, Off]], numbers: list[dict[str, float]], expected: Tensors, least: Mapping[str, float]
-) -> Allowed:
-    """From what the passes were off. No less than what is known to round each tensor: what is computed once is rounded
-    once."""
-    spreads = {name: max(least[name], *(each[name].spread for each in passes)) for name in expected}
-    seen = {name: max(each[name].along for each in passes) for name in expected}
-    usual = median([along for along in seen.values() if along > 0] or [0.0])
+def rounding_allowance(
+    passes: list[dict[str, TensorError]],
+    numbers: list[dict[str, float]],
+    expected: Tensors,
+    smallest_spreads: Mapping[str, float],
+) -> RoundingAllowance:
+    """The allowance of (3), from the errors of the noise passes. `smallest_spreads` is a lower bound for each tensor:
+    what is computed is rounded at least once."""
+    spreads = {name: max(smallest_spreads[name], *(errors[name].spread for errors in passes)) for name in expected}
+    projections = {name: max(errors[name].projection for errors in passes) for name in expected}
+    typical = median([projection for projection in projections.values() if projection > 0] or [0.0])
     tensors = {
-        name: Off(
-            LAMBDA * spreads[name],
-            LAMBDA * max(seen[name], usual, spreads[name] / math.sqrt(_elements(expected[name]))),
+        name: TensorError(
+            SAFETY_FACTOR * spreads[name],
+            SAFETY_FACTOR
+            * max(projections[name], typical, spreads[name] / math.sqrt(_effective_elements(expected[name]))),
         )
         for name in expected
     }
-    told = {name: LAMBDA * max(usual, *(each[name] for each in numbers)) for name in numbers[0]}
-    return Allowed(tensors, told)
+    largest_numbers = {name: SAFETY_FACTOR * max(typical, *(errors[name] for errors in numbers)) for name in numbers[0]}
+    return RoundingAllowance(tensors, largest_numbers)
 
 
-def _share(found: float, most: float) -> float:
-    if found == 0:
+def _ratio(error: float, allowed: float) -> float:
+    if error == 0:
         return 0.0
-    return found / most if most else math.inf
+    return error / allowed if allowed else math.inf
 
 
-def _elements(tensor: Tensor) -> float:
-    """How many elements of equal size would have a direction like this one's: a few large ones decide it."""
+def _effective_elements(tensor: Tensor) -> float:
+    """The number of equally large elements whose direction would be as sensitive as this tensor's, which a few large
+    elements may dominate."""
     squares = tensor.double().square()
-    fourth = float(squares.square().sum())
-    return max(1.0, float(squares.sum()) ** 2 / fourth) if fourth else 1.0
+    fourth_powers = float(squares.square().sum())
+    return max(1.0, float(squares.sum()) ** 2 / fourth_powers) if fourth_powers else 1.0
 
 
 def _rms(tensor: Tensor) -> float:

@@ -1,4 +1,5 @@
-"""`Comparing`: one side's steps held against the other's, in the order in which things come about."""
+"""`StepComparator`: compares recorded steps with expected ones, value by value in the order in which a step computes
+them."""
 
 import math
 from collections.abc import Iterable
@@ -6,84 +7,93 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from meshwright.proof.compare.errors import CANCELLED, Comparison, What, error_of, layer_scales
-from meshwright.train.output.recording import Recorded
+from meshwright.proof.compare.errors import SMALLEST_SCALE, ComparedKind, Comparison, layer_scales, scaled_error
+from meshwright.train.output.recording import RecordedStep
 
 Tensors = dict[str, Tensor]
 
 
-class Comparing:
-    """Holds what has been seen so far. Where a rank has something otherwise than the first, it is compared, too."""
+class StepComparator:
+    """Holds the comparison so far. Rank 0's values are compared, and those of other ranks that differ from rank 0's."""
 
     def __init__(self, model: nn.Module) -> None:
         self.parameters = [name for name, _ in model.named_parameters()]
         self.weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        self.seen = Comparison()
+        self.comparison = Comparison()
         self._largest_loss = 0.0
 
-    def within(self, tolerance: float) -> None:
-        self.seen = self.seen.within(tolerance)
+    def raise_tolerance(self, tolerance: float) -> None:
+        self.comparison = self.comparison.with_tolerance(tolerance)
 
-    def loss(self, step: int, found: Recorded, expected: Tensor) -> None:
+    def compare_loss(self, step: int, recorded: RecordedStep, expected: Tensor) -> None:
         self._largest_loss = max(self._largest_loss, float(expected.abs()))
-        self._see(step, "loss", None, error_of(found.loss, expected.cpu(), self._largest_loss))
-        for witness in found.seen:
-            if witness.loss != float(found.loss):
-                told = torch.tensor(witness.loss, dtype=torch.float64)
-                self._see(step, "loss", None, error_of(told, expected.cpu(), self._largest_loss), witness.rank)
+        for rank, loss in losses_by_rank(recorded):
+            self.add(step, "loss", None, scaled_error(loss, expected.cpu(), self._largest_loss), rank)
 
-    def gradients(self, step: int, found: Recorded, expected: Tensors) -> dict[str, float]:
-        """From the last layer to the first, as backward reaches them: where an error begins is told. Returns the
-        scales they were measured against."""
-        scales = layer_scales(expected, CANCELLED)
-        smallest = min(scales.values(), default=0.0)
+    def compare_gradients(self, step: int, recorded: RecordedStep, expected: Tensors) -> dict[str, float]:
+        """Compares from the last layer to the first, as backward computes them, so that the first difference is where
+        an error begins. Returns the scale that each gradient was measured by."""
+        scales = layer_scales(expected, SMALLEST_SCALE)
+        smallest = min(scales.values(), default=0.0)  # for a layer that the reference did not reach
         for name in reversed(self.parameters):
-            unit = scales.get(name, smallest)  # a layer that the reference did not reach
-            self._see(step, "gradient", name, error_of(found.gradients.get(name), expected.get(name), unit))
-        for rank, own in found.gradients_of.items():
-            for name in reversed([name for name in self.parameters if name in own]):
-                error = error_of(own[name], expected.get(name), scales.get(name, smallest))
-                self._see(step, "gradient", name, error, rank)
+            error = scaled_error(recorded.gradients.get(name), expected.get(name), scales.get(name, smallest))
+            self.add(step, "gradient", name, error)
+        for rank, gradients in recorded.differing_gradients.items():
+            for name in reversed([name for name in self.parameters if name in gradients]):
+                error = scaled_error(gradients[name], expected.get(name), scales.get(name, smallest))
+                self.add(step, "gradient", name, error, rank)
         return scales
 
-    def norm(self, step: int, found: Recorded, expected: Tensor) -> None:
-        norm = norm_of(found.gradients.values()) if found.norm is None else found.norm
-        self._see(step, "gradient norm", None, error_of(norm, expected.cpu(), float(expected)))
+    def compare_norm(self, step: int, recorded: RecordedStep, expected: Tensor) -> None:
+        norm = global_norm(recorded.gradients.values()) if recorded.norm is None else recorded.norm
+        self.add(step, "gradient norm", None, scaled_error(norm, expected.cpu(), float(expected)))
 
-    def states(self, step: int, found: Recorded, expected: Tensors, carried: Tensors) -> None:
-        """Step 0 is before the first one."""
-        self._state(step, found.state, expected, carried, 0)
-        for rank, own in found.state_of.items():
-            there = {name: value for name, value in expected.items() if name in own}
-            self._state(step, own, there, carried, rank)
+    def compare_states(self, step: int, recorded: RecordedStep, expected: Tensors, weight_bounds: Tensors) -> None:
+        """Compares buffers and weights after a step; step 0 stands for those before the first step. `weight_bounds`
+        says how far elements of a weight may differ, if that is more than the tolerance allows."""
+        self._compare_state(step, recorded.state, expected, weight_bounds, 0)
+        for rank, state in recorded.differing_states.items():
+            expected_on_rank = {name: value for name, value in expected.items() if name in state}
+            self._compare_state(step, state, expected_on_rank, weight_bounds, rank)
 
-    def _state(self, step: int, found: Tensors, expected: Tensors, carried: Tensors, rank: int) -> None:
-        """Buffers first: they were there before the optimizer's step."""
+    def _compare_state(self, step: int, state: Tensors, expected: Tensors, weight_bounds: Tensors, rank: int) -> None:
+        """Compares buffers first: they were updated before the optimizer step."""
         buffers = {name: value for name, value in expected.items() if name not in self.weights}
         weights = {name: value for name, value in expected.items() if name in self.weights}
         for name, scale in layer_scales(buffers).items():
-            self._see(step, "buffer", name, _error(found, name, buffers[name], scale), rank)
+            self.add(step, "buffer", name, _error_or_missing(state, name, buffers[name], scale), rank)
         for name, scale in layer_scales(weights).items():
-            unit: float | Tensor = scale
-            if name in carried:
-                unit = (carried[name].double() / self.seen.tolerance).clamp(min=scale)
-            error = _error(found, name, weights[name], unit)
-            self._see(step, "weight" if step else "initial weight", name, error, rank)
+            element_scale: float | Tensor = scale
+            if name in weight_bounds:
+                element_scale = (weight_bounds[name].double() / self.comparison.tolerance).clamp(min=scale)
+            error = _error_or_missing(state, name, weights[name], element_scale)
+            self.add(step, "weight" if step else "initial weight", name, error, rank)
 
-    def _see(self, step: int, what: What, parameter: str | None, error: float, rank: int = 0) -> None:
-        self.seen = self.seen.seen(step, what, parameter, error, rank)
+    def add(self, step: int, what: ComparedKind, parameter: str | None, error: float, rank: int = 0) -> None:
+        """Adds the error of one value to the comparison."""
+        self.comparison = self.comparison.with_error(step, what, parameter, error, rank)
 
 
-def norm_of(gradients: Iterable[Tensor]) -> Tensor:
+def losses_by_rank(recorded: RecordedStep) -> list[tuple[int, Tensor]]:
+    """The loss that rank 0 reported, and those of the ranks that reported another one."""
+    others = [observation for observation in recorded.observations if observation.loss != float(recorded.loss)]
+    return [
+        (0, recorded.loss),
+        *((observation.rank, torch.tensor(observation.loss, dtype=torch.float64)) for observation in others),
+    ]
+
+
+def global_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """The L2 norm of all gradients together."""
     squares = sum(float(gradient.double().square().sum()) for gradient in gradients)
     return torch.tensor(math.sqrt(squares), dtype=torch.float64)
 
 
-def kept_by_clipping(norm: Tensor, limit: float | None) -> float:
-    """By which factor clipping shortened the gradients."""
+def clip_factor(norm: Tensor, limit: float | None) -> float:
+    """The factor by which clipping to the limit shortens gradients of this norm; 1 without a limit."""
     return 1.0 if limit is None or not float(norm) else min(1.0, limit / float(norm))
 
 
-def _error(found: Tensors, name: str, expected: Tensor, unit: float | Tensor) -> float:
-    """A weight or buffer that the plan's model does not have is as wrong as it can be."""
-    return error_of(found[name], expected, unit) if name in found else math.inf
+def _error_or_missing(state: Tensors, name: str, expected: Tensor, scale: float | Tensor) -> float:
+    """The error of a weight or buffer; infinite if the plan's model does not have it."""
+    return scaled_error(state[name], expected, scale) if name in state else math.inf

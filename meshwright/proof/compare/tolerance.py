@@ -1,20 +1,22 @@
-"""How far two right computations may lie apart, derived from precision, reduction length and depth.
+"""How far two correct computations may differ, derived from precision, reduction length and depth.
 
-(1) One sum. Two orders of summing n rounded terms differ by at most λ·√n·eps of the terms' scale, but with
+(1) One sum. Two orders of summing n rounded terms differ by at most λ·√n·eps of the terms' scale, except with
     probability 2·exp(-λ²/2) (Higham and Mary, 2019): with λ = 10 never, for any number of elements a model has.
-    n is what the longest sum of the step runs over: samples × positions for gradients, fan-in for activations.
+    n is the length of the step's longest sum: samples × positions for gradients, fan-in for activations.
 (2) One step. A gradient has passed `depth` layers forward and `depth` layers backward, each of which adds (1):
 
-        tolerance = 2 · depth · λ · √n · eps                                    → `Sizes.tolerance`
+        tolerance = 2 · depth · λ · √n · eps                                    → `SumTolerance.first_step`
 
-(3) Steps. Once weights differ by a part ρ of their size, which was found to be rounding, each of the layers that
-    a gradient passes is off by ρ more: the tolerance of the next step is (2) + 2 · depth · ρ.   → `Sizes.after`
-(4) The optimizer. It may carry a small difference of a gradient far: Adam divides by √v, so at its first step a
-    gradient near zero decides a whole ±lr. How far is not guessed: a second optimizer is given gradients that lie
-    off by the tolerance, towards zero, from the first step on. What it makes of them, element by element, is how far
-    the weights of a right plan may be off; twice that, as the plan's own gradients may be off the other way. → `Shadow`
-(5) Weights that (4) lets go further than (2) are decided by rounding alone: a convolution's bias before BatchNorm,
-    under Adam. Once found right, they go on as under the plan, or whatever they touch would drift with them. → `adopt`
+(3) Later steps. Once the weights differ by the relative amount ρ, which was found to be rounding, each layer that a
+    gradient passes adds ρ: the tolerance of the next step is (2) + 2 · depth · ρ.   → `SumTolerance.with_drift`
+(4) The optimizer. It may enlarge a small difference of a gradient: Adam divides by √v, so in its first step the sign
+    of a gradient near zero decides a whole ±lr. How much is measured: a second optimizer gets gradients that differ by
+    the tolerance, towards zero, from the first step on. How far its weights move away, element by element, is how far
+    the weights of a correct plan may; twice that, as the plan's gradients may differ in the other direction.
+                                                                                → `PerturbedTraining`
+(5) Weights whose bound by (4) is larger than (2) are decided by rounding alone: a convolution's bias before BatchNorm,
+    under Adam. Once they were found within the bound, the reference continues with the plan's values, as otherwise all
+    that depends on them would drift apart.                                     → `PerturbedTraining.shift_weights`
 """
 
 import math
@@ -24,113 +26,114 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from meshwright.proof.reference.reference import Trained
+from meshwright.proof.reference.reference import PlainTraining
+from meshwright.proof.torch_private import tree_leaves
 
 LAMBDA = 10.0
-_BOTH_WAYS = 2.0
+_BOTH_DIRECTIONS = 2.0
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Of one step: how many terms its longest sum has, and how many layers with weights a forward pass calls."""
+class SumTolerance:
+    """The tolerance of equations (2) and (3). `terms` is the length of a step's longest sum, `depth` the number of
+    layers with weights that a forward pass calls."""
 
     terms: int
     depth: int
     dtype: torch.dtype
 
     @property
-    def tolerance(self) -> float:
-        """Of the first step."""
+    def first_step(self) -> float:
+        """The tolerance of a step that starts from equal weights."""
         return 2 * self.depth * LAMBDA * math.sqrt(self.terms) * torch.finfo(self.dtype).eps
 
-    def after(self, drift: float) -> float:
-        """Of a step that starts from weights which differ by the part `drift`."""
-        return self.tolerance + 2 * self.depth * drift
+    def with_drift(self, drift: float) -> float:
+        """The tolerance of a step that starts from weights with this relative difference."""
+        return self.first_step + 2 * self.depth * drift
 
     def __str__(self) -> str:
         eps = torch.finfo(self.dtype).eps
         return f"2 × {self.depth} layers × {LAMBDA:g} × √({self.terms:,} terms) × {eps:.2g}"
 
 
-class Count:
-    """Filled while a forward pass runs under `counted`."""
+class ReductionCounter:
+    """The lengths of sums, counted while forward passes run inside `count_reductions`."""
 
     def __init__(self) -> None:
         self.rows: dict[nn.Module, int] = {}
         self.calls = 0
         self.fan_in = 1
 
-    def sizes(self, passes: int, dtype: torch.dtype) -> Sizes:
-        """Of a step that made so many forward passes."""
+    def tolerance(self, passes: int, dtype: torch.dtype) -> SumTolerance:
+        """The tolerance of a step that made this number of forward passes."""
         terms = max(self.rows.values(), default=1) + self.fan_in
-        return Sizes(terms, max(1, round(self.calls / passes)), dtype)
+        return SumTolerance(terms, max(1, round(self.calls / passes)), dtype)
 
 
 @contextmanager
-def counted(model: nn.Module) -> Iterator[Count]:
-    """Counts what the modules with weights of their own reduce over."""
-    count = Count()
+def count_reductions(model: nn.Module) -> Iterator[ReductionCounter]:
+    """Within this context, counts how many terms the modules that have parameters of their own sum."""
+    counter = ReductionCounter()
 
-    def note(module: nn.Module, arguments: object, output: object) -> None:
+    def count_call(module: nn.Module, arguments: object, output: object) -> None:
         result = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
         if result is None:
             return
-        count.calls += 1
+        counter.calls += 1
         for parameter in module.parameters(recurse=False):
             if parameter.dim() == 0:
                 continue
-            table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
-            rows = result.numel() // max(1, parameter.shape[-1 if table else 0])
-            count.rows[module] = count.rows.get(module, 0) + rows
-            count.fan_in = max(count.fan_in, 1 if table else parameter[0].numel())
+            is_table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            rows = result.numel() // max(1, parameter.shape[-1 if is_table else 0])
+            counter.rows[module] = counter.rows.get(module, 0) + rows
+            counter.fan_in = max(counter.fan_in, 1 if is_table else parameter[0].numel())
             break  # a layer's first parameter is its weight
 
-    own = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
-    hooks = [module.register_forward_hook(note) for module in own]
+    layers = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
+    hooks = [layer.register_forward_hook(count_call) for layer in layers]
     try:
-        yield count
+        yield counter
     finally:
         for hook in hooks:
             hook.remove()
 
 
-class Shadow(Trained):
-    """The second optimizer of (4)."""
+class PerturbedTraining(PlainTraining):
+    """The second optimizer of (4), with a model of its own."""
 
     @torch.no_grad()
-    def follow(self, model: nn.Module, off: Mapping[str, float]) -> None:
-        """Takes over a model's gradients, each moved towards zero by as much as it may be `off`."""
-        own = dict(self.model.named_parameters())
+    def take_perturbed_gradients(self, model: nn.Module, perturbations: Mapping[str, float]) -> None:
+        """Copies a model's gradients, each moved towards zero by the perturbation under its name."""
+        parameters = dict(self.model.named_parameters())
         for name, parameter in model.named_parameters():
             gradient = parameter.grad
             if gradient is None:
-                own[name].grad = None
+                parameters[name].grad = None
                 continue
-            own[name].grad = _moved(gradient, off[name])
+            parameters[name].grad = _towards_zero(gradient, perturbations[name])
 
     @torch.no_grad()
-    def adopt(self, model: nn.Module, shifts: Mapping[str, Tensor]) -> None:
-        """Moves a model's weights, and the own ones along with them."""
-        for moved in (model, self.model):
-            for name, parameter in moved.named_parameters():
+    def shift_weights(self, model: nn.Module, shifts: Mapping[str, Tensor]) -> None:
+        """Adds the shifts to the weights of the given model and of this training's model."""
+        for shifted in (model, self.model):
+            for name, parameter in shifted.named_parameters():
                 if name in shifts:
                     parameter.add_(shifts[name].to(parameter))
 
     @torch.no_grad()
-    def carried(self, model: nn.Module) -> dict[str, Tensor]:
-        """How far each weight may have been carried off by now, under all names that it has."""
-        own = dict(self.model.named_parameters(remove_duplicate=False))
-        named = model.named_parameters(remove_duplicate=False)
-        return {name: _BOTH_WAYS * (own[name] - parameter).abs().cpu() for name, parameter in named}
+    def weight_bounds(self, model: nn.Module) -> dict[str, Tensor]:
+        """How far each element of each weight may differ by now, under every name that a tied weight has."""
+        perturbed = dict(self.model.named_parameters(remove_duplicate=False))
+        parameters = model.named_parameters(remove_duplicate=False)
+        return {name: _BOTH_DIRECTIONS * (perturbed[name] - weight).abs().cpu() for name, weight in parameters}
 
 
-def _moved(gradient: Tensor, off: float) -> Tensor:
-    """Towards zero; of a sparse one the rows that are there."""
+def _towards_zero(gradient: Tensor, distance: float) -> Tensor:
+    """The gradient with every element moved towards zero; of a sparse gradient, the rows that it holds."""
     if gradient.layout != torch.strided:
         rows = gradient.coalesce()
-        moved = _moved(rows.values(), off)
+        moved = _towards_zero(rows.values(), distance)
         return torch.sparse_coo_tensor(rows.indices(), moved, rows.shape, is_coalesced=True, check_invariants=False)
-    away = torch.where(gradient < 0, -1.0, 1.0).to(gradient.dtype)
-    return gradient - away * off
+    direction = torch.where(gradient < 0, -1.0, 1.0).to(gradient.dtype)
+    return gradient - direction * distance

@@ -3,24 +3,17 @@
 import sys
 from pathlib import Path
 
-from meshwright.launch.place import Place
 from meshwright.launch.rank import run_rank
-from meshwright.launch.world import World
-from meshwright.proof.question import Question
-from meshwright.proof.record import question_file as carry
 from meshwright.proof.record.record import record
+from meshwright.proof.record.request_file import read_request
 
-QUESTION = "question.pickle"
+REQUEST_FILE = "request.pickle"
 
 
 def main() -> None:
     folder, device = Path(sys.argv[1]), sys.argv[2]
-    question = carry.read(folder / QUESTION)
-    run_rank(lambda world, place: _record(question, world, folder, place), device, question.timeout_s)
-
-
-def _record(question: Question, world: World, folder: Path, place: Place) -> None:
-    record(question, world, folder, place)
+    request = read_request(folder / REQUEST_FILE)
+    run_rank(lambda world, heartbeat: record(request, world, folder, heartbeat), device, request.timeout_s)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A rank's part: trains the steps under the plan, while `recording` writes down what is to be compared."""
+"""What each rank of a proof does: it trains the steps under the plan, while a recorder writes what will be compared."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,74 +6,73 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from meshwright.launch.place import Place
+from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.world import World
-from meshwright.proof.fault import Fault
-from meshwright.proof.question import Question
-from meshwright.proof.record.record_served import record_served
-from meshwright.proof.reference.setting import Setting, computing_in, in_dtype, set_up
-from meshwright.train.output.recording import Recorder
+from meshwright.proof.record.record_with_servers import record_with_servers
+from meshwright.proof.reference.reference_setup import ReferenceSetup, batch_in_dtype, build_setup, default_dtype
+from meshwright.proof.request import ProofRequest
+from meshwright.train.output.recording import StepRecorder
 from meshwright.train.session import Session
 
-_LEFT_OUT = 20  # steps, after which a loss scale is a millionth of what it was
+_MOST_SKIPPED_STEPS = 20  # after which a loss scale is a millionth of what it was
 
 
-def record(question: Question, world: World, folder: Path, place: Place | None = None) -> None:
-    """All ranks of the world call it; the first one writes a file for each step, and one of the start."""
-    if question.plan.gradients.servers:
-        record_served(question, world, folder, place or Place.nowhere())
+def record(request: ProofRequest, world: World, folder: Path, heartbeat: Heartbeat | None = None) -> None:
+    """Trains and records the steps. All ranks of the world call it; rank 0 writes a file for the initial state and one
+    for each step."""
+    heartbeat = heartbeat or Heartbeat.in_memory()
+    if request.plan.gradients.servers:
+        record_with_servers(request, world, folder, heartbeat)
         return
-    setting = set_up(question)
-    place = place or Place.nowhere()
-    session = make_session(setting, question, world, place)
-    plant = question.plant or Fault()
-    plant.before(session)
-    recorder = Recorder(session, folder)
+    setup = build_setup(request)
+    session = make_session(setup, request, world, heartbeat)
+    if request.prepare_session:
+        request.prepare_session(session)
+    recorder = StepRecorder(session, folder)
 
-    def look() -> None:
-        recorder.computed()
-        plant.on_gradients(session, session.steps + 1)
-        recorder.look()
+    def record_gradients() -> None:
+        recorder.note_backward()
+        recorder.note_gradients()
 
-    session.on_gradients = look
-    recorder.begin()
-    batches = session.batches(setting.data, None, setting.global_batch, setting.loading, setting.drop_last)
-    with computing_in(setting.dtype):
-        for step in _steps(session, question.steps):
-            place.at(step, "data")
-            with computing_in(torch.float32):  # what samples draw is the same in every precision
-                loaded = next(batches)
-            batch = plant.on_batch(in_dtype(loaded, setting.dtype), session, step)
-            recorder.batch(batch)
+    session.on_gradients = record_gradients
+    recorder.write_start()
+    batches = session.batches(setup.data, None, setup.global_batch, setup.loading, setup.drop_last)
+    with default_dtype(setup.dtype):
+        for step in _steps(session, request.steps):
+            heartbeat.update(step, "data")
+            with default_dtype(torch.float32):  # random numbers that samples use are the same in every precision
+                loaded_batch = next(batches)
+            batch = batch_in_dtype(loaded_batch, setup.dtype)
+            recorder.note_batch(batch)
             loss = session.step(batch)
-            plant.after_step(session, step)
-            place.finish_step()
-            recorder.finish(loss)
+            heartbeat.finish_step()
+            recorder.write_step(loss)
     if world.size > 1:
-        dist.barrier()  # nobody leaves while another still gathers
+        dist.barrier()  # no rank may exit while another still gathers
 
 
-def _steps(session: Session, wanted: int) -> Iterator[int]:
-    """So many, and another one for each that the loss scale has left out, up to a limit."""
+def _steps(session: Session, count: int) -> Iterator[int]:
+    """Step numbers from 1: `count` of them, and one more for each step that the loss scale skips, up to a limit."""
     step = 0
-    while step < wanted + min(_LEFT_OUT, session.loss_scale.skipped if session.loss_scale else 0):
+    while step < count + min(_MOST_SKIPPED_STEPS, session.loss_scale.skipped if session.loss_scale else 0):
         step += 1
         yield step
 
 
-def make_session(setting: Setting, question: Question, world: World, place: Place) -> Session:
+def make_session(setup: ReferenceSetup, request: ProofRequest, world: World, heartbeat: Heartbeat) -> Session:
+    """The session in which one rank trains the request's model under its plan."""
     return Session(
-        setting.model,
-        setting.make_optimizer,
-        loss=setting.loss,
-        plan=question.ran,
+        setup.model,
+        setup.make_optimizer,
+        loss=setup.loss,
+        plan=request.executed_plan,
         world=world,
-        make_schedule=setting.make_schedule,
-        schedule_per=setting.schedule_per,
-        clip_norm=setting.clip_norm,
-        seed=setting.seed,
-        target=setting.target,
-        frozen=setting.frozen,
-        report=lambda doing: place.at(place.step, doing),
-        sample=setting.sample(),
+        make_schedule=setup.make_schedule,
+        schedule_per=setup.schedule_per,
+        clip_norm=setup.clip_norm,
+        seed=setup.seed,
+        target=setup.target,
+        frozen=setup.frozen,
+        report=lambda activity: heartbeat.update(heartbeat.step, activity),
+        sample=setup.sample(),
     )

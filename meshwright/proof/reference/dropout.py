@@ -1,27 +1,29 @@
-"""Dropout taken out of a model: its masks are drawn for the shapes that a rank computes on, so no two plans draw the
-same ones, and a comparison would only find that."""
+"""Switches dropout off in a model. Masks are drawn for the shapes that a rank computes on, so no two plans draw the
+same ones, and a comparison would find nothing but that."""
 
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
+
+from meshwright.proof.torch_private import AnyDropout
 
 
-def without_dropout(model: nn.Module) -> int:
-    """Sets every probability of dropping something to zero, in place; returns how many there were."""
-    found = 0
+def disable_dropout(model: nn.Module) -> int:
+    """Sets every dropout probability in the model to zero, in place. Returns how many there were."""
+    disabled = 0
     for module in model.modules():
-        for name in _probabilities(module):
+        for name in _probability_names(module):
             setattr(module, name, 0.0)
-            found += 1
-    return found
+            disabled += 1
+    return disabled
 
 
-def _probabilities(module: nn.Module) -> list[str]:
-    """`p` of dropout modules, torch's and other libraries' (DropPath, StochasticDepth), and attributes that functional
-    dropout is called with: `dropout` of attention and recurrent layers, `attn_drop`, `drop_prob`, `layerdrop`."""
-    kind = type(module).__name__
-    drops = isinstance(module, _DropoutNd) or "drop" in kind.lower() or kind == "StochasticDepth"
+def _probability_names(module: nn.Module) -> list[str]:
+    """The attributes of a module that are positive dropout probabilities: `p` of dropout modules, torch's and other
+    libraries' (DropPath, StochasticDepth), and attributes that functional dropout is called with (`dropout` of
+    attention and recurrent layers, `attn_drop`, `drop_prob`, `layerdrop`)."""
+    class_name = type(module).__name__
+    is_dropout = isinstance(module, AnyDropout) or "drop" in class_name.lower() or class_name == "StochasticDepth"
     return [
         name
         for name, value in vars(module).items()
-        if isinstance(value, float) and value > 0 and ("drop" in name.lower() or (drops and name == "p"))
+        if isinstance(value, float) and value > 0 and ("drop" in name.lower() or (is_dropout and name == "p"))
     ]

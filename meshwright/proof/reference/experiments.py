@@ -1,5 +1,5 @@
-"""Experiments: one step of the reference again, from the weights before the first difference, by another rule. The rule
-under which one device computes what the ranks did is what the ranks did."""
+"""Experiments: the reference computes one step again by another rule, from the weights before the first difference. If
+it then gets the ranks' gradients, the ranks have followed that rule."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -9,201 +9,218 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.data.loading import Share
-from meshwright.proof.question import Question
-from meshwright.proof.reference.groups import Grouping, global_batches, grouping, looks_at_the_batch
-from meshwright.proof.reference.reference import Reference, generators_kept
-from meshwright.proof.reference.setting import set_up
-from meshwright.train.output.witness import BITS, drew, samples_of, watch_bits
+from meshwright.data.loading import SampleShare
+from meshwright.proof.reference.groups import Grouping, choose_grouping, global_batches, uses_batch_statistics
+from meshwright.proof.reference.reference import Reference, preserve_generators
+from meshwright.proof.reference.reference_setup import build_setup
+from meshwright.proof.request import ProofRequest
+from meshwright.proof.torch_private import TO_COPY, TorchDispatchMode
+from meshwright.train.output.observation import MANTISSA_BITS, digest_samples, drew_random_numbers, record_output_bits
 
 T = TypeVar("T")
 Tensors = dict[str, Tensor]
-_ELSEWHERE = 1_000_003  # steps ahead, where random numbers are others
+_OTHER_SEED_STEPS = 1_000_003  # added to the step number for other random numbers
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What one device computed: before clipping, with the buffers behind the step. `drew`: it used random numbers."""
+class ExperimentResult:
+    """What one device computed in an experiment. Gradients are those before clipping, buffers those after the step.
+    `drew_random_numbers` says whether the step used a random generator; `bits` is the number of mantissa bits that each
+    layer's output carried."""
 
     loss: Tensor
     gradients: Tensors
     buffers: Tensors
-    drew: bool
+    drew_random_numbers: bool
     bits: dict[str, int]
 
 
 @dataclass(frozen=True)
-class Brought:
-    """What a data rank's samples bring: the gradients of their sum, the sum, and its count; beside them the sums of its
-    microbatches' own means, plain and by how many samples they have."""
+class RankContribution:
+    """What the samples of one data rank contribute to a step.
 
-    gradients: Tensors = field(default_factory=dict)
-    loss: float = 0.0
-    count: float = 0.0
+    `gradient_sums`, `loss_sum` and `target_count` belong to the loss's sum over all of its targets. `mean_gradients`
+    and `mean_losses` are sums over its microbatches of each microbatch's mean; `sample_weighted_gradients` and
+    `sample_weighted_losses` are the same with each mean multiplied by the microbatch's number of samples.
+    """
+
+    gradient_sums: Tensors = field(default_factory=dict)
+    loss_sum: float = 0.0
+    target_count: float = 0.0
     microbatches: int = 0
-    means: Tensors = field(default_factory=dict)
+    mean_gradients: Tensors = field(default_factory=dict)
     mean_losses: float = 0.0
     samples: int = 0
-    by_samples: Tensors = field(default_factory=dict)
-    losses_by_samples: float = 0.0
+    sample_weighted_gradients: Tensors = field(default_factory=dict)
+    sample_weighted_losses: float = 0.0
 
 
-class Laboratory:
-    """For one step of a question, which starts from `before`."""
+class Experiments:
+    """Experiments on one step of a proof request, all of which start from the state `before`."""
 
-    def __init__(self, question: Question, device: torch.device, step: int, before: Tensors) -> None:
-        self.question = question
+    def __init__(self, request: ProofRequest, device: torch.device, step: int, before: Tensors) -> None:
+        self.request = request
         self.device = device
         self.step = step
         self.before = before
 
     @cached_property
-    def kind(self) -> Grouping:
-        """The groups that the reference took."""
-        setting = set_up(self.question)
-        return grouping(setting.model.train(), self.question.plan, self.question.dropout, setting.loss)
+    def grouping(self) -> Grouping:
+        """The grouping of samples that the reference used."""
+        setup = build_setup(self.request)
+        return choose_grouping(setup.model.train(), self.request.plan, self.request.dropout, setup.loss)
 
     @cached_property
-    def batch_layers(self) -> frozenset[str]:
-        """Modules that look at a batch as a whole."""
-        model = set_up(self.question).model.train()
-        return frozenset(name for name, module in model.named_modules() if looks_at_the_batch(module))
+    def batch_statistics_layers(self) -> frozenset[str]:
+        """The names of the modules whose output depends on the batch as a whole (BatchNorm)."""
+        model = build_setup(self.request).model.train()
+        return frozenset(name for name, module in model.named_modules() if uses_batch_statistics(module))
 
     @cached_property
-    def first_names(self) -> dict[str, str]:
-        """Of every name that a weight has, the first: tied weights have several."""
-        model = set_up(self.question).model
+    def canonical_names(self) -> dict[str, str]:
+        """The first name of the parameter under each of its names: tied parameters have several."""
+        model = build_setup(self.request).model
         first: dict[int, str] = {}
         return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
 
     @cached_property
-    def samples(self) -> list[tuple[tuple[str, ...], ...]]:
-        """Of each data rank, what it should have been given."""
-        plan, setting = self.question.plan, set_up(self.question)
-        shares = [Share(rank, plan.data_ranks) for rank in range(plan.data_ranks)]
-        return [samples_of(self._nth(setting.batches(share, plan.microbatches))) for share in shares]
+    def expected_samples(self) -> list[tuple[tuple[str, ...], ...]]:
+        """For each data rank, the digests of the samples that it should have computed on, by microbatch."""
+        plan, setup = self.request.plan, build_setup(self.request)
+        shares = [SampleShare(rank, plan.data_ranks) for rank in range(plan.data_ranks)]
+        return [digest_samples(self._batch_of_step(setup.batches(share, plan.microbatches))) for share in shares]
 
     @cached_property
-    def usual(self) -> Outcome:
-        """The step as the reference took it."""
+    def reference_step(self) -> ExperimentResult:
+        """The step as the reference computed it."""
         return self.run()
 
     def run(
         self,
-        kind: Grouping | None = None,
+        grouping: Grouping | None = None,
         *,
         dropout: bool | None = None,
-        learns: int | None = None,
+        statistics_rank: int | None = None,
         frozen_statistics: bool = False,
-        elsewhere: int = 0,
-    ) -> Outcome:
-        """`learns`: the data rank whose samples running statistics learn from. `elsewhere`: other random numbers."""
-        question = self.question if dropout is None else replace(self.question, dropout=dropout)
-        with generators_kept(self.device):
-            reference = self._reference(question, kind or self.kind)
-            batch = self._nth(global_batches(reference.setting, question.plan, kind or self.kind))
-            if learns is not None:
-                groups = tuple(replace(group, counts=group.rank == learns) for group in batch.groups)
-                batch = replace(batch, groups=groups)
+        random_draw: int = 0,
+    ) -> ExperimentResult:
+        """Computes the step with some things changed.
+
+        `grouping` and `dropout` replace those of the reference. `statistics_rank` is the data rank whose samples update
+        running statistics; `frozen_statistics` normalizes by the running statistics instead. Each `random_draw` above 0
+        uses other random numbers.
+        """
+        request = self.request if dropout is None else replace(self.request, dropout=dropout)
+        with preserve_generators(self.device):
+            reference = self._reference(request, grouping or self.grouping)
+            batch = self._batch_of_step(global_batches(reference.setup, request.plan, grouping or self.grouping))
+            if statistics_rank is not None:
+                groups = (replace(group, updates_statistics=group.rank == statistics_rank) for group in batch.groups)
+                batch = replace(batch, groups=tuple(groups))
             if frozen_statistics:
-                _freeze(reference.model)
-            reference.steps += elsewhere * _ELSEWHERE
+                _freeze_statistics(reference.model)
+            reference.steps += random_draw * _OTHER_SEED_STEPS
             bits: dict[str, int] = {}
-            end = watch_bits(reference.model, bits)
+            stop_watching = record_output_bits(reference.model, bits)
             loss = reference.compute(batch)
-            end()
+            stop_watching()
             buffers = {name: value.detach().cpu().clone() for name, value in reference.model.named_buffers()}
-            return Outcome(loss.cpu(), reference.gradients(), buffers, drew(self.device), bits)
+            return ExperimentResult(loss.cpu(), reference.gradients(), buffers, drew_random_numbers(self.device), bits)
 
     @cached_property
-    def narrowest(self) -> int:
-        """The fewest bits that the model's own code casts anything to on one device."""
-        with generators_kept(self.device):
-            reference = self._reference(self.question, self.kind)
-            batch = self._nth(global_batches(reference.setting, self.question.plan, self.kind))
-            with _Casts() as casts:
+    def fewest_cast_bits(self) -> int:
+        """The fewest mantissa bits that the model's own code casts any tensor to on one device."""
+        with preserve_generators(self.device):
+            reference = self._reference(self.request, self.grouping)
+            batch = self._batch_of_step(global_batches(reference.setup, self.request.plan, self.grouping))
+            with _CastObserver() as casts:
                 reference.compute(batch)
-        return casts.bits
+        return casts.fewest_bits
 
     @cached_property
-    def shares(self) -> list[Brought]:
-        """Of each data rank by itself; none where its gradients depend on others' samples or nothing is a mean."""
-        question = self.question
-        with generators_kept(self.device):
-            reference = self._reference(question, "local")
-            if self.kind == "synchronized" or (self.kind == "whole" and self.batch_layers):
+    def rank_contributions(self) -> list[RankContribution]:
+        """What each data rank contributes by itself. Empty where a rank's gradients depend on other ranks' samples,
+        where the loss is a sum, and where there is one microbatch in all."""
+        request = self.request
+        with preserve_generators(self.device):
+            reference = self._reference(request, "local")
+            if self.grouping == "synchronized" or (self.grouping == "whole" and self.batch_statistics_layers):
                 return []
-            if reference.loss_kind == "sum" or question.plan.shares == 1:
+            if reference.loss_kind == "sum" or request.plan.shares == 1:
                 return []
-            batch = self._nth(global_batches(reference.setting, question.plan, "local"))
-            found = [Brought() for _ in range(question.plan.data_ranks)]
+            batch = self._batch_of_step(global_batches(reference.setup, request.plan, "local"))
+            contributions = [RankContribution() for _ in range(request.plan.data_ranks)]
             for group in batch.groups:
                 if not group.samples:
                     continue
-                gradients, loss, count = reference.part_of(group)
-                found[group.rank] = _with(found[group.rank], gradients, loss, count, group.samples)
-            return found
+                gradients, loss_sum, target_count = reference.compute_group(group)
+                contributions[group.rank] = _with_microbatch(
+                    contributions[group.rank], gradients, loss_sum, target_count, group.samples
+                )
+            return contributions
 
     @cached_property
-    def held(self) -> frozenset[str]:
-        """The weights that one device's optimizer has."""
-        with generators_kept(self.device):
-            reference = self._reference(self.question, self.kind)
+    def optimized_names(self) -> frozenset[str]:
+        """The names of the parameters that one device's optimizer updates."""
+        with preserve_generators(self.device):
+            reference = self._reference(self.request, self.grouping)
         names = {id(parameter): name for name, parameter in reference.model.named_parameters()}
         return frozenset(names[id(p)] for group in reference.optimizer.param_groups for p in group["params"])
 
-    def _reference(self, question: Question, kind: Grouping) -> Reference:
-        reference = Reference(set_up(question), question, kind, self.device)
+    def _reference(self, request: ProofRequest, grouping: Grouping) -> Reference:
+        reference = Reference(build_setup(request), request, grouping, self.device)
         reference.model.load_state_dict(self.before, strict=False)
         reference.steps = self.step - 1
         return reference
 
-    def _nth(self, batches: Iterator[T]) -> T:
+    def _batch_of_step(self, batches: Iterator[T]) -> T:
         return next(islice(batches, self.step - 1, None))
 
 
-class _Casts(TorchDispatchMode):
-    """Notes to which types floating-point numbers are cast."""
+class _CastObserver(TorchDispatchMode):
+    """Notes the shortest type that floating-point tensors are cast to."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.bits = max(BITS.values())
+        self.fewest_bits = max(MANTISSA_BITS.values())
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and args[0].numel() > 1 and args[0].dtype in BITS:
-            self.bits = min(self.bits, BITS.get(result.dtype, self.bits))
+        if func is TO_COPY and args[0].numel() > 1 and args[0].dtype in MANTISSA_BITS:
+            self.fewest_bits = min(self.fewest_bits, MANTISSA_BITS.get(result.dtype, self.fewest_bits))
         return result
 
 
-def _with(brought: Brought, gradients: Tensors, loss: float, count: float, samples: int) -> Brought:
-    mean = 1 / count if count else 0.0  # no target at all brings nothing
-    return Brought(
-        gradients=added(brought.gradients, gradients),
-        loss=brought.loss + loss,
-        count=brought.count + count,
-        microbatches=brought.microbatches + 1,
-        means=added(brought.means, gradients, mean),
-        mean_losses=brought.mean_losses + loss * mean,
-        samples=brought.samples + samples,
-        by_samples=added(brought.by_samples, gradients, samples * mean),
-        losses_by_samples=brought.losses_by_samples + samples * loss * mean,
+def _with_microbatch(
+    contribution: RankContribution, gradients: Tensors, loss_sum: float, target_count: float, samples: int
+) -> RankContribution:
+    """The contribution with one more microbatch, given the gradients of its loss's sum."""
+    mean = 1 / target_count if target_count else 0.0  # a microbatch without targets contributes nothing
+    return RankContribution(
+        gradient_sums=add_scaled(contribution.gradient_sums, gradients),
+        loss_sum=contribution.loss_sum + loss_sum,
+        target_count=contribution.target_count + target_count,
+        microbatches=contribution.microbatches + 1,
+        mean_gradients=add_scaled(contribution.mean_gradients, gradients, mean),
+        mean_losses=contribution.mean_losses + loss_sum * mean,
+        samples=contribution.samples + samples,
+        sample_weighted_gradients=add_scaled(contribution.sample_weighted_gradients, gradients, samples * mean),
+        sample_weighted_losses=contribution.sample_weighted_losses + samples * loss_sum * mean,
     )
 
 
-def added(one: Tensors, other: Tensors, weight: float = 1.0) -> Tensors:
-    """one + weight × other; what a side does not have is zero."""
-    result = dict(one)
-    for name, value in other.items():
+def add_scaled(tensors: Tensors, addends: Tensors, weight: float = 1.0) -> Tensors:
+    """tensors + weight × addends, by name. A tensor that one side does not have counts as zero there."""
+    result = dict(tensors)
+    for name, value in addends.items():
         result[name] = result[name] + weight * value if name in result else weight * value
     return result
 
 
-def _freeze(model: nn.Module) -> None:
+def _freeze_statistics(model: nn.Module) -> None:
     for module in model.modules():
-        if looks_at_the_batch(module):
+        if uses_batch_statistics(module):
             module.eval()

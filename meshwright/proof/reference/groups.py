@@ -1,14 +1,16 @@
-"""Over which samples the one-device reference makes one forward pass.
+"""Over which samples the one-device reference runs one forward pass.
 
-A plain model takes the whole global batch at once. Where a forward pass looks at the batch as a whole (BatchNorm's
-statistics) or draws from it (dropout, when asked for), it is made over the groups that the plan makes:
+A model without batch statistics gets the whole global batch at once. Where a forward pass depends on the batch as a
+whole (BatchNorm) or draws random numbers for it (dropout, if it is left on), it runs over the groups of samples that
+the plan makes:
 
-- local BatchNorm: every microbatch of every data rank by itself; running statistics are those of data rank 0,
-  which the plan's ranks take over;
+- local BatchNorm: every microbatch of every data rank by itself; running statistics are those of data rank 0, which
+  all of the plan's ranks take over;
 - synchronized BatchNorm: microbatch k of all data ranks together.
 
-A short batch may not suffice for everybody's microbatches. What is borrowed to fill it has no weight, but BatchNorm
-sees it: synchronized statistics count it, and so do running ones where a pipeline runs a microbatch again.
+A short last batch may have fewer samples than the ranks have microbatches. The samples borrowed to fill it have no
+weight in the loss, but BatchNorm sees them: synchronized statistics include them, and so do running statistics where a
+pipeline runs a microbatch again.
 """
 
 from collections.abc import Iterator
@@ -17,13 +19,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from meshwright.data.loading import Batch, Microbatch, Share
+from meshwright.data.loading import Batch, Microbatch, SampleShare
 from meshwright.errors import InputError
 from meshwright.plan import Plan
-from meshwright.proof.reference.setting import Setting
+from meshwright.proof.reference.reference_setup import ReferenceSetup
+from meshwright.proof.torch_private import AnyBatchNorm, tree_flatten, tree_unflatten
 from meshwright.train.step.batch import samples_in
 from meshwright.train.step.loss import LossFunction
 
@@ -31,56 +32,65 @@ Grouping = Literal["whole", "local", "synchronized"]
 
 
 @dataclass(frozen=True)
-class Group:
-    """Samples that go through the model together: behind `samples` that count in the loss, `borrowed` ones that do not.
-    `rank` is the data rank whose randomness they meet, `first` of its groups in a step; only with `counts` do running
-    statistics learn from them."""
+class SampleGroup:
+    """Samples that go through the model in one forward pass.
+
+    The data holds `samples` samples that count in the loss, followed by `borrowed` ones that do not. `rank` is the data
+    rank whose random seed is used, and `seeds_rank` is True for the first group of that rank in a step. Running
+    statistics are updated from this group only if `updates_statistics`.
+    """
 
     data: Any
     samples: int
     borrowed: int = 0
     rank: int = 0
-    first: bool = True
-    counts: bool = True
+    seeds_rank: bool = True
+    updates_statistics: bool = True
 
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    groups: tuple[Group, ...]
-    last: bool  # of the epoch
+    groups: tuple[SampleGroup, ...]
+    last_of_epoch: bool
 
 
-def grouping(model: nn.Module, plan: Plan, dropout: bool, loss: LossFunction | None = None) -> Grouping:
-    """How the reference must group samples; `whole` where the plan makes one group of them anyway, and where the loss
-    compares all of them with each other."""
+def choose_grouping(model: nn.Module, plan: Plan, dropout: bool, loss: LossFunction | None = None) -> Grouping:
+    """How the reference must group samples. It is `whole` if the plan makes a single group, if nothing in the model
+    depends on the grouping, and if the loss compares all samples with each other."""
     if plan.shares == 1:
         return "whole"
-    if hasattr(loss, "joined"):
-        if dropout or any(looks_at_the_batch(module) for module in model.modules()):
+    if compares_samples(loss):
+        if dropout or any(uses_batch_statistics(module) for module in model.modules()):
             raise InputError(
                 "the loss compares all samples of a global batch with each other, and the model has layers that treat"
-                " each rank's samples apart (BatchNorm, or dropout that is on): no one device does both at once, so"
-                " such a plan cannot be compared"
+                " each rank's samples separately (BatchNorm, or dropout that is on): one device cannot do both at once,"
+                " so such a plan cannot be compared"
             )
         return "whole"
-    if not any(looks_at_the_batch(module) for module in model.modules()):
+    if not any(uses_batch_statistics(module) for module in model.modules()):
         return "local" if dropout else "whole"
     return plan.numerics.batch_norm
 
 
-def looks_at_the_batch(module: nn.Module) -> bool:
-    """BatchNorm in training, and whatever else keeps running statistics. Frozen ones only use what they have."""
+def compares_samples(loss: LossFunction | None) -> bool:
+    """Whether the loss compares all samples of a global batch with each other (train/step/loss.py)."""
+    return hasattr(loss, "joined")
+
+
+def uses_batch_statistics(module: nn.Module) -> bool:
+    """Whether the output depends on the batch as a whole: BatchNorm in training mode, and any other module in training
+    mode with running statistics. In eval mode they only use the statistics that they have."""
     if not module.training:
         return False
-    return isinstance(module, _BatchNorm) or isinstance(getattr(module, "running_mean", None), Tensor)
+    return isinstance(module, AnyBatchNorm) or isinstance(getattr(module, "running_mean", None), Tensor)
 
 
-def describe(kind: Grouping, plan: Plan, batch_statistics: bool) -> str | None:
-    """What a reader must know of how the reference was computed."""
-    if kind == "whole":
+def describe_grouping(grouping: Grouping, plan: Plan, batch_statistics: bool) -> str | None:
+    """A note for the proof on how the reference grouped samples; None if it took the whole batch."""
+    if grouping == "whole":
         return None
     shape = f"{plan.data_ranks} data ranks × {plan.microbatches} microbatches"
-    if kind == "synchronized":
+    if grouping == "synchronized":
         return (
             f"BatchNorm is synchronized ({shape}): the one-device reference normalizes over each microbatch of all"
             " data ranks together, as the plan does"
@@ -93,52 +103,63 @@ def describe(kind: Grouping, plan: Plan, batch_statistics: bool) -> str | None:
     return f"dropout ({shape}): the one-device reference draws each data rank's masks for its own microbatches"
 
 
-def global_batches(setting: Setting, plan: Plan, kind: Grouping) -> Iterator[GlobalBatch]:
-    if kind == "whole":
-        for batch in setting.batches(Share(0, 1), 1):
-            (part,) = batch.parts
-            yield GlobalBatch((Group(part.data, part.samples),), batch.last)
+def global_batches(setup: ReferenceSetup, plan: Plan, grouping: Grouping) -> Iterator[GlobalBatch]:
+    """The global batches of the training in order, each divided into groups."""
+    if grouping == "whole":
+        for batch in setup.batches(SampleShare(0, 1), 1):
+            (microbatch,) = batch.microbatches
+            yield GlobalBatch((SampleGroup(microbatch.data, microbatch.samples),), batch.last)
         return
     ranks = plan.data_ranks
     # Loaded as each rank loads it: what a collate function makes of a microbatch may depend on its samples.
-    loaded = [setting.batches(Share(rank, ranks), plan.microbatches) for rank in range(ranks)]
-    for given in zip(*loaded, strict=False):
-        batches = tuple(_filled(batch, plan) for batch in given)
-        groups = _local(batches) if kind == "local" else _synchronized(batches)
+    batches_by_rank = [setup.batches(SampleShare(rank, ranks), plan.microbatches) for rank in range(ranks)]
+    for rank_batches in zip(*batches_by_rank, strict=False):
+        batches = tuple(_with_repeated_microbatches(batch, plan) for batch in rank_batches)
+        groups = _local_groups(batches) if grouping == "local" else _synchronized_groups(batches)
         yield GlobalBatch(tuple(groups), batches[0].last)
 
 
-def _filled(batch: Batch, plan: Plan) -> Batch:
-    """A pipeline's schedule has a fixed number of microbatches: of fewer, the last one runs again."""
-    missing = plan.microbatches - len(batch.parts) if plan.axes.pipeline > 1 else 0
-    again = (replace(batch.parts[-1], samples=0),) * missing
-    return replace(batch, parts=(*batch.parts, *again))
+def _with_repeated_microbatches(batch: Batch, plan: Plan) -> Batch:
+    """A pipeline's schedule has a fixed number of microbatches: if a batch has fewer, its last one runs again."""
+    missing = plan.microbatches - len(batch.microbatches) if plan.axes.pipeline > 1 else 0
+    repeated = (replace(batch.microbatches[-1], samples=0),) * missing
+    return replace(batch, microbatches=(*batch.microbatches, *repeated))
 
 
-def _local(batches: tuple[Batch, ...]) -> Iterator[Group]:
+def _local_groups(batches: tuple[Batch, ...]) -> Iterator[SampleGroup]:
     for rank, batch in enumerate(batches):
-        for number, part in enumerate(batch.parts):
-            if part.samples or rank == 0:  # what another rank borrows leaves no trace
-                borrowed = 0 if part.samples else samples_in(part.data)
-                yield Group(part.data, part.samples, borrowed, rank, number == 0, counts=rank == 0)
+        for number, microbatch in enumerate(batch.microbatches):
+            if microbatch.samples or rank == 0:  # borrowed samples of another rank affect nothing
+                borrowed = 0 if microbatch.samples else samples_in(microbatch.data)
+                yield SampleGroup(
+                    microbatch.data,
+                    microbatch.samples,
+                    borrowed,
+                    rank,
+                    seeds_rank=number == 0,
+                    updates_statistics=rank == 0,
+                )
 
 
-def _synchronized(batches: tuple[Batch, ...]) -> Iterator[Group]:
-    for number, parts in enumerate(zip(*(batch.parts for batch in batches), strict=True)):
-        ordered = sorted(parts, key=lambda part: part.samples == 0)  # borrowed ones behind the others
-        borrowed = sum(samples_in(part.data) for part in parts if not part.samples)
-        yield Group(_joined(ordered), sum(part.samples for part in parts), borrowed, 0, number == 0)
+def _synchronized_groups(batches: tuple[Batch, ...]) -> Iterator[SampleGroup]:
+    for number, microbatches in enumerate(zip(*(batch.microbatches for batch in batches), strict=True)):
+        ordered = sorted(microbatches, key=lambda microbatch: microbatch.samples == 0)  # borrowed ones last
+        samples = sum(microbatch.samples for microbatch in microbatches)
+        borrowed = sum(samples_in(microbatch.data) for microbatch in microbatches if not microbatch.samples)
+        yield SampleGroup(_concatenate(ordered), samples, borrowed, seeds_rank=number == 0)
 
 
-def _joined(parts: list[Microbatch]) -> Any:
-    flat = [tree_flatten(part.data) for part in parts]
+def _concatenate(microbatches: list[Microbatch]) -> Any:
+    """The data of several microbatches as that of one."""
+    flat = [tree_flatten(microbatch.data) for microbatch in microbatches]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return tree_unflatten([_concatenated(list(column), parts) for column in columns], flat[0][1])
+    return tree_unflatten([_concatenate_leaf(list(column), microbatches) for column in columns], flat[0][1])
 
 
-def _concatenated(column: list[Any], parts: list[Microbatch]) -> Any:
+def _concatenate_leaf(leaves: list[Any], microbatches: list[Microbatch]) -> Any:
+    """One tensor if each leaf has a row per sample; the first leaf if it is the same for all samples."""
     per_sample = all(
-        isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == samples_in(part.data)
-        for value, part in zip(column, parts, strict=True)
+        isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == samples_in(microbatch.data)
+        for leaf, microbatch in zip(leaves, microbatches, strict=True)
     )
-    return torch.cat(column) if per_sample else column[0]
+    return torch.cat(leaves) if per_sample else leaves[0]

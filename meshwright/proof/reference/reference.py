@@ -1,4 +1,5 @@
-"""The reference: a plain PyTorch loop on one device. It knows of the plan only which samples BatchNorm meets."""
+"""The reference: a plain PyTorch training loop on one device. Of the plan it uses only the groups of samples that
+BatchNorm normalizes over."""
 
 import random
 from collections.abc import Iterator
@@ -9,141 +10,147 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
-from meshwright.batch import Example, at_least_fp32, split
-from meshwright.data.order import derive
+from meshwright.batch import ModelBatch, at_least_fp32, split_batch
+from meshwright.data.order import derive_seed
 from meshwright.parallel.weights.state import dense
-from meshwright.proof.question import Question
-from meshwright.proof.reference.groups import GlobalBatch, Group, Grouping, global_batches
-from meshwright.proof.reference.setting import Setting, computing_in
-from meshwright.train.step.batch import move
-from meshwright.train.step.loss import Loss, models_own, understand
+from meshwright.proof.reference.groups import GlobalBatch, Grouping, SampleGroup, global_batches
+from meshwright.proof.reference.reference_setup import ReferenceSetup, default_dtype
+from meshwright.proof.request import ProofRequest
+from meshwright.proof.torch_private import tree_map
+from meshwright.train.step.batch import move_to_device
+from meshwright.train.step.loss import Loss, classify_loss, loss_from_model
 
 
-class Trained:
+class PlainTraining:
     """A model with its optimizer and schedule."""
 
-    def __init__(self, setting: Setting, device: torch.device) -> None:
-        self.setting = setting
-        self.model = setting.model.to(device)
-        self.optimizer = setting.make_optimizer(dict(self.model.named_parameters()))
-        self.schedule = setting.make_schedule(self.optimizer) if setting.make_schedule else None
+    def __init__(self, setup: ReferenceSetup, device: torch.device) -> None:
+        self.setup = setup
+        self.model = setup.model.to(device)
+        self.optimizer = setup.make_optimizer(dict(self.model.named_parameters()))
+        self.schedule = setup.make_schedule(self.optimizer) if setup.make_schedule else None
         self.model.train()
-        for name in setting.frozen:
+        for name in setup.frozen:
             self.model.get_submodule(name).eval()
 
     def update(self, last_of_epoch: bool) -> None:
-        """The optimizer's step, and the schedule's where it is due."""
+        """Steps the optimizer, and the learning-rate schedule if it is due."""
         self.optimizer.step()
-        if self.schedule and (self.setting.schedule_per == "step" or last_of_epoch):
+        if self.schedule and (self.setup.schedule_per == "step" or last_of_epoch):
             self.schedule.step()
 
 
-class Reference(Trained):
-    """`compute`, `clip` and `update` are one step; between them everything can be looked at."""
+class Reference(PlainTraining):
+    """Trains step by step: `next_batch`, `compute`, `clip` and `update` are one step. Between them, loss, gradients and
+    weights can be read."""
 
-    def __init__(self, setting: Setting, question: Question, kind: Grouping, device: torch.device) -> None:
-        super().__init__(setting, device)
+    def __init__(self, setup: ReferenceSetup, request: ProofRequest, grouping: Grouping, device: torch.device) -> None:
+        super().__init__(setup, device)
         self.device = device
         self.steps = 0
-        self._plan = question.ran
-        self._factor: float | Tensor = 1.0  # on what backward starts from
+        self._plan = request.executed_plan
+        self._backward_factor: float | Tensor = 1.0  # on the loss that backward starts from
         self._zero = torch.zeros((), dtype=torch.float64, device=device)
-        self._loss: Loss = understand(setting.loss) if setting.loss else models_own()
-        self._batches = global_batches(setting, question.plan, kind)
+        self._loss: Loss = classify_loss(setup.loss) if setup.loss else loss_from_model()
+        self._batches = global_batches(setup, request.plan, grouping)
 
     def next_batch(self) -> GlobalBatch:
         return next(self._batches)
 
     def compute(self, batch: GlobalBatch) -> Tensor:
-        """The mean loss over the global batch's valid targets; its gradients are in the model."""
-        loss_sum, count = self._sums(batch)
-        total = self._divisor(count)
+        """Computes the gradients of the mean loss over the valid targets of the global batch, into the model. Returns
+        that loss."""
+        loss_sum, count = self._accumulate(batch)
+        divisor = self._divisor(count)
         for parameter in self.model.parameters():
             if parameter.grad is not None:
-                parameter.grad.div_(total.to(parameter.grad.dtype))
-        return loss_sum / total
+                parameter.grad.div_(divisor.to(parameter.grad.dtype))
+        return loss_sum / divisor
 
-    def _sums(self, batch: GlobalBatch) -> tuple[Tensor, Tensor]:
-        """The loss's sum and count over the global batch; the sum's gradients are in the model."""
+    def _accumulate(self, batch: GlobalBatch) -> tuple[Tensor, Tensor]:
+        """Accumulates the gradients of the loss's sum over the global batch. Returns the sum and its count."""
         self.optimizer.zero_grad(set_to_none=True)
         loss_sum, count = self._zero, self._zero
         for group in batch.groups:
-            if group.first:
+            if group.seeds_rank:
                 self._seed(group.rank)
-            with computing_in(self.setting.dtype), _buffers_kept(self.model, not group.counts):
-                added, counted = self._backward(group)
-            loss_sum, count = loss_sum + added, count + counted
-            self._added(group)
+            with default_dtype(self.setup.dtype), _preserve_buffers(self.model, not group.updates_statistics):
+                group_sum, group_count = self._backward(group)
+            loss_sum, count = loss_sum + group_sum, count + group_count
+            self._after_group(group)
         return loss_sum, count
 
-    def _added(self, group: Group) -> None:
-        """A group's gradients have been added to the model's."""
+    def _after_group(self, group: SampleGroup) -> None:
+        """Called when a group's gradients have been added to the model's."""
 
     def _divisor(self, count: Tensor) -> Tensor:
-        """No target at all: a mean over none of them trains nothing."""
+        """What the loss's sum is divided by: 1 if the job wants the sum, or if there is no valid target."""
         return torch.ones_like(count) if self._loss.kind == "sum" or count == 0 else count
 
-    def part_of(self, group: Group) -> tuple[dict[str, Tensor], float, float]:
-        """One group alone: the gradients of its sum, the sum and its count."""
+    def compute_group(self, group: SampleGroup) -> tuple[dict[str, Tensor], float, float]:
+        """Computes one group alone. Returns the gradients of its loss's sum, the sum, and its count."""
         self.optimizer.zero_grad(set_to_none=True)
-        if group.first:
+        if group.seeds_rank:
             self._seed(group.rank)
-        with computing_in(self.setting.dtype):
-            added, counted = self._backward(group)
-        return self.gradients(), float(added), float(counted)
+        with default_dtype(self.setup.dtype):
+            loss_sum, count = self._backward(group)
+        return self.gradients(), float(loss_sum), float(count)
 
     @property
     def loss_kind(self) -> str:
         return self._loss.kind
 
     def clip(self) -> Tensor:
-        """The gradients' global norm, before they are clipped to what the setting allows."""
-        limit = self.setting.clip_norm
+        """Clips the gradients if the setup says so. Returns their global norm before that."""
+        limit = self.setup.clip_norm
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         if limit is None and any(gradient.layout != torch.strided for gradient in gradients):
-            return torch.stack([dense(gradient).norm() for gradient in gradients]).norm()  # torch's takes dense ones
+            # torch's own function takes dense gradients only
+            return torch.stack([dense(gradient).norm() for gradient in gradients]).norm()
         return nn.utils.clip_grad_norm_(self.model.parameters(), float("inf") if limit is None else limit)
 
     def gradients(self) -> dict[str, Tensor]:
-        """By name, on the CPU; those that the step did not reach are left out."""
+        """Copies of the gradients by name, on the CPU. Parameters that the step did not reach are left out."""
         return {name: dense(p.grad).cpu().clone() for name, p in self.model.named_parameters() if p.grad is not None}
 
     def update(self, last_of_epoch: bool) -> None:
         super().update(last_of_epoch)
         self.steps += 1
 
-    def leave_out(self, last_of_epoch: bool) -> None:
-        """A step without the optimizer's; epochs pass all the same."""
+    def skip_update(self, last_of_epoch: bool) -> None:
+        """Counts a step without an optimizer step. A schedule that counts epochs still sees the epoch's end."""
         self.steps += 1
-        if self.schedule and self.setting.schedule_per == "epoch" and last_of_epoch:
+        if self.schedule and self.setup.schedule_per == "epoch" and last_of_epoch:
             self.schedule.step()
 
-    def _backward(self, group: Group) -> tuple[Tensor, Tensor]:
-        """Adds the gradients of a group's part of the sum; returns that part and its count."""
-        example = self._example(group)
+    def _backward(self, group: SampleGroup) -> tuple[Tensor, Tensor]:
+        """Adds the gradients of a group's part of the loss's sum. Returns that part and its count."""
+        model_batch = self._model_batch(group)
         with torch.set_grad_enabled(group.samples > 0):
-            output = at_least_fp32(self._forward(example))
-        if not group.samples:  # only seen by running statistics
+            output = at_least_fp32(self._forward(model_batch))
+        if not group.samples:  # only running statistics see these samples
             return self._zero, self._zero
         if group.borrowed:
             output = _without_borrowed(output, group)
-            example = replace(example, target=_without_borrowed(example.target, group))
-        term = self._loss.term(output, example.target, group.samples)
-        (term.value * term.weight * self._factor).backward()
-        count = self._loss.count(example.target, group.samples) if term.own_count is None else term.own_count
-        return term.sum.double(), torch.as_tensor(count, device=self.device).double()
+            model_batch = replace(model_batch, target=_without_borrowed(model_batch.target, group))
+        term = self._loss.term(output, model_batch.target, group.samples)
+        (term.value * term.weight * self._backward_factor).backward()
+        count = term.returned_count
+        if count is None:
+            count = torch.as_tensor(self._loss.count(model_batch.target, group.samples), device=self.device)
+        return term.sum.double(), count.to(self.device).double()
 
-    def _forward(self, example: Example) -> Any:
-        return self.model(*example.arguments, **example.keywords)
+    def _forward(self, model_batch: ModelBatch) -> Any:
+        return self.model(*model_batch.arguments, **model_batch.keywords)
 
-    def _example(self, group: Group) -> Example:
-        return split(move(group.data, self.device), self.setting.target)
+    def _model_batch(self, group: SampleGroup) -> ModelBatch:
+        return split_batch(move_to_device(group.data, self.device), self.setup.target)
 
     def _seed(self, rank: int) -> None:
-        """As a session does for each step and data rank: a model that draws numbers draws the same ones."""
-        seed = derive(self.setting.seed, "step", self.steps, rank)
+        """Seeds all generators as a session does for each step and data rank, so that a model draws the same random
+        numbers."""
+        seed = derive_seed(self.setup.seed, "step", self.steps, rank)
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
@@ -151,8 +158,8 @@ class Reference(Trained):
         np.random.seed(seed % 2**32)
 
 
-def _without_borrowed(data: Any, group: Group) -> Any:
-    """What belongs to samples that count."""
+def _without_borrowed(data: Any, group: SampleGroup) -> Any:
+    """The rows of the samples that count in the loss."""
     size = group.samples + group.borrowed
 
     def cut(value: Any) -> Any:
@@ -163,8 +170,8 @@ def _without_borrowed(data: Any, group: Group) -> Any:
 
 
 @contextmanager
-def generators_kept(device: torch.device) -> Iterator[None]:
-    """Leaves the caller's random generators as they were."""
+def preserve_generators(device: torch.device) -> Iterator[None]:
+    """Restores the caller's random generators at the end."""
     python, numpy = random.getstate(), np.random.get_state()
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
@@ -174,8 +181,9 @@ def generators_kept(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _buffers_kept(model: nn.Module, kept: bool) -> Iterator[None]:
-    before = [(buffer, buffer.clone()) for buffer in model.buffers()] if kept else []
+def _preserve_buffers(model: nn.Module, active: bool) -> Iterator[None]:
+    """Restores the model's buffers at the end, if active."""
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()] if active else []
     yield
     with torch.no_grad():
         for buffer, value in before:

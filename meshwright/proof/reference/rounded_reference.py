@@ -1,7 +1,7 @@
 """The reference in a plan's own precision: one device that rounds where the plan rounds.
 
 Every microbatch of every data rank goes through the model by itself, as under the plan, in the same precision and with
-the same factor on its loss, so what is left to differ is the order of sums, and what the tensor axis rounds in parts.
+the same loss scale. What still differs is the order of sums, and the partial sums that the tensor axis rounds.
 """
 
 import math
@@ -11,78 +11,88 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from meshwright.batch import Example
-from meshwright.parallel.float8 import eight_bits
-from meshwright.parallel.precision import arithmetic, forward_precision, gathered_dtype, travelling_dtype
-from meshwright.proof.question import Question
-from meshwright.proof.reference.groups import GlobalBatch, Group, Grouping
+from meshwright.batch import ModelBatch
+from meshwright.parallel.float8 import convert_linears_to_float8
+from meshwright.parallel.precision import (
+    forward_precision,
+    fp32_product_precision,
+    gathered_weight_dtype,
+    gradient_reduce_dtype,
+)
+from meshwright.proof.reference.groups import GlobalBatch, Grouping, SampleGroup
 from meshwright.proof.reference.reference import Reference
-from meshwright.proof.reference.setting import Setting
+from meshwright.proof.reference.reference_setup import ReferenceSetup
+from meshwright.proof.request import ProofRequest
 from meshwright.train.step.loss_scale import LossScale
 
 
 class RoundedReference(Reference):
-    """`compute` may be called several times for a batch; `fits` then tells whether fp16 could hold its gradients, and
-    `parts`, where they travel in a shorter type, the root of the sum of their ranks' mean squares."""
+    """`compute` may be called several times for one batch.
 
-    def __init__(self, setting: Setting, question: Question, kind: Grouping, device: torch.device) -> None:
-        super().__init__(setting, question, kind, device)
-        if self._plan.compute.layout == "channels_last":  # whose kernels sum in another order
+    `part_sizes`: for each gradient, if the plan all-reduces them in a shorter type, the root of the sum of the mean
+    squares of the ranks' parts. `loss_scale_factor` multiplies fp16's loss scale, to see whether a slightly different
+    one would still overflow.
+    """
+
+    def __init__(self, setup: ReferenceSetup, request: ProofRequest, grouping: Grouping, device: torch.device) -> None:
+        super().__init__(setup, request, grouping, device)
+        if self._plan.compute.layout == "channels_last":  # its kernels sum in another order
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if self._plan.numerics.precision == "fp8":
-            eight_bits(self.model, device)
-        self._travels = travelling_dtype(self._plan) is not None
-        self._before: dict[str, Tensor] = {}
-        self.parts: dict[str, float] = {}
-        self.nearer = 1.0  # on the loss scale, for whoever asks what a nearly equal one would do
+            convert_linears_to_float8(self.model, device)
+        self._rounds_all_reduce = gradient_reduce_dtype(self._plan) is not None
+        self._accumulated: dict[str, Tensor] = {}  # the gradients after the last group
+        self.part_sizes: dict[str, float] = {}
+        self.loss_scale_factor = 1.0
         self._scale = LossScale(device, 1) if self._plan.numerics.precision == "fp16" else None
 
     def compute(self, batch: GlobalBatch) -> Tensor:
         ranks = self._plan.data_ranks
-        scale = self._scale.value * self.nearer if self._scale else 1.0
-        expected = self._expected(batch)
-        self._factor = ranks * scale / expected
-        self._before, self.parts = {}, {}
-        with arithmetic(self._plan, self.device.type):
-            loss_sum, count = self._sums(batch)
-        total = self._divisor(count)
-        back = expected / (ranks * scale * total)
+        scale = self._scale.value * self.loss_scale_factor if self._scale else 1.0
+        expected_count = self._expected_count(batch)
+        self._backward_factor = ranks * scale / expected_count
+        self._accumulated, self.part_sizes = {}, {}
+        with fp32_product_precision(self._plan, self.device.type):
+            loss_sum, count = self._accumulate(batch)
+        divisor = self._divisor(count)
+        unscale = expected_count / (ranks * scale * divisor)
         for parameter in self.model.parameters():
             if parameter.grad is not None:
-                parameter.grad.mul_(back.to(parameter.grad.dtype))
-        self.parts = {name: math.sqrt(squares) * float(back) for name, squares in self.parts.items()}
-        return loss_sum / total
+                parameter.grad.mul_(unscale.to(parameter.grad.dtype))
+        self.part_sizes = {name: math.sqrt(squares) * float(unscale) for name, squares in self.part_sizes.items()}
+        return loss_sum / divisor
 
-    def settle(self, fitted: bool) -> None:
-        """Behind a step: the next one's factor, after one that fp16 could hold or not."""
-        self.nearer = 1.0
+    def update_loss_scale(self, gradients_were_finite: bool) -> None:
+        """Sets the loss scale of the next step, as a session does after each step."""
+        self.loss_scale_factor = 1.0
         if self._scale:
-            self._scale.follow(fitted)
+            self._scale.update(gradients_were_finite)
 
     @property
-    def fits(self) -> bool:
+    def gradients_are_finite(self) -> bool:
+        """Whether fp16 could hold the gradients that `compute` left in the model."""
         return all(bool(p.grad.isfinite().all()) for p in self.model.parameters() if p.grad is not None)
 
-    def _added(self, group: Group) -> None:
-        """Of every rank's part of a gradient: they are rounded before they are added, and may cancel then."""
-        if not self._travels:
+    def _after_group(self, group: SampleGroup) -> None:
+        """Measures each rank's part of the gradients: parts are rounded before they are added, and may then cancel."""
+        if not self._rounds_all_reduce:
             return
         for name, gradient in self.gradients().items():
-            part = gradient - self._before.get(name, torch.zeros_like(gradient))
-            self.parts[name] = self.parts.get(name, 0.0) + float(part.double().square().mean())
-            self._before[name] = gradient
+            part = gradient - self._accumulated.get(name, torch.zeros_like(gradient))
+            self.part_sizes[name] = self.part_sizes.get(name, 0.0) + float(part.double().square().mean())
+            self._accumulated[name] = gradient
 
-    def _expected(self, batch: GlobalBatch) -> Tensor:
-        """The count that a session divides by, known before the forward pass."""
+    def _expected_count(self, batch: GlobalBatch) -> Tensor:
+        """The count that a session divides by, which is known before the forward pass."""
         if self._loss.kind == "sum":
             return torch.ones_like(self._zero)
-        counts = [self._loss.count(self._example(group).target, group.samples) for group in batch.groups]
+        counts = [self._loss.count(self._model_batch(group).target, group.samples) for group in batch.groups]
         return self._divisor(torch.stack([torch.as_tensor(count).double() for count in counts]).sum().to(self._zero))
 
-    def _forward(self, example: Example) -> Any:
-        narrow = gathered_dtype(self._plan)
+    def _forward(self, model_batch: ModelBatch) -> Any:
+        weight_dtype = gathered_weight_dtype(self._plan)
         with forward_precision(self._plan, self.device.type):
-            if narrow is None:
-                return super()._forward(example)
-            weights = {name: parameter.to(narrow) for name, parameter in self.model.named_parameters()}
-            return functional_call(self.model, weights, example.arguments, example.keywords)
+            if weight_dtype is None:
+                return super()._forward(model_batch)
+            weights = {name: parameter.to(weight_dtype) for name, parameter in self.model.named_parameters()}
+            return functional_call(self.model, weights, model_batch.arguments, model_batch.keywords)

@@ -1,22 +1,23 @@
-"""How long a collective takes on a cluster, by the cheapest algorithm; and what of it shows beside compute.
+"""Seconds of a collective on a cluster, by the cheapest algorithm; and how much of it is not hidden behind compute.
 
 A tensor of S bytes, n ranks, m nodes with k ranks each. Of the link within nodes (in) and between them (out): b the
 bandwidth reached, h the seconds of one more hop, p the softness of the outermost one. Measured curves come first:
 
-    curve       = what was measured for this collective, these ranks and nodes                          _measured
-    blend       = (L^p + W^p)^(1/p), L latency, W the wire's seconds                                    blend
-    b_in        = link × ring × (1 - few / k), at most bridge / beside                                  _within
-    b_out       = link × ring, at most `most` on CPUs, a rank; a node has `fewest` of them              _between
-    w           = 2 (n-1)/n all_reduce; (n-1)/n all_gather, reduce_scatter; 1 broadcast                 wire_share
-    ring        : W = w S / min(b_in, fewest b_out),      L = start + steps h                           _ring
-    tree        : W = max(2 S / b_in, (1 if m = 2 else 2) S / (fewest b_out)) / tree share, L = start
-                  + 2 (k-1) h_in + 2 log2(m) h_out; 2 S / b_in is S (1 + 1/k) / multicast where
-                  switches reduce                                                                       _tree
-    multicast   : W = S (1 + 1/k) / multicast,            L = start + 2 h_in                            _multicast
-    two_level   = reduce_scatter(in, S) + all_reduce(out, S / k, a rank a node) + all_gather(in, S)     _two_level
-    all_to_all  : W = max((k-1)/n S / b_in, (n-k)/n S / b_out), L = start + (n-2) peer                  _all_to_all
-    send        : W = S / b of the outermost tier,        L = start                                     _send
-    together    = both slowed until the shorter one ends, then the rest alone                           overlap
+    curve       = what was measured for this collective, these ranks and nodes                      _measured_s
+    blend       = (L^p + W^p)^(1/p), L seconds of latency, W seconds of transmission                blend_s
+    b_in        = link × ring_share × (1 - few_ranks_loss / k), at most bridge / bridge_groups      _tier_within
+    b_out       = link × ring_share, at most the limit of a CPU rank; `min_per_node` ranks of a
+                  node send at once                                                                 _tier_between
+    w           = 2 (n-1)/n all_reduce; (n-1)/n all_gather, reduce_scatter; 1 broadcast             sent_share
+    ring        : W = w S / min(b_in, min_per_node b_out),   L = start + steps h                    _ring_s
+    tree        : W = max(2 S / b_in, (1 if m = 2 else 2) S / (min_per_node b_out)) / tree_share,
+                  L = start + 2 (k-1) h_in + 2 log2(m) h_out; 2 S / b_in is S (1 + 1/k) / multicast
+                  where switches reduce                                                             _tree_s
+    multicast   : W = S (1 + 1/k) / multicast,               L = start + 2 h_in                     _multicast_s
+    two_level   = reduce_scatter(in, S) + all_reduce(out, S / k, a rank a node) + all_gather(in, S) _two_level_s
+    all_to_all  : W = max((k-1)/n S / b_in, (n-k)/n S / b_out), L = start + (n-2) peer              _all_to_all_s
+    send        : W = S / b of the outermost tier,           L = start                              _send_s
+    overlap     = both slowed down until the shorter one ends, then the rest alone                  overlap
 
 S is the whole tensor: what every rank has after an all-gather or before a reduce-scatter, what one rank sends in all
 in an all-to-all, the message of a `point_to_point`.
@@ -30,71 +31,81 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, PositiveFloat
 
 from meshwright.cluster.catalog import CATALOG, find_link
-from meshwright.cluster.cluster import Cluster, Collective, Kind, Link, Node
-from meshwright.cluster.curves import curve_time, measured_from
+from meshwright.cluster.cluster import Cluster, Collective, DeviceKind, Link, Node
+from meshwright.cluster.curves import curve_time, smallest_measured_bytes
 from meshwright.errors import InputError
-from meshwright.simulator.communication.placement import Group
-from meshwright.yaml_file import read_mapping, validated
+from meshwright.simulator.communication.placement import RankGroup
+from meshwright.yaml_file import read_mapping, validate
 
 Algorithm = Literal["ring", "tree", "multicast", "two_level", "direct", "curve"]
 
-# While both run. Compute: Lee et al. 2025 (arXiv 2507.03114), 18.9% on average over A100, H100, MI210 and MI250.
-# Communication: Galvatron's overlap test finds one factor for both sides (1.3 on its machines), so it has the same.
+# How much longer compute and communication take while both run. Compute: Lee et al. 2025 (arXiv 2507.03114), 18.9% on
+# average over A100, H100, MI210 and MI250. Communication: Miao et al. 2023 (arXiv 2211.13878) measure one factor for
+# both sides (1.3 on their machines), so it has the same.
 COMPUTE_SLOWDOWN = 1.189
 COMMUNICATION_SLOWDOWN = 1.189
-# Of a CPU rank's core: Gloo copies and adds on the cores that compute. Assumed, until a machine says otherwise.
+# Share of a CPU rank's core that communication takes while it computes. Assumed, not measured: Gloo copies and adds on
+# the cores that compute (gloo/allreduce.cc).
 CORE_SHARE = 1.0
 
 
 class LinkEfficiency(BaseModel):
-    """What collectives reach of a family of links: the fields are described in catalog/links_reached.yaml."""
+    """The share of the datasheet's figures that collectives reach on a family of links: the fields are described in
+    catalog/link_efficiency.yaml."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     links: tuple[str, ...]
-    ring: PositiveFloat
-    few: float
-    hop: float
+    ring_share: PositiveFloat
+    few_ranks_loss: float
+    hop_share: float
     softness: PositiveFloat
-    most: PositiveFloat = float("inf")
-    multicast: float = 0.0
+    rank_limit_bytes_per_s: PositiveFloat = float("inf")
+    multicast_share: float = 0.0
     multicast_links: tuple[str, ...] = ()
-    rings_of: int = 0
-    rings: dict[int, float] = {}
-    bridge: dict[str, float] = {}
+    mesh_devices: int = 0
+    mesh_ring_shares: dict[int, float] = {}
+    bridge_bytes_per_s: dict[str, float] = {}
     sources: dict[str, str]
 
 
-class Reached(BaseModel):
-    """All families; the share of a ring's bandwidth that trees reach; what each further peer costs in an all-to-all,
-    and each call the host, by kind of device."""
+class LinkEfficiencies(BaseModel):
+    """The efficiencies of all families of links, and what does not depend on the link."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     families: dict[str, LinkEfficiency]
-    tree: PositiveFloat
+    tree_share: PositiveFloat
     peer_s: float
-    call_s: dict[Kind, float]
+    launch_s: dict[DeviceKind, float]
     sources: dict[str, str]
 
     def family(self, link: Link) -> str:
-        """The family whose links' names begin this one's, the longest first."""
-        matches = [(len(word), name) for name, reach in self.families.items() for word in reach.links
-                   if link.name.startswith(word)]  # fmt: skip
+        """The family with the longest name of a link, or beginning of one, that this link's name begins with."""
+        matches = [
+            (len(prefix), name)
+            for name, efficiency in self.families.items()
+            for prefix in efficiency.links
+            if link.name.startswith(prefix)
+        ]
         return max(matches)[1]
+
+    def of_link(self, link: Link) -> LinkEfficiency:
+        return self.families[self.family(link)]
 
 
 @lru_cache
-def reached() -> Reached:
-    """The catalog's."""
-    raw = read_mapping(CATALOG / "links_reached.yaml", "catalog")
+def link_efficiencies() -> LinkEfficiencies:
+    """The efficiencies of the catalog."""
+    raw = read_mapping(CATALOG / "link_efficiency.yaml", "catalog")
     raw.pop("_shared")
-    return validated(Reached, raw, "catalog: links_reached.yaml")
+    return validate(LinkEfficiencies, raw, "catalog: link_efficiency.yaml")
 
 
 @dataclass(frozen=True)
-class Price:
-    """`based_on`: a curve measured for this very case, or the link's figures times fitted shares of them."""
+class CollectivePrice:
+    """The seconds of a collective. `based_on` is `measured` where a curve was measured for the same ranks and nodes,
+    else `fitted`: the link's figures times its efficiency."""
 
     seconds: float
     algorithm: Algorithm
@@ -103,7 +114,8 @@ class Price:
 
 @dataclass(frozen=True)
 class _Tier:
-    """A link as one rank meets it in a collective; `multicast` is 0 where switches do not reduce."""
+    """The bandwidth and latency of a link for one rank of a collective; `multicast` is 0 where switches do not
+    reduce."""
 
     bandwidth: float
     start_s: float
@@ -113,89 +125,96 @@ class _Tier:
 
 
 def collective_s(
-    kind: Collective, size_bytes: float, group: Group, cluster: Cluster, algorithm: Algorithm | None = None
+    kind: Collective, size_bytes: float, group: RankGroup, cluster: Cluster, algorithm: Algorithm | None = None
 ) -> float:
-    """Seconds on the device, by the cheapest algorithm or a given one."""
-    return price(kind, size_bytes, group, cluster, algorithm).seconds
+    """Seconds on the device, with the cheapest algorithm or a given one."""
+    return collective_price(kind, size_bytes, group, cluster, algorithm).seconds
 
 
-def call_s(cluster: Cluster) -> float:
-    """Seconds the host needs to start one collective: hidden where the host runs ahead, else to be added."""
-    return reached().call_s[cluster.kind]
+def collective_launch_s(cluster: Cluster) -> float:
+    """Seconds that the host needs to start one collective: hidden where the host runs ahead, else to be added."""
+    return link_efficiencies().launch_s[cluster.kind]
 
 
-def price(
+def collective_price(
     kind: Collective,
     size_bytes: float,
-    group: Group,
+    group: RankGroup,
     cluster: Cluster,
     algorithm: Algorithm | None = None,
-    shares: Reached | None = None,
-) -> Price:
-    """The seconds with the algorithm that takes them. `shares` stand in for the catalog's."""
+    efficiencies: LinkEfficiencies | None = None,
+) -> CollectivePrice:
+    """The seconds and the algorithm that they are for. `efficiencies` replace those of the catalog."""
     if group.ranks == 1:
-        return Price(0.0, "direct", "measured")
-    options = _options(kind, size_bytes, group, cluster, shares or reached())
+        return CollectivePrice(0.0, "direct", "measured")
+    efficiencies = efficiencies or link_efficiencies()
+    options = _algorithm_options_s(kind, size_bytes, group, cluster, efficiencies)
     if algorithm is None:
-        seconds = _measured(kind, size_bytes, group, cluster, shares or reached(), min(options.values()))
+        seconds = _measured_s(kind, size_bytes, group, cluster, efficiencies, min(options.values()))
         if seconds is not None:
-            return Price(seconds, "curve", "measured")
+            return CollectivePrice(seconds, "curve", "measured")
     if algorithm is not None and algorithm not in options:
         raise InputError(
             f"{kind} has no algorithm '{algorithm}' for {group.ranks} ranks on {group.nodes} nodes of"
             f" '{cluster.name}': choose {' or '.join(options)}"
         )
-    chosen: Algorithm = algorithm if algorithm else min(options, key=options.__getitem__)
-    return Price(options[chosen], chosen, "fitted")
+    cheapest: Algorithm = algorithm if algorithm else min(options, key=options.__getitem__)
+    return CollectivePrice(options[cheapest], cheapest, "fitted")
 
 
-def _options(kind: Collective, size: float, group: Group, cluster: Cluster, shares: Reached) -> dict[Algorithm, float]:
-    inner, outer = _within(group, cluster, shares), _between(group, cluster, shares)
+def _algorithm_options_s(
+    kind: Collective, size: float, group: RankGroup, cluster: Cluster, efficiencies: LinkEfficiencies
+) -> dict[Algorithm, float]:
+    """Seconds of every algorithm that the collective has on this group."""
+    inner, outer = _tier_within(group, cluster, efficiencies), _tier_between(group, cluster, efficiencies)
     if kind == "point_to_point":
-        return {"direct": _send(size, group, inner, outer)}
+        return {"direct": _send_s(size, group, inner, outer)}
     if kind == "all_to_all":
-        return {"direct": _all_to_all(size, group, inner, outer, shares.peer_s)}
-    options: dict[Algorithm, float] = {"ring": _ring(kind, size, group, inner, outer)}
+        return {"direct": _all_to_all_s(size, group, inner, outer, efficiencies.peer_s)}
+    options: dict[Algorithm, float] = {"ring": _ring_s(kind, size, group, inner, outer)}
     if kind == "all_reduce" and group.nodes > 1:
-        options["tree"] = _tree(size, group, inner, outer, shares.tree)
-        if group.fewest > 1:
-            options["two_level"] = _two_level(size, group, inner, outer, shares.tree)
+        options["tree"] = _tree_s(size, group, inner, outer, efficiencies.tree_share)
+        if group.min_per_node > 1:
+            options["two_level"] = _two_level_s(size, group, inner, outer, efficiencies.tree_share)
     elif kind == "all_reduce" and inner.multicast:
-        options["multicast"] = _multicast(size, group, inner)
+        options["multicast"] = _multicast_s(size, group, inner)
     return options
 
 
-def _measured(
-    kind: Collective, size: float, group: Group, cluster: Cluster, shares: Reached, fitted_s: float
+def _measured_s(
+    kind: Collective, size: float, group: RankGroup, cluster: Cluster, efficiencies: LinkEfficiencies, fitted_s: float
 ) -> float | None:
-    """Off a curve of this shape; where switches do not reduce, a reduce-scatter or an all-gather is half of an
-    all-reduce; and between CPU ranks of one machine a round of any is a round of the all-reduce of two."""
-    link = cluster.link if group.nodes > 1 else _node(cluster).link
-    if link is None or group.per_node != group.fewest or _node(cluster).count < _reach(link, shares).rings_of:
+    """Seconds from a curve that was measured for these ranks and nodes; None where there is none. Where switches do not
+    reduce, a reduce-scatter or an all-gather takes half as long as an all-reduce. Between CPU ranks of one machine, a
+    round of any collective takes as long as a round of the all-reduce of two ranks."""
+    link = cluster.link if group.nodes > 1 else _slowest_node(cluster).link
+    if link is None or group.per_node != group.min_per_node:
+        return None
+    efficiency = efficiencies.of_link(link)
+    if _slowest_node(cluster).count < efficiency.mesh_devices:
         return None  # unlike the nodes that the curves were measured on
-    found = _on_curve(link, kind, size, group, fitted_s)
-    rings_only = link.name not in _reach(link, shares).multicast_links
-    if found is None and rings_only and kind in ("all_gather", "reduce_scatter"):
-        both = _on_curve(link, "all_reduce", size, group, 2 * fitted_s)
-        found = None if both is None else both / 2
-    if found is None and cluster.kind == "cpu" and group.nodes == 1:
-        rounds, part = _rounds(kind, group.ranks)
-        pair = curve_time(link, "all_reduce", 2 * part * size, 2)  # two rounds of half of its tensor
-        found = None if pair is None else rounds * pair / 2
-    return found
+    seconds = _curve_s(link, kind, size, group, fitted_s)
+    if seconds is None and link.name not in efficiency.multicast_links and kind in ("all_gather", "reduce_scatter"):
+        all_reduce_s = _curve_s(link, "all_reduce", size, group, 2 * fitted_s)
+        seconds = None if all_reduce_s is None else all_reduce_s / 2
+    if seconds is None and cluster.kind == "cpu" and group.nodes == 1:
+        rounds, share = _rounds(kind, group.ranks)
+        two_ranks_s = curve_time(link, "all_reduce", 2 * share * size, 2)  # two rounds of half of its tensor
+        seconds = None if two_ranks_s is None else rounds * two_ranks_s / 2
+    return seconds
 
 
-def _on_curve(link: Link, kind: Collective, size: float, group: Group, fitted_s: float) -> float | None:
-    """Below the sizes that were measured, no less than fitted shares say."""
+def _curve_s(link: Link, kind: Collective, size: float, group: RankGroup, fitted_s: float) -> float | None:
+    """Seconds from the curve; below the sizes that were measured, at least the fitted seconds."""
     seconds = curve_time(link, kind, size, group.ranks, group.nodes)
-    first = measured_from(link, kind, group.ranks, group.nodes)
-    if seconds is None or first is None or size >= first:
+    smallest = smallest_measured_bytes(link, kind, group.ranks, group.nodes)
+    if seconds is None or smallest is None or size >= smallest:
         return seconds
-    return max(seconds, min(fitted_s, curve_time(link, kind, first, group.ranks, group.nodes) or fitted_s))
+    return max(seconds, min(fitted_s, curve_time(link, kind, smallest, group.ranks, group.nodes) or fitted_s))
 
 
 def _rounds(kind: Collective, ranks: int) -> tuple[int, float]:
-    """How many messages follow each other, and which part of the tensor each carries."""
+    """How many messages follow each other, and the share of the tensor that each has."""
     if kind == "point_to_point":
         return 1, 1.0
     if kind == "broadcast":
@@ -203,13 +222,14 @@ def _rounds(kind: Collective, ranks: int) -> tuple[int, float]:
     return (2 if kind == "all_reduce" else 1) * (ranks - 1), 1 / ranks
 
 
-def blend(latency_s: float, wire_s: float, softness: float) -> float:
-    """Between latency and bandwidth, libraries change protocols and channels with the size: the corner is round."""
-    return float((latency_s**softness + wire_s**softness) ** (1 / softness))
+def blend_s(latency_s: float, transmission_s: float, softness: float) -> float:
+    """Seconds of a message. Libraries change protocols and channels with the size, so there is no sharp corner between
+    latency and bandwidth."""
+    return float((latency_s**softness + transmission_s**softness) ** (1 / softness))
 
 
-def wire_share(kind: Collective, ranks: int) -> float:
-    """Of the tensor, what each rank of a ring sends."""
+def sent_share(kind: Collective, ranks: int) -> float:
+    """The share of the tensor that each rank of a ring sends."""
     if kind == "all_reduce":
         return 2 * (ranks - 1) / ranks
     return 1.0 if kind in ("broadcast", "point_to_point") else (ranks - 1) / ranks
@@ -219,117 +239,123 @@ def _steps(kind: Collective, ranks: int) -> int:
     return (2 if kind == "all_reduce" else 1) * (ranks - 1)
 
 
-def _ring(kind: Collective, size: float, group: Group, inner: _Tier, outer: _Tier | None) -> float:
-    wire = wire_share(kind, group.ranks) * size
-    steps, outside = _steps(kind, group.ranks), _steps(kind, group.nodes)
+def _ring_s(kind: Collective, size: float, group: RankGroup, inner: _Tier, outer: _Tier | None) -> float:
+    sent_bytes = sent_share(kind, group.ranks) * size
+    steps, steps_between = _steps(kind, group.ranks), _steps(kind, group.nodes)
     if outer is None:
-        return blend(inner.start_s + (steps - 1) * inner.hop_s, wire / inner.bandwidth, inner.softness)
-    latency = outer.start_s + (outside - 1) * outer.hop_s + (steps - outside) * inner.hop_s
-    return blend(latency, wire / min(_inside(group, inner), group.fewest * outer.bandwidth), outer.softness)
+        return blend_s(inner.start_s + (steps - 1) * inner.hop_s, sent_bytes / inner.bandwidth, inner.softness)
+    latency = outer.start_s + (steps_between - 1) * outer.hop_s + (steps - steps_between) * inner.hop_s
+    return blend_s(
+        latency, sent_bytes / min(_inner_bandwidth(group, inner), group.min_per_node * outer.bandwidth), outer.softness
+    )
 
 
-def _inside(group: Group, inner: _Tier) -> float:
-    """A group with one rank on each node sends nothing within nodes."""
+def _inner_bandwidth(group: RankGroup, inner: _Tier) -> float:
+    """The bandwidth within nodes; infinite for a group with one rank on each node, which sends nothing there."""
     return inner.bandwidth if group.per_node > 1 else float("inf")
 
 
-def _tree(size: float, group: Group, inner: _Tier, outer: _Tier | None, share: float) -> float:
-    """Two trees of nodes, each with half of the tensor; within a node a chain, or a multicast."""
+def _tree_s(size: float, group: RankGroup, inner: _Tier, outer: _Tier | None, share: float) -> float:
+    """Seconds of two trees of nodes, each with half of the tensor; within a node a chain of ranks, or a multicast."""
     assert outer is not None
-    up_and_down = (1 if group.nodes == 2 else 2) * size / (group.fewest * outer.bandwidth)
+    between_s = (1 if group.nodes == 2 else 2) * size / (group.min_per_node * outer.bandwidth)
     depth, chain = ceil(log2(group.nodes)), group.per_node - 1
-    within = 2 * size / _inside(group, inner)
+    within_s = 2 * size / _inner_bandwidth(group, inner)
     if inner.multicast and group.per_node > 2:
-        chain, within = 1, size * (1 + 1 / group.per_node) / inner.multicast
+        chain, within_s = 1, size * (1 + 1 / group.per_node) / inner.multicast
     latency = outer.start_s + (2 * depth - 1) * outer.hop_s + 2 * chain * inner.hop_s
-    return blend(latency, max(within, up_and_down) / share, outer.softness)
+    return blend_s(latency, max(within_s, between_s) / share, outer.softness)
 
 
-def _multicast(size: float, group: Group, inner: _Tier) -> float:
-    """Every rank's memory sends the tensor once to be reduced, and the rank its share of the result to all."""
-    wire = size * (1 + 1 / group.ranks) / inner.multicast
-    return blend(inner.start_s + 2 * inner.hop_s, wire, inner.softness)
+def _multicast_s(size: float, group: RankGroup, inner: _Tier) -> float:
+    """Every rank sends its tensor once to be reduced by the switches, and its share of the result to all others."""
+    transmission_s = size * (1 + 1 / group.ranks) / inner.multicast
+    return blend_s(inner.start_s + 2 * inner.hop_s, transmission_s, inner.softness)
 
 
-def _two_level(size: float, group: Group, inner: _Tier, outer: _Tier | None, tree: float) -> float:
-    inside = Group(ranks=group.fewest, per_node=group.fewest, fewest=group.fewest)
-    across = Group(ranks=group.nodes, nodes=group.nodes)
-    part = size / group.fewest
-    between = min(_ring("all_reduce", part, across, inner, outer), _tree(part, across, inner, outer, tree))
-    within = _ring("reduce_scatter", size, inside, inner, None) + _ring("all_gather", size, inside, inner, None)
-    return within + between
+def _two_level_s(size: float, group: RankGroup, inner: _Tier, outer: _Tier | None, tree: float) -> float:
+    within = RankGroup(ranks=group.min_per_node, per_node=group.min_per_node, min_per_node=group.min_per_node)
+    between = RankGroup(ranks=group.nodes, nodes=group.nodes)
+    slice_bytes = size / group.min_per_node
+    between_s = min(
+        _ring_s("all_reduce", slice_bytes, between, inner, outer), _tree_s(slice_bytes, between, inner, outer, tree)
+    )
+    within_s = _ring_s("reduce_scatter", size, within, inner, None) + _ring_s("all_gather", size, within, inner, None)
+    return within_s + between_s
 
 
-def _all_to_all(size: float, group: Group, inner: _Tier, outer: _Tier | None, peer_s: float) -> float:
-    """Every rank to every other, started one after another; each leaves the node through its own device's link."""
-    near = (group.per_node - 1) / group.ranks * size / _inside(group, inner)
+def _all_to_all_s(size: float, group: RankGroup, inner: _Tier, outer: _Tier | None, peer_s: float) -> float:
+    """Every rank sends to every other, one after another; each message between nodes uses the link of its own
+    device."""
+    within_s = (group.per_node - 1) / group.ranks * size / _inner_bandwidth(group, inner)
     latency = (outer or inner).start_s + (group.ranks - 2) * peer_s
-    far = (group.ranks - group.fewest) / group.ranks * size / outer.bandwidth if outer else 0.0
-    return blend(latency, max(near, far), (outer or inner).softness)
+    between_s = (group.ranks - group.min_per_node) / group.ranks * size / outer.bandwidth if outer else 0.0
+    return blend_s(latency, max(within_s, between_s), (outer or inner).softness)
 
 
-def _send(size: float, group: Group, inner: _Tier, outer: _Tier | None) -> float:
-    """Across nodes, where the group is."""
+def _send_s(size: float, group: RankGroup, inner: _Tier, outer: _Tier | None) -> float:
+    """Seconds of one message, between nodes where the group spans several."""
     tier = outer or inner
-    return blend(tier.start_s, size / tier.bandwidth, tier.softness)
+    return blend_s(tier.start_s, size / tier.bandwidth, tier.softness)
 
 
-def _node(cluster: Cluster) -> Node:
+def _slowest_node(cluster: Cluster) -> Node:
     """The node with the slowest link within: the others wait for it."""
     several = [node for node in cluster.nodes if node.count > 1]
     return min(several or cluster.nodes, key=lambda node: node.link.bandwidth_bytes_per_s)
 
 
-def _reach(link: Link, shares: Reached) -> LinkEfficiency:
-    return shares.families[shares.family(link)]
+def _tier_within(group: RankGroup, cluster: Cluster, efficiencies: LinkEfficiencies) -> _Tier:
+    node = _slowest_node(cluster)
+    efficiency = efficiencies.of_link(node.link)
+    link_bandwidth = _bandwidth(node.link) if group.per_node > 1 else float("inf")
+    if efficiency.mesh_ring_shares and node.count == efficiency.mesh_devices:
+        link_bandwidth *= efficiency.mesh_ring_shares.get(group.per_node, 1.0)
+    bandwidth = link_bandwidth * efficiency.ring_share * (1 - efficiency.few_ranks_loss / max(2, group.per_node))
+    if group.bridge_groups and node.link.name in efficiency.bridge_bytes_per_s:
+        # A link that is described as faster than the catalog's of its name has a bridge that is faster, too.
+        faster = _bandwidth(node.link) / find_link(node.link.name).bandwidth_bytes_per_s
+        bridge = faster * efficiency.bridge_bytes_per_s[node.link.name]
+        bandwidth = min(bandwidth, bridge / group.bridge_groups)
+    reduces = node.link.name in efficiency.multicast_links
+    multicast = efficiency.multicast_share * link_bandwidth if reduces else 0.0
+    latency_s = node.link.latency_s
+    return _Tier(bandwidth, latency_s, efficiency.hop_share * latency_s, efficiency.softness, multicast)
 
 
-def _within(group: Group, cluster: Cluster, shares: Reached) -> _Tier:
-    node = _node(cluster)
-    reach = _reach(node.link, shares)
-    full = _known(node.link) if group.per_node > 1 else float("inf")
-    if reach.rings and node.count == reach.rings_of:
-        full *= reach.rings.get(group.per_node, 1.0)
-    bandwidth = full * reach.ring * (1 - reach.few / max(2, group.per_node))
-    if group.beside and node.link.name in reach.bridge:
-        # A link that is said to be faster than the catalog's of its name comes with a bridge that is, too.
-        faster = _known(node.link) / find_link(node.link.name).bandwidth_bytes_per_s
-        bandwidth = min(bandwidth, faster * reach.bridge[node.link.name] / group.beside)
-    multicast = reach.multicast * full if node.link.name in reach.multicast_links else 0.0
-    return _Tier(bandwidth, node.link.latency_s, reach.hop * node.link.latency_s, reach.softness, multicast)
-
-
-def _between(group: Group, cluster: Cluster, shares: Reached) -> _Tier | None:
+def _tier_between(group: RankGroup, cluster: Cluster, efficiencies: LinkEfficiencies) -> _Tier | None:
+    """The tier between nodes; None for a group on one node."""
     if group.nodes == 1:
         return None
     assert cluster.link is not None
-    link, reach = cluster.link, _reach(cluster.link, shares)
-    most = reach.most if cluster.kind == "cpu" else float("inf")
-    return _Tier(min(_known(link) * reach.ring, most), link.latency_s, reach.hop * link.latency_s, reach.softness)
+    link, efficiency = cluster.link, efficiencies.of_link(cluster.link)
+    limit = efficiency.rank_limit_bytes_per_s if cluster.kind == "cpu" else float("inf")
+    bandwidth = min(_bandwidth(link) * efficiency.ring_share, limit)
+    return _Tier(bandwidth, link.latency_s, efficiency.hop_share * link.latency_s, efficiency.softness)
 
 
-def _known(link: Link) -> float:
+def _bandwidth(link: Link) -> float:
     if not link.bandwidth_bytes_per_s:
         raise InputError(f"link '{link.name}' has no known bandwidth: `meshwright doctor` measures it")
     return link.bandwidth_bytes_per_s
 
 
 @dataclass(frozen=True)
-class Overlap:
-    """`exposed_s` is what communication adds to the compute."""
+class OverlappedTime:
+    """Seconds of compute and communication together; `exposed_s` is what communication adds to the compute."""
 
     total_s: float
     exposed_s: float
 
 
-def overlap(compute_s: float, communication_s: float, kind: Kind) -> Overlap:
-    """Compute and communication that may run side by side, given how long each takes alone."""
+def overlap(compute_s: float, communication_s: float, kind: DeviceKind) -> OverlappedTime:
+    """The time of compute and communication that run at the same time, given how long each takes alone."""
     if kind == "cpu":
         total = max(compute_s + CORE_SHARE * communication_s, communication_s)
     elif compute_s * COMPUTE_SLOWDOWN <= communication_s * COMMUNICATION_SLOWDOWN:
-        together = compute_s * COMPUTE_SLOWDOWN
-        total = together + communication_s - together / COMMUNICATION_SLOWDOWN
+        both_s = compute_s * COMPUTE_SLOWDOWN
+        total = both_s + communication_s - both_s / COMMUNICATION_SLOWDOWN
     else:
-        together = communication_s * COMMUNICATION_SLOWDOWN
-        total = together + compute_s - together / COMPUTE_SLOWDOWN
-    return Overlap(total, total - compute_s)
+        both_s = communication_s * COMMUNICATION_SLOWDOWN
+        total = both_s + compute_s - both_s / COMPUTE_SLOWDOWN
+    return OverlappedTime(total, total - compute_s)

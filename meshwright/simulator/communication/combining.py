@@ -1,17 +1,16 @@
-"""How long gradients take to be combined over the replicate axis by the algorithm that a plan names; and which one it
-should name.
+"""Seconds that gradients take to be combined over the replicate axis by the algorithm that a plan names, and the
+algorithm that a plan should name.
 
-    GPU ranks      the backend's own                                                         communication.collective_s
-    CPU ranks      by schedules.py, on the cluster's links and what hosts of its kind take   wires_of
-    auto           shared memory on one node; on several that, and messages between them; else the backend's own
-    native         the backend's own: its measured curves                                    communication.collective_s
-    chosen         the cheapest, by schedules.choose; `auto` where that is what `auto` does  chosen_algorithm
+    GPU ranks      the backend's own all-reduce                                          collectives.collective_s
+    CPU ranks      schedules.py, on the cluster's links and the costs of such hosts      cpu_network
+    auto           shared memory on one node; on several nodes that, and messages between them; else the backend's own
+    native         the backend's own all-reduce, by its measured curves                  collectives.collective_s
+    fastest        the cheapest one; `auto` where `auto` would choose it                 fastest_algorithm
 
-Where nodes have different numbers of the ranks, or where these are more than schedules.py follows, the backend's price
-stands for all.
+Where nodes have different numbers of the ranks, or where there are more ranks than schedules.py replays, the price of
+the backend's own all-reduce stands for all algorithms.
 """
 
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -21,25 +20,22 @@ from meshwright.cluster.cluster import Cluster, Node
 from meshwright.collectives.schedules.builders import build
 from meshwright.plan import Algorithm
 from meshwright.simulator.communication.collectives import collective_s
-from meshwright.simulator.communication.placement import Group
+from meshwright.simulator.communication.cpu_network import CpuNetwork, HostSpeed, LinkTier, SharedMemorySpeed
+from meshwright.simulator.communication.placement import RankGroup
 from meshwright.simulator.communication.schedules import (
     MOST_RANKS,
-    Host,
-    Memory,
-    Tier,
-    Wires,
-    choose,
+    cheapest_algorithm,
     schedule_s,
     shared_memory_s,
     two_level_memory_s,
 )
-from meshwright.yaml_file import read_mapping, validated
+from meshwright.yaml_file import read_mapping, validate
 
 FILE = Path(__file__).with_name("host_costs.yaml")
 
 
 class HostCosts(BaseModel):
-    """The fields are described in host_costs.yaml."""
+    """What CPU hosts need for communication: the fields are described in host_costs.yaml."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -59,25 +55,27 @@ class HostCosts(BaseModel):
 
 @lru_cache
 def host_costs() -> HostCosts:
-    return validated(HostCosts, read_mapping(FILE, "simulator"), f"simulator: {FILE.name}")
+    return validate(HostCosts, read_mapping(FILE, "simulator"), f"simulator: {FILE.name}")
 
 
-def combine_s(size_bytes: float, group: Group, algorithm: Algorithm, cluster: Cluster) -> float:
-    """Seconds of one bucket."""
-    native = algorithm == "native" or (algorithm in ("auto", "shared_memory") and _auto(group) == "native")
-    if cluster.kind != "cpu" or native or not _is_followed(group):
+def combine_s(size_bytes: float, group: RankGroup, algorithm: Algorithm, cluster: Cluster) -> float:
+    """Seconds to all-reduce one bucket of gradients."""
+    uses_native = algorithm == "native" or (
+        algorithm in ("auto", "shared_memory") and _automatic_algorithm(group) == "native"
+    )
+    if cluster.kind != "cpu" or uses_native or not _is_replayed(group):
         return collective_s("all_reduce", size_bytes, group, cluster)
-    return _priced(int(size_bytes), _nodes(group), algorithm, wires_of(cluster, group))
+    return _algorithm_s(int(size_bytes), _ranks_of_nodes(group), algorithm, cpu_network(cluster, group))
 
 
-def chosen_algorithm(size_bytes: float, group: Group, cluster: Cluster) -> Algorithm:
-    """What a plan should say for buckets of that size."""
-    if cluster.kind != "cpu" or not _is_followed(group):
+def fastest_algorithm(size_bytes: float, group: RankGroup, cluster: Cluster) -> Algorithm:
+    """The algorithm that a plan should name for buckets of that size."""
+    if cluster.kind != "cpu" or not _is_replayed(group):
         return "auto"
-    found = _cheapest(int(size_bytes), _nodes(group), wires_of(cluster, group))
-    if found in (_auto(group), "two_level_memory"):
+    fastest = _cheapest(int(size_bytes), _ranks_of_nodes(group), cpu_network(cluster, group))
+    if fastest in (_automatic_algorithm(group), "two_level_memory"):
         return "auto"
-    named: dict[str, Algorithm] = {
+    algorithms: dict[str, Algorithm] = {
         "native": "native",
         "ring": "ring",
         "tree": "tree",
@@ -85,47 +83,49 @@ def chosen_algorithm(size_bytes: float, group: Group, cluster: Cluster) -> Algor
         "two_level": "two_level",
         "shared_memory": "shared_memory",
     }
-    return named[found]
+    return algorithms[fastest]
 
 
 @lru_cache(maxsize=4096)
-def _priced(size: int, nodes: tuple[int, ...], algorithm: Algorithm, wires: Wires) -> float:
+def _algorithm_s(size_bytes: int, nodes: tuple[int, ...], algorithm: Algorithm, network: CpuNetwork) -> float:
     if algorithm in ("auto", "shared_memory"):
-        return shared_memory_s(size, nodes[0], wires) if len(nodes) == 1 else two_level_memory_s(size, nodes, wires)
-    return schedule_s(build(algorithm, sum(nodes), nodes), size, wires, nodes)
+        if len(nodes) == 1:
+            return shared_memory_s(size_bytes, nodes[0], network)
+        return two_level_memory_s(size_bytes, nodes, network)
+    return schedule_s(build(algorithm, sum(nodes), nodes), size_bytes, network, nodes)
 
 
 @lru_cache(maxsize=4096)
-def _cheapest(size: int, nodes: tuple[int, ...], wires: Wires) -> str:
-    return choose(size, sum(nodes), nodes, wires)[0]
+def _cheapest(size_bytes: int, nodes: tuple[int, ...], network: CpuNetwork) -> str:
+    return cheapest_algorithm(size_bytes, sum(nodes), nodes, network)[0]
 
 
-def _auto(group: Group) -> str:
+def _automatic_algorithm(group: RankGroup) -> str:
+    """What a plan's `auto` means for this group."""
     if group.nodes == 1:
         return "shared_memory"
-    return "two_level_memory" if group.per_node == group.fewest and group.fewest > 1 else "native"
+    return "two_level_memory" if group.per_node == group.min_per_node and group.min_per_node > 1 else "native"
 
 
-def _is_followed(group: Group) -> bool:
-    return group.per_node == group.fewest and group.ranks <= MOST_RANKS
+def _is_replayed(group: RankGroup) -> bool:
+    return group.per_node == group.min_per_node and group.ranks <= MOST_RANKS
 
 
-def _nodes(group: Group) -> tuple[int, ...]:
+def _ranks_of_nodes(group: RankGroup) -> tuple[int, ...]:
     return (group.per_node,) * group.nodes
 
 
-def wires_of(cluster: Cluster, group: Group) -> Wires:
-    """For such a group of CPU ranks. Its ranks on a node share the cores with all others there."""
+def cpu_network(cluster: Cluster, group: RankGroup) -> CpuNetwork:
+    """The network of such a group of CPU ranks. Its ranks on a node share the cores with all others there."""
     costs = host_costs()
     node = min(cluster.nodes, key=lambda node: node.device.bandwidth_bytes_per_s)
-    within = _within(node)
     across = None
     if cluster.link is not None and group.nodes > 1:
         link = cluster.link
-        together = link.bandwidth_bytes_per_s * node.count / max(1, group.sharing)
-        across = Tier(link.latency_s, link.bandwidth_bytes_per_s, together)
-    core = node.device.bandwidth_bytes_per_s
-    host = Host(
+        together = link.bandwidth_bytes_per_s * node.count / max(1, group.network_groups)
+        across = LinkTier(link.latency_s, link.bandwidth_bytes_per_s, together)
+    core_bytes_per_s = node.device.bandwidth_bytes_per_s
+    host = HostSpeed(
         cores=node.cores,
         message_s=costs.message_s,
         native_message_s=costs.native_message_s,
@@ -133,24 +133,24 @@ def wires_of(cluster: Cluster, group: Group) -> Wires:
         byte_s=costs.byte_s,
         thread_s=costs.thread_s,
         call_s=costs.call_s,
-        add_bytes_per_s=core / 3,  # two are read, one is written
-        copy_bytes_per_s=core / 2,
+        add_bytes_per_s=core_bytes_per_s / 3,  # two numbers are read, one is written
+        copy_bytes_per_s=core_bytes_per_s / 2,
     )
-    return Wires(within, across, host, _memory(node, group.per_node, costs))
+    return CpuNetwork(_tier_within(node), across, host, _shared_memory_speed(node, group.per_node, costs))
 
 
-def _within(node: Node) -> Tier:
-    """The link's figures are those of an all-reduce of two: two rounds of half of it, each behind a word that there is
-    room; both send at once."""
+def _tier_within(node: Node) -> LinkTier:
+    """The link's figures are those of an all-reduce of two ranks: two rounds of half of the tensor, each after a
+    message that it can be received; both ranks send at once."""
     bandwidth = node.link.bandwidth_bytes_per_s
-    return Tier(node.link.latency_s / 2, 2 * bandwidth, max(2, node.cores) * bandwidth)
+    return LinkTier(node.link.latency_s / 2, 2 * bandwidth, max(2, node.cores) * bandwidth)
 
 
-def _memory(node: Node, ranks: int, costs: HostCosts) -> Memory:
-    """Ranks that share a core wait for each other's turn, and share its bandwidth; the device's is a rank's already."""
-    crowded = max(1.0, ranks / node.cores)
-    core = node.device.bandwidth_bytes_per_s
-    moved = {"reduce": 2.0, "scatter": 1 + 1 / ranks, "gather": max(2 * (ranks - 1) / ranks, 1 / ranks)}
-    rates = {name: ((1, getattr(costs, name) * core / of_one),) for name, of_one in moved.items()}
-    found = Memory(costs.sync_s, costs.staged_s, **rates)
-    return replace(found, sync_s=costs.sync_s * crowded, staged_s=costs.staged_s * crowded)
+def _shared_memory_speed(node: Node, ranks: int, costs: HostCosts) -> SharedMemorySpeed:
+    """Ranks that share a core wait for each other's turn, and share its bandwidth; the device's bandwidth is that of
+    one rank already."""
+    ranks_per_core = max(1.0, ranks / node.cores)
+    core_bytes_per_s = node.device.bandwidth_bytes_per_s
+    moved_bytes = {"reduce": 2.0, "scatter": 1 + 1 / ranks, "gather": max(2 * (ranks - 1) / ranks, 1 / ranks)}
+    rates = {name: ((1, getattr(costs, name) * core_bytes_per_s / moved),) for name, moved in moved_bytes.items()}
+    return SharedMemorySpeed(costs.sync_s * ranks_per_core, costs.staged_s * ranks_per_core, **rates)

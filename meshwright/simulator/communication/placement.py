@@ -1,14 +1,15 @@
-"""How a plan's axes lie on a cluster: which links the groups of an axis cross, and who shares them.
+"""How the axes of a plan are placed on a cluster: which links the groups of an axis use, and which groups share them.
 
 Ranks fill the devices node by node, and the mesh numbers them with its axes outermost to innermost as in `MESH_ORDER`:
 
-    rank   = ((pipeline × replicates + replicate) × shards + shard) × tensors + tensor      _groups
-    stride = product of the axes inside of the innermost one that communicates               place
-    nodes  = how many nodes the widest group reaches; per_node, fewest = its members on one  place
-    sharing = groups that send through one node's network at the same time                   _sharing
-    beside = groups that meet on the bridge between the two halves of one node               _beside
+    rank           = ((pipeline × replicates + replicate) × shards + shard) × tensors + tensor      _rank_groups
+    stride         = product of the axes inside of the innermost one that communicates              _group_of_axes
+    nodes          = how many nodes the widest group spans; per_node, min_per_node = the most and
+                     the fewest of its ranks on one of them                                         _group_of_axes
+    network_groups = groups that send through one node's network at the same time                   _network_groups
+    bridge_groups  = groups that use the bridge between the two halves of one node                  _bridge_groups
 
-Every figure is that of the worst group: a collective is as slow as its slowest group, and so are nodes that differ.
+Every figure is that of the slowest group: a collective is as slow as its slowest group, and so are nodes that differ.
 """
 
 from collections.abc import Iterable
@@ -27,111 +28,119 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Group:
-    """The ranks that take part in one collective. `per_node` and `fewest` are the most and the least of them that
-    share a node; `sharing` counts the like groups that leave one node through its network at the same time, this one
-    among them, and `beside` those that cross from one half of a node to the other. Both are 0 where none does."""
+class RankGroup:
+    """The ranks that take part in one collective. `per_node` and `min_per_node` are the most and the fewest of them
+    on a node. `network_groups` counts the groups of the same axis that leave one node through its network at the same
+    time, this one included, and `bridge_groups` those that connect both halves of a node. Both are 0 where none
+    does."""
 
     ranks: int
     stride: int = 1
     nodes: int = 1
     per_node: int = 1
-    fewest: int = 1
-    sharing: int = 0
-    beside: int = 0
+    min_per_node: int = 1
+    network_groups: int = 0
+    bridge_groups: int = 0
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        """What it crosses: links `within` a node, the network `between` nodes."""
-        crossed = {"within": self.per_node > 1, "between": self.nodes > 1}
-        return tuple(tier for tier, is_crossed in crossed.items() if is_crossed)
+        """The links that the group uses: `within` a node, and the network `between` nodes."""
+        used = {"within": self.per_node > 1, "between": self.nodes > 1}
+        return tuple(tier for tier, is_used in used.items() if is_used)
 
 
-def place(axes: Axes, cluster: Cluster) -> dict[str, Group]:
-    """The group of every axis."""
-    return {name: group(axes, (name,), cluster) for name in MESH_ORDER}
+def axis_groups(axes: Axes, cluster: Cluster) -> dict[str, RankGroup]:
+    """The group of each axis of the mesh, by the name of the axis."""
+    return {name: group_of_axes(axes, (name,), cluster) for name in MESH_ORDER}
 
 
-def group(axes: Axes, names: Iterable[str], cluster: Cluster) -> Group:
-    """The group of several axes that communicate as one: gradients are combined over `("replicate", "shard")`."""
+def group_of_axes(axes: Axes, names: Iterable[str], cluster: Cluster) -> RankGroup:
+    """The group of several axes that communicate as one: for example, gradients over `("replicate", "shard")`."""
     sizes = tuple(getattr(axes, name) for name in MESH_ORDER)
-    if prod(sizes) > cluster.devices:
-        told = " × ".join(f"{name}({size})" for name, size in zip(MESH_ORDER, sizes, strict=True) if size > 1)
+    if prod(sizes) > cluster.device_count:
+        product = " × ".join(f"{name}({size})" for name, size in zip(MESH_ORDER, sizes, strict=True) if size > 1)
         raise InputError(
-            f"{told} = {prod(sizes)} ranks, but the cluster '{cluster.name}' has {cluster.devices} devices:"
-            f" choose axes whose product is at most {cluster.devices}"
+            f"{product} = {prod(sizes)} ranks, but the cluster '{cluster.name}' has {cluster.device_count} devices:"
+            f" choose axes whose product is at most {cluster.device_count}"
         )
     counts = tuple((node.count, node.number) for node in cluster.nodes)
-    return _place(sizes, tuple(MESH_ORDER.index(name) for name in sorted(set(names), key=MESH_ORDER.index)), counts)
+    return _group_of_axes(
+        sizes, tuple(MESH_ORDER.index(name) for name in sorted(set(names), key=MESH_ORDER.index)), counts
+    )
 
 
-def neighbours(axes: Axes, cluster: Cluster) -> tuple[Group, ...]:
-    """Every rank of a pipeline with the one behind it, the last with the first. Across nodes where any such two are."""
+def neighbour_groups(axes: Axes, cluster: Cluster) -> tuple[RankGroup, ...]:
+    """For each rank of a pipeline, the group of it and the next rank (for the last one, the first). It spans nodes
+    where any such pair of the mesh does."""
     sizes = tuple(getattr(axes, name) for name in MESH_ORDER)
     counts = tuple((node.count, node.number) for node in cluster.nodes)
-    return _neighbours(sizes, MESH_ORDER.index("pipeline"), counts)
+    return _neighbour_groups(sizes, MESH_ORDER.index("pipeline"), counts)
 
 
 @lru_cache(maxsize=4096)
-def _neighbours(sizes: tuple[int, ...], axis: int, counts: tuple[tuple[int, int], ...]) -> tuple[Group, ...]:
-    groups = _groups(sizes, (axis,))
+def _neighbour_groups(sizes: tuple[int, ...], axis: int, counts: tuple[tuple[int, int], ...]) -> tuple[RankGroup, ...]:
+    groups = _rank_groups(sizes, (axis,))
     node_of, local, count_of = _devices(counts, groups.size)
-    found = []
+    pair_groups = []
     for rank in range(groups.shape[1]):
         pairs = groups[:, [rank, (rank + 1) % groups.shape[1]]]
         if (node_of[pairs[:, 0]] != node_of[pairs[:, 1]]).any():
-            found.append(Group(2, nodes=2))
+            pair_groups.append(RankGroup(2, nodes=2))
         else:
-            found.append(Group(2, per_node=2, fewest=2, beside=_beside(pairs, node_of, 2 * local >= count_of)))
-    return tuple(found)
+            pair_groups.append(
+                RankGroup(
+                    2, per_node=2, min_per_node=2, bridge_groups=_bridge_groups(pairs, node_of, 2 * local >= count_of)
+                )
+            )
+    return tuple(pair_groups)
 
 
 @lru_cache(maxsize=4096)
-def _place(sizes: tuple[int, ...], chosen: tuple[int, ...], counts: tuple[tuple[int, int], ...]) -> Group:
-    inside = [axis for axis in chosen if sizes[axis] > 1]
+def _group_of_axes(sizes: tuple[int, ...], axes: tuple[int, ...], counts: tuple[tuple[int, int], ...]) -> RankGroup:
+    inside = [axis for axis in axes if sizes[axis] > 1]
     if not inside:
-        return Group(ranks=1)
+        return RankGroup(ranks=1)
     stride = prod(sizes[inside[-1] + 1 :])
-    groups = _groups(sizes, chosen)
+    groups = _rank_groups(sizes, axes)
     node_of, local, count_of = _devices(counts, groups.size)
     nodes = np.sort(node_of[groups], axis=1)
     firsts = np.concatenate([np.ones((len(nodes), 1), dtype=bool), nodes[:, 1:] != nodes[:, :-1]], axis=1)
     reached = firsts.sum(axis=1)
     runs = np.diff(np.append(np.flatnonzero(firsts), nodes.size))
     of_widest = np.repeat(reached, reached) == reached.max()
-    return Group(
+    return RankGroup(
         ranks=int(groups.shape[1]),
         stride=stride,
         nodes=int(reached.max()),
         per_node=int(runs[of_widest].max()),
-        fewest=int(runs[of_widest].min()),
-        sharing=_sharing(nodes, firsts, reached),
-        beside=_beside(groups, node_of, 2 * local >= count_of),
+        min_per_node=int(runs[of_widest].min()),
+        network_groups=_network_groups(nodes, firsts, reached),
+        bridge_groups=_bridge_groups(groups, node_of, 2 * local >= count_of),
     )
 
 
-def _groups(sizes: tuple[int, ...], chosen: tuple[int, ...]) -> Ints:
-    """One row of ranks for each group."""
+def _rank_groups(sizes: tuple[int, ...], axes: tuple[int, ...]) -> Ints:
+    """The ranks of each group, one group a row."""
     grid = np.arange(prod(sizes), dtype=np.int64).reshape(sizes)
-    last = range(len(sizes) - len(chosen), len(sizes))
-    return np.moveaxis(grid, chosen, tuple(last)).reshape(-1, prod(sizes[axis] for axis in chosen))
+    last = range(len(sizes) - len(axes), len(sizes))
+    return np.moveaxis(grid, axes, tuple(last)).reshape(-1, prod(sizes[axis] for axis in axes))
 
 
 def _devices(counts: tuple[tuple[int, int], ...], ranks: int) -> tuple[Ints, Ints, Ints]:
-    """Of each rank: its node, its place on that node, and how many devices the node has."""
+    """For each rank: its node, its index on that node, and the number of devices of the node."""
     per_node = np.array([count for count, number in counts for _ in range(number)], dtype=np.int64)
     node_of = np.repeat(np.arange(len(per_node)), per_node)[:ranks]
     starts = np.cumsum(per_node) - per_node
     return node_of, np.arange(ranks) - starts[node_of], per_node[node_of]
 
 
-def _sharing(nodes: Ints, firsts: npt.NDArray[np.bool_], reached: Ints) -> int:
+def _network_groups(nodes: Ints, firsts: npt.NDArray[np.bool_], reached: Ints) -> int:
     leaving = nodes[reached > 1][firsts[reached > 1]]
     return int(np.bincount(leaving).max()) if leaving.size else 0
 
 
-def _beside(groups: Ints, node_of: Ints, is_upper: npt.NDArray[np.bool_]) -> int:
-    """Groups with members in both halves of a node, on the node that has most of them."""
+def _bridge_groups(groups: Ints, node_of: Ints, is_upper: npt.NDArray[np.bool_]) -> int:
+    """The number of groups with ranks in both halves of a node, on the node that has most such groups."""
     rows = np.repeat(np.arange(len(groups)), groups.shape[1])
     ranks = groups.ravel()
     keys = rows * (int(node_of.max()) + 1) + node_of[ranks]

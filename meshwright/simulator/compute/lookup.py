@@ -1,7 +1,7 @@
-"""As what an operator was measured: the class, and the logarithms of the sizes that decide how fast it is.
+"""The class that an operator was measured in, and the logarithms of the sizes that decide how fast it is.
 
-A profile tells some sizes only through its bytes: those that do not grow with the batch are a BatchNorm's channels, and
-what a convolution moves beyond images and filters is its bias.
+A profile states some sizes only through its bytes: of a BatchNorm, the bytes that do not grow with the batch are
+those of its channels; of a convolution, the bytes beyond images and filters are those of its bias.
 """
 
 from collections.abc import Sequence
@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from math import isclose, log2
 
 from meshwright.cluster.cluster import OperatorTime
+from meshwright.dtypes import ITEM_BYTES
 from meshwright.profile.values import Operator
 
-_ALIGNED_BYTES = 16  # of a row: what one load of a GPU takes at most
-_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-_VECTORS = {False: 6.0, True: 7.0}  # of one number a channel, that BatchNorm reads and writes, forward and backward
-_FILLED = ("copy_", "fill_", "zero_", "bernoulli_", "normal_", "uniform_")  # in place, and not read
-_CLASSES = {  # by a part of their names, the first that fits
+_ALIGNED_BYTES = 16  # of a row: the largest load of a GPU (CUDA C++ Programming Guide, vectorized access)
+# Vectors of one number a channel that BatchNorm reads and writes, forward (False) and backward (True): counted in the
+# arguments of torch's native_batch_norm and native_batch_norm_backward.
+_CHANNEL_VECTORS = {False: 6.0, True: 7.0}
+_WRITE_ONLY = ("copy_", "fill_", "zero_", "bernoulli_", "normal_", "uniform_")  # in place, and not read
+_CLASSES = {  # by a part of the operator's name, the first that fits
     "log_softmax": "log_softmax",
     "softmax": "softmax",
     "nll_loss": "loss",
@@ -23,8 +25,8 @@ _CLASSES = {  # by a part of their names, the first that fits
     "gelu": "gelu",
     "native_dropout": "dropout",
 }
-# Classes that a calibration may lack, and those that it then has for them.
-STAND_INS = {
+# Classes that a calibration may lack, and the classes that are used instead.
+SUBSTITUTE_CLASSES = {
     "input_gradient": "matmul",
     "weight_gradient": "matmul",
     "softmax": "log_softmax",
@@ -33,85 +35,94 @@ STAND_INS = {
     "dropout": "elementwise",
     "widen": "elementwise",
 }
-_WIDER_BYTES = 6  # a number of 16 bits read, one of 32 written
+_WIDENING_BYTES = 6  # a number of 16 bits is read, one of 32 bits is written
 
 
 @dataclass(frozen=True)
-class LookedUp:
+class OperatorClass:
+    """The class of an operator, the logarithms of its sizes, and its arithmetic and traffic."""
+
     name: str
     sizes: tuple[float, ...]
     flops: float
     bytes: float
 
 
-def looked_up(operator: Operator, batch: float, scale: float, backward: bool, memory: float = 1.0) -> LookedUp | None:
-    """For a device that is `scale` times slower than the measured one, and its memory `memory` times; None for what
-    only makes room or looks again."""
+def classify_operator(
+    operator: Operator, batch: float, scale: float, backward: bool, memory: float = 1.0
+) -> OperatorClass | None:
+    """The class of an operator on a device that is `scale` times slower than the measured one, and its memory `memory`
+    times slower. None for allocations and views."""
     kind = operator.kind
-    flops, moved = operator.flops.at(batch), operator.bytes.at(batch)
+    flops, traffic = operator.flops.at(batch), operator.bytes.at(batch)
     if kind == "view" or operator.name.startswith(("empty", "new_empty")):
         return None
-    shape, size = [side.at(batch) for side in operator.shape], _SIZES.get(operator.dtype, 4)
+    shape, size = [side.at(batch) for side in operator.shape], ITEM_BYTES.get(operator.dtype, 4)
     if kind == "matmul" and shape[0] > 1:
-        return LookedUp("batched_matmul", _logs(shape[0] * scale, *shape[1:]), flops, moved)
+        return OperatorClass("batched_matmul", _logs(shape[0] * scale, *shape[1:]), flops, traffic)
     if kind == "matmul":
-        return LookedUp(_product(operator), _logs(shape[1] * scale, *shape[2:]), flops, moved)
+        return OperatorClass(_product_class(operator), _logs(shape[1] * scale, *shape[2:]), flops, traffic)
     if kind == "attention":
-        flops /= 2 if shape[-1] else 1  # what lies ahead of a token is not computed
-        return LookedUp("attention", _logs(shape[0] * shape[1] * scale, shape[2], shape[4]), flops, moved)
+        flops /= 2 if shape[-1] else 1  # pairs above the causal mask are not computed
+        return OperatorClass("attention", _logs(shape[0] * shape[1] * scale, shape[2], shape[4]), flops, traffic)
     if kind == "convolution":
-        return LookedUp("convolution", _convolution(shape, scale, size), flops, moved)
+        return OperatorClass("convolution", _convolution_sizes(shape, scale, size), flops, traffic)
     if kind == "norm" and "batch_norm" in operator.name:
-        channels = operator.bytes.constant / 4 / _VECTORS[backward]
-        return LookedUp("batch_norm", _logs(moved * memory, max(channels, 1.0)), flops, moved)
-    if kind == "elementwise" and operator.name.endswith("_") and operator.name not in _FILLED and shape:
-        moved += shape[0] * size  # counted once, but read and written
-    if operator.name == "_to_copy" and size == 2 and shape and isclose(moved, _WIDER_BYTES * shape[0], rel_tol=1e-6):
-        return LookedUp("widen", _logs(moved * memory), 0.0, moved)
-    return LookedUp(_class(operator), _logs(moved * memory), 0.0, moved)
+        channels = operator.bytes.constant / 4 / _CHANNEL_VECTORS[backward]
+        return OperatorClass("batch_norm", _logs(traffic * memory, max(channels, 1.0)), flops, traffic)
+    if kind == "elementwise" and operator.name.endswith("_") and operator.name not in _WRITE_ONLY and shape:
+        traffic += shape[0] * size  # the profile counts it once, but it is read and written
+    if (
+        operator.name == "_to_copy"
+        and size == 2
+        and shape
+        and isclose(traffic, _WIDENING_BYTES * shape[0], rel_tol=1e-6)
+    ):
+        return OperatorClass("widen", _logs(traffic * memory), 0.0, traffic)
+    return OperatorClass(_class(operator), _logs(traffic * memory), 0.0, traffic)
 
 
 def _class(operator: Operator) -> str:
     if operator.kind in ("norm", "embedding"):
         return operator.kind
-    found = next((name for word, name in _CLASSES.items() if word in operator.name), None)
-    if found or operator.kind == "reduction":
-        return found or "reduction"
+    by_name = next((name for word, name in _CLASSES.items() if word in operator.name), None)
+    if by_name or operator.kind == "reduction":
+        return by_name or "reduction"
     return "copy" if operator.name == "clone" else "elementwise"
 
 
-def _product(operator: Operator) -> str:
-    """Whether rows fit what a load takes, and which way the operands of a product lie if they do: the inner side of a
-    weight's gradient is the samples."""
-    odd, (m, k) = _odd(operator), (operator.shape[1].linear, operator.shape[3].linear)
-    if odd or not operator.gradient or bool(m) == bool(k):
+def _product_class(operator: Operator) -> str:
+    """The class of a product: whether its rows are aligned and, if they are, whether it computes the gradient of a
+    weight (its inner dimension is the samples), that of an input, or neither."""
+    odd, (m, k) = _unaligned_dimension(operator), (operator.shape[1].linear, operator.shape[3].linear)
+    if odd or not operator.computes_gradient or bool(m) == bool(k):
         return f"matmul{odd}"
     return "weight_gradient" if k else "input_gradient"
 
 
-def _odd(operator: Operator) -> str:
-    """The side of a product, if any, whose rows are no multiple of what a load takes: of the inner one, of a weight's
-    gradient, of the result. Sides that grow with the batch are numbers of rows."""
-    step = _ALIGNED_BYTES // _SIZES.get(operator.dtype, 4)
+def _unaligned_dimension(operator: Operator) -> str:
+    """ " k", " m" or " n" for the dimension of a product whose size is no multiple of a load, the empty string if all
+    are aligned. Dimensions that grow with the batch are numbers of rows, and need no alignment."""
+    step = _ALIGNED_BYTES // ITEM_BYTES.get(operator.dtype, 4)
     odd = {
         side for side, size in zip("mnk", operator.shape[1:], strict=True) if not size.linear and size.constant % step
     }
     return next((f" {side}" for side in "kmn" if side in odd), "")
 
 
-def stacked(operator: Operator, batch: float, scale: float) -> tuple[str, tuple[float, ...]]:
-    """Batched products as one of all their rows: its class and sizes."""
-    many, m, n, k = (size.at(batch) for size in operator.shape)
-    return f"matmul{_odd(operator)}", _logs(many * m * scale, n, k)
+def as_stacked_product(operator: Operator, batch: float, scale: float) -> tuple[str, tuple[float, ...]]:
+    """The class and sizes of one product that has the rows of all products of a batched one."""
+    count, m, n, k = (size.at(batch) for size in operator.shape)
+    return f"matmul{_unaligned_dimension(operator)}", _logs(count * m * scale, n, k)
 
 
-def bias_of(operator: Operator, batch: float, backward: bool) -> float:
-    """The bytes that adding a convolution's bias moves, or summing up its gradient; 0 where it has none."""
+def bias_bytes(operator: Operator, batch: float, backward: bool) -> float:
+    """The bytes that are moved to add a convolution's bias, or to sum its gradient; 0 where it has none."""
     n, c_in, h, w, c_out, kernel, stride, groups = (size.at(batch) for size in operator.shape)
-    size, flops = _SIZES.get(operator.dtype, 4), operator.flops.at(batch)
-    of_one = 2 * c_in / groups * kernel**2
-    gradients = min(2, max(1, round(flops / (n * c_out * h * w / stride**2 * of_one)))) if backward else 1
-    out = flops / gradients / of_one
+    size, flops = ITEM_BYTES.get(operator.dtype, 4), operator.flops.at(batch)
+    flops_per_output = 2 * c_in / groups * kernel**2
+    gradients = min(2, max(1, round(flops / (n * c_out * h * w / stride**2 * flops_per_output)))) if backward else 1
+    out = flops / gradients / flops_per_output
     image, filters = n * c_in * h * w, c_out * c_in / groups * kernel**2
     counted = out + (gradients * image + 2 * filters if backward else image + filters)
     if operator.bytes.at(batch) / size - counted < 0.9 * c_out:
@@ -119,36 +130,39 @@ def bias_of(operator: Operator, batch: float, backward: bool) -> float:
     return (1 if backward else 2) * out * size
 
 
-def _convolution(shape: Sequence[float], scale: float, itemsize: int) -> tuple[float, ...]:
+def _convolution_sizes(shape: Sequence[float], scale: float, itemsize: int) -> tuple[float, ...]:
     n, c_in, h, w, c_out, kernel, stride, groups = shape
     pixels = n * scale * (h / stride) * (w / stride)
-    # Filters of one pixel are a plain product, where a load of pixels does not cross channels.
-    odd = kernel == stride == 1 and bool(h * w * itemsize % _ALIGNED_BYTES)
-    apart = (2 * log2(kernel), 2 * log2(stride), 4.0 * (groups > 1), 4.0 * odd)
-    return (*_logs(pixels, c_in / groups, c_out / groups), *apart)
+    # A convolution with filters of one pixel is a plain product, if a load of pixels does not cross channels.
+    unaligned = kernel == stride == 1 and bool(h * w * itemsize % _ALIGNED_BYTES)
+    # Differences in these count more than those in sizes, so that only like convolutions are compared.
+    separated = (2 * log2(kernel), 2 * log2(stride), 4.0 * (groups > 1), 4.0 * unaligned)
+    return (*_logs(pixels, c_in / groups, c_out / groups), *separated)
 
 
-def as_product(operator: Operator, found: LookedUp, batch: float, scale: float) -> LookedUp | None:
-    """A convolution as the matrix product that it is; None where each channel has a product of its own."""
+def as_matrix_product(
+    operator: Operator, convolution: OperatorClass, batch: float, scale: float
+) -> OperatorClass | None:
+    """A convolution as a matrix product; None for a grouped one."""
     n, c_in, h, w, c_out, kernel, stride, groups = (size.at(batch) for size in operator.shape)
     if groups > 1:
         return None
     rows = n * (h / stride) * (w / stride)
-    return LookedUp("matmul", _logs(rows * scale, c_out, c_in * kernel**2), found.flops, found.bytes)
+    return OperatorClass("matmul", _logs(rows * scale, c_out, c_in * kernel**2), convolution.flops, convolution.bytes)
 
 
 def _logs(*sizes: float) -> tuple[float, ...]:
     return tuple(log2(max(size, 1e-9)) for size in sizes)
 
 
-def measured_as(row: OperatorTime) -> tuple[str, tuple[float, ...]]:
-    """The same of a measured operator."""
+def classify_measurement(row: OperatorTime) -> tuple[str, tuple[float, ...]]:
+    """The class and sizes of a measured operator."""
     shape = row.shape
     if row.operator == "attention":
         batch, heads, sequence, width = shape
         return "attention", _logs(batch * heads, sequence, width)
     if row.operator == "convolution":
-        return "convolution", _convolution(shape, 1.0, 2 if row.dtype in ("bf16", "fp16") else 4)
+        return "convolution", _convolution_sizes(shape, 1.0, 2 if row.dtype in ("bf16", "fp16") else 4)
     if row.operator == "matmul":
         odd = next((f" {side}" for side, size in zip("mnk", shape, strict=True) if size % 8), "")
         return f"matmul{odd}", _logs(*shape)

@@ -1,23 +1,24 @@
-"""The tensors of one microbatch, replayed in the order in which they live and die: the largest moment of each pass.
+"""The tensors of one microbatch, replayed in the order in which they are allocated and freed: the peak of each pass.
 
-Under a shard axis of n ranks weights are gathered block by block (`Gathering`), and gradients leave a block as 1/n:
+Under a shard axis of n ranks weights are all-gathered block by block, and 1/n of a block's gradients stays:
 
-    gathered   the root's weights, the current block's, and the buffers that fill the next one's     (parameters)
-               all weights, from the first use to the end of the backward pass                       (other levels)
-    gradients  a block's own, whole, while its backward pass runs; then the buffer that sends them,
-               until the next block's is sent; 1/n of them stay
+    gathered   the root's weights, the current block's, and the buffers that the next block is gathered into
+               (`sharding: parameters`); all weights from their first use to the end of the backward pass (other levels)
+    gradients  the current block's in full while its backward pass runs; then the buffer that sends them, until the
+               next block's are sent; 1/n of them stays
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from typing import NamedTuple
 
-from meshwright.profile.values import Change, ModelProfile, Stretch
+from meshwright.profile.values import MemoryChange, ModelProfile, TraceSegment
 
 Rounding = Callable[[float], float]
 
 
 @dataclass
-class Held:
+class LiveBytes:
     """Bytes in memory at one moment, by what they are."""
 
     gathered: float = 0.0
@@ -30,54 +31,65 @@ class Held:
     def total(self) -> float:
         return self.gathered + self.gradients + self.buckets + self.saved + self.temporary + self.rounding
 
-    def plus(self, other: "Held") -> "Held":
-        return Held(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(Held)})
+    def plus(self, other: "LiveBytes") -> "LiveBytes":
+        return LiveBytes(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(LiveBytes)})
 
-    def times(self, factor: float) -> "Held":
-        return Held(**{f.name: getattr(self, f.name) * factor for f in fields(Held)})
+    def scaled(self, factor: float) -> "LiveBytes":
+        return LiveBytes(**{f.name: getattr(self, f.name) * factor for f in fields(LiveBytes)})
 
 
 @dataclass(frozen=True)
-class Moment:
-    held: Held
+class MemoryMoment:
+    """The bytes in memory while the part of the step named `where` runs."""
+
+    live: LiveBytes
     where: str
 
 
 @dataclass(frozen=True)
-class Gathering:
-    """Blocks with the bytes of their weights, and the `root`: what is in none. `keeps` says that nothing is given
-    back between the passes; `ranks` share the gradients."""
+class GatheredWeights:
+    """The weights that a shard axis gathers, in bytes: those of each block, and the `root_bytes` that are in no block.
+    With `keeps` they stay gathered between the passes. The gradients are divided over `ranks`."""
 
     blocks: dict[str, float]
-    root: float
+    root_bytes: float
     ranks: int
     keeps: bool
 
     @property
-    def whole(self) -> float:
-        return self.root + sum(self.blocks.values())
+    def all_bytes(self) -> float:
+        return self.root_bytes + sum(self.blocks.values())
 
     @property
-    def largest(self) -> float:
+    def largest_block_bytes(self) -> float:
         return max(self.blocks.values(), default=0.0)
 
 
 @dataclass(frozen=True)
-class Passes:
-    """The largest moment of a forward and of a backward pass, and what stays between them."""
+class PassPeaks:
+    """The moment of a forward and of a backward pass with most bytes in memory, and what stays between the passes."""
 
-    forward: Moment
-    backward: Moment
-    saved: Held
+    forward: MemoryMoment
+    backward: MemoryMoment
+    saved: LiveBytes
 
 
 @dataclass
-class _State:
-    now: Held
-    most: Moment
+class _ReplayState:
+    now: LiveBytes
+    peak: MemoryMoment
     unit: str = ""
     unit_gradients: float = 0.0
-    block_of: dict[str, str] = field(default_factory=dict)
+    block_of_layer: dict[str, str] = field(default_factory=dict)
+
+
+class _ScaledChange(NamedTuple):
+    """A change of memory with its bytes for a batch, their rounding, and the workspace of its operator."""
+
+    change: MemoryChange
+    bytes: float
+    rounding_bytes: float
+    workspace_bytes: float
 
 
 def replay(
@@ -85,118 +97,119 @@ def replay(
     batch: int,
     rounding: Rounding,
     *,
-    held: float,
-    gathering: Gathering | None = None,
+    kept_gradient_bytes: float,
+    gathering: GatheredWeights | None = None,
     workspaces: bool = False,
-) -> Passes:
-    """`held` gradients are there from the start (buckets, or those of earlier microbatches): a new one is then only
-    added to them. With `workspaces` operators take theirs."""
-    begin = Held()
-    forward = _run(profile, "forward", batch, rounding, begin, held, gathering, workspaces)
+) -> PassPeaks:
+    """The peaks of both passes of a microbatch. `kept_gradient_bytes` are there from the start (buckets, or gradients
+    of earlier microbatches): a new gradient is then temporary, and added to them. With `workspaces` operators allocate
+    theirs."""
+    adds_gradients = kept_gradient_bytes > 0
+    forward = _replay_pass(profile, "forward", batch, rounding, LiveBytes(), adds_gradients, gathering, workspaces)
     saved = replace(forward.now, gathered=0.0)
-    backward = _run(profile, "backward", batch, rounding, replace(forward.now), held, gathering, workspaces)
-    return Passes(forward.most, backward.most, saved)
+    start = replace(forward.now)
+    backward = _replay_pass(profile, "backward", batch, rounding, start, adds_gradients, gathering, workspaces)
+    return PassPeaks(forward.peak, backward.peak, saved)
 
 
-def _run(
+def _replay_pass(
     profile: ModelProfile,
     phase: str,
     batch: int,
     rounding: Rounding,
-    begin: Held,
-    held: float,
-    gathering: Gathering | None,
+    start: LiveBytes,
+    adds_gradients: bool,
+    gathering: GatheredWeights | None,
     workspaces: bool,
-) -> _State:
-    state = _State(begin, Moment(replace(begin), f"start of {phase}"))
-    for stretch in profile.stretches:
-        if stretch.phase != phase:
+) -> _ReplayState:
+    state = _ReplayState(start, MemoryMoment(replace(start), f"start of {phase}"))
+    for segment in profile.segments:
+        if segment.phase != phase:
             continue
-        moves = [
-            (change, *_step(change, batch, rounding), _workspace(stretch, change, batch) if workspaces else 0.0)
-            for change in stretch.changes
-        ]
+        changes = [_scaled_change(change, segment, batch, rounding, workspaces) for change in segment.changes]
         before = replace(state.now)
-        for turn in range(min(stretch.count, 3)):
+        for turn in range(min(segment.block_count, 3)):
             if turn == 2:
                 # Each of the equal blocks between adds what the second one did: only the last can be larger.
-                state.now = state.now.plus(state.now.plus(before.times(-1.0)).times(stretch.count - 3.0))
+                added = state.now.plus(before.scaled(-1.0))
+                state.now = state.now.plus(added.scaled(segment.block_count - 3.0))
             before = replace(state.now)
-            _block(state, moves, phase, held > 0, gathering, profile.blocks)
-            if gathering is not None and stretch.blocks:
-                _send(state, gathering)  # the next of equal blocks is another one
+            _replay_block(state, changes, phase, adds_gradients, gathering, profile.blocks)
+            if gathering is not None and segment.blocks:
+                _send_gradients(state, gathering)  # the next of equal blocks is another one
     if gathering is not None:
-        _send(state, gathering)
+        _send_gradients(state, gathering)
     return state
 
 
-_Move = tuple[Change, float, float, float]  # with its bytes, their rounding, and the workspace of its operator
-
-
-def _block(
-    state: _State,
-    moves: list[_Move],
+def _replay_block(
+    state: _ReplayState,
+    changes: list[_ScaledChange],
     phase: str,
-    passing: bool,
-    gathering: Gathering | None,
+    adds_gradients: bool,
+    gathering: GatheredWeights | None,
     blocks: tuple[str, ...],
 ) -> None:
-    for change, size, extra, work in moves:
+    for scaled in changes:
+        change = scaled.change
         if gathering is not None:
             _gather(state, change.layer, gathering, blocks)
-        _take(state, change, size, extra, passing)
-        if state.now.total() + work > state.most.held.total():
-            now = replace(state.now, temporary=state.now.temporary + work)
-            state.most = Moment(now, f"{phase} of {change.layer or 'the model'}")
-        if change.role == "gradient" and passing:
-            state.now.temporary -= size
-            state.now.rounding -= extra
+        _apply(state, scaled, adds_gradients)
+        if state.now.total() + scaled.workspace_bytes > state.peak.live.total():
+            now = replace(state.now, temporary=state.now.temporary + scaled.workspace_bytes)
+            state.peak = MemoryMoment(now, f"{phase} of {change.layer or 'the model'}")
+        if change.role == "gradient" and adds_gradients:
+            state.now.temporary -= scaled.bytes
+            state.now.rounding -= scaled.rounding_bytes
 
 
-def _workspace(stretch: Stretch, change: Change, batch: int) -> float:
-    """What the operator takes that has just returned this tensor."""
-    taken = change.bytes.constant + change.bytes.linear > 0 and change.operator
-    return stretch.operators[change.operator - 1].workspace.at(batch) if taken else 0.0
-
-
-def _take(state: _State, change: Change, size: float, extra: float, passing: bool) -> None:
-    now = state.now
-    now.rounding += extra
-    if change.role == "saved":
-        now.saved += size
-    elif change.role == "temporary" or passing:
-        now.temporary += size
-    else:
-        now.gradients += size
-        state.unit_gradients += size
-
-
-def _gather(state: _State, layer: str, gathering: Gathering, blocks: tuple[str, ...]) -> None:
-    if layer not in state.block_of:
-        state.block_of[layer] = next((b for b in blocks if layer == b or layer.startswith(f"{b}.")), "")
-    unit = state.block_of[layer]
-    if unit != state.unit:
-        _send(state, gathering)
-        state.unit = unit
-    if gathering.keeps:
-        state.now.gathered = gathering.whole
-    else:
-        # In a block its own weights too, and the flat buffer and the weights that the next one's are copied into.
-        inside = gathering.blocks.get(unit, 0.0) + 2 * gathering.largest if unit else 0.0
-        state.now.gathered = gathering.root + inside
-
-
-def _send(state: _State, gathering: Gathering) -> None:
-    """A block's gradients are combined: a buffer takes them until the next block's are sent, a part stays."""
-    whole = state.unit_gradients
-    if whole <= 0:
-        return
-    state.now.gradients -= whole * (1 - 1 / gathering.ranks)
-    state.now.buckets = whole
-    state.unit_gradients = 0.0
-
-
-def _step(change: Change, batch: int, rounding: Rounding) -> tuple[float, float]:
+def _scaled_change(
+    change: MemoryChange, segment: TraceSegment, batch: int, rounding: Rounding, workspaces: bool
+) -> _ScaledChange:
     size = change.bytes.at(batch)
     extra = rounding(size) if size > 0 else -rounding(-size)
-    return size * change.times, extra * change.times
+    workspace = _workspace_bytes(segment, change, batch) if workspaces else 0.0
+    return _ScaledChange(change, size * change.tensor_count, extra * change.tensor_count, workspace)
+
+
+def _workspace_bytes(segment: TraceSegment, change: MemoryChange, batch: int) -> float:
+    """The workspace of the operator that has just returned this tensor; 0 for a change that frees a tensor."""
+    is_result = change.bytes.constant + change.bytes.linear > 0 and change.after_operators
+    return segment.operators[change.after_operators - 1].workspace_bytes.at(batch) if is_result else 0.0
+
+
+def _apply(state: _ReplayState, scaled: _ScaledChange, adds_gradients: bool) -> None:
+    now, role = state.now, scaled.change.role
+    now.rounding += scaled.rounding_bytes
+    if role == "saved":
+        now.saved += scaled.bytes
+    elif role == "temporary" or adds_gradients:
+        now.temporary += scaled.bytes
+    else:
+        now.gradients += scaled.bytes
+        state.unit_gradients += scaled.bytes
+
+
+def _gather(state: _ReplayState, layer: str, gathering: GatheredWeights, blocks: tuple[str, ...]) -> None:
+    if layer not in state.block_of_layer:
+        state.block_of_layer[layer] = next((b for b in blocks if layer == b or layer.startswith(f"{b}.")), "")
+    unit = state.block_of_layer[layer]
+    if unit != state.unit:
+        _send_gradients(state, gathering)
+        state.unit = unit
+    if gathering.keeps:
+        state.now.gathered = gathering.all_bytes
+    else:
+        # In a block also its weights, and the flat buffer and the weights that the next block's are copied into.
+        block = gathering.blocks.get(unit, 0.0) + 2 * gathering.largest_block_bytes if unit else 0.0
+        state.now.gathered = gathering.root_bytes + block
+
+
+def _send_gradients(state: _ReplayState, gathering: GatheredWeights) -> None:
+    """Reduce-scatters the gradients of a block: a buffer holds them until the next block's are sent, a part stays."""
+    block_bytes = state.unit_gradients
+    if block_bytes <= 0:
+        return
+    state.now.gradients -= block_bytes * (1 - 1 / gathering.ranks)
+    state.now.buckets = block_bytes
+    state.unit_gradients = 0.0

@@ -1,6 +1,6 @@
 """Which stage and microbatch each rank of a pipeline computes, in the order in which PyTorch's schedules run them.
 
-    stage s lies on rank s mod p; zbv folds the chain: stages r and 2p - 1 - r on rank r                    stages_of
+    stage s is on rank s mod p; zbv folds the chain: stages r and 2p - 1 - r are on rank r             stages_of_rank
     gpipe              all forwards, then all backwards
     1f1b               p - 1 - r forwards, then forward and backward in turns, then the other backwards
     interleaved_1f1b   the same over v stages, n microbatches of a stage at a time, (v - 1)n + 2(p - 1 - r) ahead
@@ -8,50 +8,42 @@
     zbv                two stages a rank, down the ranks and up again; see the table in _zbv
     (p ranks, r one of them, v stages a rank, m microbatches in max(1, m // p) rounds of n)              pipeline_order
 
-One list for each rank, plain data, no torch: `timeline.py` prices it, and tests hold it equal to what
+The order is one list for each rank: timeline.py prices it, and tests compare it with what
 torch.distributed.pipelining runs.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from typing import Literal, NamedTuple
 
 from meshwright.errors import InputError, did_you_mean
 
-Kind = Literal["forward", "backward", "input_backward", "weight_backward"]
+PassKind = Literal["forward", "backward", "input_backward", "weight_backward"]
 
 
 class Action(NamedTuple):
-    """One stage computes one pass of one microbatch. `backward` is whole; zero-bubble schedules run the gradient of
-    the stage's input and those of its weights apart."""
+    """One stage computes one pass of one microbatch. `backward` computes all gradients; zero-bubble schedules compute
+    the gradient of the stage's input and those of its weights separately."""
 
     stage: int
     microbatch: int
-    kind: Kind
+    kind: PassKind
 
 
 Order = tuple[tuple[Action, ...], ...]
-_Pass = tuple[int, Kind]
-
-
-class InFlight(NamedTuple):
-    """The most microbatches at once whose `activations` live (forward begun, backward of the input not done), and of
-    which a part is kept `for_weights` (backward of the input done, of the weights not)."""
-
-    activations: int
-    for_weights: int
+_Pass = tuple[int, PassKind]
 
 
 def pipeline_order(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> Order:
-    """The actions of each rank, in order."""
+    """The actions of each rank, in the order in which it runs them."""
     check_schedule(schedule, ranks, stages_per_rank, microbatches)
     build = _BUILDERS[schedule]
     return tuple(tuple(build(rank, ranks, stages_per_rank, microbatches)) for rank in range(ranks))
 
 
-def stages_of(schedule: str, ranks: int, stages_per_rank: int, rank: int) -> tuple[int, ...]:
-    """The stages that lie on a rank, in the order in which a microbatch passes them."""
+def stages_of_rank(schedule: str, ranks: int, stages_per_rank: int, rank: int) -> tuple[int, ...]:
+    """The stages of a rank, in the order in which a microbatch passes them."""
     _check_stages(schedule, ranks, stages_per_rank)
     if schedule == "zbv":
         return rank, 2 * ranks - 1 - rank
@@ -59,7 +51,7 @@ def stages_of(schedule: str, ranks: int, stages_per_rank: int, rank: int) -> tup
 
 
 def check_schedule(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> None:
-    """Refuses what PyTorch refuses, and says what to choose."""
+    """Raises InputError for what PyTorch refuses, with a suggestion."""
     _check_stages(schedule, ranks, stages_per_rank)
     if schedule == "1f1b" and microbatches < ranks:
         raise InputError(
@@ -86,45 +78,6 @@ def _check_stages(schedule: str, ranks: int, stages_per_rank: int) -> None:
         )
 
 
-def in_flight(order: Order) -> dict[int, InFlight]:
-    """By stage. What a rank with several stages holds at once may be less than their sum: see `most_held`."""
-    stages = {action.stage for actions in order for action in actions}
-    live, kept = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
-    most_live, most_kept = dict(live), dict(kept)
-    for actions in order:
-        for stage, _, kind in actions:
-            if kind == "forward":
-                live[stage] += 1
-                most_live[stage] = max(most_live[stage], live[stage])
-            elif kind == "weight_backward":
-                kept[stage] -= 1
-            else:
-                live[stage] -= 1
-                if kind == "input_backward":
-                    kept[stage] += 1
-                    most_kept[stage] = max(most_kept[stage], kept[stage])
-    return {stage: InFlight(most_live[stage], most_kept[stage]) for stage in sorted(stages)}
-
-
-def most_held(
-    actions: Sequence[Action], activations: Callable[[int], float], for_weights: Callable[[int], float]
-) -> float:
-    """The most that one rank holds at once, given what a microbatch's activations of a stage take, and what of them
-    is kept for the gradients of the weights."""
-    held = most = 0.0
-    for stage, _, kind in actions:
-        if kind == "forward":
-            held += activations(stage)
-        elif kind == "weight_backward":
-            held -= for_weights(stage)
-        else:
-            held -= activations(stage)
-            if kind == "input_backward":
-                held += for_weights(stage)
-        most = max(most, held)
-    return most
-
-
 def _gpipe(rank: int, ranks: int, _: int, microbatches: int) -> Iterator[Action]:
     yield from (Action(rank, microbatch, "forward") for microbatch in range(microbatches))
     yield from (Action(rank, microbatch, "backward") for microbatch in range(microbatches))
@@ -148,8 +101,8 @@ def _zero_bubble(rank: int, ranks: int, stages_per_rank: int, microbatches: int)
 
 
 def _zbv(rank: int, ranks: int, _: int, microbatches: int) -> Iterator[Action]:
-    """The table is for at least 2p - 1 microbatches; with fewer, those that are not there are left out of it."""
-    down, up = stages_of("zbv", ranks, 2, rank)
+    """The table is that of at least 2p - 1 microbatches; with fewer, actions of missing microbatches are left out."""
+    down, up = stages_of_rank("zbv", ranks, 2, rank)
     filled = max(2 * ranks - 1, microbatches)
     forward_down, input_down, weight_down = _passes(down)
     forward_up, input_up, weight_up = _passes(up)
@@ -182,10 +135,10 @@ def _round_size(ranks: int, microbatches: int) -> int:
 
 
 def _rounds(
-    rank: int, ranks: int, stages_per_rank: int, microbatches: int, kind: Kind
+    rank: int, ranks: int, stages_per_rank: int, microbatches: int, kind: PassKind
 ) -> tuple[list[Action], list[Action]]:
-    """All forwards and all backwards of a rank: a round of microbatches passes each of its stages before the next."""
-    stages = stages_of("interleaved_1f1b", ranks, stages_per_rank, rank)
+    """All forwards and all backwards of a rank: the microbatches of a round pass one stage before the next."""
+    stages = stages_of_rank("interleaved_1f1b", ranks, stages_per_rank, rank)
     size = _round_size(ranks, microbatches)
     begins = range(0, microbatches, size)
     forwards = [Action(s, b + i, "forward") for b in begins for s in stages for i in range(size)]
@@ -203,7 +156,7 @@ def _in_turns(forwards: list[Action], backwards: list[Action], ahead: int) -> It
 
 
 def _with_weights(actions: Iterable[Action], behind: int) -> Iterator[Action]:
-    """Each backward of the weights comes as many backwards of inputs after its own as `behind` says."""
+    """The actions with the `weight_backward` of each microbatch, `behind` input backwards after its own."""
     pending: deque[Action] = deque()
     for action in actions:
         yield action

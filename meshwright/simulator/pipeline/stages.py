@@ -1,79 +1,78 @@
-"""A model's profile, cut into those of its pipeline stages.
+"""The profile of a model, cut into profiles of its pipeline stages.
 
-Every operator belongs to the piece of the model that ran it, every piece to a stage. What the forward pass computes
-between pieces belongs to the piece before; what it computes ahead of them, to the first. A stage holds for each
-microbatch what it received, beside what it saved itself.
+Every operator belongs to the piece of the model that ran it, and every piece to a stage. What the forward pass computes
+between pieces belongs to the piece before, and what it computes ahead of them to the first. For each microbatch a stage
+keeps the tensors that it received, beside those that it saved itself.
 """
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from meshwright.blocks.module_names import within
+from meshwright.blocks.module_names import is_inside
 from meshwright.errors import InputError, did_you_mean
 from meshwright.profile.structure.cuts import Cut
 from meshwright.profile.structure.structure import Structure
-from meshwright.profile.values import Change, Growth, ModelProfile, Operator, Parameter, Stretch
+from meshwright.profile.values import BatchPolynomial, MemoryChange, ModelProfile, Operator, Parameter, TraceSegment
 
-_NOTHING = Growth(0.0, 0.0)
+_NO_BYTES = BatchPolynomial(0.0, 0.0)
+_StageOf = Callable[[str], int | None]
 
 
 @dataclass(frozen=True)
-class Stage:
-    """`received` and `sent` are the values that cross the cuts before and behind it, in bytes of a microbatch."""
+class StageProfile:
+    """`received` and `sent` are the bytes of a microbatch that cross the cuts before and behind the stage."""
 
     profile: ModelProfile
-    received: Growth
-    sent: Growth
+    received: BatchPolynomial
+    sent: BatchPolynomial
 
 
-def stage_profiles(profile: ModelProfile, cuts: tuple[str, ...]) -> tuple[Stage, ...]:
-    """The stages that the cuts (each a piece that ends one) make; one where there are none."""
+def stage_profiles(profile: ModelProfile, cuts: tuple[str, ...]) -> tuple[StageProfile, ...]:
+    """The stages of a model with these cuts, each the name of the last piece of a stage; one stage without cuts."""
     if not cuts:
-        return (Stage(profile, _NOTHING, _NOTHING),)
+        return (StageProfile(profile, _NO_BYTES, _NO_BYTES),)
     structure = profile.structure
     assert structure is not None
-    found = [_find(structure, name) for name in cuts]
-    home = _home(structure, cuts)
-    crossing = [_crossing(cut) for cut in found]
-    parts = _parts(profile, home, len(cuts) + 1)
+    crossing = [_crossing_bytes(_find_cut(structure, name)) for name in cuts]
+    profiles = _cut_profile(profile, _stage_of_module(structure, cuts), len(cuts) + 1)
     return tuple(
-        Stage(part, received, sent)
-        for part, received, sent in zip(parts, [_NOTHING, *crossing], [*crossing, _NOTHING], strict=True)
+        StageProfile(stage, received, sent)
+        for stage, received, sent in zip(profiles, [_NO_BYTES, *crossing], [*crossing, _NO_BYTES], strict=True)
     )
 
 
-def _find(structure: Structure, name: str) -> Cut:
+def _find_cut(structure: Structure, name: str) -> Cut:
     for cut in structure.cuts:
         if cut.after == name:
             return cut
-    refused = next((no for no in structure.no_cuts if no.after == name), None)
+    refused = next((no_cut for no_cut in structure.no_cuts if no_cut.after == name), None)
     if refused is not None:
         raise InputError(f"the model cannot be cut after {name}: {refused.reason}")
-    known = [cut.after for cut in structure.cuts]
-    raise InputError(f"the model cannot be cut after {name}{did_you_mean(name, known)}")
+    names = [cut.after for cut in structure.cuts]
+    raise InputError(f"the model cannot be cut after {name}{did_you_mean(name, names)}")
 
 
-def _crossing(cut: Cut) -> Growth:
-    return Growth(float(sum(value.bytes_fixed for value in cut.crossing)), float(cut.bytes_per_sample))
+def _crossing_bytes(cut: Cut) -> BatchPolynomial:
+    return BatchPolynomial(float(sum(value.bytes_fixed for value in cut.crossing)), float(cut.bytes_per_sample))
 
 
-def _home(structure: Structure, cuts: tuple[str, ...]) -> Callable[[str], int | None]:
-    """The stage of a module; None for one that holds pieces of several, or none."""
+def _stage_of_module(structure: Structure, cuts: tuple[str, ...]) -> _StageOf:
+    """A function that returns the stage of a module; None for a module with pieces of several stages, or of none."""
     ends = set(cuts)
     stage, stages = 0, {}
     for piece in structure.pieces:
         stages[piece] = stage
         stage += piece in ends
-    known: dict[str, int | None] = {}
+    cached: dict[str, int | None] = {}
 
-    def home(module: str) -> int | None:
-        if module not in known:
-            known[module] = _lookup(stages, module)
-        return known[module]
+    def stage_of(module: str) -> int | None:
+        if module not in cached:
+            cached[module] = _lookup(stages, module)
+        return cached[module]
 
-    return home
+    return stage_of
 
 
 def _lookup(stages: dict[str, int], module: str) -> int | None:
@@ -86,108 +85,124 @@ def _lookup(stages: dict[str, int], module: str) -> int | None:
     return min(inside) if len(inside) == 1 else None
 
 
-def _parts(profile: ModelProfile, home: Callable[[str], int | None], stages: int) -> list[ModelProfile]:
-    made: list[list[Stretch]] = [[] for _ in range(stages)]
-    taken: dict[tuple[str, str, Growth], list[int]] = {}  # outside of the pieces, and not yet given back
-    for stretch in profile.stretches:
-        if stretch.blocks:
-            foreign = {
-                stage: [c for c in stretch.changes if _lives(c, profile, home) == stage] for stage in range(stages)
-            }
-            for stage in range(stages):
-                blocks = tuple(block for block in stretch.blocks if (home(block) or 0) == stage)
-                if blocks:
-                    others = [c for at, changes in foreign.items() if at != stage for c in changes]
-                    own = tuple(change for change in stretch.changes if change not in others)
-                    made[stage].append(replace(stretch, blocks=blocks, changes=own))
-                elif foreign[stage]:
-                    made[stage].append(replace(stretch, blocks=(), operators=(), changes=tuple(foreign[stage])))
+def _cut_profile(profile: ModelProfile, stage_of: _StageOf, stages: int) -> list[ModelProfile]:
+    segments: list[list[TraceSegment]] = [[] for _ in range(stages)]
+    # Stages of tensors that were allocated outside of the pieces and not yet freed, by role, layer and bytes.
+    allocated: dict[tuple[str, str, BatchPolynomial], list[int]] = {}
+    for segment in profile.segments:
+        if segment.blocks:
+            for stage, part in _cut_blocks(segment, profile, stage_of, stages):
+                segments[stage].append(part)
             continue
-        start = _neighbour(made, stretch, stages)
-        operators = _stages_of((o.layer for o in stretch.operators), home, start)
-        placed = [_place(change, profile, operators, home, start, taken) for change in stretch.changes]
+        start = _neighbour_stage(segments, segment, stages)
+        operator_stages = _operator_stages((o.layer for o in segment.operators), stage_of, start)
+        change_stages = [
+            _change_stages(change, profile, operator_stages, stage_of, start, allocated) for change in segment.changes
+        ]
         for stage in range(stages):
-            numbers = [number for number, at in enumerate(operators) if at == stage]
+            numbers = [number for number, at in enumerate(operator_stages) if at == stage]
             changes = [
-                replace(change, times=at[stage])
-                for change, at in zip(stretch.changes, placed, strict=True)
-                if stage in at
+                replace(change, tensor_count=counts[stage])
+                for change, counts in zip(segment.changes, change_stages, strict=True)
+                if stage in counts
             ]
             if numbers or changes:
-                made[stage].append(_restricted(stretch, numbers, changes))
-    weights = [_parameter_stages(parameter, home) for parameter in profile.parameters]
+                segments[stage].append(_restricted(segment, numbers, changes))
+    parameter_stages = [_parameter_stages(parameter, stage_of) for parameter in profile.parameters]
     return [
         replace(
             profile,
-            stretches=tuple(made[stage]),
-            parameters=tuple(p for p, homes in zip(profile.parameters, weights, strict=True) if stage in homes),
-            input_bytes=profile.input_bytes if stage in (0, stages - 1) else _NOTHING,
+            segments=tuple(segments[stage]),
+            parameters=tuple(p for p, at in zip(profile.parameters, parameter_stages, strict=True) if stage in at),
+            input_bytes=profile.input_bytes if stage in (0, stages - 1) else _NO_BYTES,
             buffer_bytes=profile.buffer_bytes // stages,
         )
         for stage in range(stages)
     ]
 
 
-def _lives(change: Change, profile: ModelProfile, home: Callable[[str], int | None]) -> int | None:
-    """The stage of what a block gives back though no block took it."""
-    if any(stretch.blocks and within(change.layer, stretch.unit) for stretch in profile.stretches):
+def _cut_blocks(
+    segment: TraceSegment, profile: ModelProfile, stage_of: _StageOf, stages: int
+) -> Iterator[tuple[int, TraceSegment]]:
+    """The parts of a segment of equal blocks, each with its stage. A tensor that a block frees, though no block
+    allocated it, is freed on the stage of its layer."""
+    freed = {
+        stage: [c for c in segment.changes if _stage_outside_blocks(c, profile, stage_of) == stage]
+        for stage in range(stages)
+    }
+    for stage in range(stages):
+        blocks = tuple(block for block in segment.blocks if (stage_of(block) or 0) == stage)
+        if blocks:
+            others = [change for at, changes in freed.items() if at != stage for change in changes]
+            changes = tuple(change for change in segment.changes if change not in others)
+            yield stage, replace(segment, blocks=blocks, changes=changes)
+        elif freed[stage]:
+            yield stage, replace(segment, blocks=(), operators=(), changes=tuple(freed[stage]))
+
+
+def _stage_outside_blocks(change: MemoryChange, profile: ModelProfile, stage_of: _StageOf) -> int | None:
+    """The stage of a tensor that no block allocated; None for one of a block."""
+    if any(segment.blocks and is_inside(change.layer, segment.unit) for segment in profile.segments):
         return None
-    return home(change.layer)
+    return stage_of(change.layer)
 
 
-def _neighbour(made: list[list[Stretch]], stretch: Stretch, stages: int) -> int:
-    """Where the stretch before this one ended: in forward the last stage that has any, in backward the first."""
-    same = [stage for stage in range(stages) if any(s.phase == stretch.phase for s in made[stage])]
-    if stretch.phase == "forward":
-        return max(same, default=0)
-    return min(same, default=stages - 1)
+def _neighbour_stage(segments: list[list[TraceSegment]], segment: TraceSegment, stages: int) -> int:
+    """The stage where the segment before this one ended: in the forward pass the last one with segments of this pass,
+    in the backward pass the first."""
+    same_pass = [stage for stage in range(stages) if any(s.phase == segment.phase for s in segments[stage])]
+    if segment.phase == "forward":
+        return max(same_pass, default=0)
+    return min(same_pass, default=stages - 1)
 
 
-def _stages_of(layers: Iterable[str], home: Callable[[str], int | None], start: int) -> list[int]:
-    found, here = [], start
+def _operator_stages(layers: Iterable[str], stage_of: _StageOf, start: int) -> list[int]:
+    """The stage of each operator, given its layer: that of the operator before where the layer has none."""
+    stages, current = [], start
     for layer in layers:
-        at = home(layer)
-        here = here if at is None else at
-        found.append(here)
-    return found
+        stage = stage_of(layer)
+        current = current if stage is None else stage
+        stages.append(current)
+    return stages
 
 
-def _place(
-    change: Change,
+def _change_stages(
+    change: MemoryChange,
     profile: ModelProfile,
-    operators: list[int],
-    home: Callable[[str], int | None],
+    operator_stages: list[int],
+    stage_of: _StageOf,
     start: int,
-    taken: dict[tuple[str, str, Growth], list[int]],
+    allocated: dict[tuple[str, str, BatchPolynomial], list[int]],
 ) -> dict[int, int]:
-    """How often a change happens on which stage: what all blocks of a stretch took goes where each of them is, and
-    what was taken between pieces is given back where it was taken."""
-    if change.times > 1:
-        blocks = next(s.blocks for s in profile.stretches if s.blocks and within(change.layer, s.unit))
-        return Counter(home(block) or 0 for block in blocks)
-    at = home(change.layer)
-    if at is None:
+    """How many of the tensors of a change are on which stage. Tensors that all blocks of a segment allocated are where
+    each block is, and a tensor that was allocated between pieces is freed where it was allocated."""
+    if change.tensor_count > 1:
+        blocks = next(s.blocks for s in profile.segments if s.blocks and is_inside(change.layer, s.unit))
+        return Counter(stage_of(block) or 0 for block in blocks)
+    stage = stage_of(change.layer)
+    if stage is None:
         size = change.bytes
-        key = (change.role, change.layer, Growth(abs(size.constant), abs(size.linear), abs(size.square)))
-        if (size.constant < 0 or size.linear < 0) and taken.get(key):
-            return {taken[key].pop(0): 1}
-        place = min(max(change.operator - 1, 0), len(operators) - 1)
-        at = operators[place] if operators else start
-        taken.setdefault(key, []).append(at)
-    return {at: 1}
+        key = (change.role, change.layer, BatchPolynomial(abs(size.constant), abs(size.linear), abs(size.square)))
+        if (size.constant < 0 or size.linear < 0) and allocated.get(key):
+            return {allocated[key].pop(0): 1}
+        place = min(max(change.after_operators - 1, 0), len(operator_stages) - 1)
+        stage = operator_stages[place] if operator_stages else start
+        allocated.setdefault(key, []).append(stage)
+    return {stage: 1}
 
 
-def _restricted(stretch: Stretch, numbers: list[int], changes: list[Change]) -> Stretch:
-    kept: tuple[Operator, ...] = tuple(stretch.operators[number] for number in numbers)
-    before = [bisect_left(numbers, change.operator) for change in changes]
+def _restricted(segment: TraceSegment, numbers: list[int], changes: list[MemoryChange]) -> TraceSegment:
+    """The segment with the operators of these numbers, and these changes."""
+    operators: tuple[Operator, ...] = tuple(segment.operators[number] for number in numbers)
+    before = [bisect_left(numbers, change.after_operators) for change in changes]
     return replace(
-        stretch,
-        operators=kept,
-        changes=tuple(replace(change, operator=place) for change, place in zip(changes, before, strict=True)),
+        segment,
+        operators=operators,
+        changes=tuple(replace(change, after_operators=place) for change, place in zip(changes, before, strict=True)),
     )
 
 
-def _parameter_stages(parameter: Parameter, home: Callable[[str], int | None]) -> set[int]:
-    """A tied weight lies on every stage that uses it; one outside of the pieces on the first."""
-    homes = {home(name.rpartition(".")[0]) for name in parameter.names}
-    return {stage for stage in homes if stage is not None} or {0}
+def _parameter_stages(parameter: Parameter, stage_of: _StageOf) -> set[int]:
+    """The stages of a parameter: a tied one is on every stage that uses it, one outside of the pieces on the first."""
+    stages = {stage_of(name.rpartition(".")[0]) for name in parameter.names}
+    return {stage for stage in stages if stage is not None} or {0}

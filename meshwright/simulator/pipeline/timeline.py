@@ -1,6 +1,6 @@
-"""When each rank of a pipeline computes what: an order of actions, priced.
+"""When each rank of a pipeline computes what: the timeline of an order of actions.
 
-    start = max(end of the rank's action before, end of what the action needs + transfer)                    timeline
+    start = max(end of the rank's action before, end of the action that it needs + transfer)                 timeline
     needs: forward of stage s: forward of s - 1;  backward of s: backward of s + 1, of the last stage its own forward
     span  = the last end = busy + bubble, on every rank                                                      Timeline
     with equal stages (p ranks, v stages a rank, m microbatches, f and b seconds a stage):              pipeline_span
@@ -8,9 +8,9 @@
              + 2t (p - 1)                                   gpipe, t seconds of transfer
              + 2t ((p - 1)⌈m / p⌉ + max(0, (m - 1) mod p - 1))    1f1b, where a rank waits each p-th time for the rest
 
-Each microbatch passes a chain of 2 × stages links, forward up and backward down, and an action waits for the link
-before its own. A rank runs on until that is missing, and is taken up again when it comes: every action is looked at
-once or twice, whatever the schedule.
+Each microbatch passes a chain of 2 × stages positions, forward up and backward down, and an action waits for the
+position before its own. A rank continues until a result is missing, and is resumed when the result is there: every
+action is visited once or twice, whatever the schedule.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,23 +18,26 @@ from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
-from meshwright.simulator.pipeline.order import Action, Kind, Order, check_schedule
+from meshwright.simulator.pipeline.order import Action, Order, PassKind, check_schedule
 
-_NOT_YET = -1.0
+_NOT_ENDED = -1.0
 
 
 class Event(NamedTuple):
+    """One action of a rank, with its start and end."""
+
     rank: int
     stage: int
     microbatch: int
-    kind: Kind
+    kind: PassKind
     start_s: float
     end_s: float
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """An order and, for each rank, when its actions start and end. On every rank busy and bubble add up to the span."""
+    """An order and, for each rank, when its actions start and end. On every rank `busy_s` and `bubble_s` add up to the
+    span."""
 
     order: Order
     starts_s: tuple[tuple[float, ...], ...]
@@ -51,33 +54,33 @@ class Timeline:
         return tuple(span_s - busy_s for busy_s in self.busy_s)
 
     def events(self) -> Iterator[Event]:
-        """Rank by rank, each rank's in order of time."""
+        """All actions, rank by rank, those of a rank in the order of time."""
         for rank, times in enumerate(zip(self.order, self.starts_s, self.ends_s, strict=True)):
             for action, start_s, end_s in zip(*times, strict=True):
                 yield Event(rank, *action, start_s, end_s)
 
 
 def timeline(order: Order, costs: Callable[[Action], float], transfer: Callable[[int, int], float]) -> Timeline:
-    """Runs the order. `costs` are the seconds of an action, `transfer` those from one stage to the next or back
-    (asked only where the two lie on different ranks). An order that waits for itself raises ValueError."""
+    """The timeline of an order. `costs` returns the seconds of an action, `transfer` those from one stage to the next
+    or back (called only where the two are on different ranks). An order that waits for itself raises ValueError."""
     microbatches = 1 + max(action.microbatch for actions in order for action in actions)
-    links = _links(order, transfer, microbatches)
-    ended = [0.0] * microbatches + [_NOT_YET] * (2 * len(links["forward"]) * microbatches)
+    dependencies = _dependencies(order, transfer, microbatches)
+    ended = [0.0] * microbatches + [_NOT_ENDED] * (2 * len(dependencies["forward"]) * microbatches)
     starts: list[list[float]] = [[] for _ in order]
     ends: list[list[float]] = [[] for _ in order]
     busy_s = [0.0] * len(order)
     waiting: dict[int, int] = {}
-    able = list(range(len(order)))
-    while able:
-        rank = able.pop()
+    runnable = list(range(len(order)))
+    while runnable:
+        rank = runnable.pop()
         actions, started, done, busy = order[rank], starts[rank], ends[rank], busy_s[rank]
         now = done[-1] if done else 0.0
         while len(done) < len(actions):
             action = actions[len(done)]
             stage, microbatch, kind = action
-            needs, gives, delay_s = links[kind][stage]
+            needs, ends_at, delay_s = dependencies[kind][stage]
             needed = ended[needs + microbatch]
-            if needed == _NOT_YET:
+            if needed == _NOT_ENDED:
                 waiting[needs + microbatch] = rank
                 break
             if needed + delay_s > now:
@@ -86,10 +89,10 @@ def timeline(order: Order, costs: Callable[[Action], float], transfer: Callable[
             cost = costs(action)
             now, busy = now + cost, busy + cost
             done.append(now)
-            if gives is not None:
-                ended[gives + microbatch] = now
-                if gives + microbatch in waiting:
-                    able.append(waiting.pop(gives + microbatch))
+            if ends_at is not None:
+                ended[ends_at + microbatch] = now
+                if ends_at + microbatch in waiting:
+                    runnable.append(waiting.pop(ends_at + microbatch))
         busy_s[rank] = busy
     _check_finished(order, ends)
     return Timeline(order, tuple(map(tuple, starts)), tuple(map(tuple, ends)), tuple(busy_s))
@@ -104,7 +107,7 @@ def pipeline_span(
     backward_s: float,
     transfer_s: float = 0.0,
 ) -> float:
-    """The timeline's span without running it, where all stages are equal. The other schedules have no such form."""
+    """The span of a timeline whose stages are all equal, in closed form; ValueError for schedules that have none."""
     check_schedule(schedule, ranks, stages_per_rank, microbatches)
     full, part = max(microbatches, ranks), min(microbatches, ranks)
     span_s = (stages_per_rank * full + part - 1) * (forward_s + backward_s)
@@ -118,17 +121,20 @@ def pipeline_span(
     raise ValueError(f"{schedule} with transfers of {transfer_s} s has no closed form: run its timeline")
 
 
-class _Link(NamedTuple):
-    """Of one kind and stage: where the end of what it needs and its own are noted (for microbatch 0, the others
-    behind it), and how long what it needs is under way."""
+class _Dependency(NamedTuple):
+    """The dependency of actions of one kind and stage: the positions where the end of the needed action and their own
+    end are stored (for microbatch 0, the others follow), and the seconds of the transfer between them."""
 
     needs: int
-    gives: int | None
+    ends_at: int | None
     delay_s: float
 
 
-def _links(order: Order, transfer: Callable[[int, int], float], microbatches: int) -> dict[Kind, dict[int, _Link]]:
-    """The chain's place 0 is the pipeline's input. Nothing waits for a backward of weights."""
+def _dependencies(
+    order: Order, transfer: Callable[[int, int], float], microbatches: int
+) -> dict[PassKind, dict[int, _Dependency]]:
+    """The dependencies by kind and stage. Position 0 of the chain is the pipeline's input. Nothing waits for a
+    `weight_backward`."""
     rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
 
     def delay(source: int, stage: int) -> float:
@@ -137,9 +143,9 @@ def _links(order: Order, transfer: Callable[[int, int], float], microbatches: in
     forward, backward, weights = {}, {}, {}
     for stage in rank_of:
         up, down = (stage + 1) * microbatches, (2 * len(rank_of) - stage) * microbatches
-        forward[stage] = _Link(up - microbatches, up, delay(stage - 1, stage))
-        backward[stage] = _Link(down - microbatches, down, delay(stage + 1, stage))
-        weights[stage] = _Link(down, None, 0.0)
+        forward[stage] = _Dependency(up - microbatches, up, delay(stage - 1, stage))
+        backward[stage] = _Dependency(down - microbatches, down, delay(stage + 1, stage))
+        weights[stage] = _Dependency(down, None, 0.0)
     return {"forward": forward, "backward": backward, "input_backward": backward, "weight_backward": weights}
 
 
@@ -148,6 +154,6 @@ def _check_finished(order: Order, ends: list[list[float]]) -> None:
         if len(done) < len(actions):
             stage, microbatch, kind = actions[len(done)]
             raise ValueError(
-                f"the order cannot run: rank {rank} waits for ever to run {kind} of stage {stage}, microbatch"
+                f"the order cannot run: rank {rank} waits forever to run {kind} of stage {stage}, microbatch"
                 f" {microbatch}, action {len(done) + 1} of its {len(actions)}"
             )

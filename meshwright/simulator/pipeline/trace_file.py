@@ -1,9 +1,9 @@
-"""A predicted timeline as a file that chrome://tracing and ui.perfetto.dev open.
+"""Writes a predicted timeline as a file that chrome://tracing and ui.perfetto.dev open.
 
     ts, dur = seconds × 10⁶        pid = rank        tid = category, numbered in order of appearance      write_trace
 
-Each rank is a process and each category of spans (compute, communication, ...) a thread of it, so what overlaps lies
-on lines of its own.
+Each rank is a process and each category of spans (compute, communication, ...) a thread of it, so that spans which
+overlap are drawn on different lines.
 """
 
 import json
@@ -17,7 +17,7 @@ MICROSECONDS = 1e6
 
 
 class Span(NamedTuple):
-    """Something that takes time on a rank. Spans of one rank and category do not overlap."""
+    """An action of a rank with its start and duration. Spans of one rank and category do not overlap."""
 
     name: str
     category: str
@@ -26,9 +26,9 @@ class Span(NamedTuple):
     duration_s: float
 
 
-def spans_of(found: Timeline, category: str = "compute") -> Iterator[Span]:
-    """`forward 7 (stage 2)` is what microbatch 7 does there."""
-    for rank, stage, microbatch, kind, start_s, end_s in found.events():
+def timeline_spans(timeline: Timeline, category: str = "compute") -> Iterator[Span]:
+    """The spans of a timeline, with names such as `forward 7 (stage 2)` for microbatch 7."""
+    for rank, stage, microbatch, kind, start_s, end_s in timeline.events():
         name = f"{kind.replace('_', ' ')} {microbatch} (stage {stage})"
         yield Span(name, category, rank, start_s, end_s - start_s)
 
@@ -52,11 +52,11 @@ def write_trace(path: Path, spans: Iterable[Span]) -> Path:
                 "dur": span.duration_s * MICROSECONDS,
             }
         )
-    names = [_name("process", rank, 0, f"rank {rank}") for rank in sorted({rank for rank, _ in lines})]
-    names += [_name("thread", rank, threads[category], category) for rank, category in sorted(lines)]
+    names = [_name_event("process", rank, 0, f"rank {rank}") for rank in sorted({rank for rank, _ in lines})]
+    names += [_name_event("thread", rank, threads[category], category) for rank, category in sorted(lines)]
     path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": names + events}))
     return path
 
 
-def _name(what: str, rank: int, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": f"{what}_name", "pid": rank, "tid": thread, "args": {"name": name}}
+def _name_event(kind: str, rank: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": f"{kind}_name", "pid": rank, "tid": thread, "args": {"name": name}}

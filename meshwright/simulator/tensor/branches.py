@@ -1,93 +1,97 @@
-"""Branches that live on different ranks of the tensor axis (parallel/branches/branches.py runs them): what each rank
-has of the model, what the ranks exchange, and how long they wait for each other.
+"""Branches of a model that are placed on different ranks of the tensor axis (parallel/branches/branches.py runs them):
+what each rank has of the model, what the ranks send each other, and how long they wait for each other.
 
 Each rank has the model without the branches of the others: it computes, keeps, combines and updates
 
-    shared + Σ own branches                                                                              held
+    shared modules + Σ branches of the rank                                                   branch_rank_profiles
 
-In every microbatch, y the result of a branch, x what several of them are given and that is trained:
+In every microbatch, with y the result of a branch, and x an input that several branches have and whose producer is
+trained:
 
-    forward    broadcast y, of every branch                                                              handed
-    backward   all_reduce of the gradient of x, once for all branches that are given it                  handed
-    memory     every y lies on every rank, as it was handed on                                           results_bytes
+    forward    broadcast of y, of every branch                                                branch_messages
+    backward   all_reduce of the gradient of x, once for all branches that have this input    branch_messages
+    memory     every y is on every rank                                                       all_result_bytes
 
-Of m microbatches a rank works f seconds forward and b backward, exchange along the tensor axis included, and e behind
-the last one. All meet where they use the branches' results, and where gradients of shared inputs are summed:
+In each of m microbatches a rank takes f seconds forward and b backward, including messages along the tensor axis, and e
+seconds after the last one. The ranks wait for each other where they use the branches' results, and where gradients of
+shared inputs are summed:
 
-    step = max f + (m - 1) · max (f + b) + max (b + e)     where nothing is summed: towers               together_s
-    step = m · (max f + max b) + max e                     where something is: heads                     together_s
+    step = max f + (m - 1) · max (f + b) + max (b + e)     where no gradient is summed: towers      synchronized_step_s
+    step = m · (max f + max b) + max e                     where one is: heads                      synchronized_step_s
 
-y is taken to be what the last operator of a branch makes in the forward pass, x what the last one whose result grows
-with the batch makes in the backward pass. Exchange is priced as if no other branch ran beside it, buffers as if all
-ranks had all, and a branch inside of one of several equal blocks as if it ran everywhere. A plan that divides the
-sequence beside branches is priced as if it did not.
+y is taken to be the result of the last operator of a branch in the forward pass, x that of the last operator of its
+backward pass whose result grows with the batch. Messages are priced as if no other branch sent at the same time,
+buffers as if every rank had all of them, and a branch inside of one of several equal blocks as if it were in all of
+them. A plan that divides the sequence beside branches is priced as if it did not.
 """
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.blocks.module_names import within
+from meshwright.blocks.module_names import is_inside
+from meshwright.dtypes import ITEM_BYTES
 from meshwright.errors import InputError, did_you_mean
 from meshwright.plan import Modules, Plan
-from meshwright.profile.values import ITEM_BYTES, Change, ModelProfile, Operator, Phase, Stretch
-from meshwright.simulator.tensor.messages import Message
+from meshwright.profile.values import MemoryChange, ModelProfile, Operator, Phase, TraceSegment
+from meshwright.simulator.tensor.messages import TensorMessage
 
 
-def is_apart(plan: Plan) -> bool:
-    """Whether the plan has branches that several ranks could hold."""
+def places_branches(plan: Plan) -> bool:
+    """Whether the plan places branches on ranks of a tensor axis."""
     return bool(plan.modules.branches) and plan.axes.tensor > 1
 
 
-def check_apart(profile: ModelProfile, plan: Plan) -> None:
+def check_branches(profile: ModelProfile, plan: Plan) -> None:
     if plan.axes.pipeline > 1:
         raise InputError(
             f"plan.modules.branches.{next(iter(plan.modules.branches))} lives on one rank of the tensor axis, which"
             f" works without a pipeline: of {plan.summary()} leave out the branches, or set axes.pipeline to 1"
         )
-    known = {layer for stretch in profile.stretches for layer in _layers(stretch)}
+    layers = {layer for segment in profile.segments for layer in _layers(segment)}
     for name in plan.modules.branches:
-        if not any(within(layer, name) for layer in known):
-            raise InputError(f"plan.modules.branches: the model has no module {name!r}{did_you_mean(name, known)}")
+        if not any(is_inside(layer, name) for layer in layers):
+            raise InputError(f"plan.modules.branches: the model has no module {name!r}{did_you_mean(name, layers)}")
 
 
-def _layers(stretch: Stretch) -> Iterator[str]:
-    for operator in stretch.operators:
-        for block in stretch.blocks or (stretch.unit,):
-            yield block + operator.layer[len(stretch.unit) :] if stretch.blocks else operator.layer
+def _layers(segment: TraceSegment) -> Iterator[str]:
+    """The layers of the segment's operators, in all of its equal blocks."""
+    for operator in segment.operators:
+        for block in segment.blocks or (segment.unit,):
+            yield block + operator.layer[len(segment.unit) :] if segment.blocks else operator.layer
 
 
 # ---- what a rank has
 
 
-def held(profile: ModelProfile, plan: Plan) -> tuple[ModelProfile, ...]:
-    """The model as each rank of the tensor axis has it, nothing in a branch split; itself, once, where no branches are
-    placed."""
-    if not is_apart(plan):
+def branch_rank_profiles(profile: ModelProfile, plan: Plan) -> tuple[ModelProfile, ...]:
+    """The profile of each rank of the tensor axis, in which nothing inside a branch is split; the unchanged profile,
+    once, where the plan places no branches."""
+    if not places_branches(plan):
         return (profile,)
-    check_apart(profile, plan)
-    whole = unsplit(profile, plan)
+    check_branches(profile, plan)
+    whole = without_branch_splits(profile, plan)
     return tuple(
-        _without(whole, [name for name, home in plan.modules.branches.items() if home != rank])
+        _without(whole, [name for name, branch_rank in plan.modules.branches.items() if branch_rank != rank])
         for rank in range(plan.axes.tensor)
     )
 
 
-def unsplit(profile: ModelProfile, plan: Plan) -> ModelProfile:
-    """The model with all branches, in which nothing is split."""
+def without_branch_splits(profile: ModelProfile, plan: Plan) -> ModelProfile:
+    """The profile with all branches, in which nothing inside a branch is split."""
     structure, branches = profile.structure, plan.modules.branches
-    if not is_apart(plan) or structure is None:
+    if not places_branches(plan) or structure is None:
         return profile
-    beside = [g for g in structure.splits if not any(_lies_in(s.module, branches) for s in g.splits)]
-    return replace(profile, structure=replace(structure, splits=tuple(beside)))
+    outside = [g for g in structure.splits if not any(_is_in_any(s.module, branches) for s in g.splits)]
+    return replace(profile, structure=replace(structure, splits=tuple(outside)))
 
 
-def around(profile: ModelProfile, plan: Plan) -> Plan:
-    """The plan of what is shared: without splits that only name layers in branches."""
-    if not is_apart(plan):
+def plan_outside_branches(profile: ModelProfile, plan: Plan) -> Plan:
+    """The plan for the shared modules: without splits that only name layers inside branches."""
+    if not places_branches(plan):
         return plan
     names = [name.rpartition(".")[0] for parameter in profile.parameters for name in parameter.names]
-    shared = [name for name in names if not _lies_in(name, plan.modules.branches)]
+    shared = [name for name in names if not _is_in_any(name, plan.modules.branches)]
     splits = {
         pattern: split
         for pattern, split in plan.modules.splits.items()
@@ -96,89 +100,98 @@ def around(profile: ModelProfile, plan: Plan) -> Plan:
     return plan.model_copy(update={"modules": plan.modules.model_copy(update={"splits": splits, "sequence": False})})
 
 
-def _lies_in(module: str, branches: Iterable[str]) -> bool:
-    return any(within(module, branch) for branch in branches)
+def _is_in_any(module: str, branches: Iterable[str]) -> bool:
+    return any(is_inside(module, branch) for branch in branches)
 
 
-def _without(profile: ModelProfile, gone: Sequence[str]) -> ModelProfile:
-    blocks = {stretch.unit: stretch.blocks for stretch in profile.stretches if stretch.blocks}
+def _without(profile: ModelProfile, removed: Sequence[str]) -> ModelProfile:
+    """The profile without the modules `removed`."""
+    blocks = {segment.unit: segment.blocks for segment in profile.segments if segment.blocks}
 
-    def times(change: Change) -> int:
-        """How often it still happens: what all blocks of a stretch take at once, those that are left do."""
-        if change.times > 1:
-            unit = next(unit for unit in blocks if within(change.layer, unit))
-            return sum(not _lies_in(block, gone) for block in blocks[unit])
-        return int(not _lies_in(change.layer, gone))
+    def remaining_tensors(change: MemoryChange) -> int:
+        """The tensors of the change that remain: of those that all blocks of a segment allocate at once, one for each
+        remaining block."""
+        if change.tensor_count > 1:
+            unit = next(unit for unit in blocks if is_inside(change.layer, unit))
+            return sum(not _is_in_any(block, removed) for block in blocks[unit])
+        return int(not _is_in_any(change.layer, removed))
 
-    made = []
-    for stretch in profile.stretches:
-        own = tuple(block for block in stretch.blocks if not _lies_in(block, gone))
-        if stretch.blocks and own:
-            of_others = [c for c in stretch.changes if not within(c.layer, stretch.unit) and _lies_in(c.layer, gone)]
-            changes = tuple(c for c in stretch.changes if c not in of_others)
-            made.append(replace(stretch, blocks=own, changes=changes))
+    segments = []
+    for segment in profile.segments:
+        remaining = tuple(block for block in segment.blocks if not _is_in_any(block, removed))
+        if segment.blocks and remaining:
+            removed_changes = [
+                c for c in segment.changes if not is_inside(c.layer, segment.unit) and _is_in_any(c.layer, removed)
+            ]
+            changes = tuple(c for c in segment.changes if c not in removed_changes)
+            segments.append(replace(segment, blocks=remaining, changes=changes))
             continue
-        kept = [
+        numbers = [
             number
-            for number, operator in enumerate(stretch.operators)
-            if not stretch.blocks and not _lies_in(operator.layer, gone)
+            for number, operator in enumerate(segment.operators)
+            if not segment.blocks and not _is_in_any(operator.layer, removed)
         ]
         changes = tuple(
-            replace(change, operator=bisect_left(kept, change.operator), times=left)
-            for change in stretch.changes
-            if not (stretch.blocks and within(change.layer, stretch.unit)) and (left := times(change))
+            replace(change, after_operators=bisect_left(numbers, change.after_operators), tensor_count=count)
+            for change in segment.changes
+            if not (segment.blocks and is_inside(change.layer, segment.unit)) and (count := remaining_tensors(change))
         )
-        if kept or changes:
-            operators = tuple(stretch.operators[number] for number in kept)
-            made.append(replace(stretch, blocks=(), operators=operators, changes=changes))
+        if numbers or changes:
+            operators = tuple(segment.operators[number] for number in numbers)
+            segments.append(replace(segment, blocks=(), operators=operators, changes=changes))
     return replace(
         profile,
-        stretches=tuple(made),
-        parameters=tuple(p for p in profile.parameters if not all(_lies_in(name, gone) for name in p.names)),
-        blocks=tuple(block for block in profile.blocks if not _lies_in(block, gone)),
+        segments=tuple(segments),
+        parameters=tuple(p for p in profile.parameters if not all(_is_in_any(name, removed) for name in p.names)),
+        blocks=tuple(block for block in profile.blocks if not _is_in_any(block, removed)),
     )
 
 
-# ---- what ranks exchange
+# ---- what ranks send each other
 
 
-def handed(profile: ModelProfile, plan: Plan, batch: float) -> list[Message]:
-    """What a microbatch exchanges for its branches. The profile is the whole model's."""
-    if not is_apart(plan):
+def branch_messages(profile: ModelProfile, plan: Plan, batch: float) -> list[TensorMessage]:
+    """The messages of a microbatch for its branches. The profile is that of the whole model."""
+    if not places_branches(plan):
         return []
-    found = [Message("broadcast", result_bytes(profile, name, batch), 1, True) for name in plan.modules.branches]
-    given = {}
-    for name in plan.modules.branches:
-        if (source := _source(profile, plan, name)) is not None and (
-            size := _last_made(profile, name, "backward", batch)
+    branches = plan.modules.branches
+    results = [TensorMessage("broadcast", result_bytes(profile, name, batch), 1, True) for name in branches]
+    gradients = {}
+    for name in branches:
+        if (source := _input_source(profile, plan, name)) is not None and (
+            size := _last_result_bytes(profile, name, "backward", batch)
         ):
-            given[source, size] = Message("all_reduce", size, 1, False)
-    return [message for message in (*found, *given.values()) if message.bytes]
+            gradients[source, size] = TensorMessage("all_reduce", size, 1, False)
+    return [message for message in (*results, *gradients.values()) if message.bytes]
 
 
-def is_summed(messages: Iterable[Message]) -> bool:
+def sums_gradients(messages: Iterable[TensorMessage]) -> bool:
+    """Whether the branch messages include a sum of gradients."""
     return any(not message.forward for message in messages)
 
 
 def result_bytes(profile: ModelProfile, branch: str, batch: float) -> float:
-    return _last_made(profile, branch, "forward", batch)
+    """The bytes of a branch's result."""
+    return _last_result_bytes(profile, branch, "forward", batch)
 
 
-def results_bytes(profile: ModelProfile, plan: Plan, batch: float) -> float:
-    """Of all branches: every rank has what they were given, and the owner a copy of its own."""
-    if not is_apart(plan):
+def all_result_bytes(profile: ModelProfile, plan: Plan, batch: float) -> float:
+    """The bytes of the results of all branches, which every rank has; the rank of a branch has a copy of its own."""
+    if not places_branches(plan):
         return 0.0
     return sum(result_bytes(profile, name, batch) for name in plan.modules.branches)
 
 
-def _source(profile: ModelProfile, plan: Plan, name: str) -> tuple[str, ...] | None:
-    """What the input of a branch was made by, if that is trained; equal for branches that share it."""
-    known = [b for found in (profile.structure.branches if profile.structure else ()) for b in found.branches]
-    branch = next((branch for branch in known if name in branch.modules), None)
+def _input_source(profile: ModelProfile, plan: Plan, name: str) -> tuple[str, ...] | None:
+    """The modules that produce the input of a branch, equal for branches that share it; None if nothing before the
+    branch is trained."""
+    groups = profile.structure.branches if profile.structure else ()
+    branches = [branch for group in groups for branch in group.branches]
+    branch = next((branch for branch in branches if name in branch.modules), None)
     if branch is not None and branch.modules[0] != name:
         return (branch.modules[branch.modules.index(name) - 1],)
     trained = any(
-        parameter.trainable and not _lies_in(parameter.names[0], plan.modules.branches)
+        parameter.trainable and not _is_in_any(parameter.names[0], plan.modules.branches)
         for parameter in profile.parameters
     )
     if not trained:
@@ -187,65 +200,64 @@ def _source(profile: ModelProfile, plan: Plan, name: str) -> tuple[str, ...] | N
 
 
 @dataclass(frozen=True)
-class _Made:
+class _Result:
+    """The bytes of an operator's result, and whether they grow with the batch."""
+
     bytes: float
     grows: bool
 
 
-def _last_made(profile: ModelProfile, branch: str, phase: Phase, batch: float) -> float:
-    for stretch in reversed([stretch for stretch in profile.stretches if stretch.phase == phase]):
-        own = any(within(block, branch) for block in stretch.blocks)
-        for operator in reversed(stretch.operators):
-            if own or within(operator.layer, branch):
-                made = _made(operator, batch, phase)
-                if made.bytes and (made.grows or phase == "forward"):
-                    return made.bytes
+def _last_result_bytes(profile: ModelProfile, branch: str, phase: Phase, batch: float) -> float:
+    for segment in reversed([segment for segment in profile.segments if segment.phase == phase]):
+        is_branch_block = any(is_inside(block, branch) for block in segment.blocks)
+        for operator in reversed(segment.operators):
+            if is_branch_block or is_inside(operator.layer, branch):
+                result = _operator_result(operator, batch, phase)
+                if result.bytes and (result.grows or phase == "forward"):
+                    return result.bytes
     return 0.0
 
 
-def _made(operator: Operator, batch: float, phase: Phase) -> _Made:
-    """What it returns, and whether that grows with the batch."""
+def _operator_result(operator: Operator, batch: float, phase: Phase) -> _Result:
+    """The result of an operator, as far as its shape tells."""
     item = ITEM_BYTES.get(operator.dtype, 4)
     if operator.kind == "view":
-        return _Made(0.0, grows=False)
+        return _Result(0.0, grows=False)
     numbers = [size.at(batch) for size in operator.shape]
     grows = [bool(size.linear or size.square) for size in operator.shape]
     if operator.kind == "matmul":
-        many, m, n, _ = numbers
-        return _Made(many * m * n * item, any(grows[:3]))
+        count, m, n, _ = numbers
+        return _Result(count * m * n * item, any(grows[:3]))
     if operator.kind == "attention":
-        many, heads, queries, _, width = numbers[:5]
-        return _Made(many * heads * queries * width * item, grows[0])
+        count, heads, queries, _, width = numbers[:5]
+        return _Result(count * heads * queries * width * item, grows[0])
     if operator.kind == "convolution":
-        many, images, height, width, channels, _, stride, _ = numbers
+        count, images, height, width, channels, _, stride, _ = numbers
         if phase == "backward":
-            return _Made(many * images * height * width * item, grows[0])
-        return _Made(many * channels * (height / stride) * (width / stride) * item, grows[0])
+            return _Result(count * images * height * width * item, grows[0])
+        return _Result(count * channels * (height / stride) * (width / stride) * item, grows[0])
     if operator.name == "_to_copy":  # to another type
-        return _Made(max(0.0, operator.bytes.at(batch) - numbers[0] * item), grows[0])
-    return _Made(numbers[0] * item, grows[0]) if numbers else _Made(0.0, grows=False)
+        return _Result(max(0.0, operator.bytes.at(batch) - numbers[0] * item), grows[0])
+    return _Result(numbers[0] * item, grows[0]) if numbers else _Result(0.0, grows=False)
 
 
 # ---- how long they wait for each other
 
 
 @dataclass(frozen=True)
-class Work:
-    """Seconds of one rank: of a microbatch's passes, and behind the last one."""
+class RankWork:
+    """Seconds of one rank: of a microbatch's passes, and after the last microbatch."""
 
     forward_s: float
     backward_s: float
     end_s: float
 
-    def alone_s(self, microbatches: int) -> float:
-        return microbatches * (self.forward_s + self.backward_s) + self.end_s
 
-
-def together_s(ranks: Sequence[Work], microbatches: int, *, summed: bool) -> float:
-    """A step of ranks that meet; no rank's own work takes longer."""
+def synchronized_step_s(ranks: Sequence[RankWork], microbatches: int, *, summed: bool) -> float:
+    """Seconds of a step of ranks that wait for each other; `summed` where gradients of shared inputs are summed."""
     forward = max(rank.forward_s for rank in ranks)
     if summed:
         backward = max(rank.backward_s for rank in ranks)
         return microbatches * (forward + backward) + max(rank.end_s for rank in ranks)
-    between = max(rank.forward_s + rank.backward_s for rank in ranks)
-    return forward + (microbatches - 1) * between + max(rank.backward_s + rank.end_s for rank in ranks)
+    both = max(rank.forward_s + rank.backward_s for rank in ranks)
+    return forward + (microbatches - 1) * both + max(rank.backward_s + rank.end_s for rank in ranks)

@@ -1,63 +1,62 @@
-"""What ranks of split layers send each other in every microbatch (`tensor_exchange`).
+"""Tensor-parallel messages: what ranks of split layers send each other in every microbatch (`tensor_messages`).
 
-With n ranks, X and Y the bytes of a layer's whole input and output, and of their gradients. Around layers that are
-divided over the tensor axis values are whole:
+With n ranks, X and Y are the bytes of a layer's whole input and output, and of their gradients. Between layers that are
+split over the tensor axis, values are whole on every rank:
 
                                 forward                       backward
-    first column of a group                                   all_reduce X                        _whole_around
+    first column of a group                                   all_reduce X                    _whole_values
     row of a group              all_reduce Y
-    lone column                 all_gather Y                  all_reduce X
-    lone row                    all_reduce Y                  all_gather X
-    table by vocabulary         all_reduce Y                                                      _looked_up
+    standalone column           all_gather Y                  all_reduce X
+    standalone row              all_reduce Y                  all_gather X
+    embedding by vocabulary     all_reduce Y
     head by vocabulary          all_gather Y                  all_reduce X
     head, with `loss`           all_reduce of 1 and of 3 numbers a target      all_reduce X
 
-With `sequence` they are divided along it from the first table or row on; before that, as behind a pipeline's cut, they
-are whole. What is whole and meets them (a residual, a lone layer's output) is divided, which gathers its gradient:
+With `sequence` values are divided along the sequence from the first embedding or row on; before that, as after
+a pipeline cut, they are whole. A whole value that meets them (a residual, the output of a standalone layer) is
+divided, which gathers its gradient:
 
-    first column of a group     all_gather X                  reduce_scatter X                    _along_sequence
+    first column of a group     all_gather X                  reduce_scatter X                _values_along_sequence
     row of a group              reduce_scatter Y              all_gather Y; the first: 2 all_gather Y
-    lone column, head           all_gather X, all_gather Y    reduce_scatter X; but the head: all_gather Y
-    lone row                    all_gather X, reduce_scatter Y    all_gather Y, all_gather X
-    table                       reduce_scatter Y              all_gather Y
-    weights that stay whole                                   all_reduce of their bytes           _whole_weights
+    standalone column, head     all_gather X, all_gather Y    reduce_scatter X; but the head: all_gather Y
+    standalone row              all_gather X, reduce_scatter Y    all_gather Y, all_gather X
+    embedding                   reduce_scatter Y              all_gather Y
+    weights that stay whole                                   all_reduce of their bytes       _whole_weights
         and have a number a token                             all_gather of their bytes
 
-Over the replicate axis they are divided by samples, so that X and Y are n times a rank's own:
+Over the replicate axis values are divided by samples, so that X and Y are n times a rank's own:
 
-    first column of a group     all_gather X                  reduce_scatter X                    _parts_around
+    first column of a group     all_gather X                  reduce_scatter X                _values_by_samples
     row of a group              reduce_scatter Y              all_gather Y
-    lone column, head           all_gather X, all_to_all Y/n  all_to_all Y/n, reduce_scatter X
-    lone row                    all_to_all X/n, reduce_scatter Y   all_gather Y, all_to_all X/n
-    table                       reduce_scatter Y              all_gather Y
+    standalone column, head     all_gather X, all_to_all Y/n  all_to_all Y/n, reduce_scatter X
+    standalone row              all_to_all X/n, reduce_scatter Y   all_gather Y, all_to_all X/n
+    embedding                   reduce_scatter Y              all_gather Y
 
-    What n does not divide (words, tokens) travels with room, as if each rank had as much as the first.
-
-    Where a layer's input needs no gradient, nothing of it is sent. Where a block is computed again, its backward pass
-    sends what its forward pass did, too. Groups that share an input are counted each, though their gradients are
-    summed before they are sent.
+Sizes that n does not divide (vocabulary, tokens) are padded, as if each rank had as much as the first. Where a layer's
+input needs no gradient, none is sent. The backward pass of a recomputed block sends the messages of its forward pass
+again. Groups that share an input are counted separately, though their gradients are summed before they are sent.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from meshwright.blocks.module_names import within
+from meshwright.blocks.module_names import is_inside
 from meshwright.cluster.cluster import Collective
+from meshwright.dtypes import ITEM_BYTES
 from meshwright.plan import Plan
-from meshwright.profile.structure.marks import INTO, LOSS
 from meshwright.profile.structure.splits import SplitGroup, SplitKind
-from meshwright.profile.values import ITEM_BYTES, ModelProfile, Operator, Parameter, Stretch
-from meshwright.simulator.engine import Engine
-from meshwright.simulator.tensor.split_profile import Share, shares
-from meshwright.simulator.tensor.standalone_splits import is_lone, with_lone
+from meshwright.profile.values import ModelProfile, Operator, Parameter, TraceSegment
+from meshwright.simulator.runtime import OUR_RUNTIME, Runtime
+from meshwright.simulator.tensor.split_profile import SplitShare, split_shares
+from meshwright.simulator.tensor.standalone_splits import is_standalone, with_standalone_splits
 
-_EAGER = Engine(name="meshwright")
+_LayerKind = Literal["column", "row", "embedding", "head"]
 
 
 @dataclass(frozen=True)
-class Message:
-    """`bytes` of the whole tensor, sent `times` in a pass of one microbatch."""
+class TensorMessage:
+    """A collective on a tensor of `bytes`, which happens `times` in the forward or backward pass of one microbatch."""
 
     collective: Collective
     bytes: float
@@ -66,261 +65,262 @@ class Message:
 
 
 @dataclass(frozen=True)
-class _Crossing:
-    """An operator of a split layer at which values come in or go out. `enters`: the first of its group, or a lone
-    layer's; `answers`: it computes the gradient of its input; `tokens` of a sample that it works on."""
+class _SplitOperator:
+    """An operator of a split layer that needs messages. `enters`: it is the first of its group, or of a standalone
+    layer. `has_input_gradient`: the backward pass computes the gradient of its input. `tokens` are the rows of a
+    sample."""
 
     operator: Operator
-    share: Share
-    kind: Literal["column", "row", "table", "head"]
+    share: SplitShare
+    kind: _LayerKind
     enters: bool
-    lone: bool
-    answers: bool
+    standalone: bool
+    has_input_gradient: bool
     tokens: int
 
 
-def tensor_exchange(
-    profile: ModelProfile, plan: Plan, batch: float, engine: Engine = _EAGER
-) -> tuple[list[Message], list[Message]]:
-    """What a microbatch exchanges along the tensor axis, and for layers split over the replicate axis. The profile is
-    the whole model's, or a stage's of one that has its lone layers (`with_lone`)."""
-    profile = with_lone(profile, plan)
-    active = shares(profile, plan)
-    along: list[Message] = []
-    wide: list[Message] = []
-    if not active:
-        return along, wide
-    walk = _Walk(profile, plan, active)
-    for stretch in profile.stretches:
-        left = stretch.count if stretch.phase == "forward" else 0
-        while left:
+def tensor_messages(
+    profile: ModelProfile, plan: Plan, batch: float, runtime: Runtime = OUR_RUNTIME
+) -> tuple[list[TensorMessage], list[TensorMessage]]:
+    """The messages of a microbatch along the tensor axis, and those along the replicate axis for layers
+    that are split over it. The profile is that of the whole model, or of a stage cut from one with marked standalone
+    layers (`with_standalone_splits`)."""
+    profile = with_standalone_splits(profile, plan)
+    shares = split_shares(profile, plan)
+    along_tensor: list[TensorMessage] = []
+    along_replicate: list[TensorMessage] = []
+    if not shares:
+        return along_tensor, along_replicate
+    walk = _ForwardWalk(profile, plan, shares)
+    resends = runtime.resends_messages(plan)
+    for segment in profile.segments:
+        blocks_left = segment.block_count if segment.phase == "forward" else 0
+        while blocks_left:
             before = walk.divided
-            found = list(walk.through(stretch, batch))
-            # The unit in which values become divided is not like those behind it.
-            times = left if walk.divided == before else 1
-            left -= times
-            for axis, layer, message in found:
-                into = wide if axis == "replicate" else along
-                into.append(replace(message, times=times))
-                if message.forward and _computed_again(layer, profile, plan, engine):
-                    into.append(replace(message, times=times, forward=False))
-    return along, wide
+            messages = list(walk.messages_of(segment, batch))
+            # The block in which values become divided is not like those behind it.
+            times = blocks_left if walk.divided == before else 1
+            blocks_left -= times
+            for axis, layer, message in messages:
+                axis_messages = along_replicate if axis == "replicate" else along_tensor
+                axis_messages.append(replace(message, times=times))
+                if message.forward and resends and any(is_inside(layer, block) for block in profile.blocks):
+                    axis_messages.append(replace(message, times=times, forward=False))
+    return along_tensor, along_replicate
 
 
-def _computed_again(layer: str, profile: ModelProfile, plan: Plan, engine: Engine) -> bool:
-    """Ours computes all of a block again, or all but products and attention: what they exchange is sent again."""
-    kind = plan.memory.recompute
-    if kind == "none" or (kind == "selective" and (engine.again or engine.again_scores)):
-        return False
-    return any(within(layer, block) for block in profile.blocks)
+class _ForwardWalk:
+    """Goes through the operators of a forward pass. `divided` says whether the values between split layers are divided
+    along the sequence."""
 
-
-class _Walk:
-    """Goes through the operators of a forward pass. `divided`: the values between split layers are, along the
-    sequence."""
-
-    def __init__(self, profile: ModelProfile, plan: Plan, active: Mapping[str, Share]) -> None:
+    def __init__(self, profile: ModelProfile, plan: Plan, shares: Mapping[str, SplitShare]) -> None:
         groups = profile.structure.splits if profile.structure else ()
         self.divided = False
         self._plan = plan
-        self._active = active
-        self._homes = {split.module: (split.kind, group) for group in groups for split in group.splits}
+        self._shares = shares
+        self._split_of_module = {split.module: (split.kind, group) for group in groups for split in group.splits}
         self._tokens = 0
-        self._answering = _answering(profile)
+        self._layers_with_input_gradient = _layers_with_input_gradient(profile)
         self._widths = {name: p.shape[-1] for p in profile.parameters for name in p.names if p.shape}
-        self._whole = _whole_weights(profile, self._homes, active) if plan.modules.sequence else {}
+        self._whole = _whole_weights(profile, self._split_of_module, shares) if plan.modules.sequence else {}
 
-    def through(self, stretch: Stretch, batch: float) -> Iterator[tuple[str, str, Message]]:
-        """The axis, the layer and what it sends, once."""
-        met: set[str] = set()
-        crossings = {id(crossing.operator): crossing for crossing in self._crossings(stretch)}
-        for operator in stretch.operators:
+    def messages_of(self, segment: TraceSegment, batch: float) -> Iterator[tuple[str, str, TensorMessage]]:
+        """The messages of the segment's operators, once, each with its axis and layer."""
+        visited: set[str] = set()
+        split_operators = {id(split.operator): split for split in self._split_operators(segment)}
+        for operator in segment.operators:
             layer = operator.layer
-            if crossing := crossings.get(id(operator)):
-                for message in _sent(crossing, batch, self._plan, self.divided):
-                    yield crossing.share.axis, layer, message
-                if _is_along(crossing, self._plan) and crossing.kind in ("row", "table"):
-                    self.divided, self._tokens = True, crossing.tokens
-            if self.divided and layer not in met:
-                met.add(layer)
-                yield from (("tensor", layer, message) for message in self._of_weights(operator))
+            if split := split_operators.get(id(operator)):
+                for message in _operator_messages(split, batch, self._plan, self.divided):
+                    yield split.share.axis, layer, message
+                if split.kind in ("row", "embedding") and _is_divided_along_sequence(split, self._plan):
+                    self.divided, self._tokens = True, split.tokens
+            if self.divided and layer not in visited:
+                visited.add(layer)
+                yield from (("tensor", layer, message) for message in self._weight_messages(operator))
 
-    def _of_weights(self, operator: Operator) -> Iterator[Message]:
+    def _weight_messages(self, operator: Operator) -> Iterator[TensorMessage]:
         tokens = self._tokens
         for parameter in self._whole.get(operator.layer, ()):
-            # Products sum over their tokens, all other weights of two dimensions have one of them for each.
+            # Products sum over their tokens; all other weights with two dimensions have one row for each token.
             if len(parameter.shape) > 1 and parameter.shape[-2] == tokens and operator.kind != "matmul":
-                yield Message("all_gather", parameter.bytes * _room(tokens, self._plan.axes.tensor), 1, False)
+                yield TensorMessage("all_gather", parameter.bytes * _padding(tokens, self._plan.axes.tensor), 1, False)
             else:
-                yield Message("all_reduce", float(parameter.bytes), 1, False)
+                yield TensorMessage("all_reduce", float(parameter.bytes), 1, False)
 
-    def _crossings(self, stretch: Stretch) -> Iterator[_Crossing]:
+    def _split_operators(self, segment: TraceSegment) -> Iterator[_SplitOperator]:
         entered: set[str] = set()
-        for operator in stretch.operators:
-            if operator.layer not in self._homes or operator.kind not in ("matmul", "embedding"):
+        for operator in segment.operators:
+            if operator.layer not in self._split_of_module or operator.kind not in ("matmul", "embedding"):
                 continue
-            kind, home = self._homes[operator.layer]
-            answers, tokens = operator.layer in self._answering, self._tokens_of(operator)
+            kind, group = self._split_of_module[operator.layer]
+            has_gradient, tokens = operator.layer in self._layers_with_input_gradient, self._tokens_of(operator)
             if kind == "vocabulary":
-                if share := self._active.get(home.name):
-                    found: Literal["table", "head"] = "table" if operator.kind == "embedding" else "head"
-                    yield _Crossing(operator, share, found, True, True, answers, tokens)
+                if share := self._shares.get(group.name):
+                    layer_kind: _LayerKind = "embedding" if operator.kind == "embedding" else "head"
+                    yield _SplitOperator(operator, share, layer_kind, True, True, has_gradient, tokens)
                 continue
-            name = operator.split.removeprefix(LOSS).removeprefix(INTO)
-            if operator.kind == "matmul" and (share := self._active.get(name)):
-                enters = kind != "row" and (is_lone(home) or name not in entered)
+            name = operator.split.group if operator.split else ""
+            if operator.kind == "matmul" and (share := self._shares.get(name)):
+                enters = kind != "row" and (is_standalone(group) or name not in entered)
                 entered |= {name} if enters else set()
-                side: Literal["row", "column"] = "row" if kind == "row" else "column"
-                yield _Crossing(operator, share, side, enters, is_lone(home), answers, tokens)
+                side: _LayerKind = "row" if kind == "row" else "column"
+                yield _SplitOperator(operator, share, side, enters, is_standalone(group), has_gradient, tokens)
 
     def _tokens_of(self, operator: Operator) -> int:
-        """Rows of a product a sample, or of what a table looks up."""
+        """The rows of a product, or the tokens that an embedding looks up, for one sample."""
         if operator.kind == "embedding":
             return round(operator.shape[0].linear / self._widths.get(f"{operator.layer}.weight", 1))
-        many, m, *_ = operator.shape
-        return round(many.constant * m.linear + many.linear * m.constant)
+        count, m, *_ = operator.shape
+        return round(count.constant * m.linear + count.linear * m.constant)
 
 
 def _whole_weights(
-    profile: ModelProfile, homes: Mapping[str, tuple[SplitKind, SplitGroup]], active: Mapping[str, Share]
+    profile: ModelProfile, split_of_module: Mapping[str, tuple[SplitKind, SplitGroup]], shares: Mapping[str, SplitShare]
 ) -> dict[str, list[Parameter]]:
-    """Trained weights that no group divides, by the module that has them."""
+    """The trained weights that no group divides, by the module that has them."""
     divided = {
         name
-        for kind, group in homes.values()
-        if group.name in active
+        for kind, group in split_of_module.values()
+        if group.name in shares
         for split in group.splits
         for name in (split.parameter, *([] if split.kind == "row" else [f"{split.module}.bias"]))
     }
-    found: dict[str, list[Parameter]] = {}
+    whole: dict[str, list[Parameter]] = {}
     for parameter in profile.parameters:
         if parameter.trainable and divided.isdisjoint(parameter.names):
-            found.setdefault(parameter.names[0].rpartition(".")[0], []).append(parameter)
-    return found
+            whole.setdefault(parameter.names[0].rpartition(".")[0], []).append(parameter)
+    return whole
 
 
-def _answering(profile: ModelProfile) -> set[str]:
-    """Layers that compute the gradient of their input: that of their weight sums over samples. One that is computed
-    again is taken to."""
+def _layers_with_input_gradient(profile: ModelProfile) -> set[str]:
+    """The layers whose backward pass computes the gradient of their input: a product that does not sum over samples,
+    as the gradient of a weight does. A recomputed layer is taken to have one."""
     return {
         operator.layer
-        for stretch in profile.stretches
-        for operator in stretch.operators
-        if stretch.phase == "backward" and operator.kind == "matmul"
+        for segment in profile.segments
+        for operator in segment.operators
+        if segment.phase == "backward" and operator.kind == "matmul"
         if not operator.shape[3].linear and not operator.shape[3].square
     }
 
 
-def _sent(crossing: _Crossing, batch: float, plan: Plan, divided: bool) -> list[Message]:
-    over_samples = crossing.share.axis == "replicate"
-    times = crossing.share.ranks if over_samples else 1
-    made = _result(crossing.operator, batch) * times
-    given = _input(crossing.operator, batch) * times if crossing.operator.kind == "matmul" else 0.0
+def _operator_messages(layer: _SplitOperator, batch: float, plan: Plan, divided: bool) -> list[TensorMessage]:
+    over_samples = layer.share.axis == "replicate"
+    gathered_ranks = layer.share.ranks if over_samples else 1
+    output_bytes = _output_bytes(layer.operator, batch) * gathered_ranks
+    input_bytes = _input_bytes(layer.operator, batch) * gathered_ranks if layer.operator.kind == "matmul" else 0.0
     if over_samples:
-        forward, backward = _parts_around(crossing, given, made)
-    elif _is_along(crossing, plan):
-        forward, backward = _along_sequence(crossing, given, made, plan.modules.loss, divided)
+        forward, backward = _values_by_samples(layer, input_bytes, output_bytes)
+    elif _is_divided_along_sequence(layer, plan):
+        forward, backward = _values_along_sequence(layer, input_bytes, output_bytes, plan.modules.loss, divided)
     else:
-        forward, backward = _whole_around(crossing, given, made, plan.modules.loss)
+        forward, backward = _whole_values(layer, input_bytes, output_bytes, plan.modules.loss)
     return [
-        Message(collective, size, 1, way)
-        for way, sent in ((True, forward), (False, backward))
-        for collective, size in sent
+        TensorMessage(collective, size, 1, is_forward)
+        for is_forward, collectives in ((True, forward), (False, backward))
+        for collective, size in collectives
     ]
 
 
-_Sent = list[tuple[Collective, float]]
+_Collectives = list[tuple[Collective, float]]
 
 
-def _whole_around(crossing: _Crossing, given: float, made: float, loss: bool) -> tuple[_Sent, _Sent]:
-    """Forward and backward, where every rank has the whole input and wants the whole output."""
-    forward: _Sent = []
-    backward: _Sent = []
-    if crossing.kind in ("row", "table"):
-        forward.append(("all_reduce", made))
-    elif crossing.lone:
-        forward += _outcome(crossing, made, loss)
-    if crossing.answers and crossing.enters and crossing.kind != "table":
-        backward.append(("all_reduce", given))
-    if crossing.answers and crossing.kind == "row" and crossing.lone:
-        backward.append(("all_gather", given))
+def _whole_values(
+    layer: _SplitOperator, input_bytes: float, output_bytes: float, loss: bool
+) -> tuple[_Collectives, _Collectives]:
+    """The forward and backward collectives, where every rank has the whole input and needs the whole output."""
+    forward: _Collectives = []
+    backward: _Collectives = []
+    if layer.kind in ("row", "embedding"):
+        forward.append(("all_reduce", output_bytes))
+    elif layer.standalone:
+        forward += _output_messages(layer, output_bytes, loss)
+    if layer.has_input_gradient and layer.enters and layer.kind != "embedding":
+        backward.append(("all_reduce", input_bytes))
+    if layer.has_input_gradient and layer.kind == "row" and layer.standalone:
+        backward.append(("all_gather", input_bytes))
     return forward, backward
 
 
-def _along_sequence(crossing: _Crossing, given: float, made: float, loss: bool, divided: bool) -> tuple[_Sent, _Sent]:
-    """Forward and backward, where each rank has and wants its part of the sequence; until values are `divided` it has
-    all of it."""
-    forward: _Sent = []
-    backward: _Sent = []
-    room = _room(crossing.tokens, crossing.share.ranks)
-    if crossing.kind in ("row", "table"):
-        if crossing.kind == "row" and crossing.lone:
-            forward += [("all_gather", given * room)] if divided else []
-            backward += [("all_gather", given)] if crossing.answers else []
-        forward.append(("reduce_scatter", made * room))
-        joined = 2 if crossing.kind == "row" and not divided else 1
-        backward += [("all_gather", made * room)] * joined
+def _values_along_sequence(
+    layer: _SplitOperator, input_bytes: float, output_bytes: float, loss: bool, divided: bool
+) -> tuple[_Collectives, _Collectives]:
+    """The forward and backward collectives, where each rank has and needs its part of the sequence; until values are
+    `divided` it has all of it."""
+    forward: _Collectives = []
+    backward: _Collectives = []
+    padding = _padding(layer.tokens, layer.share.ranks)
+    if layer.kind in ("row", "embedding"):
+        if layer.kind == "row" and layer.standalone:
+            forward += [("all_gather", input_bytes * padding)] if divided else []
+            backward += [("all_gather", input_bytes)] if layer.has_input_gradient else []
+        forward.append(("reduce_scatter", output_bytes * padding))
+        gathers = 2 if layer.kind == "row" and not divided else 1
+        backward += [("all_gather", output_bytes * padding)] * gathers
         return forward, backward
-    if crossing.enters and divided:
-        forward.append(("all_gather", given * room))
-        backward += [("reduce_scatter", given * room)] if crossing.answers else []
-    elif crossing.enters:
-        backward += [("all_reduce", given)] if crossing.answers else []
-    if crossing.lone:
-        forward += _outcome(crossing, made, loss)
-        backward += [("all_gather", made * room)] if crossing.kind == "column" else []
+    if layer.enters and divided:
+        forward.append(("all_gather", input_bytes * padding))
+        backward += [("reduce_scatter", input_bytes * padding)] if layer.has_input_gradient else []
+    elif layer.enters:
+        backward += [("all_reduce", input_bytes)] if layer.has_input_gradient else []
+    if layer.standalone:
+        forward += _output_messages(layer, output_bytes, loss)
+        backward += [("all_gather", output_bytes * padding)] if layer.kind == "column" else []
     return forward, backward
 
 
-def _outcome(crossing: _Crossing, made: float, loss: bool) -> _Sent:
-    """Of a lone layer whose output is divided: it is gathered, or its scores are compared where they are."""
-    operator, ranks = crossing.operator, crossing.share.ranks
+def _output_messages(layer: _SplitOperator, output_bytes: float, loss: bool) -> _Collectives:
+    """The output of a standalone layer is gathered, or, with a divided loss, its scores are compared where they are."""
+    operator, ranks = layer.operator, layer.share.ranks
     features = int(operator.shape[2].constant)
-    if crossing.kind == "head" and loss:
-        number = made / features * max(1.0, 4 / ITEM_BYTES.get(operator.dtype, 4))
+    if layer.kind == "head" and loss:
+        number = output_bytes / features * max(1.0, 4 / ITEM_BYTES.get(operator.dtype, 4))
         return [("all_reduce", number), ("all_reduce", 3 * number)]
-    return [("all_gather", made * _room(features, ranks))]
+    return [("all_gather", output_bytes * _padding(features, ranks))]
 
 
-def _is_along(crossing: _Crossing, plan: Plan) -> bool:
-    """A layer of single vectors has no sequence to be divided along."""
-    return plan.modules.sequence and crossing.share.axis == "tensor" and crossing.tokens > 1
+def _is_divided_along_sequence(layer: _SplitOperator, plan: Plan) -> bool:
+    """Whether the layer's values are divided along the sequence. A layer of single vectors has no sequence."""
+    return plan.modules.sequence and layer.share.axis == "tensor" and layer.tokens > 1
 
 
-def _room(size: int, ranks: int) -> float:
-    """How much longer it is for all ranks to have as much of it as the first."""
+def _padding(size: int, ranks: int) -> float:
+    """The factor by which a size grows when every rank has as much as the first."""
     return -(-size // ranks) * ranks / size if size else 1.0
 
 
-def _parts_around(crossing: _Crossing, given: float, made: float) -> tuple[_Sent, _Sent]:
-    """Forward and backward, where each rank has and wants its samples."""
-    forward: _Sent = []
-    backward: _Sent = []
-    part = 1 / crossing.share.ranks
-    if crossing.kind in ("row", "table"):
-        forward.append(("reduce_scatter", made))
-        backward.append(("all_gather", made))
-        if crossing.kind == "row" and crossing.lone:
-            forward.append(("all_to_all", given * part))
-            backward += [("all_to_all", given * part)] if crossing.answers else []
+def _values_by_samples(
+    layer: _SplitOperator, input_bytes: float, output_bytes: float
+) -> tuple[_Collectives, _Collectives]:
+    """The forward and backward collectives, where each rank has and needs its own samples."""
+    forward: _Collectives = []
+    backward: _Collectives = []
+    part = 1 / layer.share.ranks
+    if layer.kind in ("row", "embedding"):
+        forward.append(("reduce_scatter", output_bytes))
+        backward.append(("all_gather", output_bytes))
+        if layer.kind == "row" and layer.standalone:
+            forward.append(("all_to_all", input_bytes * part))
+            backward += [("all_to_all", input_bytes * part)] if layer.has_input_gradient else []
         return forward, backward
-    if crossing.enters:
-        forward.append(("all_gather", given))
-        backward += [("reduce_scatter", given)] if crossing.answers else []
-    if crossing.lone:
-        forward.append(("all_to_all", made * part))
-        backward.append(("all_to_all", made * part))
+    if layer.enters:
+        forward.append(("all_gather", input_bytes))
+        backward += [("reduce_scatter", input_bytes)] if layer.has_input_gradient else []
+    if layer.standalone:
+        forward.append(("all_to_all", output_bytes * part))
+        backward.append(("all_to_all", output_bytes * part))
     return forward, backward
 
 
-def _result(operator: Operator, batch: float) -> float:
+def _output_bytes(operator: Operator, batch: float) -> float:
     item = ITEM_BYTES.get(operator.dtype, 4)
     if operator.kind == "embedding":
         return operator.shape[0].at(batch) * item
-    many, m, n, _ = (size.at(batch) for size in operator.shape)
-    return many * m * n * item
+    count, m, n, _ = (size.at(batch) for size in operator.shape)
+    return count * m * n * item
 
 
-def _input(operator: Operator, batch: float) -> float:
-    many, m, _, k = (size.at(batch) for size in operator.shape)
-    return many * m * k * ITEM_BYTES.get(operator.dtype, 4)
+def _input_bytes(operator: Operator, batch: float) -> float:
+    count, m, _, k = (size.at(batch) for size in operator.shape)
+    return count * m * k * ITEM_BYTES.get(operator.dtype, 4)

@@ -1,35 +1,35 @@
-"""What one rank computes of a model whose modules are split: the model's profile, with the rank's share of each part.
+"""The share of a model that one rank computes when modules are split: the model's profile, scaled to the rank.
 
-Over the tensor axis of t ranks, of a group of modules that is split:
+Over a tensor axis of t ranks, a group of modules that are split together has on each rank:
 
     parameters, gradients   1/t         work   1/t         values inside the group   1/t         its input   whole
     with `sequence`, everything between the groups   1/t; with `loss`, the scores up to the loss   1/t
 
-Over the replicate axis of r ranks, each rank works on the samples of all of them:
+Over a replicate axis of r ranks, each rank computes with the samples of all of them:
 
     parameters, gradients   1/r         work   r · 1/r     values inside the group   r · 1/r     its input   r
 
-Groups are those of the model's structure, and single layers that the plan names (lone.py).
+Groups are those of the model's structure, and standalone layers that the plan names (standalone_splits.py).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
+from meshwright.dtypes import ITEM_BYTES
 from meshwright.errors import InputError
 from meshwright.plan import Plan
-from meshwright.profile.structure.marks import INTO, LOSS
 from meshwright.profile.structure.splits import SplitGroup
-from meshwright.profile.values import ITEM_BYTES, Change, Growth, ModelProfile, Operator, Parameter
-from meshwright.simulator.tensor.standalone_splits import is_lone, kept_inputs, with_lone
+from meshwright.profile.values import BatchPolynomial, MemoryChange, ModelProfile, Operator, Parameter, SplitMark
+from meshwright.simulator.tensor.standalone_splits import is_standalone, with_saved_inputs, with_standalone_splits
 
 _DIVIDED_BY_SEQUENCE = ("norm", "elementwise", "copy", "reduction")
 
 
 @dataclass(frozen=True)
-class Share:
-    """A rank's part of a group: of its parameters, of its work and the values inside, and how many ranks' samples
-    its input holds."""
+class SplitShare:
+    """A rank's share of a split group: of its `parameters`, and of its `work` and the values inside. `input` is the
+    number of ranks whose samples the input of the group has."""
 
     axis: str
     ranks: int
@@ -38,10 +38,10 @@ class Share:
     input: float
 
 
-def shares(profile: ModelProfile, plan: Plan) -> dict[str, Share]:
-    """The groups that the plan splits, by name."""
-    found: dict[str, Share] = {}
-    structure = with_lone(profile, plan).structure
+def split_shares(profile: ModelProfile, plan: Plan) -> dict[str, SplitShare]:
+    """The shares of the groups that the plan splits, by the name of the group."""
+    shares: dict[str, SplitShare] = {}
+    structure = with_standalone_splits(profile, plan).structure
     for group in structure.splits if structure else ():
         named = [split for member in group.splits if (split := plan.modules.split_of(member.module)) is not None]
         if any(split.kind == "none" for split in named):
@@ -57,26 +57,29 @@ def shares(profile: ModelProfile, plan: Plan) -> dict[str, Share]:
                 f"{group.name} cannot be split over {ranks} ranks: they must divide {group.degree}"
                 f" ({'its heads' if group.heads else 'its features'})"
             )
-        whole = axis == "replicate"
-        found[group.name] = Share(axis, ranks, 1 / ranks, 1.0 if whole else 1 / ranks, float(ranks) if whole else 1.0)
-    return found
+        gathers_samples = axis == "replicate"
+        shares[group.name] = SplitShare(
+            axis, ranks, 1 / ranks, 1.0 if gathers_samples else 1 / ranks, float(ranks) if gathers_samples else 1.0
+        )
+    return shares
 
 
 def _by_vocabulary(group: SplitGroup) -> bool:
     return all(split.kind == "vocabulary" for split in group.splits)
 
 
-def kept_out(profile: ModelProfile, plan: Plan) -> frozenset[str]:
-    """Parameters that are divided over the replicate axis. Each rank has seen the samples of all, so their gradients
-    are not combined; biases of `row` layers stay whole, and are added to a rank's own samples."""
+def replicate_split_parameters(profile: ModelProfile, plan: Plan) -> frozenset[str]:
+    """The names of parameters that are split over the replicate axis. Each rank computes with the samples of all
+    ranks, so their gradients are not combined. Biases of `row` layers stay whole, and are added to a rank's own
+    samples."""
     if not any(split.axis == "replicate" for split in plan.modules.splits.values()):
         return frozenset()
-    active = shares(profile, plan)
-    structure = with_lone(profile, plan).structure
+    shares = split_shares(profile, plan)
+    structure = with_standalone_splits(profile, plan).structure
     divided = {
         name
         for group in (structure.splits if structure else ())
-        if group.name in active and active[group.name].axis == "replicate"
+        if group.name in shares and shares[group.name].axis == "replicate"
         for split in group.splits
         for name in (split.parameter, *([] if split.kind == "row" else [f"{split.module}.bias"]))
     }
@@ -84,142 +87,146 @@ def kept_out(profile: ModelProfile, plan: Plan) -> frozenset[str]:
 
 
 def split_profile(profile: ModelProfile, plan: Plan) -> ModelProfile:
-    """The rank's share of the whole model; the profile itself where the plan splits nothing."""
-    profile = with_lone(profile, plan)
-    active = shares(profile, plan)
+    """The rank's share of the whole model; the unchanged profile where the plan splits nothing."""
+    profile = with_standalone_splits(profile, plan)
+    shares = split_shares(profile, plan)
     sequence = plan.axes.tensor if plan.modules.sequence else 1
-    if not active and sequence == 1:
+    if not shares and sequence == 1:
         return profile
     assert profile.structure is not None
-    groups = {group.name: group for group in profile.structure.splits if group.name in active}
-    homes = {split.module: active[name] for name, group in groups.items() for split in group.splits}
+    groups = {group.name: group for group in profile.structure.splits if group.name in shares}
+    share_of_module = {split.module: shares[name] for name, group in groups.items() for split in group.splits}
 
-    def own(operator: Operator) -> Operator:
-        home = homes.get(operator.layer) if not operator.split else None
-        if home and operator.kind == "embedding":
-            return _table(operator, home)
-        if home and operator.kind == "elementwise" and _is_fixed(operator.bytes):
-            return _lessened(operator, home.parameters)  # gradients of a weight that is used twice, added up
-        return _operator(operator, active, groups, sequence, plan.modules.loss)
+    def scale_operator(operator: Operator) -> Operator:
+        share = share_of_module.get(operator.layer) if not operator.split else None
+        if share and operator.kind == "embedding":
+            return _scale_embedding(operator, share)
+        if share and operator.kind == "elementwise" and _is_fixed(operator.bytes):
+            return _scale(operator, share.parameters)  # adds up the gradients of a weight that is used twice
+        return _scale_marked(operator, shares, groups, sequence, plan.modules.loss)
 
-    stretches = tuple(
+    segments = tuple(
         replace(
-            stretch,
-            operators=tuple(map(own, stretch.operators)),
-            changes=tuple(_change(c, active, sequence, plan.modules.loss) for c in stretch.changes),
+            segment,
+            operators=tuple(map(scale_operator, segment.operators)),
+            changes=tuple(_scale_change(c, shares, sequence, plan.modules.loss) for c in segment.changes),
         )
-        for stretch in profile.stretches
+        for segment in profile.segments
     )
-    gathering = [group for group in groups.values() if is_lone(group) and group.splits[0].kind == "column"]
-    more = {group.name: active[group.name].input - 1 / sequence for group in gathering}
-    if any(more.values()):
-        stretches = kept_inputs(profile, stretches, more)
-    return replace(profile, stretches=stretches, parameters=_parameters(profile, active))
+    gathered_inputs = [group for group in groups.values() if is_standalone(group) and group.splits[0].kind == "column"]
+    extra_inputs = {group.name: shares[group.name].input - 1 / sequence for group in gathered_inputs}
+    if any(extra_inputs.values()):
+        segments = with_saved_inputs(profile, segments, extra_inputs)
+    return replace(profile, segments=segments, parameters=_split_parameters(profile, shares))
 
 
-def _parameters(profile: ModelProfile, active: Mapping[str, Share]) -> tuple[Parameter, ...]:
+def _split_parameters(profile: ModelProfile, shares: Mapping[str, SplitShare]) -> tuple[Parameter, ...]:
     assert profile.structure is not None
     divided: dict[str, tuple[int, float]] = {}
     for group in profile.structure.splits:
-        share = active.get(group.name)
+        share = shares.get(group.name)
         for split in group.splits if share else ():
             divided[split.parameter] = (split.dim, share.parameters if share else 1.0)
             if split.kind != "row":
                 divided[f"{split.module}.bias"] = (0, share.parameters if share else 1.0)
-    return tuple(_parameter(parameter, divided) for parameter in profile.parameters)
+    return tuple(_split_parameter(parameter, divided) for parameter in profile.parameters)
 
 
-def _parameter(parameter: Parameter, divided: Mapping[str, tuple[int, float]]) -> Parameter:
-    found = next((divided[name] for name in parameter.names if name in divided), None)
-    if found is None:
+def _split_parameter(parameter: Parameter, divided: Mapping[str, tuple[int, float]]) -> Parameter:
+    division = next((divided[name] for name in parameter.names if name in divided), None)
+    if division is None:
         return parameter
-    dim, part = found
-    size = -int(-parameter.shape[dim] * part // 1)  # the largest rank's
+    dim, share = division
+    size = -int(-parameter.shape[dim] * share // 1)  # that of the rank with most
     shape = (*parameter.shape[:dim], size, *parameter.shape[dim + 1 :])
     return replace(parameter, shape=shape, bytes=parameter.bytes * prod(shape) // max(prod(parameter.shape), 1))
 
 
-def _share(split: str, active: Mapping[str, Share], loss: bool) -> Share | None:
-    if split.startswith(LOSS):
-        return active.get(split.removeprefix(LOSS)) if loss else None
-    return active.get(split)
+def _share(split: SplitMark | None, shares: Mapping[str, SplitShare], loss: bool) -> SplitShare | None:
+    if split is None or split.part == "whole_input" or (split.part == "divided_with_loss" and not loss):
+        return None
+    return shares.get(split.group)
 
 
-def _change(change: Change, active: Mapping[str, Share], sequence: int, loss: bool) -> Change:
-    into = active.get(change.split.removeprefix(INTO)) if change.split.startswith(INTO) else None
-    share = _share(change.split, active, loss)
+def _scale_change(change: MemoryChange, shares: Mapping[str, SplitShare], sequence: int, loss: bool) -> MemoryChange:
+    split = change.split
+    into = shares.get(split.group) if split and split.part == "whole_input" else None
+    share = _share(split, shares, loss)
     if into is not None:
         part = into.input
     elif share is not None:
         part = share.parameters if change.role == "gradient" or _is_fixed(change.bytes) else share.work
-    elif change.role != "gradient" and not change.split.startswith(LOSS):
+    elif change.role != "gradient" and not (split and split.part == "divided_with_loss"):
         part = 1 / sequence
     else:
         part = 1.0
-    return change if part == 1.0 else replace(change, bytes=change.bytes.times(part))
+    return change if part == 1.0 else replace(change, bytes=change.bytes.scaled(part))
 
 
-def _operator(
-    operator: Operator, active: Mapping[str, Share], groups: Mapping[str, SplitGroup], sequence: int, loss: bool
+def _scale_marked(
+    operator: Operator, shares: Mapping[str, SplitShare], groups: Mapping[str, SplitGroup], sequence: int, loss: bool
 ) -> Operator:
-    share = _share(operator.split, active, loss)
-    if share is None:
+    share = _share(operator.split, shares, loss)
+    if share is None or operator.split is None:
         along = sequence > 1 and not operator.split and operator.kind in _DIVIDED_BY_SEQUENCE
-        return _lessened(operator, 1 / sequence) if along else operator
+        return _scale(operator, 1 / sequence) if along else operator
     if operator.kind == "matmul":
-        sizes = {split.size for split in groups[operator.split.removeprefix(LOSS)].splits}
-        return _product(operator, share, sizes)
+        sizes = {split.size for split in groups[operator.split.group].splits}
+        return _scale_product(operator, share, sizes)
     if operator.kind == "attention" and share.work < 1:
-        shape = tuple(size.times(share.work) if place == 1 else size for place, size in enumerate(operator.shape))
-        return replace(_lessened(operator, share.work), shape=shape)
+        shape = tuple(size.scaled(share.work) if place == 1 else size for place, size in enumerate(operator.shape))
+        return replace(_scale(operator, share.work), shape=shape)
     part = share.parameters if _is_fixed(operator.bytes) else share.work
-    return _lessened(operator, part) if part < 1 else operator
+    return _scale(operator, part) if part < 1 else operator
 
 
-def _table(operator: Operator, share: Share) -> Operator:
-    """A rank has some of the words, and looks for all that it is asked for: the rest are zeros."""
+def _scale_embedding(operator: Operator, share: SplitShare) -> Operator:
+    """A rank has some rows of the table and looks up all tokens: those of other ranks are zeros."""
     rows = operator.bytes.constant * share.parameters
-    moved = Growth(rows, operator.bytes.linear * share.input, operator.bytes.square * share.input)
+    moved = BatchPolynomial(rows, operator.bytes.linear * share.input, operator.bytes.square * share.input)
     part = share.parameters if all(map(_is_fixed, operator.shape)) else share.input
-    return replace(operator, bytes=moved, shape=tuple(size.times(part) for size in operator.shape))
+    return replace(operator, bytes=moved, shape=tuple(size.scaled(part) for size in operator.shape))
 
 
-def _is_fixed(size: Growth) -> bool:
-    """Weights and casts of them, whose part is each rank's own also where the samples of all ranks are gathered."""
+def _is_fixed(size: BatchPolynomial) -> bool:
+    """Whether a size belongs to weights or casts of them: it does not grow with the batch, nor where samples are
+    gathered."""
     return not size.linear and not size.square
 
 
-def _product(operator: Operator, share: Share, sizes: set[int]) -> Operator:
-    """One of m, n and k is divided: the one of a size that the group divides, else the batch of products. Where the
-    ranks' samples are gathered, the one that grows with them is as much longer."""
+def _scale_product(operator: Operator, share: SplitShare, sizes: set[int]) -> Operator:
+    """Of the sizes m, n and k of a product, the one that the group divides is divided, else the number of products.
+    Where samples of all ranks are gathered, the size that grows with the batch is longer by their number."""
     batch, *mnk = operator.shape
     fixed = [place for place, size in enumerate(mnk) if not size.linear and not size.square]
     place = next((p for p in (1, 2, 0) if p in fixed and int(mnk[p].constant) in sizes), None)
     if place is None:
-        return _lessened(replace(operator, shape=(batch.times(share.work), *mnk)), share.work)
-    made = [size.times(share.parameters) if p == place else size for p, size in enumerate(mnk)]
-    made = [size.times(share.input) if p not in fixed else size for p, size in enumerate(made)]
-    m, n, k = made
+        return _scale(replace(operator, shape=(batch.scaled(share.work), *mnk)), share.work)
+    scaled = [size.scaled(share.parameters) if p == place else size for p, size in enumerate(mnk)]
+    scaled = [size.scaled(share.input) if p not in fixed else size for p, size in enumerate(scaled)]
+    m, n, k = scaled
     item = ITEM_BYTES.get(operator.dtype, 4)
-    bytes_moved = _sum(_multiplied(m, k), _multiplied(k, n), _multiplied(m, n))
+    bytes_moved = _sum(_multiply(m, k), _multiply(k, n), _multiply(m, n))
     return replace(
-        operator, flops=operator.flops.times(share.work), bytes=bytes_moved.times(item), shape=(batch, *made)
+        operator, flops=operator.flops.scaled(share.work), bytes=bytes_moved.scaled(item), shape=(batch, *scaled)
     )
 
 
-def _lessened(operator: Operator, part: float) -> Operator:
-    shape = operator.shape if len(operator.shape) != 1 else (operator.shape[0].times(part),)
-    return replace(operator, flops=operator.flops.times(part), bytes=operator.bytes.times(part), shape=shape)
+def _scale(operator: Operator, part: float) -> Operator:
+    shape = operator.shape if len(operator.shape) != 1 else (operator.shape[0].scaled(part),)
+    return replace(operator, flops=operator.flops.scaled(part), bytes=operator.bytes.scaled(part), shape=shape)
 
 
-def _multiplied(one: Growth, other: Growth) -> Growth:
-    """Of two sizes at most one grows with the batch, or both in a straight line."""
-    return Growth(
-        one.constant * other.constant,
-        one.constant * other.linear + one.linear * other.constant,
-        one.linear * other.linear + one.constant * other.square + one.square * other.constant,
+def _multiply(left: BatchPolynomial, right: BatchPolynomial) -> BatchPolynomial:
+    """The product of two polynomials, of which at most one has a square, or both are linear."""
+    return BatchPolynomial(
+        left.constant * right.constant,
+        left.constant * right.linear + left.linear * right.constant,
+        left.linear * right.linear + left.constant * right.square + left.square * right.constant,
     )
 
 
-def _sum(*growths: Growth) -> Growth:
-    return Growth(sum(g.constant for g in growths), sum(g.linear for g in growths), sum(g.square for g in growths))
+def _sum(*polynomials: BatchPolynomial) -> BatchPolynomial:
+    return BatchPolynomial(
+        sum(p.constant for p in polynomials), sum(p.linear for p in polynomials), sum(p.square for p in polynomials)
+    )

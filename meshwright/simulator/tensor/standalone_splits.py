@@ -1,10 +1,12 @@
-"""Linear layers that a plan splits by themselves: those that it names and no group of the model's structure has.
+"""Standalone splits: linear layers that a plan splits by itself, because it names them and no group of the model's
+structure has them.
 
-A group hands its parts on from layer to layer until they are summed up; those of a lone layer are put together behind
-it (crossings.py). Once marked (`with_lone`), a lone layer is a group like the others. Of its operators and memory:
+A group passes its parts on from layer to layer until they are summed; the parts of a standalone layer are put together
+behind it (messages.py). Once marked (`with_standalone_splits`), a standalone layer is a group like the others. Of its
+operators and memory:
 
     column   weight and bias, their gradients and casts are divided; the input is kept whole, also where the values
-             around the layer are divided, by samples or along the sequence                               kept_inputs
+             around the layer are divided by samples or along the sequence                           with_saved_inputs
     row      the weight, its gradient and its casts are divided; what is kept of the input is as large as before
 """
 
@@ -12,93 +14,107 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from meshwright.blocks.module_names import within
+from meshwright.blocks.module_names import is_inside
+from meshwright.dtypes import ITEM_BYTES
 from meshwright.errors import InputError, did_you_mean
 from meshwright.plan import Modules, Plan
-from meshwright.profile.structure.splits import Split, SplitGroup
-from meshwright.profile.values import ITEM_BYTES, Change, Growth, ModelProfile, Operator, Parameter, Role, Stretch
+from meshwright.profile.structure.splits import ParameterSplit, SplitGroup
+from meshwright.profile.values import (
+    BatchPolynomial,
+    MemoryChange,
+    MemoryRole,
+    ModelProfile,
+    Operator,
+    Parameter,
+    SplitMark,
+    TraceSegment,
+)
 
-_KINDS = ("column", "row", "none")
+_STANDALONE_KINDS = ("column", "row", "none")
 
 
 @dataclass(frozen=True)
 class _Linear:
-    """`outputs` is the dimension of the weight that has the output features."""
+    """The weight of a linear layer; `output_dim` is the dimension of the weight that has the output features."""
 
     weight: Parameter
-    outputs: int
+    output_dim: int
 
     def group(self, module: str, row: bool) -> SplitGroup:
-        dim = 1 - self.outputs if row else self.outputs
+        dim = 1 - self.output_dim if row else self.output_dim
         size = self.weight.shape[dim]
-        split = Split(module, f"{module}.weight", "row" if row else "column", dim, size, module)
+        split = ParameterSplit(module, f"{module}.weight", "row" if row else "column", dim, size, module)
         return SplitGroup(module, size, (split,))
 
 
-def with_lone(profile: ModelProfile, plan: Plan) -> ModelProfile:
-    """The profile with a group for each lone layer that the plan names; itself where it names none, or has them.
-    A name that fits nothing is an `InputError`: it would be left whole in silence. Of a pipeline, the stages are
-    made of what this returns for the whole model."""
+def with_standalone_splits(profile: ModelProfile, plan: Plan) -> ModelProfile:
+    """The profile with a group for each standalone layer that the plan names; unchanged where it names none, or where
+    they are marked already. A name that fits no layer is an `InputError`, since the layer would silently stay whole.
+    The stages of a pipeline are cut from what this returns for the whole model."""
     named = plan.modules.splits
     if not named or (profile.structure is None and all(split.kind == "none" for split in named.values())):
         return profile
     if profile.structure is None:
         raise InputError(f"plan.modules.splits.{next(iter(named))}: how this model can be split is not known")
-    taken = {split.module for group in profile.structure.splits for split in group.splits}
+    grouped = {split.module for group in profile.structure.splits for split in group.splits}
     linears = _linears(profile)
-    lone = {name: linear for name, linear in linears.items() if name not in taken and plan.modules.split_of(name)}
-    _check_names(plan, taken | lone.keys(), taken | linears.keys())
-    if not lone:
+    standalone = {
+        name: linear for name, linear in linears.items() if name not in grouped and plan.modules.split_of(name)
+    }
+    _check_names(plan, grouped | standalone.keys(), grouped | linears.keys())
+    if not standalone:
         return profile
-    groups = tuple(_group(name, linear, plan) for name, linear in lone.items())
+    groups = tuple(_group(name, linear, plan) for name, linear in standalone.items())
     structure = replace(profile.structure, splits=(*profile.structure.splits, *groups))
-    marks = {group.name: (lone[group.name], group.splits[0].kind == "row") for group in groups}
-    return replace(profile, structure=structure, stretches=tuple(_marked(s, marks) for s in profile.stretches))
+    marks = {group.name: (standalone[group.name], group.splits[0].kind == "row") for group in groups}
+    return replace(profile, structure=structure, segments=tuple(_mark_segment(s, marks) for s in profile.segments))
 
 
-def is_lone(group: SplitGroup) -> bool:
-    """What the structure has derived is split together with other layers, or by vocabulary."""
+def is_standalone(group: SplitGroup) -> bool:
+    """Whether the group is a standalone layer: those of the structure have several layers, or are split by
+    vocabulary."""
     split = group.splits[0]
-    return len(group.splits) == 1 and split.kind in _KINDS and split.source == "derived"
+    return len(group.splits) == 1 and split.kind in _STANDALONE_KINDS and split.source == "derived"
 
 
-def _check_names(plan: Plan, found: set[str], known: set[str]) -> None:
+def _check_names(plan: Plan, splittable: set[str], known: set[str]) -> None:
     for pattern, split in plan.modules.splits.items():
-        alone = Modules(splits={pattern: split})
-        if not any(alone.split_of(module) for module in found):
+        only = Modules(splits={pattern: split})
+        if not any(only.split_of(module) for module in splittable):
             raise InputError(
                 f"plan.modules.splits.{pattern}: no layer of that name can be split{did_you_mean(pattern, known)}"
             )
 
 
 def _linears(profile: ModelProfile) -> dict[str, _Linear]:
+    """The linear layers of the model by name."""
     weights = {name: parameter for parameter in profile.parameters for name in parameter.names}
-    found: dict[str, _Linear] = {}
-    for stretch in profile.stretches:
-        for operator in stretch.operators if stretch.phase == "forward" else ():
+    linears: dict[str, _Linear] = {}
+    for segment in profile.segments:
+        for operator in segment.operators if segment.phase == "forward" else ():
             if operator.kind != "matmul" or not operator.layer:
                 continue
             *_, n, k = operator.shape
-            for module in _modules(operator.layer, stretch):
+            for module in _modules(operator.layer, segment):
                 weight = weights.get(f"{module}.weight")
                 if weight is None or sorted(weight.shape) != sorted((n.constant, k.constant)) or n.linear or k.linear:
                     continue
-                found[module] = _Linear(weight, 0 if weight.shape[0] == n.constant else 1)
-    return found
+                linears[module] = _Linear(weight, 0 if weight.shape[0] == n.constant else 1)
+    return linears
 
 
-def _modules(layer: str, stretch: Stretch) -> Iterator[str]:
-    """The layer, in each of the equal blocks that the stretch stands for."""
-    if not stretch.blocks or not within(layer, stretch.unit):
+def _modules(layer: str, segment: TraceSegment) -> Iterator[str]:
+    """The names of the layer in all of the equal blocks of the segment."""
+    if not segment.blocks or not is_inside(layer, segment.unit):
         yield layer
         return
-    yield from (block + layer[len(stretch.unit) :] for block in stretch.blocks)
+    yield from (block + layer[len(segment.unit) :] for block in segment.blocks)
 
 
 def _group(module: str, linear: _Linear, plan: Plan) -> SplitGroup:
     split = plan.modules.split_of(module)
     assert split is not None
-    if split.kind not in _KINDS:
+    if split.kind not in _STANDALONE_KINDS:
         raise InputError(f"plan.modules.splits: {module} cannot be split by {split.kind}: choose column or row")
     if len(linear.weight.names) > 1 and split.kind != "none":
         others = ", ".join(name for name in linear.weight.names if name != f"{module}.weight")
@@ -106,80 +122,85 @@ def _group(module: str, linear: _Linear, plan: Plan) -> SplitGroup:
     return linear.group(module, split.kind == "row")
 
 
-# ---- what is divided with a lone layer
+# ---- what is divided with a standalone layer
 
 
-def _marked(stretch: Stretch, marks: Mapping[str, tuple[_Linear, bool]]) -> Stretch:
-    if not any(operator.layer in marks for operator in stretch.operators):
-        return stretch
+def _mark_segment(segment: TraceSegment, marks: Mapping[str, tuple[_Linear, bool]]) -> TraceSegment:
+    if not any(operator.layer in marks for operator in segment.operators):
+        return segment
     operators = tuple(
-        replace(operator, split=operator.layer) if _is_divided(operator, marks) else operator
-        for operator in stretch.operators
+        replace(operator, split=SplitMark(operator.layer)) if _is_divided(operator, marks) else operator
+        for operator in segment.operators
     )
     changes = tuple(
-        replace(change, split=change.layer) if _is_weights(change.layer, change.bytes, marks) else change
-        for change in stretch.changes
+        replace(change, split=SplitMark(change.layer))
+        if _is_of_divided_weight(change.layer, change.bytes, marks)
+        else change
+        for change in segment.changes
     )
-    return replace(stretch, operators=operators, changes=changes)
+    return replace(segment, operators=operators, changes=changes)
 
 
 def _is_divided(operator: Operator, marks: Mapping[str, tuple[_Linear, bool]]) -> bool:
     if operator.kind == "matmul":
         return operator.layer in marks
     sums_bias = operator.kind == "reduction" and operator.layer in marks and not marks[operator.layer][1]
-    return sums_bias or _is_weights(operator.layer, operator.bytes, marks)
+    return sums_bias or _is_of_divided_weight(operator.layer, operator.bytes, marks)
 
 
-def _is_weights(layer: str, size: Growth, marks: Mapping[str, tuple[_Linear, bool]]) -> bool:
-    """Whether it is the weight, its gradient or a cast of either; a row's bias, which is whole, is less."""
+def _is_of_divided_weight(layer: str, size: BatchPolynomial, marks: Mapping[str, tuple[_Linear, bool]]) -> bool:
+    """Whether the bytes are those of the weight, its gradient or a cast of either. The bias of a row, which stays
+    whole, is smaller."""
     if layer not in marks or size.linear or size.square:
         return False
     linear, row = marks[layer]
     return not row or abs(size.constant) % prod(linear.weight.shape) == 0
 
 
-# ---- what stays in memory for it
+# ---- what it keeps in memory
 
 
-def kept_inputs(
-    profile: ModelProfile, stretches: tuple[Stretch, ...], more: Mapping[str, float]
-) -> tuple[Stretch, ...]:
-    """A rank's stretches of this whole model, where each of these layers keeps so many times `more` of its input for
-    the gradient of its weight; from the pass that computes it again on, where a block does."""
+def with_saved_inputs(
+    profile: ModelProfile, segments: tuple[TraceSegment, ...], extra_inputs: Mapping[str, float]
+) -> tuple[TraceSegment, ...]:
+    """The segments of a rank, where each of these layers saves `extra_inputs` times the bytes of its input in
+    addition, for the gradient of its weight; in a recomputed block, from the pass that recomputes it."""
     frozen = {name for p in profile.parameters if not p.trainable for name in p.names}
-    sizes: dict[str, Growth] = {}
-    for stretch in profile.stretches:
-        for operator in stretch.operators if stretch.phase == "forward" else ():
-            factor = more.get(operator.layer, 0.0)
+    sizes: dict[str, BatchPolynomial] = {}
+    for segment in profile.segments:
+        for operator in segment.operators if segment.phase == "forward" else ():
+            factor = extra_inputs.get(operator.layer, 0.0)
             if factor and operator.kind == "matmul" and f"{operator.layer}.weight" not in frozen:
-                sizes[operator.layer] = _plus(sizes.get(operator.layer), _input(operator).times(factor))
-    return tuple(_keeping(stretch, sizes, profile) for stretch in stretches)
+                sizes[operator.layer] = _add(sizes.get(operator.layer), _input_bytes(operator).scaled(factor))
+    return tuple(_save_inputs(segment, sizes, profile) for segment in segments)
 
 
-def _keeping(stretch: Stretch, sizes: Mapping[str, Growth], profile: ModelProfile) -> Stretch:
-    added: list[Change] = []
+def _save_inputs(segment: TraceSegment, sizes: Mapping[str, BatchPolynomial], profile: ModelProfile) -> TraceSegment:
+    changes: list[MemoryChange] = []
     for layer, size in sizes.items():
-        places = [n for n, o in enumerate(stretch.operators) if o.layer == layer and o.kind == "matmul"]
-        again = profile.recompute != "none" and any(within(layer, block) for block in profile.blocks)
-        if not places or (again and stretch.phase == "forward"):
+        positions = [n for n, o in enumerate(segment.operators) if o.layer == layer and o.kind == "matmul"]
+        recomputed = profile.recompute != "none" and any(is_inside(layer, block) for block in profile.blocks)
+        if not positions or (recomputed and segment.phase == "forward"):
             continue
-        role: Role = "temporary" if again else "saved"
-        if again or stretch.phase == "forward":
-            added.append(Change(places[0], size, role, layer))
-        if stretch.phase == "backward":
-            added.append(Change(places[-1] + 1, size.times(-1.0), role, layer))
-    if not added:
-        return stretch
-    return replace(stretch, changes=tuple(sorted((*stretch.changes, *added), key=lambda change: change.operator)))
+        role: MemoryRole = "temporary" if recomputed else "saved"
+        if recomputed or segment.phase == "forward":
+            changes.append(MemoryChange(positions[0], size, role, layer))
+        if segment.phase == "backward":
+            changes.append(MemoryChange(positions[-1] + 1, size.scaled(-1.0), role, layer))
+    if not changes:
+        return segment
+    return replace(
+        segment, changes=tuple(sorted((*segment.changes, *changes), key=lambda change: change.after_operators))
+    )
 
 
-def _input(operator: Operator) -> Growth:
-    many, m, _, k = operator.shape
-    growing, fixed = (many, m) if many.linear or many.square else (m, many)
-    return growing.times(fixed.constant * k.constant * ITEM_BYTES.get(operator.dtype, 4))
+def _input_bytes(operator: Operator) -> BatchPolynomial:
+    count, m, _, k = operator.shape
+    growing, fixed = (count, m) if count.linear or count.square else (m, count)
+    return growing.scaled(fixed.constant * k.constant * ITEM_BYTES.get(operator.dtype, 4))
 
 
-def _plus(one: Growth | None, other: Growth) -> Growth:
-    if one is None:
-        return other
-    return Growth(one.constant + other.constant, one.linear + other.linear, one.square + other.square)
+def _add(left: BatchPolynomial | None, right: BatchPolynomial) -> BatchPolynomial:
+    if left is None:
+        return right
+    return BatchPolynomial(left.constant + right.constant, left.linear + right.linear, left.square + right.square)

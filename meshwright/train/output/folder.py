@@ -1,13 +1,13 @@
-"""Where a run lies, and which run a command goes on with.
+"""The folder of a run, and which run a command resumes.
 
 runs/mnist-0001/
-  job.yaml plan.yaml    what was run, resolved
-  metrics.jsonl         one line a logged step or evaluation
+  job.yaml plan.yaml    what is run, with absolute paths
+  metrics.jsonl         one line per logged step or evaluation
   events/               TensorBoard
-  checkpoints/          step-…, and `best`
-  logs/                 one file a rank
-  record/               the first steps, where train was asked to --record them
-  result.json           there when the run is finished
+  checkpoints/          step-…, and the link `best`
+  logs/                 one file per rank
+  record/               the first steps, with `train --record`
+  result.json           exists when the run is finished
 """
 
 import fcntl
@@ -23,7 +23,7 @@ from meshwright.errors import InputError
 from meshwright.job import Job
 from meshwright.plan import Plan
 
-# What may change when a run goes on: how long, how often, how and where, but not what is trained on what.
+# The fields that may change when a run is resumed: all that do not decide which model is trained on which data.
 MAY_CHANGE = {
     "": ("name", "metrics", "checkpoint", "log", "plan", "cluster", "output"),
     "data": ("eval", "workers", "pin_memory"),
@@ -33,6 +33,8 @@ MAY_CHANGE = {
 
 @dataclass(frozen=True)
 class RunFolder:
+    """The paths of the files in a run folder."""
+
     path: Path
 
     @property
@@ -69,57 +71,59 @@ class RunFolder:
 
 
 @dataclass(frozen=True)
-class Claim:
-    """A run folder that this process works in; `lock` keeps others out for as long as it is open. `note` says
-    why an unfinished run was left alone."""
+class LockedRun:
+    """A run folder that this process trains in. `lock` keeps other processes out as long as it is open. `is_new`: the
+    folder was created for this run. `note` says why an unfinished run was not resumed, and is empty otherwise."""
 
     folder: RunFolder
-    fresh: bool
+    is_new: bool
     lock: TextIO
     note: str = ""
 
 
-def claim(job: Job, resume: str) -> Claim:
-    """The folder to train in. `auto`: the newest run of this job if it is not finished; `never`: a new one;
-    otherwise a run's folder."""
+def lock_run_folder(job: Job, resume: str) -> LockedRun:
+    """Chooses the folder to train in, and locks it. `resume` is `auto` for the newest run of this job unless it is
+    finished, `never` for a new folder, or the path of a run folder."""
     if resume not in ("auto", "never"):
-        return _claim_named(job, Path(resume))
+        return _lock_named_folder(job, Path(resume))
     output = Path(job.output)
-    earlier = _runs(output, job.name)
-    if resume == "never" or not earlier or earlier[-1].result.exists():
-        return _new(output, job.name)
-    unfinished = earlier[-1]
-    changed = differences(job, unfinished)
-    lock = None if changed else _lock(unfinished)
+    runs = _runs(output, job.name)
+    if resume == "never" or not runs or runs[-1].result.exists():
+        return _create_folder(output, job.name)
+    unfinished = runs[-1]
+    differences = job_differences(job, unfinished)
+    lock = None if differences else _lock(unfinished)
     if lock:
-        return Claim(unfinished, False, lock)
-    why = changed[0] if changed else "another process is training there"
-    return replace(_new(output, job.name), note=f"not going on with {unfinished.path}: {why}")
+        return LockedRun(unfinished, False, lock)
+    reason = differences[0] if differences else "another process is training there"
+    return replace(_create_folder(output, job.name), note=f"not resuming {unfinished.path}: {reason}")
 
 
-def record(folder: RunFolder, job: Job, plan: Plan) -> None:
-    """Writes down what is about to run."""
+def write_job_and_plan(folder: RunFolder, job: Job, plan: Plan) -> None:
+    """Writes the job and the plan that are about to run, and removes the result of an earlier run."""
     write_text(folder.job, job.to_yaml())
     write_text(folder.plan, plan.to_yaml())
     folder.result.unlink(missing_ok=True)
 
 
-def differences(job: Job, folder: RunFolder) -> list[str]:
-    """The fields that make this another training than the one in the folder."""
+def job_differences(job: Job, folder: RunFolder) -> list[str]:
+    """The differences, one sentence each, because of which the job cannot resume the run in the folder; empty when it
+    can."""
     try:
         raw = yaml.safe_load(folder.job.read_text())
-        there = _identity(Job.model_validate(raw).model_dump(mode="json"))
+        in_folder = _fixed_fields(Job.model_validate(raw).model_dump(mode="json"))
     except (OSError, ValueError, yaml.YAMLError):
         return ["job.yaml cannot be read"]
-    here = _identity(job.model_dump(mode="json"))
+    in_job = _fixed_fields(job.model_dump(mode="json"))
     return [
-        f"{key} is {there.get(key)!r} there and {here.get(key)!r} here"
-        for key in sorted({*here, *there})
-        if here.get(key) != there.get(key)
+        f"{key} is {in_folder.get(key)!r} there and {in_job.get(key)!r} here"
+        for key in sorted({*in_job, *in_folder})
+        if in_job.get(key) != in_folder.get(key)
     ]
 
 
 def read_result(folder: RunFolder) -> dict[str, Any] | None:
+    """The run's result; None when it is not finished."""
     try:
         return json.loads(folder.result.read_text())
     except FileNotFoundError:
@@ -127,29 +131,31 @@ def read_result(folder: RunFolder) -> dict[str, Any] | None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """The old file or the new one, never half of it."""
-    aside = path.with_name(f".{path.name}.new")
-    aside.write_text(text)
-    os.replace(aside, path)
+    """Replaces a file atomically: readers see the old text or the new one."""
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_text(text)
+    os.replace(temporary, path)
 
 
-def _claim_named(job: Job, path: Path) -> Claim:
+def _lock_named_folder(job: Job, path: Path) -> LockedRun:
+    """Locks the run folder that the user names."""
     folder = RunFolder(path)
-    for part in (folder.job, folder.plan, folder.logs):  # a folder of jobs has a job.yaml, too
+    for part in (folder.job, folder.plan, folder.logs):  # job.yaml alone would also be in a folder of jobs
         if not part.exists():
             raise InputError(f"--resume {path}: this is no run folder, it has no {part.name}")
-    changed = differences(job, folder)
-    if changed:
-        raise InputError(f"--resume {path}: that run trains something else: {changed[0]}")
+    differences = job_differences(job, folder)
+    if differences:
+        raise InputError(f"--resume {path}: that run trains something else: {differences[0]}")
     lock = _lock(folder)
     if lock is None:
         raise InputError(f"--resume {path}: another process is training there")
-    return Claim(folder, False, lock)
+    return LockedRun(folder, False, lock)
 
 
-def _new(output: Path, name: str) -> Claim:
-    earlier = _runs(output, name)
-    number = int(earlier[-1].path.name.rpartition("-")[2]) + 1 if earlier else 1
+def _create_folder(output: Path, name: str) -> LockedRun:
+    """Creates and locks a folder with the next free number."""
+    runs = _runs(output, name)
+    number = int(runs[-1].path.name.rpartition("-")[2]) + 1 if runs else 1
     while True:
         folder = RunFolder(output / f"{name}-{number:04d}")
         try:
@@ -163,17 +169,19 @@ def _new(output: Path, name: str) -> Claim:
             raise InputError(f"output: cannot write in '{output}': {error.strerror}") from None
         lock = _lock(folder)
         if lock:
-            return Claim(folder, True, lock)
+            return LockedRun(folder, True, lock)
         number += 1
 
 
 def _runs(output: Path, name: str) -> list[RunFolder]:
-    found = [p for p in output.glob(f"{name}-*") if p.is_dir() and p.name.removeprefix(f"{name}-").isdigit()]
-    return [RunFolder(path) for path in sorted(found, key=lambda p: int(p.name.rpartition("-")[2]))]
+    """The run folders of a job, from the oldest to the newest."""
+    paths = [p for p in output.glob(f"{name}-*") if p.is_dir() and p.name.removeprefix(f"{name}-").isdigit()]
+    return [RunFolder(path) for path in sorted(paths, key=lambda p: int(p.name.rpartition("-")[2]))]
 
 
 def _lock(folder: RunFolder) -> TextIO | None:
-    """Held by the operating system, so it is gone with its process, however that ends."""
+    """Locks a run folder; None when another process has locked it. The operating system releases the lock when the
+    process ends, however it ends."""
     try:
         lock = (folder.path / ".lock").open("w")
     except OSError as error:
@@ -186,7 +194,8 @@ def _lock(folder: RunFolder) -> TextIO | None:
     return lock
 
 
-def _identity(job: dict[str, Any]) -> dict[str, Any]:
+def _fixed_fields(job: dict[str, Any]) -> dict[str, Any]:
+    """The fields that may not change when a run is resumed, by their dotted names."""
     flat: dict[str, Any] = {}
     for section, value in job.items():
         if section in MAY_CHANGE[""]:

@@ -1,4 +1,4 @@
-"""What is written down about a run while it goes: metrics.jsonl and TensorBoard events; by rank 0 alone."""
+"""Writes the metrics of a run to metrics.jsonl and as TensorBoard events; on rank 0 only."""
 
 import json
 import math
@@ -8,26 +8,28 @@ from typing import Any
 from meshwright.train.output.folder import RunFolder, write_text
 
 
-class Logbook:
-    """Opened at the step a run starts or goes on from; what lies beyond it is of a future that did not happen,
-    and is taken out, so that a restarted run's curves are those of an undisturbed one. So is an evaluation of
-    that very step, unless the checkpoint knows of it (`evaluated`): it will be made again."""
+class MetricsLog:
+    """The metrics log of a run that starts or resumes at `step`. Entries of later steps are removed, because these
+    steps will be repeated, so that the curves of a restarted run have no duplicates. An evaluation of `step` itself is
+    removed unless the checkpoint contains it (`evaluated`), because it will be repeated, too."""
 
     def __init__(self, folder: RunFolder, step: int, tensorboard: bool, evaluated: bool = True) -> None:
         if folder.metrics.exists():
             lines = folder.metrics.read_text().splitlines(keepends=True)
-            write_text(folder.metrics, "".join(line for line in lines if _step_of(line, evaluated) <= step))
+            kept_lines = [line for line in lines if _last_step(line, evaluated) <= step]
+            write_text(folder.metrics, "".join(kept_lines))
         self._metrics = folder.metrics.open("a", buffering=1)
         self._events: Any = None
         if tensorboard:
-            # Loading it takes as long as torch itself: only who writes events pays for it.
+            # Imported here, because it takes as long to import as torch.
             from torch.utils.tensorboard import SummaryWriter
 
             self._events = SummaryWriter(str(folder.events), purge_step=step + 1 if step else None)
 
     def write(self, kind: str, step: int, epoch: int, values: dict[str, Any]) -> None:
-        numbers = {name: finite(value) for name, value in values.items()}
-        entry = {"kind": kind, "step": step, "epoch": epoch, **numbers, "time": round(time.time(), 3)}
+        """Writes one entry: a line of metrics.jsonl, and one TensorBoard scalar for each value that is not None."""
+        json_values = {name: finite_or_none(value) for name, value in values.items()}
+        entry = {"kind": kind, "step": step, "epoch": epoch, **json_values, "time": round(time.time(), 3)}
         self._metrics.write(json.dumps(entry) + "\n")
         if self._events is not None:
             for name, value in values.items():
@@ -40,13 +42,14 @@ class Logbook:
             self._events.close()
 
 
-def finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become null."""
+def finite_or_none(value: Any) -> Any:
+    """The value, or None when it is NaN or infinite, which JSON cannot express."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _step_of(line: str, evaluated: bool) -> float:
-    """The last step that a line tells of; one that a kill cut short tells of none."""
+def _last_step(line: str, evaluated: bool) -> float:
+    """The last step after which a line may stay: the line's step, or half a step more for an evaluation that will be
+    repeated; infinity for a line that is incomplete because the process was killed."""
     try:
         entry = json.loads(line)
         return float(entry["step"]) + (0.5 if entry["kind"] == "eval" and not evaluated else 0)

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a progress bar on a terminal, plain lines elsewhere."""
+"""Shows the progress of a run: as a bar on a terminal, and as lines elsewhere."""
 
 from typing import Any, Protocol, TextIO
 
@@ -7,7 +7,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class Display(Protocol):
-    """`advance` after every step, `step` where its loss was read."""
+    """`advance` is called after every step, and `step` when the loss of a step is logged."""
 
     def advance(self, step: int) -> None: ...
 
@@ -18,8 +18,8 @@ class Display(Protocol):
     def close(self) -> None: ...
 
 
-class Silent:
-    """For ranks that do not speak."""
+class SilentDisplay:
+    """Shows nothing; for ranks other than rank 0."""
 
     def advance(self, step: int) -> None: ...
 
@@ -30,7 +30,9 @@ class Silent:
     def close(self) -> None: ...
 
 
-class Lines:
+class LineDisplay:
+    """Prints one line per logged step."""
+
     def __init__(self, stream: TextIO, total: int | None) -> None:
         self._stream = stream
         self._total = f" of {total}" if total else ""
@@ -47,7 +49,9 @@ class Lines:
     def close(self) -> None: ...
 
 
-class Bar:
+class BarDisplay:
+    """Shows a progress bar on a terminal."""
+
     def __init__(self, stream: TextIO, total: int | None, start: int) -> None:
         self._progress = Progress(
             TextColumn("step"),
@@ -75,10 +79,11 @@ class Bar:
         self._progress.stop()
 
 
-def display(stream: TextIO, total: int | None, start: int) -> Display:
-    return Bar(stream, total, start) if stream.isatty() else Lines(stream, total)
+def make_display(stream: TextIO, total: int | None, start: int) -> Display:
+    """The display for a stream. `total` is the number of steps of the run, or None when it is unknown."""
+    return BarDisplay(stream, total, start) if stream.isatty() else LineDisplay(stream, total)
 
 
 def describe_metrics(metrics: dict[str, Any]) -> str:
-    """`accuracy 0.9871, loss 0.0412`."""
+    """The metrics in one line, such as `accuracy 0.9871, loss 0.0412`."""
     return ", ".join(f"{name} {value:.4f}" for name, value in sorted(metrics.items()))

@@ -1,14 +1,14 @@
-"""The first steps of a run written down: each step's loss, whole gradients and weights, and what every rank saw of it.
-`prove` holds them against one device or against another run's. All ranks take part; the first one writes.
+"""Records the first steps of a run: each step's loss, full gradients and weights, and what every rank observed. `prove`
+compares them with one device or with another run. All ranks take part, and rank 0 writes the files:
 
 folder/
   step-0000.pt    the weights that the ranks started with
-  step-0001.pt    a step, and so on
+  step-0001.pt    the first step, and so on
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,71 +17,84 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.data.batch import Batch
-from meshwright.train.output.witness import Witness, digests, drew, local_norm, own_copies, samples_of, watch_bits
+from meshwright.train.output.observation import (
+    RankObservation,
+    digest_samples,
+    digests,
+    drew_random_numbers,
+    gather_tied_copies,
+    local_gradient_norm,
+    record_output_bits,
+)
 from meshwright.train.session import Session
-from meshwright.train.stepping import Stepping
+from meshwright.train.step_runner import StepRunner
 
 Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """One step under a plan, whole and on the CPU, as the first rank had it; `norm` is null where nothing clips. Of the
-    other ranks only those tensors are kept that are not the first one's to the last bit."""
+class RecordedStep:
+    """One step of a run: the full tensors of rank 0, on the CPU, and the observations of all ranks. `norm` is None when
+    nothing clips. `differing_gradients` and `differing_states` hold, for other ranks, those tensors that are not
+    bitwise equal to rank 0's."""
 
     loss: Tensor
     norm: Tensor | None
     gradients: Tensors
     state: Tensors
-    seen: tuple[Witness, ...]
-    gradients_of: Mapping[int, Tensors]
-    state_of: Mapping[int, Tensors]
+    observations: tuple[RankObservation, ...]
+    differing_gradients: Mapping[int, Tensors]
+    differing_states: Mapping[int, Tensors]
 
 
-class Recorder:
-    """Looks on while a session trains: `begin`, then for each step `batch`, `look` when its gradients are whole, and
-    `finish`. It leaves nothing in the session when it is closed."""
+class StepRecorder:
+    """Records the steps of a session. `write_start` comes first; then, for each step, `note_batch` before it,
+    `note_backward` and `note_gradients` when the gradients are complete, and `write_step` after it. `close` removes its
+    hooks from the session."""
 
     def __init__(self, session: Session, folder: Path) -> None:
         self._session = session
         self._folder = folder
-        self._bits: dict[str, int] = {}
-        self._seen: dict[str, Any] = {}
+        self._output_bits: dict[str, int] = {}
+        self._observed: dict[str, Any] = {}  # fields of this step's observation
         self._gradients: Tensors = {}
-        self._end = watch_bits(session.module, self._bits)
+        self._remove_hooks = record_output_bits(session.module, self._output_bits)
 
     def close(self) -> None:
-        self._end()
+        self._remove_hooks()
 
-    def begin(self) -> None:
-        state = self._state()
-        self._write(0, state=state)
+    def write_start(self) -> None:
+        """Writes the weights before the first step."""
+        self._write(0, state=self._state())
 
-    def batch(self, batch: Batch) -> None:
-        """The step that comes next is computed on this."""
-        self._bits.clear()
-        self._seen = {"samples": samples_of(batch), "counted": tuple(part.samples for part in batch.parts)}
+    def note_batch(self, batch: Batch) -> None:
+        """Notes the batch of the step that comes next."""
+        self._output_bits.clear()
+        self._observed = {
+            "sample_digests": digest_samples(batch),
+            "counted_samples": tuple(microbatch.samples for microbatch in batch.microbatches),
+        }
 
-    def computed(self) -> None:
-        """Behind the backward pass, before anybody has touched the gradients."""
-        self._seen["seed"] = torch.default_generator.initial_seed()
-        self._seen["drew"] = drew(self._session.world.device)
+    def note_backward(self) -> None:
+        """Notes whether the forward and backward passes drew random numbers."""
+        self._observed["seed"] = torch.default_generator.initial_seed()
+        self._observed["drew_random_numbers"] = drew_random_numbers(self._session.world.device)
 
-    def look(self) -> None:
-        """At the gradients as they are combined."""
+    def note_gradients(self) -> None:
+        """Notes the combined gradients, before they are clipped."""
         session = self._session
-        found = {name: value for name, value in session.full_gradients().items() if value is not None}
-        found |= own_copies(session.parallel, lambda parameter: parameter.grad, found)
-        self._gradients = found
-        self._seen["norm"] = local_norm(session.module)
+        gradients = {name: value for name, value in session.full_gradients().items() if value is not None}
+        gradients |= gather_tied_copies(session.parallel, lambda parameter: parameter.grad, gradients)
+        self._gradients = gradients
+        self._observed["gradient_norm"] = local_gradient_norm(session.module)
 
-    def finish(self, loss: Tensor) -> None:
-        """Behind the optimizer's step."""
+    def write_step(self, loss: Tensor) -> None:
+        """Writes the step, after the optimizer's update."""
         session = self._session
         norm = session.gradient_norm
-        self._seen["clipped"] = local_norm(session.module)
-        self._seen["bits"] = dict(self._bits)
-        self._seen["loss"] = float(loss)
+        self._observed["clipped_norm"] = local_gradient_norm(session.module)
+        self._observed["output_bits"] = dict(self._output_bits)
+        self._observed["loss"] = float(loss)
         self._write(
             session.steps,
             state=self._state(),
@@ -89,141 +102,147 @@ class Recorder:
             loss=loss.detach().cpu(),
             norm=None if norm is None else torch.as_tensor(norm).cpu(),
         )
-        self._gradients, self._seen = {}, {}
+        self._gradients, self._observed = {}, {}
 
     def _state(self) -> Tensors:
+        """The full weights and buffers, with this rank's copies of tied weights."""
         session = self._session
-        whole = session.state_dict()
-        state = {name: value.detach().cpu() for name, value in whole.items() if isinstance(value, Tensor)}
-        return state | own_copies(session.parallel, lambda parameter: parameter, state)
+        full = session.state_dict()
+        state = {name: value.detach().cpu() for name, value in full.items() if isinstance(value, Tensor)}
+        return state | gather_tied_copies(session.parallel, lambda parameter: parameter, state)
 
     def _write(self, step: int, *, state: Tensors, gradients: Tensors | None = None, **more: Any) -> None:
+        """Collects the observations of all ranks, and writes the file on rank 0."""
         gradients = gradients or {}
-        seen = self._everybodys(self._witness(state, gradients))
-        differing = self._from_others(seen, state, gradients)
+        observations = self._gather_observations(self._observe(state, gradients))
+        differing = self._gather_differing(observations, state, gradients)
         if self._session.world.rank:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        told = {
+        contents = {
             **more,
             "gradients": gradients,
             "state": state,
-            "seen": [asdict(witness) for witness in seen],
-            "gradients_of": {rank: found[0] for rank, found in differing.items() if found[0]},
-            "state_of": {rank: found[1] for rank, found in differing.items() if found[1]},
+            "seen": [observation.to_stored() for observation in observations],
+            "gradients_of": {rank: gradients for rank, (gradients, _) in differing.items() if gradients},
+            "state_of": {rank: state for rank, (_, state) in differing.items() if state},
         }
-        aside = self._folder / ".step.new"
-        torch.save(told, aside)
-        aside.replace(_file(self._folder, step))
+        temporary = self._folder / ".step.new"
+        torch.save(contents, temporary)
+        temporary.replace(_file(self._folder, step))
 
-    def _witness(self, state: Tensors, gradients: Tensors) -> Witness:
+    def _observe(self, state: Tensors, gradients: Tensors) -> RankObservation:
+        """This rank's observation of the step."""
         parallel = self._session.parallel
         names = {id(parameter): name for name, parameter in parallel.parameters().items()}
-        held = [names.get(id(p), "?") for group in self._session.optimizer.param_groups for p in group["params"]]
+        groups = self._session.optimizer.param_groups
+        optimizer_parameters = tuple(names.get(id(p), "?") for group in groups for p in group["params"])
         axes = () if parallel.mesh is None else parallel.mesh.mesh_dim_names or ()
-        return Witness(
+        return RankObservation(
             rank=self._session.world.rank,
-            place={axis: parallel.mesh.get_local_rank(axis) for axis in axes} if parallel.mesh else {},
-            data_rank=parallel.place.data_rank,
+            coordinates={axis: parallel.mesh.get_local_rank(axis) for axis in axes} if parallel.mesh else {},
+            data_rank=parallel.position.data_rank,
             device=self._session.world.device.type,
             gradients=digests(gradients),
             state=digests(state),
-            divided={name: layout.axis for name, layout in parallel.layouts.items()},
-            dims={name: layout.dim for name, layout in parallel.layouts.items()},
-            tied={tie.name: tuple(tie.holders) for tie in parallel.tied},
-            held=tuple(held),
-            holds=tuple(parallel.parameters()),
-            **self._seen,
+            split_axes={name: layout.axis for name, layout in parallel.layouts.items()},
+            split_dims={name: layout.dim for name, layout in parallel.layouts.items()},
+            tied_stages={tie.name: tuple(tie.holders) for tie in parallel.tied},
+            optimizer_parameters=optimizer_parameters,
+            local_parameters=tuple(parallel.parameters()),
+            **self._observed,
         )
 
-    def _everybodys(self, mine: Witness) -> list[Witness]:
+    def _gather_observations(self, local: RankObservation) -> list[RankObservation]:
+        """The observations of all ranks, on every rank."""
         if self._session.world.size == 1:
-            return [mine]
-        seen: list[Any] = [None] * self._session.world.size
-        dist.all_gather_object(seen, mine)
-        return seen
+            return [local]
+        observations: list[Any] = [None] * self._session.world.size
+        dist.all_gather_object(observations, local)
+        return observations
 
-    def _from_others(
-        self, seen: list[Witness], state: Tensors, gradients: Tensors
+    def _gather_differing(
+        self, observations: list[RankObservation], state: Tensors, gradients: Tensors
     ) -> dict[int, tuple[Tensors, Tensors]]:
-        """What other ranks have otherwise than the first, where anybody does."""
-        first = seen[0]
-        if all(each.state == first.state and each.gradients == first.gradients for each in seen):
+        """For other ranks, the gradients and the state that differ from rank 0's. Empty on all ranks but rank 0, and
+        when nothing differs."""
+        first = observations[0]
+        if all(other.state == first.state and other.gradients == first.gradients for other in observations):
             return {}
-        mine = seen[self._session.world.rank]
-        sent = (
-            {name: value for name, value in gradients.items() if mine.gradients[name] != first.gradients.get(name)},
-            {name: value for name, value in state.items() if mine.state[name] != first.state.get(name)},
+        local = observations[self._session.world.rank]
+        differing = (
+            {name: value for name, value in gradients.items() if local.gradients[name] != first.gradients.get(name)},
+            {name: value for name, value in state.items() if local.state[name] != first.state.get(name)},
         )
-        found: list[Any] | None = [None] * len(seen) if mine.rank == 0 else None
-        dist.gather_object(sent, found, dst=0)
-        return {rank: given for rank, given in enumerate(found or []) if rank}
+        of_ranks: list[Any] | None = [None] * len(observations) if local.rank == 0 else None
+        dist.gather_object(differing, of_ranks, dst=0)
+        return {rank: tensors for rank, tensors in enumerate(of_ranks or []) if rank}
 
 
 @contextmanager
-def recording(session: Stepping, folder: Path, steps: int) -> Iterator[Callable[[Batch], Tensor]]:
-    """A session's `step`, which writes down what it does the first so many times."""
+def record_steps(session: StepRunner, folder: Path, steps: int) -> Iterator[Callable[[Batch], Tensor]]:
+    """Yields the session's `step`, as a function that records the first `steps` steps."""
     if not steps:
         yield session.step
         return
-    assert isinstance(session, Session), "servers are recorded by their proof"
-    recorder = Recorder(session, folder)
+    assert isinstance(session, Session), "run.py refuses --record with parameter servers"
+    recorder = StepRecorder(session, folder)
 
-    def look() -> None:
-        recorder.computed()
-        recorder.look()
+    def note_gradients() -> None:
+        recorder.note_backward()
+        recorder.note_gradients()
 
     def step(batch: Batch) -> Tensor:
         if session.steps >= steps:
             return session.step(batch)
-        recorder.batch(batch)
-        session.on_gradients = look
+        recorder.note_batch(batch)
+        session.on_gradients = note_gradients
         loss = session.step(batch)
-        recorder.finish(loss)
+        recorder.write_step(loss)
         if session.steps == steps:
             recorder.close()
         session.on_gradients = None
         return loss
 
     try:
-        recorder.begin()
+        recorder.write_start()
         yield step
     finally:
         recorder.close()
 
 
-def read_start(folder: Path) -> Recorded:
-    """What the ranks had before the first step: no loss and no gradients."""
+def read_start(folder: Path) -> RecordedStep:
+    """The weights before the first step; without loss and gradients."""
     return _read(_file(folder, 0))
 
 
-def read(folder: Path, step: int, *, keep: bool = False) -> Recorded:
-    """Reads a step; unless it shall be kept, its place on the disk is free then."""
+def read_step(folder: Path, step: int, *, keep: bool = False) -> RecordedStep:
+    """Reads a recorded step, and deletes its file unless `keep`."""
     file = _file(folder, step)
-    found = _read(file)
+    recorded = _read(file)
     if not keep:
         file.unlink()
-    return found
+    return recorded
 
 
-def recorded_steps(folder: Path) -> int:
-    """How many steps there are, from the first on."""
+def count_recorded_steps(folder: Path) -> int:
+    """Number of recorded steps, counted from the first one without a gap."""
     step = 0
     while _file(folder, step + 1).exists():
         step += 1
     return step
 
 
-def _read(file: Path) -> Recorded:
+def _read(file: Path) -> RecordedStep:
     loaded = torch.load(file, weights_only=True)
-    return Recorded(
+    return RecordedStep(
         loss=loaded.get("loss", torch.zeros(())),
         norm=loaded.get("norm"),
         gradients=loaded["gradients"],
         state=loaded["state"],
-        seen=tuple(Witness(**witness) for witness in loaded["seen"]),
-        gradients_of=loaded["gradients_of"],
-        state_of=loaded["state_of"],
+        observations=tuple(RankObservation.from_stored(stored) for stored in loaded["seen"]),
+        differing_gradients=loaded["gradients_of"],
+        differing_states=loaded["state_of"],
     )
 
 

@@ -1,7 +1,9 @@
-"""Which server holds which parameters: a pure function of their names and sizes, so everybody works it out alone.
+"""Decides which server holds which rows of which parameters. The result depends only on names and sizes, so every
+server and worker computes it alone.
 
-Where the optimizer works number by number, it does the same to rows of a parameter as to the whole: all rows in line
-are cut into equal stretches. Otherwise whole parameters go, from the largest on, to the server that has least.
+With an elementwise optimizer, rows of a parameter are updated as the whole would be: the rows of all parameters, one
+after another, are cut into equal ranges. Otherwise parameters stay whole, and each goes, from the largest to the
+smallest, to the server that holds the fewest bytes so far.
 """
 
 from collections.abc import Mapping
@@ -10,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwright.parallel.weights.layout import Lodged
+from meshwright.parallel.weights.layout import WholeOnOneRank
 
 AXIS = "servers"
-# Each number's update depends on that number, its gradient and its own history alone.
-_BY_NUMBER = (
+# Optimizers that update every element from that element, its gradient and its own state alone.
+_ELEMENTWISE = (
     torch.optim.SGD,
     torch.optim.Adam,
     torch.optim.AdamW,
@@ -30,8 +32,9 @@ _BY_NUMBER = (
 
 
 @dataclass(frozen=True)
-class Piece:
-    """`rows` of a parameter from row `first` on; a number without dimensions is a row of its own."""
+class ParameterRows:
+    """A range of rows of one parameter, from row `first` on. `whole` is the shape of the whole parameter; a parameter
+    without dimensions counts as one row."""
 
     name: str
     first: int
@@ -41,47 +44,67 @@ class Piece:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape of these rows."""
         return (self.rows, *self.whole[1:]) if self.whole else ()
 
-    def of(self, tensor: Tensor) -> Tensor:
-        """Its part of a tensor of the whole one's shape, as a view."""
+    def view(self, tensor: Tensor) -> Tensor:
+        """A view of these rows in a tensor that has the shape of the whole parameter."""
         return tensor.narrow(0, self.first, self.rows) if self.whole else tensor
 
 
-def works_by_number(optimizer: torch.optim.Optimizer) -> bool:
-    return type(optimizer) in _BY_NUMBER
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer can update some rows of a parameter as it would update the whole."""
+    return type(optimizer) in _ELEMENTWISE
 
 
-def divide(parameters: Mapping[str, Tensor], servers: int, cut: bool) -> list[list[Piece]]:
-    """The pieces of every server, in the parameters' own order. Without `cut` parameters stay whole."""
+def assign_parameters(parameters: Mapping[str, Tensor], servers: int, cut: bool) -> list[list[ParameterRows]]:
+    """The rows that each server holds, in the order of `parameters`. Unless `cut`, parameters stay whole."""
     sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in parameters.items()}
-    held: list[list[Piece]] = [[] for _ in range(servers)]
-    if cut:
-        fair, begin = sum(sizes.values()) / servers, 0
-        for name, parameter in parameters.items():
-            rows = parameter.shape[0] if parameter.dim() else 1
-            ends = [_row((server + 1) * fair - begin, sizes[name], rows) for server in range(servers - 1)] + [rows]
-            for server, (first, end) in enumerate(zip([0, *ends], ends, strict=False)):
-                if end > first:
-                    held[server].append(Piece(name, first, end - first, tuple(parameter.shape), parameter.dtype))
-            begin += sizes[name]
-        return held
+    return _assign_rows(parameters, sizes, servers) if cut else _assign_whole(parameters, sizes, servers)
+
+
+def _assign_rows(parameters: Mapping[str, Tensor], sizes: Mapping[str, int], servers: int) -> list[list[ParameterRows]]:
+    """Cuts the rows of all parameters into ranges of equal size in bytes, one for each server."""
+    assignment: list[list[ParameterRows]] = [[] for _ in range(servers)]
+    bytes_per_server, begin = sum(sizes.values()) / servers, 0
+    for name, parameter in parameters.items():
+        rows = _row_count(parameter)
+        ends = [
+            _nearest_row((server + 1) * bytes_per_server - begin, sizes[name], rows) for server in range(servers - 1)
+        ] + [rows]
+        for server, (first, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            if end > first:
+                part = ParameterRows(name, first, end - first, tuple(parameter.shape), parameter.dtype)
+                assignment[server].append(part)
+        begin += sizes[name]
+    return assignment
+
+
+def _assign_whole(
+    parameters: Mapping[str, Tensor], sizes: Mapping[str, int], servers: int
+) -> list[list[ParameterRows]]:
+    """Gives each parameter, from the largest to the smallest, to the server with the fewest bytes."""
+    assignment: list[list[ParameterRows]] = [[] for _ in range(servers)]
     loads, owner = [0] * servers, {}
     for name in sorted(sizes, key=lambda name: -sizes[name]):
         owner[name] = loads.index(min(loads))
         loads[owner[name]] += sizes[name]
     for name, parameter in parameters.items():
-        rows = parameter.shape[0] if parameter.dim() else 1
-        held[owner[name]].append(Piece(name, 0, rows, tuple(parameter.shape), parameter.dtype))
-    return held
+        whole = ParameterRows(name, 0, _row_count(parameter), tuple(parameter.shape), parameter.dtype)
+        assignment[owner[name]].append(whole)
+    return assignment
 
 
-def _row(place: float, size: int, rows: int) -> int:
-    """The row nearest to a place, in bytes from the parameter's beginning."""
-    return min(rows, max(0, round(place / size * rows))) if size else 0
+def _row_count(parameter: Tensor) -> int:
+    return parameter.shape[0] if parameter.dim() else 1
 
 
-def layout_of(piece: Piece) -> Lodged:
-    """Where it lies in the whole, as checkpoints want to know it."""
-    stretches = ((piece.first, piece.rows),) if piece.whole else ()
-    return Lodged(piece.whole, 0, stretches, AXIS, piece.whole[:1])
+def _nearest_row(offset: float, size: int, rows: int) -> int:
+    """The row nearest to an offset in bytes from the parameter's beginning; `size` is the parameter's in bytes."""
+    return min(rows, max(0, round(offset / size * rows))) if size else 0
+
+
+def checkpoint_layout(rows: ParameterRows) -> WholeOnOneRank:
+    """The layout of these rows within the whole parameter, as a checkpoint needs it."""
+    ranges = ((rows.first, rows.rows),) if rows.whole else ()
+    return WholeOnOneRank(rows.whole, 0, ranges, AXIS, rows.whole[:1])

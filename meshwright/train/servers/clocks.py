@@ -1,63 +1,72 @@
-"""How far every worker is, and who may go on. No torch and no threads: plain numbers.
+"""Counts how many batches every worker has completed, and decides which workers may continue. Plain numbers: no torch
+and no threads.
 
-A worker's clock is the number of global batches that it has left behind. The run's step is their mean, rounded down:
-when W workers have each taken their share of k batches, k batches' worth of samples was trained on.
+A worker's clock is the number of global batches whose share it has completed. The run's step is the mean of the clocks,
+rounded down: when W workers have each completed their share of k batches, the run has trained on k batches of samples.
 """
 
 from collections.abc import Mapping
 
 
-class Clocks:
-    """`bound`: how far a worker may be ahead of the slowest when it goes on; None for no bound."""
+class WorkerClocks:
+    """The clocks of all running workers. `bound` is the largest number of batches that a worker may be ahead of the
+    slowest one when it continues; None means that there is no bound. `total` is the clock at which a worker is done;
+    None means that only the end of its data stops it."""
 
     def __init__(self, bound: int | None = None, total: int | None = None) -> None:
         self.bound = bound
         self.total = total
-        self.alive: dict[int, int] = {}
-        self.ended: set[int] = set()  # those whose data has no more batches
+        self.by_worker: dict[int, int] = {}
+        self.out_of_data: set[int] = set()  # workers whose data has no more batches
         self.largest_lead = 0
         self._step = 0
 
     def start_at(self, step: int) -> None:
+        """Sets the run's step when it is resumed."""
         self._step = step
 
-    def join(self, worker: int, clock: int | None = None) -> int:
-        """Whoever comes back takes its place beside the slowest, so that nobody is too far ahead of it."""
-        self.ended.discard(worker)
-        self.alive[worker] = clock if clock is not None else min(self.alive.values(), default=self._step)
-        return self.alive[worker]
+    def add(self, worker: int, clock: int | None = None) -> int:
+        """Adds a worker and returns its clock. Without a `clock` it gets that of the slowest worker, so that no worker
+        is too far ahead of it."""
+        self.out_of_data.discard(worker)
+        self.by_worker[worker] = clock if clock is not None else min(self.by_worker.values(), default=self._step)
+        return self.by_worker[worker]
 
-    def drop(self, worker: int) -> None:
-        self.alive.pop(worker, None)
+    def remove(self, worker: int) -> None:
+        self.by_worker.pop(worker, None)
 
     def advance(self, worker: int) -> None:
-        self.alive[worker] += 1
+        self.by_worker[worker] += 1
 
     @property
     def step(self) -> int:
-        """Never goes back: when a worker is dropped, those that are left may be behind its mean."""
-        if self.alive:
-            self._step = max(self._step, sum(self.alive.values()) // len(self.alive))
+        """The run's step. It never decreases, even when the mean does because a worker was removed."""
+        if self.by_worker:
+            self._step = max(self._step, sum(self.by_worker.values()) // len(self.by_worker))
         return self._step
 
-    def finished(self, worker: int) -> bool:
-        return worker in self.ended or (self.total is not None and self.alive[worker] >= self.total)
+    def is_finished(self, worker: int) -> bool:
+        return worker in self.out_of_data or (self.total is not None and self.by_worker[worker] >= self.total)
 
     @property
-    def over(self) -> bool:
-        """Whether nobody who is left has anything to do."""
-        return bool(self.alive) and all(self.finished(worker) for worker in self.alive)
+    def all_finished(self) -> bool:
+        """Whether there are workers and all of them are finished."""
+        return bool(self.by_worker) and all(self.is_finished(worker) for worker in self.by_worker)
 
-    def lead(self, worker: int, after: Mapping[int, int] | None = None) -> int:
-        clocks = after or self.alive
+    def steps_ahead(self, worker: int, clocks: Mapping[int, int] | None = None) -> int:
+        """How many batches a worker is ahead of the slowest one. `clocks` defaults to the current ones."""
+        clocks = clocks or self.by_worker
         return clocks[worker] - min(clocks.values())
 
-    def may_go_on(self, worker: int, after: Mapping[int, int] | None = None) -> bool:
-        """`after`: the clocks as they are about to be."""
-        return self.bound is None or self.lead(worker, after) <= self.bound
+    def may_continue(self, worker: int, clocks: Mapping[int, int] | None = None) -> bool:
+        """Whether the bound lets a worker continue. `clocks` are the ones that an update is about to set, and default
+        to the current ones."""
+        return self.bound is None or self.steps_ahead(worker, clocks) <= self.bound
 
-    def go_on(self, worker: int) -> None:
-        """It is told to: the bound is held here, whoever decided it."""
-        lead = self.lead(worker)
-        assert self.bound is None or lead <= self.bound, f"worker {worker} is {lead} steps ahead, {self.bound} allowed"
-        self.largest_lead = max(self.largest_lead, lead)
+    def note_continued(self, worker: int) -> None:
+        """Asserts the bound for a worker that is told to continue, and keeps the largest lead."""
+        ahead = self.steps_ahead(worker)
+        assert self.bound is None or ahead <= self.bound, (
+            f"worker {worker} is {ahead} steps ahead, {self.bound} allowed"
+        )
+        self.largest_lead = max(self.largest_lead, ahead)

@@ -1,5 +1,5 @@
-"""Where a server meets its workers: one thread for each, which sends what it is handed and receives the answer. The
-server's own thread looks at the seats, and holds everything that is computed with."""
+"""A server's connections to its workers. One thread per worker sends the replies and receives the reports; the server's
+main thread looks at the `Connection`s and does all computation."""
 
 import threading
 import time
@@ -11,176 +11,189 @@ import torch
 import torch.distributed as dist
 
 from meshwright.errors import CollectiveError
-from meshwright.launch.pairs import Connect, Pair
-from meshwright.train.servers.messages import Do, Frame, Reply, Said, Told
-from meshwright.train.servers.parameter_shard import Holding
+from meshwright.launch.peer_connection import ConnectToStore, PeerConnection
+from meshwright.train.servers.messages import Instruction, MessageBuffer, ReportKind, ServerReply, WorkerReport
+from meshwright.train.servers.parameter_shard import ParameterShard
 
-LOOK_S = 0.02  # how often it is looked whether a worker has come (back)
+POLL_S = 0.02  # how often a thread looks whether its worker has started (again)
 
 
 @dataclass
-class Seat:
-    """A worker in its `life`-th life: `idle` while it waits for a reply; `told` is the last thing that it said, with
-    what an evaluation found, and `pushed` goes with the gradients in its frame. `error`: it is gone, or late; `left`:
-    it was told to stop."""
+class Connection:
+    """The connection to one worker. A worker that is started again is the same worker in its next `incarnation`.
+
+    `idle`: the worker waits for a reply. `report`: its last report, and `evaluation_result` what came with it. `push`
+    holds its last gradients, and `pushed` is the report that came with them. `error` is set when the worker is gone or
+    did not answer in time. `stopped`: it has received the instruction to stop.
+    """
 
     worker: int
-    life: int
-    push: Frame
-    reply: Frame
+    incarnation: int
+    push: MessageBuffer
+    reply: MessageBuffer
     idle: bool = True
-    told: Told | None = None
-    pushed: Told | None = None
-    findings: bytes = b""
+    report: WorkerReport | None = None
+    pushed: WorkerReport | None = None
+    evaluation_result: bytes = b""
     error: CollectiveError | None = None
-    left: bool = False
-    heard: int = 0  # the number of its last word among all workers'
-    since_s: float = field(default_factory=time.monotonic)  # when it began to wait
-    _handed: bool = False
-    _ends: bool = False
+    stopped: bool = False
+    report_number: int = 0  # of its last report, counted over all workers; 0 before the first
+    idle_since_s: float = field(default_factory=time.monotonic)
+    _reply_ready: bool = False
+    _stopping: bool = False
 
 
-class Desk:
+class Connections:
+    """The connections to all workers that are there, in `by_worker`. Workers may come, go and come back at any time."""
+
     def __init__(
-        self, server: int, workers: int, holding: Holding, connect: Connect, timeout_s: float, first_rank: int = 0
+        self, server: int, workers: int, shard: ParameterShard, connect: ConnectToStore, timeout_s: float
     ) -> None:
-        """`first_rank`: that of worker 0, for errors that name a worker."""
         self._server = server
-        self._holding = holding
+        self._shard = shard
         self._connect = connect
         self._timeout_s = timeout_s
-        self._first_rank = first_rank
         self._changed = threading.Condition()
         self._closed = threading.Event()
-        self._news = 0
-        self._words = 0
-        self.seats: dict[int, Seat] = {}
+        self._events = 0
+        self._reports = 0
+        self.by_worker: dict[int, Connection] = {}
         for worker in range(workers):
-            threading.Thread(target=self._attend, args=(worker,), daemon=True, name=f"worker {worker}").start()
+            threading.Thread(target=self._serve_worker, args=(worker,), daemon=True, name=f"worker {worker}").start()
 
-    # ---- for the server's own thread
+    # ---- called by the server's main thread
 
     def wait(self, until: Callable[[], bool], seconds: float) -> bool:
-        """Waits until that is so, in slices short enough for signals to be noticed; whether it came to be."""
+        """Waits until the condition holds, in short intervals so that signals are noticed. Returns whether it holds."""
         deadline = time.monotonic() + seconds
         with self._changed:
             while not until():
-                left = deadline - time.monotonic()
-                if left <= 0:
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0:
                     return False
-                self._changed.wait(min(left, 0.2))
+                self._changed.wait(min(remaining_s, 0.2))
             return True
 
-    def wait_for_news(self, since: int, seconds: float) -> int:
-        """`since`: what the last call returned."""
-        self.wait(lambda: self._news != since, seconds)
-        return self._news
+    def wait_for_event(self, since: int, seconds: float) -> None:
+        """Waits until something happens after event number `since`, at most so many seconds."""
+        self.wait(lambda: self._events != since, seconds)
 
     @property
-    def news(self) -> int:
-        return self._news
+    def events(self) -> int:
+        """Number of events so far: workers that came, reported, failed or stopped."""
+        return self._events
 
-    def hand(self, worker: int, reply: Reply) -> None:
-        """Sends the weights as they are now."""
-        seat = self.seats[worker]
-        assert seat.idle, f"worker {worker} has not answered the last reply"
-        if not seat.heard:
-            self._holding.fill_fixed()
-        self._holding.fill_reply(seat.reply, reply)
+    def send_reply(self, worker: int, reply: ServerReply) -> None:
+        """Sends a reply with the current weights."""
+        connection = self.by_worker[worker]
+        assert connection.idle, f"worker {worker} has not answered the last reply"
+        if not connection.report_number:
+            self._shard.fill_frozen()
+        self._shard.fill_reply(connection.reply, reply)
         with self._changed:
-            seat.idle, seat._handed, seat._ends = False, True, reply.do == Do.STOP
+            connection.idle, connection._reply_ready = False, True
+            connection._stopping = reply.instruction == Instruction.STOP
             self._changed.notify_all()
 
-    def drop(self, worker: int, life: int) -> None:
-        """That life of it is over; its thread waits for the next."""
+    def drop(self, worker: int, incarnation: int) -> None:
+        """Closes the connection to this incarnation of a worker, or to an earlier one; its thread waits for the
+        next."""
         with self._changed:
-            seat = self.seats.get(worker)
-            if seat is None or seat.life > life:
+            connection = self.by_worker.get(worker)
+            if connection is None or connection.incarnation > incarnation:
                 return
-            del self.seats[worker]
-            seat.error = seat.error or CollectiveError(f"worker {worker} was dropped")
+            del self.by_worker[worker]
+            connection.error = connection.error or CollectiveError(f"worker {worker} was dropped")
             self._changed.notify_all()
 
     def close(self, seconds: float) -> None:
-        """Waits until everybody who was told to stop has got the message."""
-        self.wait(lambda: all(seat.left or seat.error for seat in self.seats.values() if seat._ends), seconds)
-        self._closed.set()  # nobody waits any more for those that did not come back
+        """Waits until every worker that was told to stop has received the message."""
+        self.wait(lambda: all(c.stopped or c.error for c in self.by_worker.values() if c._stopping), seconds)
+        self._closed.set()  # ends the threads that still wait for workers to come back
 
-    # ---- a worker's thread
+    # ---- the thread of one worker
 
-    def _attend(self, worker: int) -> None:
-        known = 0
+    def _serve_worker(self, worker: int) -> None:
+        """Connects to each incarnation of a worker in turn, until one of them is told to stop."""
+        incarnation = 0
         store = self._connect()
-        while (life := self._next_life(store, worker, known)) is not None:
-            known = life
-            name = f"worker {worker} (rank {self._first_rank + worker})"
+        while (next_incarnation := self._next_incarnation(store, worker, incarnation)) is not None:
+            incarnation = next_incarnation
+            name = f"worker {worker} (rank {worker})"
             try:
-                pair = Pair(pair_store(store, self._server, worker, known), True, name, self._timeout_s)
+                pair = PeerConnection(pair_store(store, self._server, worker, incarnation), True, name, self._timeout_s)
             except CollectiveError:
-                continue  # it died before it came
-            seat = Seat(worker, known, self._holding.push_frame(worker), self._holding.reply_frame())
+                continue  # the worker died before it connected
+            connection = Connection(worker, incarnation, self._shard.push_buffer(worker), self._shard.reply_buffer())
             with self._changed:
-                self.seats[worker] = seat
-                self._tell()
+                self.by_worker[worker] = connection
+                self._notify()
             try:
-                self._talk(seat, pair)
+                self._exchange(connection, pair)
                 return
             except Exception as error:
                 with self._changed:
-                    seat.error = error if isinstance(error, CollectiveError) else CollectiveError(repr(error))
-                    self._tell()
+                    connection.error = error if isinstance(error, CollectiveError) else CollectiveError(repr(error))
+                    self._notify()
 
-    def _talk(self, seat: Seat, pair: Pair) -> None:
-        header = torch.empty(Told.size(), dtype=torch.uint8)
-        first = True
+    def _exchange(self, connection: Connection, pair: PeerConnection) -> None:
+        """Sends replies and receives reports in turn; returns when the worker was told to stop."""
+        header = torch.empty(WorkerReport.size(), dtype=torch.uint8)
+        is_first = True
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: seat._handed or seat.error is not None)
-                if seat.error is not None:
-                    raise seat.error
-                seat._handed = False
-            if first and self._holding.fixed:
-                pair.send(self._holding.fixed.memory)
-            first = False
-            pair.send(seat.reply.memory)
-            if seat._ends:
+                self._changed.wait_for(lambda: connection._reply_ready or connection.error is not None)
+                if connection.error is not None:
+                    raise connection.error
+                connection._reply_ready = False
+            if is_first and self._shard.frozen:
+                pair.send(self._shard.frozen.memory)
+            is_first = False
+            pair.send(connection.reply.memory)
+            if connection._stopping:
                 with self._changed:
-                    seat.left = True
-                    self._tell()
+                    connection.stopped = True
+                    self._notify()
                 return
             pair.receive(header)
-            told, findings = Told.unpack(header), b""
-            if told.said == Said.GRADIENTS:
-                pair.receive(seat.push.memory)
-            elif told.bytes:
-                data = torch.empty(told.bytes, dtype=torch.uint8)
+            report, evaluation_result = WorkerReport.unpack(header), b""
+            if report.kind == ReportKind.GRADIENTS:
+                pair.receive(connection.push.memory)
+            elif report.result_bytes:
+                data = torch.empty(report.result_bytes, dtype=torch.uint8)
                 pair.receive(data)
-                findings = data.numpy().tobytes()
+                evaluation_result = data.numpy().tobytes()
             with self._changed:
-                self._words += 1
-                seat.pushed = told if told.said == Said.GRADIENTS else seat.pushed
-                seat.told, seat.findings, seat.heard = told, findings, self._words
-                seat.idle, seat.since_s = True, time.monotonic()
-                self._tell()
+                self._note_report(connection, report, evaluation_result)
 
-    def _next_life(self, store: dist.Store, worker: int, known: int) -> int | None:
-        """Waits for the worker to come, or to come back; None where nobody shall come any more."""
-        while not self._closed.wait(LOOK_S):
-            with suppress(RuntimeError):  # the store may be gone already when all is over
-                life = int(store.add(f"life/{worker}", 0))
-                if life > known:
-                    return life
+    def _note_report(self, connection: Connection, report: WorkerReport, evaluation_result: bytes) -> None:
+        self._reports += 1
+        connection.pushed = report if report.kind == ReportKind.GRADIENTS else connection.pushed
+        connection.report, connection.evaluation_result = report, evaluation_result
+        connection.report_number = self._reports
+        connection.idle, connection.idle_since_s = True, time.monotonic()
+        self._notify()
+
+    def _next_incarnation(self, store: dist.Store, worker: int, known: int) -> int | None:
+        """Waits until an incarnation of the worker after the `known` one announces itself, and returns its number; None
+        when the connections are closed."""
+        while not self._closed.wait(POLL_S):
+            with suppress(RuntimeError):  # at the end of the run the store may be gone already
+                incarnation = int(store.add(f"life/{worker}", 0))
+                if incarnation > known:
+                    return incarnation
         return None
 
-    def _tell(self) -> None:
-        self._news += 1
+    def _notify(self) -> None:
+        self._events += 1
         self._changed.notify_all()
 
 
 def announce(store: dist.Store, worker: int) -> int:
-    """A worker says that it is there; returns which life of it this is."""
+    """Announces a worker to the servers, and returns which incarnation of it this is, from 1 on."""
     return int(store.add(f"life/{worker}", 1))
 
 
-def pair_store(store: dist.Store, server: int, worker: int, life: int) -> dist.Store:
-    return dist.PrefixStore(f"pair/{server}-{worker}-{life}", store)
+def pair_store(store: dist.Store, server: int, worker: int, incarnation: int) -> dist.Store:
+    """The store in which a server and one incarnation of a worker find each other."""
+    return dist.PrefixStore(f"pair/{server}-{worker}-{incarnation}", store)

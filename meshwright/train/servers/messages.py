@@ -1,39 +1,45 @@
-"""What servers and workers say to each other, each time in one message of fixed size.
+"""The messages between servers and workers. Each message has a fixed size.
 
-A server speaks first. Each `Reply` of it tells the worker what to do, with the newest weights; the worker answers each
-with one `Told`, and behind that its gradients or what an evaluation found. Only the first server's replies say what to
-do, the others bring their weights.
+A server sends first. Each `ServerReply` tells the worker what to do next and carries the newest weights. The worker
+answers each reply with one `WorkerReport`, followed by its gradients or the result of an evaluation. Only the first
+server's replies carry an instruction; the other servers send their part of the weights.
 """
 
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from enum import IntEnum
-from typing import Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
-_ALIGNED = 64
+from meshwright.train.servers.assignment import ParameterRows
+
+_ALIGNMENT_BYTES = 64
 
 
-class Do(IntEnum):
+class Instruction(IntEnum):
+    """What a reply tells the worker to do."""
+
     STEP = 1
     EVALUATE = 2
-    WAIT = 3  # there is nothing to do yet: a sign of life
+    WAIT = 3  # nothing yet: the message only keeps the connection from timing out
     STOP = 4
 
 
-class Said(IntEnum):
+class ReportKind(IntEnum):
+    """What a worker reports."""
+
     GRADIENTS = 1
     EVALUATED = 2
     WAITED = 3
-    ENDED = 4  # the data has no more batches
+    OUT_OF_DATA = 4
 
 
 @dataclass(frozen=True)
 class _Header:
-    """Whole numbers and real ones in the order of their fields, as a few bytes."""
+    """A message of integers and floats, which are packed as bytes in the order of the fields."""
 
     def pack(self) -> Tensor:
         return torch.frombuffer(bytearray(self._struct().pack(*astuple(self))), dtype=torch.uint8)
@@ -48,23 +54,28 @@ class _Header:
 
     @classmethod
     def size(cls) -> int:
+        """Number of bytes of a packed message."""
         return cls._struct().size
 
 
 @dataclass(frozen=True)
-class Reply(_Header):
-    """`clock`: how many batches are behind this worker; `epoch` and `index`: which one comes next. `version`: how many
-    updates the weights have seen. `divided`: into how many parts the data is, by sample; 0: not at all. `part` of
-    `parts` of the data is to be evaluated. `stepped`: whether the worker's gradients were used; `loss` and `norm` are
-    of that step. `scale`, `good` and `skipped` are the fp16 loss's."""
+class ServerReply(_Header):
+    """What a server sends to a worker, before the weights.
 
-    do: int = Do.WAIT
+    `version`: number of updates that the weights have received. `clock`: number of batches that the worker has
+    completed; `epoch` and `index` say which batch comes next. `data_parts`: number of fixed parts of a data set that is
+    divided by sample, or 0. `part` of `parts` is the part of the evaluation set to evaluate. `stepped`: whether the
+    worker's last gradients were used; `loss` and `norm` are those of that update. `scale`, `good` and `skipped` are the
+    state of the fp16 loss scale.
+    """
+
+    instruction: int = Instruction.WAIT
     version: int = 0
     clock: int = 0
     epoch: int = 0
     index: int = 0
     seed: int = 0
-    divided: int = 0
+    data_parts: int = 0
     part: int = 0
     parts: int = 1
     stepped: int = 0
@@ -76,20 +87,24 @@ class Reply(_Header):
 
 
 @dataclass(frozen=True)
-class Told(_Header):
-    """`version`: the weights that the gradients were computed on. The gradients are a sum, `count` what it is to be
-    divided by (0: by nothing), `loss` a sum likewise. `unfit`: fp16 was too small for them, they are not to be used.
-    `bytes` of an evaluation's findings follow, to the first server."""
+class WorkerReport(_Header):
+    """What a worker sends to a server, before its gradients or the result of an evaluation.
 
-    said: int = Said.WAITED
+    `version`: the weights that the gradients were computed on. Gradients and `loss` are sums, to be divided by `count`,
+    or by nothing when it is 0. `overflow`: some gradient was not finite in fp16, so they must not be used.
+    `result_bytes`: size of the evaluation result that follows, which only the first server receives. `scale`, `good`
+    and `skipped` are the state of the worker's fp16 loss scale.
+    """
+
+    kind: int = ReportKind.WAITED
     version: int = 0
     clock: int = 0
     epoch: int = 0
     index: int = 0
     last: int = 0
     samples: int = 0
-    unfit: int = 0
-    bytes: int = 0
+    overflow: int = 0
+    result_bytes: int = 0
     peak_bytes: int = 0
     good: int = 0
     skipped: int = 0
@@ -98,35 +113,82 @@ class Told(_Header):
     loss: float = 0.0
 
 
-class Frame:
-    """A message in one stretch of memory, and the tensors in it as views."""
+@dataclass(frozen=True)
+class TensorKey:
+    """Names a tensor in a message: the weights, gradients or buffer called `name`, a frozen parameter, or `USED`."""
 
-    def __init__(self, tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]], header: int = 0) -> None:
-        places, end = [], _up(header)
-        for name, shape, dtype in tensors:
-            size = torch.Size(shape).numel() * dtype.itemsize
-            places.append((name, shape, dtype, end, size))
-            end = _up(end + size)
+    kind: Literal["weights", "gradients", "buffers", "frozen", "used"]
+    name: str = ""
+
+
+USED = TensorKey("used")  # for each of a server's parameters, 1 when it has a gradient and 0 when not
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of a tensor in a message."""
+
+    key: TensorKey
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class MessageBuffer:
+    """The memory of one message: a header and several tensors, which `views` gives access to."""
+
+    def __init__(self, specs: Iterable[TensorSpec], header_bytes: int = 0) -> None:
+        positions, end = [], _aligned(header_bytes)
+        for spec in specs:
+            size = torch.Size(spec.shape).numel() * spec.dtype.itemsize
+            positions.append((spec, end, size))
+            end = _aligned(end + size)
         self.memory = torch.zeros(end, dtype=torch.uint8)
-        self.header = self.memory[:header]
+        self.header = self.memory[:header_bytes]
         self.views = {
-            name: self.memory[begin : begin + size].view(dtype).view(shape)
-            for name, shape, dtype, begin, size in places
+            spec.key: self.memory[begin : begin + size].view(spec.dtype).view(spec.shape)
+            for spec, begin, size in positions
         }
 
     def __bool__(self) -> bool:
         return self.memory.numel() > 0
 
-
-def of_tensors(tensors: Mapping[str, Tensor]) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-    return [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
-
-
-def fill(views: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, view in views.items():
-            view.copy_(source[name])
+    @torch.no_grad()
+    def fill(self, source: Mapping[TensorKey, Tensor]) -> None:
+        """Copies the source tensor of the same key into each view."""
+        for key, view in self.views.items():
+            view.copy_(source[key])
 
 
-def _up(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
+def push_buffer(rows: Sequence[ParameterRows], buffers: Mapping[str, Tensor]) -> MessageBuffer:
+    """The memory of a worker's gradients for one server, and of its buffers where it sends them."""
+    return MessageBuffer([_used_spec(rows), *_row_specs("gradients", rows), *_tensor_specs("buffers", buffers)])
+
+
+def reply_buffer(rows: Sequence[ParameterRows], buffers: Mapping[str, Tensor], recorded: bool) -> MessageBuffer:
+    """The memory of a server's reply with its weights and buffers. When steps are `recorded` for a proof, it also holds
+    the combined gradients."""
+    gradients = [*_row_specs("gradients", rows), _used_spec(rows)] if recorded else []
+    specs = [*_row_specs("weights", rows), *_tensor_specs("buffers", buffers), *gradients]
+    return MessageBuffer(specs, header_bytes=ServerReply.size())
+
+
+def frozen_buffer(parameters: Mapping[str, Tensor]) -> MessageBuffer:
+    """The memory of the frozen parameters, which the first server sends to a worker once."""
+    return MessageBuffer(_tensor_specs("frozen", parameters))
+
+
+def _used_spec(rows: Sequence[ParameterRows]) -> TensorSpec:
+    return TensorSpec(USED, (len(rows),), torch.uint8)
+
+
+def _row_specs(kind: Literal["weights", "gradients"], rows: Sequence[ParameterRows]) -> list[TensorSpec]:
+    return [TensorSpec(TensorKey(kind, part.name), part.shape, part.dtype) for part in rows]
+
+
+def _tensor_specs(kind: Literal["buffers", "frozen"], tensors: Mapping[str, Tensor]) -> list[TensorSpec]:
+    return [TensorSpec(TensorKey(kind, name), tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+
+
+def _aligned(size: int) -> int:
+    """The size rounded up, so that the next tensor's memory is aligned."""
+    return -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

@@ -1,14 +1,15 @@
-"""Momentum under asynchrony: every worker has its own, and is sent weights that are already where momentum takes them.
+"""SGD with momentum for asynchronous updates: every worker has its own momentum buffer, and receives the weights that
+momentum will have reached when its next gradient is applied.
 
-One momentum for all, fed with gradients that are an update late, is stable only at a rate that is lower by a factor of
-(1 + m) / (1 - m) · 2 than without the delay (38 at m = 0.9): the default job diverges within 20 steps. So worker i has
-its own v_i, and computes its next gradient at
+With one momentum buffer for all workers and gradients that are one update late, training is stable only at a learning
+rate that is lower by a factor of (1 + m) / (1 - m) · 2 than without the delay (38 at m = 0.9): the default job diverges
+within 20 steps. So worker i has its own buffer v_i, and computes its next gradient at
 
-    x - rate · m · Σ v_j          ahead()
+    x - rate · m · Σ v_j          look_ahead()
 
-about where the weights will be when it is applied. From: Hakimi, Barkai, Gabel, Schuster, "Taming Momentum in a
-Distributed Asynchronous Environment", arXiv:1907.11612 (DANA). Of torch's optimizers this is for SGD; those that scale
-their steps by what they have seen (Adam) are bounded by their rate, and stay as they are.
+which is about where the weights will be when that gradient is applied. From: Hakimi, Barkai, Gabel, Schuster, "Taming
+Momentum in a Distributed Asynchronous Environment", arXiv:1907.11612 (DANA). Of torch's optimizers only SGD needs this.
+Those that normalize their steps (Adam) bound them by the learning rate, and are used unchanged.
 """
 
 from collections.abc import Iterator
@@ -20,51 +21,59 @@ from torch import Tensor, nn
 KEY = "momentum_buffer"
 
 
-class OwnMomentum:
-    """Holds what each worker has moved by, beside an SGD optimizer whose state is the mean of it."""
+class PerWorkerMomentum:
+    """The momentum buffers of every worker, for one SGD optimizer. The optimizer's own state holds their mean."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, rate: float) -> None:
-        """`rate`: the part of the learning rate that an update has."""
+        """`rate` is the fraction of the learning rate that one update uses."""
         self._optimizer = optimizer
         self._rate = rate
-        self._moving: dict[int, dict[nn.Parameter, Tensor]] = {}
-        self._start: dict[nn.Parameter, Tensor] | None = None  # a saved run's, with which each worker begins
-        self._came: set[int] = set()
+        self._buffers: dict[int, dict[nn.Parameter, Tensor]] = {}
+        # The buffers of a resumed run, with which each worker begins; None before the first update.
+        self._initial: dict[nn.Parameter, Tensor] | None = None
+        self._started: set[int] = set()
 
     @staticmethod
-    def helps(optimizer: torch.optim.Optimizer) -> bool:
+    def applies_to(optimizer: torch.optim.Optimizer) -> bool:
+        """Whether this is an SGD optimizer with momentum."""
         return type(optimizer) is torch.optim.SGD and any(group["momentum"] for group in optimizer.param_groups)
 
     @contextmanager
-    def of(self, worker: int) -> Iterator[None]:
-        """Around the optimizer's step on this worker's gradients."""
+    def of_worker(self, worker: int) -> Iterator[None]:
+        """Gives the optimizer this worker's buffers for the step inside the `with` block, and their mean afterwards."""
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         state = self._optimizer.state
-        if self._start is None:
-            self._start = {p: state[p][KEY] for p in parameters if state[p].get(KEY) is not None}
-        begins = {} if worker in self._came else {p: moving.clone() for p, moving in self._start.items()}
-        own = self._moving.get(worker, begins)
-        self._came.add(worker)
+        if self._initial is None:
+            self._initial = {p: state[p][KEY] for p in parameters if state[p].get(KEY) is not None}
+        initial = {} if worker in self._started else {p: buffer.clone() for p, buffer in self._initial.items()}
+        worker_buffers = self._buffers.get(worker, initial)
+        self._started.add(worker)
         for parameter in parameters:
-            state[parameter][KEY] = own.get(parameter)
+            state[parameter][KEY] = worker_buffers.get(parameter)
         yield
-        self._moving[worker] = {p: state[p][KEY] for p in parameters if state[p].get(KEY) is not None}
+        self._buffers[worker] = {p: state[p][KEY] for p in parameters if state[p].get(KEY) is not None}
         for parameter in parameters:
-            moving = [theirs[parameter] for theirs in self._moving.values() if parameter in theirs]
-            state[parameter][KEY] = torch.stack(moving).mean(dim=0) if moving else None
+            buffers = self._buffers_of(parameter)
+            state[parameter][KEY] = torch.stack(buffers).mean(dim=0) if buffers else None
 
     def forget(self, worker: int) -> None:
-        self._moving.pop(worker, None)
+        """Drops the buffers of a worker that is gone."""
+        self._buffers.pop(worker, None)
 
-    def ahead(self) -> dict[nn.Parameter, Tensor]:
-        """The weights where momentum alone will have taken them when every worker has been heard once more."""
-        found = {}
+    def look_ahead(self) -> dict[nn.Parameter, Tensor]:
+        """The weights that momentum alone will have reached when one more gradient of every worker has been applied.
+        Parameters without a momentum buffer are left out."""
+        weights = {}
         for group in self._optimizer.param_groups:
             sign = 1.0 if group["maximize"] else -1.0
             for parameter in group["params"]:
-                moving = [theirs[parameter] for theirs in self._moving.values() if parameter in theirs]
-                if moving:
-                    step = torch.stack(moving).sum(dim=0)
+                buffers = self._buffers_of(parameter)
+                if buffers:
+                    step = torch.stack(buffers).sum(dim=0)
                     factor = sign * float(group["lr"]) * self._rate * group["momentum"]
-                    found[parameter] = parameter.detach() + factor * step
-        return found
+                    weights[parameter] = parameter.detach() + factor * step
+        return weights
+
+    def _buffers_of(self, parameter: nn.Parameter) -> list[Tensor]:
+        """The buffers of all workers that have one for the parameter."""
+        return [buffers[parameter] for buffers in self._buffers.values() if parameter in buffers]

@@ -1,9 +1,11 @@
-"""`Holding`: what a server holds, its pieces of the parameters with the optimizer and the schedule, and one update.
+"""`ParameterShard`: the rows of the parameters that one server holds, with the optimizer and the schedule, and one
+update.
 
 gradient = Σ pushed sums / Σ pushed counts,  then clipped by the norm over all servers          update()
 
-A job's learning rate is that of a global batch. Where workers' gradients are applied one by one, each is of a share of
-it, and makes a step of that part of the rate: together they go as far as one synchronous step does.
+A job's learning rate is that of a global batch. When the gradients of each worker are applied separately, each comes
+from one share of the batch and uses that fraction of the learning rate, so that together they move the weights as far
+as one synchronous step.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,118 +19,134 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.parallel.clip import global_norm
-from meshwright.parallel.weights.layout import Lodged, lodge
-from meshwright.train.servers.assignment import AXIS, Piece, layout_of
-from meshwright.train.servers.messages import Do, Frame, Reply, Told, fill, of_tensors
-from meshwright.train.servers.momentum import OwnMomentum
-from meshwright.train.servers.recipe import Parts, Recipe, parts_of
-from meshwright.train.servers.team import Team
-from meshwright.train.step.optimizer import fuse
-
-USED = "used"
+from meshwright.parallel.weights.layout import WholeOnOneRank, whole_on_one_rank
+from meshwright.train.servers.assignment import AXIS, ParameterRows, checkpoint_layout
+from meshwright.train.servers.messages import (
+    USED,
+    Instruction,
+    MessageBuffer,
+    ServerReply,
+    TensorKey,
+    WorkerReport,
+    frozen_buffer,
+    push_buffer,
+    reply_buffer,
+)
+from meshwright.train.servers.momentum import PerWorkerMomentum
+from meshwright.train.servers.server_group import ServerGroup
+from meshwright.train.servers.training_spec import ModelTensors, TrainingSpec, model_tensors
+from meshwright.train.step.optimizer import use_fused_kernels
+from meshwright.train.torch_private import foreach_add_, foreach_div_, foreach_mul_
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Of an update: `stepped` is False where it was left out, since fp16 was too small for a gradient."""
+class UpdateResult:
+    """The mean loss and the gradient norm of an update. `stepped` is False when the update was skipped, because some
+    gradient was not finite in fp16."""
 
     stepped: bool
     loss: float
     norm: float
 
 
-class Holding:
-    """The first server also keeps what is not divided: frozen parameters and buffers."""
+class ParameterShard:
+    """The parameters of one server. The first server also holds the frozen parameters and the buffers, which are not
+    divided."""
 
     def __init__(
-        self, recipe: Recipe, team: Team, *, fused: bool = False, recorded: bool = False, rate: float = 1.0
+        self, spec: TrainingSpec, group: ServerGroup, *, fused: bool = False, recorded: bool = False, rate: float = 1.0
     ) -> None:
-        """`rate`: the part of the learning rate that an update has; less than all of it where they are asynchronous."""
-        parts = parts_of(recipe.model, recipe.make_optimizer, team.size)
-        self.pieces = parts.pieces[team.rank]
-        self.module = _shell(recipe.model, parts, self.pieces, team.leads)
-        held = dict(self.module.named_parameters())
-        self.parameters = {piece.name: held[piece.name] for piece in self.pieces}
-        self.buffers = {name: b for name, b in self.module.named_buffers() if name in parts.buffers}
-        self.optimizer = recipe.make_optimizer(self.parameters)
+        """`rate` is the fraction of the learning rate that one update uses; it is below 1 for asynchronous updates.
+        `recorded`: replies also carry the combined gradients, for a proof."""
+        tensors = model_tensors(spec.model, spec.make_optimizer, group.size)
+        self.rows = tensors.rows[group.rank]
+        self.module = _module_of_shard(spec.model, tensors, self.rows, group.is_coordinator)
+        parameters = dict(self.module.named_parameters())
+        self.parameters = {part.name: parameters[part.name] for part in self.rows}
+        self.buffers = {name: b for name, b in self.module.named_buffers() if name in tensors.buffers}
+        self.optimizer = spec.make_optimizer(self.parameters)
         if fused:
-            fuse(self.optimizer)
-        self.schedule = recipe.make_schedule(self.optimizer) if recipe.make_schedule else None
-        self.fixed = Frame(of_tensors(dict(parts.fixed) if team.leads else {}))
-        self._fixed_names = list(parts.fixed) if team.leads else []
-        self._layouts = _layouts(recipe.model, parts, self.pieces) if team.size > 1 else {}
+            use_fused_kernels(self.optimizer)
+        self.schedule = spec.make_schedule(self.optimizer) if spec.make_schedule else None
+        self._frozen_names = list(tensors.frozen) if group.is_coordinator else []
+        self.frozen = frozen_buffer({name: tensors.frozen[name] for name in self._frozen_names})
+        self._layouts = _layouts(spec.model, tensors, self.rows) if group.size > 1 else {}
         self._mesh: DeviceMesh | None = None
-        self._clip_norm = recipe.clip_norm
-        self._team = team
+        self._clip_norm = spec.clip_norm
+        self._group = group
         self._rate = rate
-        self._momentum = (
-            OwnMomentum(self.optimizer, rate) if rate != 1.0 and OwnMomentum.helps(self.optimizer) else None
-        )
+        needs_momentum = rate != 1.0 and PerWorkerMomentum.applies_to(self.optimizer)
+        self._momentum = PerWorkerMomentum(self.optimizer, rate) if needs_momentum else None
         self._recorded = recorded
-        self._used = torch.ones(len(self.pieces), dtype=torch.uint8)
-        self._gradients: dict[str, Tensor] = {}  # before clipping, where a proof wants them
+        self._used = torch.ones(len(self.rows), dtype=torch.uint8)
+        self._gradients: dict[str, Tensor] = {}  # before clipping; kept only when steps are recorded
 
-    def division(self) -> tuple[Mapping[str, Lodged], tuple[()], DeviceMesh | None]:
-        """As a checkpoint wants to know it. All servers ask together, and have a process group."""
-        if self._team.size > 1 and self._mesh is None:
-            assert dist.is_initialized(), "servers that save have a process group of their own"
-            self._mesh = init_device_mesh("cpu", (self._team.size,), mesh_dim_names=(AXIS,))
+    def weight_division(self) -> tuple[Mapping[str, WholeOnOneRank], tuple[()], DeviceMesh | None]:
+        """How the servers divide the model, as a checkpoint needs it: layouts, no tied stages, and the mesh of servers.
+        All servers call this together, inside a default process group."""
+        if self._group.size > 1 and self._mesh is None:
+            assert dist.is_initialized(), "servers that save need a default process group"
+            self._mesh = init_device_mesh("cpu", (self._group.size,), mesh_dim_names=(AXIS,))
         return self._layouts, (), self._mesh
 
     def forget(self, worker: int) -> None:
-        """It is gone, and what it has moved by."""
+        """Drops the momentum of a worker that is gone."""
         if self._momentum:
             self._momentum.forget(worker)
 
     # ---- messages
 
-    def push_frame(self, worker: int) -> Frame:
-        """What a worker sends to this server: the first worker's buffers are everybody's."""
-        return push_frame(self.pieces, self.buffers if worker == 0 else {})
+    def push_buffer(self, worker: int) -> MessageBuffer:
+        """The memory for the gradients of a worker. Only the first worker sends its buffers, which all use."""
+        return push_buffer(self.rows, self.buffers if worker == 0 else {})
 
-    def reply_frame(self) -> Frame:
-        return reply_frame(self.pieces, self.buffers, self._recorded)
+    def reply_buffer(self) -> MessageBuffer:
+        return reply_buffer(self.rows, self.buffers, self._recorded)
 
-    def fill_fixed(self) -> None:
-        held = dict(self.module.named_parameters())
-        fill(self.fixed.views, {name: held[name].detach() for name in self._fixed_names})
+    def fill_frozen(self) -> None:
+        """Copies the frozen parameters into their message."""
+        parameters = dict(self.module.named_parameters())
+        self.frozen.fill({TensorKey("frozen", name): parameters[name].detach() for name in self._frozen_names})
 
-    def fill_reply(self, frame: Frame, reply: Reply) -> None:
-        ahead = self._momentum.ahead() if self._momentum and reply.do == Do.STEP else {}
-        source = {f"weights/{name}": ahead.get(p, p.detach()) for name, p in self.parameters.items()}
-        source |= {f"buffers/{name}": buffer for name, buffer in self.buffers.items()}
+    def fill_reply(self, message: MessageBuffer, reply: ServerReply) -> None:
+        """Writes a reply with the current weights. A worker that is to compute gradients gets the weights that momentum
+        will have reached by then."""
+        ahead = self._momentum.look_ahead() if self._momentum and reply.instruction == Instruction.STEP else {}
+        source = {TensorKey("weights", name): ahead.get(p, p.detach()) for name, p in self.parameters.items()}
+        source |= {TensorKey("buffers", name): buffer for name, buffer in self.buffers.items()}
         if self._recorded:
             source |= {
-                f"gradients/{name}": self._gradients.get(name, torch.zeros_like(p))
+                TensorKey("gradients", name): self._gradients.get(name, torch.zeros_like(p))
                 for name, p in self.parameters.items()
             } | {USED: self._used}
-        fill(frame.views, source)
-        frame.header.copy_(reply.pack())
+        message.fill(source)
+        message.header.copy_(reply.pack())
 
     # ---- the update
 
     @torch.no_grad()
-    def update(self, pushed: Sequence[tuple[Told, Frame]], worker: int | None = None) -> Outcome:
-        """One step of the optimizer on the mean of what was pushed; all servers take it together. `worker`: whose
-        gradients it is, where they are of one alone."""
-        count = sum(told.count for told, _ in pushed) or 1.0  # no target at all, or a sum that is not divided
-        loss = sum(told.loss for told, _ in pushed) / count
-        for _, frame in pushed:
+    def update(self, pushes: Sequence[tuple[WorkerReport, MessageBuffer]], worker: int | None = None) -> UpdateResult:
+        """One optimizer step on the mean of the pushed gradients; all servers call this together. `worker` is the one
+        whose gradients these are, or None when they are those of all workers."""
+        count = sum(report.count for report, _ in pushes) or 1.0  # 0: no target at all, or a sum that is not divided
+        loss = sum(report.loss for report, _ in pushes) / count
+        for _, message in pushes:
             for name, buffer in self.buffers.items():
-                if f"buffers/{name}" in frame.views:
-                    buffer.copy_(frame.views[f"buffers/{name}"])
-        if any(told.unfit for told, _ in pushed):
-            return Outcome(False, loss, 0.0)
-        self._combine([frame for _, frame in pushed], count)
+                if TensorKey("buffers", name) in message.views:
+                    buffer.copy_(message.views[TensorKey("buffers", name)])
+        if any(report.overflow for report, _ in pushes):
+            return UpdateResult(False, loss, 0.0)
+        self._combine([message for _, message in pushes], count)
         norm = self._clip() if self._clip_norm is not None else 0.0
-        own = self._momentum.of(worker) if self._momentum and worker is not None else nullcontext()
-        with own, self._part_of_rate():
+        momentum = self._momentum.of_worker(worker) if self._momentum and worker is not None else nullcontext()
+        with momentum, self._fraction_of_rate():
             self.optimizer.step()
-        return Outcome(True, loss, norm)
+        return UpdateResult(True, loss, norm)
 
     @contextmanager
-    def _part_of_rate(self) -> Iterator[None]:
-        """The schedule knows the whole rate only."""
+    def _fraction_of_rate(self) -> Iterator[None]:
+        """Lowers the learning rate for one step. Outside of it the optimizer has the full rate, which the schedule
+        changes."""
         rates = [group["lr"] for group in self.optimizer.param_groups]
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * self._rate if self._rate != 1.0 else rate
@@ -136,77 +154,69 @@ class Holding:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
 
-    def _combine(self, frames: Sequence[Frame], count: float) -> None:
-        """Leaves the mean in the parameters. Always in the workers' order, so that a run can be repeated bit by bit."""
-        names = [f"gradients/{piece.name}" for piece in self.pieces]
-        self._used = torch.stack([frame.views[USED] for frame in frames]).amax(dim=0)
-        if not names:
+    def _combine(self, messages: Sequence[MessageBuffer], count: float) -> None:
+        """Leaves the mean gradients in the parameters. They are added in the order of the workers, so that a run can be
+        repeated bitwise."""
+        keys = [TensorKey("gradients", part.name) for part in self.rows]
+        self._used = torch.stack([message.views[USED] for message in messages]).amax(dim=0)
+        if not keys:
             return
-        sums = [frames[0].views[name] for name in names]
-        for frame in frames[1:]:
-            torch._foreach_add_(sums, [frame.views[name] for name in names])
-        torch._foreach_div_(sums, count)
+        sums = [messages[0].views[key] for key in keys]
+        for message in messages[1:]:
+            foreach_add_(sums, [message.views[key] for key in keys])
+        foreach_div_(sums, count)
         for parameter, gradient, used in zip(self.parameters.values(), sums, self._used.tolist(), strict=True):
             parameter.grad = gradient if used else None
         if self._recorded:
             self._gradients = {name: p.grad.clone() for name, p in self.parameters.items() if p.grad is not None}
 
     def _clip(self) -> float:
+        """Clips the gradients by their norm over all servers, and returns that norm."""
         assert self._clip_norm is not None
-        mine = global_norm(((name, p.grad) for name, p in self.parameters.items()), {}, (), None)
-        norm = self._team.total(mine.square().reshape(1)).sqrt()
+        local_norm = global_norm(((name, p.grad) for name, p in self.parameters.items()), {}, (), None)
+        norm = self._group.sum(local_norm.square().reshape(1)).sqrt()
         factor = float((self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
-        given = [p.grad for p in self.parameters.values() if p.grad is not None]
-        if given:
-            torch._foreach_mul_(given, factor)
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        if gradients:
+            foreach_mul_(gradients, factor)
         return float(norm)
 
 
-def push_frame(pieces: Sequence[Piece], buffers: Mapping[str, Tensor]) -> Frame:
-    gradients = [(f"gradients/{piece.name}", piece.shape, piece.dtype) for piece in pieces]
-    more = [(f"buffers/{name}", tuple(b.shape), b.dtype) for name, b in buffers.items()]
-    return Frame([(USED, (len(pieces),), torch.uint8), *gradients, *more])
-
-
-def reply_frame(pieces: Sequence[Piece], buffers: Mapping[str, Tensor], recorded: bool) -> Frame:
-    weights = [(f"weights/{piece.name}", piece.shape, piece.dtype) for piece in pieces]
-    more = [(f"buffers/{name}", tuple(b.shape), b.dtype) for name, b in buffers.items()]
-    seen = [(f"gradients/{piece.name}", piece.shape, piece.dtype) for piece in pieces] if recorded else []
-    used = [(USED, (len(pieces),), torch.uint8)] if recorded else []
-    return Frame([*weights, *more, *seen, *used], header=Reply.size())
-
-
-def _shell(model: nn.Module, parts: Parts, pieces: Sequence[Piece], leads: bool) -> nn.Module:
-    """Modules without code that hold this server's tensors under the model's own names, tied ones under each."""
+def _module_of_shard(
+    model: nn.Module, tensors: ModelTensors, rows: Sequence[ParameterRows], is_coordinator: bool
+) -> nn.Module:
+    """A tree of empty modules that holds this server's tensors under the model's names. A tied tensor is there under
+    each of its names."""
     root = nn.Module()
-    held: dict[int, Any] = {
-        id(parts.trained[piece.name]): nn.Parameter(piece.of(parts.trained[piece.name].detach().cpu()).clone())
-        for piece in pieces
+    by_id: dict[int, Any] = {
+        id(tensors.trained[part.name]): nn.Parameter(part.view(tensors.trained[part.name].detach().cpu()).clone())
+        for part in rows
     }
-    if leads:
-        held |= {id(p): nn.Parameter(p.detach().cpu().clone(), requires_grad=False) for p in parts.fixed.values()}
-        held |= {id(buffer): buffer.detach().cpu().clone() for buffer in parts.buffers.values()}
+    if is_coordinator:
+        by_id |= {id(p): nn.Parameter(p.detach().cpu().clone(), requires_grad=False) for p in tensors.frozen.values()}
+        by_id |= {id(buffer): buffer.detach().cpu().clone() for buffer in tensors.buffers.values()}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) in held:
-            inner, (*path, last) = root, name.split(".")
-            for word in path:
-                if word not in inner._modules:
-                    inner.add_module(word, nn.Module())
-                inner = inner.get_submodule(word)
-            value = held[id(tensor)]
-            if isinstance(value, nn.Parameter):
-                inner.register_parameter(last, value)
-            else:
-                inner.register_buffer(last, value)
+        if id(tensor) not in by_id:
+            continue
+        module, (*path, last) = root, name.split(".")
+        for component in path:
+            if component not in dict(module.named_children()):
+                module.add_module(component, nn.Module())
+            module = module.get_submodule(component)
+        value = by_id[id(tensor)]
+        if isinstance(value, nn.Parameter):
+            module.register_parameter(last, value)
+        else:
+            module.register_buffer(last, value)
     return root
 
 
-def _layouts(model: nn.Module, parts: Parts, pieces: Sequence[Piece]) -> dict[str, Lodged]:
-    """Of every tensor by each of its names, also of those that other servers hold."""
-    mine = {piece.name: layout_of(piece) for piece in pieces}
-    names = {id(p): name for name, p in parts.trained.items()}
-    found = {}
+def _layouts(model: nn.Module, tensors: ModelTensors, rows: Sequence[ParameterRows]) -> dict[str, WholeOnOneRank]:
+    """The layout of every tensor of the model by each of its names, including those that other servers hold."""
+    local = {part.name: checkpoint_layout(part) for part in rows}
+    names = {id(p): name for name, p in tensors.trained.items()}
+    layouts = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        here = mine.get(names.get(id(tensor), ""))
-        found[name] = here if here is not None else lodge(tensor, AXIS)
-    return found
+        layout = local.get(names.get(id(tensor), ""))
+        layouts[name] = layout if layout is not None else whole_on_one_rank(tensor, AXIS)
+    return layouts

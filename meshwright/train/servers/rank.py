@@ -1,4 +1,4 @@
-"""One process of a run with parameter servers: the first ranks are its workers, those behind them its servers."""
+"""One process of a run with parameter servers. The first ranks are the workers, the last ones the servers."""
 
 from datetime import timedelta
 from typing import Any
@@ -7,86 +7,91 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.data.loading import Share
+from meshwright.data.loading import SampleShare
 from meshwright.job import Job
-from meshwright.launch.pairs import last_seen, own_connection
-from meshwright.launch.place import Place
+from meshwright.launch.heartbeat import Heartbeat
+from meshwright.launch.peer_connection import describe_last_heartbeat, store_connector
 from meshwright.launch.rank import run_rank
 from meshwright.launch.signals import StopRequest
-from meshwright.launch.world import World, stand_apart
+from meshwright.launch.world import World, world_without_group
 from meshwright.plan import Plan
 from meshwright.train.build import build_data, build_loading, build_metrics
 from meshwright.train.job_session import build_session
 from meshwright.train.output.folder import RunFolder
-from meshwright.train.servers.recipe import of_job, workers_plan
-from meshwright.train.servers.server import Serving
-from meshwright.train.servers.team import Team
-from meshwright.train.servers.trainer import Conduct
-from meshwright.train.servers.worker import Exchange, work
+from meshwright.train.servers.server import Server
+from meshwright.train.servers.server_group import ServerGroup
+from meshwright.train.servers.trainer import ServerTrainer
+from meshwright.train.servers.training_spec import training_spec_of, worker_plan
+from meshwright.train.servers.worker import ServerClient, run_worker
 
 
-def run_served(job: Job, plan: Plan, folder: RunFolder, device: str) -> None:
-    def main(world: World, place: Place) -> None:
+def run_rank_with_servers(job: Job, plan: Plan, folder: RunFolder, device: str) -> None:
+    """Runs this process as the worker or the server that its rank makes it."""
+
+    def main(world: World, heartbeat: Heartbeat) -> None:
         if job.train.deterministic:
             torch.use_deterministic_algorithms(True)
         if world.rank < plan.world_size:
-            train_worker(job, plan, folder, world, place)
+            train_worker(job, plan, folder, world, heartbeat)
         else:
-            train_server(job, plan, folder, world, place)
+            train_server(job, plan, folder, world, heartbeat)
 
     def join(device: str, timeout_s: float) -> World:
-        here = stand_apart("cpu")
-        return stand_apart(device) if here.rank < plan.world_size else here
+        world = world_without_group("cpu")  # servers compute on the CPU
+        return world_without_group(device) if world.rank < plan.world_size else world
 
     run_rank(main, device, job.train.timeout_s, join)
 
 
-def train_worker(job: Job, plan: Plan, folder: RunFolder, world: World, place: Place) -> None:
-    """Does what servers say. It is asked to stop by them, not by a signal: what it has computed is not lost."""
-    alone = World(0, world.local_rank, 1, 1, world.attempt, world.device, None)
+def train_worker(job: Job, plan: Plan, folder: RunFolder, world: World, heartbeat: Heartbeat) -> None:
+    """Runs a worker. A signal does not stop it between steps: the servers tell it to stop when they have its last
+    gradients."""
+    one_rank = World(0, world.local_rank, 1, 1, world.attempt, world.device, None)
     train = job.train
     with StopRequest() as stop:
-        session = build_session(job, workers_plan(plan), alone, lambda doing: place.at(session.steps, doing))
-        data, evaluation_set = build_data(job)
+        session = build_session(
+            job, worker_plan(plan), one_rank, lambda activity: heartbeat.update(session.steps, activity)
+        )
+        train_set, eval_set = build_data(job)
         loading, metrics = build_loading(job, world.device), build_metrics(job)
-        connect = own_connection(world.attempt, train.timeout_s)
-        exchange = Exchange(session, plan, world.rank, connect, train.timeout_s, folder=folder.logs)
+        connect = store_connector(world.attempt, train.timeout_s)
+        client = ServerClient(session, plan, world.rank, connect, train.timeout_s, folder=folder.logs)
 
-        def evaluate(share: Share) -> tuple[bool, dict[str, Tensor]]:
-            tally, gave_up = session.tallied(
-                evaluation_set, metrics, train.global_batch, loading, lambda: stop.requested, share
+        def evaluate(share: SampleShare) -> tuple[bool, dict[str, Tensor]]:
+            totals, gave_up = session.evaluate_share(
+                eval_set, metrics, train.global_batch, loading, lambda: stop.requested, share
             )
-            return gave_up, tally.totals()
+            return gave_up, totals.totals()
 
         def batches() -> Any:
-            return session.batches(data, train.epochs, train.global_batch, loading, job.data.drop_last)
+            return session.batches(train_set, train.epochs, train.global_batch, loading, job.data.drop_last)
 
-        def finished() -> None:
-            place.finish_step()
-            place.at(session.steps, "data")
+        def after_step() -> None:
+            heartbeat.finish_step()
+            heartbeat.update(session.steps, "data")
 
-        work(session, exchange, batches, evaluate, finished)
+        run_worker(session, client, batches, evaluate, after_step)
 
 
-def train_server(job: Job, plan: Plan, folder: RunFolder, world: World, place: Place) -> None:
-    """Runs the trainer on what workers do; the servers are a world of their own."""
+def train_server(job: Job, plan: Plan, folder: RunFolder, world: World, heartbeat: Heartbeat) -> None:
+    """Runs the trainer on a server. The servers have a process group without the workers."""
     gradients, timeout_s = plan.gradients, job.train.timeout_s
-    server = world.rank - plan.world_size
-    connect = own_connection(world.attempt, timeout_s)
+    server_rank = world.rank - plan.world_size
+    connect = store_connector(world.attempt, timeout_s)
     store = connect()
     if gradients.servers > 1:
         dist.init_process_group(
             "gloo",
             store=dist.PrefixStore("servers", store),
-            rank=server,
+            rank=server_rank,
             world_size=gradients.servers,
             timeout=timedelta(seconds=timeout_s),
         )
-    among = World(server, world.local_rank, gradients.servers, gradients.servers, world.attempt, world.device, store)
+    servers = gradients.servers
+    server_world = World(server_rank, world.local_rank, servers, servers, world.attempt, world.device, store)
     with StopRequest() as stop:
-        team = Team(store, server, gradients.servers, timeout_s)
-        serving = Serving(of_job(job), plan, team, connect, timeout_s)
-        serving.lead.seen = lambda worker: last_seen(folder.logs, worker)
-        conduct = Conduct(job, serving, among, folder, place)
-        conduct.run(stop)
-        serving.stop()
+        group = ServerGroup(store, server_rank, servers, timeout_s)
+        server = Server(training_spec_of(job), plan, group, connect, timeout_s)
+        server.coordinator.participants.last_seen = lambda worker: describe_last_heartbeat(folder.logs, worker)
+        ServerTrainer(job, server, server_world, folder, heartbeat).run(stop)
+        server.stop()

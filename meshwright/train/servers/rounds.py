@@ -1,5 +1,6 @@
-"""What servers do together, so that each holds its part of the same weights: the first one gives an `Order`, all wait
-until the workers that it names are there, agree on which of them are, and apply and answer the same ones."""
+"""`ServerRounds`: what all servers do together, so that each updates its part of the same weights. In every round the
+coordinator broadcasts a `RoundOrder`; all servers wait for the workers that it names, agree on which of them are still
+connected, and apply and answer the same ones."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,127 +9,147 @@ from typing import Any
 import torch
 
 from meshwright.errors import CollectiveError
-from meshwright.launch.pairs import Late
-from meshwright.train.servers.connections import Desk, Seat
-from meshwright.train.servers.messages import Do, Reply
-from meshwright.train.servers.parameter_shard import Holding, Outcome
-from meshwright.train.servers.team import Team
+from meshwright.launch.peer_connection import PeerTimeoutError
+from meshwright.train.servers.connections import Connection, Connections
+from meshwright.train.servers.messages import Instruction, ServerReply
+from meshwright.train.servers.parameter_shard import ParameterShard, UpdateResult
+from meshwright.train.servers.server_group import ServerGroup
 
-_UPDATE, _REPLY = 1, 2  # behind the latter, what to do
+_UPDATE, _REPLY = 1, 2  # a worker's entry in a packed order: the update's bit, plus the instruction times _REPLY
 
 
 @dataclass(frozen=True)
-class Order:
-    """`lives`: the lives of the workers that it is about. `updates`: whose gradients make one update; `replies`: who is
-    answered after it; `dropped`: lives that are over. `end`: there is no more to do in this step."""
+class RoundOrder:
+    """What all servers do in one round. `incarnations`: those of the workers that it concerns. `updates`: the workers
+    whose gradients make one update. `replies`: the instruction for each worker that is answered after it. `dropped`:
+    incarnations that are gone. `end`: there are no more rounds in this step."""
 
-    lives: Mapping[int, int] = field(default_factory=dict)
+    incarnations: Mapping[int, int] = field(default_factory=dict)
     updates: Sequence[int] = ()
-    replies: Mapping[int, Do] = field(default_factory=dict)
+    replies: Mapping[int, Instruction] = field(default_factory=dict)
     dropped: Mapping[int, int] = field(default_factory=dict)
     end: bool = False
 
 
-class Rounds:
+class ServerRounds:
     def __init__(
-        self, team: Team, desk: Desk, holding: Holding, workers: int, timeout_s: float, singly: bool = False
+        self,
+        group: ServerGroup,
+        connections: Connections,
+        shard: ParameterShard,
+        workers: int,
+        timeout_s: float,
+        one_worker_per_update: bool = False,
     ) -> None:
-        """`singly`: each update is of one worker's gradients."""
-        self._team = team
-        self._desk = desk
-        self._holding = holding
+        self._group = group
+        self._connections = connections
+        self._shard = shard
         self._workers = workers
-        self._singly = singly
+        self._one_worker_per_update = one_worker_per_update
         self._timeout_s = timeout_s
 
-    # ---- the first server
+    # ---- called by the coordinator
 
-    def begin(self, order: Order) -> set[int]:
-        """Gives the order; returns those that it is about who are not there any more, on any server."""
-        self._team.from_first(self._packed(order))
-        return self._gone(order)
+    def begin(self, order: RoundOrder) -> set[int]:
+        """Broadcasts an order. Returns the workers that it concerns and that are gone, as seen by any server."""
+        self._group.broadcast(self._pack(order))
+        return self._agree_on_missing(order)
 
-    def update(self, workers: Sequence[int]) -> Outcome:
-        pushed = []
+    def update(self, workers: Sequence[int]) -> UpdateResult:
+        """Updates this server's parameters with the gradients of these workers."""
+        pushes = []
         for worker in workers:
-            seat = self._desk.seats[worker]
-            assert seat.pushed is not None
-            pushed.append((seat.pushed, seat.push))
-        return self._holding.update(pushed, workers[0] if self._singly else None)
+            connection = self._connections.by_worker[worker]
+            assert connection.pushed is not None
+            pushes.append((connection.pushed, connection.push))
+        return self._shard.update(pushes, workers[0] if self._one_worker_per_update else None)
 
-    def answer(self, replies: Mapping[int, Reply]) -> None:
+    def answer(self, replies: Mapping[int, ServerReply]) -> None:
         for worker, reply in replies.items():
-            self._desk.hand(worker, reply)
+            self._connections.send_reply(worker, reply)
 
     def end(self, value: Any) -> Any:
-        """Lets the others return from `follow`, with this value."""
-        self._team.from_first(self._packed(Order(end=True)))
-        return self._team.told(value)
+        """Ends the rounds of a step: `follow` returns this value on the other servers. Returns the value."""
+        self._group.broadcast(self._pack(RoundOrder(end=True)))
+        return self._group.broadcast_object(value)
 
-    # ---- the others
+    # ---- called by the other servers
 
     def follow(self) -> Any:
-        """Does what the first server orders until it ends; returns what it says then."""
+        """Carries out the coordinator's orders until it ends the rounds; returns the value it ends them with."""
         while True:
-            order = self._unpacked(self._team.from_first(torch.zeros(3 * self._workers + 1, dtype=torch.int64)))
+            order = self._unpack(self._group.broadcast(torch.zeros(3 * self._workers + 1, dtype=torch.int64)))
             if order.end:
-                return self._team.told(None)
-            gone = self._gone(order)
-            updates = [worker for worker in order.updates if worker not in gone]
+                return self._group.broadcast_object(None)
+            missing = self._agree_on_missing(order)
+            updates = [worker for worker in order.updates if worker not in missing]
             if updates:
                 self.update(updates)
-            self.answer({worker: Reply(do=do) for worker, do in order.replies.items() if worker not in gone})
+            replies = {worker: ServerReply(instruction=i) for worker, i in order.replies.items()}
+            self.answer({worker: reply for worker, reply in replies.items() if worker not in missing})
 
-    # ---- all
+    # ---- on all servers
 
-    def _gone(self, order: Order) -> set[int]:
-        for worker, life in order.dropped.items():
-            self._desk.drop(worker, life)
-        there = torch.ones(self._workers, dtype=torch.int64)
-        for worker, life in order.lives.items():
-            there[worker] = self._is_there(worker, life)
-        self._team.least(there)
-        gone = {worker for worker in order.lives if not there[worker]}
-        for worker in gone:
-            self._desk.drop(worker, order.lives[worker])
-        for worker in {*gone, *order.dropped}:
-            self._holding.forget(worker)
-        return gone
+    def _agree_on_missing(self, order: RoundOrder) -> set[int]:
+        """Drops the workers that any server has lost, and returns them."""
+        for worker, incarnation in order.dropped.items():
+            self._connections.drop(worker, incarnation)
+        connected = torch.ones(self._workers, dtype=torch.int64)
+        for worker, incarnation in order.incarnations.items():
+            connected[worker] = self._wait_for_report(worker, incarnation)
+        self._group.minimum(connected)
+        missing = {worker for worker in order.incarnations if not connected[worker]}
+        for worker in missing:
+            self._connections.drop(worker, order.incarnations[worker])
+        for worker in {*missing, *order.dropped}:
+            self._shard.forget(worker)
+        return missing
 
-    def _is_there(self, worker: int, life: int) -> bool:
-        """Whether that life of it has said what it had to say, also to this server."""
+    def _wait_for_report(self, worker: int, incarnation: int) -> bool:
+        """Waits until the worker's report has arrived at this server, too. Returns False when this incarnation is
+        gone."""
 
-        def settled() -> bool:
-            seat = self._desk.seats.get(worker)
-            return seat is not None and (seat.life > life or (seat.life == life and (seat.idle or bool(seat.error))))
+        def is_settled() -> bool:
+            connection = self._connections.by_worker.get(worker)
+            if connection is None:
+                return False
+            is_done = connection.incarnation == incarnation and (connection.idle or bool(connection.error))
+            return connection.incarnation > incarnation or is_done
 
-        if not self._desk.wait(settled, self._timeout_s):
-            raise CollectiveError(f"server {self._team.rank} waited {self._timeout_s:g} s in vain for worker {worker}")
-        seat = self._desk.seats[worker]
-        raise_if_late(seat)
-        return seat.life == life and seat.error is None
+        if not self._connections.wait(is_settled, self._timeout_s):
+            raise CollectiveError(
+                f"server {self._group.rank}: no message within {self._timeout_s:g} s from worker {worker}"
+            )
+        connection = self._connections.by_worker[worker]
+        raise_if_timed_out(connection)
+        return connection.incarnation == incarnation and connection.error is None
 
-    def _packed(self, order: Order) -> torch.Tensor:
+    def _pack(self, order: RoundOrder) -> torch.Tensor:
         numbers = torch.zeros(3 * self._workers + 1, dtype=torch.int64)
         for worker in range(self._workers):
-            numbers[3 * worker] = order.lives.get(worker, 0)
+            numbers[3 * worker] = order.incarnations.get(worker, 0)
             numbers[3 * worker + 1] = _UPDATE * (worker in order.updates) + _REPLY * order.replies.get(worker, 0)
             numbers[3 * worker + 2] = order.dropped.get(worker, 0)
         numbers[-1] = order.end
         return numbers
 
-    def _unpacked(self, numbers: torch.Tensor) -> Order:
+    def _unpack(self, numbers: torch.Tensor) -> RoundOrder:
         rows = numbers[:-1].view(-1, 3).tolist()
-        return Order(
-            lives={worker: life for worker, (life, _, _) in enumerate(rows) if life},
-            updates=[worker for worker, (_, does, _) in enumerate(rows) if does & _UPDATE],
-            replies={worker: Do(does // _REPLY) for worker, (_, does, _) in enumerate(rows) if does >= _REPLY},
-            dropped={worker: life for worker, (_, _, life) in enumerate(rows) if life},
+        return RoundOrder(
+            incarnations={worker: incarnation for worker, (incarnation, _, _) in enumerate(rows) if incarnation},
+            updates=[worker for worker, (_, actions, _) in enumerate(rows) if actions & _UPDATE],
+            replies={
+                worker: Instruction(actions // _REPLY)
+                for worker, (_, actions, _) in enumerate(rows)
+                if actions >= _REPLY
+            },
+            dropped={worker: incarnation for worker, (_, _, incarnation) in enumerate(rows) if incarnation},
             end=bool(numbers[-1]),
         )
 
 
-def raise_if_late(seat: Seat) -> None:
-    """Who is gone is dropped; who does not answer hangs, and takes the attempt with it."""
-    if isinstance(seat.error, Late):
-        raise CollectiveError(str(seat.error)) from seat.error
+def raise_if_timed_out(connection: Connection) -> None:
+    """Raises for a worker that does not answer: it may hang, so the attempt ends. A worker that is gone is dropped
+    instead, and the run continues."""
+    if isinstance(connection.error, PeerTimeoutError):
+        raise CollectiveError(str(connection.error)) from connection.error

@@ -1,5 +1,6 @@
-"""`Serving`: a server's side of a run, shaped like a `Session`, so that the trainer logs, evaluates, saves and resumes
-it as any other. A step of it waits for what workers push; all servers call everything together."""
+"""`Server`: a server's side of a run. It implements `StepRunner` as `Session` does, so that the trainer logs,
+evaluates, saves and resumes it like any other run. A step waits for the gradients that workers push. All servers call
+every method together."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,24 +12,26 @@ from torch import Tensor
 
 from meshwright.checkpoint.load import load
 from meshwright.checkpoint.state import State, model_state, optimizer_state
-from meshwright.data.loading import Loading
+from meshwright.data.loading import LoadingOptions
 from meshwright.errors import CollectiveError
-from meshwright.launch.pairs import Connect
+from meshwright.launch.peer_connection import ConnectToStore
 from meshwright.plan import Plan
-from meshwright.train.metrics import Metric, Tally
-from meshwright.train.servers.clocks import Clocks
-from meshwright.train.servers.connections import Desk
-from meshwright.train.servers.coordinator import Lead, Staleness
-from meshwright.train.servers.parameter_shard import Holding
-from meshwright.train.servers.recipe import Recipe
-from meshwright.train.servers.rounds import Rounds
-from meshwright.train.servers.team import Team
-from meshwright.train.step.optimizer import fuse
+from meshwright.train.metrics import Metric, MetricTotals
+from meshwright.train.servers.clocks import WorkerClocks
+from meshwright.train.servers.connections import Connections
+from meshwright.train.servers.coordinator import Coordinator, Position, Staleness
+from meshwright.train.servers.parameter_shard import ParameterShard
+from meshwright.train.servers.participants import Participants
+from meshwright.train.servers.rounds import ServerRounds
+from meshwright.train.servers.server_group import ServerGroup
+from meshwright.train.servers.training_spec import TrainingSpec
+from meshwright.train.step.optimizer import use_fused_kernels
 
 
 @dataclass
-class Taken:
-    """A step of the run as the trainer sees it; filled when it is done, since only workers have samples."""
+class ServerStep:
+    """A step of the run, in the place of the batch that a session yields to the trainer. It is filled in when the step
+    is done, since only workers have the samples."""
 
     samples: int = 0
     epoch: int = 0
@@ -36,78 +39,114 @@ class Taken:
     last: bool = False
 
 
-class Serving:
+@dataclass(frozen=True)
+class _StepResult:
+    """What the coordinator tells the other servers about a step. `all_finished`: no worker has any more batches."""
+
+    steps: int
+    position: Position
+    all_finished: bool
+    stepped: bool
+    loss: float
+    samples: int
+    loss_scale: dict[str, float] | None
+
+
+class Server:
+    """One of the servers of a run; the first one is the coordinator. `recorded`: replies to workers also carry the
+    combined gradients, for a proof."""
+
     def __init__(
-        self, recipe: Recipe, plan: Plan, team: Team, connect: Connect, timeout_s: float, *, recorded: bool = False
+        self,
+        spec: TrainingSpec,
+        plan: Plan,
+        group: ServerGroup,
+        connect: ConnectToStore,
+        timeout_s: float,
+        *,
+        recorded: bool = False,
     ) -> None:
         self.plan = plan
-        self.seed = recipe.seed
+        self.seed = spec.seed
         self.steps = 0
         self.position = (0, 0)
-        self.over = False  # nobody has any more batches
-        self._team = team
-        self._schedule_per = recipe.schedule_per
+        self.all_finished = False  # no worker has any more batches
+        self._group = group
+        self._schedule_per = spec.schedule_per
         rate = 1.0 if plan.gradients.updates == "synchronous" or plan.world_size == 1 else 1 / plan.world_size
         fused = plan.compute.fused_optimizer
-        self._holding = Holding(recipe, team, fused=fused, recorded=recorded, rate=rate)
+        self._shard = ParameterShard(spec, group, fused=fused, recorded=recorded, rate=rate)
         self._loss_scale: dict[str, float] | None = None
         self._timeout_s = timeout_s
         workers, gradients = plan.world_size, plan.gradients
-        self._desk = Desk(team.rank, workers, self._holding, connect, timeout_s)
-        self._rounds = Rounds(team, self._desk, self._holding, workers, timeout_s, singly=rate != 1.0)
-        clocks = Clocks(gradients.staleness if gradients.updates == "bounded" else None)
-        self.lead = Lead(self._rounds, self._desk, clocks, workers, gradients.updates, timeout_s, self.seed)
-        self.lead.positions[0] = (0, 0)
+        connections = Connections(group.rank, workers, self._shard, connect, timeout_s)
+        self._connections = connections
+        self._rounds = ServerRounds(
+            group, connections, self._shard, workers, timeout_s, one_worker_per_update=rate != 1.0
+        )
+        clocks = WorkerClocks(gradients.staleness if gradients.updates == "bounded" else None)
+        participants = Participants(connections, clocks, workers, gradients.updates, timeout_s)
+        self.coordinator = Coordinator(self._rounds, participants, self.seed)
+        self.coordinator.positions[0] = (0, 0)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        return self._holding.optimizer
+        return self._shard.optimizer
 
     @property
     def staleness(self) -> Staleness:
-        return self.lead.staleness
+        return self.coordinator.staleness
 
     @property
     def parts(self) -> int | None:
-        """Of a data set that is divided by sample."""
-        return self.lead.divided or None
+        """Number of fixed parts of a data set that is divided by sample; None when it is not."""
+        return self.coordinator.data_parts or None
 
-    def divide(self, loading: Loading) -> None:
-        """A run keeps its parts, whoever goes on with it."""
+    def set_data_parts(self, loading: LoadingOptions) -> None:
+        """Fixes the number of parts of a data set that is divided by sample. A resumed run keeps its number."""
         if loading.partition == "sample":
-            self.lead.divided = self.parts or loading.parts or self.plan.data_ranks
+            self.coordinator.data_parts = self.parts or loading.parts or self.plan.data_ranks
 
     def limit(self, steps: int | None) -> None:
-        """No worker goes beyond so many batches."""
-        self.lead.clocks.total = steps
+        """Sets the number of batches after which workers are done; None means no limit."""
+        self.coordinator.clocks.total = steps
 
     # ---- training
 
-    def batches(self, *_: Any) -> Iterator[Taken]:
-        while not self.over:
-            yield Taken()
+    def batches(self, *_: Any) -> Iterator[ServerStep]:
+        """Steps, until no worker has any more batches."""
+        while not self.all_finished:
+            yield ServerStep()
 
-    def step(self, taken: Any) -> Tensor:
-        """One step of the run: an update of all workers' gradients, or as many single ones as make a global batch."""
-        told = self._lead_step() if self._team.leads else self._rounds.follow()
-        self.steps, self.position, self.over, stepped, loss, samples, self._loss_scale = told
-        taken.samples, taken.last = samples, self.position[1] == 0
-        taken.epoch = self.position[0] - taken.last
-        schedule = self._holding.schedule
-        # Many single updates make a global batch: counted by those, a schedule would depend on the number of workers.
-        if schedule and (stepped if self._schedule_per == "step" else taken.last):
+    def step(self, server_step: Any) -> Tensor:
+        """Runs one step of the run, and returns its mean loss: one update with the gradients of all workers, or as many
+        asynchronous updates as make a global batch."""
+        result: _StepResult = self._coordinate_step() if self._group.is_coordinator else self._rounds.follow()
+        self.steps, self.position, self.all_finished = result.steps, result.position, result.all_finished
+        self._loss_scale = result.loss_scale
+        server_step.samples, server_step.last = result.samples, self.position[1] == 0
+        server_step.epoch = self.position[0] - server_step.last
+        schedule = self._shard.schedule
+        # Stepped once per step of the run, not per update: otherwise it would depend on the number of workers.
+        if schedule and (result.stepped if self._schedule_per == "step" else server_step.last):
             schedule.step()
-        return torch.tensor(loss, dtype=torch.float64)
+        return torch.tensor(result.loss, dtype=torch.float64)
 
-    def _lead_step(self) -> Any:
-        lead = self.lead
-        progress = lead.step(self.steps)
-        steps = min(lead.clocks.step, self.steps + 1)
-        scale, good, skipped = lead.loss_scale
-        kept = {"value": scale, "good": good, "skipped": skipped} if scale else None
-        loss = progress.loss / (progress.count or 1.0)
-        done = (steps, lead.position_at(steps), lead.clocks.over, progress.stepped, loss, progress.samples, kept)
-        return self._rounds.end(done)
+    def _coordinate_step(self) -> Any:
+        coordinator = self.coordinator
+        progress = coordinator.step(self.steps)
+        steps = min(coordinator.clocks.step, self.steps + 1)
+        scale, good, skipped = coordinator.participants.loss_scale
+        result = _StepResult(
+            steps=steps,
+            position=coordinator.position_at(steps),
+            all_finished=coordinator.clocks.all_finished,
+            stepped=progress.stepped,
+            loss=progress.loss / (progress.count or 1.0),
+            samples=progress.samples,
+            loss_scale={"value": scale, "good": good, "skipped": skipped} if scale else None,
+        )
+        return self._rounds.end(result)
 
     # ---- evaluation
 
@@ -119,85 +158,91 @@ class Serving:
         loading: Any = None,
         interrupted: Callable[[], bool] = lambda: False,
     ) -> dict[str, float] | None:
-        """What the workers find, added up. They know the job's data and metrics themselves."""
-        if not self._team.leads:
+        """The loss and metrics of the evaluation set, which the workers compute with the job's data and metrics; None
+        when the evaluation was interrupted."""
+        if not self._group.is_coordinator:
             values: dict[str, float] | None = self._rounds.follow()
             return values
-        found = self.lead.evaluate(interrupted)
-        if found is None:
+        totals_of_parts = self.coordinator.evaluate(interrupted)
+        if totals_of_parts is None:
             return self._rounds.end(None)
         totals: dict[str, Tensor] = {}
-        for part in found:
+        for part in totals_of_parts:
             for name, total in part.items():
                 totals[name] = totals[name] + total if name in totals else total
-        tally = Tally({**(metrics or {})}, torch.device("cpu"))
-        return self._rounds.end(tally.finish(totals))
+        metric_totals = MetricTotals({**(metrics or {})}, torch.device("cpu"))
+        return self._rounds.end(metric_totals.finish(totals))
 
     # ---- the end
 
     def stop(self) -> None:
-        """Sends the workers home."""
+        """Tells the workers to stop."""
         try:
-            if self._team.leads:
-                self.lead.stop()
+            if self._group.is_coordinator:
+                self.coordinator.stop()
                 self._rounds.end(None)
             else:
                 self._rounds.follow()
-            self._desk.close(self._timeout_s)
-        except CollectiveError:  # the work is done, whatever a worker still wanted
+            self._connections.close(self._timeout_s)
+        except CollectiveError:  # the run is complete, so a worker that fails now does not matter
             pass
 
     # ---- checkpoints
 
     def state(self) -> State:
-        """As a session's: each server has its pieces of it."""
-        layouts, tied, mesh = self._holding.division()
-        schedule = self._holding.schedule
+        """What a checkpoint keeps, in the format of a session's state; each server has its rows."""
+        layouts, tied, mesh = self._shard.weight_division()
+        schedule = self._shard.schedule
         return {
-            **model_state(self._holding.module, layouts),
-            **optimizer_state(self._holding.module, self._holding.optimizer, layouts, tied, mesh),
+            **model_state(self._shard.module, layouts),
+            **optimizer_state(self._shard.module, self._shard.optimizer, layouts, tied, mesh),
             "schedule": schedule.state_dict() if schedule else None,
             "loss_scale": self._loss_scale,
         }
 
     def about(self) -> dict[str, Any]:
-        lead = self.lead
-        clocks = [[w, clock, *lead.position_at(clock)] for w, clock in sorted(lead.clocks.alive.items())]
-        seen = lead.staleness
+        """What a checkpoint's manifest says about the run's position."""
+        coordinator = self.coordinator
+        clocks = [
+            [w, clock, *coordinator.position_at(clock)] for w, clock in sorted(coordinator.clocks.by_worker.items())
+        ]
+        staleness = coordinator.staleness
         return {
             "step": self.steps,
             "position": list(self.position),
             "seed": self.seed,
             "clocks": clocks if self.plan.gradients.updates != "synchronous" else [],
             "workers": self.plan.world_size,
-            "staleness": [seen.pushes, seen.total, seen.largest, lead.clocks.largest_lead],
+            "staleness": [staleness.pushes, staleness.total, staleness.largest, coordinator.clocks.largest_lead],
             **({"parts": self.parts} if self.parts else {}),
         }
 
     def restore(self, path: Path, about: Mapping[str, Any]) -> None:
-        objects = load(path, self._holding.module, self._holding.optimizer, *self._holding.division())
-        if self._holding.schedule and objects["schedule"] is not None:
-            self._holding.schedule.load_state_dict(objects["schedule"])
+        """Resumes from a verified checkpoint, whose manifest says `about`."""
+        objects = load(path, self._shard.module, self._shard.optimizer, *self._shard.weight_division())
+        if self._shard.schedule and objects["schedule"] is not None:
+            self._shard.schedule.load_state_dict(objects["schedule"])
         if self.plan.compute.fused_optimizer:
-            fuse(self._holding.optimizer)
+            use_fused_kernels(self._shard.optimizer)
         self._loss_scale = objects.get("loss_scale")
         self.steps = int(about["step"])
         self.seed = int(about["seed"])
         self.position = (int(about["position"][0]), int(about["position"][1]))
-        self._restore_lead(about)
+        self._restore_coordinator(about)
 
-    def _restore_lead(self, about: Mapping[str, Any]) -> None:
-        lead = self.lead
-        lead.seed = self.seed
-        lead.divided = int(about.get("parts") or 0)
-        lead.clocks.start_at(self.steps)
-        lead.positions = {self.steps: self.position}
-        scale = self._loss_scale
-        lead.loss_scale = (scale["value"], int(scale["good"]), int(scale["skipped"])) if scale else (0.0, 0, 0)
+    def _restore_coordinator(self, about: Mapping[str, Any]) -> None:
+        coordinator, scale = self.coordinator, self._loss_scale
+        coordinator.seed = self.seed
+        coordinator.data_parts = int(about.get("parts") or 0)
+        coordinator.clocks.start_at(self.steps)
+        coordinator.positions = {self.steps: self.position}
+        coordinator.participants.loss_scale = (
+            (scale["value"], int(scale["good"]), int(scale["skipped"])) if scale else (0.0, 0, 0)
+        )
         if about.get("staleness"):
-            pushes, total, largest, lead.clocks.largest_lead = about["staleness"]
-            lead.staleness = Staleness(pushes, total, largest)
+            pushes, total, largest, coordinator.clocks.largest_lead = about["staleness"]
+            coordinator.staleness = Staleness(pushes, total, largest)
         if about.get("workers") == self.plan.world_size and self.plan.gradients.updates != "synchronous":
-            for worker, clock, epoch, index in about.get("clocks", ()):  # each goes on where it was
-                lead.starts[worker] = clock
-                lead.positions[clock] = (epoch, index)
+            for worker, clock, epoch, index in about.get("clocks", ()):  # each worker resumes at its own position
+                coordinator.participants.start_clocks[worker] = clock
+                coordinator.positions[clock] = (epoch, index)

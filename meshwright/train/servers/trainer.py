@@ -1,58 +1,61 @@
-"""The trainer on servers: it logs, evaluates, saves and resumes as under every plan, and says what only they know."""
+"""`ServerTrainer`: the trainer on a server. It logs, evaluates, saves and resumes as under every plan, and also reports
+the staleness of gradients."""
 
 import json
 from typing import Any
 
 from meshwright.launch.signals import StopRequest
 from meshwright.train.output.folder import read_result, write_text
-from meshwright.train.servers.server import Serving
+from meshwright.train.servers.server import Server
 from meshwright.train.trainer import Trainer
 
 
-class Conduct(Trainer):
+class ServerTrainer(Trainer):
     @property
-    def serving(self) -> Serving:
-        assert isinstance(self.session, Serving)
+    def server(self) -> Server:
+        assert isinstance(self.session, Server)
         return self.session
 
     def _train(self, stop: StopRequest) -> bool:
-        self.serving.divide(self.loading)
-        self.serving.limit(self.total_steps())
-        self.serving.lead.say = self.display.line
+        self.server.set_data_parts(self.loading)
+        self.server.limit(self.total_steps())
+        self.server.coordinator.participants.print_line = self.display.line
         return super()._train(stop)
 
     def _finish(self) -> None:
         super()._finish()
         result = read_result(self.folder) if self.world.rank == 0 else None
         if result is not None:
-            told = self.staleness()
-            result = {**result, "restarts": self.world.attempt + self.serving.lead.rejoined, "staleness": told}
+            staleness = self.staleness()
+            restarts = self.world.attempt + self.server.coordinator.participants.rejoined
+            result = {**result, "restarts": restarts, "staleness": staleness}
             write_text(self.folder.result, json.dumps(result, indent=1))
-            bound = f", the largest lead {told['largest_lead']}" if "largest_lead" in told else ""
-            self.display.line(f"staleness: mean {told['mean']:.2f}, max {told['max']}{bound}")
+            bound = f", the largest lead {staleness['largest_lead']}" if "largest_lead" in staleness else ""
+            self.display.line(f"staleness: mean {staleness['mean']:.2f}, max {staleness['max']}{bound}")
 
     def staleness(self) -> dict[str, float]:
-        """How many updates gradients were behind; under a bound also how many steps anybody was ahead."""
-        seen = self.serving.staleness
-        told: dict[str, float] = {"mean": round(seen.mean, 4), "max": seen.largest}
+        """By how many updates gradients were stale; with `bounded` updates also the largest number of batches that a
+        worker was ahead of the slowest one."""
+        staleness = self.server.staleness
+        values: dict[str, float] = {"mean": round(staleness.mean, 4), "max": staleness.largest}
         if self.session.plan.gradients.updates == "bounded":
-            told["largest_lead"] = self.serving.lead.clocks.largest_lead
-        return told
+            values["largest_lead"] = self.server.coordinator.clocks.largest_lead
+        return values
 
     def _log(self, batch: Any) -> None:
         super()._log(batch)
         steps = self.session.steps
-        if self.logbook and self.session.plan.gradients.updates != "synchronous":
+        if self.metrics_log and self.session.plan.gradients.updates != "synchronous":
             if steps % self.job.log.every_steps and not self._at_end():
                 return
-            told = {f"staleness_{name}": value for name, value in self.staleness().items()}
-            self.logbook.write("servers", steps, batch.epoch, told)
+            values = {f"staleness_{name}": value for name, value in self.staleness().items()}
+            self.metrics_log.write("servers", steps, batch.epoch, values)
 
-    def _where(self) -> str:
+    def _describe_ranks(self) -> str:
         plan, kind = self.session.plan, "GPU" if self.world.device.type == "cuda" else "CPU"
         workers, servers = plan.world_size, plan.gradients.servers
         return f"{workers} {kind} workers and {servers} servers ({plan.summary()}) in {self.folder.path}"
 
     def _peak_memory_bytes(self) -> int:
-        """Workers hold the activations: theirs is mostly the largest."""
-        return max(super()._peak_memory_bytes(), self.serving.lead.peak_bytes)
+        """The largest peak of all servers and workers. It is usually that of a worker, which holds the activations."""
+        return max(super()._peak_memory_bytes(), self.server.coordinator.participants.peak_bytes)

@@ -1,4 +1,5 @@
-"""A worker: computes gradients on its share of every batch, and has servers make the step."""
+"""`ServerClient`: a worker's connections to the servers, in the place of its session's optimizer; and `run_worker`,
+which does what the servers instruct."""
 
 import pickle
 import resource
@@ -12,228 +13,256 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.data.loading import Batch, Share
+from meshwright.data.loading import Batch, SampleShare
 from meshwright.errors import CollectiveError
-from meshwright.launch.pairs import Broken, Connect, Late, Pair, last_seen
+from meshwright.launch.peer_connection import (
+    ConnectToStore,
+    PeerConnection,
+    PeerLostError,
+    PeerTimeoutError,
+    describe_last_heartbeat,
+)
 from meshwright.plan import Plan
 from meshwright.train.servers.connections import announce, pair_store
-from meshwright.train.servers.messages import Do, Frame, Reply, Said, Told, of_tensors
-from meshwright.train.servers.parameter_shard import USED, push_frame, reply_frame
-from meshwright.train.servers.recipe import parts_of
+from meshwright.train.servers.messages import (
+    USED,
+    Instruction,
+    ReportKind,
+    ServerReply,
+    TensorKey,
+    WorkerReport,
+    frozen_buffer,
+    push_buffer,
+    reply_buffer,
+)
+from meshwright.train.servers.training_spec import model_tensors
 from meshwright.train.session import Session
 
 
-class Exchange:
-    """Takes the place of a session's optimizer: gradients go to the servers, and their weights come back."""
+class ServerClient:
+    """Sends a worker's gradients to the servers, and puts the weights that come back into its session. It implements
+    `RemoteOptimizer`."""
 
     def __init__(
         self,
         session: Session,
         plan: Plan,
         worker: int,
-        connect: Connect,
+        connect: ConnectToStore,
         timeout_s: float,
         *,
         folder: Path | None = None,
         recorded: bool = False,
     ) -> None:
-        """`folder`: where the servers' places can be read, for errors that name one. `recorded`: the servers send the
-        gradients that they have combined."""
-        self.share = Share(worker, plan.world_size)
-        self.reply = Reply()
-        self.batch: Batch | None = None  # what the step that comes is computed on
-        self.before_push: Callable[[], None] = lambda: None  # may look at the gradients, or spoil them
+        """`folder` has the heartbeats of the servers, for errors about one of them. `recorded`: replies also carry the
+        combined gradients, for a proof."""
+        self.share = SampleShare(worker, plan.world_size)
+        self.reply = ServerReply()
+        self.batch: Batch | None = None  # the batch of the next step
+        self.before_push: Callable[[], None] = lambda: None  # may look at the gradients, or change them
         self._session = session
         self._recorded = recorded
         self._folder = folder
-        self._first_rank = plan.world_size
-        # Held on the CPU: all that a server sends passes there.
-        parts = parts_of(session.module, lambda _: session.optimizer, plan.gradients.servers)
-        self._weights: dict[str, nn.Parameter] = dict(parts.trained)
-        self._buffers = dict(parts.buffers)
-        self._fixed = dict(parts.fixed)
-        self._pieces = parts.pieces
+        self._first_rank = plan.world_size  # of the servers
+        # The message buffers are on the CPU, where all messages are sent and received.
+        tensors = model_tensors(session.module, lambda _: session.optimizer, plan.gradients.servers)
+        self._weights: dict[str, nn.Parameter] = dict(tensors.trained)
+        self._buffers = dict(tensors.buffers)
+        self._frozen = dict(tensors.frozen)
+        self._rows = tensors.rows
         servers = range(plan.gradients.servers)
         self._pushes = [
-            push_frame(parts.pieces[server], self._buffers if (worker, server) == (0, 0) else {}) for server in servers
+            push_buffer(tensors.rows[server], self._buffers if (worker, server) == (0, 0) else {}) for server in servers
         ]
         self._replies = [
-            reply_frame(parts.pieces[server], {} if server else self._buffers, recorded) for server in servers
+            reply_buffer(tensors.rows[server], {} if server else self._buffers, recorded) for server in servers
         ]
-        self._pairs = self._connected(connect(), worker, timeout_s)
-        session.updater = self
+        self._pairs = self._connect_to_servers(connect(), worker, timeout_s)
+        session.remote_optimizer = self
 
-    def _connected(self, store: torch.distributed.Store, worker: int, timeout_s: float) -> list[Pair]:
-        """The first server last: whoever has come to it has come to all."""
-        life = announce(store, worker)
-        pairs: dict[int, Pair] = {}
-        for server in reversed(range(len(self._pieces))):
+    def _connect_to_servers(
+        self, store: torch.distributed.Store, worker: int, timeout_s: float
+    ) -> list[PeerConnection]:
+        """Connects to the first server last, so that a worker which is connected to it is connected to all."""
+        incarnation = announce(store, worker)
+        pairs: dict[int, PeerConnection] = {}
+        for server in reversed(range(len(self._rows))):
             name = f"server {server} (rank {self._first_rank + server})"
-            own = pair_store(store, server, worker, life)
-            pairs[server] = self._naming(partial(Pair, own, False, name, timeout_s, timeout_s), server)
+            prefixed = pair_store(store, server, worker, incarnation)
+            pairs[server] = self._explain(partial(PeerConnection, prefixed, False, name, timeout_s, timeout_s), server)
         return [pairs[server] for server in sorted(pairs)]
 
     def close(self) -> None:
-        """Leaves without a word; the servers notice."""
+        """Closes the connections without a message; the servers notice that they break."""
         for pair in self._pairs:
             pair.close()
 
     # ---- from the servers
 
-    def welcome(self) -> None:
-        """The first reply: the weights as they are, and where to begin."""
-        fixed = Frame(of_tensors(self._fixed))
-        if fixed:
-            self._naming(partial(self._pairs[0].receive, fixed.memory), 0)
+    def receive_start(self) -> None:
+        """Receives the first reply: the current weights, and the position to start from."""
+        frozen = frozen_buffer(self._frozen)
+        if frozen:
+            self._explain(partial(self._pairs[0].receive, frozen.memory), 0)
             with torch.no_grad():
-                for name, parameter in self._fixed.items():
-                    parameter.copy_(fixed.views[name])
-        self.pull()
+                for name, parameter in self._frozen.items():
+                    parameter.copy_(frozen.views[TensorKey("frozen", name)])
+        self.receive_reply()
         session, reply = self._session, self.reply
         session.steps, session.seed, session.position = reply.clock, reply.seed, (reply.epoch, reply.index)
-        session.parts = reply.divided or None
+        session.parts = reply.data_parts or None
         if session.loss_scale and reply.scale:
             session.loss_scale.load_state_dict({"value": reply.scale, "good": reply.good, "skipped": reply.skipped})
 
     @torch.no_grad()
-    def pull(self) -> None:
+    def receive_reply(self) -> None:
+        """Receives the replies of all servers, and copies their weights into the session."""
         waits = [
-            self._naming(partial(pair.start_receive, frame.memory), server)
-            for server, (pair, frame) in enumerate(zip(self._pairs, self._replies, strict=True))
+            self._explain(partial(pair.start_receive, message.memory), server)
+            for server, (pair, message) in enumerate(zip(self._pairs, self._replies, strict=True))
         ]
         for server, wait in enumerate(waits):
-            self._naming(wait, server)
-        self.reply = Reply.unpack(self._replies[0].header)
-        for pieces, frame in zip(self._pieces, self._replies, strict=True):
-            for piece in pieces:
-                piece.of(self._weights[piece.name]).copy_(frame.views[f"weights/{piece.name}"])
+            self._explain(wait, server)
+        self.reply = ServerReply.unpack(self._replies[0].header)
+        for rows, message in zip(self._rows, self._replies, strict=True):
+            for part in rows:
+                part.view(self._weights[part.name]).copy_(message.views[TensorKey("weights", part.name)])
         for name, buffer in self._buffers.items():
-            buffer.copy_(self._replies[0].views[f"buffers/{name}"])
+            buffer.copy_(self._replies[0].views[TensorKey("buffers", name)])
 
     # ---- to the servers
 
     def update(self, session: Session, loss_sum: Tensor) -> tuple[bool, Tensor]:
-        """Pushes a step's gradients and pulls the weights that the servers make of them."""
+        """Sends the gradients of a step and receives the updated weights. Returns whether the servers used the
+        gradients, and the mean loss of their update."""
         scale = session.loss_scale
-        fit = scale is None or scale.unscale_(session.module.parameters())
+        is_finite = scale is None or scale.unscale_(session.module.parameters())
         state = scale.state_dict() if scale else {"value": 0.0, "good": 0, "skipped": 0}
         batch = self.batch
-        told = Told(
-            said=Said.GRADIENTS,
+        report = WorkerReport(
+            kind=ReportKind.GRADIENTS,
             version=self.reply.version,
             clock=session.steps,
             epoch=batch.epoch if batch else 0,
             index=batch.index if batch else 0,
             last=int(batch.last) if batch else 0,
-            samples=sum(part.samples for part in batch.parts) if batch else 0,
-            unfit=int(not fit),
+            samples=sum(microbatch.samples for microbatch in batch.microbatches) if batch else 0,
+            overflow=int(not is_finite),
             peak_bytes=_peak_bytes(session.world.device),
             good=int(state["good"]),
             skipped=int(state["skipped"]),
             scale=float(state["value"]),
-            count=float(session.count),
+            count=float(session.target_count),
             loss=float(loss_sum),
         )
         self.before_push()
         self._fill_pushes()
-        self._tell(told)
-        self._send([(server, frame.memory) for server, frame in enumerate(self._pushes)])
-        self.pull()
+        self._send_report(report)
+        self._send([(server, message.memory) for server, message in enumerate(self._pushes)])
+        self.receive_reply()
         if self._recorded:
-            self._show(session)
+            self._copy_combined_gradients(session)
         return bool(self.reply.stepped), torch.tensor(self.reply.loss, dtype=torch.float64)
 
-    def findings(self, gave_up: bool, totals: dict[str, Tensor]) -> None:
-        """What an evaluation has found; the servers' next reply comes with it."""
-        found = pickle.dumps((gave_up, {name: total.cpu() for name, total in totals.items()}))
-        data = torch.frombuffer(bytearray(found), dtype=torch.uint8)
-        self._tell(Told(said=Said.EVALUATED, bytes=data.numel(), peak_bytes=_peak_bytes(self._session.world.device)))
+    def send_evaluation(self, gave_up: bool, totals: dict[str, Tensor]) -> None:
+        """Sends the result of an evaluation to the first server, and receives the next reply."""
+        result = pickle.dumps((gave_up, {name: total.cpu() for name, total in totals.items()}))
+        data = torch.frombuffer(bytearray(result), dtype=torch.uint8)
+        peak_bytes = _peak_bytes(self._session.world.device)
+        self._send_report(WorkerReport(kind=ReportKind.EVALUATED, result_bytes=data.numel(), peak_bytes=peak_bytes))
         self._send([(0, data)])
-        self.pull()
+        self.receive_reply()
 
-    def say(self, said: Said) -> None:
-        self._tell(Told(said=said))
-        self.pull()
+    def report(self, kind: ReportKind) -> None:
+        """Sends a report without data, and receives the next reply."""
+        self._send_report(WorkerReport(kind=kind))
+        self.receive_reply()
 
-    def _tell(self, told: Told) -> None:
-        others = replace(told, bytes=0).pack()  # what was found goes to the first server
-        self._send([(0, told.pack()), *((server, others) for server in range(1, len(self._pairs)))])
+    def _send_report(self, report: WorkerReport) -> None:
+        without_result = replace(report, result_bytes=0).pack()  # only the first server receives the result
+        servers = range(1, len(self._pairs))
+        self._send([(0, report.pack()), *((server, without_result) for server in servers)])
 
     def _send(self, messages: list[tuple[int, Tensor]]) -> None:
+        """Sends messages to servers at the same time."""
         waits = [
-            (server, self._naming(partial(self._pairs[server].start_send, message), server))
+            (server, self._explain(partial(self._pairs[server].start_send, message), server))
             for server, message in messages
         ]
         for server, wait in waits:
-            self._naming(wait, server)
+            self._explain(wait, server)
 
     @torch.no_grad()
     def _fill_pushes(self) -> None:
-        for pieces, frame in zip(self._pieces, self._pushes, strict=True):
-            gradients = [self._weights[piece.name].grad for piece in pieces]
-            frame.views[USED].copy_(torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8))
-            for piece, gradient in zip(pieces, gradients, strict=True):
-                view = frame.views[f"gradients/{piece.name}"]
+        """Copies the session's gradients into the messages to the servers, and the buffers where they are sent."""
+        for rows, message in zip(self._rows, self._pushes, strict=True):
+            gradients = [self._weights[part.name].grad for part in rows]
+            used = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
+            message.views[USED].copy_(used)
+            for part, gradient in zip(rows, gradients, strict=True):
+                view = message.views[TensorKey("gradients", part.name)]
                 if gradient is None:
                     view.zero_()
                 else:
-                    view.copy_(piece.of(gradient.to_dense() if gradient.is_sparse else gradient))
-            for name, view in frame.views.items():
-                if name.startswith("buffers/"):
-                    view.copy_(self._buffers[name.removeprefix("buffers/")])
+                    view.copy_(part.view(gradient.to_dense() if gradient.is_sparse else gradient))
+            for key, view in message.views.items():
+                if key.kind == "buffers":
+                    view.copy_(self._buffers[key.name])
 
     @torch.no_grad()
-    def _show(self, session: Session) -> None:
-        """The combined gradients and their norm, as a session on its own would have them."""
+    def _copy_combined_gradients(self, session: Session) -> None:
+        """Puts the combined gradients and their norm into the session, as a step without servers would leave them."""
         used: set[str] = set()
-        for pieces, frame in zip(self._pieces, self._replies, strict=True):
-            for piece, is_used in zip(pieces, frame.views[USED].tolist(), strict=True):
-                weight = self._weights[piece.name]
+        for rows, message in zip(self._rows, self._replies, strict=True):
+            for part, is_used in zip(rows, message.views[USED].tolist(), strict=True):
+                weight = self._weights[part.name]
                 if is_used:
-                    used.add(piece.name)
+                    used.add(part.name)
                     weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-                    piece.of(weight.grad).copy_(frame.views[f"gradients/{piece.name}"])
+                    part.view(weight.grad).copy_(message.views[TensorKey("gradients", part.name)])
         for name, weight in self._weights.items():
             weight.grad = weight.grad if name in used else None
         session.gradient_norm = torch.tensor(self.reply.norm, dtype=torch.float64)
         if session.on_gradients is not None:
             session.on_gradients()
 
-    def _naming(self, do: Callable[[], Any], server: int) -> Any:
-        """Tells which server is gone, and where it was last seen."""
+    def _explain(self, operation: Callable[[], Any], server: int) -> Any:
+        """Runs an operation. When the server is gone or does not answer, the error says where it was last seen."""
         try:
-            return do()
-        except (Broken, Late) as error:
+            return operation()
+        except (PeerLostError, PeerTimeoutError) as error:
             rank, step = self.share.rank, self._session.steps
-            seen = last_seen(self._folder, self._first_rank + server)
-            raise CollectiveError(f"rank {rank}, step {step}, {error}{seen}") from error
+            last_seen = describe_last_heartbeat(self._folder, self._first_rank + server)
+            raise CollectiveError(f"rank {rank}, step {step}, {error}{last_seen}") from error
 
 
-def work(
+def run_worker(
     session: Session,
-    exchange: Exchange,
+    client: ServerClient,
     batches: Callable[[], Iterator[Batch]],
-    evaluate: Callable[[Share], tuple[bool, dict[str, Tensor]]],
-    finished: Callable[[], None] = lambda: None,
+    evaluate: Callable[[SampleShare], tuple[bool, dict[str, Tensor]]],
+    after_step: Callable[[], None] = lambda: None,
 ) -> None:
-    """Does what the servers say until they send it home. `batches`: from the session's position on; `evaluate`: a
-    share of the evaluation set."""
-    exchange.welcome()
-    with closing(batches()) as given:  # type: ignore[type-var]
-        while exchange.reply.do != Do.STOP:
-            if exchange.reply.do == Do.EVALUATE:
-                exchange.findings(*evaluate(Share(exchange.reply.part, exchange.reply.parts)))
-            elif exchange.reply.do == Do.WAIT:
-                exchange.say(Said.WAITED)
-            elif (batch := next(given, None)) is None:
-                exchange.say(Said.ENDED)
+    """Does what the servers instruct until they tell the worker to stop. `batches` yields batches from the session's
+    position on; `evaluate` evaluates a share of the evaluation set, and returns whether it was interrupted, and the
+    totals."""
+    client.receive_start()
+    with closing(batches()) as iterator:  # type: ignore[type-var]
+        while client.reply.instruction != Instruction.STOP:
+            if client.reply.instruction == Instruction.EVALUATE:
+                client.send_evaluation(*evaluate(SampleShare(client.reply.part, client.reply.parts)))
+            elif client.reply.instruction == Instruction.WAIT:
+                client.report(ReportKind.WAITED)
+            elif (batch := next(iterator, None)) is None:
+                client.report(ReportKind.OUT_OF_DATA)
             else:
-                exchange.batch = batch
+                client.batch = batch
                 session.step(batch)
-                finished()
+                after_step()
 
 
 def _peak_bytes(device: torch.device) -> int:
+    """Peak memory of this process: allocated on a GPU, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

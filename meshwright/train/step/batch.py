@@ -1,39 +1,39 @@
-"""Batches on their way to a device: moved, counted, and cut into microbatches."""
+"""Moves batches to a device, counts their samples, and cuts them into microbatches."""
 
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.errors import InputError
+from meshwright.train.torch_private import tree_leaves, tree_map
 
 
-def move(data: Any, device: torch.device, *, channels_last: bool = False) -> Any:
-    """The batch on the device; images in the layout that the plan asks for. Copies from pinned memory go on while
-    the program does."""
+def move_to_device(data: Any, device: torch.device, *, channels_last: bool = False) -> Any:
+    """The batch on the device. With `channels_last`, image tensors get that memory format. Copies from pinned memory
+    run asynchronously."""
     if device.type == "cpu" and not channels_last:
         return data
 
-    def place(value: Any) -> Any:
+    def move(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         if channels_last and value.dim() == 4:
             return value.to(device, non_blocking=True, memory_format=torch.channels_last)
         return value.to(device, non_blocking=True)
 
-    return tree_map(place, data)
+    return tree_map(move, data)
 
 
 def samples_in(data: Any) -> int:
-    """The batch size, read off the first tensor; for batches of a foreign loader."""
+    """The size of a batch from any loader, taken from its first tensor."""
     for leaf in tree_leaves(data):
         if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
             return int(leaf.shape[0])
-    raise InputError("the batch holds no tensor: its size cannot be told")
+    raise InputError("the batch holds no tensor, so its size is unknown: make the loader return tensors")
 
 
-def chunks(data: Any, parts: int) -> list[Any]:
-    """A batch cut into microbatches along its first dimension; for batches of a foreign loader."""
+def split_into_microbatches(data: Any, parts: int) -> list[Any]:
+    """A batch from any loader, cut along its first dimension into `parts` microbatches, or fewer when it is smaller."""
     if parts == 1:
         return [data]
     size = samples_in(data)
@@ -41,8 +41,8 @@ def chunks(data: Any, parts: int) -> list[Any]:
 
     def cut(begin: int, end: int) -> Any:
         def narrow(value: Any) -> Any:
-            whole = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == size
-            return value[begin:end] if whole else value
+            has_samples = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == size
+            return value[begin:end] if has_samples else value
 
         return tree_map(narrow, data)
 

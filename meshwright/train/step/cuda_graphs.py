@@ -1,5 +1,5 @@
-"""Forward and backward of a step, recorded once as a CUDA graph and repeated for every batch of the same shapes: the
-host tells the GPU one thing instead of thousands. For plans of one rank."""
+"""Captures the forward and backward passes of a step as a CUDA graph, and replays it for every batch of the same
+shapes: the host launches one graph instead of thousands of kernels. For plans of one rank."""
 
 import warnings
 from collections.abc import Callable, Hashable, Sequence
@@ -8,20 +8,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
 
-from meshwright.batch import Example
+from meshwright.batch import ModelBatch
+from meshwright.train.torch_private import tree_flatten, tree_map
 
-Examples = list[tuple[Example, int]]
-Compute = Callable[[Examples, int | None], Tensor]
+Examples = list[tuple[ModelBatch, int]]
+RunStep = Callable[[Examples, int | None], Tensor]
 _Key = tuple[Hashable, int | None, tuple[Hashable, ...]]  # shapes, samples of the global batch, constants
-_MOST = 8  # shapes that are recorded: each graph keeps the memory of a step
-_WARM_UP = 3  # steps of a shape before it is recorded: libraries choose their kernels, and allocate
+_MAX_GRAPHS = 8  # each graph keeps the memory of a step
+_WARM_UP_STEPS = 3  # before a shape is captured, in which libraries choose their kernels and allocate
 
 
 @dataclass(frozen=True)
-class _Recorded:
-    """What the graph reads and writes, always in the same memory."""
+class _CapturedStep:
+    """A captured graph, and the tensors that it reads and writes. Their memory stays the same in every replay."""
 
     graph: torch.cuda.CUDAGraph
     examples: Examples
@@ -29,76 +29,83 @@ class _Recorded:
     loss: Tensor
 
 
-class Graphs:
-    """Stands in for `compute`, which leaves gradients in the parameters and returns the loss. What a graph would hold
-    fast, such as a factor on the loss, is given as `constants`: another value makes another graph."""
+class StepGraphs:
+    """Is called like `run_step`, which leaves gradients in the parameters and returns the loss, and captures it.
+    Numbers that a graph would contain, such as the scale of the loss, are passed as `constants`: another value needs
+    another graph."""
 
-    def __init__(self, compute: Compute, parameters: Sequence[nn.Parameter]) -> None:
-        self._compute = compute
+    def __init__(self, run_step: RunStep, parameters: Sequence[nn.Parameter]) -> None:
+        self._run_step = run_step
         self._parameters = parameters
-        self._seen: dict[_Key, int] = {}
-        self._known: dict[_Key, _Recorded] = {}
+        self._runs: dict[_Key, int] = {}  # how often each shape ran before it was captured
+        self._captured: dict[_Key, _CapturedStep] = {}
         self._stream = torch.cuda.Stream()
-        self._fails = False
+        self._capture_failed = False
 
     def __call__(self, examples: Examples, samples: int | None, *constants: Hashable) -> Tensor:
         key: _Key = (_shapes(examples), samples, constants)
-        if key not in self._known:
-            # With another constant the old ones are not likely to come again.
-            self._known = {known: graph for known, graph in self._known.items() if known[2] == constants}
-            self._seen[key] = self._seen.get(key, 0) + 1
-            ready = not self._fails and self._seen[key] > _WARM_UP and len(self._known) < _MOST
-            if not ready or not self._record(key, examples, samples):
-                return self._aside(examples, samples)
-        found = self._known[key]
-        for (ours, _), (given, _) in zip(found.examples, examples, strict=True):
-            for place, value in zip(_tensors(ours), _tensors(given), strict=True):
-                place.copy_(value, non_blocking=True)
-        found.graph.replay()
-        for parameter, gradient in zip(self._parameters, found.gradients, strict=True):
+        if key not in self._captured:
+            # Graphs with other constants, such as an earlier loss scale, are unlikely to be needed again.
+            self._captured = {old: graph for old, graph in self._captured.items() if old[2] == constants}
+            self._runs[key] = self._runs.get(key, 0) + 1
+            is_warm = self._runs[key] > _WARM_UP_STEPS
+            may_capture = not self._capture_failed and is_warm and len(self._captured) < _MAX_GRAPHS
+            if not may_capture or not self._capture(key, examples, samples):
+                return self._run_without_graph(examples, samples)
+        captured = self._captured[key]
+        for (graph_example, _), (example, _) in zip(captured.examples, examples, strict=True):
+            for graph_tensor, tensor in zip(_tensors(graph_example), _tensors(example), strict=True):
+                graph_tensor.copy_(tensor, non_blocking=True)
+        captured.graph.replay()
+        for parameter, gradient in zip(self._parameters, captured.gradients, strict=True):
             parameter.grad = gradient
-        return found.loss.clone()
+        return captured.loss.clone()
 
-    def _record(self, key: _Key, examples: Examples, samples: int | None) -> bool:
-        own = [(tree_map(_clone, example), count) for example, count in map(_plain, examples)]
-        held = [(Example(*example), count) for example, count in own]
+    def _capture(self, key: _Key, examples: Examples, samples: int | None) -> bool:
+        """Captures a step. Returns False when that fails; from then on all steps run without graphs."""
+        clones = [(tree_map(_clone, example), count) for example, count in map(_as_tuples, examples)]
+        graph_examples = [(ModelBatch(*example), count) for example, count in clones]
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
-                loss = self._compute(held, samples)
-        except Exception as error:  # what cannot be recorded (a value that the host reads) can still be run
-            self._fails = True
+                loss = self._run_step(graph_examples, samples)
+        except (
+            Exception
+        ) as error:  # a step that cannot be captured, for example because the host reads a value, can run
+            self._capture_failed = True
             torch.cuda.synchronize()
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            said = f"plan.compute.cuda_graphs: the step cannot be recorded ({reason}), running without"
-            warnings.warn(said, stacklevel=2)
+            message = f"plan.compute.cuda_graphs: the step cannot be captured ({reason}), running without CUDA graphs"
+            warnings.warn(message, stacklevel=2)
             for parameter in self._parameters:
                 parameter.grad = None
             return False
         gradients = tuple(parameter.grad for parameter in self._parameters)
-        self._known[key] = _Recorded(graph, held, gradients, loss)
+        self._captured[key] = _CapturedStep(graph, graph_examples, gradients, loss)
         return True
 
-    def _aside(self, examples: Examples, samples: int | None) -> Tensor:
-        """On a stream of its own, as PyTorch asks of what comes before a recording."""
+    def _run_without_graph(self, examples: Examples, samples: int | None) -> Tensor:
+        """Runs the step on another stream, which PyTorch requires for the steps before a capture."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            loss = self._compute(examples, samples)
+            loss = self._run_step(examples, samples)
         torch.cuda.current_stream().wait_stream(self._stream)
         return loss
 
 
-def _plain(pair: tuple[Example, int]) -> tuple[Any, int]:
+def _as_tuples(pair: tuple[ModelBatch, int]) -> tuple[Any, int]:
+    """The example as nested tuples and dicts, which `tree_map` can traverse."""
     example, count = pair
     return (example.arguments, example.keywords, example.target), count
 
 
-def _tensors(example: Example) -> list[Tensor]:
+def _tensors(example: ModelBatch) -> list[Tensor]:
     leaves, _ = tree_flatten((example.arguments, example.keywords, example.target))
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def _shapes(examples: Examples) -> Hashable:
+    """Sample counts and the shapes, strides and dtypes of all tensors."""
     return tuple(
         (count, tuple((tuple(t.shape), t.stride(), t.dtype) for t in _tensors(example))) for example, count in examples
     )

@@ -1,4 +1,4 @@
-"""Evaluation over ranks: who runs which batch, and one set of totals in the end."""
+"""Evaluation over several ranks: which batches each rank runs, and how their totals are combined."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -9,69 +9,74 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.data.batch import Microbatch
-from meshwright.train.metrics import Tally
+from meshwright.train.metrics import MetricTotals
 
 
-class Rounds:
-    """A rank's batches, until they end or `interrupted` says so on any rank; `gave_up` tells which.
+class EvaluationBatches:
+    """Yields the batches of one rank until they end, or until `interrupted` returns True; `gave_up` says whether it
+    did.
 
-    With `together` every rank runs as many batches as the one that has the most, since they need each other in each:
-    one that has no more takes part with one it had, of which no sample counts.
+    With `same_count` every rank runs as many batches as the rank that has the most, because they communicate in every
+    batch. A rank that has no more batches repeats one with a weight of 0 (`samples` is 0). An interruption of any rank
+    then stops all ranks.
     """
 
-    def __init__(self, own: Iterator[Microbatch], interrupted: Callable[[], bool], together: bool) -> None:
-        self._own = own
+    def __init__(self, local: Iterator[Microbatch], interrupted: Callable[[], bool], same_count: bool) -> None:
+        self._local = local
         self._interrupted = interrupted
-        self._together = together
+        self._same_count = same_count
         self.gave_up = False
 
     def __iter__(self) -> Iterator[Microbatch]:
-        borrowed: Microbatch | None = None
+        filler: Microbatch | None = None
         while True:
-            part = next(self._own, None)
-            any_left, self.gave_up, any_without = self._agreed(part is not None, borrowed is None and part is None)
-            if self.gave_up or not any_left:
+            batch = next(self._local, None)
+            any_has_batch, self.gave_up, any_needs_filler = self._agree(
+                batch is not None, filler is None and batch is None
+            )
+            if self.gave_up or not any_has_batch:
                 return
-            if any_without:
-                given = _from_first(part)
-                borrowed = borrowed or replace(given, samples=0)
-            if part is None:
-                assert borrowed is not None
-                yield borrowed
+            if any_needs_filler:
+                first_batch = _batch_of_first_rank(batch)  # a collective: every rank takes part
+                filler = filler or replace(first_batch, samples=0)
+            if batch is None:
+                assert filler is not None
+                yield filler
                 continue
-            yield part
-            borrowed = replace(part, samples=0)
+            yield batch
+            filler = replace(batch, samples=0)
 
-    def _agreed(self, left: bool, without: bool) -> tuple[bool, bool, bool]:
+    def _agree(self, has_batch: bool, needs_filler: bool) -> tuple[bool, bool, bool]:
+        """Whether any rank has a batch, is interrupted, or needs a filler."""
         stop = self._interrupted()
-        if not self._together:
-            return left, stop, False
-        flags = torch.tensor([left, stop, without], dtype=torch.int32)
+        if not self._same_count:
+            return has_batch, stop, False
+        flags = torch.tensor([has_batch, stop, needs_filler], dtype=torch.int32)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        left, stop, without = (bool(flag) for flag in flags.tolist())
-        return left, stop, without
+        has_batch, stop, needs_filler = (bool(flag) for flag in flags.tolist())
+        return has_batch, stop, needs_filler
 
 
-def _from_first(part: Microbatch | None) -> Microbatch:
-    """A batch for ranks that never had one: that of the first, which never goes without."""
-    given: list[Any] = [part]
-    dist.broadcast_object_list(given, src=0)
-    found: Microbatch = given[0]
-    return found
+def _batch_of_first_rank(batch: Microbatch | None) -> Microbatch:
+    """The batch of rank 0, for ranks that never had one. Rank 0 has one whenever any rank does."""
+    batches: list[Any] = [batch]
+    dist.broadcast_object_list(batches, src=0)
+    first: Microbatch = batches[0]
+    return first
 
 
-def combine(tally: Tally, gave_up: bool, ranks: int) -> dict[str, float] | None:
-    """One rank's totals with those of the others. A rank that evaluated nothing knows no names, so the names
-    travel with the totals."""
+def combine_totals(local: MetricTotals, gave_up: bool, ranks: int) -> dict[str, float] | None:
+    """The metrics over all ranks; None when any rank gave up. A rank that evaluated nothing does not know the names of
+    the metrics, so names are sent with the totals."""
     if ranks == 1:
-        return None if gave_up else tally.finish(tally.totals())
-    mine = (gave_up, {name: total.cpu() for name, total in tally.totals().items()})
-    parts: list[Any] = [None] * ranks
-    dist.all_gather_object(parts, mine)
-    if any(part[0] for part in parts):
+        return None if gave_up else local.finish(local.totals())
+    mine = (gave_up, {name: total.cpu() for name, total in local.totals().items()})
+    of_ranks: list[Any] = [None] * ranks
+    dist.all_gather_object(of_ranks, mine)
+    if any(rank_gave_up for rank_gave_up, _ in of_ranks):
         return None
     totals: dict[str, Tensor] = {}
-    for _, part in parts:
-        for name, total in part.items():
+    for _, rank_totals in of_ranks:
+        for name, total in rank_totals.items():
             totals[name] = totals[name] + total if name in totals else total
-    return tally.finish(totals)
+    return local.finish(totals)

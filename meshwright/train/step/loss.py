@@ -1,16 +1,16 @@
-"""What a loss is a mean over, so that ranks, microbatches and ignored targets are weighted right.
+"""Finds out what a loss is a mean over, so that ranks, microbatches and ignored targets get the right weights.
 
 A loss is called as `loss(output, target)` and returns one of
 
 - a scalar: the mean over the batch's samples;
-- a pair (sum, count): the mean is the sum over the count, both taken over the whole global batch.
+- a pair (sum, count): the loss is the sum divided by the count, both taken over the whole global batch.
 
-torch's cross entropy and negative log likelihood are known to divide by the number (or class weight) of
-targets that are not ignored, and any torch loss with `reduction="sum"` to be a sum.
+torch's cross entropy and negative log likelihood are recognized: they divide by the number (or the class weights) of
+the targets that are not ignored. So is any torch loss with `reduction="sum"`.
 
-A loss that compares a batch's samples with each other has a method `joined(across)`, which returns it for one rank of
-many: `across(rows)` gives the rows of all ranks and where this rank's begin. It returns the sum over its own samples,
-whose mean is taken over the global batch.
+A loss that compares the samples of a batch with each other has a method `joined(across)`, which returns the loss for
+one rank of many: `across(rows)` returns the rows of all ranks, and the index at which this rank's rows begin. That loss
+returns the sum over this rank's samples, whose mean is taken over the global batch.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,19 +25,19 @@ from torch import Tensor, nn
 
 from meshwright.errors import InputError
 from meshwright.plan import Plan
-from meshwright.train.metrics import without_rows
+from meshwright.train.metrics import compares_samples, without_rows
 
 LossFunction = Callable[[Any, Any], Any]
-Kind = Literal["samples", "targets", "sum", "joined"]
+Kind = Literal["samples", "targets", "sum", "compares_samples"]
 
 
 @dataclass(frozen=True)
 class Loss:
     """A loss function and what it is a mean over.
 
-    `samples`: `function` returns a batch's mean. `targets`: it returns the sum over the targets that are not
-    ignored (a mean over none of them would be 0/0). `sum`: the job wants the sum over the global batch. `joined`: it
-    returns the sum over the batch's samples, which it compares with those of other ranks.
+    `kind` says what `function` returns. `samples`: the mean over the batch's samples. `targets`: the sum over the
+    targets that are not ignored (a mean over none of them would be 0/0). `sum`: a sum, and the loss is the sum over the
+    global batch. `compares_samples`: the sum over the batch's samples, which it compares with those of other ranks.
     """
 
     function: LossFunction
@@ -46,7 +46,8 @@ class Loss:
     class_weight: Tensor | None = None
 
     def count(self, target: Any, samples: int) -> Tensor | float:
-        """How many samples or targets (or how much class weight) a batch brings; told before its forward."""
+        """What the batch's sum is to be divided by: the number of its samples or targets, or the sum of their class
+        weights. It is known before the forward pass."""
         if self.kind != "targets" or not isinstance(target, Tensor) or not samples:
             return float(samples)
         if target.is_floating_point():  # class probabilities: nothing is ignored
@@ -56,40 +57,42 @@ class Loss:
             return valid.sum()
         return self.class_weight.to(target.device)[target[valid]].sum()
 
-    def term(self, output: Any, target: Any, samples: int) -> "Term":
-        """A batch's part of the global sum. A borrowed sample (`samples` = 0) has no weight."""
-        if self.kind == "joined" and not samples:  # nor is it anybody's other sample
+    def term(self, output: Any, target: Any, samples: int) -> "LossTerm":
+        """The batch's term of the global sum. A batch that only fills up a round (`samples` is 0) has no weight."""
+        if self.kind == "compares_samples" and not samples:  # other ranks must not compare with its samples either
             output = without_rows(output)
-        value, own_count = _value_and_count(self.function(output, target))
+        value, returned_count = _value_and_count(self.function(output, target))
         present = 1.0 if samples else 0.0
-        if own_count is not None:
-            return Term(value, present, own_count * present)
-        return Term(value, float(samples) if self.kind == "samples" else present, None)
+        if returned_count is not None:
+            return LossTerm(value, present, returned_count * present)
+        return LossTerm(value, float(samples) if self.kind == "samples" else present, None)
 
 
 @dataclass(frozen=True)
-class Term:
-    """`value` times `weight` is a batch's part of the sum; `own_count` is what a loss that returns pairs told."""
+class LossTerm:
+    """One batch's term of the global sum: `value` times `weight`. `returned_count` is the count of a loss that returns
+    pairs, and None for other losses."""
 
     value: Tensor
     weight: float
-    own_count: Tensor | None
+    returned_count: Tensor | None
 
     @property
     def sum(self) -> Tensor:
-        """Without its graph."""
+        """The term's value, detached from the graph."""
         value = self.value.detach()
         return value if self.weight == 1.0 else value * self.weight
 
 
-def join(function: Any, across: Callable[[Tensor], tuple[Tensor, int]] | None) -> Any:
-    """A loss or metric for one rank of many, where it compares samples with each other."""
-    return function.joined(across) if across is not None and hasattr(function, "joined") else function
+def over_all_ranks(function: Any, across: Callable[[Tensor], tuple[Tensor, int]] | None) -> Any:
+    """The loss or metric for one rank of many: `function.joined(across)` when it compares samples, and else itself.
+    `across` is None when there is one rank only."""
+    return function.joined(across) if across is not None and compares_samples(function) else function
 
 
-def check_joined(loss: Loss, plan: Plan) -> None:
-    """A loss over samples of the whole global batch wants to see them at once."""
-    if loss.kind != "joined":
+def check_sample_comparison(loss: Loss, plan: Plan) -> None:
+    """Refuses plans under which a loss that compares all samples of a global batch would not see them together."""
+    if loss.kind != "compares_samples":
         return
     if plan.microbatches > 1:
         raise InputError(
@@ -100,28 +103,29 @@ def check_joined(loss: Loss, plan: Plan) -> None:
     if plan.gradients.servers:
         raise InputError(
             "the loss compares all samples of a global batch with each other, but workers of parameter servers do not"
-            " meet: set gradients.servers to 0"
+            " exchange samples: set gradients.servers to 0"
         )
 
 
-def models_own() -> Loss:
-    """For models that return their loss: as a scalar, as `output.loss`, or under the key `loss`."""
+def loss_from_model() -> Loss:
+    """The loss of a model that returns it: as a scalar, as `output.loss`, or under the key `loss`. It is taken as a
+    mean over samples."""
 
     def pick(output: Any, target: Any) -> Any:
-        found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
-        if isinstance(found, Tensor) and found.numel() == 1:
-            return found
+        value = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+        if isinstance(value, Tensor) and value.numel() == 1:
+            return value
         raise InputError(f"the job has no loss, and the model returned {type(output).__name__} without one")
 
     return Loss(pick, "samples")
 
 
-def understand(function: LossFunction) -> Loss:
-    """Finds out what a loss is a mean over; a function we do not know is taken as a mean over samples."""
+def classify_loss(function: LossFunction) -> Loss:
+    """The loss with what it is a mean over. A function that is not recognized is taken as a mean over samples."""
     keywords: dict[str, Any] = {}
     inner: Any = function
-    if hasattr(function, "joined"):
-        return Loss(function, "joined")
+    if compares_samples(function):
+        return Loss(function, "compares_samples")
     while isinstance(inner, partial):
         keywords = {**inner.keywords, **keywords}
         inner = inner.func
@@ -132,20 +136,20 @@ def understand(function: LossFunction) -> Loss:
         raise InputError("the loss has reduction='none': a loss must return one number, use 'mean' or 'sum'")
     if reduction == "sum":
         return Loss(function, "sum")
-    ignored = keywords.get("ignore_index")
-    ignore_index = -100 if ignored is None else int(ignored)
+    index = keywords.get("ignore_index")
+    ignore_index = -100 if index is None else int(index)
     if isinstance(inner, nn.CrossEntropyLoss | nn.NLLLoss):
-        summed: Any = copy(inner)
-        summed.reduction = "sum"
-        return Loss(summed, "targets", ignore_index, keywords.get("weight"))
+        sum_loss: Any = copy(inner)
+        sum_loss.reduction = "sum"
+        return Loss(sum_loss, "targets", ignore_index, keywords.get("weight"))
     if inner in (F.cross_entropy, F.nll_loss):
-        summed = partial(cast(Any, function), reduction="sum")
-        return Loss(summed, "targets", ignore_index, keywords.get("weight"))
+        sum_loss = partial(cast(Any, function), reduction="sum")
+        return Loss(sum_loss, "targets", ignore_index, keywords.get("weight"))
     return Loss(function, "samples")
 
 
 def _value_and_count(result: Any) -> tuple[Tensor, Tensor | None]:
-    """What a loss function returned: (its number, None) or (sum, count)."""
+    """A loss function's result as a pair: its value and None, or a sum and a count."""
     if isinstance(result, Tensor) and result.numel() == 1:
         return result.reshape(()), None
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor):

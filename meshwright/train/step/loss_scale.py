@@ -1,7 +1,7 @@
-"""The factor on an fp16 loss that keeps small gradients above zero. Whether it was too large, all ranks decide.
+"""`LossScale`: the factor by which an fp16 loss is multiplied, so that small gradients do not become zero.
 
-Gradients that are not finite anywhere, on any rank, make every rank leave the step out and halve the factor; after
-`INTERVAL` good steps in a row it is doubled. It is a power of two, so it changes no digit of a gradient.
+When any gradient on any rank is not finite, every rank skips the step and halves the factor. After `INTERVAL` finite
+steps in a row it is doubled. It is a power of two, so it changes no digit of a gradient.
 """
 
 from collections.abc import Iterable
@@ -10,40 +10,41 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright.parallel.clip import by_type
-from meshwright.parallel.weights.layout import local_of
+from meshwright.parallel.clip import group_by_dtype_and_device
+from meshwright.parallel.weights.layout import local_tensor
+from meshwright.train.torch_private import unscale_and_check_finite_
 
 START = 2.0**16
 INTERVAL = 2000
 
 
 class LossScale:
-    """The same on every rank, since all of them are told the same."""
+    """The factor `value`, which is the same on every rank, and the number of `skipped` steps."""
 
     def __init__(self, device: torch.device, ranks: int) -> None:
         self._device = device
         self._ranks = ranks
-        self._good = 0  # steps since the last change
+        self._good = 0  # finite steps since the last change
         self.value = START
         self.skipped = 0
 
     def unscale_(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Gives the gradients their true size. False where one of them, on any rank, is not finite: then the factor
-        is smaller from now on, and the step is to be left out."""
-        unfit = torch.zeros((), device=self._device)
+        """Divides the gradients by the factor, and updates the factor. Returns False when a gradient on any rank is not
+        finite: then the step must be skipped."""
+        overflow = torch.zeros((), device=self._device)
         inverse = torch.full((), 1 / self.value, device=self._device)
-        for gradients in by_type(local_of(p.grad) for p in parameters if p.grad is not None):
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, unfit, inverse)
+        for gradients in group_by_dtype_and_device(local_tensor(p.grad) for p in parameters if p.grad is not None):
+            unscale_and_check_finite_(gradients, overflow, inverse)
         if self._ranks > 1:
-            dist.all_reduce(unfit, dist.ReduceOp.MAX)
-        good = not bool(unfit)
-        self.follow(good)
-        return good
+            dist.all_reduce(overflow, dist.ReduceOp.MAX)
+        is_finite = not bool(overflow)
+        self.update(is_finite)
+        return is_finite
 
-    def follow(self, good: bool) -> None:
-        """What a step that was good, or not, does to the factor."""
-        self._good = self._good + 1 if good else 0
-        if not good:
+    def update(self, is_finite: bool) -> None:
+        """Updates the factor after a step whose gradients were finite, or not."""
+        self._good = self._good + 1 if is_finite else 0
+        if not is_finite:
             self.skipped += 1
             self.value /= 2
         elif self._good == INTERVAL:

@@ -1,4 +1,4 @@
-"""An optimizer and its parameter groups, made by parameter name, so that any plan can make it again."""
+"""Builds optimizers and their parameter groups by parameter name, so that they can be rebuilt under any plan."""
 
 import inspect
 import warnings
@@ -13,53 +13,57 @@ from meshwright.call import build
 from meshwright.errors import InputError, did_you_mean
 from meshwright.job import Optimizer
 
-Group = dict[str, Any]  # "names" and the group's own options
+ParameterGroup = dict[str, Any]  # "names" of parameters, and the group's options
 
 
 def build_optimizer(spec: Optimizer, module: nn.Module) -> torch.optim.Optimizer:
     """The job's optimizer on the parameters that are not frozen."""
-    return optimizer_on(spec, optimizer_groups(spec, module), dict(module.named_parameters()))
+    return optimizer_for_parameters(spec, optimizer_groups(spec, module), dict(module.named_parameters()))
 
 
-def optimizer_groups(spec: Optimizer, module: nn.Module) -> list[Group]:
-    """The groups of the whole model, before a plan gives a rank its part of it."""
+def optimizer_groups(spec: Optimizer, module: nn.Module) -> list[ParameterGroup]:
+    """The parameter groups of the whole model, before a plan divides it."""
     trainable = [name for name, p in module.named_parameters() if p.requires_grad]
     if not trainable:
         raise InputError("nothing is left to train: every parameter is frozen")
-    return parameter_groups(_words(spec), module, trainable)
+    return parameter_groups(_group_specs(spec), module, trainable)
 
 
-def optimizer_on(
-    spec: Optimizer, groups: Sequence[Group], parameters: Mapping[str, nn.Parameter]
+def optimizer_for_parameters(
+    spec: Optimizer, groups: Sequence[ParameterGroup], parameters: Mapping[str, nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """The optimizer on those of the groups' parameters that a rank holds. Every rank has every group, so that a
-    schedule finds them all."""
-    made = build(spec, [_with_parameters(group, parameters) for group in groups], role="optimizer")
-    if not isinstance(made, torch.optim.Optimizer):
-        raise InputError(f"optimizer: {spec.call} makes a {type(made).__name__}, not a torch optimizer")
-    for word in _words(spec):  # torch takes any key in a group
-        for option in word if isinstance(word, Mapping) else ():
-            if option != "match" and option not in made.defaults:
-                near = did_you_mean(option, made.defaults)
+    """The job's optimizer for those parameters of the groups that a rank holds. Every rank has every group, even an
+    empty one, so that a learning-rate schedule works alike on all ranks."""
+    optimizer = build(spec, [_with_parameters(group, parameters) for group in groups], role="optimizer")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(f"optimizer: {spec.call} makes a {type(optimizer).__name__}, not a torch optimizer")
+    for group_spec in _group_specs(spec):  # checked here, since torch accepts any key in a group
+        for option in group_spec if isinstance(group_spec, Mapping) else ():
+            if option != "match" and option not in optimizer.defaults:
+                near = did_you_mean(option, optimizer.defaults)
                 raise InputError(f"optimizer.groups: {spec.call} has no option '{option}'{near}")
-    return made
+    return optimizer
 
 
-def _words(spec: Optimizer) -> Sequence[str | Mapping[str, Any]]:
+def _group_specs(spec: Optimizer) -> Sequence[str | Mapping[str, Any]]:
+    """The job's `optimizer.groups` as a list."""
     return spec.groups if isinstance(spec.groups, list) else [spec.groups]
 
 
-def parameter_groups(words: Sequence[str | Mapping[str, Any]], module: nn.Module, names: Sequence[str]) -> list[Group]:
-    """Splits parameter names into groups. A name goes to the first `match` that fits it, or to the rest."""
-    rest: Group = {"names": list(names)}
-    groups: list[Group] = []
-    for word in words:
-        if isinstance(word, str):
+def parameter_groups(
+    specs: Sequence[str | Mapping[str, Any]], module: nn.Module, names: Sequence[str]
+) -> list[ParameterGroup]:
+    """Divides parameter names into groups, as the job's `optimizer.groups` say. A name belongs to the first group whose
+    `match` fits it; names that no `match` fits form the first group."""
+    rest: ParameterGroup = {"names": list(names)}
+    groups: list[ParameterGroup] = []
+    for spec in specs:
+        if isinstance(spec, str):
             continue
-        options = dict(word)
+        options = dict(spec)
         pattern = options.pop("match", None)
         if not isinstance(pattern, str):
-            raise InputError(f"optimizer.groups: {dict(word)} has no 'match', the pattern of parameter names")
+            raise InputError(f"optimizer.groups: {dict(spec)} has no 'match', the pattern of parameter names")
         matched = [name for name in rest["names"] if matches(name, pattern)]
         if not matched:
             raise InputError(
@@ -68,64 +72,64 @@ def parameter_groups(words: Sequence[str | Mapping[str, Any]], module: nn.Module
         rest["names"] = [name for name in rest["names"] if name not in set(matched)]
         groups.append({"names": matched, **options})
     groups = [group for group in [rest, *groups] if group["names"]]
-    return _split_no_decay(groups, module) if "no_decay" in words else groups
+    return _split_no_decay(groups, module) if "no_decay" in specs else groups
 
 
 def rebuild_optimizer(
     template: torch.optim.Optimizer, names: Mapping[int, str], parameters: Mapping[str, nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """The same optimizer on the parameters that a rank holds. `names` tells what the template's parameters (by
-    identity) are called."""
+    """An optimizer like the template, for the parameters that a rank holds. `names` maps the ids of the template's
+    parameters to their names."""
     groups = []
     for group in template.param_groups:
         for parameter in group["params"]:
             if id(parameter) not in names:
                 shape = tuple(parameter.shape)
-                raise InputError(f"the optimizer holds a parameter of shape {shape} that the model has not")
-        wanted = [names[id(p)] for p in group["params"]]
-        groups.append({**group, "params": [parameters[name] for name in wanted if name in parameters]})
+                raise InputError(f"the optimizer holds a parameter of shape {shape} that the model does not have")
+        group_names = [names[id(p)] for p in group["params"]]
+        groups.append({**group, "params": [parameters[name] for name in group_names if name in parameters]})
     return type(template)(groups, **_constructor_options(template))
 
 
-def fuse(optimizer: torch.optim.Optimizer) -> None:
-    """Has one kernel update many weights, where the optimizer knows how to."""
+def use_fused_kernels(optimizer: torch.optim.Optimizer) -> None:
+    """Makes the optimizer update many weights with one kernel. Warns when it has no fused implementation."""
     if "fused" not in optimizer.defaults:
         warnings.warn(
-            f"plan.compute.fused_optimizer: {type(optimizer).__name__} has no fused form, and runs as it is",
+            f"plan.compute.fused_optimizer: {type(optimizer).__name__} has no fused implementation, and runs without",
             stacklevel=2,
         )
         return
     for options in (optimizer.defaults, *optimizer.param_groups):
         options["fused"], options["foreach"] = True, False
     for parameter, state in optimizer.state.items():
-        if isinstance(state.get("step"), torch.Tensor):  # which other forms count on the host
+        if isinstance(state.get("step"), torch.Tensor):  # the other implementations keep it on the host
             state["step"] = state["step"].to(parameter.device, torch.float32)
 
 
 def matches(name: str, pattern: str) -> bool:
-    """`head` and `head.*` both name everything below `head`."""
+    """Whether a parameter's name matches a pattern. `head` and `head.*` both match everything below `head`."""
     return fnmatch(name, pattern) or name.startswith(pattern + ".")
 
 
 def _constructor_options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    known = inspect.signature(type(optimizer)).parameters
-    return {name: value for name, value in optimizer.defaults.items() if name in known}
+    parameters = inspect.signature(type(optimizer)).parameters
+    return {name: value for name, value in optimizer.defaults.items() if name in parameters}
 
 
-def _with_parameters(group: Group, parameters: Mapping[str, nn.Parameter]) -> Group:
+def _with_parameters(group: ParameterGroup, parameters: Mapping[str, nn.Parameter]) -> ParameterGroup:
     options = {key: value for key, value in group.items() if key != "names"}
     return {"params": [parameters[name] for name in group["names"] if name in parameters], **options}
 
 
-def _split_no_decay(groups: Sequence[Group], module: nn.Module) -> list[Group]:
-    """Norms and biases, that is all vectors and scalars, go without weight decay."""
+def _split_no_decay(groups: Sequence[ParameterGroup], module: nn.Module) -> list[ParameterGroup]:
+    """Splits each group in two, so that norms and biases, that is all vectors and scalars, have no weight decay."""
     vectors = {name for name, p in module.named_parameters() if p.dim() <= 1}
-    split: list[Group] = []
+    split: list[ParameterGroup] = []
     for group in groups:
         decayed = [name for name in group["names"] if name not in vectors]
-        spared = [name for name in group["names"] if name in vectors]
+        not_decayed = [name for name in group["names"] if name in vectors]
         if decayed:
             split.append({**group, "names": decayed})
-        if spared:
-            split.append({**group, "names": spared, "weight_decay": 0.0})
+        if not_decayed:
+            split.append({**group, "names": not_decayed, "weight_decay": 0.0})
     return split

@@ -1,4 +1,4 @@
-"""Pictures in folders, one folder a class: ImageNet's layout, root/train/<class>/*.JPEG and root/val/<class>/*.JPEG."""
+"""Pictures in one folder per class, ImageNet's layout: root/train/<class>/*.JPEG and root/val/<class>/*.JPEG."""
 
 import os
 from collections.abc import Sequence
@@ -10,44 +10,45 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from meshwright.cache import cache_folder, made_once
+from meshwright.cache import cache_folder, fill_once
 from meshwright.errors import InputError, did_you_mean
-from meshwright.workloads.images.augment import centred, normalized, random_resized
-from meshwright.workloads.images.picture_file import Damages, Reading, Undecodable, read_picture
+from meshwright.workloads.images.augment import center_crop, normalize, random_resized_crop
+from meshwright.workloads.images.picture_file import DamageReporter, ReadingOptions, UndecodableError, read_picture
 from meshwright.workloads.images.pictures_generated import VERSION, make_image_folder
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # torchvision's
-UNCOUNTED = -100  # the label that torch's cross entropy leaves out
+SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # as in torchvision
+IGNORED_LABEL = -100  # the label that torch's cross entropy ignores
 LAYOUT = "a folder with train/<class>/*.JPEG and val/<class>/*.JPEG"
 GENERATED_CLASSES = 10
 
 
 class ImageFolder(Dataset[tuple[Tensor, int]]):
-    """(image, label): normalized floats (3, size, size), and the place of the class among the sorted folders."""
+    """(image, label) samples: normalized floats (3, size, size), and the index of the class among the sorted class
+    folders."""
 
     def __init__(
         self,
         folder: Path,
         classes: Sequence[str],
         size: int,
-        reading: Reading,
-        damages: Damages,
+        reading: ReadingOptions,
+        damage_reporter: DamageReporter,
         scale: tuple[float, float] | None,
     ) -> None:
         self.folder = folder
         self.classes = tuple(classes)
         self.size = size
-        self.scale = scale  # null: the centre, for evaluation
+        self.scale = scale  # None: centre crops, for evaluation
         self._reading = reading
-        self._damages = damages
-        self._names, self._labels = _found(folder, classes)
+        self._damage_reporter = damage_reporter
+        self._names, self._labels = _list_pictures(folder, classes)
 
     def __len__(self) -> int:
         return len(self._labels)
 
     @property
     def labels(self) -> np.ndarray:
-        """Of all pictures, without reading any."""
+        """The labels of all pictures, known without reading a picture."""
         return self._labels
 
     def file(self, index: int) -> str:
@@ -56,12 +57,12 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         try:
             picture = read_picture(self.file(index), self._reading)
-        except Undecodable as damage:
-            self._damages.tell(damage)
-            return normalized(Image.new("RGB", (self.size, self.size))), UNCOUNTED
+        except UndecodableError as damage:
+            self._damage_reporter.report(damage)
+            return normalize(Image.new("RGB", (self.size, self.size))), IGNORED_LABEL
         if self.scale is None:
-            return normalized(centred(picture, self.size)), int(self._labels[index])
-        return normalized(random_resized(picture, self.size, self.scale)), int(self._labels[index])
+            return normalize(center_crop(picture, self.size)), int(self._labels[index])
+        return normalize(random_resized_crop(picture, self.size, self.scale)), int(self._labels[index])
 
 
 def image_folder(
@@ -77,14 +78,17 @@ def image_folder(
     cache: str | None = None,
     samples: int = 320,
 ) -> ImageFolder:
-    """`split` is the folder within `root`; class numbers are those of root/train in every split. `classes`: how many
-    there must be (null: as many as there are). `augment` (null: for splits called train…): a random part of each
-    picture, of `scale` of its area, mirrored half of the time; otherwise the centre. `shorter_side`, `cache`: see
-    `Reading`. With `synthetic`, about `samples` pictures are generated as files in this layout and then read."""
+    """Returns the data set of the folder `split` within `root`. Class numbers are those of root/train in every split.
+
+    `classes` is the number of classes that there must be; None accepts any number. With `augment`, a sample is a random
+    part of its picture with a share `scale` of its area, mirrored half of the time; otherwise it is the centre. None
+    augments the splits whose name begins with "train". `ReadingOptions` explains `shorter_side` and `cache`. With
+    `synthetic`, about `samples` pictures are generated as files in this layout and then read.
+    """
     if size < 1:
-        raise InputError(f"size is {size}: write the pixels of a picture's side, from 1 on")
+        raise InputError(f"size is {size}: write the side of the square in pixels, at least 1")
     if synthetic:
-        root = str(_generated(classes or GENERATED_CLASSES, samples))
+        root = str(_generate(classes or GENERATED_CLASSES, samples))
     if root is None:
         raise InputError(
             f"image_folder has no data: give {LAYOUT} with --set data.root=FOLDER, or generate small data with"
@@ -94,20 +98,23 @@ def image_folder(
     if classes is not None and len(names) != classes:
         raise InputError(
             f"{root} has {len(names)} class folders, but classes is {classes}: set data.train.classes,"
-            " data.eval.classes and model.classes to what there is"
+            f" data.eval.classes and model.classes to {len(names)}"
         )
-    chosen = _shares(scale) if (split.startswith("train") if augment is None else augment) else None
-    return ImageFolder(Path(root) / split, names, size, Reading(shorter_side, cache), Damages(damaged), chosen)
+    crop_scale = _checked_scale(scale) if (split.startswith("train") if augment is None else augment) else None
+    reading = ReadingOptions(shorter_side, cache)
+    return ImageFolder(Path(root) / split, names, size, reading, DamageReporter(damaged), crop_scale)
 
 
-def _generated(classes: int, samples: int) -> Path:
+def _generate(classes: int, samples: int) -> Path:
     if classes < 2 or samples < 1:
-        raise InputError(f"classes is {classes} and samples is {samples}: generated pictures need 2 and 1 at least")
+        raise InputError(
+            f"classes is {classes} and samples is {samples}: generated pictures need at least 2 classes and 1 sample"
+        )
     folder = cache_folder() / "synthetic" / f"image_folder-{VERSION}-{classes}-classes-{samples}-samples"
-    return made_once(folder, partial(make_image_folder, classes=classes, samples=samples))
+    return fill_once(folder, partial(make_image_folder, classes=classes, samples=samples))
 
 
-def _shares(scale: Sequence[float]) -> tuple[float, float]:
+def _checked_scale(scale: Sequence[float]) -> tuple[float, float]:
     if len(scale) != 2 or not 0 < scale[0] <= scale[1] <= 1:
         raise InputError(
             f"scale is {list(scale)}: write the smallest and largest share of the area, such as [0.08, 1.0]"
@@ -116,19 +123,21 @@ def _shares(scale: Sequence[float]) -> tuple[float, float]:
 
 
 def _class_names(root: Path, split: str) -> list[str]:
-    """Those of root/train where there is one: without a class, an evaluation set's own would move the numbers."""
+    """Returns the class names of root/train if that exists, otherwise those of the split. If an evaluation split
+    without some class numbered its own folders, the numbers of the other classes would change."""
     if not root.is_dir():
         raise InputError(f"data.root: there is no folder {root}: name {LAYOUT}")
     if not (root / split).is_dir():
-        raise InputError(f"{root} has no folder {split}; wanted is {LAYOUT}{did_you_mean(split, _folders(root))}")
-    own = _folders(root / split)
-    if not own:
-        raise InputError(f"{root / split} holds no class folders: wanted is {LAYOUT}")
-    names = _folders(root / "train") if (root / "train").is_dir() else own
-    unknown = [name for name in own if name not in set(names)]
+        raise InputError(f"{root} has no folder {split}; expected is {LAYOUT}{did_you_mean(split, _folders(root))}")
+    split_names = _folders(root / split)
+    if not split_names:
+        raise InputError(f"{root / split} holds no class folders: expected is {LAYOUT}")
+    names = _folders(root / "train") if (root / "train").is_dir() else split_names
+    unknown = [name for name in split_names if name not in set(names)]
     if unknown:
         raise InputError(
-            f"{root / split / unknown[0]}: {root / 'train'} has no such class, so it has no number: both need the same"
+            f"{root / split / unknown[0]}: {root / 'train'} has no such class, so it has no number: add the class"
+            " folder there, or remove this one"
         )
     return names
 
@@ -137,19 +146,20 @@ def _folders(folder: Path) -> list[str]:
     return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
 
 
-def _found(folder: Path, classes: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Every picture's path within `folder` and its label, in torchvision's order.
+def _list_pictures(folder: Path, classes: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the path of every picture within `folder` and its label, in torchvision's order.
 
-    As arrays: reading an object of a list writes to it, and a million of them would be copied into every worker.
+    They are arrays, because reading an element of a list changes its reference count: a forked worker would copy the
+    memory of a million strings.
     """
     names: list[bytes] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
         before = len(names)
-        for inside, _, files in sorted(os.walk(folder / name, followlinks=True)):
-            within = os.path.relpath(inside, folder)
+        for subfolder, _, files in sorted(os.walk(folder / name, followlinks=True)):
+            relative = os.path.relpath(subfolder, folder)
             names += [
-                os.fsencode(os.path.join(within, file)) for file in sorted(files) if file.lower().endswith(SUFFIXES)
+                os.fsencode(os.path.join(relative, file)) for file in sorted(files) if file.lower().endswith(SUFFIXES)
             ]
         if len(names) == before and (folder / name).is_dir():
             raise InputError(

@@ -1,4 +1,5 @@
-"""A folder of decoded pictures, one file each, filled when they are first asked for. It may be deleted at any time."""
+"""A cache folder of decoded pictures, one file each, written when a picture is first read. It may be deleted at any
+time."""
 
 import os
 import tempfile
@@ -11,38 +12,39 @@ from typing import Literal
 import PIL
 from PIL import Image
 
-SUFFIX = {"RGB": ".ppm", "L": ".pgm"}  # plain bytes behind a short header: nothing is faster to read or loses less
+SUFFIX = {"RGB": ".ppm", "L": ".pgm"}  # uncompressed bytes after a short header: fastest to read, and without loss
 
 
-def kept(
-    folder: Path, key: tuple[object, ...], mode: Literal["RGB", "L"], make: Callable[[], Image.Image]
+def load_or_decode(
+    folder: Path, key: tuple[object, ...], mode: Literal["RGB", "L"], decode: Callable[[], Image.Image]
 ) -> Image.Image:
-    """The picture of `key`, which says all that it depends on: from the folder, or made and put there."""
-    # Another Pillow may decode to other pixels.
+    """Returns the picture of `key` from the folder, or decodes it and writes it there. `key` must hold everything that
+    the decoded picture depends on."""
+    # Another version of Pillow may decode to other pixels.
     name = blake2b(repr((PIL.__version__, *key)).encode(), digest_size=16).hexdigest()
     file = folder / name[:2] / f"{name}{SUFFIX[mode]}"  # few enough in one folder for any file system
     try:
         with Image.open(file, formats=("PPM",)) as image:
             image.load()
             return image
-    except (OSError, ValueError, SyntaxError):  # it is not there, or only a part of it
+    except (OSError, ValueError, SyntaxError):  # the file is missing or incomplete
         pass
-    made = make()
+    decoded = decode()
     try:
-        _put(made, file)
+        _write(decoded, file)
     except OSError as error:
-        warnings.warn(f"cache {folder}: a decoded picture cannot be kept: {error.strerror or error}", stacklevel=2)
-    return made
+        warnings.warn(f"cache {folder}: a decoded picture cannot be written: {error.strerror or error}", stacklevel=2)
+    return decoded
 
 
-def _put(image: Image.Image, file: Path) -> None:
-    """Other processes see the whole file or none."""
+def _write(image: Image.Image, file: Path) -> None:
+    """Writes a file and renames it when it is complete, so other processes never read a part of it."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    handle, aside = tempfile.mkstemp(dir=file.parent, prefix=".new-")
+    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=".new-")
     try:
         with os.fdopen(handle, "wb") as stream:
             image.save(stream, "PPM")
-        os.replace(aside, file)
+        os.replace(temporary, file)
     except BaseException:
-        Path(aside).unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
         raise

@@ -1,7 +1,8 @@
-"""One compact decoder that is GPT-2, GPT-3 or Llama by its keywords. `decoder_sizes` has the published ones.
+"""A compact decoder whose keywords make it GPT-2, GPT-3 or Llama. `decoder_sizes` lists the published sizes.
 
-A block takes and gives one tensor, so the model can be cut between any two blocks. Every projection is a
-`nn.Linear` of its own, and attention finds its heads by their width, so projections can be split by heads.
+A block takes one tensor and returns one, so a pipeline can be cut between any two blocks. Every projection is a
+separate `nn.Linear`, and attention computes the number of heads from the width of its input, so projections can be
+split by heads.
 """
 
 from typing import Any, Literal
@@ -13,14 +14,18 @@ from torch import Tensor, nn
 from meshwright.batch import at_least_fp32
 from meshwright.errors import InputError, did_you_mean
 
-STD = 0.02  # of GPT-2's initial weights
+STD = 0.02  # standard deviation of GPT-2's initial weights
 EPSILON = 1e-5  # of every norm in GPT-2, GPT-3 and Llama
 
 
 class Decoder(nn.Module):
-    """Tokens (batch, length) to logits (batch, length, vocabulary), for any length up to `sequence`; with rotary
-    positions also beyond it. `feedforward` defaults to what the published models of that activation have. Without a
-    `head` it gives what the last norm does (batch, length, hidden)."""
+    """Maps tokens (batch, length) to logits (batch, length, vocabulary).
+
+    The length may be up to `sequence`; with rotary positions it may be longer. `feedforward` is the inner width of the
+    feed-forward layers, by default that of the published models with the same activation (`default_feedforward`).
+    With `tied`, the head shares the weight of the embedding. Without a `head` the model returns the output of its last
+    norm (batch, length, hidden).
+    """
 
     def __init__(
         self,
@@ -42,8 +47,8 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
-        wide = default_feedforward(hidden, activation) if feedforward is None else feedforward
-        _check_words(norm=norm, positions=positions, activation=activation)
+        inner_width = default_feedforward(hidden, activation) if feedforward is None else feedforward
+        _check_choices(norm=norm, positions=positions, activation=activation)
         _check_counts(
             layers=layers,
             hidden=hidden,
@@ -51,7 +56,7 @@ class Decoder(nn.Module):
             kv_heads=kv_heads,
             sequence=sequence,
             vocabulary=vocabulary,
-            feedforward=wide,
+            feedforward=inner_width,
         )
         _check_division(hidden, heads, kv_heads, positions)
         self.sequence = sequence
@@ -64,7 +69,7 @@ class Decoder(nn.Module):
                 _norm(norm, hidden, bias),
                 Attention(hidden, heads, kv_heads, bias, dropout, base),
                 _norm(norm, hidden, bias),
-                FeedForward(hidden, wide, activation, bias),
+                FeedForward(hidden, inner_width, activation, bias),
                 dropout,
             )
             for _ in range(layers)
@@ -72,7 +77,7 @@ class Decoder(nn.Module):
         self.norm = _norm(norm, hidden, bias)
         self.head: nn.Module = nn.Identity()
         if head:
-            # A tied head's own weight would be thrown away at once: on meta it is never allocated.
+            # The weight that nn.Linear creates is replaced at once if the head is tied: on meta it costs no memory.
             self.head = nn.Linear(hidden, vocabulary, bias=False, device="meta" if tied else None)
             if tied:
                 self.head.weight = self.embedding.weight
@@ -95,7 +100,8 @@ class Decoder(nn.Module):
         return logits
 
     def _initialize(self, layers: int) -> None:
-        """GPT-2's: what is added to the residual stream starts smaller, the more layers add to it."""
+        """GPT-2's initialization: the weights of layers that add to the residual stream start smaller, by the square
+        root of the number of such layers."""
         for name, parameter in self.named_parameters():
             if name.endswith(("attention.o.weight", "feedforward.down.weight")):
                 nn.init.normal_(parameter, std=STD / (2 * layers) ** 0.5)
@@ -106,6 +112,8 @@ class Decoder(nn.Module):
 
 
 class Block(nn.Module):
+    """Attention and feed-forward layers, each behind a norm and added to the residual stream."""
+
     def __init__(
         self, norm1: nn.Module, attention: "Attention", norm2: nn.Module, feedforward: "FeedForward", dropout: float
     ) -> None:
@@ -122,8 +130,8 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """With fewer `kv_heads` than `heads`, each key and value serves a group of neighbouring queries. `causal`: a token
-    sees those before it alone."""
+    """Multi-head attention. With fewer `kv_heads` than `heads`, a group of neighbouring query heads shares a key and
+    value head. With `causal`, a token attends to itself and the tokens before it only."""
 
     def __init__(
         self,
@@ -147,7 +155,7 @@ class Attention(nn.Module):
         self.o = nn.Linear(heads * self.width, hidden, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (self._by_head(project(x)) for project in (self.q, self.k, self.v))
+        q, k, v = (self._split_heads(project(x)) for project in (self.q, self.k, self.v))
         if self.rotary_base is not None:
             table = rotation(x.shape[-2], self.width, self.rotary_base, x.device, q.dtype)
             q, k = rotate(q, table), rotate(k, table)
@@ -158,17 +166,20 @@ class Attention(nn.Module):
         out: Tensor = self.o(mixed.transpose(-3, -2).flatten(-2))
         return out
 
-    def _by_head(self, projected: Tensor) -> Tensor:
-        """(batch, length, heads × width) to (batch, heads, length, width), for as many heads as there are here."""
+    def _split_heads(self, projected: Tensor) -> Tensor:
+        """Reshapes (batch, length, heads × width) to (batch, heads, length, width). A tensor-parallel rank has only
+        some of the heads, so their number is taken from the input."""
         return projected.unflatten(-1, (-1, self.width)).transpose(-3, -2)
 
 
 class FeedForward(nn.Module):
-    def __init__(self, hidden: int, wide: int, activation: str, bias: bool) -> None:
+    """Two linear layers with GELU between them, or three with SwiGLU."""
+
+    def __init__(self, hidden: int, inner_width: int, activation: str, bias: bool) -> None:
         super().__init__()
-        self.up = nn.Linear(hidden, wide, bias)
-        self.gate = nn.Linear(hidden, wide, bias) if activation == "swiglu" else None
-        self.down = nn.Linear(wide, hidden, bias)
+        self.up = nn.Linear(hidden, inner_width, bias)
+        self.gate = nn.Linear(hidden, inner_width, bias) if activation == "swiglu" else None
+        self.down = nn.Linear(inner_width, hidden, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         up = self.up(x)
@@ -180,10 +191,10 @@ class FeedForward(nn.Module):
 def rotation(
     length: int, width: int, base: float, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (length, width) of the angle by which each position turns each pair of channels.
+    """Returns cosines and sines (length, width) of the angle by which each position rotates each pair of channels.
 
-    Made anew in every forward pass: a buffer would be lost where a model is built on the meta device and then
-    materialized, would be rounded with a model that is cast to bf16, and would end at `sequence`.
+    They are computed in every forward pass. A buffer would be lost when a model is built on the meta device and then
+    materialized, would be rounded when the model is cast to bf16, and would end at `sequence`.
     """
     frequency = base ** (torch.arange(0, width, 2, device=device, dtype=torch.float32) / -width)
     angle = torch.arange(length, device=device, dtype=torch.float32)[:, None] * frequency
@@ -192,17 +203,18 @@ def rotation(
 
 
 def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Channel i is paired with i + width / 2, as in the published Llama weights of the transformers library."""
+    """Applies rotary positions to queries or keys. Channel i is paired with channel i + width / 2, as in the published
+    Llama weights of the transformers library."""
     cosine, sine = table
     first, second = x.chunk(2, dim=-1)
     return x * cosine + torch.cat((-second, first), dim=-1) * sine
 
 
 class NextTokenLoss(nn.CrossEntropyLoss):
-    """Cross entropy over the last dimension, in at least fp32: the mean over the targets that are not `ignore_index`.
+    """The mean cross entropy over the targets that are not `ignore_index`, computed in fp32 or wider.
 
-    As a kind of torch's cross entropy it is known to be a mean over targets, whose number is told before the
-    forward pass; a loss that returns (sum, count) would cost a second pass over the gradients.
+    It is a subclass of torch's cross entropy, so training knows that it is a mean over targets and can count them
+    before the forward pass. A loss that returns (sum, count) would cost a second pass over the gradients.
     """
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
@@ -210,12 +222,13 @@ class NextTokenLoss(nn.CrossEntropyLoss):
 
 
 def token_accuracy(output: Tensor, target: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
-    """The share of the targets that are not ignored which the largest logit names."""
+    """Returns how many targets have the largest logit, and how many are not `ignore_index`."""
     return (output.argmax(dim=-1) == target).sum(), (target != ignore_index).sum()
 
 
 def default_feedforward(hidden: int, activation: str) -> int:
-    """4 × hidden for GELU. SwiGLU has three matrices for two, so Llama takes 2/3 of that, up to a multiple of 256."""
+    """Returns the inner width of a feed-forward layer: 4 × hidden for GELU. SwiGLU has three matrices instead of two,
+    so Llama takes 2/3 of that, rounded up to a multiple of 256."""
     return 4 * hidden if activation == "gelu" else -(-(8 * hidden // 3) // 256) * 256
 
 
@@ -223,30 +236,30 @@ def _norm(kind: str, hidden: int, bias: bool) -> nn.Module:
     return nn.RMSNorm(hidden, EPSILON) if kind == "rms" else nn.LayerNorm(hidden, EPSILON, bias=bias)
 
 
-_WORDS = {"norm": ("layer", "rms"), "positions": ("learned", "rotary"), "activation": ("gelu", "swiglu")}
+_CHOICES = {"norm": ("layer", "rms"), "positions": ("learned", "rotary"), "activation": ("gelu", "swiglu")}
 
 
-def _check_words(**given: str) -> None:
-    for name, word in given.items():
-        if word not in _WORDS[name]:
-            raise InputError(f"the decoder's {name} is {word!r}{did_you_mean(str(word), _WORDS[name])}")
+def _check_choices(**keywords: str) -> None:
+    for name, choice in keywords.items():
+        if choice not in _CHOICES[name]:
+            raise InputError(f"the decoder's {name} is {choice!r}{did_you_mean(str(choice), _CHOICES[name])}")
 
 
-def _check_counts(**given: Any) -> None:
-    for name, count in given.items():
+def _check_counts(**keywords: Any) -> None:
+    for name, count in keywords.items():
         if not isinstance(count, int) or count < 1:
-            raise InputError(f"the decoder's {name} is {count!r}: write a whole number from 1 on")
+            raise InputError(f"the decoder's {name} is {count!r}: write a whole number of at least 1")
 
 
 def _check_division(hidden: int, heads: int, kv_heads: int, positions: str) -> None:
     if hidden % heads:
-        raise InputError(f"hidden({hidden}) does not divide into heads({heads}): choose a multiple of the heads")
+        raise InputError(f"hidden({hidden}) is not divisible by heads({heads}): choose a multiple of the heads")
     if heads % kv_heads:
         raise InputError(
-            f"heads({heads}) do not divide into kv_heads({kv_heads}) groups: choose kv_heads that divide the heads"
+            f"heads({heads}) is not divisible by kv_heads({kv_heads}): choose kv_heads that divide the heads"
         )
     if positions == "rotary" and hidden // heads % 2:
         raise InputError(
-            f"hidden({hidden}) / heads({heads}) = {hidden // heads} channels a head, but rotary positions turn "
-            "channels in pairs: choose an even number"
+            f"hidden({hidden}) / heads({heads}) = {hidden // heads} channels per head, but rotary positions "
+            "rotate pairs of channels: choose hidden and heads such that it is even"
         )

@@ -14,7 +14,8 @@ _FILE = Path(__file__).with_suffix(".yaml")
 
 
 def decoder(size: str | None = None, **overrides: Any) -> Decoder:
-    """The decoder of a published size with some of its keywords changed, or one of keywords alone."""
+    """Returns a decoder of a published size, with `overrides` of its keywords; without a `size`, `overrides` must hold
+    all keywords that `Decoder` requires."""
     keywords = {**(keywords_of(size) if size is not None else {}), **overrides}
     parameters = inspect.signature(Decoder).parameters
     for name in keywords:
@@ -27,16 +28,16 @@ def decoder(size: str | None = None, **overrides: Any) -> Decoder:
 
 
 def keywords_of(size: str) -> dict[str, Any]:
-    """The keywords of `Decoder` that make a published size."""
-    sizes = published()
+    """Returns the keywords of `Decoder` for a published size."""
+    sizes = published_sizes()
     if size not in sizes:
-        known = did_you_mean(str(size), sizes)
-        raise InputError(f"there is no decoder of size '{size}'{known}")
+        raise InputError(f"there is no decoder of size '{size}'{did_you_mean(str(size), sizes)}")
     return {**_content()["families"][sizes[size]["family"]], **sizes[size]["keywords"]}
 
 
-def published() -> dict[str, dict[str, Any]]:
-    """What is recorded of each size: `family`, `keywords`, the published total of `parameters`, `source`."""
+def published_sizes() -> dict[str, dict[str, Any]]:
+    """Returns the entry of each size in decoder_sizes.yaml: its `family`, `keywords`, published number of `parameters`
+    and `source`."""
     return dict(_content()["sizes"])
 
 

@@ -1,7 +1,7 @@
-"""An encoder as BERT is one: every token sees every other, learned positions, norms behind what they normalize.
+"""A BERT encoder: every token attends to all tokens, positions are learned, and norms follow the residual additions.
 
-As in the decoder, a block takes and gives one tensor and every projection is a `nn.Linear` of its own. It has no
-segments and no pooled token: nothing is asked about pairs of sentences, as in RoBERTa.
+As in the decoder, a block takes one tensor and returns one, and every projection is a separate `nn.Linear`. As in
+RoBERTa, there are no segment embeddings and no pooled token, because no loss compares pairs of sentences.
 """
 
 import torch
@@ -15,7 +15,7 @@ EPSILON = 1e-12  # of BERT's norms
 
 
 class Encoder(nn.Module):
-    """Tokens (batch, length) to features (batch, length, hidden), for any length up to `sequence`."""
+    """Maps tokens (batch, length) to features (batch, length, hidden), for any length up to `sequence`."""
 
     def __init__(
         self,
@@ -28,19 +28,19 @@ class Encoder(nn.Module):
         dropout: float = 0.1,
     ) -> None:
         super().__init__()
-        wide = 4 * hidden if feedforward is None else feedforward
+        inner_width = 4 * hidden if feedforward is None else feedforward
         sizes = {"layers": layers, "hidden": hidden, "heads": heads, "sequence": sequence, "vocabulary": vocabulary}
-        for name, count in {**sizes, "feedforward": wide}.items():
+        for name, count in {**sizes, "feedforward": inner_width}.items():
             if not isinstance(count, int) or count < 1:
-                raise InputError(f"the encoder's {name} is {count!r}: write a whole number from 1 on")
+                raise InputError(f"the encoder's {name} is {count!r}: write a whole number of at least 1")
         if hidden % heads:
-            raise InputError(f"hidden({hidden}) does not divide into heads({heads}): choose a multiple of the heads")
+            raise InputError(f"hidden({hidden}) is not divisible by heads({heads}): choose a multiple of the heads")
         self.sequence = sequence
         self.embedding = nn.Embedding(vocabulary, hidden)
         self.positions = nn.Embedding(sequence, hidden)
         self.norm = nn.LayerNorm(hidden, EPSILON)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(EncoderBlock(hidden, heads, wide, dropout) for _ in range(layers))
+        self.blocks = nn.ModuleList(EncoderBlock(hidden, heads, inner_width, dropout) for _ in range(layers))
         initialize(self)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -58,11 +58,13 @@ class Encoder(nn.Module):
 
 
 class EncoderBlock(nn.Module):
-    def __init__(self, hidden: int, heads: int, wide: int, dropout: float) -> None:
+    """Attention and feed-forward layers, each added to the residual stream and followed by a norm."""
+
+    def __init__(self, hidden: int, heads: int, inner_width: int, dropout: float) -> None:
         super().__init__()
         self.attention = Attention(hidden, heads, heads, True, dropout, None, causal=False)
         self.norm1 = nn.LayerNorm(hidden, EPSILON)
-        self.feedforward = FeedForward(hidden, wide, "gelu", True)
+        self.feedforward = FeedForward(hidden, inner_width, "gelu", True)
         self.norm2 = nn.LayerNorm(hidden, EPSILON)
         self.dropout = nn.Dropout(dropout)
 
@@ -73,7 +75,8 @@ class EncoderBlock(nn.Module):
 
 
 class MaskedLanguage(nn.Module):
-    """An encoder, and logits (batch, length, vocabulary) by the table that embeds: BERT-base by default."""
+    """An encoder with a head that returns logits (batch, length, vocabulary); BERT-base by default. The head shares
+    the weight of the embedding."""
 
     def __init__(
         self,
@@ -89,7 +92,7 @@ class MaskedLanguage(nn.Module):
         self.encoder = Encoder(layers, hidden, heads, sequence, vocabulary, feedforward, dropout)
         self.transform = nn.Linear(hidden, hidden)
         self.norm = nn.LayerNorm(hidden, EPSILON)
-        # A tied head's own weight would be thrown away at once: on meta it is never allocated.
+        # The weight that nn.Linear creates is replaced at once by the embedding's: on meta it costs no memory.
         self.head = nn.Linear(hidden, vocabulary, device="meta")
         self.head.weight = self.encoder.embedding.weight
         self.head.bias = nn.Parameter(torch.zeros(vocabulary))
@@ -102,7 +105,7 @@ class MaskedLanguage(nn.Module):
 
 
 def initialize(model: nn.Module) -> None:
-    """BERT's: all matrices and tables alike, biases at zero."""
+    """Applies BERT's initialization: all matrices and embeddings from the same normal distribution, biases zero."""
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=STD)

@@ -1,7 +1,7 @@
-"""JSON-lines files: one JSON object a line, found by where it begins, so that only the places of lines are in memory.
+"""Random access to JSON-lines files (one JSON object per line): memory holds only the byte offset of every line.
 
-Every line is looked at once, when the file is first opened: what is damaged is told then, with its number. The places
-of a large file's lines are kept in the cache folder, as long as the file stays the same.
+Every line is checked when the file is opened, and a damaged one is reported with its number. The offsets of a large
+file are kept in the cache folder and found again as long as the file does not change.
 """
 
 import hashlib
@@ -16,41 +16,41 @@ from zlib import crc32
 
 import numpy as np
 
-from meshwright.cache import cache_folder, made_once
+from meshwright.cache import cache_folder, fill_once
 from meshwright.errors import InputError
-from meshwright.workloads.text.text_files import Damaged, tell
+from meshwright.workloads.text.text_files import DamagePolicy, report_damage
 
 REMEDY = "correct the line"
-PADDING = 0
-LARGE_BYTES = 2**22  # from which on looking at every line takes noticeably long
+PADDING = 0  # the token that fills a text up to its length
+LARGE_BYTES = 2**22  # for files of this size and larger, checking every line takes noticeable time
 
-Wrong = Callable[[dict[str, Any]], str | None]
+FindProblem = Callable[[dict[str, Any]], str | None]  # an object → what is wrong with it, None if nothing is
 
 
 class JsonLines(Sequence[dict[str, Any]]):
-    """The objects of the good lines. `wrong` says of an object what is the matter with it, or nothing; `rule` names
-    what it looks for, so that a file is looked at again under another one."""
+    """The objects of all lines in which `find_problem` finds no problem. `rule` names the rule that `find_problem`
+    checks: the cached offsets of a file are valid for one rule only."""
 
-    def __init__(self, path: Path, wrong: Wrong, rule: str, damaged: Damaged) -> None:
+    def __init__(self, path: Path, find_problem: FindProblem, rule: str, damaged: DamagePolicy) -> None:
         self.path = path
-        found = _kept(path, wrong, rule, damaged)
-        if found.left_out:
-            others = f" (and {found.left_out - 1} more)" if found.left_out > 1 else ""
-            tell(f"{path}, {found.first}{others}", damaged, REMEDY)
-        if not len(found.places):
-            raise InputError(f"{path}: there is no good line in it")
-        self._places = found.places
+        index = _load_index(path, find_problem, rule, damaged)
+        if index.damaged_lines:
+            others = f" (and {index.damaged_lines - 1} more)" if index.damaged_lines > 1 else ""
+            report_damage(f"{path}, {index.first_problem}{others}", damaged, REMEDY)
+        if not len(index.offsets):
+            raise InputError(f"{path}: there is no usable line in it: add lines")
+        self._offsets = index.offsets
         self._file: BinaryIO | None = None
-        self._opened_by = 0
+        self._opened_by = 0  # process id
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._offsets)
 
     def __getitem__(self, index: Any) -> Any:
         if self._file is None or self._opened_by != os.getpid():
-            # A forked worker shares the place that its parent reads at, and would move it.
+            # A forked worker shares its parent's file position and would move it.
             self._file, self._opened_by = self.path.open("rb"), os.getpid()
-        self._file.seek(self._places[index])
+        self._file.seek(self._offsets[index])
         return json.loads(self._file.readline())
 
     def __getstate__(self) -> dict[str, Any]:
@@ -58,82 +58,87 @@ class JsonLines(Sequence[dict[str, Any]]):
 
 
 @dataclass(frozen=True)
-class _Index:
-    """Where the good lines begin, how many are not good, and what is the matter with the first of these."""
+class _LineIndex:
+    """Byte offsets of the usable lines, the number of damaged lines, and the problem of the first damaged one (empty
+    if there is none)."""
 
-    places: np.ndarray
-    left_out: int
-    first: str
+    offsets: np.ndarray
+    damaged_lines: int
+    first_problem: str
 
 
-def _kept(path: Path, wrong: Wrong, rule: str, damaged: Damaged) -> _Index:
+def _load_index(path: Path, find_problem: FindProblem, rule: str, damaged: DamagePolicy) -> _LineIndex:
+    """Returns the index of a file, from the cache if the file is large and was read before."""
     if not path.is_file():
         raise InputError(f"{path}: there is no such file: set data.root to the folder that has it")
-    seen = path.stat()
-    if seen.st_size < LARGE_BYTES:
-        return _indexed(path, wrong, damaged)
-    said = [str(path.resolve()), seen.st_size, seen.st_mtime_ns, rule, damaged]
-    key = hashlib.blake2b(json.dumps(said).encode(), digest_size=16).hexdigest()
+    state = path.stat()
+    if state.st_size < LARGE_BYTES:
+        return _build_index(path, find_problem, damaged)
+    cache_key = [str(path.resolve()), state.st_size, state.st_mtime_ns, rule, damaged]
+    name = hashlib.blake2b(json.dumps(cache_key).encode(), digest_size=16).hexdigest()
 
-    def make(folder: Path) -> None:
-        made = _indexed(path, wrong, damaged)
-        np.save(folder / "places.npy", made.places)
-        (folder / "left_out.json").write_text(json.dumps([made.left_out, made.first]))
+    def write(folder: Path) -> None:
+        index = _build_index(path, find_problem, damaged)
+        np.save(folder / "places.npy", index.offsets)
+        (folder / "left_out.json").write_text(json.dumps([index.damaged_lines, index.first_problem]))
 
-    folder = made_once(cache_folder() / "lines" / key, make)
-    return _Index(np.load(folder / "places.npy"), *json.loads((folder / "left_out.json").read_text()))
+    folder = fill_once(cache_folder() / "lines" / name, write)
+    return _LineIndex(np.load(folder / "places.npy"), *json.loads((folder / "left_out.json").read_text()))
 
 
-def _indexed(path: Path, wrong: Wrong, damaged: Damaged) -> _Index:
-    places = array("q")
-    place, left_out, first = 0, 0, ""
-    with path.open("rb") as opened:
-        for number, raw in enumerate(opened, 1):
-            complaint = _complaint(raw, wrong) if raw.strip() else None
-            if complaint is not None:
-                left_out += 1
-                first = first or f"line {number}: {complaint}"
+def _build_index(path: Path, find_problem: FindProblem, damaged: DamagePolicy) -> _LineIndex:
+    """Checks the lines of a file, all of them or up to the first damaged one if that is an error. Empty lines are
+    skipped."""
+    offsets = array("q")
+    offset, damaged_lines, first_problem = 0, 0, ""
+    with path.open("rb") as stream:
+        for number, raw in enumerate(stream, 1):
+            problem = _line_problem(raw, find_problem) if raw.strip() else None
+            if problem is not None:
+                damaged_lines += 1
+                first_problem = first_problem or f"line {number}: {problem}"
                 if damaged == "fatal":
                     break
             elif raw.strip():
-                places.append(place)
-            place += len(raw)
-    return _Index(np.array(places, np.int64), left_out, first)
+                offsets.append(offset)
+            offset += len(raw)
+    return _LineIndex(np.array(offsets, np.int64), damaged_lines, first_problem)
 
 
-def _complaint(raw: bytes, wrong: Wrong) -> str | None:
+def _line_problem(raw: bytes, find_problem: FindProblem) -> str | None:
     try:
-        found = json.loads(raw)
-    except ValueError as error:  # also what is no UTF-8
+        value = json.loads(raw)
+    except ValueError as error:  # bytes that are not UTF-8 raise it, too
         return f"it is not JSON ({error})"
-    if not isinstance(found, dict):
-        return f"it is a {type(found).__name__}, not an object {{…}}"
-    return wrong(found)
+    if not isinstance(value, dict):
+        return f"it is a {type(value).__name__}, not an object {{…}}"
+    return find_problem(value)
 
 
-# ---- texts in them
+# ---- texts in the lines
 
 
-def wrong_text(found: dict[str, Any], key: str, vocabulary: int) -> str | None:
-    """What is the matter with the text or the list of token numbers that a line has under `key`."""
-    value = found.get(key)
+def text_problem(line: dict[str, Any], key: str, vocabulary: int) -> str | None:
+    """Returns what is wrong with the text or the list of token numbers that a line has under `key`; None if nothing
+    is."""
+    value = line.get(key)
     if isinstance(value, str):
         return None
     if not isinstance(value, list) or not all(type(token) is int for token in value):
         return f"'{key}' is neither a text nor a list of token numbers"
-    wrong = next((token for token in value if not 0 < token < vocabulary), None)
-    return None if wrong is None else f"'{key}' has token {wrong}, but tokens go from 1 to {vocabulary - 1}"
+    unknown = next((token for token in value if not 0 < token < vocabulary), None)
+    return None if unknown is None else f"'{key}' has token {unknown}, but tokens go from 1 to {vocabulary - 1}"
 
 
 def token_numbers(value: str | list[int], vocabulary: int, length: int) -> np.ndarray:
-    """The first `length` tokens, padded with 0. Of a text each word has a number made of its letters, so that no list
-    of words is needed; with few numbers some words share one."""
-    numbers = [hashed(word, vocabulary) for word in value.lower().split()] if isinstance(value, str) else value
+    """Returns the first `length` tokens of a text or a list of token numbers, padded with 0. The words of a text are
+    numbered by hashing, so no vocabulary file is needed; with a small vocabulary some words share a number."""
+    numbers = [hash_word(word, vocabulary) for word in value.lower().split()] if isinstance(value, str) else value
     padded = np.full(length, PADDING, np.int64)
     padded[: min(length, len(numbers))] = numbers[:length]
     return padded
 
 
-def hashed(word: str, vocabulary: int) -> int:
-    """From 1 to `vocabulary` - 1, the same everywhere and always."""
+def hash_word(word: str, vocabulary: int) -> int:
+    """Returns a token number from 1 to `vocabulary` - 1, the same for a word on every machine."""
     return 1 + crc32(word.encode()) % (vocabulary - 1)

@@ -1,14 +1,14 @@
-"""Masked language: which tokens are hidden from a model, and that it is asked for them alone (Devlin et al. 2018)."""
+"""The data of masked language modelling (Devlin et al. 2018): some tokens are hidden, and only they are targets."""
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from meshwright.errors import InputError
-from meshwright.workloads.text.text_files import Damaged
+from meshwright.workloads.text.text_files import DamagePolicy
 from meshwright.workloads.text.token_file import IGNORED, Windows, open_tokens
 
-MASKED, RANDOM = 0.8, 0.1  # of the chosen tokens; the others stay as they are
+MASKED, RANDOM = 0.8, 0.1  # shares of the targets that are masked and replaced; the others stay visible
 
 
 def masked(
@@ -20,23 +20,28 @@ def masked(
     share: float = 0.15,
     mask: int | None = None,
     limit: int | None = None,
-    damaged: Damaged = "fatal",
+    damaged: DamagePolicy = "fatal",
 ) -> "Masked":
-    """(tokens, targets), each `sequence` long: a share of the tokens is chosen anew for each epoch and sample, and the
-    targets are -100 everywhere else. `mask`: the token that hides others, where the file's tokenizer names none."""
+    """Returns a data set of (tokens, targets), each `sequence` long.
+
+    A `share` of the tokens are targets, drawn again for each epoch and sample; all other targets are -100, which the
+    loss ignores. `mask` is the token that replaces hidden ones; None takes that of the file's tokenizer.
+    """
     file = open_tokens(split, root, synthetic, vocabulary, damaged)
-    hiding = file.about.mask if mask is None else mask
-    if hiding is None:
+    mask_token = file.info.mask if mask is None else mask
+    if mask_token is None:
         raise InputError(
-            f"{file.path}: its tokenizer {file.about.tokenizer} has no [MASK] or <mask>: build the tokens with one "
-            "that has, or say by mask: NUMBER which token hides others"
+            f"{file.path}: its tokenizer {file.info.tokenizer} has no [MASK] or <mask>: build the tokens with a "
+            "tokenizer that has one, or set the token that replaces hidden ones by mask: NUMBER"
         )
     if not 0 < share <= 1:
-        raise InputError(f"share is {share}: it is how much of the tokens is hidden, above 0 and up to 1")
-    return Masked(Windows(file, sequence, limit, damaged), share, hiding)
+        raise InputError(f"share is {share}: write the share of the tokens that are targets, above 0 and up to 1")
+    return Masked(Windows(file, sequence, limit, damaged), share, mask_token)
 
 
 class Masked(Dataset[tuple[Tensor, Tensor]]):
+    """The windows of a token file with some tokens hidden."""
+
     def __init__(self, windows: Windows, share: float, mask: int) -> None:
         self.windows, self.share, self.mask = windows, share, mask
 
@@ -45,11 +50,12 @@ class Masked(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """Draws from torch's generator, which the loader seeds by epoch and sample."""
-        text, ahead = self.windows[index]
-        # In a dtype of its own: a program that computes in fp64 by default would draw other numbers.
-        chosen, fate = torch.rand(2, len(text), dtype=torch.float32)
-        drawn = torch.randint(self.windows.file.about.vocabulary, text.shape)
-        hidden = (chosen < self.share) & (ahead != IGNORED)  # a damaged window asks for nothing
-        given = torch.where(hidden & (fate < MASKED), self.mask, text)
-        given = torch.where(hidden & (fate >= MASKED) & (fate < MASKED + RANDOM), drawn, given)
-        return given, torch.where(hidden, text, IGNORED)
+        text, next_tokens = self.windows[index]
+        # The dtype is fixed: with a default dtype of fp64 other numbers would be drawn.
+        target_draw, replacement_draw = torch.rand(2, len(text), dtype=torch.float32)
+        random_tokens = torch.randint(self.windows.file.info.vocabulary, text.shape)
+        is_target = (target_draw < self.share) & (next_tokens != IGNORED)  # a damaged window has no targets
+        inputs = torch.where(is_target & (replacement_draw < MASKED), self.mask, text)
+        is_random = is_target & (replacement_draw >= MASKED) & (replacement_draw < MASKED + RANDOM)
+        inputs = torch.where(is_random, random_tokens, inputs)
+        return inputs, torch.where(is_target, text, IGNORED)

@@ -1,4 +1,4 @@
-"""A folder of text files, read piece by piece: however large a file is and wherever its lines end, memory is small."""
+"""Reads a folder of text files in pieces, so that memory stays small for files and lines of any length."""
 
 import warnings
 from collections.abc import Iterator
@@ -7,71 +7,74 @@ from typing import BinaryIO, Literal
 
 from meshwright.errors import InputError
 
-Damaged = Literal["fatal", "skip"]
+DamagePolicy = Literal["fatal", "skip"]  # a job's data.damaged
 PIECE_BYTES = 2**16
 
 
 def text_files(folder: Path) -> list[Path]:
-    """All files below it, hidden ones left out, in an order that is the same everywhere."""
+    """Returns all files below a folder except hidden ones, in an order that is the same on every machine."""
     if not folder.is_dir():
         raise InputError(f"{folder}: there is no such folder: name a folder of text files")
-    inside = (file.relative_to(folder) for file in folder.rglob("*") if file.is_file())
-    found = sorted(file for file in inside if not any(part.startswith(".") for part in file.parts))
-    if not found:
+    relative = (file.relative_to(folder) for file in folder.rglob("*") if file.is_file())
+    visible = sorted(file for file in relative if not any(part.startswith(".") for part in file.parts))
+    if not visible:
         raise InputError(f"{folder}: there are no files in it: name a folder of text files")
-    return [folder / file for file in found]
+    return [folder / file for file in visible]
 
 
-def pieces(file: Path, damaged: Damaged) -> Iterator[str]:
-    """The text in pieces of whole lines; only a line longer than a piece is cut. Lines that are no UTF-8 are fatal
-    or left out; the first of a file is told with its number."""
-    gathered: list[str] = []
-    size, told = 0, False
-    for number, raw in _lines(file):
+def text_pieces(file: Path, damaged: DamagePolicy) -> Iterator[str]:
+    """Yields the text of a file in pieces of whole lines; only a line longer than a piece is cut.
+
+    A line that is not UTF-8 is an error, or with `damaged` "skip" it is skipped; a warning names the first one.
+    """
+    lines: list[str] = []
+    size, reported = 0, False
+    for number, raw in _numbered_lines(file):
         try:
             text = raw.decode()
         except UnicodeDecodeError as error:
-            if not told:
-                damage = f"{file}, line {number}: byte {error.start + 1} of it is no UTF-8"
-                tell(damage, damaged, "convert the file to UTF-8")
-            told = True
+            if not reported:
+                damage = f"{file}, line {number}: byte {error.start + 1} is not UTF-8"
+                report_damage(damage, damaged, "convert the file to UTF-8")
+            reported = True
             continue
-        gathered.append(text)
+        lines.append(text)
         size += len(raw)
         if size >= PIECE_BYTES:
-            yield "".join(gathered)
-            gathered, size = [], 0
-    if gathered:
-        yield "".join(gathered)
+            yield "".join(lines)
+            lines, size = [], 0
+    if lines:
+        yield "".join(lines)
 
 
-def tell(damage: str, damaged: Damaged, remedy: str) -> None:
-    """Damage is an error, or where the job says so a warning."""
+def report_damage(damage: str, damaged: DamagePolicy, remedy: str) -> None:
+    """Raises an error with the remedy, or warns if the job skips damaged parts."""
     if damaged == "fatal":
-        raise InputError(f"{damage}: {remedy}, or leave such parts out (damaged: skip)")
-    warnings.warn(f"{damage}: it is left out", stacklevel=3)
+        raise InputError(f"{damage}: {remedy}, or skip damaged parts (damaged: skip)")
+    warnings.warn(f"{damage}: it is skipped", stacklevel=3)
 
 
-def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
+def _numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """Yields line numbers and lines; a line longer than a piece comes in parts with the same number."""
     number = 1
-    with file.open("rb") as opened:
-        while raw := opened.readline(PIECE_BYTES):
-            whole = raw.endswith(b"\n")
-            if not whole and len(raw) == PIECE_BYTES:
-                raw = _without_torn_character(opened, raw)
+    with file.open("rb") as stream:
+        while raw := stream.readline(PIECE_BYTES):
+            is_complete = raw.endswith(b"\n")
+            if not is_complete and len(raw) == PIECE_BYTES:
+                raw = _without_incomplete_character(stream, raw)
             yield number, raw
-            number += whole
+            number += is_complete
 
 
-def _without_torn_character(opened: BinaryIO, raw: bytes) -> bytes:
-    """A character of several bytes that a cut went through is left to the next piece."""
+def _without_incomplete_character(stream: BinaryIO, raw: bytes) -> bytes:
+    """Returns the bytes up to the last complete UTF-8 character, and moves the stream back to the bytes after it."""
     for back in range(1, 5):
-        lead = raw[-back]
-        if lead & 0xC0 == 0x80:  # not a character's first byte
+        byte = raw[-back]
+        if byte & 0xC0 == 0x80:  # not the first byte of a character
             continue
-        wanted = 4 if lead >= 0xF0 else 3 if lead >= 0xE0 else 2 if lead >= 0xC0 else 1
-        if wanted > back:
-            opened.seek(-back, 1)
+        character_bytes = 4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2 if byte >= 0xC0 else 1
+        if character_bytes > back:
+            stream.seek(-back, 1)
             return raw[:-back]
         break
     return raw

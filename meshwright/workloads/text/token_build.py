@@ -1,6 +1,6 @@
-"""From a folder of texts to token files: `<split>.bin`, plain little-endian numbers, and `<split>.json` about them.
+"""Builds token files from a folder of texts: `<split>.bin` holds little-endian integers, `<split>.json` describes them.
 
-Texts are streamed: memory holds one piece, and the files are there whole or not at all.
+Texts are streamed, so memory holds one piece of them. The files get their names only when they are complete.
 """
 
 import hashlib
@@ -15,17 +15,20 @@ from typing import Any, Self
 import numpy as np
 
 from meshwright.errors import InputError
-from meshwright.workloads.text.text_files import Damaged, pieces, text_files
+from meshwright.workloads.text.text_files import DamagePolicy, text_files, text_pieces
 
 BYTES = 256
-ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "[SEP]")
-MASKS = ("[MASK]", "<mask>")
+END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "[SEP]")
+MASK_TOKENS = ("[MASK]", "<mask>")
 
 
 @dataclass(frozen=True)
-class About:
-    """What `<split>.json` says of its `<split>.bin`. `end` closes every document, `mask` hides a token; null where the
-    tokenizer has none. `checksum` is the hash (blake2b, 16 bytes) of the whole file."""
+class TokenFileInfo:
+    """The content of `<split>.json`, which describes `<split>.bin`.
+
+    `end` is the token that follows every document and `mask` the one that replaces hidden tokens; None if the
+    tokenizer has no such token. `checksum` is the blake2b hash (16 bytes) of the whole `<split>.bin`.
+    """
 
     dtype: str
     count: int
@@ -38,6 +41,8 @@ class About:
 
 @dataclass(frozen=True)
 class Tokenizer:
+    """`encode` returns the token numbers of a text, as a list or an array."""
+
     name: str
     vocabulary: int
     end: int | None
@@ -50,41 +55,43 @@ class Tokenizer:
 
 
 def build_tokens(
-    texts: Path, out: Path, tokenizer: str = "bytes", validation: float = 0.01, damaged: Damaged = "fatal"
-) -> dict[str, About]:
-    """Writes the splits `train` and `val` (a share `validation` of the tokens, in pieces from everywhere) to `out`.
+    texts: Path, out: Path, tokenizer: str = "bytes", validation: float = 0.01, damaged: DamagePolicy = "fatal"
+) -> dict[str, TokenFileInfo]:
+    """Writes the splits `train` and `val` to the folder `out`, and returns their descriptions by split.
 
-    `tokenizer`: `bytes`, or the path of a `tokenizer.json` of the package tokenizers. Text is encoded in pieces of
-    64 KiB, so a token never reaches over the border between two.
+    `validation` is the share of the tokens that goes to `val`, in pieces spread evenly over all texts. `tokenizer` is
+    `bytes`, or the path of a `tokenizer.json` of the package tokenizers. Text is encoded in pieces of 64 KiB, so no
+    token spans two pieces.
     """
     if not 0 <= validation < 1:
-        raise InputError(f"validation is {validation}: it is the share of the tokens to evaluate on, below 1")
-    chosen = find_tokenizer(tokenizer)
+        raise InputError(f"validation is {validation}: write the share of the tokens to evaluate on, from 0 to below 1")
+    encoder = find_tokenizer(tokenizer)
     files = text_files(texts)
     out.mkdir(parents=True, exist_ok=True)
-    with _Writer(out, "train", chosen) as train, _Writer(out, "val", chosen) as val:
+    with _SplitWriter(out, "train", encoder) as train, _SplitWriter(out, "val", encoder) as val:
         for file in files:
             writer = train
-            for piece in pieces(file, damaged):
-                # As soon as too little of the text has gone there: so the share is kept wherever one looks.
+            for piece in text_pieces(file, damaged):
+                # A piece goes to val whenever val has less than its share, so val has pieces from all texts.
                 writer = val if val.count < validation * (train.count + val.count) else train
-                writer.write(chosen.encode(piece))
-            if chosen.end is not None:
-                writer.write([chosen.end])
+                writer.write(encoder.encode(piece))
+            if encoder.end is not None:
+                writer.write([encoder.end])
         if validation and not val.count:
             raise InputError(
                 f"{texts}: {train.count} tokens are too few to set a share of {validation} of them aside: add texts, "
                 "or set validation to 0"
             )
         if not train.count:
-            raise InputError(f"{texts}: its {len(files)} files hold no text")
-        if not val.count:  # of an earlier build
+            raise InputError(f"{texts}: its {len(files)} files hold no text: add texts")
+        if not val.count:  # remove the files of an earlier build
             for file in (out / "val.json", out / "val.bin"):
                 file.unlink(missing_ok=True)
         return {writer.split: writer.finish() for writer in (train, val) if writer.count}
 
 
 def find_tokenizer(name: str) -> Tokenizer:
+    """Returns the tokenizer of single bytes, or the one in the file `name`."""
     if name == "bytes":
         return Tokenizer("bytes", BYTES + 2, BYTES, BYTES + 1, lambda text: np.frombuffer(text.encode(), np.uint8))
     file = Path(name)
@@ -95,19 +102,19 @@ def find_tokenizer(name: str) -> Tokenizer:
     except ImportError:
         raise InputError(f"{name} needs the package tokenizers: pip install tokenizers, or write 'bytes'") from None
     try:
-        made = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the package has no error of its own
+        loaded = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the package tokenizers raises plain Exception
         raise InputError(f"{name} is no tokenizer.json: {' '.join(str(error).split())}") from None
     end, mask = (
-        next((made.token_to_id(word) for word in words if made.token_to_id(word) is not None), None)
-        for words in (ENDS, MASKS)
+        next((loaded.token_to_id(word) for word in words if loaded.token_to_id(word) is not None), None)
+        for words in (END_TOKENS, MASK_TOKENS)
     )
-    size = made.get_vocab_size()
-    return Tokenizer(str(file), size, end, mask, lambda text: made.encode(text, add_special_tokens=False).ids)
+    size = loaded.get_vocab_size()
+    return Tokenizer(str(file), size, end, mask, lambda text: loaded.encode(text, add_special_tokens=False).ids)
 
 
-class _Writer:
-    """A split that is being written, under other names until all of it is there."""
+class _SplitWriter:
+    """Writes the two files of a split, under temporary names until they are complete."""
 
     def __init__(self, out: Path, split: str, tokenizer: Tokenizer) -> None:
         self.split = split
@@ -130,16 +137,25 @@ class _Writer:
         self._hash.update(raw)
         self.count += len(tokens)
 
-    def finish(self) -> About:
+    def finish(self) -> TokenFileInfo:
+        """Gives the files their final names, and returns the description that was written."""
         self._file.flush()
         os.fsync(self._file.fileno())
-        made = self._tokenizer
-        about = About(made.dtype, self.count, made.vocabulary, made.name, made.end, made.mask, self._hash.hexdigest())
-        # Without its description the new file is not read, and with the old one it would be read wrongly.
+        tokenizer = self._tokenizer
+        info = TokenFileInfo(
+            tokenizer.dtype,
+            self.count,
+            tokenizer.vocabulary,
+            tokenizer.name,
+            tokenizer.end,
+            tokenizer.mask,
+            self._hash.hexdigest(),
+        )
+        # The old description goes first: a crash between the next steps must not leave it beside the new tokens.
         description = self._out / f"{self.split}.json"
         description.unlink(missing_ok=True)
         self._part.rename(self._out / f"{self.split}.bin")
         part = self._out / f".{self.split}.json.part"
-        part.write_text(json.dumps(asdict(about), indent=1) + "\n")
+        part.write_text(json.dumps(asdict(info), indent=1) + "\n")
         part.rename(description)
-        return about
+        return info

@@ -1,6 +1,6 @@
-"""Token files as `token_build` writes them, read where they lie: a sample costs the bytes of its window.
+"""Memory-mapped token files as `token_build` writes them: reading a sample reads the bytes of its window only.
 
-The splits are `train` and `val`, or whatever else a folder holds as `<split>.bin` and `<split>.json`.
+The splits are `train` and `val`, or any other that a folder holds as `<split>.bin` and `<split>.json`.
 """
 
 import hashlib
@@ -14,25 +14,28 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from meshwright.cache import cache_folder, made_once
+from meshwright.cache import cache_folder, fill_once
 from meshwright.errors import InputError
-from meshwright.workloads.text.text_files import Damaged, tell
-from meshwright.workloads.text.text_generated import VERSION, generated_texts, no_data
-from meshwright.workloads.text.token_build import About, build_tokens
+from meshwright.workloads.text.text_files import DamagePolicy, report_damage
+from meshwright.workloads.text.text_generated import VERSION, generated_texts, missing_data_error
+from meshwright.workloads.text.token_build import TokenFileInfo, build_tokens
 
-IGNORED = -100
+IGNORED = -100  # the target that torch's cross entropy ignores
 REMEDY = "build it again with meshwright data tokens"
 
 
 @dataclass(frozen=True)
 class TokenFile:
+    """A `<split>.bin` and its description. `count` is the number of tokens that the file really holds, which is fewer
+    than `info.count` if it was truncated."""
+
     path: Path
-    about: About
-    count: int  # that are really there
+    info: TokenFileInfo
+    count: int
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        return np.dtype(self.about.dtype).newbyteorder("<")
+        return np.dtype(self.info.dtype).newbyteorder("<")
 
 
 def tokens(
@@ -42,105 +45,126 @@ def tokens(
     sequence: int = 1024,
     vocabulary: int | None = None,
     limit: int | None = None,
-    damaged: Damaged = "fatal",
+    damaged: DamagePolicy = "fatal",
 ) -> "Windows":
-    """(tokens, targets), each `sequence` long, the targets one ahead: window i begins at token i × `sequence`, and the
-    first `limit` are taken. `vocabulary`: what the model has room for; a file with more tokens is refused."""
+    """Returns a data set of (tokens, targets), each `sequence` long, where a token's target is the next token.
+
+    Sample i begins at token i × `sequence`; `limit` takes the first samples only. `vocabulary` is the model's: a file
+    with a larger one is an error.
+    """
     return Windows(open_tokens(split, root, synthetic, vocabulary, damaged), sequence, limit, damaged)
 
 
-def open_tokens(split: str, root: str | None, synthetic: bool, vocabulary: int | None, damaged: Damaged) -> TokenFile:
+def open_tokens(
+    split: str, root: str | None, synthetic: bool, vocabulary: int | None, damaged: DamagePolicy
+) -> TokenFile:
+    """Returns the token file of a split, generated if `synthetic`, and checks it against the model's `vocabulary`."""
     if synthetic:
         folder = generated_tokens()
     elif root is not None:
         folder = Path(root)
     else:
-        raise no_data(f"{split}.bin and {split}.json (meshwright data tokens TEXTS FOLDER makes them of any texts)")
-    found = read_token_file(folder, split, damaged)
-    if vocabulary is not None and found.about.vocabulary > vocabulary:
-        raise InputError(
-            f"{found.path} has a vocabulary of {found.about.vocabulary}, but the model has one of {vocabulary}: set "
-            "model.vocabulary and the data's to the larger"
+        raise missing_data_error(
+            f"{split}.bin and {split}.json (meshwright data tokens TEXTS FOLDER makes them from any texts)"
         )
-    return found
+    file = read_token_file(folder, split, damaged)
+    if vocabulary is not None and file.info.vocabulary > vocabulary:
+        raise InputError(
+            f"{file.path} has a vocabulary of {file.info.vocabulary}, but the model has one of {vocabulary}: set "
+            f"model.vocabulary, data.train.vocabulary and data.eval.vocabulary to {file.info.vocabulary} or more"
+        )
+    return file
 
 
 def generated_tokens() -> Path:
-    """A generated text folder, as the same command builds it that builds a real one."""
+    """Returns the folder of the token files of the generated texts, and builds them if they are not in the cache."""
     folder = cache_folder() / "synthetic" / f"tokens-{VERSION}"
-    return made_once(folder, lambda aside: _build_generated(aside))
+    return fill_once(folder, _build_generated)
 
 
 def _build_generated(folder: Path) -> None:
     build_tokens(generated_texts(), folder, validation=0.1)
 
 
-def read_token_file(folder: Path, split: str, damaged: Damaged) -> TokenFile:
+def read_token_file(folder: Path, split: str, damaged: DamagePolicy) -> TokenFile:
+    """Returns the token file of a split without reading its tokens. A file of the wrong size is an error, or with
+    `damaged` "skip" a warning."""
     path = folder / f"{split}.bin"
-    about = _read_about(folder, split)
+    info = _read_info(folder, split)
     if not path.is_file():
         raise InputError(f"{path}: there is no such file beside {split}.json: {REMEDY}")
-    itemsize = np.dtype(about.dtype).itemsize
+    itemsize = np.dtype(info.dtype).itemsize
     size = path.stat().st_size
-    if size != about.count * itemsize:
-        tell(f"{path}: holds {size} bytes, not the {about.count * itemsize} that {split}.json says", damaged, REMEDY)
-    return TokenFile(path, about, min(about.count, size // itemsize))
+    if size != info.count * itemsize:
+        damage = f"{path}: holds {size} bytes, not the {info.count * itemsize} that {split}.json says"
+        report_damage(damage, damaged, REMEDY)
+    return TokenFile(path, info, min(info.count, size // itemsize))
 
 
 def splits_in(folder: Path) -> list[str]:
-    found = sorted(one.stem for one in folder.glob("*.json") if one.with_suffix(".bin").is_file())
-    if not found:
+    """Returns the names of a folder's splits, sorted; a folder without any is an error."""
+    splits = _find_splits(folder)
+    if not splits:
         raise InputError(f"{folder}: there are no token files (<split>.bin and <split>.json): {REMEDY}")
-    return found
+    return splits
+
+
+def _find_splits(folder: Path) -> list[str]:
+    return sorted(file.stem for file in folder.glob("*.json") if file.with_suffix(".bin").is_file())
 
 
 def verify_tokens(folder: Path, split: str) -> int:
-    """Reads all of a file, and refuses one whose bytes are not those that were built; how many tokens it has."""
+    """Reads a whole token file and returns its number of tokens. A file that does not have the checksum from when it
+    was built is an error."""
     file = read_token_file(folder, split, "fatal")
-    found = hashlib.blake2b(digest_size=16)
-    with file.path.open("rb") as opened:
-        while block := opened.read(2**20):
-            found.update(block)
-    if found.hexdigest() != file.about.checksum:
-        raise InputError(f"{file.path}: its checksum is {found.hexdigest()}, not {file.about.checksum}: {REMEDY}")
+    checksum = hashlib.blake2b(digest_size=16)
+    with file.path.open("rb") as stream:
+        while block := stream.read(2**20):
+            checksum.update(block)
+    if checksum.hexdigest() != file.info.checksum:
+        raise InputError(f"{file.path}: its checksum is {checksum.hexdigest()}, not {file.info.checksum}: {REMEDY}")
     return file.count
 
 
-def _read_about(folder: Path, split: str) -> About:
+def _read_info(folder: Path, split: str) -> TokenFileInfo:
     file = folder / f"{split}.json"
     if not file.is_file():
-        there = ", ".join(sorted(one.stem for one in folder.glob("*.json") if one.with_suffix(".bin").is_file()))
+        splits = ", ".join(_find_splits(folder))
         raise InputError(
-            f"{file}: there is no such file; the folder has {there or 'no token files'}: set data.root to a folder "
-            "that meshwright data tokens made, and split to one of its"
+            f"{file}: there is no such file; the folder has {splits or 'no token files'}: set data.root to a folder "
+            "that meshwright data tokens wrote, and split to one of its splits"
         )
     try:
         raw = json.loads(file.read_text())
-        about = About(**{field.name: raw[field.name] for field in fields(About)})
-        if about.dtype not in ("uint16", "uint32") or not all(type(n) is int for n in (about.count, about.vocabulary)):
-            raise ValueError("dtype, count or vocabulary is not what it should be")
+        info = TokenFileInfo(**{field.name: raw[field.name] for field in fields(TokenFileInfo)})
+        if info.dtype not in ("uint16", "uint32") or not all(type(n) is int for n in (info.count, info.vocabulary)):
+            raise ValueError("dtype must be uint16 or uint32, count and vocabulary whole numbers")
     except (ValueError, TypeError, KeyError) as error:
-        raise InputError(f"{file}: is no description of tokens ({error}): {REMEDY}") from None
-    return about
+        raise InputError(f"{file}: does not describe a token file ({error}): {REMEDY}") from None
+    return info
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """A window with a token that the vocabulary has not is damaged: it is told, and fatal or counted by no loss."""
+    """Consecutive windows of a token file, with the next token as the target of each.
 
-    def __init__(self, file: TokenFile, sequence: int, limit: int | None, damaged: Damaged) -> None:
+    A window with a token outside the vocabulary is damaged: that is an error, or with `damaged` "skip" a warning, and
+    the loss ignores all targets of the window.
+    """
+
+    def __init__(self, file: TokenFile, sequence: int, limit: int | None, damaged: DamagePolicy) -> None:
         for name, count in (("sequence", sequence), ("limit", limit)):
             if count is not None and count < 1:
-                raise InputError(f"{name} is {count}: write a whole number from 1 on")
+                raise InputError(f"{name} is {count}: write a whole number of at least 1")
         self.file, self.sequence, self.damaged = file, sequence, damaged
         self._size = max(0, file.count - 1) // sequence
         if not self._size:
             raise InputError(
                 f"{file.path}: holds {file.count} tokens, too few for one window of sequence = {sequence} and its "
-                "target: take a shorter sequence, or more text"
+                "last target: set a shorter sequence, or add texts"
             )
         self._size = min(self._size, limit or self._size)
         self._map: np.ndarray | None = None
-        self._told = False
+        self._has_reported = False
 
     def __len__(self) -> int:
         return self._size
@@ -149,25 +173,26 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         if not 0 <= index < self._size:
             raise IndexError(index)
         begin = index * self.sequence
-        text = torch.from_numpy(self._opened()[begin : begin + self.sequence + 1].astype(np.int64))
-        wrong = text >= self.file.about.vocabulary
-        if wrong.any():
-            self._tell(begin, text, wrong)
-            return text.masked_fill(wrong, 0)[:-1], torch.full((self.sequence,), IGNORED)
+        text = torch.from_numpy(self._mapped_tokens()[begin : begin + self.sequence + 1].astype(np.int64))
+        is_unknown = text >= self.file.info.vocabulary
+        if is_unknown.any():
+            self._report(begin, text, is_unknown)
+            return text.masked_fill(is_unknown, 0)[:-1], torch.full((self.sequence,), IGNORED)
         return text[:-1], text[1:]
 
-    def _tell(self, begin: int, text: Tensor, wrong: Tensor) -> None:
-        if self._told:
+    def _report(self, begin: int, text: Tensor, is_unknown: Tensor) -> None:
+        """Reports the first unknown token of this data set; later ones are not reported again."""
+        if self._has_reported:
             return
-        at = int(wrong.int().argmax())
-        self._told = self.damaged == "skip"
-        words = f"{self.file.path}: token {begin + at} is {int(text[at])}, but its vocabulary has"
-        tell(f"{words} {self.file.about.vocabulary}", self.damaged, REMEDY)
+        first = int(is_unknown.int().argmax())
+        self._has_reported = self.damaged == "skip"
+        damage = f"{self.file.path}: token {begin + first} is {int(text[first])}, but its vocabulary has"
+        report_damage(f"{damage} {self.file.info.vocabulary}", self.damaged, REMEDY)
 
-    def _opened(self) -> np.ndarray:
+    def _mapped_tokens(self) -> np.ndarray:
         if self._map is None:
             self._map = np.memmap(self.file.path, self.file.dtype, mode="r", shape=(self.file.count,))
         return self._map
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_map": None}  # a map goes to another process as all of its numbers
+        return {**self.__dict__, "_map": None}  # pickling a memory map would send all of its tokens

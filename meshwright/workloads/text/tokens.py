@@ -1,19 +1,19 @@
-"""Generated text for decoders: a noisy rule that links each token to the next, so that there is something to learn."""
+"""Generated token sequences for decoders: a noisy rule maps each token to the next, so that a model can learn it."""
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from meshwright.data.order import derive
+from meshwright.data.order import derive_seed
 from meshwright.errors import InputError
 
 SPLITS = ("train", "test")
-# An affine map that visits all of 256 (any power of two) tokens before it repeats.
+# The rule is an affine map; for any power of two it visits all tokens before it repeats.
 FACTOR, SHIFT = 5, 3
 
 
 class Tokens(Dataset[tuple[Tensor, Tensor]]):
-    """Sample i is a function of (seed, split, i), made when it is asked for; nothing is kept."""
+    """(tokens, targets) samples. Sample i is a function of (seed, split, i) and is generated when it is read."""
 
     def __init__(self, split: str, sequence: int, alphabet: int, samples: int, noise: float, seed: int) -> None:
         self.split, self.sequence, self.alphabet = split, sequence, alphabet
@@ -25,13 +25,13 @@ class Tokens(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if not 0 <= index < self.samples:
             raise IndexError(index)
-        generator = torch.Generator().manual_seed(derive(self.seed, "tokens", self.split, index))
-        drawn = torch.randint(self.alphabet, (self.sequence + 1,), generator=generator).tolist()
-        surprises = (torch.rand(self.sequence + 1, generator=generator) < self.noise).tolist()
-        made = [drawn[0]]
-        for fresh, surprise in zip(drawn[1:], surprises[1:], strict=True):
-            made.append(fresh if surprise else (FACTOR * made[-1] + SHIFT) % self.alphabet)
-        text = torch.tensor(made)
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, "tokens", self.split, index))
+        random_tokens = torch.randint(self.alphabet, (self.sequence + 1,), generator=generator).tolist()
+        rule_breaks = (torch.rand(self.sequence + 1, generator=generator) < self.noise).tolist()
+        sequence = [random_tokens[0]]
+        for random_token, breaks_rule in zip(random_tokens[1:], rule_breaks[1:], strict=True):
+            sequence.append(random_token if breaks_rule else (FACTOR * sequence[-1] + SHIFT) % self.alphabet)
+        text = torch.tensor(sequence)
         return text[:-1], text[1:]
 
 
@@ -44,11 +44,14 @@ def tokens(
     noise: float = 0.1,
     seed: int = 0,
 ) -> Dataset[tuple[Tensor, Tensor]]:
-    """(tokens, targets), each `sequence` long, the targets one ahead. Of the vocabulary only the first `alphabet`
-    tokens occur, as in real text few are frequent; a share `noise` of them follows no rule."""
+    """Returns a data set of (tokens, targets), each `sequence` long, where a token's target is the next token.
+
+    Only the first `alphabet` tokens of the vocabulary occur, as few tokens are frequent in real text. A share `noise`
+    of the tokens is random instead of following the rule.
+    """
     if split not in SPLITS:
         raise InputError(f"split is {split!r}: the generated tokens have {' and '.join(SPLITS)}")
     for name, count in (("sequence", sequence), ("vocabulary", vocabulary), ("samples", samples)):
         if count < 1:
-            raise InputError(f"{name} is {count}: write a whole number from 1 on")
+            raise InputError(f"{name} is {count}: write a whole number of at least 1")
     return Tokens(split, sequence, max(1, min(alphabet, vocabulary)), samples, noise, seed)

@@ -1,4 +1,4 @@
-"""Words and what stands around them, for skip-gram: neighbours from the text, and others drawn by their frequency."""
+"""The data of skip-gram: words, a neighbour of each from the text, and random words drawn by their frequency."""
 
 from pathlib import Path
 from typing import Any
@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from meshwright.errors import InputError
-from meshwright.workloads.text.text_files import Damaged
-from meshwright.workloads.text.text_generated import generated_texts, no_data
-from meshwright.workloads.text.word_file import DTYPE, Corpus, corpus
+from meshwright.workloads.text.text_files import DamagePolicy
+from meshwright.workloads.text.text_generated import generated_texts, missing_data_error
+from meshwright.workloads.text.word_file import DTYPE, Corpus, load_corpus
 
-POWER = 0.75  # of a word's frequency, by which it is drawn as one that was not there
-EVERY = 50  # one sample of so many is evaluated on, and not trained on
+POWER = 0.75  # negatives are drawn in proportion to this power of their frequency
+EVAL_EVERY = 50  # one sample of so many is for evaluation, the others for training
 
 
 def words(
@@ -27,12 +27,15 @@ def words(
     negatives: int = 5,
     centers: int = 64,
     subsample: float | None = 1e-4,
-    damaged: Damaged = "fatal",
+    damaged: DamagePolicy = "fatal",
 ) -> "WordContexts":
-    """(words, a neighbour and `negatives` others for each, which of these was there). A sample is `centers` words that
-    follow one another. Neighbours are up to `window` words away, nearer ones more often; they and the others are
-    drawn anew for each epoch and sample. The vocabulary is that of the folder of texts `root`; `word_file` says what
-    `minimum` and `subsample` are."""
+    """Returns a data set of (centers, contexts, targets) from the folder of texts `root`.
+
+    A sample has `centers` consecutive words (centers,). Each has a neighbour from the text and `negatives` random words
+    as contexts (centers, 1 + negatives); targets are 1 for the neighbour and 0 for the others. Neighbours are up to
+    `window` words away, nearer ones more often. Neighbours and negatives are drawn again for each epoch and sample.
+    `word_file.load_corpus` explains `vocabulary`, `minimum` and `subsample`.
+    """
     if split not in ("train", "val"):
         raise InputError(f"split is {split!r}: words have train and val")
     counts = {
@@ -44,27 +47,30 @@ def words(
     }
     for name, count in counts.items():
         if count < 1:
-            raise InputError(f"{name} is {count}: write a whole number from 1 on")
+            raise InputError(f"{name} is {count}: write a whole number of at least 1")
     if not synthetic and root is None:
-        raise no_data("text files")
+        raise missing_data_error("text files")
     texts = generated_texts() if synthetic else Path(str(root))
-    return WordContexts(corpus(texts, vocabulary, minimum, subsample, damaged), split, window, negatives, centers)
+    corpus = load_corpus(texts, vocabulary, minimum, subsample, damaged)
+    return WordContexts(corpus, split, window, negatives, centers)
 
 
 class WordContexts(Dataset[tuple[Tensor, Tensor, Tensor]]):
+    """(centers, contexts, targets) samples of one split of a corpus, as `words` describes them."""
+
     def __init__(self, corpus: Corpus, split: str, window: int, negatives: int, centers: int) -> None:
         self.corpus, self.window, self.negatives, self.centers = corpus, window, negatives, centers
         samples = corpus.count // centers
-        every = EVERY if samples >= EVERY else 2
+        eval_every = EVAL_EVERY if samples >= EVAL_EVERY else 2
         if samples < 2 or corpus.count <= 2 * window or len(corpus.words) < 2:
             raise InputError(
                 f"{corpus.path}: {corpus.count} words, {len(corpus.words)} different ones, are too few for samples of "
                 f"{centers} words with {window} around each: add texts, or lower centers, window or minimum"
             )
-        own = np.arange(samples) % every == every - 1
-        self.samples = np.flatnonzero(own if split == "val" else ~own)
+        is_val = np.arange(samples) % eval_every == eval_every - 1
+        self.samples = np.flatnonzero(is_val if split == "val" else ~is_val)
         weights = np.cumsum(np.array(corpus.counts, np.float64) ** POWER)
-        self.chances = weights / weights[-1]
+        self.cumulative_probabilities = weights / weights[-1]
         self._map: np.ndarray | None = None
 
     def __len__(self) -> int:
@@ -72,27 +78,33 @@ class WordContexts(Dataset[tuple[Tensor, Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
         """Draws from numpy's generator, which the loader seeds by epoch and sample."""
-        text = self._opened()
-        places = int(self.samples[index]) * self.centers + np.arange(self.centers)
-        reach = np.random.randint(1, self.window + 1, self.centers)
-        reach = 1 + (np.random.random_sample(self.centers) * reach).astype(np.int64)
-        reach *= np.random.randint(0, 2, self.centers) * 2 - 1
-        beside = places + reach
-        beside = np.where((beside < 0) | (beside >= len(text)), places - reach, beside)
-        first, last = min(places[0], beside.min()), max(places[-1], beside.max()) + 1
-        near = text[first:last].astype(np.int64)
-        center, neighbour = near[places - first], near[beside - first]
-        others = np.searchsorted(self.chances, np.random.random_sample((self.centers, self.negatives)))
-        others = np.where(others == neighbour[:, None], (others + 1) % len(self.corpus.words), others)
-        contexts = np.concatenate([neighbour[:, None], others], axis=1)
-        right = torch.zeros(contexts.shape, dtype=torch.float32)
-        right[:, 0] = 1
-        return torch.from_numpy(center), torch.from_numpy(contexts), right
+        text = self._mapped_words()
+        positions = int(self.samples[index]) * self.centers + np.arange(self.centers)
+        neighbour_positions = self._draw_neighbours(positions, len(text))
+        begin = min(positions[0], neighbour_positions.min())
+        end = max(positions[-1], neighbour_positions.max()) + 1
+        numbers = text[begin:end].astype(np.int64)
+        centers, neighbours = numbers[positions - begin], numbers[neighbour_positions - begin]
+        draws = np.random.random_sample((self.centers, self.negatives))
+        negatives = np.searchsorted(self.cumulative_probabilities, draws)
+        negatives = np.where(negatives == neighbours[:, None], (negatives + 1) % len(self.corpus.words), negatives)
+        contexts = np.concatenate([neighbours[:, None], negatives], axis=1)
+        targets = torch.zeros(contexts.shape, dtype=torch.float32)
+        targets[:, 0] = 1
+        return torch.from_numpy(centers), torch.from_numpy(contexts), targets
 
-    def _opened(self) -> np.ndarray:
+    def _draw_neighbours(self, positions: np.ndarray, length: int) -> np.ndarray:
+        """Returns the position of a random neighbour for each position, always within the text."""
+        distance = np.random.randint(1, self.window + 1, self.centers)
+        distance = 1 + (np.random.random_sample(self.centers) * distance).astype(np.int64)
+        distance *= np.random.randint(0, 2, self.centers) * 2 - 1
+        neighbours = positions + distance
+        return np.where((neighbours < 0) | (neighbours >= length), positions - distance, neighbours)
+
+    def _mapped_words(self) -> np.ndarray:
         if self._map is None:
             self._map = np.memmap(self.corpus.path, DTYPE, mode="r", shape=(self.corpus.count,))
         return self._map
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_map": None}  # a map goes to another process as all of its numbers
+        return {**self.__dict__, "_map": None}  # pickling a memory map would send all of its words

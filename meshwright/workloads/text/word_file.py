@@ -1,7 +1,7 @@
-"""From a folder of texts to a corpus of words: `words.bin`, the number of every word in turn, and `words.json`, which
-words these are. Made once and kept in the cache folder, as long as the texts stay the same.
+"""Builds a corpus of word numbers from a folder of texts: `words.bin` holds the number of every word of the texts in
+order, `words.json` the vocabulary. It is written to the cache folder once, and again when the texts change.
 
-Both passes over the texts stream them; memory holds the vocabulary.
+Texts are streamed twice, once to count the words and once to number them; memory holds the vocabulary.
 """
 
 import hashlib
@@ -13,21 +13,21 @@ from pathlib import Path
 
 import numpy as np
 
-from meshwright.cache import cache_folder, made_once
-from meshwright.data.order import derive
+from meshwright.cache import cache_folder, fill_once
+from meshwright.data.order import derive_seed
 from meshwright.errors import InputError
-from meshwright.workloads.text.text_files import Damaged, pieces, text_files
+from meshwright.workloads.text.text_files import DamagePolicy, text_files, text_pieces
 
 DTYPE = np.dtype("<u4")
-VERSION = 1  # of what is cached
+VERSION = 1  # of the cached files: raise it when their content changes
 _WORD = re.compile(r"\w+")
-_MOST_COUNTED = 5_000_000  # different words, beyond which the rarest are forgotten while counting
+_MAX_COUNTED_WORDS = 5_000_000  # with more different words, the rarest are dropped while counting
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """`words` from the most frequent to the rarest, with how often each occurs in the texts; `count` is the length of
-    `path`."""
+    """`words` is the vocabulary from the most frequent word to the rarest, and `counts` how often each occurs in the
+    texts. `path` is the file of word numbers and `count` how many it holds."""
 
     path: Path
     words: tuple[str, ...]
@@ -35,59 +35,62 @@ class Corpus:
     count: int
 
 
-def corpus(texts: Path, vocabulary: int, minimum: int, subsample: float | None, damaged: Damaged) -> Corpus:
-    """At most `vocabulary` words, of which each occurs `minimum` times or more; the others are left out. `subsample`: a
-    word that makes up a larger share of the text is left out at times, the more so the larger it is (Mikolov et al.
-    2013, as their program does it)."""
+def load_corpus(texts: Path, vocabulary: int, minimum: int, subsample: float | None, damaged: DamagePolicy) -> Corpus:
+    """Returns the corpus of a folder of texts, and builds it if it is not in the cache.
+
+    The vocabulary has at most `vocabulary` words, each of which occurs at least `minimum` times; other words are
+    dropped. A word that makes up more than the share `subsample` of the text is dropped at random, the more often the
+    more frequent it is (Mikolov et al. 2013, by the formula of their program).
+    """
     files = text_files(texts)
-    said = [VERSION, vocabulary, minimum, subsample, damaged, str(texts.resolve())]
-    seen = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    key = hashlib.blake2b(json.dumps([said, seen]).encode(), digest_size=16).hexdigest()
+    settings = [VERSION, vocabulary, minimum, subsample, damaged, str(texts.resolve())]
+    file_states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    key = hashlib.blake2b(json.dumps([settings, file_states]).encode(), digest_size=16).hexdigest()
 
-    def make(folder: Path) -> None:
-        _write(folder, files, vocabulary, minimum, subsample, damaged)
+    def write(folder: Path) -> None:
+        _write_corpus(folder, files, vocabulary, minimum, subsample, damaged)
 
-    folder = made_once(cache_folder() / "words" / key, make)
-    about = json.loads((folder / "words.json").read_text())
-    return Corpus(folder / "words.bin", tuple(about["words"]), tuple(about["counts"]), about["count"])
+    folder = fill_once(cache_folder() / "words" / key, write)
+    content = json.loads((folder / "words.json").read_text())
+    return Corpus(folder / "words.bin", tuple(content["words"]), tuple(content["counts"]), content["count"])
 
 
-def _write(
-    folder: Path, files: list[Path], vocabulary: int, minimum: int, subsample: float | None, damaged: Damaged
+def _write_corpus(
+    folder: Path, files: list[Path], vocabulary: int, minimum: int, subsample: float | None, damaged: DamagePolicy
 ) -> None:
-    counter = _counted(files, damaged)
-    # Words that are equally frequent go by their letters: the order in which files were read is no matter.
+    counter = _count_words(files, damaged)
+    # Equally frequent words are sorted by their letters, so the order of the files does not matter.
     ranked = sorted(counter.items(), key=lambda item: (-item[1], item[0]))
-    kept = [(word, count) for word, count in ranked[:vocabulary] if count >= minimum]
-    if not kept:
+    frequent = [(word, count) for word, count in ranked[:vocabulary] if count >= minimum]
+    if not frequent:
         raise InputError(f"{files[0].parent}: no word occurs {minimum} times: add texts, or lower minimum")
-    numbers = {word: number for number, (word, _) in enumerate(kept)}
-    shares = np.array([count for _, count in kept]) / sum(counter.values())
-    chances = np.ones(len(kept)) if subsample is None else np.sqrt(subsample / shares) + subsample / shares
-    count = 0
+    numbers = {word: number for number, (word, _) in enumerate(frequent)}
+    shares = np.array([count for _, count in frequent]) / sum(counter.values())
+    probabilities = np.ones(len(frequent)) if subsample is None else np.sqrt(subsample / shares) + subsample / shares
+    total = 0
     with (folder / "words.bin").open("wb") as out:
-        for place, file in enumerate(files):
-            random = np.random.RandomState(derive(VERSION, "subsample", place) % 2**32)
-            for piece in pieces(file, damaged):
-                found = np.array([numbers[word] for word in words_of(piece) if word in numbers], DTYPE)
-                found = found[random.random_sample(len(found)) < chances[found]]
-                out.write(found.tobytes())
-                count += len(found)
-    about = {"words": [word for word, _ in kept], "counts": [count for _, count in kept], "count": count}
-    (folder / "words.json").write_text(json.dumps(about, ensure_ascii=False))
+        for index, file in enumerate(files):
+            random = np.random.RandomState(derive_seed(VERSION, "subsample", index) % 2**32)
+            for piece in text_pieces(file, damaged):
+                word_numbers = np.array([numbers[word] for word in split_words(piece) if word in numbers], DTYPE)
+                word_numbers = word_numbers[random.random_sample(len(word_numbers)) < probabilities[word_numbers]]
+                out.write(word_numbers.tobytes())
+                total += len(word_numbers)
+    content = {"words": [word for word, _ in frequent], "counts": [count for _, count in frequent], "count": total}
+    (folder / "words.json").write_text(json.dumps(content, ensure_ascii=False))
 
 
-def words_of(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     return _WORD.findall(text.lower())
 
 
-def _counted(files: list[Path], damaged: Damaged) -> Counter[str]:
+def _count_words(files: list[Path], damaged: DamagePolicy) -> Counter[str]:
     counter: Counter[str] = Counter()
-    rare = 1
+    dropped_count = 1
     for file in files:
-        for piece in pieces(file, damaged):
-            counter.update(words_of(piece))
-            while len(counter) > _MOST_COUNTED:
-                counter = Counter({word: count for word, count in counter.items() if count > rare})
-                rare += 1
+        for piece in text_pieces(file, damaged):
+            counter.update(split_words(piece))
+            while len(counter) > _MAX_COUNTED_WORDS:
+                counter = Counter({word: count for word, count in counter.items() if count > dropped_count})
+                dropped_count += 1
     return counter

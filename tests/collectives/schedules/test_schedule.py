@@ -1,4 +1,4 @@
-"""A schedule that could be read in two ways cannot be made; chunks cover a tensor."""
+"""A schedule whose result depends on the order of its sends is refused; chunks cover a tensor."""
 
 import pytest
 from hypothesis import given
@@ -10,19 +10,19 @@ from meshwright.errors import InputError
 
 
 @pytest.mark.parametrize(
-    ("sends", "words"),
+    ("sends", "message"),
     [
         ((Send(0, 3, 0, "add"),), "ranks 0 to 2"),
         ((Send(-1, 1, 0, "add"),), "ranks 0 to 2"),
         ((Send(0, 1, 2, "copy"),), "chunks 0 to 1"),
         ((Send(1, 1, 0, "copy"),), "to itself"),
-        ((Send(0, 1, 0, "max"),), "neither copies nor adds"),  # type: ignore[arg-type]
+        ((Send(0, 1, 0, "max"),), "has an operation other than copy and add"),  # type: ignore[arg-type]
         ((Send(0, 2, 1, "add"), Send(1, 2, 1, "add")), "chunk 1 of rank 2 is written twice"),
         ((Send(0, 1, 0, "add"), Send(1, 2, 0, "copy")), "chunk 0 of rank 1 is read and written"),
     ],
 )
-def test_a_round_with_two_readings_is_refused(sends: Round, words: str) -> None:
-    with pytest.raises(ValueError, match=f"strange, round 1: .*{words}"):
+def test_an_ambiguous_or_invalid_round_is_refused(sends: Round, message: str) -> None:
+    with pytest.raises(ValueError, match=f"strange, round 1: .*{message}"):
         Schedule("strange", 3, 2, ((), sends))
 
 
@@ -30,7 +30,7 @@ def test_a_round_may_read_a_chunk_twice_and_write_its_neighbor() -> None:
     Schedule("fine", 3, 2, ((Send(0, 1, 0, "copy"), Send(0, 2, 0, "copy"), Send(1, 0, 1, "add")),))
 
 
-def test_there_is_a_rank_and_a_chunk() -> None:
+def test_a_schedule_without_ranks_or_chunks_is_refused() -> None:
     with pytest.raises(ValueError, match="0 ranks"):
         Schedule("nobody", 0, 1, ())
     with pytest.raises(ValueError, match="0 chunks"):
@@ -39,10 +39,10 @@ def test_there_is_a_rank_and_a_chunk() -> None:
 
 @given(chunks=st.integers(1, 70), size=st.integers(0, 1000))
 def test_chunks_cover_the_tensor_evenly(chunks: int, size: int) -> None:
-    found = bounds(Schedule("any", 1, chunks, ()), size)
-    assert [begin for begin, _ in found] == [0, *(end for _, end in found[:-1])]
-    assert found[-1][1] == size
-    lengths = [end - begin for begin, end in found]
+    chunk_bounds = bounds(Schedule("any", 1, chunks, ()), size)
+    assert [begin for begin, _ in chunk_bounds] == [0, *(end for _, end in chunk_bounds[:-1])]
+    assert chunk_bounds[-1][1] == size
+    lengths = [end - begin for begin, end in chunk_bounds]
     assert max(lengths) - min(lengths) <= 1
 
 
@@ -55,5 +55,5 @@ def test_builders_are_found_by_the_names_of_plans() -> None:
     ]
     with pytest.raises(InputError, match="did you mean 'ring'"):
         build("rings", 4, [4])
-    with pytest.raises(InputError, match=r"\[4, 2\] ranks are 6 ranks, but 8"):
+    with pytest.raises(InputError, match=r"\[4, 2\] ranks have 6 ranks, but 8"):
         build("two_level", 8, [4, 2])

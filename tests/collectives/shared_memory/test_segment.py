@@ -1,4 +1,4 @@
-"""Segments without names, who can open them, and who still lives."""
+"""Segments without names, which processes can open them, and which processes are alive."""
 
 import ctypes
 import os
@@ -11,107 +11,111 @@ import pytest
 import torch
 
 from meshwright.collectives.shared_memory import segment
-from meshwright.collectives.shared_memory.segment import SLOTS, Segment
-from meshwright.collectives.shared_memory.storages import Storages
+from meshwright.collectives.shared_memory.segment import SLOTS, SharedSegment
+from meshwright.collectives.shared_memory.storages import SharedStorages
 from meshwright.errors import InputError
 
 
-def test_a_peer_sees_what_is_written_and_there_is_no_name() -> None:
-    file, mine = segment.create()
-    theirs = segment.open_segment(segment.here(), file)
+def test_a_peer_reads_what_is_written_and_the_segment_has_no_name() -> None:
+    file, mine = segment.create_segment()
+    theirs = segment.open_segment(segment.this_process(), file)
     assert os.fstat(file).st_nlink == 0
     os.close(file)
     mine.published, mine.ring[3].count, mine.generations[SLOTS - 1] = 7, 11, 13
     assert (theirs.published, theirs.ring[3].count, theirs.generations[SLOTS - 1]) == (7, 11, 13)
 
 
-def test_memory_that_cannot_be_opened_is_told() -> None:
+def test_memory_that_cannot_be_opened_is_an_error() -> None:
     with pytest.raises(InputError, match=r"/proc/\d+/fd/98765 cannot be opened: No such file"):
-        segment.open_segment(segment.here(), 98765)
+        segment.open_segment(segment.this_process(), 98765)
 
 
-def test_counters_have_lines_of_their_own() -> None:
-    """Whatever one rank writes often: else each write would take the line from those who wait on the other."""
-    lines = [getattr(Segment, name).offset // 128 for name in ("published", "done", "left", "ring", "stage")]
+def test_counters_are_in_different_cache_lines() -> None:
+    """Otherwise each write to one counter would take the line from the ranks that poll another one."""
+    lines = [
+        getattr(SharedSegment, name).offset // 128 for name in ("published", "done", "stopped_by", "ring", "stage")
+    ]
     assert len(set(lines)) == len(lines)
     assert ctypes.sizeof(segment.Descriptor) == 128
-    assert Segment.ring.offset % 128 == 0
+    assert SharedSegment.ring.offset % 128 == 0
 
 
-def test_who_can_share() -> None:
-    me = segment.here()
-    assert segment.apart([me, replace(me, pid=1)]) is None
-    assert segment.apart([me, me, replace(me, machine="b", host="node7")]) == (
+def test_processes_of_one_machine_and_container_can_share() -> None:
+    me = segment.this_process()
+    assert segment.why_not_shareable([me, replace(me, pid=1)]) is None
+    assert segment.why_not_shareable([me, me, replace(me, machine="b", host="node7")]) == (
         f"rank 0 of the group runs on {me.host}, rank 2 on node7"
     )
-    assert "ranks 0 and 1 of the group run in two containers" in str(segment.apart([me, replace(me, namespace="x")]))
+    assert "ranks 0 and 1 of the group run in two containers" in str(
+        segment.why_not_shareable([me, replace(me, namespace="x")])
+    )
 
 
-def test_who_lives(tmp_path: Path) -> None:
-    me = segment.here()
-    assert segment.alive(me)
-    assert not segment.alive(replace(me, born="1"))  # another process with its number
+def test_zombies_and_reused_pids_are_not_alive(tmp_path: Path) -> None:
+    me = segment.this_process()
+    assert segment.is_alive(me)
+    assert not segment.is_alive(replace(me, start_time="1"))  # another process with its pid
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    born = segment._life(child.pid)[1]
-    place = replace(me, pid=child.pid, born=born)
-    assert segment.alive(place)
+    start_time = segment._state_and_start_time(child.pid)[1]
+    process = replace(me, pid=child.pid, start_time=start_time)
+    assert segment.is_alive(process)
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert not segment.alive(place)  # a zombie
+    assert not segment.is_alive(process)  # a zombie
     child.communicate()
-    assert not segment.alive(place)
+    assert not segment.is_alive(process)
 
 
-def test_a_storage_moves_once_with_its_views_and_is_known_again() -> None:
-    _, shown = segment.create()
-    storages = Storages(shown)
+def test_a_storage_moves_once_with_all_its_views() -> None:
+    _, own_segment = segment.create_segment()
+    storages = SharedStorages(own_segment)
     whole = torch.arange(1000.0)
     view = whole[10:20]
-    known = storages.place(view.untyped_storage())
-    assert known.address == whole.data_ptr() == view.data_ptr() - 40
+    shared = storages.share(view.untyped_storage())
+    assert shared.address == whole.data_ptr() == view.data_ptr() - 40
     assert torch.equal(view, torch.arange(10.0, 20.0))
     view[0] = -1
     assert whole[10] == -1
-    assert storages.place(whole.untyped_storage()) is known
-    assert known.file_bytes == 4000
-    assert shown.generations[known.slot] == known.generation
+    assert storages.share(whole.untyped_storage()) is shared
+    assert shared.file_bytes == 4000
+    assert own_segment.generations[shared.slot] == shared.generation
 
 
-def test_a_storage_that_is_gone_is_retired_even_where_the_next_has_its_address() -> None:
-    _, shown = segment.create()
-    storages = Storages(shown)
-    seen = set()
+def test_a_freed_storage_is_retired_even_where_the_next_has_its_address() -> None:
+    _, own_segment = segment.create_segment()
+    storages = SharedStorages(own_segment)
+    generations = set()
     for count in range(50):
         tensor = torch.full((5000,), float(count))
-        known = storages.place(tensor.untyped_storage())
-        seen.add(known.generation)
+        shared = storages.share(tensor.untyped_storage())
+        generations.add(shared.generation)
         del tensor
-    assert len(seen) == 50
+    assert len(generations) == 50
     assert len(storages) == 1
-    assert shown.retired == 49
-    assert [generation for generation in shown.generations if generation] == [max(seen)]
+    assert own_segment.retired == 49
+    assert [generation for generation in own_segment.generations if generation] == [max(generations)]
 
 
-def test_of_more_storages_than_slots_the_one_unused_longest_is_forgotten() -> None:
-    _, shown = segment.create()
-    storages = Storages(shown)
+def test_of_more_storages_than_slots_the_least_recently_used_is_retired() -> None:
+    _, own_segment = segment.create_segment()
+    storages = SharedStorages(own_segment)
     tensors = [torch.zeros(10) for _ in range(SLOTS + 1)]
-    first = storages.place(tensors[0].untyped_storage())
-    second = storages.place(tensors[1].untyped_storage())
+    first = storages.share(tensors[0].untyped_storage())
+    second = storages.share(tensors[1].untyped_storage())
     for tensor in tensors[2:SLOTS]:
-        storages.place(tensor.untyped_storage())
-    assert storages.place(tensors[0].untyped_storage()) is first
-    storages.place(tensors[SLOTS].untyped_storage())
-    assert storages.place(tensors[0].untyped_storage()) is first
+        storages.share(tensor.untyped_storage())
+    assert storages.share(tensors[0].untyped_storage()) is first
+    storages.share(tensors[SLOTS].untyped_storage())
+    assert storages.share(tensors[0].untyped_storage()) is first
     assert len(storages) == SLOTS
-    assert storages.place(tensors[1].untyped_storage()).generation != second.generation
+    assert storages.share(tensors[1].untyped_storage()).generation != second.generation
 
 
-def test_the_memory_of_a_storage_is_not_kept() -> None:
-    _, shown = segment.create()
-    storages = Storages(shown)
+def test_the_memory_of_a_freed_storage_is_released() -> None:
+    _, own_segment = segment.create_segment()
+    storages = SharedStorages(own_segment)
     tensor = torch.zeros(100)
-    file = storages.place(tensor.untyped_storage()).file_descriptor
+    file = storages.share(tensor.untyped_storage()).file_descriptor
     assert os.fstat(file).st_size == 400
     del tensor
     with pytest.raises(OSError, match="Bad file descriptor"):

@@ -1,4 +1,4 @@
-"""Ranks on one machine: what they see, what the user sees, and what happens when one of them fails."""
+"""Ranks on one machine: their environment, their output, and what happens when one of them fails."""
 
 import json
 import os
@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from meshwright.errors import InputError, RankError
-from meshwright.launch.local.launch import Ranks, launch
+from meshwright.launch.local.launch import RankSettings, launch
 from tests.launch.processes import listening, tree, wait_until
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 
 
 def start(case: str, folder: Path, *arguments: str, count: int = 2, restarts: int = 2) -> int:
-    ranks = Ranks(count=count, device="cpu", threads=1, restarts=restarts, grace_s=10)
+    ranks = RankSettings(count=count, device="cpu", threads=1, restarts=restarts, grace_s=10)
     return launch("tests.launch.worker", [case, str(folder), *arguments], ranks, folder)
 
 
@@ -26,12 +26,12 @@ def reports(folder: Path, attempt: int) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in sorted(folder.glob(f"report-*-{attempt}.json"))]
 
 
-def test_ranks_listen_on_loopback_only_and_only_rank_0_is_seen(
+def test_ranks_listen_on_loopback_only_and_only_rank_0_prints(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "hold").touch()
 
-    def look() -> set[str]:
+    def listening_addresses() -> set[str]:
         try:
             wait_until(lambda: len(reports(tmp_path, 0)) == 2, "both ranks running")
             return listening(tree(os.getpid()))
@@ -39,9 +39,9 @@ def test_ranks_listen_on_loopback_only_and_only_rank_0_is_seen(
             (tmp_path / "go").touch()
 
     with ThreadPoolExecutor() as pool:
-        seen = pool.submit(look)
+        future = pool.submit(listening_addresses)
         assert start("plain", tmp_path, "a $b $$ ${local_rank}") == 0
-    addresses = seen.result()
+    addresses = future.result()
     assert addresses, "the store and Gloo listen somewhere"
     assert addresses <= LOOPBACK
 
@@ -59,12 +59,12 @@ def test_ranks_listen_on_loopback_only_and_only_rank_0_is_seen(
     assert "attempt 0" in second
 
 
-def test_the_failing_rank_speaks_first_and_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_failing_rank_is_reported_first_and_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RankError) as caught:
-        start("raising", tmp_path, restarts=3)  # one is enough to see that it comes again
+        start("raising", tmp_path, restarts=3)  # after one restart it is clear that the failure repeats
     line, rest = str(caught.value).split("\n")
-    said = r"rank 1 failed at step 2 \(forward\): ValueError: the seventh sample is odd \(worker\.py, line \d+\)"
-    assert re.fullmatch(said, line)
+    expected = r"rank 1 failed at step 2 \(forward\): ValueError: the seventh sample is odd \(worker\.py, line \d+\)"
+    assert re.fullmatch(expected, line)
     assert rest == f"after 1 restart; its log: {tmp_path / 'rank-1.log'}"
     assert capfd.readouterr() == ("", f"{line}: all ranks start again (1 of at most 3 times)\n")
     log = (tmp_path / "rank-1.log").read_text()
@@ -78,26 +78,26 @@ def test_a_failure_before_the_first_step_is_not_tried_again(tmp_path: Path) -> N
     assert not reports(tmp_path, 1)
 
 
-def test_a_users_mistake_stays_one_and_is_not_tried_again(tmp_path: Path) -> None:
+def test_a_users_mistake_is_an_input_error_and_not_tried_again(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"^train.global_batch is 3, but there are 2 ranks: choose a multiple$"):
         start("mistaken", tmp_path)
     assert not reports(tmp_path, 1)
 
 
-def test_a_module_that_cannot_be_imported_is_told_in_one_line(
+def test_a_module_that_cannot_be_imported_is_reported_in_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    ranks = Ranks(count=2, device="cpu", threads=1, restarts=2)
+    ranks = RankSettings(count=2, device="cpu", threads=1, restarts=2)
     with pytest.raises(RankError, match=r"^rank \d failed in start-up: ImportError: No module named tests.absent"):
         launch("tests.absent", [], ranks, tmp_path)
     assert capfd.readouterr() == ("", "")
 
 
-def test_one_kill_costs_one_restart_and_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_one_kill_costs_one_restart_and_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "kills").write_text("1")
     assert start("killed", tmp_path) == 1
-    told = "rank 1 was killed by SIGKILL at step 2 (backward): all ranks start again (1 of at most 2 times)\n"
-    assert told in capfd.readouterr().err
+    line = "rank 1 was killed by SIGKILL at step 2 (backward): all ranks start again (1 of at most 2 times)\n"
+    assert line in capfd.readouterr().err
     assert [facts["attempt"] for facts in reports(tmp_path, 1)] == [1, 1]
     assert (tmp_path / "rank-0.log").read_text().count("--- attempt") == 2
 
@@ -116,7 +116,7 @@ def test_kills_up_to_the_limit_are_survived(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_kills_beyond_the_limit_are_told(tmp_path: Path) -> None:
+def test_kills_beyond_the_limit_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "kills").write_text("9")
     with pytest.raises(RankError, match=r"^rank 1 was killed by SIGKILL at step 2 \(backward\)\nafter 1 restart; "):
         start("killed", tmp_path, restarts=1)
@@ -131,7 +131,7 @@ def test_a_kill_during_start_up_is_survived(tmp_path: Path) -> None:
 
 def test_a_stuck_rank_is_named(tmp_path: Path) -> None:
     with pytest.raises(RankError) as caught:
-        start("stuck", tmp_path, "6", restarts=0)  # which joining may take, too, where cores are busy
+        start("stuck", tmp_path, "6", restarts=0)  # joining may take as long, too, where cores are busy
     assert str(caught.value).splitlines()[0] == (
         "rank 0, step 1, all-reduce (backward): no answer within 6 s; rank 1 was last seen at step 1 in evaluate"
     )

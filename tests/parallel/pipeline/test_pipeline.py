@@ -1,5 +1,6 @@
-"""A pipeline of any schedule trains what the model alone trains: losses, gradients, buffers and weights by name, also
-with skip connections, tied weights, BatchNorm, short batches and accumulation; and its order is the simulator's."""
+"""Under every schedule a pipeline gives the losses, gradients, buffers and weights of one process, also with skip
+connections, tied weights, BatchNorm, short batches and accumulation; and it runs in the order that the simulator
+assumes."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -10,17 +11,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from meshwright.batch import Example, split
+from meshwright.batch import ModelBatch, split_batch
+from meshwright.parallel.attention_fastpath import without_attention_fastpath
 from meshwright.parallel.mesh import build_mesh
-from meshwright.parallel.pipeline.pipeline import Pipeline
-from meshwright.parallel.pipeline.stages import Cutting, cut_stages, recompute_stages
-from meshwright.parallel.plain_attention import plain_attention
-from meshwright.plan import Axes, Memory, Plan
-from meshwright.plan import Pipeline as PipelineGroup
-from meshwright.profile.structure.structure import Structure, structure
+from meshwright.parallel.pipeline.pipeline import PipelineExecutor
+from meshwright.parallel.pipeline.stages import LocalStages, cut_stages, recompute_stages
+from meshwright.plan import Axes, Memory, Pipeline, Plan
+from meshwright.profile.structure.structure import Structure, find_structure
 from meshwright.simulator.pipeline.order import pipeline_order
-from tests.profile.models import make, tokens
-from tests.profile.structure.structured import MultiTask, ResidualParent, TwoTowers, UNet, ids, transformer
+from tests.profile.models import small_model, token_batch
+from tests.profile.structure.structured_models import (
+    MultiTask,
+    ResidualParent,
+    TwoTowers,
+    UNet,
+    token_ids,
+    transformers_model,
+)
 from tests.ranks import RankPool
 from tests.soaked import all_but
 
@@ -44,8 +51,8 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Its own forward pass has weights (positions), hands an embedding of the mask to every block, and has a head that
-    is tied to the embedding."""
+    """Its own forward pass uses parameters (`places`, `scale`), passes an embedding of the mask to every block, and has
+    a head that is tied to the embedding."""
 
     def __init__(self, layers: int = 4, tied: str = "module") -> None:
         super().__init__()
@@ -70,7 +77,7 @@ class Gpt(nn.Module):
 
 
 class Relay(nn.Module):
-    """Hands on what it was given beside what it computes."""
+    """Returns one of its inputs unchanged, next to what it computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +88,7 @@ class Relay(nn.Module):
 
 
 class Relays(nn.Module):
-    """Between its layers are modules that return what they are given, as it is or seen in another way."""
+    """Has modules between its layers that return their input unchanged or as another view."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +108,7 @@ class Relays(nn.Module):
 
 
 class Counting(nn.Module):
-    """Counts its forward passes in a buffer, and hands a fresh mask to layers that normalize by batch."""
+    """Counts its forward passes in a buffer, and has BatchNorm layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,12 +125,12 @@ class Counting(nn.Module):
         return x.mean((2, 3))
 
 
-def made(name: str) -> tuple[nn.Module, Any]:
+def model_and_batch(name: str) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
-    own: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
+    builders: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
         "mlp": lambda: (nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))), rows(8)),
-        "tied": lambda: (Gpt(), tokens(8, 6)),
-        "tied in forward": lambda: (Gpt(tied="forward"), tokens(8, 6)),
+        "tied": lambda: (Gpt(), token_batch(8, 6)),
+        "tied in forward": lambda: (Gpt(tied="forward"), token_batch(8, 6)),
         "counting": lambda: (Counting(), (torch.randn(8, 2, 4, 4), torch.zeros(8))),
         "relays": lambda: (Relays(), rows(8)),
         "unet": lambda: (UNet(), (torch.randn(8, 1, 8, 8), torch.zeros(8))),
@@ -132,16 +139,16 @@ def made(name: str) -> tuple[nn.Module, Any]:
         "tasks": lambda: (MultiTask(), (torch.randn(8, 6), torch.zeros(8))),
         "encoder": lambda: (Encoder(), (torch.randint(1, 50, (8, 6)), torch.arange(8) % 5 + 1, torch.zeros(8))),
     }
-    if name in own:
-        model, batch = own[name]()
+    if name in builders:
+        model, batch = builders[name]()
     elif name[0].isupper():
-        model, batch = transformer(name), {**ids(8), "target": torch.zeros(8)}
+        model, batch = transformers_model(name), {**token_ids(8), "target": torch.zeros(8)}
         model.config.use_cache = False  # type: ignore[union-attr]
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
     else:
-        model, batch, _ = make(name, batch=8)
+        model, batch, _ = small_model(name, batch=8)
     model = model.double()
     return model, tree_map(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, batch)
 
@@ -166,73 +173,80 @@ class Encoder(nn.Module):
 
 
 def total(output: Any) -> Tensor:
-    """A loss that looks at everything the model returns."""
+    """A loss that depends on everything the model returns."""
     leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     return torch.stack([(leaf.double() ** 2).sum() + leaf.double().sum() for leaf in leaves]).sum()
 
 
-# ---- one run beside the model alone
+# ---- a run compared with one process
 
 
-def even_cuts(found: Structure, stages: int) -> tuple[str, ...]:
-    usable = [cut.after for cut in found.cuts if cut.crossing]
+def even_cuts(model_structure: Structure, stages: int) -> tuple[str, ...]:
+    usable = [cut.after for cut in model_structure.cuts if cut.crossing]
     names = [usable[(number + 1) * len(usable) // stages - (number + 1 == stages)] for number in range(stages - 1)]
     return tuple(names)
 
 
-def parts_of(batch: Any, sizes: list[int]) -> list[tuple[Example, int]]:
-    """Microbatches of these sizes; one without samples borrows the first."""
-    found, begin = [], 0
+def microbatches_of(batch: Any, sizes: list[int]) -> list[tuple[ModelBatch, int]]:
+    """Microbatches of these sizes; one of size 0 borrows the first sample."""
+    microbatches, begin = [], 0
     for size in sizes:
         first, end = (0, 1) if size == 0 else (begin, begin + size)
         piece = tree_map(lambda leaf, a=first, b=end: leaf[a:b].clone(), batch)
-        found.append((split(piece), size))
+        microbatches.append((split_batch(piece), size))
         begin += size
-    return found
+    return microbatches
 
 
-def plan_for(world: int, schedule: str, stages: int, microbatches: int, found: Structure, **memory: Any) -> Plan:
-    chosen = {"schedule": schedule, "microbatches": microbatches, "cuts": even_cuts(found, stages)}
+def plan_for(
+    world: int, schedule: str, stages: int, microbatches: int, model_structure: Structure, **memory: Any
+) -> Plan:
+    options = {"schedule": schedule, "microbatches": microbatches, "cuts": even_cuts(model_structure, stages)}
     return Plan(
-        axes=Axes(pipeline=world), pipeline=PipelineGroup.model_validate(chosen), memory=Memory.model_validate(memory)
+        axes=Axes(pipeline=world), pipeline=Pipeline.model_validate(options), memory=Memory.model_validate(memory)
     )
 
 
-def pipelined(rank: int, world: int, model: nn.Module, batch: Any, plan: Plan, found: Structure) -> Pipeline:
+def build_pipeline(
+    rank: int, world: int, model: nn.Module, batch: Any, plan: Plan, model_structure: Structure
+) -> PipelineExecutor:
     mesh = build_mesh(plan, "cpu", world)
     assert mesh is not None
-    cutting = cut_stages(model, plan, found, mesh.get_local_rank("pipeline"), batch)
-    recompute_stages(cutting, plan.memory.recompute)
-    return Pipeline(cutting, plan, mesh, CPU)
+    local_stages = cut_stages(model, plan, model_structure, mesh.get_local_rank("pipeline"), batch)
+    recompute_stages(local_stages, plan.memory.recompute)
+    return PipelineExecutor(local_stages, plan, mesh, CPU)
 
 
-def canonical(cutting: Cutting) -> Iterator[tuple[str, nn.Parameter]]:
-    names = {tied.local: tied.name for tied in cutting.tied}
-    for name, parameter in cutting.module.named_parameters():
+def named_as_in_model(local_stages: LocalStages) -> Iterator[tuple[str, nn.Parameter]]:
+    names = {tied.local_name: tied.name for tied in local_stages.tied}
+    for name, parameter in local_stages.module.named_parameters():
         yield names.get(name, name), parameter
 
 
-def error(got: Tensor, right: Tensor, scale: float) -> float:
-    return ((got - right).abs().max() / max(right.abs().max().item(), scale)).item() if right.numel() else 0.0
+def error(actual: Tensor, expected: Tensor, scale: float) -> float:
+    return (
+        ((actual - expected).abs().max() / max(expected.abs().max().item(), scale)).item() if expected.numel() else 0.0
+    )
 
 
-def against_alone(
+def compare_with_one_process(
     rank: int, world: int, name: str, schedule: str, stages: int, steps: list[list[int]], options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Trains a step for each list of microbatch sizes, on the pipeline and alone, and evaluates: the largest errors."""
-    model, batch = made(name)
-    alone, _ = made(name)
-    found = structure(model, batch)
+    """Trains a step for each list of microbatch sizes, on the pipeline and in one process, and evaluates. Returns the
+    largest errors, the names of the parameters on this rank and in the model, and the executed actions."""
+    model, batch = model_and_batch(name)
+    alone, _ = model_and_batch(name)
+    model_structure = find_structure(model, batch)
     accumulation = options.get("accumulation", 1)
-    plan = plan_for(world, schedule, stages, len(steps[0]) // accumulation, found, **options)
-    pipeline = pipelined(rank, world, model, batch, plan, found)
-    module = pipeline.cutting.module
+    plan = plan_for(world, schedule, stages, len(steps[0]) // accumulation, model_structure, **options)
+    pipeline = build_pipeline(rank, world, model, batch, plan, model_structure)
+    module = pipeline.local_stages.module
     ours, theirs = (torch.optim.SGD(m.parameters(), lr=1e-3, momentum=0.9) for m in (module, alone))
     errors: dict[str, float] = {"loss": 0.0, "gradient": 0.0, "buffer": 0.0, "weight": 0.0, "output": 0.0}
-    seen: set[str] = set()
-    speaks = any(stage.last for stage in pipeline.cutting.stages)
+    local_names: set[str] = set()
+    has_last_stage = any(stage.is_last for stage in pipeline.local_stages.stages)
     for sizes in steps:
-        parts = parts_of(batch, sizes)
+        parts = microbatches_of(batch, sizes)
         weights = [size / sum(sizes) for size in sizes]
         losses: dict[int, Tensor] = {}
 
@@ -243,16 +257,16 @@ def against_alone(
         ours.zero_grad()
         theirs.zero_grad()
         pipeline.run(parts, loss_of)
-        assert sorted(losses) == (list(range(len(sizes))) if speaks else [])
+        assert sorted(losses) == (list(range(len(sizes))) if has_last_stage else [])
         for number, (example, _) in enumerate(parts):
             loss = total(alone(*example.arguments, **example.keywords)) * weights[number]
             loss.backward()
-            if speaks:
+            if has_last_stage:
                 errors["loss"] = max(errors["loss"], error(losses[number].detach(), loss.detach(), 1e-9))
         right = {n: p.grad for n, p in alone.named_parameters()}
         largest = max(grad.abs().max().item() for grad in right.values() if grad is not None)
-        for n, parameter in canonical(pipeline.cutting):
-            seen.add(n)
+        for n, parameter in named_as_in_model(pipeline.local_stages):
+            local_names.add(n)
             expected = right[n]
             assert (parameter.grad is None) == (expected is None), n
             if parameter.grad is not None and expected is not None:
@@ -260,45 +274,56 @@ def against_alone(
         ours.step()
         theirs.step()
     values = dict(alone.named_parameters())
-    for n, parameter in canonical(pipeline.cutting):
+    for n, parameter in named_as_in_model(pipeline.local_stages):
         errors["weight"] = max(errors["weight"], error(parameter.detach(), values[n].detach(), 1e-6))
     buffers = dict(alone.named_buffers())
     for n, buffer in module.named_buffers():
         errors["buffer"] = max(errors["buffer"], error(buffer.double(), buffers[n].double(), 1e-6))
     module.eval()
     alone.eval()
-    with torch.no_grad(), plain_attention():
+    with torch.no_grad(), without_attention_fastpath():
         for size in (3, 8):
-            ((example, _),) = parts_of(batch, [size])
+            ((example, _),) = microbatches_of(batch, [size])
             output = pipeline.evaluate(example)
-            assert (output is not None) == speaks
-            if speaks:
+            assert (output is not None) == has_last_stage
+            if has_last_stage:
                 expected_output = alone(*example.arguments, **example.keywords)
                 assert type(output) is type(expected_output)
                 pairs = zip(tree_leaves(output), tree_leaves(expected_output), strict=True)
                 errors["output"] = max(
                     errors["output"], *(error(a, b, 1e-9) for a, b in pairs if isinstance(a, Tensor))
                 )
-    return {"errors": errors, "held": seen, "all": set(values), "executed": list(pipeline.executed)}
+    return {"errors": errors, "local": local_names, "all": set(values), "executed": list(pipeline.executed)}
 
 
 def check(results: list[dict[str, Any]]) -> None:
     for result in results:
         assert all(math.isfinite(value) and value <= TOLERANCE for value in result["errors"].values()), result["errors"]
-    assert set().union(*(result["held"] for result in results)) == results[0]["all"]
+    assert set().union(*(result["local"] for result in results)) == results[0]["all"]
 
 
-HERE = ["mlp", "tied", "tied in forward", "counting", "unet", "residual", "towers", "tasks", "encoder", "resnet18"]
-HERE += ["llama", "gpt", "relays"]
-THERE = ["GPT2LMHeadModel", "LlamaForCausalLM"]
+OUR_MODELS = [
+    "mlp",
+    "tied",
+    "tied in forward",
+    "counting",
+    "unet",
+    "residual",
+    "towers",
+    "tasks",
+    "encoder",
+    "resnet18",
+]
+OUR_MODELS += ["llama", "gpt", "relays"]
+TRANSFORMERS_MODELS = ["GPT2LMHeadModel", "LlamaForCausalLM"]
 
 
-@pytest.mark.parametrize("name", all_but(["tied", "counting", "unet", "encoder"], [*HERE, *THERE]))
-def test_a_model_in_two_stages_trains_as_alone(two: RankPool, name: str) -> None:
-    if name in THERE:
+@pytest.mark.parametrize("name", all_but(["tied", "counting", "unet", "encoder"], [*OUR_MODELS, *TRANSFORMERS_MODELS]))
+def test_a_model_in_two_stages_trains_as_in_one_process(two: RankPool, name: str) -> None:
+    if name in TRANSFORMERS_MODELS:
         pytest.importorskip("transformers")
     # microbatches of different sizes; then a short batch, in which one of them borrows its sample
-    check(two.run(against_alone, name, "1f1b", 2, [[3, 3, 2], [2, 1, 0]], {}))
+    check(two.run(compare_with_one_process, name, "1f1b", 2, [[3, 3, 2], [2, 1, 0]], {}))
 
 
 SCHEDULES = [
@@ -313,39 +338,41 @@ SCHEDULES = [
 
 @pytest.mark.parametrize("name", all_but(["tied"], ["tied", "tied in forward", "counting", "residual"]))
 @pytest.mark.parametrize(("schedule", "each", "microbatches"), SCHEDULES)
-def test_every_schedule_trains_the_same_in_the_simulators_order(
+def test_every_schedule_trains_the_same_in_the_order_of_the_simulator(
     two: RankPool, schedule: str, each: int, microbatches: int, name: str
 ) -> None:
     sizes = [[2] * (8 - microbatches) + [1] * (2 * microbatches - 8)] * 2
-    found = two.run(against_alone, name, schedule, 2 * each, sizes, {})
-    check(found)
-    assert tuple(tuple(map(tuple, result["executed"])) for result in found) == pipeline_order(
+    results = two.run(compare_with_one_process, name, schedule, 2 * each, sizes, {})
+    check(results)
+    assert tuple(tuple(map(tuple, result["executed"])) for result in results) == pipeline_order(
         schedule, 2, each, microbatches
     )
 
 
 @pytest.mark.parametrize("name", all_but(["unet"], ["relays", "llama", "unet", "encoder"]))
-def test_values_hop_over_stages(four: RankPool, name: str) -> None:
-    check(four.run(against_alone, name, "1f1b", 4, [[2, 2, 2, 2]], {}))
+def test_tensors_may_skip_stages(four: RankPool, name: str) -> None:
+    check(four.run(compare_with_one_process, name, "1f1b", 4, [[2, 2, 2, 2]], {}))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("schedule", "each"), [("1f1b", 1), ("interleaved_1f1b", 2), ("zbv", 2)])
-def test_four_ranks(four: RankPool, schedule: str, each: int) -> None:
-    found = four.run(against_alone, "resnet18" if each == 2 else "tied", schedule, 4 * each, [[2, 2, 2, 2]], {})
-    check(found)
-    assert tuple(tuple(map(tuple, result["executed"])) for result in found) == pipeline_order(schedule, 4, each, 4)
+def test_four_ranks_train_as_one_process(four: RankPool, schedule: str, each: int) -> None:
+    results = four.run(
+        compare_with_one_process, "resnet18" if each == 2 else "tied", schedule, 4 * each, [[2, 2, 2, 2]], {}
+    )
+    check(results)
+    assert tuple(tuple(map(tuple, result["executed"])) for result in results) == pipeline_order(schedule, 4, each, 4)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("schedule", "each"), [("1f1b", 1), ("zero_bubble", 2)])
-def test_accumulation_adds_rounds(two: RankPool, schedule: str, each: int) -> None:
-    check(two.run(against_alone, "tied", schedule, 2 * each, [[2, 2, 2, 1]], {"accumulation": 2}))
+def test_accumulation_runs_several_rounds(two: RankPool, schedule: str, each: int) -> None:
+    check(two.run(compare_with_one_process, "tied", schedule, 2 * each, [[2, 2, 2, 1]], {"accumulation": 2}))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", ["full", "selective"])
 @pytest.mark.parametrize(("schedule", "each"), [("1f1b", 1), ("interleaved_1f1b", 2), ("zero_bubble", 2)])
-def test_blocks_are_computed_again(two: RankPool, schedule: str, each: int, kind: str) -> None:
-    found = two.run(against_alone, "counting", schedule, 2 * each, [[2, 2, 2, 2]], {"recompute": kind})
-    check(found)
+def test_recomputed_blocks_train_the_same(two: RankPool, schedule: str, each: int, kind: str) -> None:
+    results = two.run(compare_with_one_process, "counting", schedule, 2 * each, [[2, 2, 2, 2]], {"recompute": kind})
+    check(results)

@@ -1,4 +1,4 @@
-"""Synchronized BatchNorm is BatchNorm over all ranks' samples together."""
+"""Synchronized BatchNorm equals BatchNorm on the samples of all ranks together."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ CASES: dict[str, tuple[Callable[..., nn.Module], tuple[int, ...], dict[str, Any]
 
 
 class Net(nn.Module):
-    """A BatchNorm in a block, behind a weight and in front of one: gradients go through it."""
+    """A BatchNorm in a block between two parameters, so that gradients go through it."""
 
     def __init__(self, case: str) -> None:
         super().__init__()
@@ -51,13 +51,13 @@ def batch(case: str, size: int, step: int) -> list[Tensor]:
 Result = tuple[dict[str, Tensor], dict[str, Tensor], float, list[Tensor]]
 
 
-def run(model: nn.Module, steps: list[Tensor], combine: Callable[[Tensor], None]) -> Result:
+def run(model: nn.Module, steps: list[Tensor], sum_over_ranks: Callable[[Tensor], None]) -> Result:
     inputs = [x.clone().requires_grad_() for x in steps]
     for x in inputs:
         model(x).backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     for gradient in gradients.values():
-        combine(gradient)
+        sum_over_ranks(gradient)
     model.eval()
     evaluated = float(model(torch.ones_like(steps[0][:1])).detach())
     return dict(model.state_dict()), gradients, evaluated, [x.grad for x in inputs if x.grad is not None]
@@ -71,43 +71,43 @@ def synchronized(rank: int, size: int, case: str, recompute: bool) -> Result:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_batch_norm_over_all_ranks(four: RankPool, two: RankPool, case: str) -> None:
+def test_synchronized_batch_norm_equals_batch_norm_on_all_samples(four: RankPool, two: RankPool, case: str) -> None:
     for pool, recompute in ((four, False), (two, True)):
         size = pool.world_size
         whole = [torch.cat(batch(case, size, step)) for step in range(2)]
         state, gradients, evaluated, inputs = run(Net(case).double(), whole, lambda gradient: None)
-        for rank, found in enumerate(pool.run(synchronized, case, recompute)):
-            torch.testing.assert_close(found[0], state, rtol=1e-12, atol=1e-13)
-            torch.testing.assert_close(found[1], gradients, rtol=1e-11, atol=1e-12)
+        for rank, result in enumerate(pool.run(synchronized, case, recompute)):
+            torch.testing.assert_close(result[0], state, rtol=1e-12, atol=1e-13)
+            torch.testing.assert_close(result[1], gradients, rtol=1e-11, atol=1e-12)
             if case != "no running statistics":
-                assert found[2] == pytest.approx(evaluated, rel=1e-12)
+                assert result[2] == pytest.approx(evaluated, rel=1e-12)
             begin = sum(SAMPLES[:rank])
-            mine = [gradient[begin : begin + SAMPLES[rank]] for gradient in inputs]
-            torch.testing.assert_close(found[3], mine, rtol=1e-11, atol=1e-12)
+            expected = [gradient[begin : begin + SAMPLES[rank]] for gradient in inputs]
+            torch.testing.assert_close(result[3], expected, rtol=1e-11, atol=1e-12)
 
 
-def short(rank: int, size: int) -> tuple[Tensor, Tensor, torch.dtype, bool]:
-    """bf16 images in channels_last, of which the last rank has none, far from zero."""
+def normalize_images(rank: int, size: int) -> tuple[Tensor, Tensor, torch.dtype, bool]:
+    """Normalizes bf16 images in channels_last with a large mean; the last rank has no samples."""
     torch.manual_seed(0)
     layer = nn.BatchNorm2d(3)
     synchronize_batch_norm(layer, dist.distributed_c10d._get_default_group())
     images = (torch.randn(4, 3, 5, 5) + 100).to(torch.bfloat16).to(memory_format=torch.channels_last)
-    mine = images[:4] if rank == 0 else images[:0]
-    out = layer(mine.requires_grad_())
+    local = images[:4] if rank == 0 else images[:0]
+    out = layer(local.requires_grad_())
     out.float().square().sum().backward()
-    kept = out.is_contiguous(memory_format=torch.channels_last)
+    is_channels_last = out.is_contiguous(memory_format=torch.channels_last)
     assert layer.running_mean is not None
-    return out.detach().float(), layer.running_mean, out.dtype, kept
+    return out.detach().float(), layer.running_mean, out.dtype, is_channels_last
 
 
-def test_short_types_layouts_and_a_rank_without_samples(two: RankPool) -> None:
+def test_bf16_channels_last_and_a_rank_without_samples(two: RankPool) -> None:
     torch.manual_seed(0)
     layer = nn.BatchNorm2d(3)
     expected = layer((torch.randn(4, 3, 5, 5) + 100).to(torch.bfloat16).float())
     assert layer.running_mean is not None
-    first, second = two.run(short)
+    first, second = two.run(normalize_images)
     torch.testing.assert_close(first[0], expected.detach(), rtol=0.01, atol=0.01)
     assert first[2:] == (torch.bfloat16, True)
     assert second[0].shape == (0, 3, 5, 5)
-    for found in (first, second):
-        torch.testing.assert_close(found[1], layer.running_mean)
+    for result in (first, second):
+        torch.testing.assert_close(result[1], layer.running_mean)

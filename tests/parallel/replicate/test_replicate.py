@@ -1,17 +1,18 @@
-"""Buffers of all data ranks become those of the first; what DDP is told to ignore is in test_combine."""
+"""All data ranks get the buffers of the first one, and DDP ignores the parameters that it is told to ignore (more on
+that in test_gradient_averaging.py)."""
 
 import pytest
 import torch
 from torch import nn
 
-from meshwright.collectives.native import Native
+from meshwright.collectives.native import NativeReducer
 from meshwright.parallel.mesh import build_mesh
-from meshwright.parallel.replicate.replicate import align_buffers, replicate
+from meshwright.parallel.replicate.replicate import broadcast_buffers, replicate
 from meshwright.plan import Plan
 from tests.ranks import RankPool
 
 
-def aligned(rank: int, size: int, axes: dict[str, int]) -> list[float]:
+def broadcast(rank: int, size: int, axes: dict[str, int]) -> list[float]:
     mesh = build_mesh(Plan.model_validate({"axes": axes}), "cpu", size)
     assert mesh is not None
     model = nn.BatchNorm1d(2)
@@ -19,7 +20,7 @@ def aligned(rank: int, size: int, axes: dict[str, int]) -> list[float]:
     assert model.num_batches_tracked is not None
     model.running_mean.fill_(rank)
     model.num_batches_tracked.fill_(10 + rank)
-    align_buffers(model, mesh)
+    broadcast_buffers(model, mesh)
     return [*model.running_mean.tolist(), float(model.num_batches_tracked)]
 
 
@@ -34,7 +35,7 @@ def aligned(rank: int, size: int, axes: dict[str, int]) -> list[float]:
     ],
 )
 def test_buffers_are_those_of_the_first_data_rank(four: RankPool, axes: dict[str, int], sources: list[int]) -> None:
-    assert four.run(aligned, axes) == [[rank, rank, 10 + rank] for rank in sources]
+    assert four.run(broadcast, axes) == [[rank, rank, 10 + rank] for rank in sources]
 
 
 def ignored_at_the_root(rank: int, size: int) -> float:
@@ -42,10 +43,10 @@ def ignored_at_the_root(rank: int, size: int) -> float:
     assert mesh is not None
     layer = nn.Linear(1, 1)
     nn.init.constant_(layer.weight, float(rank))
-    runner = replicate(layer, mesh, Plan(), Native(mesh.get_group()), {"weight"})
+    runner = replicate(layer, mesh, Plan(), NativeReducer(mesh.get_group()), {"weight"})
     runner(torch.ones(1, 1)).backward()
     return float(layer.weight.detach())
 
 
-def test_a_parameter_of_the_model_itself_can_be_ignored(four: RankPool) -> None:
+def test_a_parameter_of_the_root_module_can_be_ignored(four: RankPool) -> None:
     assert four.run(ignored_at_the_root) == [0.0, 1.0, 2.0, 3.0]

@@ -1,4 +1,4 @@
-"""Models as people write them, sizes spelled out in their code, each with a batch."""
+"""Models as people write them, with sizes in their code, each with a batch."""
 
 import math
 from collections.abc import Callable
@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.profile.models import tiny_decoder
-from tests.profile.structure.structured import biased, ids, transformer
+from tests.profile.structure.structured_models import model_with_head_bias, token_ids, transformers_model
 
 B, T, C, HEADS, VOCABULARY = 3, 6, 16, 4, 37
 
 
 class FusedAttention(nn.Module):
-    """nanoGPT's: one projection, taken apart by `split`."""
+    """The attention of nanoGPT: one projection, sliced by `split`."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class NanoBlock(nn.Module):
 
 
 class NanoGPT(nn.Module):
-    """Tied, with a vocabulary that no number of ranks divides."""
+    """nanoGPT, with a tied embedding and a vocabulary that no number of ranks divides."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -68,8 +68,8 @@ class NanoGPT(nn.Module):
         return out
 
 
-class SmallOps(nn.Module):
-    """GPT-2's attention made of small operators, with a causal mask in a buffer and norms of each head."""
+class UnfusedAttention(nn.Module):
+    """The attention of GPT-2 without a fused kernel, with a causal mask in a buffer and norms of each head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class SmallOps(nn.Module):
 
 
 class Conv1D(nn.Module):
-    """As in the transformers library: a linear layer with its weight turned."""
+    """As in the transformers library: a linear layer with a transposed weight."""
 
     def __init__(self, outputs: int, inputs: int) -> None:
         super().__init__()
@@ -100,11 +100,11 @@ class Conv1D(nn.Module):
         self.bias = nn.Parameter(torch.randn(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        found = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
-        return found.view((*x.size()[:-1], self.outputs))
+        product = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
+        return product.view((*x.size()[:-1], self.outputs))
 
 
-class Turned(nn.Module):
+class Conv1DFeedForward(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = Conv1D(4 * C, C), Conv1D(C, 4 * C)
@@ -115,7 +115,7 @@ class Turned(nn.Module):
 
 
 class Encoder(nn.Module):
-    """BERT's shape made of torch's own layers, with a mask of what is padding."""
+    """An encoder like BERT of torch's own layers, with a padding mask."""
 
     def __init__(self, norm_first: bool) -> None:
         super().__init__()
@@ -125,13 +125,13 @@ class Encoder(nn.Module):
         self.head = nn.Linear(C, 5)
 
     def forward(self, tokens: Tensor, padding: Tensor) -> Tensor:
-        found = self.body(self.embedding(tokens), src_key_padding_mask=padding)
-        out: Tensor = self.head(found.masked_fill(padding.unsqueeze(-1), 0).sum(1))
+        encoded = self.body(self.embedding(tokens), src_key_padding_mask=padding)
+        out: Tensor = self.head(encoded.masked_fill(padding.unsqueeze(-1), 0).sum(1))
         return out
 
 
 class Classifier(nn.Module):
-    """VGG's: a few convolutions, then layers that hold nearly all weights."""
+    """Like VGG: a few convolutions, then linear layers with nearly all of the weights."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -151,8 +151,8 @@ class Classifier(nn.Module):
         return out
 
 
-class Own(nn.Module):
-    """Weights of its own, multiplied by hand."""
+class BareParameters(nn.Module):
+    """A feed-forward block of bare parameters, without `nn.Linear`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,15 +192,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]]
     "nano": (NanoGPT, lambda: (words(),)),
     "llama": (_llama, lambda: (words(),)),
     "decoder": (lambda: tiny_decoder(hidden=C, vocabulary=VOCABULARY), lambda: (words(),)),
-    "small": (SmallOps, lambda: (torch.randn(B, T, C, dtype=torch.float64),)),
-    "conv1d": (Turned, lambda: (torch.randn(B, T, C, dtype=torch.float64),)),
-    "own": (Own, lambda: (torch.randn(B, T, C, dtype=torch.float64),)),
+    "small": (UnfusedAttention, lambda: (torch.randn(B, T, C, dtype=torch.float64),)),
+    "conv1d": (Conv1DFeedForward, lambda: (torch.randn(B, T, C, dtype=torch.float64),)),
+    "own": (BareParameters, lambda: (torch.randn(B, T, C, dtype=torch.float64),)),
     "post": (lambda: Encoder(False), _padded),
     "pre": (lambda: Encoder(True), _padded),
     "mlp": (_mlp, lambda: (torch.randn(B, C, dtype=torch.float64),)),
     "vgg": (Classifier, lambda: (torch.randn(B, 2, 4, 4, dtype=torch.float64),)),
-    "swin": (lambda: biased("swin")[0], lambda: (torch.randn(2, 3, 32, 32, dtype=torch.float64),)),
-    "swin2": (lambda: biased("swin2")[0], lambda: (torch.randn(2, 3, 32, 32, dtype=torch.float64),)),
+    "swin": (lambda: model_with_head_bias("swin")[0], lambda: (torch.randn(2, 3, 32, 32, dtype=torch.float64),)),
+    "swin2": (lambda: model_with_head_bias("swin2")[0], lambda: (torch.randn(2, 3, 32, 32, dtype=torch.float64),)),
 }
 
 
@@ -209,15 +209,15 @@ def make(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     torch.manual_seed(0)
     if name in MODELS:
         build, batch = MODELS[name]
-        return _certain(build()), batch(), {}
+        return _without_dropout(build()), batch(), {}
     if name == "t5":
-        model, given = biased("t5")
-        return _certain(model), (), {key: value[:2] for key, value in given.items()}
-    return _certain(transformer(name)), (), {**ids(2, 8), "use_cache": False}
+        model, inputs = model_with_head_bias("t5")
+        return _without_dropout(model), (), {key: value[:2] for key, value in inputs.items()}
+    return _without_dropout(transformers_model(name)), (), {**token_ids(2, 8), "use_cache": False}
 
 
-def _certain(model: nn.Module) -> nn.Module:
-    """In fp64, with nothing left to chance: the libraries' models drop by default."""
+def _without_dropout(model: nn.Module) -> nn.Module:
+    """The model in fp64 with all dropout set to 0: models of the libraries have dropout by default."""
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, float) and ("drop" in name or name == "p"):

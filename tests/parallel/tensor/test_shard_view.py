@@ -1,4 +1,4 @@
-"""What parts tell the model's code, what they do where chance is involved, and what a user is told."""
+"""What shard views report to the model's code, how dropout behaves on them, and what errors say to the user."""
 
 from typing import Any
 
@@ -13,92 +13,93 @@ from meshwright.errors import InputError
 from meshwright.parallel.tensor.shard_view import ShardView
 from meshwright.parallel.tensor.split_modules import split_modules
 from meshwright.plan import Axes, Modules, Plan, Split
-from meshwright.profile.structure.structure import structure
+from meshwright.profile.structure.structure import find_structure
 from tests.parallel.tensor.models import NanoGPT, make, words
 from tests.ranks import RankPool
 
 
-def divide(model: nn.Module, sample: Any, world_size: int, modules: Modules) -> list[str]:
+def split_in_place(model: nn.Module, sample: Any, world_size: int, modules: Modules) -> list[str]:
     plan = Plan(axes=Axes(tensor=world_size), modules=modules)
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tensor",))
-    return sorted(split_modules([model], plan, structure(model, sample), mesh))
+    return sorted(split_modules([model], plan, find_structure(model, sample), mesh))
 
 
-class Watched(nn.Module):
-    """Keeps what its code sees between two split layers."""
+class RecordingMLP(nn.Module):
+    """Keeps the activation that its code sees between two split layers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(4, 64), nn.Linear(64, 4)
-        self.seen: Any = None
+        self.activation: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
         wide = F.dropout(self.up(x).mul(0).add(1), 0.5)
-        self.seen = wide
+        self.activation = wide
         out: Tensor = self.down(wide)
         return out
 
 
-def chance(rank: int, world_size: int) -> tuple[list[float], bytes, tuple[int, ...], tuple[int, ...]]:
-    model = Watched()
-    divide(model, torch.zeros(2, 4), world_size, Modules())
+def run_with_dropout(rank: int, world_size: int) -> tuple[list[float], bytes, tuple[int, ...], tuple[int, ...]]:
+    model = RecordingMLP()
+    split_in_place(model, torch.zeros(2, 4), world_size, Modules())
     torch.manual_seed(5)
     model(torch.zeros(2, 4))
-    seen = model.seen
-    assert isinstance(seen, ShardView)
+    activation = model.activation
+    assert isinstance(activation, ShardView)
     state = torch.get_rng_state().numpy().tobytes()
-    return seen.local.flatten().tolist(), state, tuple(seen.shape), tuple(seen.local.shape)
+    local = activation.local_tensor
+    return local.flatten().tolist(), state, tuple(activation.shape), tuple(local.shape)
 
 
-def test_parts_look_whole_and_drop_differently_while_generators_stay_in_step(two: RankPool) -> None:
-    (left, here, shape, local), (right, there, *_) = two.run(chance)
+def test_views_report_the_full_shape_and_dropout_differs_by_rank_while_generators_stay_equal(two: RankPool) -> None:
+    (values_0, state_0, shape, local_shape), (values_1, state_1, *_) = two.run(run_with_dropout)
     assert shape == (2, 64)
-    assert local == (2, 32)
-    assert left != right
-    assert set(left) == set(right) == {0.0, 2.0}
-    assert here == there
+    assert local_shape == (2, 32)
+    assert values_0 != values_1
+    assert set(values_0) == set(values_1) == {0.0, 2.0}
+    assert state_0 == state_1
 
 
-def again(rank: int, world_size: int, sequence: bool) -> float:
-    found = []
+def difference_with_recomputing(rank: int, world_size: int, sequence: bool) -> float:
+    gradients = []
     for kind in ("none", "full"):
         torch.manual_seed(0)
         model = NanoGPT(0.3).double()
         tokens = words()
-        divide(model, (tokens, torch.zeros(3)), world_size, Modules(sequence=sequence))
+        split_in_place(model, (tokens, torch.zeros(3)), world_size, Modules(sequence=sequence))
         recompute_blocks(model, kind)
         torch.manual_seed(1)
         model(tokens).sin().sum().backward()
-        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    return max(float((found[0][name] - found[1][name]).abs().max()) for name in found[0])
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    return max(float((gradients[0][name] - gradients[1][name]).abs().max()) for name in gradients[0])
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("sequence", [False, True])
-def test_dropout_falls_alike_when_a_block_is_computed_again(two: RankPool, sequence: bool) -> None:
-    assert max(two.run(again, sequence)) < 1e-12
+def test_dropout_is_the_same_when_a_block_is_recomputed(two: RankPool, sequence: bool) -> None:
+    assert max(two.run(difference_with_recomputing, sequence)) < 1e-12
 
 
-def lowered(rank: int, world_size: int, sequence: bool) -> tuple[float, bool]:
+def run_under_autocast(rank: int, world_size: int, sequence: bool) -> tuple[float, bool]:
     torch.manual_seed(0)
     model, parallel, tokens = NanoGPT(), NanoGPT(), words()
     parallel.load_state_dict(model.state_dict())
-    divide(parallel, (tokens, torch.zeros(3)), world_size, Modules(sequence=sequence))
+    split_in_place(parallel, (tokens, torch.zeros(3)), world_size, Modules(sequence=sequence))
     with torch.autocast("cpu", torch.bfloat16):
-        right, found = model(tokens), parallel(tokens)
-    found.float().sum().backward()
-    return float((found - right).abs().max() / right.abs().max()), found.dtype == right.dtype
+        expected, actual = model(tokens), parallel(tokens)
+    actual.float().sum().backward()
+    return float((actual - expected).abs().max() / expected.abs().max()), actual.dtype == expected.dtype
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_under_autocast(two: RankPool, sequence: bool) -> None:
-    for far, same in two.run(lowered, sequence):
-        assert far < 0.03
-        assert same
+    for error, same_dtype in two.run(run_under_autocast, sequence):
+        assert error < 0.03
+        assert same_dtype
 
 
-class Sorts(nn.Module):
-    """Its authors say that it can be split, but it needs all features."""
+class SortingMLP(nn.Module):
+    """Its authors declare that it can be split (`_tp_plan`), but it needs all features at once."""
 
     _tp_plan = {"up": "colwise", "down": "rowwise"}  # noqa: RUF012
 
@@ -111,42 +112,42 @@ class Sorts(nn.Module):
         return out
 
 
-def told(rank: int, world_size: int, name: str, splits: dict[str, Any], tensor: int) -> str:
-    model: nn.Module = Sorts() if name == "sorts" else make(name)[0]
+def error_message(rank: int, world_size: int, name: str, splits: dict[str, Any], tensor: int) -> str:
+    model: nn.Module = SortingMLP() if name == "sorts" else make(name)[0]
     sample: Any = torch.zeros(2, 4) if name == "sorts" else (words(), torch.zeros(3))
     plan = Plan(axes=Axes(tensor=tensor), modules=Modules(splits={k: Split(**v) for k, v in splits.items()}))
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tensor",))
     try:
-        split_modules([model], plan, structure(model, sample), mesh)
+        split_modules([model], plan, find_structure(model, sample), mesh)
         model(sample if name == "sorts" else sample[0])
     except InputError as error:
         return str(error)
     return ""
 
 
-def test_a_function_without_a_rule_is_named_with_the_way_out(two: RankPool) -> None:
-    (text, _) = two.run(told, "sorts", {}, 2)
-    assert "sort" in text
-    assert "kind: none" in text
-    assert two.run(told, "sorts", {"up": {"kind": "none"}}, 2) == ["", ""]
+def test_a_function_that_cannot_be_split_is_named_with_the_remedy(two: RankPool) -> None:
+    (message, _) = two.run(error_message, "sorts", {}, 2)
+    assert "sort" in message
+    assert "kind: none" in message
+    assert two.run(error_message, "sorts", {"up": {"kind": "none"}}, 2) == ["", ""]
 
 
-def test_heads_that_the_ranks_do_not_divide(two: RankPool) -> None:
-    (text, _) = two.run(told, "llama", {}, 4)
-    assert "4 heads and 2 key-value heads: choose 1, 2" in text
+def test_heads_that_the_ranks_do_not_divide_are_refused(two: RankPool) -> None:
+    (message, _) = two.run(error_message, "llama", {}, 4)
+    assert "4 heads and 2 key-value heads: choose 1, 2" in message
 
 
-def test_a_name_that_is_no_modules(two: RankPool) -> None:
-    (text, _) = two.run(told, "nano", {"h.*.atn": {"kind": "none"}}, 2)
-    assert "h.*.atn" in text
-    assert "did you mean" in text
+def test_an_unknown_module_name_is_refused(two: RankPool) -> None:
+    (message, _) = two.run(error_message, "nano", {"h.*.atn": {"kind": "none"}}, 2)
+    assert "h.*.atn" in message
+    assert "did you mean" in message
 
 
-def overridden(rank: int, world_size: int, splits: dict[str, Any]) -> tuple[list[str], float]:
+def split_by_plan(rank: int, world_size: int, splits: dict[str, Any]) -> tuple[list[str], float]:
     model, args, _ = make("mlp")
     parallel, _, _ = make("mlp")
-    chosen = Modules(splits={k: Split(**v) for k, v in splits.items()})
-    names = divide(parallel, args[0], world_size, chosen)
+    modules = Modules(splits={k: Split(**v) for k, v in splits.items()})
+    names = split_in_place(parallel, args[0], world_size, modules)
     return names, float((parallel(*args) - model(*args)).abs().max().detach())
 
 
@@ -159,19 +160,19 @@ def overridden(rank: int, world_size: int, splits: dict[str, Any]) -> tuple[list
         ({"*": {"kind": "column"}}, ["0.bias", "0.weight", "2.bias", "2.weight"]),
     ],
 )
-def test_what_the_plan_says_goes_before_the_structure(two: RankPool, splits: dict[str, Any], names: list[str]) -> None:
-    for found, far in two.run(overridden, splits):
-        assert found == names
-        assert far < 1e-12
+def test_splits_of_the_plan_override_the_structure(two: RankPool, splits: dict[str, Any], names: list[str]) -> None:
+    for split_names, error in two.run(split_by_plan, splits):
+        assert split_names == names
+        assert error < 1e-12
 
 
-def on_meta(rank: int, world_size: int) -> tuple[int, ...]:
+def split_on_meta_device(rank: int, world_size: int) -> tuple[int, ...]:
     with torch.device("meta"):
         model = NanoGPT()
-    divide(model, (words(), torch.zeros(3)), world_size, Modules())
+    split_in_place(model, (words(), torch.zeros(3)), world_size, Modules())
     assert model.lm_head.weight is model.wte.weight
     return tuple(model.wte.weight.shape)
 
 
-def test_on_the_meta_device_shapes_change_and_ties_stay(two: RankPool) -> None:
-    assert two.run(on_meta) == [(19, 16), (18, 16)]
+def test_parameters_on_the_meta_device_are_split_and_stay_tied(two: RankPool) -> None:
+    assert two.run(split_on_meta_device) == [(19, 16), (18, 16)]

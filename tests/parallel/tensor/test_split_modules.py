@@ -1,5 +1,5 @@
 """Models under tensor parallelism compute what they compute on one rank: outputs and gradients, in training and in
-evaluation, whatever sizes their code spells out."""
+evaluation, whatever sizes their code contains."""
 
 import copy
 from typing import Any
@@ -11,10 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from meshwright.blocks.recompute import recompute_blocks
+from meshwright.parallel.tensor.shard_view import ShardView
 from meshwright.parallel.tensor.split_modules import split_modules
-from meshwright.parallel.weights.layout import whole_of
+from meshwright.parallel.weights.layout import gather_shards
 from meshwright.plan import Axes, Modules, Plan
-from meshwright.profile.structure.structure import structure
+from meshwright.profile.structure.structure import find_structure
 from tests.parallel.tensor.models import make
 from tests.ranks import RankPool
 from tests.soaked import all_but
@@ -22,93 +23,96 @@ from tests.soaked import all_but
 TOLERANCE = 1e-9
 
 
-def scores(output: Any) -> Tensor:
-    found = output if isinstance(output, Tensor) else output[0]
-    assert type(found) is Tensor
-    return found
+def logits_of(output: Any) -> Tensor:
+    logits = output if isinstance(output, Tensor) else output[0]
+    assert type(logits) is Tensor
+    return logits
 
 
-def error(found: Tensor, wanted: Tensor) -> float:
-    assert found.shape == wanted.shape
-    return float((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-12))
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    assert actual.shape == expected.shape
+    return float((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
 
 
 def split(
     name: str, world_size: int, **modules: Any
 ) -> tuple[nn.Module, nn.Module, tuple[Any, ...], dict[str, Any], Any]:
-    """The untouched model, the split one, their arguments, and the layouts with their group."""
+    """The unsplit model, the split one, their arguments, and the layouts with their process group."""
     model, args, kwargs = make(name)
     plan = Plan(axes=Axes(tensor=world_size), modules=Modules(**modules))
-    found = structure(
+    structure = find_structure(
         model,
         {k: v for k, v in kwargs.items() if isinstance(v, Tensor)} if kwargs else (*args, torch.zeros(len(args[0]))),
     )
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tensor",))
     parallel = copy.deepcopy(model)
-    layouts = split_modules([parallel], plan, found, mesh)
+    layouts = split_modules([parallel], plan, structure, mesh)
     return model, parallel, args, kwargs, (layouts, mesh.get_group("tensor"))
 
 
-def gradient_errors(model: nn.Module, parallel: nn.Module, laid: Any) -> dict[str, float]:
-    layouts, group = laid
-    wanted = {name: p.grad for name, p in model.named_parameters()}
+def gradient_errors(model: nn.Module, parallel: nn.Module, layouts_and_group: Any) -> dict[str, float]:
+    layouts, group = layouts_and_group
+    expected = {name: p.grad for name, p in model.named_parameters()}
     errors = {}
-    scale = max(float(g.abs().max()) for g in wanted.values() if g is not None)
+    scale = max(float(g.abs().max()) for g in expected.values() if g is not None)
     for name, parameter in parallel.named_parameters():
         grad = parameter.grad
-        assert (grad is None) == (wanted[name] is None), name
+        assert (grad is None) == (expected[name] is None), name
         if grad is None:
             continue
-        whole = whole_of(grad, layouts[name], group) if name in layouts else grad
-        right = wanted[name]
-        assert right is not None
-        assert whole.shape == right.shape, name
-        errors[name] = float((whole - right).abs().max() / max(float(right.abs().max()), 1e-6 * scale))
-    assert errors.keys() == {name for name, grad in wanted.items() if grad is not None}
+        full = gather_shards(grad, layouts[name], group) if name in layouts else grad
+        expected_grad = expected[name]
+        assert expected_grad is not None
+        assert full.shape == expected_grad.shape, name
+        largest = max(float(expected_grad.abs().max()), 1e-6 * scale)
+        errors[name] = float((full - expected_grad).abs().max() / largest)
+    assert errors.keys() == {name for name, grad in expected.items() if grad is not None}
     return errors
 
 
-def worst(
+def compare_to_unsplit(
     rank: int, world_size: int, name: str, recompute: str, modules: dict[str, Any]
 ) -> tuple[float, list[str], list[str]]:
-    """The largest error of outputs and gradients; the names that are split, and those that are wrong."""
-    model, parallel, args, kwargs, laid = split(name, world_size, **modules)
+    """The largest error of outputs and gradients, the names that are split, and the gradients that are wrong."""
+    model, parallel, args, kwargs, layouts_and_group = split(name, world_size, **modules)
     if recompute != "none":
         recompute_blocks(parallel, recompute)  # type: ignore[arg-type]
-    biggest, wrong = 0.0, []
+    largest_error, wrong = 0.0, []
     for _ in range(2):
         results = []
-        for each in (model, parallel):
-            each.zero_grad()
+        for candidate in (model, parallel):
+            candidate.zero_grad()
             inputs = [a.detach().clone().requires_grad_(a.is_floating_point()) for a in args]
-            out = scores(each(*inputs, **kwargs))
+            out = logits_of(candidate(*inputs, **kwargs))
             weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).cos().view(out.shape)
             (out * weights).sum().backward()
             results.append((out, [i.grad for i in inputs if i.requires_grad]))
-        (right, right_grads), (found, grads) = results
-        biggest = max(biggest, error(found, right), *(error(a, b) for a, b in zip(grads, right_grads, strict=True)))
-        errors = gradient_errors(model, parallel, laid)
+        (expected, expected_grads), (actual, actual_grads) = results
+        input_errors = [relative_error(a, b) for a, b in zip(actual_grads, expected_grads, strict=True)]
+        largest_error = max(largest_error, relative_error(actual, expected), *input_errors)
+        errors = gradient_errors(model, parallel, layouts_and_group)
         wrong += [f"{n}: {e:.1e}" for n, e in errors.items() if e > TOLERANCE]
-        biggest = max(biggest, *errors.values())
-        for each in (model, parallel):
-            each.eval()
+        largest_error = max(largest_error, *errors.values())
+        for candidate in (model, parallel):
+            candidate.eval()
         with torch.no_grad():
-            biggest = max(biggest, error(scores(parallel(*args, **kwargs)), scores(model(*args, **kwargs))))
-        for each in (model, parallel):
-            each.train()
-    assert not any("Part" in type(p).__name__ for p in parallel.parameters())
-    return biggest, sorted(laid[0]), wrong
+            evaluated, expected = logits_of(parallel(*args, **kwargs)), logits_of(model(*args, **kwargs))
+            largest_error = max(largest_error, relative_error(evaluated, expected))
+        for candidate in (model, parallel):
+            candidate.train()
+    assert not any(isinstance(p, ShardView) for p in parallel.parameters()), "parameters are replaced in forward only"
+    return largest_error, sorted(layouts_and_group[0]), wrong
 
 
 def check(pool: RankPool, name: str, recompute: str = "none", **modules: Any) -> None:
-    for biggest, names, wrong in pool.run(worst, name, recompute, modules):
+    for largest_error, names, wrong in pool.run(compare_to_unsplit, name, recompute, modules):
         assert not wrong
-        assert biggest < TOLERANCE
+        assert largest_error < TOLERANCE
         assert names
 
 
-HERE = ["nano", "llama", "decoder", "small", "conv1d", "own", "post", "pre", "mlp"]
-LIBRARY = [
+MODELS_WRITTEN_HERE = ["nano", "llama", "decoder", "small", "conv1d", "own", "post", "pre", "mlp"]
+TRANSFORMERS_MODELS = [
     "GPT2LMHeadModel",
     "LlamaForCausalLM",
     "BertForMaskedLM",
@@ -119,8 +123,8 @@ LIBRARY = [
 ]
 
 
-@pytest.mark.parametrize("name", all_but(["nano", "llama", "post"], HERE))
-def test_outputs_and_gradients_are_those_of_the_untouched_model(two: RankPool, name: str) -> None:
+@pytest.mark.parametrize("name", all_but(["nano", "llama", "post"], MODELS_WRITTEN_HERE))
+def test_outputs_and_gradients_are_those_of_the_unsplit_model(two: RankPool, name: str) -> None:
     check(two, name)
 
 
@@ -131,7 +135,7 @@ def test_four_ranks(four: RankPool, name: str) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", LIBRARY)
+@pytest.mark.parametrize("name", TRANSFORMERS_MODELS)
 def test_models_of_the_transformers_library(two: RankPool, name: str) -> None:
     pytest.importorskip("transformers")
     check(two, name)
@@ -139,56 +143,56 @@ def test_models_of_the_transformers_library(two: RankPool, name: str) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ["swin", "swin2"])
-def test_tables_by_relative_position(two: RankPool, name: str) -> None:
+def test_tables_of_relative_positions_are_split_by_heads(two: RankPool, name: str) -> None:
     check(two, name)
 
 
 @pytest.mark.parametrize(
     "name", all_but(["nano", "llama"], ["nano", "llama", "decoder", "pre", "small", "own", "swin"])
 )
-def test_activations_divided_along_the_sequence(two: RankPool, name: str) -> None:
+def test_sequence_parallel_activations(two: RankPool, name: str) -> None:
     check(two, name, sequence=True)
 
 
 @pytest.mark.soak
-def test_a_sequence_that_the_ranks_do_not_divide(four: RankPool) -> None:
-    check(four, "nano", sequence=True)  # six places for four ranks
+def test_a_sequence_whose_length_the_ranks_do_not_divide(four: RankPool) -> None:
+    check(four, "nano", sequence=True)  # length 6 on 4 ranks
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("name", "kind"), [("nano", "full"), ("nano", "selective"), ("post", "full")])
 @pytest.mark.parametrize("sequence", [False, True])
-def test_blocks_that_are_computed_again(two: RankPool, name: str, kind: str, sequence: bool) -> None:
+def test_recomputed_blocks(two: RankPool, name: str, kind: str, sequence: bool) -> None:
     check(two, name, kind, sequence=sequence)
 
 
-def sharded(rank: int, world_size: int, sequence: bool, recompute: str) -> float:
-    """FSDP over the parts, two ranks each; the largest error of a gradient."""
+def largest_error_with_fsdp(rank: int, world_size: int, sequence: bool, recompute: str) -> float:
+    """FSDP2 over two ranks of each shard. Returns the largest error of a gradient."""
     model, args, _ = make("nano")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
     plan = Plan(axes=Axes(shard=2, tensor=2), modules=Modules(sequence=sequence))
     parallel = copy.deepcopy(model)
-    layouts = split_modules([parallel], plan, structure(model, (*args, torch.zeros(3))), mesh)
+    layouts = split_modules([parallel], plan, find_structure(model, (*args, torch.zeros(3))), mesh)
     recompute_blocks(parallel, recompute)  # type: ignore[arg-type]
     for block in (*parallel.h, parallel):  # type: ignore[misc]
         fully_shard(block, mesh=mesh["shard"])
-    for each in (model, parallel):
-        out = each(*args)
+    for candidate in (model, parallel):
+        out = candidate(*args)
         (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).cos().view(out.shape)).sum().backward()
-    wanted = dict(model.named_parameters())
-    found = 0.0
+    unsplit = dict(model.named_parameters())
+    largest_error = 0.0
     for name, parameter in parallel.named_parameters():
         grad = parameter.grad.full_tensor()  # type: ignore[union-attr]
         if name in layouts:
-            grad = whole_of(grad, layouts[name], mesh.get_group("tensor"))
-        right = wanted[name].grad
-        assert right is not None
-        found = max(found, float((grad - right).abs().max() / right.abs().max()))
-    return found
+            grad = gather_shards(grad, layouts[name], mesh.get_group("tensor"))
+        expected = unsplit[name].grad
+        assert expected is not None
+        largest_error = max(largest_error, float((grad - expected).abs().max() / expected.abs().max()))
+    return largest_error
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_parts_can_be_sharded(four: RankPool, sequence: bool, recompute: str) -> None:
-    assert max(four.run(sharded, sequence, recompute)) < TOLERANCE
+def test_split_weights_can_be_sharded_by_fsdp(four: RankPool, sequence: bool, recompute: str) -> None:
+    assert max(four.run(largest_error_with_fsdp, sequence, recompute)) < TOLERANCE

@@ -1,5 +1,5 @@
-"""A few huge layers over the replicate axis: every rank keeps its own samples, the layers' weights are divided, and the
-gradients are the mean's, also where ranks have different numbers of samples."""
+"""A few huge layers split over the replicate axis: every rank keeps its own samples, the weights of these layers are
+split, and gradients are those of the mean loss, also where ranks have different numbers of samples."""
 
 import copy
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright.parallel.tensor.split_modules import split_modules
-from meshwright.parallel.weights.layout import whole_of
+from meshwright.parallel.weights.layout import gather_shards
 from meshwright.plan import Axes, Modules, Plan, Split
-from meshwright.profile.structure.structure import structure
+from meshwright.profile.structure.structure import find_structure
 from tests.parallel.tensor.models import Classifier
 from tests.ranks import RankPool, ranks
 
@@ -24,19 +24,19 @@ CHAIN = {"classifier.0": "column", "classifier.3": "row", "classifier.6": "colum
 
 @pytest.fixture(scope="module", params=[2, 4])
 def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    with ranks(request.param) as made:
-        yield made
+    with ranks(request.param) as rank_pool:
+        yield rank_pool
 
 
-def built(world_size: int, kinds: dict[str, str], dropout: float = 0.0) -> tuple[Any, Any, Any, Any]:
+def build(world_size: int, kinds: dict[str, str], dropout: float = 0.0) -> tuple[Any, Any, Any, Any]:
     torch.manual_seed(0)
     model = Classifier(dropout).double()
     splits = {name: Split(kind=kind, axis="replicate") for name, kind in kinds.items()}  # type: ignore[arg-type]
     plan = Plan(axes=Axes(replicate=world_size), modules=Modules(splits=splits))
-    found = structure(model, (torch.zeros(2, 2, 4, 4, dtype=torch.float64), torch.zeros(2)))
+    structure = find_structure(model, (torch.zeros(2, 2, 4, 4, dtype=torch.float64), torch.zeros(2)))
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("replicate",))
     parallel = copy.deepcopy(model)
-    return model, parallel, split_modules([parallel], plan, found, mesh), mesh.get_group("replicate")
+    return model, parallel, split_modules([parallel], plan, structure, mesh), mesh.get_group("replicate")
 
 
 def batches(world_size: int) -> list[Tensor]:
@@ -49,61 +49,61 @@ def loss_of(output: Tensor) -> Tensor:
     return (output.sin() * torch.arange(output.shape[1])).sum()
 
 
-def errors(rank: int, world_size: int, kinds: dict[str, str]) -> tuple[dict[str, float], list[str], list[str]]:
-    model, parallel, layouts, group = built(world_size, kinds)
+def errors_by_name(rank: int, world_size: int, kinds: dict[str, str]) -> tuple[dict[str, float], list[str], list[str]]:
+    model, parallel, layouts, group = build(world_size, kinds)
     xs = batches(world_size)
     count = sum(len(x) for x in xs)
     (loss_of(model(torch.cat(xs))) / count).backward()
     calls: list[str] = []
-    with _noted(calls):
+    with _RecordedCollectives(calls):
         out = parallel(xs[rank])
-    found = {"output": float((out - model(xs[rank])).abs().max())}
+    errors = {"output": float((out - model(xs[rank])).abs().max())}
     (loss_of(out) * world_size / count).backward()
-    wanted = dict(model.named_parameters())
+    unsplit = dict(model.named_parameters())
     for name, parameter in parallel.named_parameters():
         if name in layouts:
-            grad = whole_of(parameter.grad, layouts[name], group)
+            grad = gather_shards(parameter.grad, layouts[name], group)
         else:  # as DDP does
             grad = parameter.grad.clone()
             dist.all_reduce(grad)
             grad /= world_size
-        right = wanted[name].grad
-        found[name] = float((grad - right).abs().max() / right.abs().max())
+        expected = unsplit[name].grad
+        errors[name] = float((grad - expected).abs().max() / expected.abs().max())
     parallel.eval()
     with torch.no_grad():
-        found["evaluation"] = float((parallel(xs[rank]) - model.eval()(xs[rank])).abs().max())
-    return found, sorted(layouts), calls
+        errors["evaluation"] = float((parallel(xs[rank]) - model.eval()(xs[rank])).abs().max())
+    return errors, sorted(layouts), calls
 
 
-class _noted:
-    """Notes the collectives of activations: those that tell sizes are of one number."""
+class _RecordedCollectives:
+    """Records the names of the collectives of activations, but not those that exchange the number of samples."""
 
     def __init__(self, calls: list[str]) -> None:
         names = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all_single")
-        self.patches = [patch.object(dist, name, self._noting(name, calls)) for name in names]
+        self.patches = [patch.object(dist, name, self._recording(name, calls)) for name in names]
 
-    def _noting(self, name: str, calls: list[str]) -> Any:
-        real = getattr(dist, name)
+    def _recording(self, name: str, calls: list[str]) -> Any:
+        original = getattr(dist, name)
 
-        def called(*args: Any, **kwargs: Any) -> Any:
+        def recording(*args: Any, **kwargs: Any) -> Any:
             if not (name == "all_gather" and args[1].dtype == torch.int64):
                 calls.append(name)
-            return real(*args, **kwargs)
+            return original(*args, **kwargs)
 
-        return called
+        return recording
 
     def __enter__(self) -> None:
-        for each in self.patches:
-            each.start()
+        for patched in self.patches:
+            patched.start()
 
     def __exit__(self, *_: object) -> None:
-        for each in self.patches:
-            each.stop()
+        for patched in self.patches:
+            patched.stop()
 
 
-def test_a_chain_gives_the_means_gradients(pool: RankPool) -> None:
-    for found, names, calls in pool.run(errors, CHAIN):
-        assert max(found.values()) < 1e-9, found
+def test_a_chain_of_layers_gives_the_gradient_of_the_mean_loss(pool: RankPool) -> None:
+    for errors, names, calls in pool.run(errors_by_name, CHAIN):
+        assert max(errors.values()) < 1e-9, errors
         assert names == [
             "classifier.0.bias",
             "classifier.0.weight",
@@ -115,14 +115,14 @@ def test_a_chain_gives_the_means_gradients(pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize("kinds", [{"classifier.3": "column"}, {"classifier.3": "row"}])
-def test_layers_alone(pool: RankPool, kinds: dict[str, str]) -> None:
-    for found, names, _ in pool.run(errors, kinds):
-        assert max(found.values()) < 1e-9, found
+def test_single_layers(pool: RankPool, kinds: dict[str, str]) -> None:
+    for errors, names, _ in pool.run(errors_by_name, kinds):
+        assert max(errors.values()) < 1e-9, errors
         assert "classifier.3.weight" in names
 
 
-def with_dropout(rank: int, world_size: int) -> list[float]:
-    _, parallel, _, _ = built(world_size, CHAIN, 0.5)
+def run_with_dropout(rank: int, world_size: int) -> list[float]:
+    _, parallel, _, _ = build(world_size, CHAIN, 0.5)
     torch.manual_seed(rank)
     x = batches(world_size)[rank]
     out = parallel(x)
@@ -130,7 +130,7 @@ def with_dropout(rank: int, world_size: int) -> list[float]:
     return [float((parallel(x) - parallel(x)).abs().max()), float(out.shape[0])]
 
 
-def test_dropout_between_them_runs(pool: RankPool) -> None:
-    for rank, (changed, samples) in enumerate(pool.run(with_dropout)):
-        assert changed > 0
+def test_dropout_between_split_layers_differs_from_pass_to_pass(pool: RankPool) -> None:
+    for rank, (difference, samples) in enumerate(pool.run(run_with_dropout)):
+        assert difference > 0
         assert samples == rank + 1

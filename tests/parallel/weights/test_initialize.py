@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.parallel.weights.initialize import initialized
-from tests.train.alone import equal_states
+from meshwright.parallel.weights.initialize import initialize_model
+from tests.train.one_process import equal_states
 
 
-class Parts(nn.Module):
-    """Layers of many kinds, built in an order that is told."""
+class ManyLayers(nn.Module):
+    """Layers of many kinds, built in a given order; with `more`, another layer is built before each."""
 
     def __init__(self, order: str, more: bool = False) -> None:
         super().__init__()
@@ -25,15 +25,15 @@ class Parts(nn.Module):
             "c": lambda: nn.LSTM(3, 3),
             "d": lambda: nn.Embedding(5, 3, padding_idx=1),
             "e": lambda: nn.MultiheadAttention(4, 2),
-            "f": lambda: _own(),
+            "f": lambda: _custom_layer(),
             "g": lambda: nn.TransformerEncoderLayer(4, 2, 8),
             "h": lambda: nn.BatchNorm1d(3),
         }
         return kinds[letter]()
 
 
-def _own() -> nn.Module:
-    """What people write: initialized twice, a bare random parameter, a random buffer."""
+def _custom_layer() -> nn.Module:
+    """What people write: a weight that is initialized twice, a parameter from `randn`, a random buffer."""
     module = nn.Linear(4, 4)
     nn.init.trunc_normal_(module.weight, std=0.02)
     nn.init.kaiming_normal_(module.weight)
@@ -45,7 +45,7 @@ def _own() -> nn.Module:
 
 
 def state(order: str, seed: int = 0, more: bool = False) -> dict[str, Tensor]:
-    return initialized(lambda: Parts(order, more), seed).state_dict()
+    return initialize_model(lambda: ManyLayers(order, more), seed).state_dict()
 
 
 def test_the_order_of_building_does_not_matter() -> None:
@@ -58,38 +58,38 @@ def test_adding_layers_leaves_the_others_as_they_were() -> None:
     assert all(torch.equal(more[name], value) for name, value in less.items())
 
 
-def test_the_seed_does_matter_and_so_does_the_name() -> None:
+def test_weights_depend_on_the_seed_and_on_the_name() -> None:
     first, second = state("ad", seed=0), state("ad", seed=1)
     assert not torch.equal(first["a.weight"], second["a.weight"])
     assert not torch.equal(first["d.weight"], second["d.weight"])
-    pair = initialized(lambda: nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), 0).state_dict()
+    pair = initialize_model(lambda: nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), 0).state_dict()
     assert not torch.equal(pair["0.weight"], pair["1.weight"])
 
 
-def test_weights_are_drawn_as_the_model_asks() -> None:
-    """From the same distributions, and with what was done to them afterwards."""
-    made = initialized(lambda: Parts("df"), 0)
-    embedding, own = made.get_submodule("d"), made.get_submodule("f")
-    assert not embedding.get_parameter("weight")[1].any(), "the padding's row stays zero"
-    wide = initialized(lambda: nn.Linear(400, 400), 0).get_parameter("weight")
+def test_weights_have_the_distributions_that_the_model_chose() -> None:
+    """Operators that follow the random fill are applied too."""
+    model = initialize_model(lambda: ManyLayers("df"), 0)
+    embedding, custom = model.get_submodule("d"), model.get_submodule("f")
+    assert not embedding.get_parameter("weight")[1].any(), "the row of the padding index stays zero"
+    wide = initialize_model(lambda: nn.Linear(400, 400), 0).get_parameter("weight")
     assert float(wide.detach().abs().max()) == pytest.approx(0.05, rel=0.01)
     assert float(wide.detach().std()) == pytest.approx(0.05 / 3**0.5, rel=0.02)
-    assert float(own.get_parameter("weight").detach().std()) < 1
-    assert not torch.equal(own.get_parameter("scale"), torch.zeros(7))
+    assert float(custom.get_parameter("weight").detach().std()) < 1
+    assert not torch.equal(custom.get_parameter("scale"), torch.zeros(7))
 
 
 def test_tied_weights_stay_tied_and_constants_constant() -> None:
-    def make() -> nn.Module:
+    def build() -> nn.Module:
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.LayerNorm(3))
         model[1].weight = model[0].weight
         return model
 
-    model = initialized(make, 0)
+    model = initialize_model(build, 0)
     assert model.get_parameter("0.weight") is model.get_submodule("1").weight
     assert torch.equal(model.get_parameter("2.weight"), torch.ones(3))
 
 
-def test_the_callers_randomness_is_left_as_it_was() -> None:
+def test_the_callers_random_generator_is_not_changed() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)

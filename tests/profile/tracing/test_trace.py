@@ -1,4 +1,4 @@
-"""A profile tells what real steps do, without running them, and equal blocks traced once cost what all of them do."""
+"""A traced profile equals what real steps cost, and merging equal blocks does not change it."""
 
 from typing import Any
 
@@ -12,13 +12,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshwright.call import load
 from meshwright.errors import InputError
 from meshwright.plan import Plan
-from meshwright.profile.optimizer import optimizer_cost
-from meshwright.profile.repeats import find_runs
-from meshwright.profile.tracing.trace import profile
-from meshwright.simulator.memory.peak import CUDA_MEMORY, predict_memory
+from meshwright.profile.equal_blocks import find_equal_blocks
+from meshwright.profile.optimizer import measure_optimizer_cost
+from meshwright.profile.tracing.trace import trace_profile
+from meshwright.profile.values import SplitMark
+from meshwright.simulator.memory.device_memory import CUDA_MEMORY
+from meshwright.simulator.memory.peak import predict_memory
 from meshwright.workloads.text.decoder_sizes import decoder
-from tests.profile.models import make, scores_loss, tiny_decoder
-from tests.profile.structure.structured import ids, transformer
+from tests.profile.models import scores_loss, small_model, tiny_decoder
+from tests.profile.structure.structured_models import token_ids, transformers_model
 
 MODELS = ("mnist", "vgg", "resnet18", "gpt", "llama", "encoder")
 
@@ -36,36 +38,36 @@ def meta_tokens(length: int, batch: int = 2) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_saved_bytes_are_those_that_autograd_saves_in_a_real_step(name: str) -> None:
-    model, batch, loss = make(name, batch=6)
-    known = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers(), *batch]}
+    model, batch, loss = small_model(name, batch=6)
+    existing = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers(), *batch]}
     saved: dict[int, int] = {}
-    kept: list[Tensor] = []  # so that no memory is given out twice
+    tensors: list[Tensor] = []  # kept alive, so that no address is used twice
 
-    def see(tensor: Tensor) -> Tensor:
+    def note_saved(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
+        if storage.data_ptr() not in existing:
             saved[storage.data_ptr()] = storage.nbytes()
-            kept.append(tensor)
+            tensors.append(tensor)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(note_saved, lambda tensor: tensor):
         loss(model(batch[0]), batch[1])
-    assert profile(model, batch, loss, on_gpu=False).saved_bytes(6) == sum(saved.values())
+    assert trace_profile(model, batch, loss, on_gpu=False).saved_bytes(6) == sum(saved.values())
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_flops_are_those_that_torch_counts_in_a_real_step(name: str) -> None:
-    model, batch, loss = make(name, batch=6)
-    # Torch's counter does not know the CPU's fused attention; as products it does.
+    model, batch, loss = small_model(name, batch=6)
+    # torch's counter does not know the fused attention of the CPU, so attention runs as matrix products.
     with sdpa_kernel(SDPBackend.MATH):
         with FlopCounterMode(display=False) as counter:
             loss(model(batch[0]), batch[1]).backward()
-        found = profile(model, batch, loss, on_gpu=False)
-    assert found.flops(6) == counter.get_total_flops()
+        profile = trace_profile(model, batch, loss, on_gpu=False)
+    assert profile.flops(6) == counter.get_total_flops()
 
 
 def layer_flops(model: nn.Module, image: Tensor) -> float:
-    """Forward FLOPs of convolutions and linear layers by hand: two a weight and output position."""
+    """Forward FLOPs of convolutions and linear layers by the closed form: two per weight and output position."""
     total = 0.0
 
     def count(module: nn.Module, _: Any, output: Tensor) -> None:
@@ -89,21 +91,21 @@ def test_flops_of_convolutional_nets_are_the_closed_form(name: str) -> None:
     forward = layer_flops(model, torch.empty(1, 3, 224, 224, device="meta"))
     first = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
     outputs = {"vgg16": 224 * 224, "resnet50": 112 * 112}[name]
-    unneeded = 2 * first.weight.numel() * outputs  # nobody asks for the gradient of the image
-    found = profile(model.train(), meta_images(), scores_loss)
-    assert found.flops(8, "forward") == pytest.approx(8 * forward, rel=1e-3)
-    assert found.flops(8, "backward") == pytest.approx(8 * (2 * forward - unneeded), rel=1e-3)
+    image_gradient = 2 * first.weight.numel() * outputs  # is not computed
+    profile = trace_profile(model.train(), meta_images(), scores_loss)
+    assert profile.flops(8, "forward") == pytest.approx(8 * forward, rel=1e-3)
+    assert profile.flops(8, "backward") == pytest.approx(8 * (2 * forward - image_gradient), rel=1e-3)
 
 
 @pytest.mark.parametrize("groups", [1, 8])
-def test_grouped_convolutions_cost_their_groups_only(groups: int) -> None:
+def test_flops_of_grouped_convolutions_are_those_of_their_groups(groups: int) -> None:
     model = nn.Sequential(nn.Conv2d(8, 8, 3, groups=groups), nn.Conv2d(8, 8, 3, groups=groups), nn.Flatten())
     sample = (torch.zeros(2, 8, 7, 7), torch.zeros(2, dtype=torch.long))
     per_filter = 2 * 9 * 8 // groups
     first, second = 8 * 5 * 5 * per_filter, 8 * 3 * 3 * per_filter
-    found = profile(model, sample, scores_loss)
-    assert found.flops(1, "forward") == first + second
-    assert found.flops(1, "backward") == first + 2 * second
+    profile = trace_profile(model, sample, scores_loss)
+    assert profile.flops(1, "forward") == first + second
+    assert profile.flops(1, "backward") == first + 2 * second
 
 
 def test_flops_of_gpt2_are_the_closed_form() -> None:
@@ -112,30 +114,30 @@ def test_flops_of_gpt2_are_the_closed_form() -> None:
     layers, hidden, length, vocabulary = 12, 768, 1024, 50257
     products = 2 * (layers * 12 * hidden**2 + hidden * vocabulary) * length
     attention = layers * 4 * length**2 * hidden
-    found = profile(model, meta_tokens(length), scores_loss)
-    assert found.flops(1, "forward") == pytest.approx(products + attention, rel=1e-3)
-    assert found.flops(1, "backward") == pytest.approx(2 * products + 2.5 * attention, rel=1e-3)
+    profile = trace_profile(model, meta_tokens(length), scores_loss)
+    assert profile.flops(1, "forward") == pytest.approx(products + attention, rel=1e-3)
+    assert profile.flops(1, "backward") == pytest.approx(2 * products + 2.5 * attention, rel=1e-3)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_equal_blocks_traced_once_cost_what_all_of_them_do(precision: str) -> None:
+def test_equal_blocks_traced_once_cost_as_much_as_all_traced(precision: str) -> None:
     model = tiny_decoder(layers=12)
-    assert [len(run.blocks) for run in find_runs(model)] == [12]
+    assert [len(row.blocks) for row in find_equal_blocks(model)] == [12]
     sample = meta_tokens(16)
-    once = profile(model, sample, scores_loss, precision=precision)
-    each = profile(model, sample, scores_loss, precision=precision, repeats=False)
-    assert len(once.stretches) > len(each.stretches)
-    adamw = optimizer_cost(lambda parameters: torch.optim.AdamW(parameters), at_once=True)
+    merged = trace_profile(model, sample, scores_loss, precision=precision)
+    unmerged = trace_profile(model, sample, scores_loss, precision=precision, merge_equal_blocks=False)
+    assert len(merged.segments) > len(unmerged.segments)
+    adamw = measure_optimizer_cost(lambda parameters: torch.optim.AdamW(parameters), multi_tensor=True)
     for batch in (1, 7, 512):
-        assert once.flops(batch) == each.flops(batch)
-        assert once.saved_bytes(batch) == each.saved_bytes(batch)
-        whole = [predict_memory(found, Plan(), batch, adamw, CUDA_MEMORY) for found in (once, each)]
-        assert whole[0].breakdown == whole[1].breakdown
-        assert whole[0].peak_at == whole[1].peak_at
+        assert merged.flops(batch) == unmerged.flops(batch)
+        assert merged.saved_bytes(batch) == unmerged.saved_bytes(batch)
+        memory = [predict_memory(profile, Plan(), batch, adamw, CUDA_MEMORY) for profile in (merged, unmerged)]
+        assert memory[0].breakdown == memory[1].breakdown
+        assert memory[0].peak_at == memory[1].peak_at
 
 
 def test_a_model_that_counts_its_blocks_itself_is_traced_block_by_block() -> None:
-    class Counting(nn.Module):
+    class CountsBlocks(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(8))
@@ -146,54 +148,54 @@ def test_a_model_that_counts_its_blocks_itself_is_traced_block_by_block() -> Non
             return x
 
     sample = (torch.zeros(2, 4), torch.zeros(2, dtype=torch.long))
-    assert profile(Counting(), sample, F.cross_entropy).flops(2, "forward") == 8 * 2 * 2 * 16
+    assert trace_profile(CountsBlocks(), sample, F.cross_entropy).flops(2, "forward") == 8 * 2 * 2 * 16
 
 
 def test_frozen_blocks_are_traced_one_by_one() -> None:
     model = tiny_decoder(layers=8)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith("norm."))
-    found = profile(model, meta_tokens(16), scores_loss)
-    assert found.flops(1, "backward") < found.flops(1, "forward") / 2
-    assert sum(p.trainable for p in found.parameters) == 2
+    profile = trace_profile(model, meta_tokens(16), scores_loss)
+    assert profile.flops(1, "backward") < profile.flops(1, "forward") / 2
+    assert sum(p.trainable for p in profile.parameters) == 2
 
 
-def test_samples_that_are_compared_with_each_other_cost_by_the_square() -> None:
+def test_the_cost_of_comparing_samples_grows_quadratically() -> None:
     model = nn.Linear(8, 8, bias=False)
     sample = (torch.zeros(4, 8), torch.zeros(4, dtype=torch.long))
 
-    def in_batch(output: Tensor, target: Tensor) -> Tensor:
+    def contrastive_loss(output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output @ output.T, target)
 
-    found = profile(model, sample, in_batch, on_gpu=False)
-    assert found.flops(10, "forward") == 2 * 10 * 8 * 8 + 2 * 10 * 10 * 8
+    profile = trace_profile(model, sample, contrastive_loss, on_gpu=False)
+    assert profile.flops(10, "forward") == 2 * 10 * 8 * 8 + 2 * 10 * 10 * 8
 
 
-def test_tied_weights_count_once_and_the_model_is_left_alone() -> None:
+def test_tied_weights_count_once_and_tracing_does_not_change_the_model() -> None:
     model = tiny_decoder()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    found = profile(model, meta_tokens(16), scores_loss)
-    assert found.parameter_count == sum(p.numel() for p in model.parameters())
-    assert ("embedding.weight", "head.weight") in [parameter.names for parameter in found.parameters]
+    profile = trace_profile(model, meta_tokens(16), scores_loss)
+    assert profile.parameter_count == sum(p.numel() for p in model.parameters())
+    assert ("embedding.weight", "head.weight") in [parameter.names for parameter in profile.parameters]
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_what_cannot_be_traced_is_named() -> None:
-    class Peeking(nn.Module):
+def test_a_module_that_cannot_be_traced_is_named() -> None:
+    class ReadsValues(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x * x.sum().item()
 
-    model = nn.Sequential(nn.Linear(4, 4), Peeking())
+    model = nn.Sequential(nn.Linear(4, 4), ReadsValues())
     sample = (torch.zeros(2, 4), torch.zeros(2, dtype=torch.long))
-    with pytest.raises(InputError, match=r"cannot be traced in 1 \(Peeking\)"):
-        profile(model, sample, F.cross_entropy)
+    with pytest.raises(InputError, match=r"cannot be traced in 1 \(ReadsValues\)"):
+        trace_profile(model, sample, F.cross_entropy)
 
 
-def test_a_batch_that_does_not_fit_the_model_is_one_line() -> None:
+def test_a_batch_that_does_not_fit_names_the_module() -> None:
     sample = (torch.zeros(2, 5), torch.zeros(2, dtype=torch.long))
     with pytest.raises(InputError, match=r"cannot be traced in 0 \(Linear\)"):
-        profile(nn.Sequential(nn.Linear(4, 4)), sample, F.cross_entropy)
+        trace_profile(nn.Sequential(nn.Linear(4, 4)), sample, F.cross_entropy)
 
 
 def _logits_mean(outputs: Any, batch: Any) -> Tensor:
@@ -202,30 +204,31 @@ def _logits_mean(outputs: Any, batch: Any) -> Tensor:
 
 def _without_cache(name: str) -> nn.Module:
     pytest.importorskip("transformers")
-    model: Any = transformer(name)
+    model: Any = transformers_model(name)
     model.config.use_cache = False
     return model
 
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
-def test_attention_of_the_transformers_library_is_as_causal_as_it_runs(name: str) -> None:
-    """It looks at positions to tell, which a trace has no numbers for."""
+def test_attention_of_the_transformers_library_is_traced_as_causal_as_it_runs(name: str) -> None:
+    """The library decides by the values of positions, which fake tensors do not have."""
 
     def causal(batch: Any) -> list[float]:
-        found = profile(_without_cache(name), batch, _logits_mean)
-        return [o.shape[-1].at(4) for part in found.stretches for o in part.operators if o.kind == "attention"]
+        profile = trace_profile(_without_cache(name), batch, _logits_mean)
+        return [o.shape[-1].at(4) for segment in profile.segments for o in segment.operators if o.kind == "attention"]
 
-    assert set(causal(ids())) == {1}
-    positions = torch.arange(8).repeat(4, 2)  # two sequences in a row, which it masks from each other
-    assert set(causal({**ids(), "position_ids": positions})) == {0}
+    assert set(causal(token_ids())) == {1}
+    positions = torch.arange(8).repeat(4, 2)  # two sequences per row, which the library masks from each other
+    assert set(causal({**token_ids(), "position_ids": positions})) == {0}
 
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
-def test_what_is_split_of_the_transformers_library_is_what_its_layers_are(name: str) -> None:
-    """Two passes are laid side by side, which must have the same operators."""
-    found = profile(_without_cache(name), ids(), _logits_mean, structured=True)
-    assert found.structure is not None
-    homes = {split.module: group.name for group in found.structure.splits for split in group.splits}
-    products = [o for part in found.stretches for o in part.operators if o.kind == "matmul" and o.layer in homes]
-    assert len(products) > 12
-    assert all(one.split == homes[one.layer] for one in products)
+def test_split_marks_of_transformers_models_match_their_layers(name: str) -> None:
+    """The marks are matched to operators by number, so both passes must run the same operators."""
+    profile = trace_profile(_without_cache(name), token_ids(), _logits_mean, with_structure=True)
+    assert profile.structure is not None
+    groups = {split.module: group.name for group in profile.structure.splits for split in group.splits}
+    operators = [operator for segment in profile.segments for operator in segment.operators]
+    matmuls = [operator for operator in operators if operator.kind == "matmul" and operator.layer in groups]
+    assert len(matmuls) > 12
+    assert all(matmul.split == SplitMark(groups[matmul.layer]) for matmul in matmuls)

@@ -1,4 +1,4 @@
-"""Trainings broken on purpose, one for each cause that a proof names, and some for which it has no name."""
+"""Faults to inject into a training: at least one for each cause that a proof names, and some without a name."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,90 +10,92 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
-from meshwright.data.batch import Batch, Microbatch, Share
+from meshwright.data.batch import Batch, Microbatch, SampleShare
 from meshwright.parallel.replicate.batch_norm import synchronize_batch_norm
-from meshwright.parallel.weights.layout import local_of
-from meshwright.proof.fault import Fault
-from meshwright.train.output.witness import local_norm
+from meshwright.parallel.weights.layout import local_tensor
+from meshwright.train.output.observation import local_gradient_norm
 from meshwright.train.session import Session
+from tests.proof.injected_fault import InjectedFault
 
 
-def named(session: Session, name: str) -> nn.Parameter | None:
+def find_parameter(session: Session, name: str) -> nn.Parameter | None:
+    """The parameter as this rank holds it; None if it holds none of it."""
     return session.parallel.parameters().get(name)
 
 
-def gradient(session: Session, name: str) -> Tensor:
-    parameter = named(session, name)
+def local_gradient(session: Session, name: str) -> Tensor:
+    """This rank's part of a gradient."""
+    parameter = find_parameter(session, name)
     assert parameter is not None
     assert parameter.grad is not None
-    return local_of(parameter.grad)
+    return local_tensor(parameter.grad)
 
 
-def wrapped(session: Session) -> DistributedDataParallel:
+def ddp_module(session: Session) -> DistributedDataParallel:
     assert isinstance(session.parallel.runner, DistributedDataParallel)
     return session.parallel.runner
 
 
-def undivided(session: Session) -> list[Tensor]:
-    """The gradients that ranks of the tensor axis have in common."""
+def unsplit_gradients(session: Session) -> list[Tensor]:
+    """The gradients of which every rank of the tensor axis has a copy."""
     parallel = session.parallel
-    found = [p.grad for name, p in parallel.module.named_parameters() if name not in parallel.layouts]
-    return [gradient for gradient in found if gradient is not None]
+    gradients = [p.grad for name, p in parallel.module.named_parameters() if name not in parallel.layouts]
+    return [gradient for gradient in gradients if gradient is not None]
 
 
 # ---- before the first step
 
 
 @dataclass(frozen=True)
-class OtherStart(Fault):
-    """One rank begins with another weight."""
+class DifferentInitialWeight(InjectedFault):
+    """One rank starts with a different weight."""
 
     name: str = "head.weight"
     rank: int = 1
 
     @torch.no_grad()
     def before(self, session: Session) -> None:
-        parameter = named(session, self.name)
+        parameter = find_parameter(session, self.name)
         if session.world.rank == self.rank and parameter is not None:
-            local_of(parameter).mul_(1.001)
+            local_tensor(parameter).mul_(1.001)
 
 
 @dataclass(frozen=True)
-class NotHeld(Fault):
-    """A weight is not handed to the optimizer; `rank` null: of no rank."""
+class MissingInOptimizer(InjectedFault):
+    """A parameter is missing in the optimizer of one rank, or of every rank where `rank` is None."""
 
     name: str = "head.weight"
     rank: int | None = None
 
     def before(self, session: Session) -> None:
         if self.rank in (None, session.world.rank):
-            left = named(session, self.name)
+            missing = find_parameter(session, self.name)
             for group in session.optimizer.param_groups:
-                group["params"] = [parameter for parameter in group["params"] if parameter is not left]
+                group["params"] = [parameter for parameter in group["params"] if parameter is not missing]
 
 
 # ---- samples
 
 
 @dataclass(frozen=True)
-class SamplesOfTheFirst(Fault):
-    """A sampler that does not know of ranks: all of them get the first one's samples."""
+class SamplesOfRank0(InjectedFault):
+    """A sampler that ignores ranks: all of them get the samples of rank 0."""
 
     def before(self, session: Session) -> None:
-        share = Share(0, session.plan.data_ranks)
+        share = SampleShare(0, session.plan.data_ranks)
         session._share = lambda: share  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)
-class Shuffled(Fault):
-    """One rank has its samples in another order than those that share them with it."""
+class ReorderedSamples(InjectedFault):
+    """One rank has its samples in another order than the ranks that compute on the same ones."""
 
     rank: int = 1
 
     def on_batch(self, batch: Batch, session: Session, step: int) -> Batch:
         if session.world.rank != self.rank:
             return batch
-        parts = tuple(Microbatch(tree_map(_flipped, part.data), part.samples) for part in batch.parts)
+        parts = tuple(Microbatch(tree_map(_flipped, part.data), part.samples) for part in batch.microbatches)
         return Batch(parts, batch.samples, batch.epoch, batch.index, batch.last)
 
 
@@ -105,25 +107,25 @@ def _flipped(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class NotReplicated(Fault):
-    """DDP never exchanges anything."""
+class NoReplicaReduction(InjectedFault):
+    """DDP never all-reduces gradients."""
 
     def before(self, session: Session) -> None:
-        wrapped(session).require_backward_grad_sync = False
+        ddp_module(session).require_backward_grad_sync = False
 
 
 @dataclass(frozen=True)
-class NotCombined(Fault):
-    """Replicas beside another axis never exchange anything."""
+class NoAveragerReduction(InjectedFault):
+    """Replicas of a plan with another axis never average their gradients."""
 
     def before(self, session: Session) -> None:
-        combiner = session.parallel.combiner
+        combiner = session.parallel.gradient_averager
         assert combiner is not None
-        combiner._reducer = _Nobody()
+        combiner._reducer = _NoReducer()
 
 
-class _Nobody:
-    """In place of a reducer."""
+class _NoReducer:
+    """A reducer that does nothing."""
 
     def start(self, flat: Tensor, bucket: int) -> None: ...
 
@@ -132,108 +134,114 @@ class _Nobody:
     def close(self) -> None: ...
 
 
-class _OwnRows:
-    """In place of FSDP2's reduce-scatter: a rank keeps its rows of its own gradients."""
+class _KeepOwnRows:
+    """Replaces FSDP2's reduce-scatter: each rank keeps its rows of its own gradients."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, **how: Any) -> None:
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, **options: Any) -> None:
         output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
 
 
 @dataclass(frozen=True)
-class NotScattered(Fault):
+class NoShardReduction(InjectedFault):
+    """FSDP2 never reduces gradients over the shard axis."""
+
     def before(self, session: Session) -> None:
         for unit in session.module.modules():
             if isinstance(unit, FSDPModule):
-                unit.set_custom_reduce_scatter(_OwnRows())  # type: ignore[arg-type]
+                unit.set_custom_reduce_scatter(_KeepOwnRows())  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
-class PartsOfASum(Fault):
-    """Ranks of the tensor axis are left with parts of the gradients that they have in common."""
+class PartialTensorSums(InjectedFault):
+    """Ranks of the tensor axis have parts of the gradients of which they should have copies."""
 
     def on_gradients(self, session: Session, step: int) -> None:
-        own = torch.Generator().manual_seed(step)
-        for common in undivided(session):
-            part = torch.rand(common.shape, dtype=common.dtype, generator=own)
-            common.mul_(part if session.world.rank % 2 else 1 - part)
+        generator = torch.Generator().manual_seed(step)
+        for gradient in unsplit_gradients(session):
+            part = torch.rand(gradient.shape, dtype=gradient.dtype, generator=generator)
+            gradient.mul_(part if session.world.rank % 2 else 1 - part)
 
 
 @dataclass(frozen=True)
-class TiedNotSummed(Fault):
+class NoTiedReduction(InjectedFault):
+    """The gradients of a tied parameter are not summed over the stages that hold it."""
+
     def before(self, session: Session) -> None:
         assert session.parallel.pipeline is not None
-        session.parallel.pipeline._tied.combine = lambda: None  # type: ignore[method-assign]
+        session.parallel.pipeline._tied_gradients.combine = lambda: None  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)
-class TiedSummedTwice(Fault):
+class TiedReducedTwice(InjectedFault):
+    """The gradients of a tied parameter are summed twice over the stages that hold it."""
+
     def on_gradients(self, session: Session, step: int) -> None:
         assert session.parallel.pipeline is not None
-        session.parallel.pipeline._tied.combine()
+        session.parallel.pipeline._tied_gradients.combine()
 
 
 @dataclass(frozen=True)
-class CommonSummedTwice(Fault):
-    """What ranks of the tensor axis have in common is summed over it as if it were parts."""
+class TensorReducedTwice(InjectedFault):
+    """The gradients that are copies on all ranks of the tensor axis are summed over it, as if they were parts."""
 
     def on_gradients(self, session: Session, step: int) -> None:
         assert session.parallel.mesh is not None
-        for common in undivided(session):
-            dist.all_reduce(common, group=session.parallel.mesh.get_group("tensor"))
+        for gradient in unsplit_gradients(session):
+            dist.all_reduce(gradient, group=session.parallel.mesh.get_group("tensor"))
 
 
 @dataclass(frozen=True)
-class OwnMeans(Fault):
-    """Every rank takes the mean over its own targets, and ranks take the mean of these."""
+class MeanOfRankMeans(InjectedFault):
+    """Every rank takes the mean over its own targets, and gradients are the mean of these means."""
 
     def before(self, session: Session) -> None:
-        def total(examples: Any, samples: Any, served: bool) -> Any:
-            own = sum(session._loss.count(example.target, count) for example, count in examples)
-            return lambda: own * session.plan.data_ranks
+        def local_total(examples: Any, samples: Any, divide: bool) -> Any:
+            local_count = sum(session._loss.count(example.target, count) for example, count in examples)
+            return lambda: local_count * session.plan.data_ranks
 
-        session._mean._start_total = total  # type: ignore[method-assign, assignment]
+        session._forward_backward._start_total = local_total  # type: ignore[method-assign, assignment]
 
 
 @dataclass(frozen=True)
-class LossNotReduced(Fault):
-    """Every rank reports the loss of its own samples; gradients know nothing of it."""
+class NoLossReduction(InjectedFault):
+    """Every rank reports the loss of its own samples; gradients are right."""
 
     def before(self, session: Session) -> None:
-        def own(told: list[Tensor]) -> Any:
-            return lambda: (told[0] * session.plan.data_ranks, told[-1], torch.zeros(()))
+        def local_sums(sums: list[Tensor]) -> Any:
+            return lambda: (sums[0] * session.plan.data_ranks, sums[-1], torch.zeros(()))
 
-        session._mean._start_sum = own  # type: ignore[method-assign]
+        session._forward_backward._start_reducing = local_sums  # type: ignore[method-assign]
 
 
 # ---- clipping
 
 
 @dataclass(frozen=True)
-class ClippedApart(Fault):
-    """A rank clips by the norm of what it holds."""
+class ClippedByLocalNorm(InjectedFault):
+    """Each rank clips by the norm of its own part of the gradients."""
 
     def before(self, session: Session) -> None:
         def clip(limit: float) -> Tensor:
-            norm = torch.tensor(local_norm(session.module), dtype=torch.float64)
+            norm = torch.tensor(local_gradient_norm(session.module), dtype=torch.float64)
             for parameter in session.module.parameters():
                 if parameter.grad is not None:
-                    local_of(parameter.grad).mul_((limit / (norm + 1e-6)).clamp(max=1.0))
+                    local_tensor(parameter.grad).mul_((limit / (norm + 1e-6)).clamp(max=1.0))
             return norm
 
         object.__setattr__(session.parallel, "clip_", clip)
 
 
 @dataclass(frozen=True)
-class ClippedBefore(Fault):
-    """A rank clips its own gradients, and what is left of them is averaged."""
+class ClippedBeforeAveraging(InjectedFault):
+    """Each rank clips its own gradients before they are averaged."""
 
     limit: float
 
     def before(self, session: Session) -> None:
-        wrapped(session).require_backward_grad_sync = False
+        ddp_module(session).require_backward_grad_sync = False
 
     def on_gradients(self, session: Session, step: int) -> None:
         nn.utils.clip_grad_norm_(session.module.parameters(), self.limit)
@@ -247,8 +255,8 @@ class ClippedBefore(Fault):
 
 
 @dataclass(frozen=True)
-class NormalizedAlone(Fault):
-    """Synchronized BatchNorm that is not."""
+class UnsynchronizedBatchNorm(InjectedFault):
+    """BatchNorm is local although the plan says synchronized."""
 
     def before(self, session: Session) -> None:
         for layer in session.module.modules():
@@ -257,8 +265,8 @@ class NormalizedAlone(Fault):
 
 
 @dataclass(frozen=True)
-class NormalizedTogether(Fault):
-    """Local BatchNorm that is not."""
+class SynchronizedBatchNorm(InjectedFault):
+    """BatchNorm is synchronized although the plan says local."""
 
     def before(self, session: Session) -> None:
         assert dist.group.WORLD is not None
@@ -266,8 +274,8 @@ class NormalizedTogether(Fault):
 
 
 @dataclass(frozen=True)
-class StatisticsOff(Fault):
-    """Running statistics learn once more than they should."""
+class ScaledRunningMean(InjectedFault):
+    """The running mean is multiplied by 1.1 after each step."""
 
     @torch.no_grad()
     def after_step(self, session: Session, step: int) -> None:
@@ -277,8 +285,8 @@ class StatisticsOff(Fault):
 
 
 @dataclass(frozen=True)
-class StatisticsOfTheLast(Fault):
-    """Running statistics are taken over from another rank than the first."""
+class StatisticsOfLastRank(InjectedFault):
+    """Running statistics are taken over from the last rank instead of the first."""
 
     def after_step(self, session: Session, step: int) -> None:
         for buffer in session.module.buffers():
@@ -286,8 +294,8 @@ class StatisticsOfTheLast(Fault):
 
 
 @dataclass(frozen=True)
-class DropoutOn(Fault):
-    """`rank` null: on every rank."""
+class DropoutOn(InjectedFault):
+    """Dropout is on in one rank, or in every rank where `rank` is None."""
 
     rank: int | None = None
 
@@ -298,8 +306,8 @@ class DropoutOn(Fault):
 
 
 @dataclass(frozen=True)
-class Rounded(Fault):
-    """A layer computes in a shorter type."""
+class RoundedLayer(InjectedFault):
+    """The output of a layer is rounded to a shorter type."""
 
     layer: str
     dtype: torch.dtype = torch.bfloat16
@@ -311,80 +319,80 @@ class Rounded(Fault):
 
 
 @dataclass(frozen=True)
-class RoundedOnTheWay(Fault):
-    """Gradients are combined in a shorter type."""
+class RoundedGradients(InjectedFault):
+    """Gradients are rounded to a shorter type when they are combined."""
 
     dtype: torch.dtype = torch.bfloat16
 
     def on_gradients(self, session: Session, step: int) -> None:
         for parameter in session.module.parameters():
             if parameter.grad is not None:
-                own = local_of(parameter.grad)
-                own.copy_(own.to(self.dtype))
+                gradient = local_tensor(parameter.grad)
+                gradient.copy_(gradient.to(self.dtype))
 
 
 @dataclass(frozen=True)
-class TiedDrifts(Fault):
-    """The last rank's copy of a tied weight goes its own way."""
+class DriftingTiedCopy(InjectedFault):
+    """The last rank's copy of a tied parameter changes by itself after each step."""
 
     @torch.no_grad()
     def after_step(self, session: Session, step: int) -> None:
         if session.world.rank == session.world.size - 1:
-            held = dict(session.module.named_parameters())
-            for tie in session.parallel.tied:
-                local_of(held[tie.local]).mul_(1.001)
+            parameters = dict(session.module.named_parameters())
+            for tied in session.parallel.tied:
+                local_tensor(parameters[tied.local_name]).mul_(1.001)
 
 
-# ---- without a name
+# ---- faults whose cause has no name
 
 
 @dataclass(frozen=True)
-class Noise(Fault):
-    """One gradient is off by about 1 %, otherwise in every element, and on all ranks alike."""
+class NoisyGradient(InjectedFault):
+    """One gradient has noise of about 1 %, different in every element but equal on all ranks."""
 
     name: str = "head.weight"
 
     def on_gradients(self, session: Session, step: int) -> None:
-        if named(session, self.name) is not None:
-            found = gradient(session, self.name)
-            own = torch.Generator().manual_seed(step)
-            found.mul_(1 + 0.01 * torch.randn(found.shape, dtype=found.dtype, generator=own))
+        if find_parameter(session, self.name) is not None:
+            gradient = local_gradient(session, self.name)
+            generator = torch.Generator().manual_seed(step)
+            gradient.mul_(1 + 0.01 * torch.randn(gradient.shape, dtype=gradient.dtype, generator=generator))
 
 
 @dataclass(frozen=True)
-class Transposed(Fault):
-    """Of a square weight."""
+class TransposedGradient(InjectedFault):
+    """The gradient of a square weight is transposed."""
 
     name: str
 
     def on_gradients(self, session: Session, step: int) -> None:
-        found = gradient(session, self.name)
-        found.copy_(found.t().clone())
+        gradient = local_gradient(session, self.name)
+        gradient.copy_(gradient.t().clone())
 
 
 @dataclass(frozen=True)
-class Swapped(Fault):
+class SwappedGradients(InjectedFault):
     """Two layers have each other's gradient."""
 
-    one: str
-    other: str
+    first: str
+    second: str
 
     def on_gradients(self, session: Session, step: int) -> None:
-        one, other = gradient(session, self.one), gradient(session, self.other)
-        kept = one.clone()
-        one.copy_(other)
-        other.copy_(kept)
+        first, second = local_gradient(session, self.first), local_gradient(session, self.second)
+        copy = first.clone()
+        first.copy_(second)
+        second.copy_(copy)
 
 
 @dataclass
-class Stale(Fault):
+class StaleGradient(InjectedFault):
     """From the second step on, a layer has the gradient of the step before."""
 
     name: str = "head.weight"
-    kept: list[Tensor] = field(default_factory=list)
+    history: list[Tensor] = field(default_factory=list)
 
     def on_gradients(self, session: Session, step: int) -> None:
-        found = gradient(session, self.name)
-        self.kept.append(found.clone())
+        gradient = local_gradient(session, self.name)
+        self.history.append(gradient.clone())
         if step > 1:
-            found.copy_(self.kept[-2])
+            gradient.copy_(self.history[-2])

@@ -1,14 +1,14 @@
-"""Whatever drops something at random is switched off, whosever module it is."""
+"""All kinds of dropout are switched off, of torch and of other libraries."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.proof.reference.dropout import without_dropout
+from meshwright.proof.reference.dropout import disable_dropout
 
 
 class DropPath(nn.Module):
-    """As other libraries have it."""
+    """Stochastic depth as other libraries implement it."""
 
     def __init__(self, drop_prob: float) -> None:
         super().__init__()
@@ -46,15 +46,15 @@ class Everything(nn.Module):
         return out
 
 
-def test_training_draws_nothing_any_more() -> None:
+def test_training_is_deterministic_without_dropout() -> None:
     model = Everything().train()
     x = torch.randn(16, 4)
     assert not torch.equal(model(x), model(x))
-    assert without_dropout(model) == 6
+    assert disable_dropout(model) == 6
     assert torch.equal(model(x), model(x))
     assert model.functional.scale == 0.5, "other numbers are left alone"
     assert model.training
 
 
-def test_a_model_without_dropout_has_none_to_switch_off() -> None:
-    assert without_dropout(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0))) == 0
+def test_a_model_without_dropout_is_unchanged() -> None:
+    assert disable_dropout(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0))) == 0

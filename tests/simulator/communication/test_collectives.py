@@ -8,22 +8,22 @@ from hypothesis import strategies as st
 
 from meshwright.cluster.catalog import find_link
 from meshwright.cluster.cluster import COLLECTIVES, Cluster, Collective, Curve, Device, Link, Node
-from meshwright.cluster.names import named
+from meshwright.cluster.names import cluster_from_name
 from meshwright.errors import InputError
 from meshwright.plan import Axes
 from meshwright.simulator.communication.collectives import (
     COMMUNICATION_SLOWDOWN,
     COMPUTE_SLOWDOWN,
     LinkEfficiency,
-    blend,
-    call_s,
+    blend_s,
+    collective_launch_s,
+    collective_price,
     collective_s,
+    link_efficiencies,
     overlap,
-    price,
-    reached,
-    wire_share,
+    sent_share,
 )
-from meshwright.simulator.communication.placement import Group, group
+from meshwright.simulator.communication.placement import RankGroup, group_of_axes
 
 CLUSTERS = [
     *("8xH100", "8xA100-80GB", "8xV100-32GB", "4xV100-32GB", "8xB200", "8xV100-PCIe-16GB", "8xCore", "4x1xCore"),
@@ -31,9 +31,9 @@ CLUSTERS = [
 ]
 
 
-def whole(name: str) -> tuple[Group, Cluster]:
-    cluster = named(name)
-    return group(Axes(replicate=cluster.devices), ("replicate",), cluster), cluster
+def whole(name: str) -> tuple[RankGroup, Cluster]:
+    cluster = cluster_from_name(name)
+    return group_of_axes(Axes(replicate=cluster.device_count), ("replicate",), cluster), cluster
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
@@ -45,8 +45,10 @@ def test_time_rises_with_bytes_and_is_never_less_than_the_wire(name: str, kind: 
     assert all(sooner <= later for sooner, later in pairwise(times))
     assert times[0] > 0
     node = cluster.nodes[0].link.bandwidth_bytes_per_s
-    out = cluster.link.bandwidth_bytes_per_s * placed.fewest if cluster.link and placed.nodes > 1 else node
-    least = {"all_reduce": 0.5, "broadcast": 1.0, "point_to_point": 1.0 / placed.fewest}.get(kind, 0.25 / placed.fewest)
+    out = cluster.link.bandwidth_bytes_per_s * placed.min_per_node if cluster.link and placed.nodes > 1 else node
+    least = {"all_reduce": 0.5, "broadcast": 1.0, "point_to_point": 1.0 / placed.min_per_node}.get(
+        kind, 0.25 / placed.min_per_node
+    )
     if not any(link and link.curves for link in (cluster.link, cluster.nodes[0].link)):
         assert all(time >= least * size / max(node, out) for time, size in zip(times, sizes, strict=True))
 
@@ -54,31 +56,31 @@ def test_time_rises_with_bytes_and_is_never_less_than_the_wire(name: str, kind: 
 @given(size=st.floats(1, 1e11), ranks=st.integers(2, 8))
 @settings(max_examples=50)
 def test_a_ring_takes_at_least_its_wire(size: float, ranks: int) -> None:
-    cluster = named("8xA100-80GB")
-    placed = group(Axes(tensor=ranks), ("tensor",), cluster)
-    wire = wire_share("all_reduce", ranks) * size
+    cluster = cluster_from_name("8xA100-80GB")
+    placed = group_of_axes(Axes(tensor=ranks), ("tensor",), cluster)
+    wire = sent_share("all_reduce", ranks) * size
     assert (
         collective_s("all_reduce", size, placed, cluster, "ring") >= wire / cluster.nodes[0].link.bandwidth_bytes_per_s
     )
 
 
 def test_what_a_ring_sends() -> None:
-    assert wire_share("all_reduce", 4) == pytest.approx(2 * 3 / 4)
-    assert wire_share("all_gather", 8) == wire_share("reduce_scatter", 8) == pytest.approx(7 / 8)
-    assert wire_share("broadcast", 8) == 1
+    assert sent_share("all_reduce", 4) == pytest.approx(2 * 3 / 4)
+    assert sent_share("all_gather", 8) == sent_share("reduce_scatter", 8) == pytest.approx(7 / 8)
+    assert sent_share("broadcast", 8) == 1
 
 
 @pytest.mark.parametrize("kind", COLLECTIVES)
 def test_alone_it_costs_nothing(kind: Collective) -> None:
-    assert collective_s(kind, 1e9, Group(ranks=1), named("8xH100")) == 0
+    assert collective_s(kind, 1e9, RankGroup(ranks=1), cluster_from_name("8xH100")) == 0
 
 
 @pytest.mark.parametrize("kind", COLLECTIVES)
 @pytest.mark.parametrize("size", [2**12, 2**20, 2**28])
 def test_across_nodes_is_slower_than_within(kind: Collective, size: int) -> None:
-    near, far = named("8xA100-80GB"), named("8x1xA100-80GB")
-    tensor = group(Axes(tensor=8), ("tensor",), near)
-    spread = group(Axes(tensor=8), ("tensor",), far)
+    near, far = cluster_from_name("8xA100-80GB"), cluster_from_name("8x1xA100-80GB")
+    tensor = group_of_axes(Axes(tensor=8), ("tensor",), near)
+    spread = group_of_axes(Axes(tensor=8), ("tensor",), far)
     # Without curves, which hold the caller's time too, so that both are priced alike.
     bare = near.nodes[0].model_copy(update={"link": near.nodes[0].link.model_copy(update={"curves": {}})})
     within = collective_s(kind, size, tensor, near.model_copy(update={"nodes": (bare,)}))
@@ -87,8 +89,8 @@ def test_across_nodes_is_slower_than_within(kind: Collective, size: int) -> None
 
 def test_small_messages_climb_trees_and_large_ones_run_in_rings() -> None:
     placed, cluster = whole("16x8xA100-80GB")
-    assert price("all_reduce", 2**10, placed, cluster).algorithm == "tree"
-    assert price("all_reduce", 2**33, placed, cluster).algorithm == "ring"
+    assert collective_price("all_reduce", 2**10, placed, cluster).algorithm == "tree"
+    assert collective_price("all_reduce", 2**33, placed, cluster).algorithm == "ring"
 
 
 def test_behind_a_slow_network_two_levels_or_a_tree_beat_the_ring() -> None:
@@ -98,27 +100,27 @@ def test_behind_a_slow_network_two_levels_or_a_tree_beat_the_ring() -> None:
 
 
 def test_switches_that_reduce_are_used_where_they_win() -> None:
-    cluster = named("8xB200")
+    cluster = cluster_from_name("8xB200")
     node = cluster.nodes[0].model_copy(update={"link": cluster.nodes[0].link.model_copy(update={"curves": {}})})
     bare = cluster.model_copy(update={"nodes": (node,)})
-    eight, two = (group(Axes(tensor=ranks), ("tensor",), bare) for ranks in (8, 2))
-    assert price("all_reduce", 2**33, eight, bare).algorithm == "multicast"
-    assert price("all_reduce", 2**33, two, bare).algorithm == "ring"
+    eight, two = (group_of_axes(Axes(tensor=ranks), ("tensor",), bare) for ranks in (8, 2))
+    assert collective_price("all_reduce", 2**33, eight, bare).algorithm == "multicast"
+    assert collective_price("all_reduce", 2**33, two, bare).algorithm == "ring"
 
 
 def test_rails_do_not_slow_each_other() -> None:
-    cluster = named("4x8xH100")
-    rails = group(Axes(replicate=4, tensor=8), ("replicate",), cluster)
-    alone = group(Axes(replicate=4), ("replicate",), named("4x1xH100"))
-    assert rails.sharing == 8
+    cluster = cluster_from_name("4x8xH100")
+    rails = group_of_axes(Axes(replicate=4, tensor=8), ("replicate",), cluster)
+    alone = group_of_axes(Axes(replicate=4), ("replicate",), cluster_from_name("4x1xH100"))
+    assert rails.network_groups == 8
     assert collective_s("all_reduce", 2**28, rails, cluster) == collective_s("all_reduce", 2**28, alone, cluster)
 
 
 def test_groups_on_one_host_bridge_share_it() -> None:
-    cluster = named("8xV100-PCIe-16GB")
-    one = group(Axes(replicate=8), ("replicate",), cluster)
-    four = group(Axes(replicate=2, tensor=4), ("replicate",), cluster)
-    assert four.beside == 4
+    cluster = cluster_from_name("8xV100-PCIe-16GB")
+    one = group_of_axes(Axes(replicate=8), ("replicate",), cluster)
+    four = group_of_axes(Axes(replicate=2, tensor=4), ("replicate",), cluster)
+    assert four.bridge_groups == 4
     ratio = collective_s("all_gather", 2**30, four, cluster) / collective_s("all_gather", 2**30, one, cluster)
     assert ratio == pytest.approx(4 * (1 / 2) / (7 / 8), rel=0.05)
 
@@ -126,11 +128,11 @@ def test_groups_on_one_host_bridge_share_it() -> None:
 def test_a_measured_curve_comes_first_and_says_so() -> None:
     link = find_link("NVLink3")
     size, seconds = link.curves["all_reduce"][0].points[3]
-    cluster = named("8xA100-80GB")
-    told = price("all_reduce", size, group(Axes(tensor=2), ("tensor",), cluster), cluster)
+    cluster = cluster_from_name("8xA100-80GB")
+    told = collective_price("all_reduce", size, group_of_axes(Axes(tensor=2), ("tensor",), cluster), cluster)
     assert (told.seconds, told.algorithm, told.based_on) == (seconds, "curve", "measured")
     placed, other = whole("4x8xA100-80GB")
-    assert price("all_reduce", size, placed, other).based_on == "fitted"
+    assert collective_price("all_reduce", size, placed, other).based_on == "fitted"
 
 
 def loopback(*curves: Curve) -> Cluster:
@@ -144,15 +146,15 @@ def loopback(*curves: Curve) -> Cluster:
 )
 def test_omni_path_gives_nccl_a_tenth_of_its_ports(cluster: str, measured_s: float) -> None:
     """As measured on Jean Zay in rings of NCCL, 4 GB over four ports of 100 Gbit/s a node."""
-    machines = named(cluster)
-    everybody = group(Axes(replicate=machines.devices), ("replicate",), machines)
+    machines = cluster_from_name(cluster)
+    everybody = group_of_axes(Axes(replicate=machines.device_count), ("replicate",), machines)
     ring_s = collective_s("all_reduce", 4_000_000_000, everybody, machines, "ring")
     assert ring_s == pytest.approx(measured_s, rel=0.2)
 
 
 def test_cpu_ranks_take_rounds_of_what_two_were_measured_to_take() -> None:
     cluster = loopback(Curve(ranks=2, points=((1000, 2e-4), (1_000_000, 2e-3)), source="made up"))
-    two, four = (group(Axes(replicate=ranks), ("replicate",), cluster) for ranks in (2, 4))
+    two, four = (group_of_axes(Axes(replicate=ranks), ("replicate",), cluster) for ranks in (2, 4))
     assert collective_s("all_reduce", 1_000_000, two, cluster) == pytest.approx(2e-3)
     assert collective_s("all_gather", 1_000_000, two, cluster) == pytest.approx(1e-3)
     assert collective_s("all_reduce", 2_000_000, four, cluster) == pytest.approx(6 * 1e-3)
@@ -162,34 +164,36 @@ def test_cpu_ranks_take_rounds_of_what_two_were_measured_to_take() -> None:
 def test_an_algorithm_that_does_not_fit_is_refused() -> None:
     placed, cluster = whole("8xA100-80GB")
     with pytest.raises(InputError, match=r"all_reduce has no algorithm 'two_level' for 8 ranks.*choose ring"):
-        price("all_reduce", 1, placed, cluster, "two_level")
+        collective_price("all_reduce", 1, placed, cluster, "two_level")
 
 
 def test_a_link_nobody_measured_is_refused() -> None:
     cluster = loopback()
     node = cluster.nodes[0].model_copy(update={"link": Link(name="?")})
     with pytest.raises(InputError, match="link '\\?' has no known bandwidth"):
-        collective_s("all_reduce", 1, Group(2, per_node=2, fewest=2), cluster.model_copy(update={"nodes": (node,)}))
+        collective_s(
+            "all_reduce", 1, RankGroup(2, per_node=2, min_per_node=2), cluster.model_copy(update={"nodes": (node,)})
+        )
 
 
 def test_every_share_says_where_it_comes_from() -> None:
-    for family in reached().families.values():
-        told = {name for name in LinkEfficiency.model_fields if name in family.model_fields_set} - {
+    for family in link_efficiencies().families.values():
+        stated = {name for name in LinkEfficiency.model_fields if name in family.model_fields_set} - {
             "links",
             "sources",
-            "rings_of",
+            "mesh_devices",
         }
-        assert told == set(family.sources), family.links
-    assert set(reached().sources) == {"tree", "peer_s", "call_s"}
+        assert stated == set(family.sources), family.links
+    assert set(link_efficiencies().sources) == {"tree_share", "peer_s", "launch_s"}
 
 
 def test_starting_a_collective_takes_the_host_of_a_gpu_some_time() -> None:
-    assert call_s(named("8xH100")) > 0 == call_s(named("2xCore"))
+    assert collective_launch_s(cluster_from_name("8xH100")) > 0 == collective_launch_s(cluster_from_name("2xCore"))
 
 
-def test_latency_and_wire_are_blended() -> None:
-    assert blend(1.0, 2.0, 1.0) == pytest.approx(3.0)
-    assert blend(1.0, 1.0, 0.5) == pytest.approx(4.0)
+def test_latency_and_transmission_are_blended() -> None:
+    assert blend_s(1.0, 2.0, 1.0) == pytest.approx(3.0)
+    assert blend_s(1.0, 1.0, 0.5) == pytest.approx(4.0)
 
 
 @given(compute=st.floats(0, 10), communication=st.floats(0, 10))

@@ -11,27 +11,23 @@ from meshwright.collectives.schedules.builders import SCHEDULES, build
 from meshwright.errors import InputError
 from meshwright.plan import Axes, Plan
 from meshwright.simulator.communication.collectives import collective_s
-from meshwright.simulator.communication.combining import chosen_algorithm, combine_s, host_costs, wires_of
+from meshwright.simulator.communication.combining import combine_s, cpu_network, fastest_algorithm, host_costs
+from meshwright.simulator.communication.cpu_network import CpuNetwork, HostSpeed, LinkTier, SharedMemorySpeed, rate_at
 from meshwright.simulator.communication.exchange import gradient_exchange
-from meshwright.simulator.communication.placement import group
+from meshwright.simulator.communication.placement import group_of_axes
 from meshwright.simulator.communication.schedules import (
-    Host,
-    Memory,
-    Tier,
-    Wires,
-    choose,
+    algorithm_prices,
+    cheapest_algorithm,
     native_s,
-    prices,
-    rate,
     schedule_s,
     shared_memory_s,
     two_level_memory_s,
 )
-from meshwright.simulator.engine import find_engine
+from meshwright.simulator.runtime import OUR_RUNTIME
 
 INFINITE = 1e30
 MIB = 2**20
-FREE = Host(
+FREE = HostSpeed(
     cores=64,
     message_s=0.0,
     native_message_s=0.0,
@@ -42,13 +38,13 @@ FREE = Host(
     add_bytes_per_s=INFINITE,
     copy_bytes_per_s=INFINITE,
 )
-WITHIN, ACROSS = Tier(1e-4, INFINITE, INFINITE), Tier(1e-3, INFINITE, INFINITE)
-MEMORY = Memory(1e-6, 2e-6, ((1, 1e9),), ((1, 2e9),), ((1, 4e9),))
-LATENCY = Wires(WITHIN, ACROSS, FREE, MEMORY)  # nothing else takes time
+WITHIN, ACROSS = LinkTier(1e-4, INFINITE, INFINITE), LinkTier(1e-3, INFINITE, INFINITE)
+MEMORY = SharedMemorySpeed(1e-6, 2e-6, ((1, 1e9),), ((1, 2e9),), ((1, 4e9),))
+LATENCY = CpuNetwork(WITHIN, ACROSS, FREE, MEMORY)  # nothing else takes time
 
 
-def bandwidth(within: float, across: float) -> Wires:
-    return Wires(Tier(0.0, INFINITE, within), Tier(0.0, INFINITE, across), FREE, MEMORY)
+def bandwidth(within: float, across: float) -> CpuNetwork:
+    return CpuNetwork(LinkTier(0.0, INFINITE, within), LinkTier(0.0, INFINITE, across), FREE, MEMORY)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
@@ -87,7 +83,7 @@ def test_a_link_that_was_idle_lets_the_first_bytes_through_at_once() -> None:
     """Once: the second round comes when the credit is spent. Nothing arrives before it was sent."""
     ring, each_s = build("ring", 2, [1, 1]), 32 * MIB / 1e9
     plain = bandwidth(INFINITE, 1e9)
-    shaped = replace(plain, across=Tier(0.0, INFINITE, 1e9, credit_s=each_s / 4))
+    shaped = replace(plain, across=LinkTier(0.0, INFINITE, 1e9, credit_s=each_s / 4))
     assert schedule_s(ring, 64 * MIB, plain, [1, 1]) == pytest.approx(2 * each_s, rel=1e-6)
     assert schedule_s(ring, 64 * MIB, shaped, [1, 1]) == pytest.approx(1.75 * each_s, rel=1e-6)
     assert schedule_s(ring, 4, shaped, [1, 1]) == pytest.approx(0.0, abs=1e-20)
@@ -95,7 +91,7 @@ def test_a_link_that_was_idle_lets_the_first_bytes_through_at_once() -> None:
 
 def test_segments_overlap_what_links_and_hosts_do() -> None:
     """A tree of one segment goes from rank to rank; of many, the ranks work at the same time."""
-    wires = Wires(Tier(0.0, 1e9, INFINITE), None, FREE, None)
+    wires = CpuNetwork(LinkTier(0.0, 1e9, INFINITE), None, FREE, None)
     tree = build("tree", 8, [8])
     one, many = (schedule_s(tree, size, wires) / size for size in (SEGMENT_BYTES, 16 * SEGMENT_BYTES))
     assert many < 0.6 * one
@@ -122,7 +118,7 @@ def test_more_ranks_than_cores_take_turns() -> None:
 
 def test_the_backend_runs_a_ring_of_its_own_segments() -> None:
     """Two of a chunk at least, of 1 MiB at most."""
-    per_message = replace(LATENCY, host=replace(FREE, native_message_s=1e-3), within=Tier(0.0, INFINITE, INFINITE))
+    per_message = replace(LATENCY, host=replace(FREE, native_message_s=1e-3), within=LinkTier(0.0, INFINITE, INFINITE))
     assert native_s(4096, 2, per_message) == pytest.approx(4e-3)  # a rank sends and receives 4
     assert native_s(64 * MIB, 2, per_message) == pytest.approx(64e-3, rel=0.05)
     quick = replace(LATENCY, host=replace(FREE, native_latency=0.5, call_s=1.0))
@@ -144,19 +140,21 @@ def test_two_levels_of_memory_send_a_slice_between_nodes() -> None:
 
 def test_rates_lie_on_straight_lines_between_measured_sizes() -> None:
     points = ((1024, 1e9), (4096, 4e9))
-    assert rate(points, 10) == 1e9
-    assert rate(points, 2048) == pytest.approx(2e9)
-    assert rate(points, 10**9) == 4e9
+    assert rate_at(points, 10) == 1e9
+    assert rate_at(points, 2048) == pytest.approx(2e9)
+    assert rate_at(points, 10**9) == 4e9
 
 
 def test_every_way_has_a_price_and_the_cheapest_is_chosen() -> None:
-    one, two = prices(MIB, 4, [4], LATENCY), prices(MIB, 4, [2, 2], LATENCY)
+    one, two = algorithm_prices(MIB, 4, [4], LATENCY), algorithm_prices(MIB, 4, [2, 2], LATENCY)
     assert set(one) == {"native", *SCHEDULES, "shared_memory"} - {"two_level"}
     assert set(two) == {"native", *SCHEDULES, "two_level_memory"}
-    assert set(prices(MIB, 3, [2, 1], replace(LATENCY, memory=None))) == {"native", *SCHEDULES}
-    assert choose(MIB, 4, [4], LATENCY) == min(((name, s) for name, s in one.items()), key=lambda pair: pair[1])
+    assert set(algorithm_prices(MIB, 3, [2, 1], replace(LATENCY, memory=None))) == {"native", *SCHEDULES}
+    assert cheapest_algorithm(MIB, 4, [4], LATENCY) == min(
+        ((name, s) for name, s in one.items()), key=lambda pair: pair[1]
+    )
     with pytest.raises(InputError, match="but 4 combine"):
-        choose(MIB, 4, [2, 1], LATENCY)
+        cheapest_algorithm(MIB, 4, [2, 1], LATENCY)
 
 
 # ---- on clusters
@@ -179,20 +177,21 @@ def test_every_cost_of_a_host_has_its_source() -> None:
 def test_gradients_of_one_machine_are_priced_in_its_memory() -> None:
     here = cluster(1, 4)
     plan = Plan(axes=Axes(replicate=4))
-    replicas = group(plan.axes, ("replicate",), here)
+    replicas = group_of_axes(plan.axes, ("replicate",), here)
     shared = combine_s(MIB, replicas, "auto", here)
     assert shared == combine_s(MIB, replicas, "shared_memory", here)
-    assert shared == shared_memory_s(MIB, 4, wires_of(here, replicas))
+    assert shared == shared_memory_s(MIB, 4, cpu_network(here, replicas))
     assert combine_s(MIB, replicas, "native", here) == collective_s("all_reduce", MIB, replicas, here) > shared
-    found = gradient_exchange(MIB, 1, plan, here, find_engine("meshwright"))
+    found = gradient_exchange(MIB, 1, plan, here, OUR_RUNTIME)
     assert found.replicate_s == pytest.approx(shared)
-    others = gradient_exchange(MIB, 1, plan, here, find_engine("pytorch"))
-    assert others.replicate_s == pytest.approx(collective_s("all_reduce", MIB, replicas, here))
 
 
 def test_ranks_that_share_a_core_wait_for_each_other() -> None:
-    few, many = cluster(1, 4), cluster(1, 4).with_devices(8)
-    wires = [wires_of(each, group(Axes(replicate=each.devices), ("replicate",), each)) for each in (few, many)]
+    few, many = cluster(1, 4), cluster(1, 4).with_device_count(8)
+    wires = [
+        cpu_network(each, group_of_axes(Axes(replicate=each.device_count), ("replicate",), each))
+        for each in (few, many)
+    ]
     memories = [each.memory for each in wires]
     assert memories[0] is not None
     assert memories[1] is not None
@@ -201,8 +200,8 @@ def test_ranks_that_share_a_core_wait_for_each_other() -> None:
 
 def test_plans_stay_auto_where_that_is_the_fastest() -> None:
     here, there = cluster(1, 4), cluster(2, 4)
-    assert chosen_algorithm(25 * MIB, group(Axes(replicate=4), ("replicate",), here), here) == "auto"
-    assert chosen_algorithm(25 * MIB, group(Axes(replicate=8), ("replicate",), there), there) == "auto"
+    assert fastest_algorithm(25 * MIB, group_of_axes(Axes(replicate=4), ("replicate",), here), here) == "auto"
+    assert fastest_algorithm(25 * MIB, group_of_axes(Axes(replicate=8), ("replicate",), there), there) == "auto"
 
 
 def test_a_schedule_is_named_where_the_backend_is_slower() -> None:
@@ -210,14 +209,14 @@ def test_a_schedule_is_named_where_the_backend_is_slower() -> None:
     near = cluster(16, 1)
     assert near.link is not None
     many = near.model_copy(update={"link": near.link.model_copy(update={"latency_s": 5e-3})})
-    replicas = group(Axes(replicate=16), ("replicate",), many)
-    named = chosen_algorithm(4096, replicas, many)
+    replicas = group_of_axes(Axes(replicate=16), ("replicate",), many)
+    named = fastest_algorithm(4096, replicas, many)
     assert named in ("tree", "halving_doubling")
     assert combine_s(4096, replicas, named, many) < combine_s(4096, replicas, "ring", many)
 
 
 def test_what_is_not_followed_has_the_backends_price() -> None:
     large = cluster(32, 4)
-    replicas = group(Axes(replicate=128), ("replicate",), large)
-    assert chosen_algorithm(MIB, replicas, large) == "auto"
+    replicas = group_of_axes(Axes(replicate=128), ("replicate",), large)
+    assert fastest_algorithm(MIB, replicas, large) == "auto"
     assert combine_s(MIB, replicas, "auto", large) == collective_s("all_reduce", MIB, replicas, large)

@@ -8,18 +8,20 @@ import pytest
 from meshwright.cluster.catalog import find_entry
 from meshwright.cluster.cluster import Device, OperatorTime
 from meshwright.dtypes import Dtype
-from meshwright.profile.values import Growth, Operator
-from meshwright.simulator.compute.lookup import bias_of, looked_up
-from meshwright.simulator.compute.operator_time import operator_s, reference_gpu, speeds
-from meshwright.simulator.engine import find_engine
+from meshwright.profile.values import BatchPolynomial, Operator
+from meshwright.simulator.compute.lookup import bias_bytes, classify_operator
+from meshwright.simulator.compute.operator_time import device_speeds, operator_s, reference_gpu
+from meshwright.simulator.runtime import OUR_RUNTIME
 
 
-def _fixed(*sizes: float) -> tuple[Growth, ...]:
-    return tuple(Growth(size, 0.0) for size in sizes)
+def _fixed(*sizes: float) -> tuple[BatchPolynomial, ...]:
+    return tuple(BatchPolynomial(size, 0.0) for size in sizes)
 
 
-def _operator(kind: str, name: str, shape: tuple[Growth, ...], flops: float, moved: float, dtype: str) -> Operator:
-    return Operator("", name, kind, dtype, Growth(flops, 0.0), Growth(moved, 0.0), shape)  # type: ignore[arg-type]
+def _operator(
+    kind: str, name: str, shape: tuple[BatchPolynomial, ...], flops: float, moved: float, dtype: str
+) -> Operator:
+    return Operator("", name, kind, dtype, BatchPolynomial(flops, 0.0), BatchPolynomial(moved, 0.0), shape)  # type: ignore[arg-type]
 
 
 def _product(m: float, n: float, k: float, dtype: str = "bfloat16") -> Operator:
@@ -39,7 +41,7 @@ def _device(*rows: tuple[str, tuple[int, ...], float, float]) -> Device:
 
 def test_between_two_measured_sizes_the_slowdown_lies_between_theirs() -> None:
     device = _device(("elementwise", (1,), 1e6, 2e-3), ("elementwise", (1,), 4e6, 16e-3))
-    prices = speeds(device, "fp32")
+    prices = device_speeds(device, "fp32")
     taken = [
         operator_s(_operator("elementwise", "relu", _fixed(1), 0, moved, "float32"), 1, prices, False)
         for moved in (1e6, 2e6, 4e6, 64e6, 1e3)
@@ -52,15 +54,15 @@ def test_between_two_measured_sizes_the_slowdown_lies_between_theirs() -> None:
 
 
 def test_what_is_written_over_is_read_too() -> None:
-    fresh = looked_up(_operator("elementwise", "relu", _fixed(1e6), 0, 8e6, "float32"), 1, 1.0, False)
-    inplace = looked_up(_operator("elementwise", "relu_", _fixed(1e6), 0, 4e6, "float32"), 1, 1.0, False)
-    filled = looked_up(_operator("elementwise", "bernoulli_", _fixed(1e6), 0, 4e6, "float32"), 1, 1.0, False)
+    fresh = classify_operator(_operator("elementwise", "relu", _fixed(1e6), 0, 8e6, "float32"), 1, 1.0, False)
+    inplace = classify_operator(_operator("elementwise", "relu_", _fixed(1e6), 0, 4e6, "float32"), 1, 1.0, False)
+    filled = classify_operator(_operator("elementwise", "bernoulli_", _fixed(1e6), 0, 4e6, "float32"), 1, 1.0, False)
     assert fresh is not None
     assert inplace is not None
     assert filled is not None
     assert fresh.bytes == inplace.bytes == 8e6
     assert filled.bytes == 4e6
-    assert looked_up(_operator("copy", "empty_like", _fixed(1e6), 0, 8e6, "float32"), 1, 1.0, False) is None
+    assert classify_operator(_operator("copy", "empty_like", _fixed(1e6), 0, 8e6, "float32"), 1, 1.0, False) is None
 
 
 @pytest.mark.parametrize(
@@ -80,20 +82,20 @@ def test_what_is_written_over_is_read_too() -> None:
     ],
 )
 def test_operators_are_looked_up_as_what_they_are(kind: str, name: str, expected: str) -> None:
-    found = looked_up(_operator(kind, name, _fixed(10), 0, 2400, "float32"), 1, 1.0, False)
+    found = classify_operator(_operator(kind, name, _fixed(10), 0, 2400, "float32"), 1, 1.0, False)
     assert found is not None
     assert found.name == expected
 
 
 def test_casts_to_wider_types_are_apart() -> None:
     def name(dtype: str, moved: float) -> str:
-        found = looked_up(_operator("copy", "_to_copy", _fixed(100), 0, moved, dtype), 1, 1.0, False)
+        found = classify_operator(_operator("copy", "_to_copy", _fixed(100), 0, moved, dtype), 1, 1.0, False)
         assert found is not None
         return found.name
 
     assert name("bfloat16", 600) == "widen"
-    third = _operator("copy", "_to_copy", (Growth(0.0, 1000 / 3),), 0, 1, "bfloat16")
-    divided = looked_up(replace(third, bytes=Growth(0.0, 6000).times(1 / 3)), 7, 1.0, False)
+    third = _operator("copy", "_to_copy", (BatchPolynomial(0.0, 1000 / 3),), 0, 1, "bfloat16")
+    divided = classify_operator(replace(third, bytes=BatchPolynomial(0.0, 6000).scaled(1 / 3)), 7, 1.0, False)
     assert divided is not None
     assert divided.name == "widen"
     assert name("float32", 600) == "elementwise"
@@ -104,34 +106,40 @@ def test_casts_to_wider_types_are_apart() -> None:
 def test_what_a_calibration_lacks_is_taken_for_what_is_most_like_it(name: str) -> None:
     """Those of before had no class for it."""
     operator = _operator("elementwise", name, _fixed(1e6), 0, 8e6, "float32")
-    found = looked_up(operator, 1, 1.0, False)
+    found = classify_operator(operator, 1, 1.0, False)
     assert found is not None
     instead = "log_softmax" if found.name == "softmax" else "elementwise"
     old, new = (_device((kind, (1,), 8e6, 5e-3)) for kind in (instead, found.name))
-    assert operator_s(operator, 1, speeds(old, "fp32"), False) == pytest.approx(5e-3)
+    assert operator_s(operator, 1, device_speeds(old, "fp32"), False) == pytest.approx(5e-3)
     both = _device((instead, (1,), 8e6, 5e-3), (found.name, (1,), 8e6, 7e-3))
-    assert operator_s(operator, 1, speeds(both, "fp32"), False) == pytest.approx(7e-3)
-    assert operator_s(operator, 1, speeds(new, "fp32"), False) == pytest.approx(5e-3)
+    assert operator_s(operator, 1, device_speeds(both, "fp32"), False) == pytest.approx(7e-3)
+    assert operator_s(operator, 1, device_speeds(new, "fp32"), False) == pytest.approx(5e-3)
 
 
 def test_a_device_that_was_measured_itself_is_believed() -> None:
     """Also where dropout took it less time than ReLU."""
     operator = _operator("elementwise", "native_dropout", _fixed(1e6), 0, 8e6, "float32")
     device = _device(("elementwise", (1,), 8e6, 5e-3), ("dropout", (1,), 8e6, 3e-3))
-    assert operator_s(operator, 1, speeds(device, "fp32"), False) == pytest.approx(3e-3)
+    assert operator_s(operator, 1, device_speeds(device, "fp32"), False) == pytest.approx(3e-3)
 
 
 def test_channels_are_what_does_not_grow_with_the_batch() -> None:
     norm = Operator(
-        "", "native_batch_norm", "norm", "float32", Growth(0, 0), Growth(24.0 * 64, 8000.0), (Growth(0, 1000),)
+        "",
+        "native_batch_norm",
+        "norm",
+        "float32",
+        BatchPolynomial(0, 0),
+        BatchPolynomial(24.0 * 64, 8000.0),
+        (BatchPolynomial(0, 1000),),
     )
-    found = looked_up(norm, 10, 1.0, False)
+    found = classify_operator(norm, 10, 1.0, False)
     assert found is not None
     assert found.sizes[1] == log2(64)
 
 
 def test_rows_that_loads_do_not_fit_are_far_slower_on_tensor_cores() -> None:
-    prices = speeds(reference_gpu()[0], "bf16")
+    prices = device_speeds(reference_gpu()[0], "bf16")
     even, odd = (operator_s(_product(16000, n, 800), 1, prices, False) for n in (50304, 50257))
     assert 4 < odd / even < 12
     growing = Operator(
@@ -139,9 +147,9 @@ def test_rows_that_loads_do_not_fit_are_far_slower_on_tensor_cores() -> None:
         "mm",
         "matmul",
         "bfloat16",
-        Growth(0, 2.0 * 800 * 800),
-        Growth(0, 3200.0),
-        (Growth(1, 0), Growth(0, 1), Growth(800, 0), Growth(800, 0)),
+        BatchPolynomial(0, 2.0 * 800 * 800),
+        BatchPolynomial(0, 3200.0),
+        (BatchPolynomial(1, 0), BatchPolynomial(0, 1), BatchPolynomial(800, 0), BatchPolynomial(800, 0)),
     )
     one_more = [operator_s(growing, batch, prices, False) for batch in (16000, 16001)]
     assert one_more[0] == pytest.approx(one_more[1], rel=0.01)  # rows are not what is loaded at once
@@ -151,8 +159,8 @@ def _of_samples(one: Operator, inner: bool, gradient: bool) -> Operator:
     """The same product, with the samples as its inner side or as its rows."""
     shape = list(one.shape)
     place = 3 if inner else 1
-    shape[place] = Growth(0.0, one.shape[place].constant)
-    return replace(one, shape=tuple(shape), gradient=gradient)
+    shape[place] = BatchPolynomial(0.0, one.shape[place].constant)
+    return replace(one, shape=tuple(shape), computes_gradient=gradient)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +175,7 @@ def test_gradients_wait_for_sides_that_lie_apart_in_tf32_on_hopper_alone(
     gpu: str, dtype: Dtype, inputs: tuple[float, float], weights: tuple[float, float]
 ) -> None:
     prices, plain = (
-        speeds(find_entry(gpu).device, dtype),
+        device_speeds(find_entry(gpu).device, dtype),
         _product(4096, 4096, 4096, {"bf16": "bfloat16"}.get(dtype, "float32")),
     )
 
@@ -181,14 +189,13 @@ def test_gradients_wait_for_sides_that_lie_apart_in_tf32_on_hopper_alone(
     assert longer(_of_samples(plain, inner=False, gradient=False)) == pytest.approx(1.0)
 
 
-def test_convolutions_of_fp32_take_tf32_only_under_engines_that_let_them() -> None:
+def test_convolutions_of_fp32_take_tf32_only_under_runtimes_that_let_them() -> None:
     device, one = find_entry("A100-80GB").device, _convolution(256, 3, "float32")
-    ours, theirs = (speeds(device, "fp32", tf32_images=let) for let in (False, True))
+    ours, theirs = (device_speeds(device, "fp32", tf32_convolutions=let) for let in (False, True))
     short = operator_s(one, 1, theirs, False)
     assert operator_s(one, 1, ours, False) > 2 * short
     assert operator_s(one, 1, ours, False, tf32=True) == pytest.approx(short, rel=0.3)
-    assert not find_engine("meshwright").tf32_images, "its fp32 is fp32: parallel/precision.py"
-    assert find_engine("pytorch").tf32_images
+    assert not OUR_RUNTIME.tf32_convolutions, "parallel/precision.py turns tf32 off"
 
 
 def test_a_bias_is_told_by_the_bytes_of_a_convolution() -> None:
@@ -200,17 +207,17 @@ def test_a_bias_is_told_by_the_bytes_of_a_convolution() -> None:
             _operator("convolution", "convolution", shape, flops * gradients, 2.0 * (moved + more), "bfloat16")
             for more in (0, 24)
         )
-        assert bias_of(bare, 1, back) == 0
-        assert bias_of(biased, 1, back) == 2.0 * out * (1 if back else 2)
-        prices = speeds(reference_gpu()[0], "bf16")
+        assert bias_bytes(bare, 1, back) == 0
+        assert bias_bytes(biased, 1, back) == 2.0 * out * (1 if back else 2)
+        prices = device_speeds(reference_gpu()[0], "bf16")
         assert operator_s(biased, 1, prices, back) > operator_s(bare, 1, prices, back)
 
 
 def test_a_gpu_without_a_calibration_is_taken_to_be_like_the_reference() -> None:
     other = find_entry("A100-80GB").device
     product = _product(8192, 8192, 8192)
-    ratio = operator_s(product, 1, speeds(other, "bf16"), False) / operator_s(
-        product, 1, speeds(reference_gpu()[0], "bf16"), False
+    ratio = operator_s(product, 1, device_speeds(other, "bf16"), False) / operator_s(
+        product, 1, device_speeds(reference_gpu()[0], "bf16"), False
     )
     printed = reference_gpu()[1].rates["bf16"] / other.rates["bf16"]
     assert ratio == pytest.approx(printed, rel=0.1)
@@ -221,7 +228,9 @@ def test_measured_rates_are_not_taken_for_a_datasheets() -> None:
     quick = reference.model_copy(
         update={"operators": (), "sources": dict.fromkeys(("rates", "bandwidth_bytes_per_s"), "measured: here")}
     )
-    calibrated, measured = (operator_s(product, 1, speeds(device, "bf16"), False) for device in (reference, quick))
+    calibrated, measured = (
+        operator_s(product, 1, device_speeds(device, "bf16"), False) for device in (reference, quick)
+    )
     assert measured == pytest.approx(calibrated, rel=0.01)
 
 
@@ -231,7 +240,8 @@ def test_channels_last_convolutions_are_faster_on_tensor_cores() -> None:
     operator = _operator("convolution", "convolution", shape, 2.0 * 64 * 56 * 56 * 128 * 128 * 9, moved, "bfloat16")
     device = reference_gpu()[0]
     slow, fast = (
-        operator_s(operator, 1, speeds(device, "bf16", 1, layout), False) for layout in ("contiguous", "channels_last")
+        operator_s(operator, 1, device_speeds(device, "bf16", 1, layout), False)
+        for layout in ("contiguous", "channels_last")
     )
     assert fast < slow
 
@@ -246,7 +256,7 @@ def _convolution(channels: int, kernel: int, dtype: str) -> Operator:
 
 
 def test_convolutions_in_fp32_are_at_their_best_where_tf32_is_not_to_be_had() -> None:
-    prices = speeds(find_entry("V100-16GB").device, "fp32")
+    prices = device_speeds(find_entry("V100-16GB").device, "fp32")
     one = _convolution(256, 3, "float32")
     rate = one.flops.at(1) / operator_s(one, 1, prices, False)
     assert prices.rates["fp32"] < rate < 2.25 * prices.rates["fp32"], "Winograd's algorithm multiplies less"
@@ -256,7 +266,7 @@ def test_a_type_that_a_device_only_stores_is_computed_in_fp32() -> None:
     pascal = find_entry("TitanXp").device
     slow = pascal.model_copy(update={"rates": {**pascal.rates, "fp16": pascal.rates["fp32"]}})
     half, whole = (_convolution(256, 3, dtype) for dtype in ("float16", "float32"))
-    prices = speeds(slow, "fp16")
+    prices = device_speeds(slow, "fp16")
     assert operator_s(half, 1, prices, False) == pytest.approx(operator_s(whole, 1, prices, False), rel=0.05)
 
 
@@ -266,15 +276,25 @@ def test_batch_norm_in_fp16_is_faster_than_in_bf16() -> None:
     half, brain = (
         _operator("norm", "native_batch_norm", _fixed(1), 0, moved, dtype) for dtype in ("float16", "bfloat16")
     )
-    prices = speeds(reference, "bf16")
+    prices = device_speeds(reference, "bf16")
     assert operator_s(half, 1, prices, False) < 0.8 * operator_s(brain, 1, prices, False)
 
 
 def _slower(device: Device, channels: int, layout: str = "contiguous") -> float:
     """How many times as long a BatchNorm takes as on the reference, of images of 200 MB in fp16."""
     vectors = 24.0 * channels  # what does not grow with the batch tells the channels
-    norm = Operator("", "native_batch_norm", "norm", "float16", Growth(0, 0), Growth(vectors, 2e8), (Growth(0, 1e8),))
-    own, others = (operator_s(norm, 1, speeds(one, "fp16", 1, layout), False) for one in (device, reference_gpu()[0]))
+    norm = Operator(
+        "",
+        "native_batch_norm",
+        "norm",
+        "float16",
+        BatchPolynomial(0, 0),
+        BatchPolynomial(vectors, 2e8),
+        (BatchPolynomial(0, 1e8),),
+    )
+    own, others = (
+        operator_s(norm, 1, device_speeds(one, "fp16", 1, layout), False) for one in (device, reference_gpu()[0])
+    )
     return own / others
 
 
@@ -297,7 +317,7 @@ def test_drawing_numbers_takes_multiprocessors_and_moving_them_memory() -> None:
 
     def seconds(name: str, device: Device) -> float:
         operator = _operator("elementwise", name, _fixed(2e8), 0, 1e9, "bfloat16")
-        return operator_s(operator, 1, speeds(device, "bf16"), False)
+        return operator_s(operator, 1, device_speeds(device, "bf16"), False)
 
     hopper, ampere, volta = (find_entry(name).device for name in ("H100", "A100-80GB", "V100-16GB"))
     here = reference_gpu()[0]
@@ -311,11 +331,13 @@ def test_drawing_numbers_takes_multiprocessors_and_moving_them_memory() -> None:
 
 def test_what_is_published_of_a_gpu_comes_before_what_the_reference_reaches() -> None:
     known, printed = (device.rates["bf16"] for device in reference_gpu())
-    hopper, ampere, volta = (speeds(find_entry(name).device, "bf16") for name in ("H100", "A100-80GB", "V100-32GB"))
+    hopper, ampere, volta = (
+        device_speeds(find_entry(name).device, "bf16") for name in ("H100", "A100-80GB", "V100-32GB")
+    )
     assert hopper.rates["bf16"] == pytest.approx(0.706 * find_entry("H100").device.rates["bf16"])
     assert ampere.rates["bf16"] == pytest.approx(known / printed * find_entry("A100-80GB").device.rates["bf16"])
     assert volta.rates["fp32"] == pytest.approx(0.87 * find_entry("V100-32GB").device.rates["fp32"])
-    assert speeds(reference_gpu()[0], "bf16").rates["bf16"] == known, "what was measured stays"
+    assert device_speeds(reference_gpu()[0], "bf16").rates["bf16"] == known, "what was measured stays"
 
 
 def test_batched_products_with_odd_sides_are_as_much_slower_as_plain_ones() -> None:
@@ -324,6 +346,6 @@ def test_batched_products_with_odd_sides_are_as_much_slower_as_plain_ones() -> N
         moved = 32 * 2 * (2 * 2048 * width + 2048**2)
         return operator_s(_operator("matmul", "bmm", shape, flops, moved, "float16"), 1, prices, False)
 
-    prices = speeds(find_entry("A100-80GB").device, "fp16")
+    prices = device_speeds(find_entry("A100-80GB").device, "fp16")
     assert seconds(225) > 3 * seconds(224)
     assert seconds(232) == pytest.approx(seconds(224), rel=0.1)

@@ -14,13 +14,14 @@ from torch import nn
 from meshwright.errors import InputError
 from meshwright.launch.world import World
 from meshwright.plan import Plan
-from meshwright.profile.optimizer import optimizer_cost
-from meshwright.profile.tracing.trace import profile
+from meshwright.profile.optimizer import measure_optimizer_cost
+from meshwright.profile.tracing.trace import trace_profile
 from meshwright.profile.values import ModelProfile
-from meshwright.simulator.memory.peak import CPU_MEMORY, CUDA_MEMORY, DeviceMemory, predict_memory
+from meshwright.simulator.memory.device_memory import CPU_MEMORY, CUDA_MEMORY, DeviceMemory
+from meshwright.simulator.memory.peak import predict_memory
 from meshwright.train.session import Session
 from meshwright.workloads.text.decoder import Decoder
-from tests.profile.models import make, scores_loss
+from tests.profile.models import scores_loss, small_model
 from validation.memory import sharded as memory_sharded
 from validation.memory.one_gpu import MEASURED, cases, predict
 
@@ -64,11 +65,11 @@ def eight_blocks() -> ModelProfile:
     with torch.device("meta"):
         model = Decoder(layers=8, hidden=64, heads=8, sequence=64, vocabulary=128, tied=False)
         tokens = torch.empty(2, 64, dtype=torch.long)
-    return profile(model, (tokens, tokens), scores_loss, structured=True)
+    return trace_profile(model, (tokens, tokens), scores_loss, with_structure=True)
 
 
 def decoder_needs(batch: int = 4, **groups: Any) -> Any:
-    adam = optimizer_cost(lambda parameters: torch.optim.Adam(parameters), at_once=True)
+    adam = measure_optimizer_cost(lambda parameters: torch.optim.Adam(parameters), multi_tensor=True)
     return predict_memory(eight_blocks(), Plan.model_validate(groups), batch, adam, CUDA_MEMORY)
 
 
@@ -108,10 +109,10 @@ def test_a_pipeline_holds_as_many_microbatches_as_it_runs_ahead() -> None:
 @pytest.mark.parametrize("groups", [{}, {"axes": {"shard": 2}}, {"axes": {"replicate": 2}}])
 def test_equal_blocks_are_replayed_as_if_one_by_one(groups: dict[str, Any]) -> None:
     found = eight_blocks()
-    apart = [replace(s, blocks=(block,)) for s in found.stretches for block in s.blocks or ("",)]
-    one_by_one = replace(found, stretches=tuple(replace(s, blocks=s.blocks if s.unit else ()) for s in apart))
-    assert len(one_by_one.stretches) > len(found.stretches)
-    adam = optimizer_cost(lambda parameters: torch.optim.Adam(parameters), at_once=True)
+    apart = [replace(s, blocks=(block,)) for s in found.segments for block in s.blocks or ("",)]
+    one_by_one = replace(found, segments=tuple(replace(s, blocks=s.blocks if s.unit else ()) for s in apart))
+    assert len(one_by_one.segments) > len(found.segments)
+    adam = measure_optimizer_cost(lambda parameters: torch.optim.Adam(parameters), multi_tensor=True)
     plan = Plan.model_validate(groups)
     for batch in (1, 64):
         needs = [predict_memory(p, plan, batch, adam, CUDA_MEMORY) for p in (found, one_by_one)]
@@ -137,9 +138,9 @@ def held_bytes(model: nn.Module, session: Session, batch: Any) -> dict[str, int]
 
 @pytest.mark.parametrize("name", ["mnist", "resnet18", "gpt"])
 def test_a_cpu_rank_holds_what_was_predicted(name: str) -> None:
-    model, batch, loss = make(name)
-    adam = optimizer_cost(lambda parameters: torch.optim.Adam(parameters), at_once=False)
-    found = profile(model, batch, loss, on_gpu=False)
+    model, batch, loss = small_model(name)
+    adam = measure_optimizer_cost(lambda parameters: torch.optim.Adam(parameters), multi_tensor=False)
+    found = trace_profile(model, batch, loss, on_gpu=False)
     at_step = predict_memory(found, Plan(), 0, adam, CPU_MEMORY)  # without samples the optimizer step is the peak
     world = World(0, 0, 1, 1, 0, torch.device("cpu"), None)
     session = Session(model, lambda held: torch.optim.Adam(held.values()), loss=loss, plan=Plan(), world=world)
@@ -148,18 +149,20 @@ def test_a_cpu_rank_holds_what_was_predicted(name: str) -> None:
 
 
 def test_the_parts_add_up_and_the_figures_are_kept_apart() -> None:
-    model, batch, loss = make("gpt")
-    sgd = optimizer_cost(lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), at_once=True)
-    found = predict_memory(profile(model, batch, loss), Plan(), 64, sgd, CUDA_MEMORY)
+    model, batch, loss = small_model("gpt")
+    sgd = measure_optimizer_cost(
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), multi_tensor=True
+    )
+    found = predict_memory(trace_profile(model, batch, loss), Plan(), 64, sgd, CUDA_MEMORY)
     assert sum(found.breakdown.values()) == found.allocated_bytes
     assert found.allocated_bytes <= found.reserved_bytes < found.device_bytes
     assert found.peak_at.startswith("backward of")
 
 
 def test_buckets_and_accumulated_gradients_are_there_from_the_start() -> None:
-    model, batch, loss = make("mnist")
-    found = profile(model, batch, loss, on_gpu=False)
-    sgd = optimizer_cost(lambda parameters: torch.optim.SGD(parameters, lr=0.1), at_once=False)
+    model, batch, loss = small_model("mnist")
+    found = trace_profile(model, batch, loss, on_gpu=False)
+    sgd = measure_optimizer_cost(lambda parameters: torch.optim.SGD(parameters, lr=0.1), multi_tensor=False)
 
     def peak(**groups: Any) -> Any:
         return predict_memory(found, Plan.model_validate(groups), 64, sgd, CPU_MEMORY)
@@ -183,8 +186,8 @@ def test_buckets_and_accumulated_gradients_are_there_from_the_start() -> None:
     ],
 )
 def test_an_optimizer_is_known_by_watching_it(make_optimizer: Any, state: float, temporary: float) -> None:
-    cost = optimizer_cost(make_optimizer, at_once=True)
-    assert (cost.state, cost.temporary) == (state, temporary)
+    cost = measure_optimizer_cost(make_optimizer, multi_tensor=True)
+    assert (cost.state_ratio, cost.temporary_ratio) == (state, temporary)
 
 
 def test_an_optimizer_of_single_tensors_is_counted_operator_by_operator() -> None:
@@ -199,9 +202,9 @@ def test_an_optimizer_of_single_tensors_is_counted_operator_by_operator() -> Non
             for parameter in self.param_groups[0]["params"]:
                 parameter.sub_(parameter.grad + parameter.grad.mul_(2))
 
-    cost = optimizer_cost(Three, at_once=True)
-    assert (cost.at_once, cost.operators, cost.moved) == (False, 3, 2 + 2 + 3)
-    assert optimizer_cost(lambda p: torch.optim.AdamW(p), at_once=True).operators == 0
+    cost = measure_optimizer_cost(Three, multi_tensor=True)
+    assert (cost.multi_tensor, cost.operators_per_parameter, cost.traffic_ratio) == (False, 3, 2 + 2 + 3)
+    assert measure_optimizer_cost(lambda p: torch.optim.AdamW(p), multi_tensor=True).operators_per_parameter == 0
 
 
 def test_large_tensors_are_rounded_to_their_segment_where_little_is_left() -> None:
@@ -213,12 +216,12 @@ def test_large_tensors_are_rounded_to_their_segment_where_little_is_left() -> No
 
 
 def test_recording_is_undisturbed_by_what_the_caller_holds() -> None:
-    model, (x, y), _ = make("mnist")
+    model, (x, y), _ = small_model("mnist")
     held: list[Any] = []
 
     def holding(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         held[:] = [output]
         return F.cross_entropy(output, target)
 
-    kept = profile(model, (x, y), holding, on_gpu=False)
-    assert kept.flops(4) == profile(model, (x, y), F.cross_entropy, on_gpu=False).flops(4)
+    kept = trace_profile(model, (x, y), holding, on_gpu=False)
+    assert kept.flops(4) == trace_profile(model, (x, y), F.cross_entropy, on_gpu=False).flops(4)

@@ -1,8 +1,9 @@
 """A pipeline's order is the one PyTorch runs, and what lives meanwhile is counted."""
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch.distributed.pipelining.schedules as torch_schedules
@@ -12,15 +13,60 @@ from hypothesis import strategies as st
 from meshwright.errors import InputError
 from meshwright.simulator.pipeline.order import (
     Action,
-    InFlight,
-    Kind,
     Order,
+    PassKind,
     check_schedule,
-    in_flight,
-    most_held,
     pipeline_order,
-    stages_of,
+    stages_of_rank,
 )
+
+
+class InFlight(NamedTuple):
+    """The largest number of microbatches at once whose activations are kept (forward begun, input backward not done),
+    and of which a part is kept for the weights (input backward done, weight backward not)."""
+
+    activations: int
+    for_weights: int
+
+
+def in_flight(order: Order) -> dict[int, InFlight]:
+    """By stage, the microbatches in flight."""
+    stages = {action.stage for actions in order for action in actions}
+    live, kept = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
+    most_live, most_kept = dict(live), dict(kept)
+    for actions in order:
+        for stage, _, kind in actions:
+            if kind == "forward":
+                live[stage] += 1
+                most_live[stage] = max(most_live[stage], live[stage])
+            elif kind == "weight_backward":
+                kept[stage] -= 1
+            else:
+                live[stage] -= 1
+                if kind == "input_backward":
+                    kept[stage] += 1
+                    most_kept[stage] = max(most_kept[stage], kept[stage])
+    return {stage: InFlight(most_live[stage], most_kept[stage]) for stage in sorted(stages)}
+
+
+def most_held(
+    actions: Sequence[Action], activations: Callable[[int], float], for_weights: Callable[[int], float]
+) -> float:
+    """The most that one rank keeps at once, given what a microbatch's activations of a stage take, and the part of
+    them that is kept for the gradients of the weights."""
+    kept = most = 0.0
+    for stage, _, kind in actions:
+        if kind == "forward":
+            kept += activations(stage)
+        elif kind == "weight_backward":
+            kept -= for_weights(stage)
+        else:
+            kept -= activations(stage)
+            if kind == "input_backward":
+                kept += for_weights(stage)
+        most = max(most, kept)
+    return most
+
 
 SINGLE = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
 MULTI = {
@@ -28,7 +74,7 @@ MULTI = {
     "zero_bubble": "ScheduleInterleavedZeroBubble",
     "zbv": "ScheduleZBVZeroBubble",
 }
-KINDS: dict[Any, Kind] = {
+KINDS: dict[Any, PassKind] = {
     torch_schedules.FORWARD: "forward",
     torch_schedules.FULL_BACKWARD: "backward",
     torch_schedules.BACKWARD_INPUT: "input_backward",
@@ -133,7 +179,7 @@ def test_what_pytorch_refuses_is_refused_and_all_else_is_its_order(sizes: Sizes)
 def test_each_microbatch_passes_each_stage_once(sizes: Sizes) -> None:
     schedule, ranks, stages_per_rank, microbatches = sizes
     for rank, actions in enumerate(pipeline_order(*sizes)):
-        stages = stages_of(schedule, ranks, stages_per_rank, rank)
+        stages = stages_of_rank(schedule, ranks, stages_per_rank, rank)
         passes: dict[tuple[int, int], list[str]] = {}
         for action in actions:
             passes.setdefault((action.stage, action.microbatch), []).append(action.kind)
@@ -144,9 +190,9 @@ def test_each_microbatch_passes_each_stage_once(sizes: Sizes) -> None:
 
 
 def test_stages_lie_in_rounds_or_in_a_v() -> None:
-    assert [stages_of("interleaved_1f1b", 3, 2, rank) for rank in range(3)] == [(0, 3), (1, 4), (2, 5)]
-    assert [stages_of("zbv", 3, 2, rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
-    assert [stages_of("1f1b", 2, 1, rank) for rank in range(2)] == [(0,), (1,)]
+    assert [stages_of_rank("interleaved_1f1b", 3, 2, rank) for rank in range(3)] == [(0, 3), (1, 4), (2, 5)]
+    assert [stages_of_rank("zbv", 3, 2, rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
+    assert [stages_of_rank("1f1b", 2, 1, rank) for rank in range(2)] == [(0,), (1,)]
 
 
 @pytest.mark.parametrize(

@@ -7,20 +7,26 @@ import pytest
 import torch
 
 from meshwright.errors import InputError
-from meshwright.profile.tracing.trace import profile
+from meshwright.profile.tracing.trace import trace_profile
 from meshwright.profile.values import ModelProfile
 from meshwright.simulator.pipeline.stages import stage_profiles
 from meshwright.workloads.text.decoder import Decoder
-from tests.profile.models import make, scores_loss
+from tests.profile.models import scores_loss, small_model
 
 
 @cache
-def decoder(tied: bool = False, repeats: bool = True, precision: str = "fp32") -> ModelProfile:
+def decoder(tied: bool = False, merge_equal_blocks: bool = True, precision: str = "fp32") -> ModelProfile:
     with torch.device("meta"):
         tokens = torch.empty(2, 16, dtype=torch.long)
         model = Decoder(layers=8, hidden=32, heads=4, sequence=16, vocabulary=64, tied=tied)
-    return profile(
-        model, (tokens, tokens), scores_loss, structured=True, repeats=repeats, on_gpu=False, precision=precision
+    return trace_profile(
+        model,
+        (tokens, tokens),
+        scores_loss,
+        with_structure=True,
+        merge_equal_blocks=merge_equal_blocks,
+        on_gpu=False,
+        precision=precision,
     )
 
 
@@ -36,8 +42,8 @@ def test_stages_add_up(cuts: tuple[str, ...], precision: str) -> None:
     assert sum(s.profile.parameter_bytes for s in stages) == found.parameter_bytes
     for stage in stages:
         changes = [
-            c.bytes.at(4) * c.times * s.count
-            for s in stage.profile.stretches
+            c.bytes.at(4) * c.tensor_count * s.block_count
+            for s in stage.profile.segments
             for c in s.changes
             if c.role != "gradient"
         ]
@@ -47,7 +53,7 @@ def test_stages_add_up(cuts: tuple[str, ...], precision: str) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("cuts", [("blocks.3",), ("blocks.0", "blocks.2", "blocks.5")])
 def test_stages_of_blocks_traced_once_are_those_of_all(cuts: tuple[str, ...]) -> None:
-    once, every = stage_profiles(decoder(), cuts), stage_profiles(decoder(repeats=False), cuts)
+    once, every = stage_profiles(decoder(), cuts), stage_profiles(decoder(merge_equal_blocks=False), cuts)
     for one, other in zip(once, every, strict=True):
         assert one.profile.flops(4) == other.profile.flops(4)
         assert one.profile.saved_bytes(4) == other.profile.saved_bytes(4)
@@ -73,8 +79,8 @@ def test_a_cut_that_is_none_is_refused() -> None:
 
 
 def test_a_model_without_equal_blocks() -> None:
-    model, batch, loss = make("resnet18")
-    found: Any = profile(model, batch, loss, structured=True)
+    model, batch, loss = small_model("resnet18")
+    found: Any = trace_profile(model, batch, loss, with_structure=True)
     after = [cut.after for cut in found.structure.cuts]
     stages = stage_profiles(found, (after[len(after) // 2],))
     assert sum(s.profile.flops(4) for s in stages) == found.flops(4)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.simulator.pipeline.order import Action, Kind, Order, pipeline_order
+from meshwright.simulator.pipeline.order import Action, Order, PassKind, pipeline_order
 from meshwright.simulator.pipeline.timeline import Timeline, pipeline_span, timeline
 from tests.simulator.pipeline.test_order import Sizes, sizes_that_run
 
@@ -15,7 +15,7 @@ seconds = st.floats(0.125, 8.0)
 
 
 def equal(forward_s: float, backward_s: float, weights_s: float = 0.0) -> Callable[[Action], float]:
-    costs: dict[Kind, float] = {
+    costs: dict[PassKind, float] = {
         "forward": forward_s,
         "backward": backward_s + weights_s,
         "input_backward": backward_s,
@@ -137,7 +137,7 @@ def test_neighbouring_stages_on_one_rank_hand_over_without_a_transfer() -> None:
     ],
 )
 def test_an_order_that_cannot_run_is_refused(order: Order) -> None:
-    with pytest.raises(ValueError, match="waits for ever"):
+    with pytest.raises(ValueError, match="waits forever"):
         timeline(order, equal(1.0, 1.0), at_once)
 
 

@@ -7,12 +7,12 @@ import pytest
 
 from meshwright.simulator.pipeline.order import pipeline_order
 from meshwright.simulator.pipeline.timeline import timeline
-from meshwright.simulator.pipeline.trace_file import Span, spans_of, write_trace
+from meshwright.simulator.pipeline.trace_file import Span, timeline_spans, write_trace
 
 
 def test_a_timeline_is_written_with_its_times(tmp_path: Path) -> None:
     found = timeline(pipeline_order("1f1b", 3, 1, 5), lambda a: 0.001 * (1 + a.stage), lambda _, __: 0.0002)
-    events = json.loads(write_trace(tmp_path / "trace.json", spans_of(found)).read_text())["traceEvents"]
+    events = json.loads(write_trace(tmp_path / "trace.json", timeline_spans(found)).read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     assert len(spans) == 3 * 5 * 2
     for span, event in zip(spans, found.events(), strict=True):

@@ -8,26 +8,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from meshwright.cluster.names import named
+from meshwright.cluster.names import cluster_from_name
 from meshwright.errors import InputError
 from meshwright.launch.world import World
 from meshwright.plan import Plan
-from meshwright.profile.optimizer import OptimizerCost, optimizer_cost
-from meshwright.profile.tracing.trace import profile
+from meshwright.profile.optimizer import OptimizerCost, measure_optimizer_cost
+from meshwright.profile.tracing.trace import trace_profile
 from meshwright.profile.values import ModelProfile
-from meshwright.simulator.engine import find_engine
-from meshwright.simulator.memory.peak import CPU_MEMORY, predict_memory
+from meshwright.simulator.memory.device_memory import CPU_MEMORY
+from meshwright.simulator.memory.peak import predict_memory
 from meshwright.simulator.step import StepTime, predict_step
-from meshwright.simulator.tensor.branches import Work, handed, held, together_s
-from meshwright.simulator.tensor.messages import Message
+from meshwright.simulator.tensor.branches import RankWork, branch_messages, branch_rank_profiles, synchronized_step_s
+from meshwright.simulator.tensor.messages import TensorMessage
 from meshwright.simulator.tensor.split_profile import split_profile
 from meshwright.train.session import Session
-from tests.proof.counted import counting, held_bytes, total
+from tests.proof.traffic.counter import bytes_by_collective, count_traffic, local_bytes
 from tests.ranks import RankPool
 from tests.simulator.traffic import exchanges
-from tests.zoo import BATCH, ZOO, Made
+from tests.zoo import BATCH, ZOO, RandomSamples
 
-ADAMW = OptimizerCost(state=2.0, temporary=0.0, at_once=True)
+ADAMW = OptimizerCost(state_ratio=2.0, temporary_ratio=0.0, multi_tensor=True)
 WIDTH, FEATURES, LARGE, SMALL = 64, 256, 512, 32
 TOWERS = {"large": 0, "small": 1}
 HEADS = {"wide": 0, "narrow": 1}
@@ -69,13 +69,13 @@ def squares(output: Any, target: Tensor) -> Tensor:
 def traced(kind: str) -> ModelProfile:
     with torch.device("meta"):
         if kind == "towers":
-            return profile(
+            return trace_profile(
                 Towers(),
                 (torch.empty(2, FEATURES), torch.empty(2, FEATURES), torch.empty(2)),
                 squares,
-                structured=True,
+                with_structure=True,
             )
-        return profile(Heads(), (torch.empty(2, WIDTH), torch.empty(2)), squares, structured=True)
+        return trace_profile(Heads(), (torch.empty(2, WIDTH), torch.empty(2)), squares, with_structure=True)
 
 
 def plan_of(branches: dict[str, int], **groups: Any) -> Plan:
@@ -84,29 +84,29 @@ def plan_of(branches: dict[str, int], **groups: Any) -> Plan:
 
 
 def step(kind: str, plan: Plan, batch: float = 64.0) -> StepTime:
-    return predict_step(named("2x8xA100-80GB"), traced(kind), plan, batch, ADAMW, find_engine("meshwright"))
+    return predict_step(cluster_from_name("2x8xA100-80GB"), traced(kind), plan, batch, ADAMW)
 
 
 # ---- what a rank has
 
 
 def test_a_rank_has_what_is_shared_and_its_own_branches() -> None:
-    large, small = held(traced("towers"), plan_of(TOWERS))
+    large, small = branch_rank_profiles(traced("towers"), plan_of(TOWERS))
     assert {p.names[0].partition(".")[0] for p in large.parameters} == {"large"}
     assert small.parameter_count == FEATURES * SMALL + SMALL + SMALL * WIDTH + WIDTH
     # a product forward, and backward that of the weights; the gradient of the input only behind the first layer
     assert large.flops(4) == 2 * 4 * LARGE * (2 * FEATURES + 3 * WIDTH)
     assert large.flops(4) + small.flops(4) == traced("towers").flops(4)
-    wide, narrow = held(traced("heads"), plan_of(HEADS))
+    wide, narrow = branch_rank_profiles(traced("heads"), plan_of(HEADS))
     shared = {"up.weight", "up.bias", "down.weight", "down.bias"}
     assert {p.names[0] for p in narrow.parameters} == shared | {"narrow.weight", "narrow.bias"}
     assert shared < {p.names[0] for p in wide.parameters}
-    without = [o.layer for s in narrow.stretches for o in s.operators if o.layer.startswith("wide")]
+    without = [o.layer for s in narrow.segments for o in s.operators if o.layer.startswith("wide")]
     assert not without
 
 
 def test_what_is_shared_is_split_as_without_branches_and_branches_are_not() -> None:
-    wide, _ = (split_profile(own, plan_of(HEADS)) for own in held(traced("heads"), plan_of(HEADS)))
+    wide, _ = (split_profile(own, plan_of(HEADS)) for own in branch_rank_profiles(traced("heads"), plan_of(HEADS)))
     shapes = {p.names[0]: p.shape for p in wide.parameters}
     assert shapes["up.weight"] == (FEATURES // 2, WIDTH)
     assert shapes["wide.0.weight"] == (LARGE, WIDTH)
@@ -114,7 +114,7 @@ def test_what_is_shared_is_split_as_without_branches_and_branches_are_not() -> N
 
 def test_one_rank_or_no_branches_change_nothing() -> None:
     whole = traced("towers")
-    assert held(whole, Plan.model_validate({"axes": {"tensor": 2}})) == (whole,)
+    assert branch_rank_profiles(whole, Plan.model_validate({"axes": {"tensor": 2}})) == (whole,)
     alone = Plan.model_validate({"modules": {"branches": {"large": 0, "small": 0}}})
     assert step("towers", alone) == step("towers", Plan())
 
@@ -131,16 +131,18 @@ def test_equal_heads_of_a_list_are_parted() -> None:
             return tuple(head(shared) for head in self.heads)
 
     with torch.device("meta"):
-        found = profile(Alike(), (torch.empty(2, WIDTH), torch.empty(2)), squares, structured=True)
+        found = trace_profile(Alike(), (torch.empty(2, WIDTH), torch.empty(2)), squares, with_structure=True)
     branches = {f"heads.{head}": int(head > 2) for head in range(4)}
-    three, one = held(found, plan_of(branches))
+    three, one = branch_rank_profiles(found, plan_of(branches))
     head, trunk = WIDTH * LARGE + LARGE + LARGE * 4 + 4, WIDTH * WIDTH + WIDTH
     assert (three.parameter_count, one.parameter_count) == (trunk + 3 * head, trunk + head)
     of_head = 2 * 3 * (WIDTH * LARGE + LARGE * 4)
     assert three.flops(1) - one.flops(1) == pytest.approx(2 * of_head)
     # forward and back, nothing stays
     for own in (three, one):
-        left = sum(s.count * c.bytes.at(8) * c.times for s in own.stretches for c in s.changes if c.role == "saved")
+        left = sum(
+            s.block_count * c.bytes.at(8) * c.tensor_count for s in own.segments for c in s.changes if c.role == "saved"
+        )
         assert left == 0
 
 
@@ -157,14 +159,14 @@ def test_branches_that_are_not_there_and_pipelines_are_refused() -> None:
 
 def test_results_are_broadcast_and_gradients_of_shared_inputs_summed_once() -> None:
     batch = 8
-    assert handed(traced("towers"), plan_of(TOWERS), batch) == [
-        Message("broadcast", batch * WIDTH * 4, 1, True),
-        Message("broadcast", batch * WIDTH * 4, 1, True),
+    assert branch_messages(traced("towers"), plan_of(TOWERS), batch) == [
+        TensorMessage("broadcast", batch * WIDTH * 4, 1, True),
+        TensorMessage("broadcast", batch * WIDTH * 4, 1, True),
     ]
-    assert handed(traced("heads"), plan_of(HEADS), batch) == [
-        Message("broadcast", batch * WIDTH * 4, 1, True),
-        Message("broadcast", batch * 4, 1, True),
-        Message("all_reduce", batch * WIDTH * 4, 1, False),
+    assert branch_messages(traced("heads"), plan_of(HEADS), batch) == [
+        TensorMessage("broadcast", batch * WIDTH * 4, 1, True),
+        TensorMessage("broadcast", batch * 4, 1, True),
+        TensorMessage("all_reduce", batch * WIDTH * 4, 1, False),
     ]
 
 
@@ -178,7 +180,7 @@ def counted_plan(kind: str, axes: dict[str, int]) -> Plan:
 
 def count(rank: int, size: int, kind: str, plan: Plan) -> tuple[dict[Any, int], dict[str, int]]:
     torch.manual_seed(0)
-    made, data = ZOO[kind], Made(ZOO[kind].data)
+    made, data = ZOO[kind], RandomSamples(ZOO[kind].data)
     session = Session(
         made.model(),
         lambda parameters: torch.optim.AdamW(parameters.values()),
@@ -189,9 +191,9 @@ def count(rank: int, size: int, kind: str, plan: Plan) -> tuple[dict[Any, int], 
     )
     batches = session.batches(data, 1, BATCH)
     session.step(next(batches))
-    with counting(session._parallel.mesh) as watched:
+    with count_traffic(session._parallel.mesh) as watched:
         session.step(next(batches))
-    return total(watched.exchanges), held_bytes(session.module, session.optimizer)
+    return bytes_by_collective(watched.collectives), local_bytes(session.module, session.optimizer)
 
 
 @pytest.mark.parametrize("kind", COUNTED)
@@ -208,18 +210,18 @@ def test_four_ranks_exchange_and_hold_what_was_predicted(four: RankPool, kind: s
 
 def check_counted(pool: RankPool, kind: str, plan: Plan) -> None:
     found = pool.run(count, kind, plan)
-    data = Made(ZOO[kind].data)
+    data = RandomSamples(ZOO[kind].data)
     with torch.device("meta"):
         model = ZOO[kind].model()
     sample = default_collate([data[0], data[1]])
-    whole = profile(model, sample, ZOO[kind].loss, structured=True, on_gpu=False)
+    whole = trace_profile(model, sample, ZOO[kind].loss, with_structure=True, on_gpu=False)
     stated: dict[Any, float] = {}
     for exchange in exchanges(whole, plan, BATCH / plan.shares):
         key = exchange.axis, exchange.collective
         stated[key] = stated.get(key, 0.0) + exchange.bytes * exchange.count
     counted = {key: max(one.get(key, 0) for one, _ in found) for one, _ in found for key in one}
     assert counted == pytest.approx(stated)
-    adam = optimizer_cost(lambda parameters: torch.optim.AdamW(parameters), at_once=False)
+    adam = measure_optimizer_cost(lambda parameters: torch.optim.AdamW(parameters), multi_tensor=False)
     parts = predict_memory(whole, plan, BATCH // plan.shares, adam, CPU_MEMORY).breakdown
     weights = max(held["weights"] for _, held in found)
     assert parts["weights"] == pytest.approx(weights, rel=0.05)  # rows that shards do not divide
@@ -229,12 +231,15 @@ def check_counted(pool: RankPool, kind: str, plan: Plan) -> None:
 
 
 def test_ranks_meet_where_results_are_used_and_where_gradients_are_summed() -> None:
-    ranks = [Work(forward_s=1.0, backward_s=5.0, end_s=1.0), Work(forward_s=3.0, backward_s=2.0, end_s=6.0)]
-    assert together_s(ranks, 1, summed=False) == 3 + max(5 + 1, 2 + 6)
-    assert together_s(ranks, 1, summed=True) == 3 + 5 + 6
-    assert together_s(ranks, 3, summed=False) == 3 + 2 * 6 + 8
-    assert together_s(ranks, 3, summed=True) == 3 * (3 + 5) + 6
-    assert together_s(ranks[:1], 3, summed=True) == ranks[0].alone_s(3)
+    ranks = [RankWork(forward_s=1.0, backward_s=5.0, end_s=1.0), RankWork(forward_s=3.0, backward_s=2.0, end_s=6.0)]
+    assert synchronized_step_s(ranks, 1, summed=False) == 3 + max(5 + 1, 2 + 6)
+    assert synchronized_step_s(ranks, 1, summed=True) == 3 + 5 + 6
+    assert synchronized_step_s(ranks, 3, summed=False) == 3 + 2 * 6 + 8
+    assert synchronized_step_s(ranks, 3, summed=True) == 3 * (3 + 5) + 6
+    assert (
+        synchronized_step_s(ranks[:1], 3, summed=True)
+        == 3 * (ranks[0].forward_s + ranks[0].backward_s) + ranks[0].end_s
+    )
 
 
 @pytest.mark.parametrize("kind", ["towers", "heads"])
@@ -253,8 +258,8 @@ def test_the_slowest_rank_makes_the_step() -> None:
     without = step("towers", Plan(), batch)
     assert apart.step_s < together.step_s
     assert together.breakdown["compute"] == pytest.approx(without.breakdown["compute"])
-    large = held(traced("towers"), plan_of(TOWERS))[0]
-    alone = predict_step(named("8xA100-80GB"), large, Plan(), batch, ADAMW, find_engine("meshwright"))
+    large = branch_rank_profiles(traced("towers"), plan_of(TOWERS))[0]
+    alone = predict_step(cluster_from_name("8xA100-80GB"), large, Plan(), batch, ADAMW)
     assert apart.breakdown["compute"] == pytest.approx(alone.breakdown["compute"])
 
 
@@ -262,13 +267,13 @@ def test_gradients_of_a_branch_are_combined_only_where_it_lives() -> None:
     axes = {"replicate": 8}
     apart = exchanges(traced("towers"), plan_of(TOWERS, axes=axes), 8)
     combined = sum(e.bytes * e.count for e in apart if e.axis == "replicate")
-    large = held(traced("towers"), plan_of(TOWERS))[0]
+    large = branch_rank_profiles(traced("towers"), plan_of(TOWERS))[0]
     assert combined == large.parameter_bytes + 4 * len(large.parameters)  # and whether each is used
 
 
 def test_the_rank_with_most_decides_how_much_memory_is_needed() -> None:
     whole = traced("towers")
-    large, small = held(whole, plan_of(TOWERS))
+    large, small = branch_rank_profiles(whole, plan_of(TOWERS))
     parts = predict_memory(whole, plan_of(TOWERS), 8, ADAMW, CPU_MEMORY).breakdown
     assert parts["weights"] == large.parameter_bytes
     assert parts["optimizer state"] == 2 * large.parameter_bytes

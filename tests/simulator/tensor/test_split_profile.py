@@ -8,10 +8,10 @@ import torch
 
 from meshwright.errors import InputError
 from meshwright.plan import Plan
-from meshwright.profile.tracing.trace import profile
-from meshwright.simulator.tensor.split_profile import shares, split_profile
+from meshwright.profile.tracing.trace import trace_profile
+from meshwright.simulator.tensor.split_profile import split_profile, split_shares
 from meshwright.workloads.text.decoder import Decoder
-from tests.profile.models import make, scores_loss
+from tests.profile.models import scores_loss, small_model
 
 WIDE: dict[str, Any] = {
     "layers": 6,
@@ -37,7 +37,7 @@ def plan(**groups: Any) -> Plan:
 @cache
 def wide_decoder(**more: Any) -> Any:
     with torch.device("meta"):
-        return profile(Decoder(**{**WIDE, **more}), tokens(), scores_loss, structured=True)
+        return trace_profile(Decoder(**{**WIDE, **more}), tokens(), scores_loss, with_structure=True)
 
 
 def test_products_and_attention_are_divided_and_nothing_else() -> None:
@@ -45,8 +45,8 @@ def test_products_and_attention_are_divided_and_nothing_else() -> None:
     half = split_profile(whole, plan(axes={"tensor": 2}))
     assert half.flops(4) == pytest.approx(whole.flops(4) / 2)
     kinds = ("matmul", "attention")
-    for stretch, divided in zip(whole.stretches, half.stretches, strict=True):
-        for one, part in zip(stretch.operators, divided.operators, strict=True):
+    for segment, divided in zip(whole.segments, half.segments, strict=True):
+        for one, part in zip(segment.operators, divided.operators, strict=True):
             expected = 2.0 if one.kind in kinds else 1.0
             if one.kind in kinds or not one.split:
                 assert one.flops.at(4) == pytest.approx(part.flops.at(4) * expected), one
@@ -59,12 +59,12 @@ def test_a_rank_fills_the_gradient_of_its_own_words_alone() -> None:
     asked for stays whole."""
     with torch.device("meta"):
         model = Decoder(**{**WIDE, "tied": True})
-    whole = profile(model, tokens(), scores_loss, structured=True, precision="bf16")
+    whole = trace_profile(model, tokens(), scores_loss, with_structure=True, precision="bf16")
     half = split_profile(whole, plan(axes={"tensor": 2}))
     pairs = [
         (one, part)
-        for stretch, divided in zip(whole.stretches, half.stretches, strict=True)
-        for one, part in zip(stretch.operators, divided.operators, strict=True)
+        for segment, divided in zip(whole.segments, half.segments, strict=True)
+        for one, part in zip(segment.operators, divided.operators, strict=True)
         if one.layer == "embedding" and not one.split and one.kind in ("embedding", "elementwise")
     ]
     assert {one.name for one, _ in pairs} == {"embedding", "embedding_dense_backward", "add"}
@@ -105,23 +105,23 @@ def test_activations_inside_groups_are_divided_and_with_sequence_and_loss_the_ot
 
 def test_heads_that_ranks_do_not_divide_stay_whole_unless_asked_for() -> None:
     found = wide_decoder(heads=4, kv_heads=2)
-    assert "blocks.0.attention.q" not in shares(found, plan(axes={"tensor": 4}))
-    assert "blocks.0.feedforward.up" in shares(found, plan(axes={"tensor": 4}))
+    assert "blocks.0.attention.q" not in split_shares(found, plan(axes={"tensor": 4}))
+    assert "blocks.0.feedforward.up" in split_shares(found, plan(axes={"tensor": 4}))
     asked = plan(axes={"tensor": 4}, modules={"splits": {"blocks.*.attention.q": {"kind": "column"}}})
     with pytest.raises(InputError, match=r"blocks.0.attention.q cannot be split over 4 ranks: they must divide 2"):
-        shares(found, asked)
+        split_shares(found, asked)
 
 
 def test_a_module_can_be_left_whole() -> None:
     found = wide_decoder()
     left = plan(axes={"tensor": 2}, modules={"splits": {"blocks.*.feedforward.up": {"kind": "none"}}})
-    assert not any("feedforward" in name for name in shares(found, left))
-    assert any("attention" in name for name in shares(found, left))
+    assert not any("feedforward" in name for name in split_shares(found, left))
+    assert any("attention" in name for name in split_shares(found, left))
 
 
 def test_layers_split_over_the_replicate_axis_hold_less_and_do_as_much() -> None:
-    model, batch, loss = make("vgg")
-    found = profile(model, batch, loss, structured=True)
+    model, batch, loss = small_model("vgg")
+    found = trace_profile(model, batch, loss, with_structure=True)
     assert found.structure is not None
     group = found.structure.splits[0]
     wide = {split.module: {"kind": split.kind, "axis": "replicate"} for split in group.splits}
@@ -135,9 +135,9 @@ def test_layers_split_over_the_replicate_axis_hold_less_and_do_as_much() -> None
 def test_precision_does_not_hide_a_split() -> None:
     found = wide_decoder()
     with torch.device("meta"):
-        low = profile(Decoder(**WIDE), tokens(), scores_loss, structured=True, precision="bf16")
-    divided = {o.split for s in found.stretches for o in s.operators}
-    assert {o.split for s in low.stretches for o in s.operators} == divided
+        low = trace_profile(Decoder(**WIDE), tokens(), scores_loss, with_structure=True, precision="bf16")
+    divided = {o.split for s in found.segments for o in s.operators}
+    assert {o.split for s in low.segments for o in s.operators} == divided
     half = split_profile(low, plan(axes={"tensor": 2}))
     assert half.flops(4) == pytest.approx(low.flops(4) / 2)
     copies = [sum(_constants(found)) for found in (low, half)]  # weights that autocast has cast
@@ -146,8 +146,8 @@ def test_precision_does_not_hide_a_split() -> None:
 
 def _constants(found: Any) -> list[float]:
     return [
-        c.bytes.constant * s.count
-        for s in found.stretches
+        c.bytes.constant * s.block_count
+        for s in found.segments
         for c in s.changes
         if s.phase == "forward" and c.role == "saved" and c.bytes.constant > 0 and not c.bytes.linear
     ]

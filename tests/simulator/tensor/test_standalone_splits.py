@@ -8,24 +8,25 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.cluster.names import named
+from meshwright.cluster.names import cluster_from_name
 from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.profile.optimizer import OptimizerCost
-from meshwright.profile.tracing.trace import profile
+from meshwright.profile.tracing.trace import trace_profile
 from meshwright.profile.values import ModelProfile
 from meshwright.simulator.communication.exchange import gradient_exchange
-from meshwright.simulator.engine import Engine
-from meshwright.simulator.memory.peak import CPU_MEMORY, predict_memory
+from meshwright.simulator.memory.device_memory import CPU_MEMORY
+from meshwright.simulator.memory.peak import predict_memory
+from meshwright.simulator.runtime import OUR_RUNTIME
 from meshwright.simulator.step import predict_step
-from meshwright.simulator.tensor.split_profile import kept_out, shares, split_profile
-from meshwright.simulator.tensor.standalone_splits import with_lone
+from meshwright.simulator.tensor.split_profile import replicate_split_parameters, split_profile, split_shares
+from meshwright.simulator.tensor.standalone_splits import with_standalone_splits
 from tests.simulator.traffic import Exchange, exchanges
 
 RANKS, BATCH = 4, 8
 IN, WIDE, OUT = 48, 32, 12
-MOMENTUM = OptimizerCost(state=1.0, temporary=0.0, at_once=True)
-EAGER = Engine(name="eager")
+MOMENTUM = OptimizerCost(state_ratio=1.0, temporary_ratio=0.0, multi_tensor=True)
+EAGER = OUR_RUNTIME
 
 
 class Classifier(nn.Sequential):
@@ -63,7 +64,9 @@ class Tower(nn.Module):
 def traced(kind: Any = Classifier, precision: str = "fp32", recompute: Any = "none") -> ModelProfile:
     with torch.device("meta"):
         batch = torch.empty(2, IN if kind is Classifier else WIDE), torch.empty(2, dtype=torch.long)
-        return profile(kind(), batch, F.cross_entropy, precision=precision, recompute=recompute, structured=True)
+        return trace_profile(
+            kind(), batch, F.cross_entropy, precision=precision, recompute=recompute, with_structure=True
+        )
 
 
 def plan(axis: str = "replicate", splits: dict[str, str] | None = None, **groups: Any) -> Plan:
@@ -89,26 +92,26 @@ def sent(chosen: Plan, kind: Any = Classifier, recompute: str = "none") -> dict[
 def test_a_name_that_fits_nothing_is_told(name: str, said: str) -> None:
     for chosen in (plan(splits={name: "column"}), plan(splits={"0": "column", name: "none"})):
         with pytest.raises(InputError, match=said):
-            shares(traced(), chosen)
+            split_shares(traced(), chosen)
 
 
 def test_a_name_that_is_nearly_right_is_guessed() -> None:
     with pytest.raises(InputError, match=r"splits\.blocks\.0\.mixx: .*: did you mean 'blocks\.0\.mix'\?"):
-        shares(traced(Tower), plan(splits={"blocks.0.mixx": "column"}))
+        split_shares(traced(Tower), plan(splits={"blocks.0.mixx": "column"}))
 
 
 def test_what_cannot_be_split_so() -> None:
     with pytest.raises(InputError, match=r"4 cannot be split over 8 ranks: they must divide 12 \(its features\)"):
-        shares(traced(), plan(axes={"replicate": 8}))
+        split_shares(traced(), plan(axes={"replicate": 8}))
     with pytest.raises(InputError, match="4 cannot be split by vocabulary: choose column or row"):
-        shares(traced(), plan(splits={"4": "vocabulary"}))
+        split_shares(traced(), plan(splits={"4": "vocabulary"}))
 
 
 def test_groups_alone_change_nothing() -> None:
     chosen = plan(splits={"0": "column", "2": "row"})
-    assert with_lone(traced(), chosen) is traced()
-    marked = with_lone(traced(), plan())
-    assert with_lone(marked, plan()) is marked
+    assert with_standalone_splits(traced(), chosen) is traced()
+    marked = with_standalone_splits(traced(), plan())
+    assert with_standalone_splits(marked, plan()) is marked
     assert split_profile(traced(), plan(splits={"4": "none"})).parameters == traced().parameters
 
 
@@ -125,7 +128,7 @@ def test_a_rank_holds_its_part(axis: str, kind: str, weight: tuple[int, ...], bi
     expected = 0.0 if axis == "replicate" else layer * (1 - 1 / RANKS)
     assert traced().flops(BATCH) - part.flops(BATCH) == pytest.approx(expected)
     divided = {"4.weight", "4.bias"} if kind == "column" else {"4.weight"}
-    assert kept_out(traced(), chosen) == (divided if axis == "replicate" else set())
+    assert replicate_split_parameters(traced(), chosen) == (divided if axis == "replicate" else set())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -146,14 +149,14 @@ def test_the_gathered_input_is_kept_until_the_gradient_of_the_weight(kind: str, 
     part = split_profile(traced(), plan(splits={"4": kind}))
     more = part.saved_bytes(BATCH) - traced().saved_bytes(BATCH)
     assert more == ranks_more * WIDE * 4 * BATCH
-    changes = [c for stretch in part.stretches for c in stretch.changes if c.role == "saved"]
-    before = [c for stretch in traced().stretches for c in stretch.changes if c.role == "saved"]
+    changes = [c for segment in part.segments for c in segment.changes if c.role == "saved"]
+    before = [c for segment in traced().segments for c in segment.changes if c.role == "saved"]
     assert sum(c.bytes.at(BATCH) for c in changes) == sum(c.bytes.at(BATCH) for c in before)  # all is given back
 
 
 def test_casts_of_the_weight_are_each_ranks_own() -> None:
     def cast(found: ModelProfile, layer: str) -> float:
-        operators = [o for stretch in found.stretches for o in stretch.operators if o.layer == layer]
+        operators = [o for segment in found.segments for o in segment.operators if o.layer == layer]
         return max(o.bytes.constant for o in operators if o.name == "_to_copy")
 
     whole = traced(precision="bf16")
@@ -198,8 +201,8 @@ def test_equal_blocks_exchange_alike_and_again_where_they_are_computed_again(rec
     """Of six blocks the first is given data: it sends no gradient of its input, unless it is computed again, when it
     cannot be told from the others."""
     chosen = plan(splits={"blocks.*.mix": "column"}, memory={"recompute": recompute})
-    marked = with_lone(traced(Tower, recompute=recompute), chosen)
-    assert {f"blocks.{number}.mix" for number in range(6)} == set(shares(marked, chosen))
+    marked = with_standalone_splits(traced(Tower, recompute=recompute), chosen)
+    assert {f"blocks.{number}.mix" for number in range(6)} == set(split_shares(marked, chosen))
     found = sent(chosen, Tower, recompute)
     assert found["all_gather", RANKS * X] == 6 + 6 * again
     assert found["all_to_all", X] == 2 * 6 + 6 * again
@@ -210,8 +213,8 @@ def test_a_recomputed_input_is_kept_for_its_backward_pass_only() -> None:
     whole = traced(Tower, recompute="full")
     part = split_profile(whole, plan(splits={"blocks.*.mix": "column"}, memory={"recompute": "full"}))
     assert part.saved_bytes(BATCH) == whole.saved_bytes(BATCH)
-    for stretch, before in zip(part.stretches, whole.stretches, strict=True):
-        assert sum(c.bytes.at(1) for c in stretch.changes if c.role == "temporary") == pytest.approx(
+    for segment, before in zip(part.segments, whole.segments, strict=True):
+        assert sum(c.bytes.at(1) for c in segment.changes if c.role == "temporary") == pytest.approx(
             sum(c.bytes.at(1) for c in before.changes if c.role == "temporary")
         )
 
@@ -219,7 +222,7 @@ def test_a_recomputed_input_is_kept_for_its_backward_pass_only() -> None:
 def test_stages_find_the_layers_of_other_stages_named() -> None:
     shape = {"cuts": ["blocks.2"], "microbatches": 4}
     chosen = plan(splits={"blocks.5.mix": "column", "head": "column"}, axes={"pipeline": 2}, pipeline=shape)
-    found = predict_step(named("8xA100-80GB"), traced(Tower), chosen, BATCH, MOMENTUM, EAGER)
+    found = predict_step(cluster_from_name("8xA100-80GB"), traced(Tower), chosen, BATCH, MOMENTUM, EAGER)
     assert found.breakdown["tensor"] > 0
     first, last = (exchanges(traced(Tower), chosen, BATCH, pipeline_rank=rank) for rank in (0, 1))
     assert not any(e.collective == "all_to_all" for e in first)
@@ -227,7 +230,7 @@ def test_stages_find_the_layers_of_other_stages_named() -> None:
 
 
 def test_the_step_sends_the_gradients_of_the_others_only() -> None:
-    cluster = named("8xV100@PCIe3-x16")
+    cluster = cluster_from_name("8xV100@PCIe3-x16")
     whole = Plan.model_validate({"axes": {"replicate": RANKS}})
     split = plan(splits={"0": "column", "2": "row", "4": "column"})
     replicate = [

@@ -1,4 +1,4 @@
-"""Which folder a command trains in: a new one, the unfinished one, or the one that is named."""
+"""Which folder a command trains in: a new one, the unfinished one, or the one that the user names."""
 
 import json
 from pathlib import Path
@@ -9,27 +9,35 @@ import pytest
 from meshwright.errors import InputError
 from meshwright.job import Job, load_job, load_plan
 from meshwright.plan import Plan
-from meshwright.train.output.folder import Claim, RunFolder, claim, differences, read_result, record, write_text
-from tests.train.alone import EVALUATED, toy_job
+from meshwright.train.output.folder import (
+    LockedRun,
+    RunFolder,
+    job_differences,
+    lock_run_folder,
+    read_result,
+    write_job_and_plan,
+    write_text,
+)
+from tests.train.one_process import EVALUATED, toy_job
 
 
-def start(job: Job, resume: str = "auto", finish: bool = False) -> Claim:
-    """Claims a folder as a run does, and lets it go as a killed or a finished one does."""
-    claimed = claim(job, resume)
-    record(claimed.folder, job, Plan())
-    claimed.folder.logs.mkdir(exist_ok=True)
+def start(job: Job, resume: str = "auto", finish: bool = False) -> LockedRun:
+    """Locks a folder as a run does, and releases the lock as a run that ends does."""
+    locked_run = lock_run_folder(job, resume)
+    write_job_and_plan(locked_run.folder, job, Plan())
+    locked_run.folder.logs.mkdir(exist_ok=True)
     if finish:
-        write_text(claimed.folder.result, json.dumps({"steps": 1}))
-    claimed.lock.close()
-    return claimed
+        write_text(locked_run.folder.result, json.dumps({"steps": 1}))
+    locked_run.lock.close()
+    return locked_run
 
 
 def test_an_unfinished_run_is_gone_on_with_and_a_finished_one_is_not(tmp_path: Path) -> None:
     job = toy_job(output=str(tmp_path))
     first = start(job)
-    assert (first.folder.path.name, first.fresh) == ("toy-0001", True)
+    assert (first.folder.path.name, first.is_new) == ("toy-0001", True)
     again = start(job)
-    assert (again.folder.path.name, again.fresh) == ("toy-0001", False)
+    assert (again.folder.path.name, again.is_new) == ("toy-0001", False)
     start(job, finish=True)
     assert start(job).folder.path.name == "toy-0002"
 
@@ -67,7 +75,7 @@ def test_another_training_gets_a_folder_of_its_own(tmp_path: Path) -> None:
 )
 def test_how_long_how_often_and_on_what_may_change(tmp_path: Path, change: dict[str, Any]) -> None:
     start(toy_job(output=str(tmp_path)))
-    assert start(toy_job(output=str(tmp_path), **change)).fresh is False
+    assert start(toy_job(output=str(tmp_path), **change)).is_new is False
 
 
 @pytest.mark.parametrize(
@@ -84,9 +92,9 @@ def test_how_long_how_often_and_on_what_may_change(tmp_path: Path, change: dict[
 def test_what_is_trained_on_what_may_not_change(tmp_path: Path, change: dict[str, Any], field: str) -> None:
     folder = start(toy_job(output=str(tmp_path))).folder
     job = toy_job(output=str(tmp_path), **change)
-    assert differences(job, folder)[0].startswith(field)
+    assert job_differences(job, folder)[0].startswith(field)
     with pytest.raises(InputError, match="that run trains something else: ") as refusal:
-        claim(job, str(folder.path))
+        lock_run_folder(job, str(folder.path))
     assert field in str(refusal.value)
 
 
@@ -100,21 +108,21 @@ def test_a_named_run_is_gone_on_with_also_when_it_is_finished(tmp_path: Path) ->
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     job = toy_job(output=str(tmp_path))
     with pytest.raises(InputError, match=r"no run folder, it has no job\.yaml"):
-        claim(job, str(tmp_path))
+        lock_run_folder(job, str(tmp_path))
     (tmp_path / "job.yaml").write_text(job.to_yaml())
     with pytest.raises(InputError, match=r"no run folder, it has no plan\.yaml"):
-        claim(job, str(tmp_path))
+        lock_run_folder(job, str(tmp_path))
 
 
 def test_two_commands_do_not_train_in_one_folder(tmp_path: Path) -> None:
     job = toy_job(output=str(tmp_path))
-    first = claim(job, "auto")
-    record(first.folder, job, Plan())
+    first = lock_run_folder(job, "auto")
+    write_job_and_plan(first.folder, job, Plan())
     first.folder.logs.mkdir()
-    second = claim(job, "auto")
+    second = lock_run_folder(job, "auto")
     assert second.folder.path.name == "toy-0002"
     with pytest.raises(InputError, match="another process is training there"):
-        claim(job, str(first.folder.path))
+        lock_run_folder(job, str(first.folder.path))
     second.lock.close()
     first.lock.close()
     assert start(job, str(first.folder.path)).folder == first.folder
@@ -122,8 +130,8 @@ def test_two_commands_do_not_train_in_one_folder(tmp_path: Path) -> None:
 
 def test_the_folder_says_what_was_run(tmp_path: Path) -> None:
     job, plan = toy_job(output=str(tmp_path)), Plan.model_validate({"axes": {"replicate": 2}})
-    folder = claim(job, "auto").folder
-    record(folder, job, plan)
+    folder = lock_run_folder(job, "auto").folder
+    write_job_and_plan(folder, job, plan)
     assert load_job(folder.job) == job
     assert load_plan(folder.plan) == plan
 
@@ -132,7 +140,7 @@ def test_the_folder_says_what_was_run(tmp_path: Path) -> None:
 def test_an_output_that_cannot_be_written_is_refused(tmp_path: Path, output: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="output: cannot write in "):
-        claim(toy_job(output=str(tmp_path / output)), "auto")
+        lock_run_folder(toy_job(output=str(tmp_path / output)), "auto")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -149,7 +157,9 @@ def test_an_unfinished_run_that_is_left_alone_is_spoken_of(tmp_path: Path) -> No
     other = start(toy_job(output=str(tmp_path), optimizer={"call": "torch.optim:SGD", "lr": 9.0}))
     assert "toy-0001" in other.note
     assert "9.0" in other.note
-    held = claim(toy_job(output=str(tmp_path), optimizer={"call": "torch.optim:SGD", "lr": 9.0}), "auto")
+    locked_run = lock_run_folder(
+        toy_job(output=str(tmp_path), optimizer={"call": "torch.optim:SGD", "lr": 9.0}), "auto"
+    )
     beside = start(toy_job(output=str(tmp_path), optimizer={"call": "torch.optim:SGD", "lr": 9.0}))
-    held.lock.close()
+    locked_run.lock.close()
     assert "another process" in beside.note

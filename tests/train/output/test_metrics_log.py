@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.train.output.folder import RunFolder
-from meshwright.train.output.metrics_log import Logbook
+from meshwright.train.output.metrics_log import MetricsLog
 
 
 def lines(folder: RunFolder) -> list[dict[str, Any]]:
@@ -13,7 +13,7 @@ def lines(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def write(folder: RunFolder, start: int, steps: range, tensorboard: bool = False) -> None:
-    logbook = Logbook(folder, start, tensorboard)
+    logbook = MetricsLog(folder, start, tensorboard)
     for step in steps:
         logbook.write("train", step, 0, {"loss": float(step), "samples_per_s": None})
     logbook.close()
@@ -21,7 +21,7 @@ def write(folder: RunFolder, start: int, steps: range, tensorboard: bool = False
 
 def test_each_line_is_json_with_kind_step_epoch_and_values(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    logbook = Logbook(folder, 0, False)
+    logbook = MetricsLog(folder, 0, False)
     logbook.write("eval", 7, 2, {"accuracy": 0.5})
     assert {**lines(folder)[0], "time": None} == {
         "kind": "eval",
@@ -68,7 +68,7 @@ def test_without_tensorboard_no_events_are_written(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_no_number_is_null_in_json(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    logbook = Logbook(folder, 0, False)
+    logbook = MetricsLog(folder, 0, False)
     logbook.write("train", 1, 0, {"loss": float("nan"), "lr": float("inf")})
     logbook.close()
     assert "NaN" not in folder.metrics.read_text()

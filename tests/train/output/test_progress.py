@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from meshwright.train.output.progress import Bar, Lines, Silent, describe_metrics, display
+from meshwright.train.output.progress import BarDisplay, LineDisplay, SilentDisplay, describe_metrics, make_display
 
 
 class Terminal(io.StringIO):
@@ -14,8 +14,8 @@ class Terminal(io.StringIO):
 
 def test_plain_lines_where_there_is_no_terminal() -> None:
     stream = io.StringIO()
-    shown = display(stream, 100, 0)
-    assert isinstance(shown, Lines)
+    shown = make_display(stream, 100, 0)
+    assert isinstance(shown, LineDisplay)
     shown.step(10, 0.25, 1234.5)
     shown.step(20, 0.125, None)
     shown.line("evaluation")
@@ -29,14 +29,14 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
 
 def test_a_stream_without_length_has_no_total() -> None:
     stream = io.StringIO()
-    display(stream, None, 0).step(10, 0.25, None)
+    make_display(stream, None, 0).step(10, 0.25, None)
     assert stream.getvalue() == "step 10: loss 0.2500\n"
 
 
 def test_a_bar_on_a_terminal_with_step_loss_and_speed() -> None:
     stream = Terminal()
-    shown = display(stream, 100, 40)
-    assert isinstance(shown, Bar)
+    shown = make_display(stream, 100, 40)
+    assert isinstance(shown, BarDisplay)
     shown.step(50, 0.25, 1234.5)
     shown.close()
     for words in ("50/100", "loss 0.2500", "1,234 samples/s"):
@@ -46,14 +46,14 @@ def test_a_bar_on_a_terminal_with_step_loss_and_speed() -> None:
 def test_lines_above_the_bar_are_shown_as_they_are() -> None:
     """A path may hold what rich takes for markup, and be longer than the terminal is wide."""
     stream, text = Terminal(), "in /runs/[/red][bold]x:smile:/" + "long/" * 40
-    shown = display(stream, 100, 0)
+    shown = make_display(stream, 100, 0)
     shown.line(text)
     shown.close()
     assert text in stream.getvalue()
 
 
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    silent = Silent()
+    silent = SilentDisplay()
     silent.step(1, 0.5, None)
     silent.line("x")
     silent.close()

@@ -3,7 +3,7 @@
 import pytest
 
 from meshwright.train.output import throughput as meter_module
-from meshwright.train.output.throughput import Meter
+from meshwright.train.output.throughput import ThroughputMeter
 
 
 class Clock:
@@ -20,42 +20,42 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def step(meter: Meter, clock: Clock, seconds: float, samples: int = 10) -> None:
+def step(meter: ThroughputMeter, clock: Clock, seconds: float, samples: int = 10) -> None:
     clock.now += seconds
     meter.step(samples)
 
 
 def test_the_first_step_is_warm_up(clock: Clock) -> None:
-    meter = Meter()
+    meter = ThroughputMeter()
     step(meter, clock, 100)
-    assert meter.read() is None
+    assert meter.end_window() is None
     step(meter, clock, 2)
-    assert meter.read() == 5
+    assert meter.end_window() == 5
     assert (meter.samples_per_s, meter.step_s) == (5, 2)
 
 
 def test_pauses_do_not_count(clock: Clock) -> None:
-    meter = Meter()
+    meter = ThroughputMeter()
     for _ in range(3):
         step(meter, clock, 1)
     meter.pause()
     clock.now += 1000
     step(meter, clock, 50)  # starts the clock again
     step(meter, clock, 1)
-    meter.read()
+    meter.end_window()
     assert (meter.samples_per_s, meter.step_s) == (10, 1)
 
 
 def test_a_step_is_the_median_and_the_rate_is_over_all(clock: Clock) -> None:
-    meter = Meter()
+    meter = ThroughputMeter()
     step(meter, clock, 1)
     for seconds in (1, 1, 10):
         step(meter, clock, seconds)
-        meter.read()
+        meter.end_window()
     assert meter.step_s == 1
     assert meter.samples_per_s == 30 / 12
 
 
 def test_nothing_measured_is_not_zero() -> None:
-    assert Meter().samples_per_s is None
-    assert Meter().step_s is None
+    assert ThroughputMeter().samples_per_s is None
+    assert ThroughputMeter().step_s is None

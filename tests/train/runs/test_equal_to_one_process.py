@@ -110,11 +110,11 @@ CASES: dict[str, Case] = {
 
 def make(case: Case) -> tuple[nn.Module, Callable[[Parameters], torch.optim.Optimizer]]:
     torch.manual_seed(0)
-    return case[0]().double(), lambda held: torch.optim.AdamW(held.values(), lr=0.01, weight_decay=0.1)
+    return case[0]().double(), lambda parameters: torch.optim.AdamW(parameters.values(), lr=0.01, weight_decay=0.1)
 
 
 def bare_loop(case: Case) -> tuple[dict[str, Tensor], list[float]]:
-    """What anybody would write for one process."""
+    """A plain PyTorch training loop for one process."""
     model, make_optimizer = make(case)
     optimizer, data, losses = make_optimizer(dict(model.named_parameters())), Points(case[1]), []
     for epoch in range(EPOCHS):
@@ -136,7 +136,7 @@ def bare_loop(case: Case) -> tuple[dict[str, Tensor], list[float]]:
 
 
 def _halves(model: nn.Module, x: Tensor) -> Tensor:
-    """`Unused` decides by the sum of what it is given: in the reference, sample by sample."""
+    """`Unused` decides by the sum of its input: in the reference, for each sample."""
     return torch.cat([model(sample) for sample in x.split(1)])
 
 
@@ -164,11 +164,13 @@ class _SampleWise(nn.Module):
         return _halves(self.inner, image)
 
 
-def assert_equal(found: tuple[dict[str, Tensor], list[float]], expected: tuple[dict[str, Tensor], list[float]]) -> None:
+def assert_equal(
+    actual: tuple[dict[str, Tensor], list[float]], expected: tuple[dict[str, Tensor], list[float]]
+) -> None:
     for name, value in expected[0].items():
-        error = float((found[0][name] - value).abs().max() / value.abs().max())
+        error = float((actual[0][name] - value).abs().max() / value.abs().max())
         assert error <= TOLERANCE, f"{name} is {error:.2e} off"
-    assert found[1] == pytest.approx(expected[1], rel=TOLERANCE, abs=1e-12)
+    assert actual[1] == pytest.approx(expected[1], rel=TOLERANCE, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[3] * 1 <= BATCH])

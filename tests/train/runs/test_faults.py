@@ -1,4 +1,4 @@
-"""What kills cost: one restart and not a bit of the result. Each run here is a real `meshwright train`."""
+"""A killed rank costs one restart, and the result stays bitwise the same. Each run is a real `meshwright train`."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.checkpoint.load import load, newest_good
+from meshwright.checkpoint.load import find_newest_valid, load
 from meshwright.train.output.folder import RunFolder
 from tests.train import commands
 from tests.train.kill import kill_at, wait_for
@@ -43,13 +43,13 @@ def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 def final_state(folder: RunFolder) -> dict[str, Any]:
     """Weights, buffers and optimizer state of the last checkpoint, and the curve of losses."""
-    found = newest_good(folder.checkpoints)
-    assert found.path is not None
-    assert found.manifest is not None
-    assert found.manifest.step == STEPS
+    newest = find_newest_valid(folder.checkpoints)
+    assert newest.path is not None
+    assert newest.manifest is not None
+    assert newest.manifest.step == STEPS
     model = Net()
     optimizer = torch.optim.Adam(model.parameters())
-    load(found.path, model, optimizer)
+    load(newest.path, model, optimizer)
     entries = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
     curve = [(e["kind"], e["step"], e["loss"]) for e in entries]
     state = optimizer.state_dict()["state"]
@@ -57,10 +57,12 @@ def final_state(folder: RunFolder) -> dict[str, Any]:
     return {"tensors": {**model.state_dict(), **moments}, "curve": curve}
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found["tensors"].keys() == expected["tensors"].keys()
-    assert [name for name, value in expected["tensors"].items() if not torch.equal(found["tensors"][name], value)] == []
-    assert found["curve"] == expected["curve"]
+def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert actual["tensors"].keys() == expected["tensors"].keys()
+    assert [
+        name for name, value in expected["tensors"].items() if not torch.equal(actual["tensors"][name], value)
+    ] == []
+    assert actual["curve"] == expected["curve"]
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +101,7 @@ MOMENTS = [
 
 
 @pytest.mark.parametrize(("ranks", "rank", "step", "doing"), MOMENTS)
-def test_a_killed_rank_costs_one_restart_and_not_a_bit(
+def test_a_killed_rank_costs_one_restart_and_changes_no_bit(
     tmp_path: Path, undisturbed: Any, ranks: int, rank: int, step: int, doing: str
 ) -> None:
     expected = undisturbed(ranks)
@@ -113,18 +115,16 @@ def test_a_killed_rank_costs_one_restart_and_not_a_bit(
     ("ranks", "step"),
     [(2, 12), pytest.param(3, 12, marks=pytest.mark.soak), pytest.param(4, 31, marks=pytest.mark.soak)],
 )
-def test_after_a_stop_the_same_command_goes_on_as_if_nothing_had_been(
-    tmp_path: Path, undisturbed: Any, ranks: int, step: int
-) -> None:
+def test_after_a_stop_the_same_command_resumes_bitwise(tmp_path: Path, undisturbed: Any, ranks: int, step: int) -> None:
     expected = undisturbed(ranks)
     process, folder = start(tmp_path, ranks)
     wait_for(folder, rank=0, step=step)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "goes on" in err.splitlines()[-1]
+    assert "the same command resumes it" in err.splitlines()[-1]
     assert "Traceback" not in err
-    stopped_at = newest_good(folder.checkpoints).manifest
+    stopped_at = find_newest_valid(folder.checkpoints).manifest
     assert stopped_at is not None
     assert step <= stopped_at.step < STEPS
     again, same = start(tmp_path, ranks)

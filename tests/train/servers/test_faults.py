@@ -1,4 +1,4 @@
-"""What deaths and stops cost under parameter servers. Each run here is a real `meshwright train`."""
+"""Killed workers and servers, and stops, of runs with parameter servers. Each run here is a real `meshwright train`."""
 
 import json
 import os
@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.checkpoint.load import load, newest_good
-from meshwright.launch.place import place_file, read_place
+from meshwright.checkpoint.load import find_newest_valid, load
+from meshwright.launch.heartbeat import heartbeat_file, read_heartbeat
 from meshwright.train.output.folder import RunFolder
 from tests.launch.processes import is_alive, tree, wait_until
 from tests.train import commands
@@ -35,13 +35,13 @@ def gated(gate: Path, free: int) -> dict[str, Any]:
     return {**JOB["data"], "train": {"call": "tests.train.gated:Gated", "gate": str(gate), "free": free}}
 
 
-def saved(folder: RunFolder) -> dict[str, torch.Tensor]:
+def last_checkpoint(folder: RunFolder) -> dict[str, torch.Tensor]:
     """Weights, buffers and optimizer state of the last checkpoint, as one process loads them."""
-    found = newest_good(folder.checkpoints)
-    assert found.path is not None
+    newest = find_newest_valid(folder.checkpoints)
+    assert newest.path is not None
     model = Net()
     optimizer = torch.optim.Adam(model.parameters())
-    load(found.path, model, optimizer)
+    load(newest.path, model, optimizer)
     moments = optimizer.state_dict()["state"]
     return {**model.state_dict(), **{f"{n}.{k}": v for n, entry in moments.items() for k, v in entry.items()}}
 
@@ -53,17 +53,17 @@ def curve(folder: RunFolder) -> dict[int, float]:
 
 @pytest.mark.soak  # of threads instead of processes, tests/train/servers/test_servers.py has it
 @pytest.mark.parametrize("updates", MODES)
-def test_a_killed_worker_is_done_without_and_comes_back(tmp_path: Path, updates: str) -> None:
+def test_the_run_continues_without_a_killed_worker_until_it_is_back(tmp_path: Path, updates: str) -> None:
     """The others pass the batch at which it died; when it is back, the gate opens, and all finish."""
     gate = tmp_path / "gate"
     gradients = {"servers": 1 + (updates == "bounded"), "updates": updates, "staleness": 1}
     process, folder = start(tmp_path, gradients, data=gated(gate, 16 * 20))
     killed = kill_at(folder, rank=1, step=5, doing="backward")
     wait_for(folder, rank=0, step=min(15, killed.step + 5))
-    seen = place_file(folder.logs, 1)
+    last_seen_at = heartbeat_file(folder.logs, 1)
 
     def is_back() -> bool:
-        now = read_place(seen)
+        now = read_heartbeat(last_seen_at)
         return now is not None and now.pid != killed.pid and now.completed > 0
 
     wait_until(is_back, "the killed worker to come back")
@@ -93,7 +93,7 @@ def test_without_restarts_the_others_finish_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_a_killed_server_costs_a_restart_of_all_and_not_a_bit(tmp_path: Path) -> None:
+def test_a_killed_server_costs_a_restart_of_all_and_changes_no_bit(tmp_path: Path) -> None:
     undisturbed, calm = start(tmp_path / "calm", {"servers": 2})
     commands.finish(undisturbed, STEPS)
     process, folder = start(tmp_path / "broken", {"servers": 2})
@@ -102,12 +102,12 @@ def test_a_killed_server_costs_a_restart_of_all_and_not_a_bit(tmp_path: Path) ->
     assert "rank 3 was killed by SIGKILL" in err
     assert "all ranks start again" in err
     assert result["restarts"] == 1
-    expected, found = saved(calm), saved(folder)
+    expected, found = last_checkpoint(calm), last_checkpoint(folder)
     assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
 
 
 @pytest.mark.soak
-def test_after_a_stop_the_run_goes_on_with_other_servers_or_none(tmp_path: Path) -> None:
+def test_after_a_stop_the_run_resumes_with_other_servers_or_none(tmp_path: Path) -> None:
     """First without a stop under plain replicas, then stopped under servers, taken up by more of them, and by none."""
     process, calm = start(tmp_path / "calm", {})
     commands.finish(process, STEPS)
@@ -117,13 +117,13 @@ def test_after_a_stop_the_run_goes_on_with_other_servers_or_none(tmp_path: Path)
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=60)
         assert process.returncode == 1, err
-        assert "goes on" in err.splitlines()[-1]
+        assert "the same command resumes it" in err.splitlines()[-1]
         assert "Traceback" not in err
     process, folder = start(tmp_path / "stopped", {})
     _, err = commands.finish(process, STEPS)
-    assert "going on after step" in err
+    assert "resuming after step" in err
     assert os.listdir(tmp_path / "stopped" / "runs") == ["toy-0001"]
-    expected, found = saved(calm), saved(folder)
+    expected, found = last_checkpoint(calm), last_checkpoint(folder)
     assert expected.keys() == found.keys()
     assert all(
         torch.equal(found[name], value) for name, value in expected.items() if name.endswith((".step", "tracked"))

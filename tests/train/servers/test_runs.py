@@ -1,4 +1,4 @@
-"""Runs with parameter servers as users start them: by the command, each worker and server a process."""
+"""Runs with parameter servers as users start them: with the command, and every worker and server a process."""
 
 import json
 from pathlib import Path
@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from meshwright.checkpoint.load import newest_good
+from meshwright.checkpoint.load import find_newest_valid
 from meshwright.train.output.folder import RunFolder
 from tests.train import commands
-from tests.train.alone import toy_job, train
+from tests.train.one_process import toy_job, train
 
 JOB: dict[str, Any] = {
     "model": {"call": "torch.nn:Linear", "in_features": 20, "out_features": 5},
@@ -27,7 +27,7 @@ def losses(folder: RunFolder) -> list[float]:
 
 
 def test_a_run_keeps_its_parts_of_the_data_with_fewer_workers(tmp_path: Path) -> None:
-    """Two workers have a part each; the one that goes on alone has both, as one process would that divides by two."""
+    """Two workers have one part each. The worker that resumes alone has both, like one process with two parts."""
     steps = {"epochs": 2, "global_batch": 10, "seed": 3}
     run = RunFolder(tmp_path / "served" / "runs" / "toy-0001")
     for workers, until in ((2, 4), (1, 10)):
@@ -36,7 +36,7 @@ def test_a_run_keeps_its_parts_of_the_data_with_fewer_workers(tmp_path: Path) ->
         resume = str(run.path) if run.path.exists() else "never"
         process, _ = commands.start(tmp_path / "served", changed, workers, "--resume", resume)
         commands.finish(process, until)
-    manifest = newest_good(run.checkpoints).manifest
+    manifest = find_newest_valid(run.checkpoints).manifest
     assert manifest is not None
     assert manifest.about["parts"] == 2
     one = toy_job(**{**JOB, "data": {**JOB["data"], "parts": 2}, "train": steps})

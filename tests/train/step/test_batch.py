@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.batch import split
+from meshwright.batch import split_batch
 from meshwright.errors import InputError
-from meshwright.train.step.batch import chunks, move, samples_in
+from meshwright.train.step.batch import move_to_device, samples_in, split_into_microbatches
 
 X, Y, Z = torch.zeros(4, 2), torch.ones(4), torch.full((4, 3), 2.0)
 
@@ -25,7 +25,7 @@ X, Y, Z = torch.zeros(4, 2), torch.ones(4), torch.full((4, 3), 2.0)
     ],
 )
 def test_the_target_is_the_last_item_or_has_its_name(data: Any, arguments: Any, keywords: Any, target: Any) -> None:
-    example = split(data)
+    example = split_batch(data)
     assert example.target is target
     assert [id(value) for value in example.arguments] == [id(value) for value in arguments]
     assert {name: id(value) for name, value in example.keywords.items()} == {k: id(v) for k, v in keywords.items()}
@@ -33,23 +33,23 @@ def test_the_target_is_the_last_item_or_has_its_name(data: Any, arguments: Any, 
 
 def test_a_job_may_name_the_target() -> None:
     data = {"image": X, "label": Y, "mask": Z}
-    example = split(data, "mask")
+    example = split_batch(data, "mask")
     assert example.target is Z
     assert set(example.keywords) == {"image", "label"}
     with pytest.raises(InputError, match=r"data\.target is 'msk', but batches have no such key: did you mean 'mask'"):
-        split(data, "msk")
+        split_batch(data, "msk")
 
 
-def test_a_dict_without_target_goes_whole_to_model_and_loss() -> None:
+def test_model_and_loss_receive_the_whole_of_a_dict_without_target() -> None:
     data = {"tokens": X, "mask": Y}
-    example = split(data)
+    example = split_batch(data)
     assert set(example.keywords) == set(data)
     assert example.target is data
 
 
 def test_images_get_the_layout_of_the_plan_and_nothing_else_changes() -> None:
     images = torch.randn(2, 3, 4, 4)
-    moved = move({"image": images, "label": Y, "name": ["a", "b"]}, torch.device("cpu"), channels_last=True)
+    moved = move_to_device({"image": images, "label": Y, "name": ["a", "b"]}, torch.device("cpu"), channels_last=True)
     assert moved["image"].is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(moved["image"], images)
     assert torch.equal(moved["label"], Y)
@@ -59,14 +59,14 @@ def test_images_get_the_layout_of_the_plan_and_nothing_else_changes() -> None:
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 7])
 def test_microbatches_hold_every_sample_once_and_none_is_empty(parts: int) -> None:
     data = (torch.arange(4), {"y": torch.arange(4.0), "scale": torch.tensor(3.0)})
-    pieces = chunks(data, parts)
-    assert len(pieces) == min(parts, 4)
-    assert torch.equal(torch.cat([piece[0] for piece in pieces]), data[0])
-    assert torch.equal(torch.cat([piece[1]["y"] for piece in pieces]), torch.arange(4.0))
-    assert all(float(piece[1]["scale"]) == 3.0 for piece in pieces)
+    microbatches = split_into_microbatches(data, parts)
+    assert len(microbatches) == min(parts, 4)
+    assert torch.equal(torch.cat([piece[0] for piece in microbatches]), data[0])
+    assert torch.equal(torch.cat([piece[1]["y"] for piece in microbatches]), torch.arange(4.0))
+    assert all(float(piece[1]["scale"]) == 3.0 for piece in microbatches)
 
 
-def test_the_size_of_a_foreign_batch_is_read_off_its_first_tensor() -> None:
+def test_the_size_of_a_batch_is_that_of_its_first_tensor() -> None:
     assert samples_in({"name": "x", "scale": torch.tensor(1.0), "image": X}) == 4
     with pytest.raises(InputError, match="the batch holds no tensor"):
         samples_in({"name": "x"})

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.train.session import Session
-from meshwright.train.step.loss import models_own, understand
-from tests.train.alone import world
+from meshwright.train.step.loss import classify_loss, loss_from_model
+from tests.train.one_process import world
 
 GENERATOR = torch.Generator().manual_seed(0)
 OUTPUT = torch.randn(12, 4, generator=GENERATOR, dtype=torch.float64)
@@ -45,8 +45,8 @@ def sum_and_count(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         (own_mean, "samples"),
     ],
 )
-def test_the_kind_of_a_loss_is_understood(function: Any, kind: str) -> None:
-    assert understand(function).kind == kind
+def test_the_kind_of_a_loss_is_recognized(function: Any, kind: str) -> None:
+    assert classify_loss(function).kind == kind
 
 
 @pytest.mark.parametrize(
@@ -68,23 +68,23 @@ def test_the_kind_of_a_loss_is_understood(function: Any, kind: str) -> None:
     ],
 )
 def test_uneven_parts_add_up_to_the_loss_of_the_whole(function: Any, output: Tensor, target: Tensor) -> None:
-    loss = understand(function)
+    loss = classify_loss(function)
     total, count = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     for begin, end in ((0, 1), (1, 4), (4, 12)):
         part = target[begin:end]
         term = loss.term(output[begin:end], part, end - begin)
-        told = loss.count(part, end - begin) if term.own_count is None else term.own_count
-        total, count = total + term.sum, count + told
+        part_count = loss.count(part, end - begin) if term.returned_count is None else term.returned_count
+        total, count = total + term.sum, count + part_count
     mean = total if loss.kind == "sum" else total / count
     assert float(mean) == pytest.approx(float(function(output, target)), rel=1e-12)
 
 
-def test_a_borrowed_sample_adds_nothing() -> None:
+def test_a_filler_batch_adds_nothing() -> None:
     for function in (F.cross_entropy, own_mean, sum_and_count, nn.CrossEntropyLoss(reduction="sum")):
-        loss = understand(function)
+        loss = classify_loss(function)
         term = loss.term(OUTPUT[:1], TARGET[:1], 0)
         assert float(term.sum) == 0.0
-        assert float(loss.count(TARGET[:1], 0) if term.own_count is None else term.own_count) == 0.0
+        assert float(loss.count(TARGET[:1], 0) if term.returned_count is None else term.returned_count) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_no_target_at_all_is_a_gradient_of_zero(function: Any, accumulation: int
     before = {name: value.clone() for name, value in model.state_dict().items()}
     plan = Plan.model_validate({"memory": {"accumulation": accumulation}})
     session = Session(
-        model, lambda held: torch.optim.SGD(held.values(), lr=1.0), loss=function, plan=plan, world=world()
+        model, lambda parameters: torch.optim.SGD(parameters.values(), lr=1.0), loss=function, plan=plan, world=world()
     )
     session.step((torch.randn(6, 3, dtype=torch.float64), torch.full((6,), -100)))
     for parameter in model.parameters():
@@ -106,18 +106,18 @@ def test_no_target_at_all_is_a_gradient_of_zero(function: Any, accumulation: int
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-def test_a_model_may_return_its_own_loss() -> None:
+def test_a_model_may_return_its_loss() -> None:
     class Output:
         loss = torch.tensor(3.0)
 
     for output in (torch.tensor(3.0), Output(), {"loss": torch.tensor(3.0), "logits": OUTPUT}):
-        assert float(models_own().term(output, None, 2).sum) == 6.0
+        assert float(loss_from_model().term(output, None, 2).sum) == 6.0
     with pytest.raises(InputError, match="the job has no loss, and the model returned Tensor without one"):
-        models_own().term(OUTPUT, None, 2)
+        loss_from_model().term(OUTPUT, None, 2)
 
 
-def test_what_is_no_loss_is_refused() -> None:
+def test_results_that_are_no_loss_are_refused() -> None:
     with pytest.raises(InputError, match=r"the loss returned a tensor of shape \(12, 4\): return one number"):
-        understand(lambda output, target: output).term(OUTPUT, TARGET, 12)
+        classify_loss(lambda output, target: output).term(OUTPUT, TARGET, 12)
     with pytest.raises(InputError, match="reduction='none'"):
-        understand(nn.MSELoss(reduction="none"))
+        classify_loss(nn.MSELoss(reduction="none"))

@@ -1,4 +1,4 @@
-"""Parameter groups by name, and a template optimizer made again on another model."""
+"""Parameter groups by name, and an optimizer that is rebuilt from a template for another model."""
 
 from typing import Any
 
@@ -27,10 +27,10 @@ def grouped(groups: Any, **options: Any) -> dict[str, dict[str, Any]]:
         {"call": "torch.optim:AdamW", "lr": 0.1, "weight_decay": 0.5, "groups": groups, **options}
     )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    made = build_optimizer(spec, model)
-    found = {names[id(parameter)]: group for group in made.param_groups for parameter in group["params"]}
-    assert found.keys() == dict(model.named_parameters()).keys()
-    return found
+    optimizer = build_optimizer(spec, model)
+    groups = {names[id(parameter)]: group for group in optimizer.param_groups for parameter in group["params"]}
+    assert groups.keys() == dict(model.named_parameters()).keys()
+    return groups
 
 
 def test_without_groups_everything_is_one() -> None:
@@ -45,17 +45,17 @@ def test_one_word_spares_norms_and_biases(groups: Any) -> None:
 
 
 def test_a_match_has_its_own_options_and_the_word_holds_inside_it() -> None:
-    found = grouped([{"match": "head.*", "lr": 1.0, "weight_decay": 0.25}, "no_decay"])
-    assert {name for name, group in found.items() if group["lr"] == 1.0} == {"head.weight", "head.bias"}
-    assert found["head.weight"]["weight_decay"] == 0.25
-    assert found["head.bias"]["weight_decay"] == 0.0
-    assert found["body.0.weight"]["weight_decay"] == 0.5
-    assert found["body.1.weight"]["weight_decay"] == 0.0
+    groups = grouped([{"match": "head.*", "lr": 1.0, "weight_decay": 0.25}, "no_decay"])
+    assert {name for name, group in groups.items() if group["lr"] == 1.0} == {"head.weight", "head.bias"}
+    assert groups["head.weight"]["weight_decay"] == 0.25
+    assert groups["head.bias"]["weight_decay"] == 0.0
+    assert groups["body.0.weight"]["weight_decay"] == 0.5
+    assert groups["body.1.weight"]["weight_decay"] == 0.0
 
 
 def test_the_first_match_wins() -> None:
-    found = grouped([{"match": "head.bias", "lr": 1.0}, {"match": "head", "lr": 2.0}])
-    assert (found["head.bias"]["lr"], found["head.weight"]["lr"], found["header.weight"]["lr"]) == (1.0, 2.0, 0.1)
+    groups = grouped([{"match": "head.bias", "lr": 1.0}, {"match": "head", "lr": 2.0}])
+    assert (groups["head.bias"]["lr"], groups["head.weight"]["lr"], groups["header.weight"]["lr"]) == (1.0, 2.0, 0.1)
     with pytest.raises(InputError, match=r"'head\.bias' matches no trainable parameter"):
         grouped([{"match": "head", "lr": 2.0}, {"match": "head.bias", "lr": 1.0}])
 
@@ -70,8 +70,8 @@ def test_a_module_names_all_below_it_and_nothing_beside() -> None:
 def test_frozen_parameters_stay_out() -> None:
     model = Net()
     model.body.requires_grad_(False)
-    made = build_optimizer(Optimizer.model_validate({"call": "torch.optim:SGD", "lr": 1}), model)
-    assert sum(len(group["params"]) for group in made.param_groups) == 4
+    optimizer = build_optimizer(Optimizer.model_validate({"call": "torch.optim:SGD", "lr": 1}), model)
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == 4
 
 
 @pytest.mark.parametrize(
@@ -101,24 +101,24 @@ def test_a_template_is_made_again_by_name() -> None:
         {"params": model.body.parameters(), "betas": (0.5, 0.6)},
     ]
     template = torch.optim.AdamW(groups, lr=0.25, weight_decay=0.125)
-    made = rebuild_optimizer(
+    optimizer = rebuild_optimizer(
         template, {id(p): name for name, p in model.named_parameters()}, dict(other.named_parameters())
     )
-    assert type(made) is torch.optim.AdamW
-    assert [id(p) for p in made.param_groups[0]["params"]] == [id(p) for p in other.head.parameters()]
-    assert [id(p) for p in made.param_groups[1]["params"]] == [id(p) for p in other.body.parameters()]
-    assert [group["lr"] for group in made.param_groups] == [1.0, 0.25]
-    assert made.param_groups[1]["betas"] == (0.5, 0.6)
-    assert {group["weight_decay"] for group in made.param_groups} == {0.125}
+    assert type(optimizer) is torch.optim.AdamW
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in other.head.parameters()]
+    assert [id(p) for p in optimizer.param_groups[1]["params"]] == [id(p) for p in other.body.parameters()]
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 0.25]
+    assert optimizer.param_groups[1]["betas"] == (0.5, 0.6)
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.125}
 
 
 def test_a_template_may_hold_named_parameters() -> None:
     model = Net()
     template = torch.optim.SGD(model.named_parameters(), lr=0.5, momentum=0.75)
-    made = rebuild_optimizer(
+    optimizer = rebuild_optimizer(
         template, {id(p): name for name, p in model.named_parameters()}, dict(model.named_parameters())
     )
-    assert made.param_groups[0]["momentum"] == 0.75
+    assert optimizer.param_groups[0]["momentum"] == 0.75
 
 
 def test_parallelize_steps_its_own_optimizer_and_marks_the_template_used() -> None:
@@ -135,5 +135,7 @@ def test_parallelize_steps_its_own_optimizer_and_marks_the_template_used() -> No
 
 def test_a_template_of_another_model_is_refused() -> None:
     template = torch.optim.SGD(nn.Linear(5, 7).parameters(), lr=0.5)
-    with pytest.raises(InputError, match=r"the optimizer holds a parameter of shape \(7, 5\) that the model has not"):
+    with pytest.raises(
+        InputError, match=r"the optimizer holds a parameter of shape \(7, 5\) that the model does not have"
+    ):
         meshwright.parallelize(nn.Linear(3, 2), template, loss=nn.CrossEntropyLoss(), device="cpu")

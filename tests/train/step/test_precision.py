@@ -10,14 +10,14 @@ from torch.utils.data import default_collate
 from meshwright.errors import InputError
 from meshwright.launch.world import World
 from meshwright.parallel.check import check_cast, check_runnable
-from meshwright.parallel.weights.layout import local_of
+from meshwright.parallel.weights.layout import local_tensor
 from meshwright.plan import Plan
 from meshwright.train.session import Session
 from meshwright.train.step.loss_scale import INTERVAL, START, LossScale
 from tests.proof.matrix import plan_of
 from tests.ranks import RankPool
 from tests.soaked import all_but
-from tests.zoo import BATCH, ZOO, Made
+from tests.zoo import BATCH, ZOO, RandomSamples
 
 AXES = ("R2", "S2", "T2", "P2")
 LOW = ("bf16", "fp16")
@@ -32,12 +32,12 @@ def planned(kind: str, case: str, **groups: dict[str, Any]) -> Plan:
     return Plan.model_validate(raw)
 
 
-def session_of(kind: str, plan: Plan, rank: int, size: int) -> tuple[Session, Made]:
+def session_of(kind: str, plan: Plan, rank: int, size: int) -> tuple[Session, RandomSamples]:
     torch.manual_seed(0)
-    data = Made(ZOO[kind].data)
+    data = RandomSamples(ZOO[kind].data)
     session = Session(
         ZOO[kind].model(),
-        lambda held: torch.optim.AdamW(held.values(), lr=3e-3),
+        lambda parameters: torch.optim.AdamW(parameters.values(), lr=3e-3),
         loss=ZOO[kind].loss,
         plan=plan,
         world=World(rank, rank, size, size, 0, torch.device("cpu"), None),
@@ -54,17 +54,17 @@ def losses(rank: int, size: int, kind: str, plan: Plan) -> tuple[list[float], se
     for module in session.module.modules():
         if not list(module.children()):
             module.register_forward_hook(lambda _, __, out: returned.add(out.dtype) if is_plain(out) else None)
-    found = [float(session.step(batch)) for batch in session.batches(data, EPOCHS, BATCH)]
-    return found, returned, {parameter.dtype for parameter in session.module.parameters()}
+    values = [float(session.step(batch)) for batch in session.batches(data, EPOCHS, BATCH)]
+    return values, returned, {parameter.dtype for parameter in session.module.parameters()}
 
 
 def is_plain(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def follows(found: list[float], expected: list[float]) -> bool:
+def is_close_to(values: list[float], expected: list[float]) -> bool:
     assert expected[-1] < 0.9 * expected[0], "nothing is learnt that could be followed"
-    return max(abs(a - b) for a, b in zip(found, expected, strict=True)) <= BAND * expected[0]
+    return max(abs(a - b) for a, b in zip(values, expected, strict=True)) <= BAND * expected[0]
 
 
 @pytest.mark.parametrize(
@@ -74,12 +74,12 @@ def follows(found: list[float], expected: list[float]) -> bool:
 def test_the_loss_follows_that_of_fp32(two: RankPool, case: str, precision: str) -> None:
     expected, _, _ = two.run(losses, "gpt", planned("gpt", case))[0]
     low = torch.bfloat16 if precision == "bf16" else torch.float16
-    answers = two.run(losses, "gpt", planned("gpt", case, numerics={"precision": precision}))
-    for found, returned, held in answers:
-        assert follows(found, expected)
+    results = two.run(losses, "gpt", planned("gpt", case, numerics={"precision": precision}))
+    for values, returned, weight_dtypes in results:
+        assert is_close_to(values, expected)
         assert low in returned
-        assert held == {torch.float32}
-    assert answers[0][0] != expected
+        assert weight_dtypes == {torch.float32}
+    assert results[0][0] != expected
 
 
 @pytest.mark.parametrize(
@@ -95,19 +95,19 @@ def test_weights_are_gathered_in_low_precision_and_kept_in_fp32(
     plan = planned(kind, case, numerics={"precision": precision, "cast": "weights"})
     pool = two if plan.world_size == 2 else four
     expected, _, _ = pool.run(losses, kind, planned(kind, case))[0]
-    for found, _, held in pool.run(losses, kind, plan):
-        assert follows(found, expected)
-        assert held == {torch.float32}
+    for values, _, weight_dtypes in pool.run(losses, kind, plan):
+        assert is_close_to(values, expected)
+        assert weight_dtypes == {torch.float32}
 
 
 @pytest.mark.parametrize("case", all_but({"R2"}, ["R2", "S2", "R2T2"]))
 def test_gradients_travel_rounded(two: RankPool, four: RankPool, case: str) -> None:
     pool = two if plan_of("gpt", case).world_size == 2 else four
     expected, _, _ = pool.run(losses, "gpt", planned("gpt", case))[0]
-    found, _, _ = pool.run(losses, "gpt", planned("gpt", case, gradients={"precision": "bf16"}))[0]
-    assert follows(found, expected)
-    assert found[0] == pytest.approx(expected[0], abs=1e-6), "the forward pass is in fp32"
-    assert found != expected
+    values, _, _ = pool.run(losses, "gpt", planned("gpt", case, gradients={"precision": "bf16"}))[0]
+    assert is_close_to(values, expected)
+    assert values[0] == pytest.approx(expected[0], abs=1e-6), "the forward pass is in fp32"
+    assert values != expected
 
 
 def test_batch_norm_does_not_take_rounded_weights() -> None:
@@ -116,33 +116,33 @@ def test_batch_norm_does_not_take_rounded_weights() -> None:
         check_cast(plan, ZOO["resnet"].model())
 
 
-def overflown(rank: int, size: int, kind: str, case: str) -> list[tuple[float, int, dict[str, Tensor]]]:
-    """Behind each of three steps: the factor, the steps left out, and the weights. In the second one rank's gradient of
-    one weight is too large."""
+def train_with_overflow(rank: int, size: int, kind: str, case: str) -> list[tuple[float, int, dict[str, Tensor]]]:
+    """After each of three steps: the loss scale, the number of skipped steps, and the weights. In the second step one
+    gradient of the last rank overflows."""
     session, data = session_of(kind, planned(kind, case, numerics={"precision": "fp16"}), rank, size)
-    once = session._forward_backward
+    run_forward_backward = session._run_forward_backward
 
-    def spoilt(*given: Any) -> Tensor:
-        loss = once(*given)
+    def overflow(*arguments: Any) -> Tensor:
+        loss = run_forward_backward(*arguments)
         if rank == size - 1 and session.steps == 1:
             gradient = next(p.grad for p in session.module.parameters() if p.grad is not None)
-            local_of(gradient).fill_(float("inf"))
+            local_tensor(gradient).fill_(float("inf"))
         return loss
 
-    monkey: Any = session
-    monkey._forward_backward = spoilt
-    found = []
+    patched: Any = session
+    patched._run_forward_backward = overflow
+    values = []
     for batch in session.batches(data, 1, BATCH):
         session.step(batch)
         assert session.loss_scale is not None
         weights = {name: value.clone() for name, value in session.state_dict().items()}
-        found.append((session.loss_scale.value, session.loss_scale.skipped, weights))
-    return found
+        values.append((session.loss_scale.value, session.loss_scale.skipped, weights))
+    return values
 
 
 @pytest.mark.parametrize("case", all_but({"R2", "T2"}, AXES))
-def test_one_ranks_overflow_makes_all_leave_the_step_out(two: RankPool, case: str) -> None:
-    for first, second, third in two.run(overflown, "gpt", case):
+def test_an_overflow_on_one_rank_makes_all_ranks_skip_the_step(two: RankPool, case: str) -> None:
+    for first, second, third in two.run(train_with_overflow, "gpt", case):
         assert (first[:2], second[:2], third[:2]) == ((START, 0), (START / 2, 1), (START / 2, 1))
         assert all(torch.equal(first[2][name], second[2][name]) for name in first[2])
         assert any(not torch.equal(second[2][name], third[2][name]) for name in first[2])

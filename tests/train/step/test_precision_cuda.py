@@ -18,8 +18,8 @@ STEPS = 12
 
 
 def batches(sizes: tuple[int, ...] = (8,) * STEPS) -> list[tuple[Tensor, Tensor]]:
-    made = torch.Generator().manual_seed(1)
-    start = torch.randint(0, 40, (max(sizes), 1), generator=made)
+    generator = torch.Generator().manual_seed(1)
+    start = torch.randint(0, 40, (max(sizes), 1), generator=generator)
     tokens = (start + torch.arange(33) * 3) % 96  # what follows can be learnt
     return [(tokens[:size, :-1], tokens[:size, 1:]) for size in sizes]
 
@@ -32,7 +32,7 @@ def net() -> nn.Module:
 def trained(plan: dict[str, dict[str, object]], sizes: tuple[int, ...] = (8,) * STEPS) -> tuple[list[float], Session]:
     session = Session(
         copy.deepcopy(net()),
-        lambda held: torch.optim.AdamW(held.values(), lr=3e-3),
+        lambda parameters: torch.optim.AdamW(parameters.values(), lr=3e-3),
         loss=NextTokenLoss(),
         plan=Plan.model_validate(plan),
         world=World(0, 0, 1, 1, 0, torch.device("cuda", 0), None),
@@ -48,7 +48,7 @@ def test_recorded_steps_are_those_of_eager_ones() -> None:
         warnings.simplefilter("error")
         recorded, theirs = trained({"compute": {"cuda_graphs": True}}, sizes)
     assert theirs._graphs is not None
-    assert len(theirs._graphs._known) == 1, "the steps of eight samples were recorded"
+    assert len(theirs._graphs._captured) == 1, "the steps of eight samples were recorded"
     assert recorded == pytest.approx(eager, rel=1e-5)
     for name, value in ours.state_dict().items():
         torch.testing.assert_close(theirs.state_dict()[name], value, rtol=1e-4, atol=1e-5)
@@ -65,7 +65,7 @@ def test_compiled_blocks_train_as_eager_ones(compute: dict[str, object]) -> None
 def test_dropout_is_drawn_anew_in_every_repetition() -> None:
     session = Session(
         nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 1)),
-        lambda held: torch.optim.SGD(held.values(), lr=0.0),
+        lambda parameters: torch.optim.SGD(parameters.values(), lr=0.0),
         loss=nn.MSELoss(),
         plan=Plan.model_validate({"compute": {"cuda_graphs": True}}),
         world=World(0, 0, 1, 1, 0, torch.device("cuda", 0), None),
@@ -86,15 +86,17 @@ def test_fp32_does_not_round_to_tf32() -> None:
     for precision in ("fp32", "tf32"):
         session = Session(
             copy.deepcopy(model),
-            lambda held: torch.optim.SGD(held.values(), lr=0.0),
+            lambda parameters: torch.optim.SGD(parameters.values(), lr=0.0),
             loss=nn.MSELoss(),
             plan=Plan.model_validate({"numerics": {"precision": precision}}),
             world=World(0, 0, 1, 1, 0, torch.device("cuda", 0), None),
         )
-        seen: list[Tensor] = []
-        session.module.register_forward_hook(lambda _, __, out, seen=seen: seen.append(out.detach().double().cpu()))
+        outputs: list[Tensor] = []
+        session.module.register_forward_hook(
+            lambda _, __, out, outputs=outputs: outputs.append(out.detach().double().cpu())
+        )
         session.step((image, torch.zeros(4, 8)))
-        errors[precision] = float((seen[0] - right).abs().max() / right.abs().max())
+        errors[precision] = float((outputs[0] - right).abs().max() / right.abs().max())
     assert errors["fp32"] < 1e-5 < errors["tf32"]
 
 
@@ -103,6 +105,6 @@ def test_the_loss_follows_that_of_fp32(precision: str) -> None:
     if precision == "fp8":
         pytest.importorskip("torchao")
     expected, _ = trained({})
-    found, _ = trained({"numerics": {"precision": precision}})
+    losses, _ = trained({"numerics": {"precision": precision}})
     assert expected[-1] < 0.9 * expected[0]
-    assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 0.03 * expected[0]
+    assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 0.03 * expected[0]

@@ -4,22 +4,22 @@ from statistics import median
 
 import pytest
 
-from meshwright.cluster.names import named
-from meshwright.simulator.communication.collectives import reached
+from meshwright.cluster.names import cluster_from_name
+from meshwright.simulator.communication.collectives import link_efficiencies
 from validation.collectives.published import (
     PRIORS,
-    Scored,
+    ScoredCase,
     by_group,
     cases,
-    datasheet,
+    datasheet_s,
     fit,
-    fit_without,
+    fit_without_source,
     not_covered,
     predict,
     score_as_shipped,
     score_left_out,
     summary,
-    without,
+    without_source,
 )
 
 COLLECTED = 555
@@ -33,15 +33,15 @@ def test_every_collected_row_is_priced_or_has_a_reason() -> None:
 
 
 def test_what_a_source_gave_to_the_catalog_is_taken_away() -> None:
-    before = named("2x8xH100@EFA-400G")
-    after = without(before, "aws-samples/awsome-distributed-training")
+    before = cluster_from_name("2x8xH100@EFA-400G")
+    after = without_source(before, "aws-samples/awsome-distributed-training")
     assert before.link is not None
     assert after.link is not None
     assert before.link.curves["all_reduce"]
     assert not after.link.curves["all_reduce"]
     assert after.link.latency_s < before.link.latency_s
     assert after.nodes[0].link.curves["all_reduce"] == before.nodes[0].link.curves["all_reduce"]
-    bare = without(before, None, curves=False)
+    bare = without_source(before, None, curves=False)
     assert not any(bare.nodes[0].link.curves.values())
 
 
@@ -53,10 +53,10 @@ def test_curves_of_the_catalog_name_their_source_as_the_rows_do() -> None:
     assert all(any(source in one for source in sources) for one in told if "collectives.json" in one)
 
 
-def test_a_fit_finds_the_shares_that_rows_were_made_with() -> None:
+def test_a_fit_finds_the_efficiencies_that_rows_were_made_with() -> None:
     rows = [case for case in cases() if case.group_name in ("dgxc_nccl", "stas_a100")][::3]
-    clusters = {case.cluster.name: without(case.cluster, None, curves=False) for case in rows}
-    planted = reached()
+    clusters = {case.cluster.name: without_source(case.cluster, None, curves=False) for case in rows}
+    planted = link_efficiencies()
     made = [
         type(case)(**{**case.__dict__, "seconds": predict(case, clusters[case.cluster.name], planted)}) for case in rows
     ]
@@ -76,9 +76,11 @@ def test_the_catalog_as_shipped_prices_what_it_has_not_measured_too() -> None:
 def test_one_source_left_out() -> None:
     source = "bigscience-workshop/bigscience"
     rows = [case for case in cases() if case.source == source or case.group_name == "vtrain_lut"]
-    shares = fit_without(source, rows)
+    efficiencies = fit_without_source(source, rows)
     scored = [
-        Scored(case, predict(case, without(case.cluster, source), shares), datasheet(case, case.cluster))
+        ScoredCase(
+            case, predict(case, without_source(case.cluster, source), efficiencies), datasheet_s(case, case.cluster)
+        )
         for case in rows
         if case.source == source
     ]

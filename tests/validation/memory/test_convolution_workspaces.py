@@ -2,12 +2,12 @@
 
 from statistics import median
 
-from validation.memory.convolution_workspaces import Compared, compare, rows
+from validation.memory.convolution_workspaces import WorkspaceComparison, compare, rows
 
 FIRST_LAYER = 3  # channels of a picture, which the library fills up to what its kernels take: the rule leaves that out
 
 
-def compared(channels_last: bool) -> list[Compared]:
+def compared(channels_last: bool) -> list[WorkspaceComparison]:
     """Without a network's first layer."""
     chosen = [row for row in rows() if row["channels_last"] == channels_last and row["shape"][1] != FIRST_LAYER]
     return [one for row in chosen for one in compare(row)]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.profile.tracing.trace import profile
-from validation.memory.published import Row, main, outcomes, reasons, rows, summary
+from meshwright.profile.tracing.trace import trace_profile
+from validation.memory.published import MemoryRow, main, outcomes, reasons, rows, summary
 from validation.segmentation.backbones.resnet import ResNet
 from validation.segmentation.era import dropout, log_softmax, softmax
 from validation.segmentation.workspaces import with_workspaces
@@ -20,7 +20,7 @@ A_FEW = {
 }
 
 
-def chosen(ids: dict[str, str]) -> list[Row]:
+def chosen(ids: dict[str, str]) -> list[MemoryRow]:
     return [row for row in rows() if row.id in ids]
 
 
@@ -68,11 +68,11 @@ def test_a_workspace_is_borrowed_by_3x3_convolutions_only() -> None:
         sample = {"input": torch.zeros(2, 8, 8, 8)}
     for conv, expected in ((plain, 36 * (4 * (8 + 16) + 8 * 16) * 4), (dilated, 0)):
         model = Summed(conv)
-        before = profile(model, sample, None)
+        before = trace_profile(model, sample, None)
         after = with_workspaces(before, model)
         taken = [
             change.bytes.at(1)
-            for old, new in zip(before.stretches, after.stretches, strict=True)
+            for old, new in zip(before.segments, after.segments, strict=True)
             for change in new.changes
             if change not in old.changes and change.bytes.at(1) > 0 and new.phase == "forward"
         ]

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.simulator.compute.operator_time import speeds
+from meshwright.simulator.compute.operator_time import device_speeds
 from validation.predictions.fit import fit
 from validation.predictions.predict import (
-    Predicted,
+    PredictedCase,
     cluster_of,
     engine_of,
     fits,
@@ -15,24 +15,24 @@ from validation.predictions.predict import (
     predict_case,
     traced,
 )
-from validation.predictions.report import APART, as_json, lines, report
-from validation.predictions.score import Alarms, Errors, alarms, apart, errors_of, order_of
-from validation.runs.case import Case
+from validation.predictions.report import WIDEST_SPREAD, as_json, lines, report
+from validation.predictions.score import Alarms, Errors, alarms, errors_of, order_of, spread
+from validation.runs.case import PublishedCase
 from validation.runs.cover import Coverage, case_of, cover
-from validation.runs.kin import publisher
+from validation.runs.related_sources import publisher
 from validation.runs.rows import rows
 
 
-def case(name: str) -> Case:
+def case(name: str) -> PublishedCase:
     return case_of(next(row for row in rows() if row.id == name))
 
 
-def guessed(name: str, source: str, ratio: float, waiting: float = 0.0) -> Predicted:
+def guessed(name: str, source: str, ratio: float, waiting: float = 0.0) -> PredictedCase:
     """One whose measured step is so many times the predicted."""
     made = replace(case(name), id=f"{source}-{name}", source=source)
     assert made.step_s is not None
     step_s = made.step_s / ratio
-    return Predicted(made, step_s, {"launch": waiting * step_s})
+    return PredictedCase(made, step_s, {"launch": waiting * step_s})
 
 
 @pytest.mark.parametrize("name", ["megatron_sc21_table1-0006", "megatron_sc21_table1-0007"])
@@ -70,11 +70,11 @@ def test_a_source_has_one_vote_and_only_where_its_host_is_waited_for() -> None:
 
 def test_engines_are_what_rows_say() -> None:
     old, new = case("megatron_sc21_table1-0006"), case("torchtitan_h100-0002")
-    assert engine_of(old).scores
-    assert not engine_of(new).scores
+    assert engine_of(old).writes_scores
+    assert not engine_of(new).writes_scores
     assert engine_of(new).fused, "it was compiled"
-    assert engine_of(new).attention > 1, "the second FlashAttention on Hopper"
-    assert engine_of(old, launch=1.5).launch == 1.5
+    assert engine_of(new).attention_slowdown > 1, "the second FlashAttention on Hopper"
+    assert engine_of(old, launch_factor=1.5).launch_factor == 1.5
     assert generation(new.cluster) == "Hopper"
 
 
@@ -93,14 +93,14 @@ def test_orders_and_errors() -> None:
 
 def test_a_source_that_contradicts_itself_is_shown_and_not_judged() -> None:
     known = cover().cases
-    spread = {source: apart(one for one in known if one.source == source) for source in {one.source for one in known}}
-    assert {source for source, ratio in spread.items() if ratio > APART} == {"bigscience_v100_gpt2"}
-    assert spread["bigscience_v100_gpt2"] == 225 / 125
+    spreads = {source: spread(one for one in known if one.source == source) for source in {one.source for one in known}}
+    assert {source for source, ratio in spreads.items() if ratio > WIDEST_SPREAD} == {"bigscience_v100_gpt2"}
+    assert spreads["bigscience_v100_gpt2"] == 225 / 125
     one = case("vtrain_single-0023")
     twice = (one, replace(one, id="again", step_s=1.5 * (one.step_s or 0)))
-    assert apart(twice) == pytest.approx(1.5)
-    assert apart((one, replace(twice[1], global_batch=1 + one.global_batch))) == 1, "another case"
-    assert apart(()) == 1
+    assert spread(twice) == pytest.approx(1.5)
+    assert spread((one, replace(twice[1], global_batch=1 + one.global_batch))) == 1, "another case"
+    assert spread(()) == 1
 
 
 def test_alarms_are_counted_on_rows_that_ran() -> None:
@@ -137,7 +137,7 @@ def test_what_a_source_measured_of_its_gpus_is_left_out_where_it_is_reported_on(
     """Both published shares of a B200 make the catalog's; SimuMax's own rows go by the other one alone."""
     name = "8xB200"
     everybody, own = cluster_of(name).nodes[0].device, cluster_of(name, publisher("simumax_b200")).nodes[0].device
-    rate = {"all": speeds(everybody, "bf16").rates["bf16"], "without": speeds(own, "bf16").rates["bf16"]}
+    rate = {"all": device_speeds(everybody, "bf16").rates["bf16"], "without": device_speeds(own, "bf16").rates["bf16"]}
     assert rate["without"] == pytest.approx(0.634 * 2250e12)
     assert rate["all"] == pytest.approx((0.634 * 0.488) ** 0.5 * 2250e12)
     assert publisher("colossalai") is None

@@ -4,49 +4,50 @@ from functools import cache
 
 import pytest
 
-from validation.runs.baseline import Point, errors, guess, points
-from validation.runs.case import Case
+from validation.runs.baseline import TimedCase, guess_errors, guess_step_s, timed_cases
+from validation.runs.case import PublishedCase
 from validation.runs.cover import cover
 from validation.runs.families import families
 from validation.runs.reading.flops import DECODER
 
 
 @cache
-def decoders() -> tuple[Case, ...]:
+def decoders() -> tuple[PublishedCase, ...]:
     return tuple(case for case in cover().cases if case.model.call == DECODER)
 
 
 @cache
-def known() -> tuple[Point, ...]:
-    return points(decoders())
+def timed_decoders() -> tuple[TimedCase, ...]:
+    return timed_cases(decoders())
 
 
 def test_the_share_of_the_peak_is_that_of_the_publication() -> None:
     """44% and 50% of 312 TFLOP/s, by the paper's own count."""
-    shares = {point.case.id: point.share for point in known()}
+    shares = {timed.case.id: timed.share for timed in timed_decoders()}
     assert shares["megatron_sc21_table1-0002"] == pytest.approx(0.44, abs=0.01)
     assert shares["megatron_sc21_table1-0008"] == pytest.approx(0.50, abs=0.01)
 
 
 def test_a_source_is_never_guessed_from_itself() -> None:
-    alone = [point for point in known() if point.case.source == "simumax_b200"]
-    others = [point for point in known() if point.case.source == "fms_fsdp"]
-    slower = [Point(p.case, p.device, p.peak_s, 100 * p.measured_s) for p in alone]
-    before, after = guess([*alone, *others], "plain"), guess([*slower, *others], "plain")
-    assert all(before[point.case.id] == after[point.case.id] for point in alone)
-    assert all(before[point.case.id] < after[point.case.id] for point in others)
+    of_source = [timed for timed in timed_decoders() if timed.case.source == "simumax_b200"]
+    others = [timed for timed in timed_decoders() if timed.case.source == "fms_fsdp"]
+    slower = [TimedCase(t.case, t.device, t.peak_s, 100 * t.measured_s) for t in of_source]
+    before = guess_step_s([*of_source, *others], "same_gpu")
+    after = guess_step_s([*slower, *others], "same_gpu")
+    assert all(before[timed.case.id] == after[timed.case.id] for timed in of_source)
+    assert all(before[timed.case.id] < after[timed.case.id] for timed in others)
 
 
 def test_the_guess_from_itself_is_right_for_most_of_similar_models() -> None:
-    own = [point for point in known() if point.case.source == "megatron_sc21_table1"]
-    assert errors(own, guess(own, "own")).median < 0.05
+    of_source = [timed for timed in timed_decoders() if timed.case.source == "megatron_sc21_table1"]
+    assert guess_errors(of_source, guess_step_s(of_source, "same_source")).median < 0.05
 
 
 def test_errors_count_rows() -> None:
-    two = known()[:2]
-    exact = {point.case.id: point.measured_s for point in two}
-    assert errors(two, exact).p90 == 0
-    assert errors(two, {name: 1.1 * seconds for name, seconds in exact.items()}).median == pytest.approx(0.1)
+    two = timed_decoders()[:2]
+    exact = {timed.case.id: timed.measured_s for timed in two}
+    assert guess_errors(two, exact).p90 == 0
+    assert guess_errors(two, {name: 1.1 * seconds for name, seconds in exact.items()}).median == pytest.approx(0.1)
 
 
 def test_families_hold_different_plans_of_one_run() -> None:

@@ -5,8 +5,8 @@ from functools import cache
 
 import pytest
 
-from meshwright.cluster.names import named
-from validation.runs.case import Case
+from meshwright.cluster.names import cluster_from_name
+from validation.runs.case import PublishedCase
 from validation.runs.cover import Coverage, cover
 from validation.runs.rows import origins, rows
 
@@ -17,7 +17,7 @@ def coverage() -> Coverage:
 
 
 @cache
-def cases() -> dict[str, Case]:
+def cases() -> dict[str, PublishedCase]:
     return {case.id: case for case in coverage().cases}
 
 
@@ -51,7 +51,7 @@ def test_a_case_has_a_step_time_or_was_out_of_memory() -> None:
 
 
 def test_the_plan_fills_the_cluster_and_divides_the_batch() -> None:
-    devices = {name: named(name).devices for name in {case.cluster for case in coverage().cases}}
+    devices = {name: cluster_from_name(name).device_count for name in {case.cluster for case in coverage().cases}}
     for case in coverage().cases:
         assert case.plan.world_size == devices[case.cluster], case.id
         data = case.plan.axes.replicate * case.plan.axes.shard

@@ -7,16 +7,16 @@ import torch
 
 from meshwright.call import Call
 from meshwright.workloads.text.decoder_sizes import decoder
-from validation.runs.case import Case, Sample
+from validation.runs.case import PublishedCase, Sample
 from validation.runs.checks import flops_mismatches, parameter_mismatches
 from validation.runs.cover import cover
 from validation.runs.models.build import make_batch, make_loss, make_model
 from validation.runs.reading.flops import DECODER, decoder_forward, step_flops
-from validation.runs.rows import Row, rows
+from validation.runs.rows import PublishedRow, rows
 
 
 @cache
-def cases() -> tuple[Case, ...]:
+def cases() -> tuple[PublishedCase, ...]:
     return cover().cases
 
 
@@ -28,7 +28,7 @@ def test_every_decoder_can_be_built() -> None:
             decoder(**{**keywords, "layers": 1})
 
 
-def is_decoder(case: Case) -> bool:
+def is_decoder(case: PublishedCase) -> bool:
     return case.model.call == DECODER
 
 
@@ -77,4 +77,4 @@ def test_our_own_models_have_the_published_shapes(
 
 
 def test_a_row_knows_its_source() -> None:
-    assert Row("dgxc_h100_v25.02-0053", 0, {}, {}, {}, {}).source == "dgxc_h100_v25.02"
+    assert PublishedRow("dgxc_h100_v25.02-0053", 0, {}, {}, {}, {}).source == "dgxc_h100_v25.02"

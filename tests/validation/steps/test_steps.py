@@ -4,13 +4,13 @@ from statistics import median
 
 import pytest
 
-from meshwright.calibrate.operators import cases as calibrated
+from meshwright.calibrate.operators import operator_cases as calibrated
 from meshwright.cluster.cluster import Cluster
 from meshwright.profile.values import ModelProfile
-from validation.steps.steps import Row, cases, measured_rows, predict, recorded_on, rows_here, trace
+from validation.steps.steps import StepRow, cases, measured_rows, predict, recorded_on, rows_here, trace
 
 
-def _seconds(row: Row, cluster: Cluster, traced: ModelProfile | None = None) -> float:
+def _seconds(row: StepRow, cluster: Cluster, traced: ModelProfile | None = None) -> float:
     return predict(row, cluster, traced).step_s
 
 
@@ -53,7 +53,7 @@ def test_steps_of_an_h200_are_predicted_within_ten_percent() -> None:
 def _shapes(traced: ModelProfile, batch: int) -> set[tuple[str, tuple[int, ...]]]:
     """Of its products, as a calibration has them."""
     found: set[tuple[str, tuple[int, ...]]] = set()
-    for stretch in traced.stretches:
+    for stretch in traced.segments:
         for operator in stretch.operators:
             shape = tuple(round(size.at(batch)) for size in operator.shape)
             if operator.kind == "matmul":

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from meshwright.data.loading import Loading, Share, train_batches
+from meshwright.data.loading import LoadingOptions, SampleShare, train_batches
 
 SEED, BATCH = 3, 8
 
@@ -57,12 +57,12 @@ def global_batches(
             dataset,
             seed=SEED,
             global_batch=BATCH,
-            share=Share(rank, ranks),
-            loading=Loading(workers=workers),
+            share=SampleShare(rank, ranks),
+            loading=LoadingOptions(workers=workers),
             start=start,
             epochs=2,
         )
-        shares.append([[part.data for part in batch.parts if part.samples] for batch in found])
+        shares.append([[part.data for part in batch.microbatches if part.samples] for batch in found])
     joined = []
     for together in zip(*shares, strict=True):
         parts = [part for share in together for part in share]

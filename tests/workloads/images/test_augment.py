@@ -10,12 +10,12 @@ from PIL import Image
 
 from meshwright.workloads.images.augment import (
     View,
-    centred,
-    normalized,
+    apply_view,
+    center_crop,
+    normalize,
     random_box,
-    random_resized,
+    random_resized_crop,
     random_view,
-    seen,
     whole_view,
 )
 from tests.workloads.images.pictures import noise
@@ -52,7 +52,7 @@ def test_half_of_the_pictures_are_mirrored() -> None:
     pixels = np.zeros((16, 16, 3), np.uint8)
     pixels[:, 8:] = 255
     picture = Image.fromarray(pixels)
-    mirrored = [np.asarray(random_resized(picture, 8, (1.0, 1.0)))[0, 0, 0] > 128 for _ in range(200)]
+    mirrored = [np.asarray(random_resized_crop(picture, 8, (1.0, 1.0)))[0, 0, 0] > 128 for _ in range(200)]
     assert 70 < sum(mirrored) < 130
 
 
@@ -73,7 +73,7 @@ def test_the_centre_is_resizing_and_cropping() -> None:
     picture = noise(0, 640, 480).resize((64, 48)).resize((640, 480))  # smooth
     resized = np.asarray(picture.resize((341, 256), Image.Resampling.BILINEAR), int)
     expected = resized[16:240, 58:282]
-    assert np.abs(np.asarray(centred(picture, 224), int) - expected).mean() < 2
+    assert np.abs(np.asarray(center_crop(picture, 224), int) - expected).mean() < 2
 
 
 def test_normalized_is_torchvisions_arithmetic() -> None:
@@ -84,8 +84,8 @@ def test_normalized_is_torchvisions_arithmetic() -> None:
         [transforms.ToTensor(), transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
     )
     picture = noise(1)
-    torch.testing.assert_close(normalized(picture), both(picture))
-    assert normalized(picture).is_contiguous()
+    torch.testing.assert_close(normalize(picture), both(picture))
+    assert normalize(picture).is_contiguous()
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -98,13 +98,13 @@ def test_views_fit_into_their_square(size: tuple[int, int]) -> None:
         left, top, right, bottom = view.box
         assert 0 <= left < right <= size[0]
         assert 0 <= top < bottom <= size[1]
-        seen(Image.new("RGB", size), Image.new("L", size), view, 32, 255)
+        apply_view(Image.new("RGB", size), Image.new("L", size), view, 32, 255)
 
 
 def test_a_mirrored_view_mirrors_both() -> None:
     picture, mask = noise(2), noise(3).convert("L")
-    straight = seen(picture, mask, View((0, 0, 24, 20), (24, 20), (0, 0)), 24, 255)
-    turned = seen(picture, mask, View((0, 0, 24, 20), (24, 20), (0, 0), mirrored=True), 24, 255)
+    straight = apply_view(picture, mask, View((0, 0, 24, 20), (24, 20), (0, 0)), 24, 255)
+    turned = apply_view(picture, mask, View((0, 0, 24, 20), (24, 20), (0, 0), mirrored=True), 24, 255)
     for one, other in zip(straight, turned, strict=True):
         assert torch.equal(one.flip(-1), other)
         assert not torch.equal(one, other)

@@ -160,7 +160,7 @@ def test_skipping_leaves_the_other_samples_as_they_were(root: Path) -> None:
 
 def test_layouts_that_are_none_are_told(root: Path, tmp_path: Path) -> None:
     refused("no folder .*nowhere", root=str(tmp_path / "nowhere"))
-    refused("has no folder vall; wanted is .*did you mean 'val'", split="vall", root=str(root))
+    refused("has no folder vall; expected is .*did you mean 'val'", split="vall", root=str(root))
     refused("has 2 class folders, but classes is 1000", root=str(root), classes=1000)
     (root / "train" / "empty").mkdir()
     refused("train/empty: this class has no pictures", root=str(root))
@@ -183,8 +183,8 @@ def test_a_wrong_value_is_named(root: Path, keywords: dict[str, Any], words: str
 
 
 def test_labels_are_known_without_reading(tmp_path: Path) -> None:
-    from meshwright.data.evenness import labels_of, told_of_parts
-    from meshwright.data.partition import ByPart
+    from meshwright.data.part_balance import describe_parts, labels_of
+    from meshwright.data.partition import PartPartition
 
     for name in ("cat", "dog"):
         (tmp_path / "train" / name).mkdir(parents=True)
@@ -193,4 +193,4 @@ def test_labels_are_known_without_reading(tmp_path: Path) -> None:
     labels = labels_of(image_folder("train", str(tmp_path)))
     assert labels == [0] * 30 + [1] * 30
     # By class is how folders lie: divided by sample, each of two ranks would have one class.
-    assert "skewed" in told_of_parts(ByPart(60, 8, 2, 0, 2), labels)[1]
+    assert "skewed" in describe_parts(PartPartition(60, 8, 2, 0, 2), labels)[1]

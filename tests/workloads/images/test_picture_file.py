@@ -11,7 +11,7 @@ from PIL import Image
 from meshwright.errors import InputError
 from meshwright.workloads.images import picture_file
 from meshwright.workloads.images.image_folder import image_folder
-from meshwright.workloads.images.picture_file import Reading, Undecodable, read_mask, read_picture
+from meshwright.workloads.images.picture_file import ReadingOptions, UndecodableError, read_mask, read_picture
 from meshwright.workloads.images.voc import voc
 from tests.workloads.images.pictures import global_batches, make_folders, make_scenes, noise, same, save_mask
 
@@ -24,7 +24,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def pixels(file: Path, **settings: Any) -> np.ndarray:
-    return np.asarray(read_picture(str(file), Reading(**settings)))
+    return np.asarray(read_picture(str(file), ReadingOptions(**settings)))
 
 
 def cached(folder: Path) -> list[Path]:
@@ -44,7 +44,7 @@ def test_large_pictures_are_reduced_to_the_shorter_side(file: Path, tmp_path: Pa
 
 def test_masks_are_reduced_without_new_classes(tmp_path: Path) -> None:
     save_mask(tmp_path / "mask.png", [3, 255, 9], 240, 180)
-    mask = np.asarray(read_mask(str(tmp_path / "mask.png"), Reading(shorter_side=30)))
+    mask = np.asarray(read_mask(str(tmp_path / "mask.png"), ReadingOptions(shorter_side=30)))
     assert mask.shape == (30, 40)
     assert np.unique(mask).tolist() == [3, 9, 255]
 
@@ -94,14 +94,14 @@ def test_a_cache_that_cannot_be_written_is_told_and_done_without(file: Path, tmp
     folder.mkdir()
     for name in range(256):
         (folder / f"{name:02x}").write_text("in the way")
-    with pytest.warns(UserWarning, match=f"cache {folder}: a decoded picture cannot be kept"):
+    with pytest.warns(UserWarning, match=f"cache {folder}: a decoded picture cannot be written"):
         found = pixels(file, cache=str(folder))
     assert np.array_equal(found, pixels(file))
 
 
 def test_a_cache_that_is_no_folder_is_refused(file: Path) -> None:
     with pytest.raises(InputError, match=r"cache is .*large.jpg, which is no folder"):
-        Reading(cache=str(file))
+        ReadingOptions(cache=str(file))
 
 
 @pytest.mark.parametrize("kind", ["folders", "scenes"])
@@ -119,8 +119,8 @@ def test_augmented_batches_do_not_depend_on_the_cache(
     def not_again(*arguments: object) -> None:
         raise AssertionError("decoded again")
 
-    monkeypatch.setattr(picture_file, "_picture", not_again)
-    monkeypatch.setattr(picture_file, "_mask", not_again)
+    monkeypatch.setattr(picture_file, "_decode_picture", not_again)
+    monkeypatch.setattr(picture_file, "_decode_mask", not_again)
     assert same(global_batches(make(cache=str(tmp_path / "cache"), **settings)), without)
 
 
@@ -128,7 +128,7 @@ def test_what_makes_no_sense_is_undecodable(tmp_path: Path) -> None:
     file = tmp_path / "letter.jpg"
     file.write_text("dear reader")
     for cache in (None, str(tmp_path / "cache")):
-        with pytest.raises(Undecodable, match=r"letter.jpg: cannot be decoded"):
+        with pytest.raises(UndecodableError, match=r"letter.jpg: cannot be decoded"):
             pixels(file, cache=cache)
-    with pytest.raises(Undecodable, match=r"gone.jpg: cannot be decoded: .*No such file"):
+    with pytest.raises(UndecodableError, match=r"gone.jpg: cannot be decoded: .*No such file"):
         pixels(tmp_path / "gone.jpg")

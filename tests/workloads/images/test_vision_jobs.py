@@ -9,10 +9,10 @@ import torch
 from meshwright.errors import InputError
 from meshwright.job import Job, load_job
 from meshwright.plan import Plan
-from meshwright.train.build import build_data, build_metrics, build_model
+from meshwright.train.build import build_data, build_initialized_model, build_metrics
 from meshwright.train.job_session import build_session
 from meshwright.workloads import vision
-from tests.train.alone import world
+from tests.train.one_process import world
 
 JOBS = Path(__file__).parents[3] / "jobs"
 NAMES = ("vgg16", "resnet18", "resnet50", "deeplab")
@@ -89,7 +89,7 @@ def test_resnet18_is_fine_tuned_with_a_new_head(tmp_path: Path) -> None:
         "train.weights.skip=[fc.*]",
         "train.freeze=[conv1, bn1, layer1, layer2, layer3]",
     )
-    start = build_model(small).state_dict()
+    start = build_initialized_model(small).state_dict()
     assert start["fc.weight"].shape == (4, 512)
     assert all(torch.equal(start[name], value) for name, value in pretrained.items() if not name.startswith("fc."))
     session = build_session(small, Plan(), world(), lambda doing: None)
@@ -104,10 +104,10 @@ def test_resnet18_is_fine_tuned_with_a_new_head(tmp_path: Path) -> None:
 
 def test_a_skipped_picture_is_no_sample_of_the_loss(tmp_path: Path) -> None:
     """With one of a batch's pictures damaged, a step's loss is the mean over the others."""
-    from meshwright.cache import cache_folder, made_once
+    from meshwright.cache import cache_folder, fill_once
     from meshwright.workloads.images.pictures_generated import make_image_folder
 
-    root = made_once(cache_folder() / "damaged", lambda folder: make_image_folder(folder, classes=4, samples=8))
+    root = fill_once(cache_folder() / "damaged", lambda folder: make_image_folder(folder, classes=4, samples=8))
     damaged = next((root / "train").rglob("*.JPEG"))
     damaged.write_bytes(b"no picture")
     small = job("resnet18", "data.synthetic=true", "data.damaged=skip", "train.global_batch=8")
@@ -117,9 +117,9 @@ def test_a_skipped_picture_is_no_sample_of_the_loss(tmp_path: Path) -> None:
         batch = next(
             build_session(small, Plan(), world(), lambda doing: None).batches(build_data(small)[0], global_batch=8)
         )
-    images, labels = batch.parts[0].data
+    images, labels = batch.microbatches[0].data
     assert (labels >= 0).sum() == 7
     session = build_session(small, Plan(), world(), lambda doing: None)
-    model = build_model(small).train()
+    model = build_initialized_model(small).train()
     each = torch.nn.functional.cross_entropy(model(images), labels, reduction="none")
     assert float(session.step(batch)) == pytest.approx(float(each.detach().sum() / 7), rel=1e-5)

@@ -150,7 +150,7 @@ def test_layouts_that_are_none_are_told(root: Path, tmp_path: Path) -> None:
     (root / "ImageSets" / "Segmentation" / "val.txt").write_text("\n")
     refused("lists no pictures", split="val", root=str(root))
     (root / "empty").mkdir()
-    refused("wanted is VOCdevkit", root=str(root / "empty"))
+    refused("expected is VOCdevkit", root=str(root / "empty"))
 
 
 @pytest.mark.parametrize(

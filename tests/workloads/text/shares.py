@@ -7,18 +7,24 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from meshwright.data.loading import Loading, Share, train_batches
+from meshwright.data.loading import LoadingOptions, SampleShare, train_batches
 
 
 def loaded(dataset: Any, ranks: int, start: tuple[int, int] = (0, 0), batch: int = 8) -> list[list[Tensor]]:
     """The tensors of global batches from `start` to the end of epoch 1, put together from what the ranks get."""
     parts = [
         train_batches(
-            dataset, seed=5, global_batch=batch, share=Share(rank, ranks), loading=Loading(), start=start, epochs=2
+            dataset,
+            seed=5,
+            global_batch=batch,
+            share=SampleShare(rank, ranks),
+            loading=LoadingOptions(),
+            start=start,
+            epochs=2,
         )
         for rank in range(ranks)
     ]
-    return [_joined([part for one in together for part in one.parts]) for together in zip(*parts, strict=True)]
+    return [_joined([part for one in together for part in one.microbatches]) for together in zip(*parts, strict=True)]
 
 
 def _joined(parts: Iterable[Any]) -> list[Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.errors import InputError
-from meshwright.parallel.weights.initialize import initialized
+from meshwright.parallel.weights.initialize import initialize_model
 from meshwright.workloads.text.decoder import (
     Decoder,
     NextTokenLoss,
@@ -125,7 +125,7 @@ def test_a_tied_head_is_the_embedding() -> None:
 def test_initial_weights_are_gpt2s_and_follow_their_names() -> None:
     def weights(layers: int) -> dict[str, Tensor]:
         keywords = {**SMALL, "layers": layers, "hidden": 64}
-        return initialized(lambda: Decoder(**keywords), seed=1).state_dict()
+        return initialize_model(lambda: Decoder(**keywords), seed=1).state_dict()
 
     found, query, out = weights(8), "blocks.3.attention.q.weight", "blocks.3.attention.o.weight"
     for name, std in (("embedding.weight", 0.02), (query, 0.02), (out, 0.02 / 16**0.5)):
@@ -185,14 +185,14 @@ def test_llamas_feedforward(hidden: int, wide: int) -> None:
 @pytest.mark.parametrize(
     ("keywords", "words"),
     [
-        ({"heads": 5}, r"hidden\(32\) does not divide into heads\(5\)"),
-        ({"kv_heads": 3}, r"heads\(4\) do not divide into kv_heads\(3\)"),
+        ({"heads": 5}, r"hidden\(32\) is not divisible by heads\(5\)"),
+        ({"kv_heads": 3}, r"heads\(4\) is not divisible by kv_heads\(3\)"),
         ({"kv_heads": 0}, "kv_heads is 0"),
         ({"layers": 0}, "layers is 0"),
         ({"hidden": 32.0}, r"hidden is 32\.0"),
         ({"norm": "layers"}, "norm is 'layers': did you mean 'layer'"),
         ({"positions": "alibi"}, "positions is 'alibi': known are learned, rotary"),
-        ({"hidden": 36, "heads": 12, "positions": "rotary"}, "3 channels a head"),
+        ({"hidden": 36, "heads": 12, "positions": "rotary"}, "3 channels per head"),
     ],
 )
 def test_what_cannot_be_built_is_refused(keywords: dict[str, Any], words: str) -> None:

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.errors import InputError
 from meshwright.workloads.text.decoder import Decoder, default_feedforward
-from meshwright.workloads.text.decoder_sizes import decoder, keywords_of, published
+from meshwright.workloads.text.decoder_sizes import decoder, keywords_of, published_sizes
 
 
 def on_meta(size: str) -> Decoder:
@@ -32,13 +32,13 @@ def closed_form(size: str) -> int:
     return int(k["layers"] * (attention + feedforward + 2 * norm) + norm + table)
 
 
-@pytest.mark.parametrize("size", sorted(published()))
+@pytest.mark.parametrize("size", sorted(published_sizes()))
 def test_parameters_equal_the_closed_form_and_the_published_total(size: str) -> None:
     model = on_meta(size)
     total = sum(p.numel() for p in model.parameters())
     assert total == closed_form(size)
-    assert published()[size]["parameters"] in (None, total)
-    assert len(published()[size]["source"]) > 20
+    assert published_sizes()[size]["parameters"] in (None, total)
+    assert len(published_sizes()[size]["source"]) > 20
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.errors import InputError
-from meshwright.parallel.weights.initialize import initialized
+from meshwright.parallel.weights.initialize import initialize_model
 from meshwright.workloads.text.encoder import Encoder, MaskedLanguage
 
 SMALL: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "sequence": 16, "vocabulary": 50, "dropout": 0.0}
@@ -46,7 +46,7 @@ def test_scores_are_by_the_table_that_embeds() -> None:
     model = MaskedLanguage(**SMALL)
     assert model.head.weight is model.encoder.embedding.weight
     assert model(text()).shape == (2, 12, 50)
-    start = initialized(lambda: MaskedLanguage(**SMALL), seed=1).requires_grad_(False)
+    start = initialize_model(lambda: MaskedLanguage(**SMALL), seed=1).requires_grad_(False)
     assert float(start.get_parameter("head.bias").abs().max()) == 0
     assert float(start.get_parameter("encoder.embedding.weight").std()) == pytest.approx(0.02, rel=0.1)
     assert float(start(text()).abs().max()) < 1  # no word is preferred before anything is learned
@@ -55,7 +55,7 @@ def test_scores_are_by_the_table_that_embeds() -> None:
 @pytest.mark.parametrize(
     ("keywords", "words"),
     [
-        ({"hidden": 30}, r"hidden\(30\) does not divide into heads\(4\)"),
+        ({"hidden": 30}, r"hidden\(30\) is not divisible by heads\(4\)"),
         ({"layers": 0}, "the encoder's layers is 0"),
         ({"sequence": 4}, "12 tokens long, but the model has positions for sequence = 4"),
     ],

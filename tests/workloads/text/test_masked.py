@@ -24,17 +24,17 @@ def root(tmp_path: Path) -> Path:
 
 def test_of_the_chosen_tokens_most_are_hidden_some_replaced_and_some_left(root: Path) -> None:
     torch.manual_seed(0)
-    given, targets = masked(root=str(root), sequence=39_000)[0]
-    chosen = targets != -100
-    assert float(chosen.float().mean()) == pytest.approx(0.15, abs=0.01)
-    assert set(targets[chosen].tolist()) == {ord("x")}
-    hidden, left = given[chosen] == MASK, given[chosen] == ord("x")
+    inputs, targets = masked(root=str(root), sequence=39_000)[0]
+    is_target = targets != -100
+    assert float(is_target.float().mean()) == pytest.approx(0.15, abs=0.01)
+    assert set(targets[is_target].tolist()) == {ord("x")}
+    hidden, left = inputs[is_target] == MASK, inputs[is_target] == ord("x")
     assert float(hidden.float().mean()) == pytest.approx(0.8, abs=0.02)
     assert float(left.float().mean()) == pytest.approx(0.1, abs=0.02)
-    replaced = given[chosen][~hidden & ~left]
+    replaced = inputs[is_target][~hidden & ~left]
     assert len(replaced.unique()) > 100
     assert int(replaced.max()) < 258
-    assert set(given[~chosen].tolist()) == {ord("x")}
+    assert set(inputs[~is_target].tolist()) == {ord("x")}
 
 
 def test_masks_are_a_function_of_seed_epoch_and_sample(root: Path) -> None:
@@ -73,9 +73,9 @@ def test_a_damaged_window_asks_for_nothing(root: Path) -> None:
     raw.tofile(root / "train.bin")
     dataset = masked(root=str(root), sequence=100, damaged="skip")
     with pytest.warns(UserWarning, match="token 5 is 60000"):
-        given, targets = dataset[0]
+        inputs, targets = dataset[0]
     assert set(targets.tolist()) == {-100}
-    assert int(given.max()) < 258
+    assert int(inputs.max()) < 258
 
 
 @pytest.mark.parametrize(("keywords", "words"), [({"share": 0.0}, "share is 0.0"), ({"vocabulary": 9}, "has one of 9")])

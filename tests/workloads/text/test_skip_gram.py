@@ -19,25 +19,25 @@ def test_scores_are_products_of_centers_and_contexts() -> None:
 
 def test_the_loss_is_what_its_formula_says() -> None:
     scores = torch.randn(2, 3, 4)
-    right = torch.zeros(2, 3, 4)
-    right[..., 0] = 1
+    targets = torch.zeros(2, 3, 4)
+    targets[..., 0] = 1
     expected = -F.logsigmoid(scores[..., 0]) - F.logsigmoid(-scores[..., 1:]).sum(-1)
-    assert torch.allclose(NegativeSampling()(scores, right), expected.mean())
-    assert float(NegativeSampling()(scores.double(), right)) == pytest.approx(float(expected.mean()))
+    assert torch.allclose(NegativeSampling()(scores, targets), expected.mean())
+    assert float(NegativeSampling()(scores.double(), targets)) == pytest.approx(float(expected.mean()))
 
 
 def test_the_share_of_neighbours_that_go_best_with_their_words() -> None:
-    right = torch.tensor([[[1.0, 0, 0], [1, 0, 0]]])
-    hits, of = found_first(torch.tensor([[[3.0, 1, 2], [1, 2, 0]]]), right)
-    assert (float(hits), of) == (1, 2)
+    targets = torch.tensor([[[1.0, 0, 0], [1, 0, 0]]])
+    hits, count = found_first(torch.tensor([[[3.0, 1, 2], [1, 2, 0]]]), targets)
+    assert (float(hits), count) == (1, 2)
 
 
 @pytest.mark.parametrize("sparse", [False, True])
 def test_gradients_are_sparse_where_asked(sparse: bool) -> None:
     model = SkipGram(30, 8, sparse=sparse)
-    right = torch.tensor([[[1.0, 0.0]]])
+    targets = torch.tensor([[[1.0, 0.0]]])
     optimizer = torch.optim.Adagrad(model.parameters(), 0.1)
-    NegativeSampling()(model(torch.tensor([[3]]), torch.tensor([[[4, 5]]])), right).backward()
+    NegativeSampling()(model(torch.tensor([[3]]), torch.tensor([[[4, 5]]])), targets).backward()
     gradient = model.context.weight.grad
     assert gradient is not None
     assert gradient.is_sparse == sparse

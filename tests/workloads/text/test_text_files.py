@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import InputError
-from meshwright.workloads.text.text_files import PIECE_BYTES, pieces, text_files
+from meshwright.workloads.text.text_files import PIECE_BYTES, text_files, text_pieces
 
 
 def test_all_files_but_hidden_ones_in_one_order(tmp_path: Path) -> None:
@@ -24,27 +24,27 @@ def test_a_file_of_any_size_comes_in_small_pieces(tmp_path: Path, line: str) -> 
     """Also where there are no lines to cut at: characters stay whole."""
     text = line[:-1] + line[-1] * 50_000 if not line.endswith("\n") else line * 30_000
     (tmp_path / "long").write_text(text)
-    found = list(pieces(tmp_path / "long", "fatal"))
-    assert "".join(found) == text
-    assert len(found) > 1
-    assert max(len(piece.encode()) for piece in found) < 2 * PIECE_BYTES
+    pieces = list(text_pieces(tmp_path / "long", "fatal"))
+    assert "".join(pieces) == text
+    assert len(pieces) > 1
+    assert max(len(piece.encode()) for piece in pieces) < 2 * PIECE_BYTES
 
 
 def test_a_line_that_is_no_utf8_is_told_and_fatal_or_left_out(tmp_path: Path) -> None:
     file = tmp_path / "latin.txt"
     file.write_bytes(b"one\ntw\xe4\nthree\n")
-    with pytest.raises(InputError, match=rf"{file}, line 2: byte 3 of it is no UTF-8: .*damaged: skip"):
-        list(pieces(file, "fatal"))
+    with pytest.raises(InputError, match=rf"{file}, line 2: byte 3 is not UTF-8: .*damaged: skip"):
+        list(text_pieces(file, "fatal"))
     with pytest.warns(UserWarning, match=f"{file}, line 2"):
-        assert list(pieces(file, "skip")) == ["one\nthree\n"]
+        assert list(text_pieces(file, "skip")) == ["one\nthree\n"]
     file.write_bytes(b"\xff\n" * 50)
     with pytest.warns(UserWarning, match="line 1") as told:
-        assert list(pieces(file, "skip")) == []
+        assert list(text_pieces(file, "skip")) == []
     assert len(told) == 1
 
 
 def test_a_torn_end_of_a_file_is_damage_too(tmp_path: Path) -> None:
     file = tmp_path / "torn"
     file.write_bytes(b"a" * (PIECE_BYTES - 1) + b"\xe2")
-    with pytest.raises(InputError, match="line 1: byte 1 of it"):
-        list(pieces(file, "fatal"))
+    with pytest.raises(InputError, match="line 1: byte 1 is not"):
+        list(text_pieces(file, "fatal"))

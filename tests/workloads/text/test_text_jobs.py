@@ -11,21 +11,21 @@ import torch
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
-from meshwright.batch import split
+from meshwright.batch import split_batch
 from meshwright.call import bind, build
 from meshwright.errors import InputError
 from meshwright.job import Job, load_job
 from meshwright.plan import Plan
 from meshwright.proof.proof import Proof
-from meshwright.proof.prove import prove_in
-from meshwright.proof.question import Question
-from meshwright.train.build import build_data, build_metrics, make_model
+from meshwright.proof.prove import prove_in_running_ranks
+from meshwright.proof.request import ProofRequest
+from meshwright.train.build import build_data, build_metrics, construct_model
 from meshwright.train.job_session import build_session
-from meshwright.train.step.loss import understand
+from meshwright.train.step.loss import classify_loss
 from meshwright.train.step.optimizer import build_optimizer
 from tests.ranks import RankPool
 from tests.soaked import all_but
-from tests.train.alone import world
+from tests.train.one_process import world
 
 JOBS = Path(__file__).parents[3] / "jobs"
 SMALL = "data.synthetic=true"
@@ -86,12 +86,12 @@ def test_the_parts_of_a_job_fit_together_at_full_size(name: str) -> None:
     whole = job(name)
     small = whole.model_copy(update={"data": whole.data.model_copy(update={"synthetic": True})})
     train, _ = build_data(small)
-    example = split(tree_map(lambda one: one.to("meta"), default_collate([train[0], train[1]])))
+    example = split_batch(tree_map(lambda one: one.to("meta"), default_collate([train[0], train[1]])))
     with torch.device("meta"):
-        model = make_model(whole)
+        model = construct_model(whole)
         output = model(*example.arguments)
     assert whole.loss is not None
-    understand(bind(whole.loss, "loss")).term(output, example.target, 2)
+    classify_loss(bind(whole.loss, "loss")).term(output, example.target, 2)
     optimizer = build_optimizer(whole.optimizer, model)
     if whole.schedule:
         build(whole.schedule, optimizer, role="schedule")
@@ -120,7 +120,7 @@ def test_on_generated_data_the_loss_falls_as_the_header_says(name: str) -> None:
 def proved(rank: int, size: int, name: str, plan: Plan, folder: Path, cache: Path) -> Proof | None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))
-        return prove_in(Question(job(name, SMALL), plan, steps=2), world(rank, size), folder)
+        return prove_in_running_ranks(ProofRequest(job(name, SMALL), plan, steps=2), world(rank, size), folder)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_job_trains_under_its_plans_as_alone(
 
 def test_gpt_decays_matrices_only() -> None:
     small = job("gpt", SMALL)
-    optimizer = build_optimizer(small.optimizer, make_model(small))
+    optimizer = build_optimizer(small.optimizer, construct_model(small))
     decayed, spared = optimizer.param_groups
     assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
     assert {p.dim() for p in decayed["params"]} == {2}

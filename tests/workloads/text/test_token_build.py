@@ -19,16 +19,16 @@ def texts(tmp_path: Path) -> Path:
     return folder
 
 
-def built(out: Path, split: str, dtype: Any = "<u2") -> list[int]:
+def read_tokens(out: Path, split: str, dtype: Any = "<u2") -> list[int]:
     return np.fromfile(out / f"{split}.bin", dtype).tolist()
 
 
 def test_bytes_are_tokens_and_documents_end(texts: Path, tmp_path: Path) -> None:
-    about = build_tokens(texts, tmp_path / "out", validation=0)
+    info = build_tokens(texts, tmp_path / "out", validation=0)
     documents = [list(file.read_bytes()) for file in sorted(texts.iterdir())]
     expected = [token for document in documents for token in (*document, 256)]
-    assert built(tmp_path / "out", "train") == expected
-    assert set(about) == {"train"}
+    assert read_tokens(tmp_path / "out", "train") == expected
+    assert set(info) == {"train"}
     described = json.loads((tmp_path / "out" / "train.json").read_text())
     assert described.pop("checksum")
     assert described == {
@@ -38,9 +38,9 @@ def test_bytes_are_tokens_and_documents_end(texts: Path, tmp_path: Path) -> None
 
 
 def test_the_share_to_evaluate_on_is_kept_and_nothing_is_lost(texts: Path, tmp_path: Path) -> None:
-    about = build_tokens(texts, tmp_path / "out", validation=0.25)
-    train, val = (built(tmp_path / "out", split) for split in ("train", "val"))
-    assert (len(train), len(val)) == (about["train"].count, about["val"].count)
+    info = build_tokens(texts, tmp_path / "out", validation=0.25)
+    train, val = (read_tokens(tmp_path / "out", split) for split in ("train", "val"))
+    assert (len(train), len(val)) == (info["train"].count, info["val"].count)
     assert len(val) / len(train + val) == pytest.approx(0.25, abs=0.05)
     whole = sum(len(file.read_bytes()) + 1 for file in texts.iterdir())
     assert len(train) + len(val) == whole
@@ -53,9 +53,9 @@ def words_tokenizer(folder: Path, size: int) -> str:
         "</s>": size + 1,
         "[UNK]": size + 2,
     }
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
     return str(folder / "tokenizer.json")
 
 
@@ -64,10 +64,10 @@ def test_any_tokenizer_file_will_do(tmp_path: Path, size: int, dtype: str) -> No
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "one").write_text(f"w7 w{size - 1} what")
     name = words_tokenizer(tmp_path, size)
-    about = build_tokens(tmp_path / "texts", tmp_path / "out", name, validation=0)["train"]
-    assert built(tmp_path / "out", "train", np.dtype(dtype)) == [7, size - 1, size + 2, size + 1]
-    assert (about.dtype, about.vocabulary, about.mask, about.end) == (dtype, size + 3, size, size + 1)
-    assert about.tokenizer == name
+    info = build_tokens(tmp_path / "texts", tmp_path / "out", name, validation=0)["train"]
+    assert read_tokens(tmp_path / "out", "train", np.dtype(dtype)) == [7, size - 1, size + 2, size + 1]
+    assert (info.dtype, info.vocabulary, info.mask, info.end) == (dtype, size + 3, size, size + 1)
+    assert info.tokenizer == name
 
 
 def test_tokenizers_that_are_not_there_are_told(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_tokenizers_that_are_not_there_are_told(texts: Path, tmp_path: Path, mon
         build_tokens(texts, tmp_path / "out", str(wrong))
 
 
-def test_what_fails_leaves_the_old_files_alone(texts: Path, tmp_path: Path) -> None:
+def test_a_failed_build_leaves_the_old_files_unchanged(texts: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     build_tokens(texts, out, validation=0.2)
     before = {file.name: file.read_bytes() for file in out.iterdir()}

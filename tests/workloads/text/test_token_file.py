@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from meshwright.errors import InputError
-from meshwright.workloads.text.text_generated import text
+from meshwright.workloads.text.text_generated import generated_text
 from meshwright.workloads.text.token_build import build_tokens
 from meshwright.workloads.text.token_file import IGNORED, tokens, verify_tokens
 
@@ -24,9 +24,9 @@ def root(tmp_path: Path) -> Path:
 def test_windows_follow_one_another_with_targets_one_ahead(root: Path) -> None:
     dataset = tokens(root=str(root), sequence=10)
     assert len(dataset) == 10  # the 101st token is the last one's target
-    given, targets = dataset[3]
-    assert (given.tolist(), targets.tolist()) == (list(range(30, 40)), list(range(31, 41)))
-    assert given.dtype == targets.dtype == torch.int64
+    inputs, targets = dataset[3]
+    assert (inputs.tolist(), targets.tolist()) == (list(range(30, 40)), list(range(31, 41)))
+    assert inputs.dtype == targets.dtype == torch.int64
     assert dataset[9][1][-1] == 256
     assert len(tokens(root=str(root), sequence=10, limit=4)) == 4
     with pytest.raises(IndexError):
@@ -37,7 +37,7 @@ def test_only_the_window_is_read_and_workers_are_sent_no_map(root: Path) -> None
     dataset = tokens(root=str(root), sequence=10)
     before = len(pickle.dumps(dataset))
     dataset[0]
-    assert isinstance(dataset._opened(), np.memmap)
+    assert isinstance(dataset._mapped_tokens(), np.memmap)
     assert len(pickle.dumps(dataset)) == before
     assert torch.equal(pickle.loads(pickle.dumps(dataset))[5][0], dataset[5][0])
 
@@ -46,7 +46,7 @@ def test_generated_tokens_are_files_that_the_same_loader_reads() -> None:
     dataset, unseen = tokens(synthetic=True, sequence=64), tokens("val", synthetic=True, sequence=64)
     again = tokens(root=str(dataset.file.path.parent), sequence=64)
     assert torch.equal(again[7][0], dataset[7][0])
-    assert bytes(dataset[0][0].tolist()).decode(errors="ignore") in text(0, 500)
+    assert bytes(dataset[0][0].tolist()).decode(errors="ignore") in generated_text(0, 500)
     assert len(dataset) > 8 * len(unseen) > 0
     verify_tokens(dataset.file.path.parent, dataset.file.path.stem)
 
@@ -82,11 +82,11 @@ def test_a_mistake_is_told(root: Path, keywords: dict[str, Any], words: str) -> 
 @pytest.mark.parametrize("content", ["{", "{}", '{"dtype": "float32"}', "[]"])
 def test_a_damaged_description_is_told(root: Path, content: str) -> None:
     (root / "train.json").write_text(content)
-    with pytest.raises(InputError, match=r"train\.json: is no description of tokens"):
+    with pytest.raises(InputError, match=r"train\.json: does not describe a token file"):
         tokens(root=str(root))
 
 
-def test_a_torn_file_is_fatal_or_what_is_left_of_it_is_used(root: Path) -> None:
+def test_a_truncated_file_is_an_error_or_its_remaining_windows_are_used(root: Path) -> None:
     file = root / "train.bin"
     file.write_bytes(file.read_bytes()[:101])
     with pytest.raises(InputError, match=f"{file}: holds 101 bytes, not the 202"):
@@ -96,7 +96,7 @@ def test_a_torn_file_is_fatal_or_what_is_left_of_it_is_used(root: Path) -> None:
     assert len(dataset) == 4
 
 
-def test_a_token_outside_the_vocabulary_is_fatal_or_counted_by_no_loss(root: Path) -> None:
+def test_a_token_outside_the_vocabulary_is_an_error_or_its_window_is_ignored_by_the_loss(root: Path) -> None:
     file = root / "train.bin"
     raw = np.fromfile(file, "<u2")
     raw[[35, 60]] = 999
@@ -105,10 +105,10 @@ def test_a_token_outside_the_vocabulary_is_fatal_or_counted_by_no_loss(root: Pat
         tokens(root=str(root), sequence=10)[3]
     dataset = tokens(root=str(root), sequence=10, damaged="skip")
     with pytest.warns(UserWarning, match="token 35 is 999") as told:
-        (given, targets), (_, before), (_, behind) = (dataset[index] for index in (3, 5, 6))
+        (inputs, targets), (_, before), (_, after) = (dataset[index] for index in (3, 5, 6))
     assert len(told) == 1
-    assert before.tolist() == behind.tolist() == [IGNORED] * 10  # token 60 is the last target of window 5
-    assert int(given.max()) < 258
+    assert before.tolist() == after.tolist() == [IGNORED] * 10  # token 60 is the last target of window 5
+    assert int(inputs.max()) < 258
     assert targets.tolist() == [IGNORED] * 10
     assert dataset[0][1].tolist() == list(range(1, 11))
 

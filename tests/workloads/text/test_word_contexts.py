@@ -28,17 +28,17 @@ def root(tmp_path: Path) -> str:
     return str(tmp_path / "texts")
 
 
-ASKED: dict[str, Any] = {"minimum": 1, "window": 3, "negatives": 4, "centers": 10, "subsample": None}
+KEYWORDS: dict[str, Any] = {"minimum": 1, "window": 3, "negatives": 4, "centers": 10, "subsample": None}
 
 
 def test_neighbours_are_near_and_the_others_are_others(root: str) -> None:
-    dataset = words(root=root, **ASKED)
+    dataset = words(root=root, **KEYWORDS)
     distances = []
     for index in range(200):
         seed_generators(index)
-        centers, contexts, right = dataset[index]
-        assert (centers.shape, contexts.shape, right.shape) == ((10,), (10, 5), (10, 5))
-        assert right.tolist() == [[1, 0, 0, 0, 0]] * 10
+        centers, contexts, targets = dataset[index]
+        assert (centers.shape, contexts.shape, targets.shape) == ((10,), (10, 5), (10, 5))
+        assert targets.tolist() == [[1, 0, 0, 0, 0]] * 10
         assert not (contexts[:, 1:] == contexts[:, :1]).any()
         distances += ((contexts[:, 0] - centers + 10) % 20 - 10).abs().tolist()
     shares = np.bincount(distances, minlength=4) / len(distances)
@@ -50,44 +50,44 @@ def test_neighbours_are_near_and_the_others_are_others(root: str) -> None:
 def test_others_are_drawn_by_a_power_of_their_frequency(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "one").write_text("a b " * 800 + "a c " * 100)
-    dataset = words(root=str(tmp_path / "texts"), **{**ASKED, "negatives": 200})
-    drawn = np.diff(dataset.chances, prepend=0)
+    dataset = words(root=str(tmp_path / "texts"), **{**KEYWORDS, "negatives": 200})
+    drawn = np.diff(dataset.cumulative_probabilities, prepend=0)
     expected = np.array([900, 800, 100]) ** 0.75
     assert drawn.tolist() == pytest.approx((expected / expected.sum()).tolist())
 
 
 def test_what_is_drawn_is_a_function_of_seed_epoch_and_sample(root: str) -> None:
-    dataset = words(root=root, **ASKED)
+    dataset = words(root=root, **KEYWORDS)
     assert_same_everywhere(dataset)
     first, second = loaded(dataset, 1)[:1], loaded(dataset, 1, start=(1, 0))[:1]
     assert not torch.equal(first[0][1], second[0][1])
 
 
 def test_no_sample_is_both_trained_and_evaluated_on(root: str) -> None:
-    train, val = words(root=root, **ASKED), words("val", root=root, **ASKED)
+    train, val = words(root=root, **KEYWORDS), words("val", root=root, **KEYWORDS)
     assert sorted([*train.samples, *val.samples]) == list(range(400))
     assert len(val) == 8
 
 
 def test_workers_are_sent_no_map(root: str) -> None:
-    dataset = words(root=root, **ASKED)
+    dataset = words(root=root, **KEYWORDS)
     before = len(pickle.dumps(dataset))
     dataset[0]
-    assert isinstance(dataset._opened(), np.memmap)
+    assert isinstance(dataset._mapped_words(), np.memmap)
     assert len(pickle.dumps(dataset)) == before
 
 
 @pytest.mark.parametrize(
-    ("keywords", "told"),
+    ("keywords", "message"),
     [
         ({"split": "test"}, "split is 'test'"),
         ({"window": 0}, "window is 0"),
         ({"centers": 3000}, "4001 words, 20 diff"),
     ],
 )
-def test_mistakes_are_told(root: str, keywords: dict[str, Any], told: str) -> None:
-    with pytest.raises(InputError, match=told):
-        words(root=root, **{**ASKED, **keywords})
+def test_mistakes_are_told(root: str, keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        words(root=root, **{**KEYWORDS, **keywords})
 
 
 def test_without_data_both_ways_out_are_named() -> None:

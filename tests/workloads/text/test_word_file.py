@@ -5,7 +5,7 @@ import pytest
 
 from meshwright.errors import InputError
 from meshwright.workloads.text import word_file
-from meshwright.workloads.text.word_file import Corpus, corpus
+from meshwright.workloads.text.word_file import Corpus, load_corpus
 
 
 @pytest.fixture
@@ -18,55 +18,55 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def read(found: Corpus) -> list[str]:
-    return [found.words[number] for number in np.fromfile(found.path, "<u4")]
+def read_words(corpus: Corpus) -> list[str]:
+    return [corpus.words[number] for number in np.fromfile(corpus.path, "<u4")]
 
 
 def test_words_are_ranked_by_frequency_and_rare_ones_left_out(texts: Path) -> None:
-    found = corpus(texts, vocabulary=10, minimum=2, subsample=None, damaged="fatal")
-    assert found.words == ("the", "cat", "dog", "häuser")
-    assert found.counts == (4, 2, 2, 2)
-    assert read(found) == ["the", "cat", "the", "dog", "the", "häuser", "cat", "dog", "the", "häuser"]
-    assert found.count == 10
-    few = corpus(texts, vocabulary=2, minimum=1, subsample=None, damaged="fatal")
-    assert read(few) == ["the", "cat", "the", "the", "cat", "the"]
+    corpus = load_corpus(texts, vocabulary=10, minimum=2, subsample=None, damaged="fatal")
+    assert corpus.words == ("the", "cat", "dog", "häuser")
+    assert corpus.counts == (4, 2, 2, 2)
+    assert read_words(corpus) == ["the", "cat", "the", "dog", "the", "häuser", "cat", "dog", "the", "häuser"]
+    assert corpus.count == 10
+    few = load_corpus(texts, vocabulary=2, minimum=1, subsample=None, damaged="fatal")
+    assert read_words(few) == ["the", "cat", "the", "the", "cat", "the"]
 
 
 def test_it_is_made_once_and_again_when_the_texts_change(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = corpus(texts, 10, 1, None, "fatal")
+    first = load_corpus(texts, 10, 1, None, "fatal")
     with monkeypatch.context() as patch:
-        patch.setattr(word_file, "_write", lambda *_: pytest.fail("it was there already"))
-        assert corpus(texts, 10, 1, None, "fatal") == first
+        patch.setattr(word_file, "_write_corpus", lambda *_: pytest.fail("it was there already"))
+        assert load_corpus(texts, 10, 1, None, "fatal") == first
     (texts / "three.txt").write_text("bird")
-    assert "bird" in corpus(texts, 10, 1, None, "fatal").words
+    assert "bird" in load_corpus(texts, 10, 1, None, "fatal").words
 
 
 def test_frequent_words_are_thinned_out(texts: Path) -> None:
     (texts / "three.txt").write_text("common " * 9_000 + "seldom " * 1_000)
-    found = corpus(texts, 10, 100, 0.01, "fatal")
-    share, kept = 9_000 / 10_011, 0.01
-    words = read(found)
-    assert words.count("common") / 9_000 == pytest.approx((kept / share) ** 0.5 + kept / share, rel=0.1)
+    corpus = load_corpus(texts, 10, 100, 0.01, "fatal")
+    share, subsample = 9_000 / 10_011, 0.01
+    words = read_words(corpus)
+    assert words.count("common") / 9_000 == pytest.approx((subsample / share) ** 0.5 + subsample / share, rel=0.1)
     assert words.count("seldom") / 1_000 > 3 * words.count("common") / 9_000
-    assert corpus(texts, 10, 100, 0.01, "fatal") == found
+    assert load_corpus(texts, 10, 100, 0.01, "fatal") == corpus
 
 
 def test_while_counting_memory_is_bounded(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (texts / "three.txt").write_text(" ".join(f"w{number}" for number in range(200)))
-    monkeypatch.setattr(word_file, "_MOST_COUNTED", 20)
-    assert corpus(texts, 10, 2, None, "fatal").words[0] == "the"
+    monkeypatch.setattr(word_file, "_MAX_COUNTED_WORDS", 20)
+    assert load_corpus(texts, 10, 2, None, "fatal").words[0] == "the"
 
 
 def test_damage_is_told_and_fatal_or_left_out(texts: Path) -> None:
     (texts / "zz").write_bytes(b"fine fine\nbroken \xff\n")
     with pytest.raises(InputError, match="zz, line 2"):
-        corpus(texts, 10, 1, None, "fatal")
+        load_corpus(texts, 10, 1, None, "fatal")
     with pytest.warns(UserWarning, match="zz, line 2"):
-        found = corpus(texts, 20, 1, None, "skip")
-    assert "fine" in found.words
-    assert "broken" not in found.words
+        corpus = load_corpus(texts, 20, 1, None, "skip")
+    assert "fine" in corpus.words
+    assert "broken" not in corpus.words
 
 
 def test_texts_without_frequent_words_are_told(texts: Path) -> None:
     with pytest.raises(InputError, match="no word occurs 9 times"):
-        corpus(texts, 10, 9, None, "fatal")
+        load_corpus(texts, 10, 9, None, "fatal")

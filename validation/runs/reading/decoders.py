@@ -7,19 +7,26 @@ from typing import Any
 
 from meshwright.call import Call
 from meshwright.yaml_file import read_mapping
-from validation.runs.case import Case, NotCovered, Sample
+from validation.runs.case import NotCovered, PublishedCase, Sample
 from validation.runs.families import family_of
 from validation.runs.reading.flops import DECODER, decoder_keywords
 from validation.runs.reading.hardware import cluster_of, device_of
-from validation.runs.reading.layout import Layout, Level, blocks_by_cost, even_blocks, make_plan, microbatches_of
+from validation.runs.reading.layout import (
+    RunLayout,
+    ShardingLevel,
+    blocks_by_cost,
+    even_blocks,
+    make_plan,
+    microbatches_of,
+)
 from validation.runs.reading.measures import memory_of, step_of
 from validation.runs.reading.words import precision_of, recompute_of
-from validation.runs.rows import Row
+from validation.runs.rows import PublishedRow
 
 FILE = Path(__file__).with_name("decoders.yaml")
 LOSS = Call(call="meshwright.workloads.text.decoder:NextTokenLoss")
 ADAM = Call.model_validate({"call": "torch.optim:AdamW", "lr": 1e-4, "fused": True})
-ZERO: dict[int, Level | None] = {0: None, 1: "optimizer", 2: "gradients", 3: "parameters"}
+ZERO: dict[int, ShardingLevel | None] = {0: None, 1: "optimizer", 2: "gradients", 3: "parameters"}
 OTHER_SELECTIVE = {"megatron": "that of attention alone", "fms-fsdp": "that of some blocks"}
 # Nanotron cuts at equal costs: a block's are 4h² + 3hf, its head's are Vh (models/llama.py, get_block_compute_costs);
 # ten blocks and six, and five on the first of four stages, as the parameters a rank has in its table say.
@@ -32,14 +39,14 @@ def _settings() -> dict[str, Any]:
     return read_mapping(FILE, "published decoders")
 
 
-def is_decoder(row: Row) -> bool:
+def is_decoder(row: PublishedRow) -> bool:
     return row.source in _settings()["sources"]
 
 
-def read_decoder(row: Row) -> Case:
+def read_decoder(row: PublishedRow) -> PublishedCase:
     settings = _settings()["sources"][row.source]
     settings = {**settings, **settings.get("frameworks", {}).get(row.framework, {})}
-    assumed = Assumed(settings["assumed"])
+    assumed = Assumptions(settings["assumed"])
     assumed.used.extend([settings["beside"]] if "beside" in settings else [])
     _refuse(row)
     model, length = _model(row, assumed)
@@ -66,7 +73,7 @@ def read_decoder(row: Row) -> Case:
     step_s, words = step_of(row, model, length, global_batch)
     assumed.used.extend(words)
     memory_bytes, memory_kind = memory_of(row)
-    return Case(
+    return PublishedCase(
         id=row.id,
         source=row.source,
         family=family_of(
@@ -92,7 +99,7 @@ def read_decoder(row: Row) -> Case:
     )
 
 
-class Assumed:
+class Assumptions:
     """The assumptions of a source; `used` collects those that one row needed, as words."""
 
     def __init__(self, values: dict[str, Any]) -> None:
@@ -115,7 +122,7 @@ COMPILED = ("compile", "chunked CE", "activation checkpointing")  # torchtune's 
 LADDER = ("+packed", *(f"+{step}" for step in COMPILED))
 
 
-def _refuse(row: Row) -> None:
+def _refuse(row: PublishedRow) -> None:
     plan, contradicted = row.plan, _settings()["contradicted"]
     if row.id in contradicted:
         raise NotCovered(contradicted[row.id])
@@ -134,7 +141,7 @@ def _refuse(row: Row) -> None:
 # ---- the model
 
 
-def _model(row: Row, assumed: Assumed) -> tuple[Call, int]:
+def _model(row: PublishedRow, assumed: Assumptions) -> tuple[Call, int]:
     named = dict(_settings()["named"].get(row.model["name"], {}))
     stands_for = named.pop("for", None)
     length = row.model["seq"]
@@ -158,14 +165,14 @@ def _model(row: Row, assumed: Assumed) -> tuple[Call, int]:
     return Call(call=DECODER, **{**keywords, "sequence": length}), length
 
 
-def _kind(row: Row) -> str:
+def _kind(row: PublishedRow) -> str:
     kind = row.model.get("family", "")
     if kind not in _settings()["kinds"]:
         raise NotCovered(f"a model of family '{kind}'")
     return str(kind)
 
 
-def _precision(row: Row, settings: dict[str, Any], assumed: Assumed) -> str:
+def _precision(row: PublishedRow, settings: dict[str, Any], assumed: Assumptions) -> str:
     if "precision" in settings:
         assumed.used.append(f"precision {settings['precision']}, as the repository's scripts have it")
         return str(settings["precision"])
@@ -175,7 +182,7 @@ def _precision(row: Row, settings: dict[str, Any], assumed: Assumed) -> str:
 # ---- the plan
 
 
-def _layout(row: Row, model: dict[str, Any], assumed: Assumed) -> Layout:
+def _layout(row: PublishedRow, model: dict[str, Any], assumed: Assumptions) -> RunLayout:
     plan, layers = _stated(row), model["layers"]
     tensor, pipeline, ranks = plan.get("tp", 1), plan.get("pp", 1), row.hardware["n_gpus"]
     data = plan.get("dp") or ranks // (tensor * pipeline)
@@ -186,14 +193,14 @@ def _layout(row: Row, model: dict[str, Any], assumed: Assumed) -> Layout:
     if row.source in BY_COST and pipeline > 1:
         block = 4 * model["hidden"] ** 2 + 3 * model["hidden"] * model["feedforward"]
         blocks = blocks_by_cost(layers, pipeline, model["vocabulary"] * model["hidden"] / block)
-        return Layout(data, tensor, pipeline, chunks, sharding, shard, blocks)
+        return RunLayout(data, tensor, pipeline, chunks, sharding, shard, blocks)
     blocks = _blocks(plan, layers, pipeline * chunks) if pipeline > 1 else ()
     if len(set(blocks)) > 1 and "stage_layers" not in plan:
         assumed.used.append(f"{layers} blocks over {len(blocks)} stages as evenly as can be")
-    return Layout(data, tensor, pipeline, chunks, sharding, shard, blocks)
+    return RunLayout(data, tensor, pipeline, chunks, sharding, shard, blocks)
 
 
-def _stated(row: Row) -> dict[str, Any]:
+def _stated(row: PublishedRow) -> dict[str, Any]:
     """With Colossal-AI's words, `zero1(dp2)+tp2+pp4`, as numbers."""
     words = row.plan.get("parallelism")
     if words is None:
@@ -201,7 +208,9 @@ def _stated(row: Row) -> dict[str, Any]:
     return {name: int(value) for name, value in re.findall(r"(zero|dp|tp|pp)(\d+)", words)}
 
 
-def _sharding(row: Row, plan: dict[str, Any], data: int, assumed: Assumed) -> tuple[Level | None, int]:
+def _sharding(
+    row: PublishedRow, plan: dict[str, Any], data: int, assumed: Assumptions
+) -> tuple[ShardingLevel | None, int]:
     fsdp = plan.get("fsdp")
     if isinstance(fsdp, int):
         return "parameters", fsdp
@@ -220,7 +229,7 @@ def _sharding(row: Row, plan: dict[str, Any], data: int, assumed: Assumed) -> tu
     return None, 1
 
 
-def _chunks(row: Row, plan: dict[str, Any], layers: int, assumed: Assumed) -> int:
+def _chunks(row: PublishedRow, plan: dict[str, Any], layers: int, assumed: Assumptions) -> int:
     """Stages a rank. An interleaved schedule that does not say how many has as few as divide a rank's blocks."""
     pipeline = plan.get("pp", 1)
     if pipeline == 1:
@@ -243,7 +252,7 @@ def _blocks(plan: dict[str, Any], layers: int, stages: int) -> tuple[int, ...]:
     return (counted[0] - 1, *counted[1:-1], counted[-1] - 1)
 
 
-def _batches(row: Row, data: int, assumed: Assumed) -> tuple[int, int]:
+def _batches(row: PublishedRow, data: int, assumed: Assumptions) -> tuple[int, int]:
     """The global batch and the microbatch."""
     a_rank = re.search(r'"Batch Size per DP" = (\d+)', row.notes)
     if row.source == "deepspeed_azure_z3" and row.micro_batch:
@@ -260,7 +269,7 @@ def _batches(row: Row, data: int, assumed: Assumed) -> tuple[int, int]:
     return whole, whole // data if micro == "whole" else micro
 
 
-def _technique(row: Row, assumed: Assumed) -> str:
+def _technique(row: PublishedRow, assumed: Assumptions) -> str:
     """What torchtune's cumulative ladder says of recomputation; else the source's assumption."""
     technique = row.plan.get("technique")
     if technique:
@@ -268,7 +277,7 @@ def _technique(row: Row, assumed: Assumed) -> str:
     return str(assumed.take("recompute", "recompute {}"))
 
 
-def _sequence(row: Row, layout: Layout, assumed: Assumed) -> bool:
+def _sequence(row: PublishedRow, layout: RunLayout, assumed: Assumptions) -> bool:
     if layout.tensor == 1:
         return False
     if "sp" in row.plan:

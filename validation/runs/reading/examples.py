@@ -7,14 +7,14 @@ from typing import Any
 
 from meshwright.call import Call
 from meshwright.yaml_file import read_mapping
-from validation.runs.case import Case, NotCovered, Sample
+from validation.runs.case import NotCovered, PublishedCase, Sample
 from validation.runs.families import family_of
 from validation.runs.reading.hardware import cluster_of, device_of
-from validation.runs.reading.layout import ImageLayout, Layout, make_plan
+from validation.runs.reading.layout import ImageLayout, RunLayout, make_plan
 from validation.runs.reading.measures import memory_of, seconds_of
-from validation.runs.reading.refused import refuse
+from validation.runs.reading.out_of_scope import check_in_scope
 from validation.runs.reading.words import precision_of
-from validation.runs.rows import Row
+from validation.runs.rows import PublishedRow
 
 FILE = Path(__file__).with_name("examples.yaml")
 TORCHVISION = ("ryujaehun_cnn", "u39kun", "pytorch_ddp_bench", "nvidia_dle", "lambda_v1", "lambda_v2")
@@ -30,13 +30,13 @@ def _settings() -> dict[str, Any]:
     return read_mapping(FILE, "published examples")
 
 
-def is_example(row: Row) -> bool:
+def is_example(row: PublishedRow) -> bool:
     return row.source in _settings()["sources"]
 
 
-def read_example(row: Row) -> Case:
+def read_example(row: PublishedRow) -> PublishedCase:
     settings = _settings()["sources"][row.source]
-    refuse(row)
+    check_in_scope(row)
     model, sample, defaults = _model(row)
     defaults += (settings["beside"],) if "beside" in settings else ()
     cluster, words = cluster_of(row)
@@ -51,7 +51,7 @@ def read_example(row: Row) -> Case:
     engine = _engine(row, settings["engine"])
     optimizer, words = _optimizer(row, settings["optimizer"], sample, engine, precision)
     plan = make_plan(
-        Layout(ranks),
+        RunLayout(ranks),
         accumulation,
         precision,
         bucket_bytes=_bucket_bytes(row),
@@ -60,7 +60,7 @@ def read_example(row: Row) -> Case:
     global_batch = batch * accumulation * ranks
     measured_as = f"{engine}, {row.measured['stat']}" if "stat" in row.measured else engine
     memory_bytes, memory_kind = memory_of(row)
-    return Case(
+    return PublishedCase(
         id=row.id,
         source=row.source,
         family=family_of(row.source, measured_as, model, cluster, precision, global_batch),
@@ -84,7 +84,7 @@ def read_example(row: Row) -> Case:
     )
 
 
-def _engine(row: Row, word: str) -> str:
+def _engine(row: PublishedRow, word: str) -> str:
     """BERT has programs of its own among NVIDIA's examples."""
     first = (row.framework.split() or [""])[0]
     if row.source == "u39kun" and first == "PyTorch":
@@ -96,7 +96,7 @@ def _engine(row: Row, word: str) -> str:
     return "nvidia-bert" if engine == "nvidia-examples" else own
 
 
-def _model(row: Row) -> tuple[Call, Sample, tuple[str, ...]]:
+def _model(row: PublishedRow) -> tuple[Call, Sample, tuple[str, ...]]:
     name = str(row.model["name"])
     known = _settings()["models"].get(name)
     if known is None and row.source in TORCHVISION and LISTED.match(name):
@@ -113,7 +113,7 @@ def _model(row: Row) -> tuple[Call, Sample, tuple[str, ...]]:
     return Call(**keywords), sample, words
 
 
-def _bert(row: Row, keywords: dict[str, Any]) -> tuple[Call, Sample, tuple[str, ...]]:
+def _bert(row: PublishedRow, keywords: dict[str, Any]) -> tuple[Call, Sample, tuple[str, ...]]:
     settings, length = _settings()["bert"], row.model.get("seq")
     if length is None:
         length = settings["spans_length"]
@@ -124,7 +124,9 @@ def _bert(row: Row, keywords: dict[str, Any]) -> tuple[Call, Sample, tuple[str, 
     return call, Sample("words", (length,), targets), (f"{targets} words of a sample predicted", "AdamW for LAMB")
 
 
-def _optimizer(row: Row, word: str, sample: Sample, engine: str, precision: str) -> tuple[Call | None, tuple[str, ...]]:
+def _optimizer(
+    row: PublishedRow, word: str, sample: Sample, engine: str, precision: str
+) -> tuple[Call | None, tuple[str, ...]]:
     if word == "none":
         return None, ()
     chosen = "adam" if sample.kind in ("words", "spans") else word
@@ -135,7 +137,7 @@ def _optimizer(row: Row, word: str, sample: Sample, engine: str, precision: str)
     return Call(**_settings()["optimizers"][chosen]), (f"optimizer {chosen}",)
 
 
-def _layout_of_images(row: Row, sample: Sample, precision: str, settings: dict[str, Any]) -> ImageLayout:
+def _layout_of_images(row: PublishedRow, sample: Sample, precision: str, settings: dict[str, Any]) -> ImageLayout:
     if "Tensor" in row.framework or sample.kind not in ("images", "boxes"):
         return "contiguous"
     told: ImageLayout = settings["layout"] if precision == "fp16" and sample.kind == "images" else "contiguous"
@@ -143,7 +145,7 @@ def _layout_of_images(row: Row, sample: Sample, precision: str, settings: dict[s
     return boxes if sample.kind == "boxes" else told
 
 
-def _batches(row: Row, precision: str, of: str) -> tuple[int, int, tuple[str, ...]]:
+def _batches(row: PublishedRow, precision: str, of: str) -> tuple[int, int, tuple[str, ...]]:
     """A rank's microbatch, how many of them are accumulated, and the defaults that went into them.
 
     NVIDIA's TensorFlow tables give both for fp16 first and for fp32 second; the collected rows have the latter
@@ -163,19 +165,19 @@ def _batches(row: Row, precision: str, of: str) -> tuple[int, int, tuple[str, ..
     return row.batch_per_gpu // parts, row.grad_accum or 1, ()
 
 
-def _batch_of_lambda(row: Row, precision: str) -> tuple[int, int]:
+def _batch_of_lambda(row: PublishedRow, precision: str) -> tuple[int, int]:
     batches = _settings()["lambda_batches"].get(row.model["name"])
     if row.source != "lambda_v2" or batches is None or row.hardware["gpu"] not in _settings()["lambda_gpus"]:
         raise NotCovered("batch not stated")
     return int(batches[precision]), 1
 
 
-def _bucket_bytes(row: Row) -> int | None:
+def _bucket_bytes(row: PublishedRow) -> int | None:
     found = re.search(r"bucket (\d+)MB", row.framework)
     return int(found[1]) * MIB if found else None
 
 
-def _step(row: Row, global_batch: int) -> float:
+def _step(row: PublishedRow, global_batch: int) -> float:
     seconds = seconds_of(row, global_batch)
     if seconds is None:
         raise NotCovered("no step time, and none that follows")

@@ -21,21 +21,21 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshwright.call import Call
 from meshwright.workloads.text.decoder import default_feedforward
 from meshwright.workloads.text.decoder_sizes import decoder, keywords_of
-from validation.runs.case import Case, Sample
+from validation.runs.case import PublishedCase, Sample
 from validation.runs.models.build import make_batch, make_loss, make_model
 
 DECODER = "meshwright.workloads.text.decoder_sizes:decoder"
 
 
 @dataclass(frozen=True)
-class Forward:
+class ForwardFlops:
     """Of one sample."""
 
     blocks: float
     head: float
 
 
-def step_flops(case: Case) -> float:
+def step_flops(case: PublishedCase) -> float:
     """Of one step over the global batch, with what is computed again."""
     if case.model.call != DECODER:
         return counted(case)
@@ -44,7 +44,7 @@ def step_flops(case: Case) -> float:
     return case.global_batch * (3 * (forward.blocks + forward.head) + again)
 
 
-def decoder_forward(arguments: dict[str, Any], length: int) -> Forward:
+def decoder_forward(arguments: dict[str, Any], length: int) -> ForwardFlops:
     keywords = decoder_keywords(arguments)
     hidden, layers, heads = keywords["hidden"], keywords["layers"], keywords["heads"]
     kv_heads = keywords.get("kv_heads") or heads
@@ -53,7 +53,7 @@ def decoder_forward(arguments: dict[str, Any], length: int) -> Forward:
     weights = (2 + 2 * kv_heads / heads) * hidden**2 + (2 if activation == "gelu" else 3) * hidden * wide
     block = 2 * length * weights + 4 * length**2 * hidden
     head = 2 * length * hidden * keywords["vocabulary"] if keywords.get("head", True) else 0.0
-    return Forward(layers * block, head)
+    return ForwardFlops(layers * block, head)
 
 
 def decoder_keywords(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def decoder_keywords(arguments: dict[str, Any]) -> dict[str, Any]:
     return {**(keywords_of(size) if size else {}), **rest}
 
 
-def counted(case: Case) -> float:
+def counted(case: PublishedCase) -> float:
     what = [case.model.model_dump(), case.loss.model_dump(), asdict(case.sample)]
     return case.global_batch * _per_sample(json.dumps(what, sort_keys=True))
 

@@ -6,11 +6,11 @@ from typing import Any
 
 from meshwright.cluster.catalog import find_entry
 from meshwright.cluster.cluster import Device
-from meshwright.cluster.names import parse
+from meshwright.cluster.names import parse_cluster_name
 from meshwright.errors import InputError
 from meshwright.yaml_file import read_mapping
 from validation.runs.case import NotCovered
-from validation.runs.rows import Row
+from validation.runs.rows import PublishedRow
 
 FILE = Path(__file__).with_name("hardware.yaml")
 
@@ -20,7 +20,7 @@ def _names() -> dict[str, Any]:
     return read_mapping(FILE, "names of published hardware")
 
 
-def cluster_of(row: Row) -> tuple[str, tuple[str, ...]]:
+def cluster_of(row: PublishedRow) -> tuple[str, tuple[str, ...]]:
     """The cluster's name, and the defaults that went into it."""
     name, defaults = _device(str(row.hardware["gpu"]))
     ranks = row.hardware.get("n_gpus")
@@ -38,7 +38,7 @@ def cluster_of(row: Row) -> tuple[str, tuple[str, ...]]:
 
 def device_of(cluster: str) -> Device:
     """The device as the catalog has it: nothing that was measured on the machine this runs on."""
-    return find_entry(parse(cluster)[1]).device
+    return find_entry(parse_cluster_name(cluster)[1]).device
 
 
 def _device(gpu: str) -> tuple[str, tuple[str, ...]]:

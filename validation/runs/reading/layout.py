@@ -8,14 +8,14 @@ from typing import Literal
 from meshwright.plan import Axes, Compute, Gradients, Memory, Modules, NumericsGroup, Pipeline, Plan
 from validation.runs.case import NotCovered
 
-Level = Literal["optimizer", "gradients", "parameters"]
+ShardingLevel = Literal["optimizer", "gradients", "parameters"]
 Recompute = Literal["none", "selective", "full"]
 ImageLayout = Literal["contiguous", "channels_last"]
 PRECISIONS: tuple[Literal["fp32", "tf32", "bf16", "fp16"], ...] = ("fp32", "tf32", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
-class Layout:
+class RunLayout:
     """How ranks are laid out. Of `data` parallel ranks, `shard` divide what `sharding` says (None: nothing).
     `chunks` are stages a pipeline rank; `blocks` of the model in each stage."""
 
@@ -23,7 +23,7 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     chunks: int = 1
-    sharding: Level | None = None
+    sharding: ShardingLevel | None = None
     shard: int = 1
     blocks: tuple[int, ...] = ()
 
@@ -33,7 +33,7 @@ class Layout:
 
 
 def make_plan(
-    layout: Layout,
+    layout: RunLayout,
     microbatches: int,
     precision: str,
     recompute: Recompute = "none",

@@ -11,13 +11,13 @@ from typing import Any
 from meshwright.call import Call
 from validation.runs.case import NotCovered
 from validation.runs.reading.flops import decoder_keywords
-from validation.runs.rows import Row
+from validation.runs.rows import PublishedRow
 
 H100_PEAK = 989e12  # that nanotron divides by, FLOP/s in bf16
 UNITS = {"GB": 1e9, "GiB": 2**30}
 
 
-def step_of(row: Row, model: Call, length: int, global_batch: int) -> tuple[float | None, tuple[str, ...]]:
+def step_of(row: PublishedRow, model: Call, length: int, global_batch: int) -> tuple[float | None, tuple[str, ...]]:
     """Seconds a step of a decoder, None where it was out of memory, and the defaults that went into it."""
     measured, ranks = row.measured, row.hardware["n_gpus"]
     if measured.get("oom"):
@@ -34,7 +34,7 @@ def step_of(row: Row, model: Call, length: int, global_batch: int) -> tuple[floa
     raise NotCovered("no step time, and none that follows")
 
 
-def seconds_of(row: Row, global_batch: int, length: int = 0) -> float | None:
+def seconds_of(row: PublishedRow, global_batch: int, length: int = 0) -> float | None:
     measured = row.measured
     for name in ("step_time_s", "step_time_s_derived"):
         if name in measured:
@@ -46,7 +46,7 @@ def seconds_of(row: Row, global_batch: int, length: int = 0) -> float | None:
     return None
 
 
-def memory_of(row: Row) -> tuple[float | None, str | None]:
+def memory_of(row: PublishedRow) -> tuple[float | None, str | None]:
     """Bytes, and what they are: allocated, reserved, or all of a device's, where the row says."""
     kind = row.measured.get("mem_kind")
     for unit, factor in UNITS.items():

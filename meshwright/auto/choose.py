@@ -1,0 +1,107 @@
+"""`plan: auto` of a job, and `mw.best_plan`: the fastest plan that the executor can run, found by one search."""
+
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from meshwright.auto.inputs import model_planning_inputs, planning_data, planning_inputs
+from meshwright.batch import split_batch
+from meshwright.calibrate.probe import measure_machine
+from meshwright.cluster.cluster import Cluster
+from meshwright.cluster.detect import find_cluster
+from meshwright.errors import MeshwrightError
+from meshwright.parallel.tensor.dimension_partition import dimension_partition_plan
+from meshwright.plan import Axes, Plan
+from meshwright.planner.inputs import PlanningInputs, with_measured_operators
+from meshwright.planner.profiles import Profiles
+from meshwright.planner.search import PricedPlan, search
+from meshwright.profile.tracing.step import LossFunction
+from meshwright.simulator.predict import predict_plan
+from meshwright.train.build import construct_model
+from meshwright.train.job_parts import JobParts
+
+
+def choose_plan(inputs: PlanningInputs, profiles: Profiles) -> PricedPlan:
+    """The fastest plan that fits and that `inputs.check_plan` accepts. Raises an `InputError` where there is none."""
+    return search(inputs, profiles).ranked[0]
+
+
+def plan_of_job(parts: JobParts, cluster: Cluster, plan: "Plan | Literal['auto']") -> tuple[Plan, float | None]:
+    """The plan that a job is trained with, and the predicted seconds of a step. They are None where the machine has not
+    been measured, or where the model or the plan cannot be predicted.
+
+    `auto` is the fastest plan that does not change the numerics. Where it cannot be predicted, every device is a
+    replica.
+    """
+    job = parts.job
+    if plan == "auto" and job.data.partition == "dimension":  # this says how the model is divided
+        plan = dimension_plan(parts, cluster)
+    fallback = replicate_plan(cluster, job.train.global_batch) if plan == "auto" else plan
+    if not _is_measured(cluster):
+        return fallback, None
+    try:
+        inputs, profiles = planning_inputs(parts, cluster, exact=True, even_shares=False)
+    except Exception:  # whatever the job's own code raises: the checks before the run report what is wrong
+        return fallback, None
+    try:
+        if plan == "auto":
+            best = choose_plan(inputs, profiles)
+            return best.plan, best.prediction.step_s
+        if plan.numerics.precision == "auto":
+            return plan, None  # the run measures which precision is the fastest
+        profile = profiles.get(plan.numerics.precision, plan.memory.recompute)
+        ranks = cluster.with_device_count(min(plan.world_size, cluster.device_count))
+        return plan, predict_plan(ranks, profile, plan, inputs.global_batch, inputs.optimizer).step_s
+    except MeshwrightError:  # the model cannot be traced, or no plan is predicted to fit: the run itself will tell
+        return fallback, None
+
+
+def dimension_plan(parts: JobParts, cluster: Cluster) -> Plan:
+    """The plan of a job with `data.partition: dimension`, whose ranks each get some of the features of every sample."""
+    structure = planning_data(parts).structure
+    example = split_batch(structure.sample, structure.target)
+    return dimension_partition_plan(construct_model(parts.job), example, cluster.device_count)
+
+
+def replicate_plan(cluster: Cluster, global_batch: int) -> Plan:
+    """The plan that needs no prediction: every device is a replica, at most as many as there are samples."""
+    return Plan(axes=Axes(replicate=min(cluster.device_count, global_batch)))
+
+
+def unmeasured_note(plan: Plan, cluster: Cluster, given: "Plan | Literal['auto']") -> str | None:
+    """A sentence for users of `plan: auto` on a machine that has not been measured; None for others."""
+    if given != "auto" or _is_measured(cluster):
+        return None
+    return f"plan: {plan.summary()}, without a prediction, as this machine is not measured: run meshwright doctor once"
+
+
+def _is_measured(cluster: Cluster) -> bool:
+    return all(node.device.is_known for node in cluster.nodes)
+
+
+def best_plan(
+    model: nn.Module,
+    sample_batch: Any,
+    *,
+    global_batch: int,
+    loss: LossFunction | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    cluster: str | Cluster = "local",
+    exact: bool = False,
+    target: str | None = None,
+) -> Plan:
+    """The fastest plan for this model that `parallelize` can run. The model and the batch may lie on the meta device.
+    `optimizer` is a template; without one it is plain SGD. With `exact` the plan does not change the numerics."""
+    machines = find_cluster(cluster, measure_machine) if isinstance(cluster, str) else cluster
+    inputs, profiles = model_planning_inputs(
+        model,
+        sample_batch,
+        machines,
+        global_batch=global_batch,
+        loss=loss,
+        optimizer=optimizer,
+        exact=exact,
+        target=target,
+    )
+    return choose_plan(with_measured_operators(inputs, profiles), profiles).plan

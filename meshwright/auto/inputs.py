@@ -1,0 +1,129 @@
+"""What a plan is searched for, from a job or from a model with a sample batch. The search asks the executor about every
+plan that it considers (`PlanningInputs.check_plan`), so what it proposes can be run."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.call import bind
+from meshwright.cluster.cluster import Cluster
+from meshwright.errors import InputError, MeshwrightError
+from meshwright.parallel.check import checker_of_structure
+from meshwright.planner.inputs import PlanningInputs
+from meshwright.planner.profiles import Profiles
+from meshwright.profile.optimizer import optimizer_cost
+from meshwright.profile.structure.model_structure import ModelStructure
+from meshwright.profile.tracing.step import LossFunction
+from meshwright.train.build import build_data, sample_batch
+from meshwright.train.job_parts import JobParts
+from meshwright.train.step.optimizer import build_optimizer
+
+
+def planning_inputs(
+    parts: JobParts,
+    cluster: Cluster,
+    *,
+    exact: bool = False,
+    top: int = 1,
+    even_shares: bool = True,
+    notify: Callable[[str], None] = lambda line: None,
+) -> tuple[PlanningInputs, Profiles]:
+    """The inputs of a job, and the profiles of its model. `notify` is called with a sentence where the sample batch is
+    not one of the job's data."""
+    job, on_gpu = parts.job, cluster.kind == "cuda"
+    training = planning_data(parts)
+    structure, training_set = training.structure, training.training_set
+    if training.is_generated and not job.data.synthetic:
+        notify("data.root is not set: the shapes of a batch are taken from generated data")
+    try:
+        optimizer = build_optimizer(job.optimizer, structure.model)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"optimizer: {error}") from error
+    inputs = PlanningInputs(
+        cluster,
+        job.train.global_batch,
+        optimizer_cost(optimizer, on_gpu),
+        exact=exact,
+        top=top,
+        even_shares=even_shares,
+        check_plan=checker_of_structure(structure),
+        epoch_samples=len(training_set) if hasattr(training_set, "__len__") and not training.is_generated else None,
+    )
+    loss = bind(job.loss, "loss") if job.loss else None
+    profiles = parts.once(f"profiles for {cluster.kind}", lambda: _profiles(structure, loss, on_gpu))
+    return inputs, profiles
+
+
+def model_planning_inputs(
+    model: nn.Module,
+    sample: Any,
+    cluster: Cluster,
+    *,
+    global_batch: int,
+    loss: LossFunction | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    exact: bool = False,
+    target: str | None = None,
+) -> tuple[PlanningInputs, Profiles]:
+    """The inputs for a model at hand, and its profiles. Without an optimizer it is plain SGD."""
+    on_gpu = cluster.kind == "cuda"
+    structure = ModelStructure(model, sample, target)
+    check_plan = checker_of_structure(structure)
+    inputs = PlanningInputs(
+        cluster, global_batch, optimizer_cost(optimizer, on_gpu), exact=exact, check_plan=check_plan
+    )
+    return inputs, _profiles(structure, loss, on_gpu)
+
+
+def _profiles(structure: ModelStructure, loss: LossFunction | None, on_gpu: bool) -> Profiles:
+    model = _with_dense_gradients(structure.model)
+    return Profiles(model, structure.sample, loss, structure.target, on_gpu, known_structure=structure)
+
+
+def _with_dense_gradients(model: nn.Module) -> nn.Module:
+    """The model, or a copy with the same parameters where embeddings have sparse gradients: these cannot be traced, and
+    dense ones take at least as long."""
+    if not any(getattr(module, "sparse", False) is True for module in model.modules()):
+        return model
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    copy = deepcopy(model, shared)
+    for module in copy.modules():
+        if getattr(module, "sparse", False) is True:
+            module.sparse = False  # type: ignore[assignment]
+    return copy
+
+
+@dataclass(frozen=True)
+class PlanningData:
+    """The training set of a job, and the structure of its model on a batch of it."""
+
+    training_set: Any
+    is_generated: bool
+    structure: ModelStructure
+
+
+def planning_data(parts: JobParts) -> PlanningData:
+    """What a job is planned with. Where the files of its training set are missing and it names no folder, this is
+    generated data, since planning only needs the shapes of a batch."""
+    return parts.once("planning_data", lambda: _planning_data(parts))
+
+
+def _planning_data(parts: JobParts) -> PlanningData:
+    job = parts.job
+    try:
+        data = parts.data[0]
+    except InputError as missing:
+        if job.data.synthetic or job.data.root is not None:
+            raise
+        generated = job.model_copy(update={"data": job.data.model_copy(update={"synthetic": True})})
+        try:
+            data = build_data(generated)[0]
+        except MeshwrightError:
+            raise missing from None
+        sample = sample_batch(job, data)
+        return PlanningData(data, True, ModelStructure(parts.model, sample, job.data.target))
+    return PlanningData(data, job.data.synthetic, parts.structure)

@@ -1,0 +1,97 @@
+"""Writes and reads divided tensors as chunks of the whole tensor, so that a checkpoint does not depend on the plan.
+
+`ChunkedTensor` implements DCP's protocol for objects that describe their own chunks: each region of the whole tensor
+that a rank holds is one chunk. A chunk that several ranks hold is written by one of them: DCP removes duplicates and
+spreads the chunks over the ranks.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from meshwright.parallel.weights.layout import ParameterLayout, local_tensor, region_view, shard_regions, whole_shape
+
+
+class ChunkedTensor:
+    """A tensor that the tensor, replicate or shard axis divides among ranks."""
+
+    def __init__(self, tensor: Tensor, layout: ParameterLayout | None) -> None:
+        self.tensor = tensor
+        self._size = torch.Size(whole_shape(tensor, layout))
+        self._regions = {torch.Size(region.offsets): region for region in shard_regions(tensor, layout)}
+
+    def size(self) -> torch.Size:
+        return self._size
+
+    def view(self, offsets: torch.Size) -> Tensor:
+        """This rank's memory of the chunk that begins at `offsets` of the whole tensor."""
+        return region_view(local_tensor(self.tensor.detach()), self._regions[offsets])
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offsets, torch.Size(region.sizes)) for offsets, region in self._regions.items()]
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(local_tensor(self.tensor))
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self._size),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Without flattening: the keys are flat already, and DCP would turn the keys of nested small objects into
+    strings."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return _chunk(self.state_dict, index) if _is_chunked(self.state_dict, index) else super().lookup_object(index)
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        chunked = {key: value for key, value in state_dict.items() if isinstance(value, ChunkedTensor)}
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        # DCP drops objects of types it does not know, since it would replace them by what it reads.
+        self.state_dict.update(chunked)
+        state_dict.update(chunked)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return _chunk(self.state_dict, index) if _is_chunked(self.state_dict, index) else super().lookup_tensor(index)
+
+
+def as_chunked(value: Any, layout: ParameterLayout | None) -> Any:
+    """A `ChunkedTensor` for a divided tensor; whole tensors and other objects as they are."""
+    is_divided = isinstance(value, Tensor) and (layout is not None or isinstance(value, DTensor))
+    return ChunkedTensor(value, layout) if is_divided else value
+
+
+def local_value(value: Any) -> Any:
+    """The inverse of `as_chunked`: the tensor with this rank's memory."""
+    return value.tensor if isinstance(value, ChunkedTensor) else value
+
+
+def _is_chunked(state: dict[str, Any], index: MetadataIndex) -> bool:
+    return isinstance(state.get(index.fqn), ChunkedTensor)
+
+
+def _chunk(state: dict[str, Any], index: MetadataIndex) -> Tensor:
+    tensor = state[index.fqn]
+    assert isinstance(tensor, ChunkedTensor)
+    assert index.offset is not None
+    return tensor.view(index.offset)

@@ -1,0 +1,42 @@
+"""Describes to users how evenly a data set is divided into fixed parts: the sizes of the parts, and whether their
+labels are distributed alike."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from meshwright.data.partition import PartPartition
+
+SKEWED = 0.1  # share of a part's samples whose labels exceed their frequency in the whole data set
+
+
+def labels_of(dataset: Any) -> list[int] | None:
+    """The integer labels of all samples where the data set has them in an attribute, as torchvision's data sets have.
+    None where they could only be found by reading the samples, or are not integers."""
+    for name in ("labels", "targets"):
+        labels = getattr(dataset, name, None)
+        if labels is not None and not callable(labels) and len(labels) == len(dataset):
+            try:
+                return [int(label) for label in labels]
+            except (TypeError, ValueError):
+                return None
+    return None
+
+
+def describe_parts(partition: PartPartition, labels: Sequence[int] | None) -> list[str]:
+    """Lines for the log: sizes of parts and batches, and a warning where the labels are skewed. `labels` is None where
+    they are not known."""
+    sizes = partition.sizes
+    size_difference = (max(sizes) - min(sizes)) / max(sizes)
+    lines = [
+        f"data: {partition.parts} parts of {min(sizes):,} to {max(sizes):,} samples ({size_difference:.1%} apart),"
+        f" {partition.batches:,} batches an epoch of at most {partition.batch}"
+    ]
+    if labels is not None:
+        skew, part = partition.skew(labels)
+        if skew > SKEWED:
+            lines.append(
+                f"warning: labels are skewed: {skew:.0%} of part {part}'s samples have labels that an even part would"
+                " not have. Batches mix all parts, but local BatchNorm and local steps see only the part of one rank:"
+                " shuffle the data set once, or use data.partition batch"
+            )
+    return lines

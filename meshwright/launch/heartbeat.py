@@ -1,0 +1,121 @@
+"""`Heartbeat`: which step a rank is at and what it does there, in a small memory-mapped file. Other processes can read
+the file even after the rank was killed."""
+
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+START_UP = "start-up"
+
+# A sequence number is written before and after the body. Where the two differ, a write was under way.
+_NUMBER = struct.Struct("<Q")
+_BODY = struct.Struct("<qqqq48s")  # pid, attempt, step, completed, activity
+_WHOLE = struct.Struct("<Qqqqq48sQ")
+
+
+@dataclass(frozen=True)
+class HeartbeatRecord:
+    """A rank's heartbeat as another process reads it. `step` is -1 before the first step, `activity` is a word such as
+    `backward`, and `completed` counts the steps completed in this attempt."""
+
+    pid: int
+    attempt: int
+    step: int
+    activity: str
+    completed: int
+
+
+class Heartbeat:
+    """The heartbeat that a rank writes about itself. `update` is called several times a step, so it only packs a few
+    bytes into mapped memory."""
+
+    def __init__(self, memory: mmap.mmap | bytearray, attempt: int) -> None:
+        self.step = -1
+        self.activity = START_UP
+        self.completed = 0
+        self.folder: Path | None = None
+        self._attempt = attempt
+        self._memory = memory
+        self._pid = os.getpid()
+        self._sequence = 0
+        self._write()
+
+    @classmethod
+    def in_folder(cls, folder: Path, rank: int, attempt: int) -> "Heartbeat":
+        heartbeat = cls.in_memory(attempt)
+        heartbeat.move_to(folder, rank)
+        return heartbeat
+
+    @classmethod
+    def in_memory(cls, attempt: int = 0) -> "Heartbeat":
+        """Returns a heartbeat that no other process can read, for ranks that have no folder."""
+        return cls(bytearray(_WHOLE.size), attempt)
+
+    def move_to(self, folder: Path, rank: int) -> None:
+        """Writes the heartbeat to a file in this folder from now on. The ranks of torchrun agree on a folder only after
+        they joined."""
+        folder.mkdir(parents=True, exist_ok=True)
+        with heartbeat_file(folder, rank).open("w+b") as file:
+            file.truncate(_WHOLE.size)
+            self._memory = mmap.mmap(file.fileno(), _WHOLE.size)
+        self.folder = folder
+        self._write()
+
+    def update(self, step: int, activity: str) -> None:
+        self.step = step
+        self.activity = activity
+        self._write()
+
+    def finish_step(self) -> None:
+        """Counts one more completed step of this attempt. After the first one, a failure is worth a restart."""
+        self.completed += 1
+        self._write()
+
+    def _write(self) -> None:
+        self._sequence += 1
+        number = self._sequence
+        _WHOLE.pack_into(
+            self._memory,
+            0,
+            number,
+            self._pid,
+            self._attempt,
+            self.step,
+            self.completed,
+            self.activity.encode(),
+            number,
+        )
+
+
+def heartbeat_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.place"
+
+
+def read_heartbeat(path: Path) -> HeartbeatRecord | None:
+    """Returns the latest heartbeat in the file; None where there is no file or nothing was written yet."""
+    try:
+        with (
+            path.open("rb") as file,
+            mmap.mmap(file.fileno(), _WHOLE.size, access=mmap.ACCESS_READ) as memory,
+        ):
+            for _ in range(100):
+                # The writer writes front to back, so this reads back to front: where both numbers are equal, no write
+                # came between.
+                (after,) = _NUMBER.unpack_from(memory, _NUMBER.size + _BODY.size)
+                pid, attempt, step, completed, activity = _BODY.unpack_from(memory, _NUMBER.size)
+                (before,) = _NUMBER.unpack_from(memory, 0)
+                if before == after:
+                    break
+    except (OSError, ValueError):
+        return None
+    text = activity.rstrip(b"\0").decode(errors="ignore")
+    return HeartbeatRecord(pid, attempt, step, text, completed) if before else None
+
+
+def describe_progress(step: int, activity: str) -> str:
+    """Returns the end of a sentence: ` at step 57 (backward)`, or ` in start-up` before the first step."""
+    if step < 0:
+        return f" in {activity}" if activity else ""
+    return f" at step {step} ({activity})" if activity else f" at step {step}"

@@ -1,0 +1,265 @@
+"""Collectives between the ranks of one mesh axis, each with the collective that its gradient needs.
+
+A tensor is *replicated* where every rank holds the same values and goes on with the same computation: its gradient is
+then the same on every rank too. It is *sharded* where each rank holds some index ranges of one dimension. It is a
+*partial sum* where the result is the sum over the ranks' tensors. The tensor-parallel layers are built from these:
+
+    forward                 backward                function
+    identity                all-reduce              all_reduce_gradient             replicated, used by sharded work
+    all-reduce              identity                all_reduce                      partial sum → replicated
+    slice                   all-gather              slice_own_shard                 replicated → sharded
+    all-gather              slice                   all_gather_for_replicated_work  sharded → replicated
+    all-gather              reduce-scatter          all_gather_for_sharded_work     sharded → replicated, as above
+    reduce-scatter          all-gather              reduce_scatter                  partial sum → sharded
+    all-to-all              all-to-all              all_to_all                      sharded by one dim → by another
+
+The functions whose names end in `_tensor` are the same collectives without autograd.
+
+Gloo has neither reduce-scatter nor all-to-all for CUDA tensors. There they are replaced by an all-reduce or an
+all-gather of the whole tensor, of which each rank keeps its shard.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+IndexRanges = tuple[tuple[int, int], ...]  # (first index, length) of each range, in the order in which they are stored
+
+
+@dataclass(frozen=True, eq=False)
+class AxisGroup:
+    """The ranks of one mesh axis, seen from one of them.
+
+    With `sequence_parallel`, row-parallel layers reduce-scatter their partial sums along the sequence instead of
+    all-reducing them. `running_modules` is the stack of split modules whose `forward` is running, for messages.
+    `local_calls` caches how each torch function runs on local tensors (tensor/dispatch.py).
+    """
+
+    process_group: dist.ProcessGroup
+    rank: int
+    size: int
+    axis: str = "tensor"
+    sequence_parallel: bool = False
+    running_modules: list[str] = field(default_factory=list)
+    local_calls: dict[Any, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ShardRanges:
+    """The index ranges of dimension `dim`, which has `size` indices in all, that each rank holds."""
+
+    dim: int
+    size: int
+    by_rank: tuple[IndexRanges, ...]
+
+    def length(self, rank: int) -> int:
+        """Number of indices that the rank holds."""
+        return sum(length for _, length in self.by_rank[rank])
+
+
+def consecutive_ranges(dim: int, lengths: Sequence[int]) -> ShardRanges:
+    """Rank 0 holds the first `lengths[0]` indices, rank 1 the next `lengths[1]`, and so on."""
+    by_rank, first = [], 0
+    for length in lengths:
+        by_rank.append(((first, length),))
+        first += length
+    return ShardRanges(dim, first, tuple(by_rank))
+
+
+def all_reduce_gradient(x: Tensor, group: AxisGroup) -> Tensor:
+    return _apply(_AllReduceGradient, x, group) if _needs_gradient(x) else x
+
+
+def all_reduce(x: Tensor, group: AxisGroup) -> Tensor:
+    return _apply(_AllReduce, x, group)
+
+
+def slice_own_shard(x: Tensor, ranges: ShardRanges, group: AxisGroup) -> Tensor:
+    return _apply(_Redistribute, x, ranges, group, _own_slice, all_gather_tensor)
+
+
+def all_gather_for_replicated_work(x: Tensor, ranges: ShardRanges, group: AxisGroup) -> Tensor:
+    return _apply(_Redistribute, x, ranges, group, all_gather_tensor, _own_slice)
+
+
+def all_gather_for_sharded_work(x: Tensor, ranges: ShardRanges, group: AxisGroup) -> Tensor:
+    return _apply(_Redistribute, x, ranges, group, all_gather_tensor, reduce_scatter_tensor)
+
+
+def reduce_scatter(x: Tensor, ranges: ShardRanges, group: AxisGroup) -> Tensor:
+    return _apply(_Redistribute, x, ranges, group, reduce_scatter_tensor, all_gather_tensor)
+
+
+def all_to_all(x: Tensor, source: ShardRanges, target: ShardRanges, group: AxisGroup) -> Tensor:
+    """`x` is sharded along `source.dim`; the result is sharded along `target.dim` and complete along `source.dim`."""
+    return _apply(_AllToAll, x, source, target, group)
+
+
+def average_gradient(x: Tensor, group: AxisGroup) -> Tensor:
+    """Returns `x`; its gradient, which is a sum over the samples of all ranks, is divided by the number of ranks."""
+    return _apply(_ScaleGradient, x, 1 / group.size) if _needs_gradient(x) else x
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    result: Tensor = function.apply(*args)
+    return result
+
+
+def _needs_gradient(x: Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+# ---- without autograd
+
+
+def slice_of_rank(x: Tensor, ranges: ShardRanges, rank: int) -> Tensor:
+    """The shard of `x` that the rank holds, as a contiguous copy."""
+    slices = [x.narrow(ranges.dim, first, length) for first, length in ranges.by_rank[rank]]
+    # Never a view: the model may write to the shard in place.
+    return torch.cat(slices, ranges.dim) if len(slices) > 1 else slices[0].clone(memory_format=torch.contiguous_format)
+
+
+def _own_slice(x: Tensor, ranges: ShardRanges, group: AxisGroup) -> Tensor:
+    return slice_of_rank(x, ranges, group.rank)
+
+
+def all_reduce_tensor(x: Tensor, group: AxisGroup) -> Tensor:
+    """The sum over the ranks, as a new tensor."""
+    total = x.contiguous().clone()
+    dist.all_reduce(total, group=group.process_group)
+    return total
+
+
+def all_gather_tensor(x: Tensor, ranges: ShardRanges, group: AxisGroup) -> Tensor:
+    """The full tensor. Shorter shards are padded to the longest one, because backends want equal sizes."""
+    longest = max(ranges.length(rank) for rank in range(group.size))
+    shard = _padded(x, ranges.dim, longest)
+    received = [torch.empty_like(shard) for _ in range(group.size)]
+    dist.all_gather(received, shard, group=group.process_group)
+    return concatenate_shards(received, ranges)
+
+
+def concatenate_shards(shards: Sequence[Tensor], ranges: ShardRanges) -> Tensor:
+    """The full tensor, of the (possibly padded) shards of all ranks."""
+    slices: list[tuple[int, Tensor]] = []
+    for index_ranges, shard in zip(ranges.by_rank, shards, strict=True):
+        begin = 0
+        for first, length in index_ranges:
+            if length:
+                slices.append((first, shard.narrow(ranges.dim, begin, length)))
+            begin += length
+    slices.sort(key=lambda item: item[0])
+    if not slices:
+        return shards[0].narrow(ranges.dim, 0, 0)
+    return torch.cat([tensor for _, tensor in slices], ranges.dim)
+
+
+def reduce_scatter_tensor(x: Tensor, ranges: ShardRanges, group: AxisGroup) -> Tensor:
+    """This rank's shard of the sum over the ranks."""
+    if not _has_every_collective(x, group):
+        return slice_of_rank(all_reduce_tensor(x, group), ranges, group.rank)
+    longest = max(ranges.length(rank) for rank in range(group.size))
+    shards = [_padded(slice_of_rank(x, ranges, rank), ranges.dim, longest) for rank in range(group.size)]
+    summed = torch.empty_like(shards[0])
+    dist.reduce_scatter(summed, shards, group=group.process_group)
+    return summed.narrow(ranges.dim, 0, ranges.length(group.rank))
+
+
+def _all_to_all_tensor(x: Tensor, source: ShardRanges, target: ShardRanges, group: AxisGroup) -> Tensor:
+    if not _has_every_collective(x, group):
+        return slice_of_rank(all_gather_tensor(x, source, group), target, group.rank)
+    sent = [slice_of_rank(x, target, rank).flatten() for rank in range(group.size)]
+    shapes = []
+    for rank in range(group.size):
+        shape = list(x.shape)
+        shape[source.dim], shape[target.dim] = source.length(rank), target.length(group.rank)
+        shapes.append(shape)
+    sizes = [prod(shape) for shape in shapes]
+    flat = x.new_empty(sum(sizes))  # pieces of different sizes can only be received into one flat tensor
+    dist.all_to_all_single(flat, torch.cat(sent), sizes, [len(piece) for piece in sent], group=group.process_group)
+    received = [piece.view(shape) for piece, shape in zip(flat.split(sizes), shapes, strict=True)]
+    return concatenate_shards(received, source)
+
+
+def _padded(x: Tensor, dim: int, length: int) -> Tensor:
+    if x.shape[dim] == length:
+        return x.contiguous()
+    shape = list(x.shape)
+    shape[dim] = length
+    padded = x.new_zeros(shape)
+    padded.narrow(dim, 0, x.shape[dim]).copy_(x)
+    return padded
+
+
+def _has_every_collective(x: Tensor, group: AxisGroup) -> bool:
+    """Whether the group's backend has reduce-scatter and all-to-all for this tensor's device."""
+    return not x.is_cuda or dist.get_backend(group.process_group) == "nccl"
+
+
+# ---- with autograd
+
+
+class _AllReduceGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return all_reduce_tensor(grads[0], ctx.group), None
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
+        return all_reduce_tensor(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], None
+
+
+_Collective = Callable[[Tensor, ShardRanges, AxisGroup], Tensor]
+
+
+class _Redistribute(torch.autograd.Function):
+    """Runs one collective in the forward pass and another in the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, ranges: ShardRanges, group: AxisGroup, forward: _Collective, backward: _Collective
+    ) -> Tensor:
+        ctx.ranges, ctx.group, ctx.backward_collective = ranges, group, backward
+        return forward(x, ranges, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return ctx.backward_collective(grads[0], ctx.ranges, ctx.group), None, None, None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: ShardRanges, target: ShardRanges, group: AxisGroup) -> Tensor:
+        ctx.source, ctx.target, ctx.group = source, target, group
+        return _all_to_all_tensor(x, source, target, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _all_to_all_tensor(grads[0], ctx.target, ctx.source, ctx.group), None, None, None
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] * ctx.factor, None

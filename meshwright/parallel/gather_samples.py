@@ -1,0 +1,29 @@
+"""Gathers the samples of all data ranks for a loss or a metric that compares samples with each other."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.parallel.differentiable_collectives import AxisGroup, all_gather_for_sharded_work, consecutive_ranges
+
+
+class GatherSamples:
+    """Called with this rank's rows, returns the rows of all data ranks in the order of the ranks, and the index of this
+    rank's first row among them.
+
+    The gradient is exact: the gradients of a row in the losses of all ranks are summed on the rank that has the row.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = AxisGroup(group, group.rank(), group.size(), "data")
+
+    def __call__(self, rows: Tensor) -> tuple[Tensor, int]:
+        counts = self._row_counts(len(rows))
+        gathered = all_gather_for_sharded_work(rows.contiguous(), consecutive_ranges(0, counts), self._group)
+        return gathered, sum(counts[: self._group.rank])
+
+    def _row_counts(self, row_count: int) -> list[int]:
+        """Number of rows of each rank. A short batch does not divide evenly, and some ranks may have no row of it."""
+        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self._group.size)]
+        dist.all_gather(counts, torch.tensor([row_count]), group=self._group.process_group)
+        return [int(count) for count in counts]

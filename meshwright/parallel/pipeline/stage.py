@@ -1,0 +1,126 @@
+"""`Stage`: runs the model's own forward pass with the pieces of one pipeline stage, on received and sent buffers."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshwright.batch import ModelBatch
+from meshwright.errors import MeshwrightError
+from meshwright.parallel.pipeline.remote_modules import ActiveForward, StageForward, StageTransfers, positions_by_call
+from meshwright.parallel.pipeline.shape_inference import ShapeInference
+from meshwright.parallel.pipeline.stage_dataflow import BoundaryTensor, StageDataflow, TensorPosition
+from meshwright.parallel.pipeline.transport import ActivationSpec, BufferSpec, pack_for_send, unpack_received
+
+
+class Stage(nn.Module):
+    """One stage. Called with the received buffers, it returns the buffers to send; the last stage returns what
+    `finish` makes of the model's output. `microbatch` is the index of the example that runs."""
+
+    def __init__(self, index: int, model: nn.Module, dataflow: StageDataflow, active_forward: ActiveForward) -> None:
+        super().__init__()
+        boundaries = dataflow.boundaries
+        self.index = index
+        self.model = model
+        self.transfers = _stage_transfers(dataflow, index)
+        self.active_forward = active_forward
+        self.received: tuple[BoundaryTensor, ...] = boundaries[index - 1] if index else ()
+        self.sent: tuple[BoundaryTensor, ...] = boundaries[index] if index < len(boundaries) else ()
+        self.is_last = index == len(boundaries)
+        self.reuses_weights = index in dataflow.stages_reusing_weights
+        self.mirrored_modules: tuple[tuple[nn.Module, nn.Module], ...] = ()
+        self.private_buffers: tuple[tuple[nn.Module, nn.Module, str], ...] = ()
+        self.shape_inference: ShapeInference | None = None
+        self.precision: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.examples: list[ModelBatch] = []
+        self.microbatch = 0
+        self.send_buffers: tuple[BufferSpec, ...] = ()  # empty: of just the size of the activations
+        self.finish: Callable[[int, Any], Any] = lambda _, output: output
+
+    def forward(self, *buffers: Tensor) -> Any:
+        assert self.shape_inference is not None, "the stage is not part of a pipeline yet"
+        example = self.examples[self.microbatch]
+        self._update_mirrored_modules()
+        shapes = self.shape_inference.infer(example, self.model.training, self.precision)
+        values: dict[int, Tensor] = {}
+        if self.received:
+            value_ids = [tensor.value_id for tensor in self.received]
+            received = unpack_received([shapes.activations[value_id] for value_id in value_ids], buffers)
+            values.update(zip(value_ids, received, strict=True))
+        stage_forward = StageForward(self.transfers, shapes.fake_outputs, values)
+        with self.active_forward.running(stage_forward), self.precision():
+            output = self.model(*example.arguments, **example.keywords)
+        if self.is_last:
+            return self.finish(self.microbatch, output)
+        del output
+        specs = [shapes.activations[tensor.value_id] for tensor in self.sent]
+        sent = [self._checked(tensor, spec, values) for tensor, spec in zip(self.sent, specs, strict=True)]
+        exact_buffers = [BufferSpec(spec.memory_shape, spec.transfer_dtype) for spec in specs]
+        return pack_for_send(specs, self.send_buffers or exact_buffers, sent)
+
+    def _checked(self, tensor: BoundaryTensor, spec: ActivationSpec, values: dict[int, Tensor]) -> Tensor:
+        """The tensor's value, or an error where the forward pass did not compute it or gave it another shape."""
+        position = tensor.produced_at or tensor.consumed_at[0]
+        name = position.call[0]
+        if tensor.value_id not in values:
+            raise MeshwrightError(f"pipeline stage {self.index} did not run {name}, whose result the next stage needs")
+        value = values[tensor.value_id]
+        if tuple(value.shape) != spec.shape:
+            raise MeshwrightError(
+                f"the tensor of {name} that pipeline stage {self.index} sends has shape {tuple(value.shape)} instead of"
+                f" {spec.shape}"
+            )
+        return value
+
+    def mirror_outer_modules(
+        self, local_module: nn.Module, outer: Iterable[str], with_parameters: Iterable[str], mutated: Iterable[str]
+    ) -> None:
+        """For one of several stages of a rank: shares the buffers of the `outer` modules with the rank's
+        `local_module`, and follows their training mode. Modules in `with_parameters` share the parameter table as well,
+        so that a parameter replaced in one of them is replaced in both. Of the buffers called `mutated` this stage
+        gets a copy in every forward pass."""
+        self.mirrored_modules = tuple(
+            (self.model.get_submodule(name), local_module.get_submodule(name)) for name in outer
+        )
+        for mirror, source in self.mirrored_modules:
+            mirror._buffers = source._buffers
+            mirror._parameters = dict.fromkeys(source._parameters)
+        for name in with_parameters:
+            self.model.get_submodule(name)._parameters = local_module.get_submodule(name)._parameters
+        owners_and_keys = [name.rpartition(".") for name in mutated]
+        self.private_buffers = tuple(
+            (self.model.get_submodule(owner), local_module.get_submodule(owner), key)
+            for owner, _, key in owners_and_keys
+        )
+
+    def _update_mirrored_modules(self) -> None:
+        for mirror, source in self.mirrored_modules:
+            mirror.training = source.training
+        for mirror, source, key in self.private_buffers:
+            # Each stage of a rank runs the outer forward pass: only one of them may write to buffers such as counters.
+            buffer = source._buffers[key]
+            mirror._buffers = {**source._buffers, key: None if buffer is None else buffer.clone()}
+
+
+def _stage_transfers(dataflow: StageDataflow, stage: int) -> StageTransfers:
+    received = dataflow.boundaries[stage - 1] if stage else ()
+    sent = dataflow.boundaries[stage] if stage < len(dataflow.boundaries) else ()
+    return StageTransfers(
+        local_calls=frozenset(call for call, stage_of_call in dataflow.stage_of.items() if stage_of_call == stage),
+        received_outputs=positions_by_call(_produced(received)),
+        received_inputs=positions_by_call(_consumed(received)),
+        sent_outputs=positions_by_call(_produced(sent)),
+        sent_inputs=positions_by_call(_consumed(sent)),
+        passed_through=dataflow.passed_through,
+    )
+
+
+def _produced(tensors: tuple[BoundaryTensor, ...]) -> Iterator[tuple[TensorPosition, int]]:
+    return ((tensor.produced_at, tensor.value_id) for tensor in tensors if tensor.produced_at)
+
+
+def _consumed(tensors: tuple[BoundaryTensor, ...]) -> Iterator[tuple[TensorPosition, int]]:
+    return (
+        (position, tensor.value_id) for tensor in tensors if not tensor.produced_at for position in tensor.consumed_at
+    )

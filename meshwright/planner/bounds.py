@@ -1,0 +1,355 @@
+"""Lower bounds of the memory and the step time of a candidate. A candidate that they exclude is never simulated.
+
+Memory, of the first and the last rank of a pipeline, and at least the weights of a mean rank:
+
+    states  = (1 + state) · W / n + max(W' + G', gradients and temporaries of the optimizer)        _states_bytes
+              W: weights after the tensor axis. n: size of the shard axis. W', G': weights and gradients that this
+              level of sharding leaves whole
+    floor   = states + saved activations · microbatches in flight                                   memory_floor
+
+Time, with c the seconds of a stage (forward f, backward b) after the tensor axis, and m microbatches:
+
+    span    = max over ranks k of  m · c_k + Σ before k of (c, or f where weight gradients wait)    _pipeline_span
+    floor   = span, without the wide layers that are split: larger products of thinner weights
+              are faster                                                                            _wide_layers_s
+    guess   = span + all-reduces of the tensor axis + transfers between stages + exposed gradient
+              communication + optimizer                                                             _communication_s
+
+With branches on different ranks, both are those of the rank with most (branch_placement.py):
+
+    floor   = max over ranks of (states + saved);  m · max over ranks of c         memory_floor, _placed_branches_bounds
+
+The guess decides in which order candidates are simulated. Only the floors exclude candidates.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+from meshwright.blocks.module_names import is_inside
+from meshwright.cluster.cluster import Collective
+from meshwright.planner.branch_placement import branch_ranks, rank_pieces, rank_seconds, shared_groups
+from meshwright.planner.candidates import AxisSizes, Candidate
+from meshwright.planner.inputs import PlanningInputs
+from meshwright.planner.model_summary import ModelSummary, PieceSummary
+from meshwright.simulator.communication.collectives import collective_s, overlap
+from meshwright.simulator.communication.placement import RankGroup, group_of_axes
+
+# The share of a backward pass that gradient communication overlaps: the last bucket is ready only at its end.
+_OVERLAPPED = 0.8
+
+_Stages = list[tuple[int, int]]  # [begin, end): the pieces of each stage
+_StageSeconds = list[tuple[float, float]]  # forward and backward pass of each stage, for one microbatch
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Bounds of one candidate: it needs at least `memory_bytes` and `floor_s`, and probably `guess_s`."""
+
+    memory_bytes: float
+    floor_s: float
+    guess_s: float
+
+
+@dataclass(frozen=True)
+class _PassSeconds:
+    """The seconds of all passes of a step (`span_s`), and of one microbatch on a mean rank."""
+
+    span_s: float
+    forward_s: float
+    backward_s: float
+
+
+class PrefixSums:
+    """Sums over consecutive pieces, each in one subtraction."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self._sums = [0.0, *accumulate(values)]
+
+    def of(self, begin: int, end: int) -> float:
+        return self._sums[end] - self._sums[begin]
+
+
+@dataclass(frozen=True)
+class _PieceSums:
+    """Of a rank's pieces: the bytes of weights, and of activations that one sample leaves for the backward pass."""
+
+    pieces: tuple[PieceSummary, ...]
+    weights: PrefixSums
+    saved: PrefixSums
+
+
+@dataclass
+class BoundCalculator:
+    """Computes the bounds of candidates for one model on one cluster."""
+
+    summary: ModelSummary
+    inputs: PlanningInputs
+    _piece_seconds: dict[int, tuple[PrefixSums, PrefixSums, PrefixSums]] = field(default_factory=dict)
+    _collective_seconds: dict[tuple[Collective, float, RankGroup], float] = field(default_factory=dict)
+    _groups: dict[tuple[AxisSizes, tuple[str, ...]], RankGroup] = field(default_factory=dict)
+    _pass_seconds: dict[Candidate, _PassSeconds] = field(default_factory=dict)
+    _largest_weights: dict[tuple[Any, ...], float] = field(default_factory=dict)
+    _piece_sums: dict[tuple[int, str], _PieceSums] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        sent = sorted(piece.sent_bytes for piece in self.summary.pieces if piece.cuttable)
+        self._median_sent_bytes = sent[len(sent) // 2] if sent else 0.0
+
+    def bounds(self, candidate: Candidate) -> Bounds | None:
+        """The bounds of a candidate; None where the model cannot be cut into so many stages."""
+        if candidate.sizes.placed_branches:
+            return self._placed_branches_bounds(candidate)
+        stages = self._stages(candidate)
+        if stages is None:
+            return None
+        passes = self._passes(candidate, stages)
+        guess_s = passes.span_s + self._communication_s(candidate, stages, passes)
+        floor_s = passes.span_s - (self._wide_layers_s(candidate) if candidate.sizes.splits_wide_layers else 0.0)
+        return Bounds(self.memory_floor(candidate, stages), floor_s, guess_s)
+
+    def _stages(self, candidate: Candidate) -> _Stages | None:
+        pieces = len(self.summary.pieces)
+        if candidate.sizes.pipeline == 1:
+            return [(0, pieces)]
+        cuts = self.summary.cuts(candidate.stages, candidate.recompute)
+        if cuts is None:
+            return None
+        edges = [0, *(piece + 1 for piece in cuts), pieces]
+        return list(pairwise(edges))
+
+    # ---- memory
+
+    def states_bytes(self, sizes: AxisSizes) -> float:
+        """Weights, gradients and optimizer state of a mean rank, whatever else a candidate chooses."""
+        if sizes.placed_branches:
+            return max(
+                self._states_bytes(sizes, _weight_bytes(pieces), pieces) for pieces in self._rank_pieces(sizes, "none")
+            )
+        return self._states_bytes(sizes, self._rank_weights(sizes, [(0, len(self.summary.pieces))]) / sizes.pipeline)
+
+    def _states_bytes(self, sizes: AxisSizes, weights: float, pieces: tuple[PieceSummary, ...] | None = None) -> float:
+        """The same for a rank with so many bytes of weights. The peak is in the backward pass, with gathered weights
+        and whole gradients, or in the optimizer's step, with its temporaries."""
+        optimizer = self.inputs.optimizer
+        shard = weights / sizes.shard
+        weights_and_state = shard * (1 + optimizer.state_ratio)
+        in_optimizer = shard * (1 + (optimizer.temporary_ratio if optimizer.multi_tensor else 0.0))
+        if sizes.shard == 1:
+            return weights_and_state + max(weights, in_optimizer)
+        gathered = weights if sizes.sharding != "parameters" else self._gathered_bytes(sizes.tensor, pieces)
+        gradients = weights if sizes.sharding == "optimizer" else shard
+        return weights_and_state + max(gathered + gradients, in_optimizer)
+
+    def _gathered_bytes(self, tensor: int, pieces: tuple[PieceSummary, ...] | None = None) -> float:
+        """The weights of one block, the flat buffer that the next block's are gathered into, and their copy."""
+        blocks = set(self.summary.profile.blocks)
+        rank_pieces = pieces or self.summary.rank_pieces(tensor, "none")
+        block_bytes = [piece.weight_bytes for piece in rank_pieces if piece.name in blocks and piece.weight_bytes]
+        return min(block_bytes) + 2 * max(block_bytes) if block_bytes else 0.0
+
+    def _sums(self, tensor: int, recompute: str) -> _PieceSums:
+        pieces = self.summary.rank_pieces(tensor, recompute)
+        sums = self._piece_sums.get((tensor, recompute))
+        if sums is None or sums.pieces is not pieces:  # a profile was added, and the pieces are new ones
+            weights = PrefixSums([piece.weight_bytes for piece in pieces])
+            sums = _PieceSums(pieces, weights, PrefixSums([piece.saved_bytes for piece in pieces]))
+            self._piece_sums[tensor, recompute] = sums
+        return sums
+
+    def _rank_weights(self, sizes: AxisSizes, stages: _Stages) -> float:
+        """The bytes of weights of a rank with these stages."""
+        weights = self._sums(sizes.tensor, "none").weights
+        total = sum(weights.of(*stage) for stage in stages)
+        if not sizes.splits_wide_layers or self.summary.wide_layers is None:
+            return total
+        return total * (1 - self.summary.wide_layers.weight_share * (1 - 1 / sizes.replicate))
+
+    def _largest_rank_weights(self, candidate: Candidate, stages: _Stages) -> float:
+        """The bytes of weights of the pipeline rank that has most of them."""
+        sizes = candidate.sizes
+        replicate = sizes.splits_wide_layers and sizes.replicate
+        key = (sizes.tensor, replicate, sizes.pipeline, candidate.stages, candidate.recompute)
+        if key not in self._largest_weights:
+            self._largest_weights[key] = max(
+                self._rank_weights(sizes, stages[rank :: sizes.pipeline]) for rank in range(sizes.pipeline)
+            )
+        return self._largest_weights[key]
+
+    def _rank_pieces(self, sizes: AxisSizes, recompute: str) -> list[tuple[PieceSummary, ...]]:
+        """The pieces of each rank of a tensor axis with branches on it."""
+        ranks = branch_ranks(self.summary, self.inputs, sizes.axes, sizes.placed_branches)
+        return rank_pieces(self.summary, ranks, sizes.tensor, sizes.splits_shared_layers, recompute)
+
+    def memory_floor(self, candidate: Candidate, stages: _Stages | None = None) -> float:
+        """A lower bound of the memory of the first rank of a pipeline and of the last, which keeps the model's
+        outputs."""
+        sizes, ranks = candidate.sizes, candidate.sizes.pipeline
+        if sizes.placed_branches:
+            return max(
+                self._states_bytes(sizes, _weight_bytes(pieces), pieces)
+                + candidate.microbatch_samples * sum(piece.saved_bytes for piece in pieces)
+                for pieces in self._rank_pieces(sizes, candidate.recompute)
+            )
+        stages = stages or self._stages(candidate) or []
+        saved = self._sums(sizes.tensor, candidate.recompute).saved
+        floor = self.states_bytes(sizes)
+        for rank in {0, ranks - 1}:
+            rank_stages = stages[rank::ranks]
+            saved_bytes = (
+                sum(saved.of(*stage) for stage in rank_stages) * _in_flight(candidate, rank) / len(rank_stages)
+            )
+            states = self._states_bytes(sizes, self._rank_weights(sizes, rank_stages))
+            floor = max(floor, states + saved_bytes * candidate.microbatch_samples)
+        return floor
+
+    # ---- time
+
+    def _placed_branches_bounds(self, candidate: Candidate) -> Bounds:
+        sizes, summary, batch = candidate.sizes, self.summary, candidate.microbatch_samples
+        ranks = branch_ranks(summary, self.inputs, sizes.axes, sizes.placed_branches)
+        seconds = rank_seconds(summary, ranks, sizes.tensor, sizes.splits_shared_layers, candidate.recompute, batch)
+        forward, backward = max(seconds, key=sum)
+        span = candidate.microbatches * (forward + backward)
+        weights = max(map(_weight_bytes, self._rank_pieces(sizes, candidate.recompute)))
+        guess = span + self._optimizer_s(sizes, weights)
+        if sizes.splits_shared_layers:
+            groups = len(shared_groups(summary, ranks))
+            all_reduce_s = self._collective_s("all_reduce", self._median_sent_bytes * batch, sizes, "tensor")
+            guess += 2 * all_reduce_s * groups * candidate.microbatches
+        if sizes.data_ranks > 1:
+            guess += self._gradients_s(candidate, weights, _PassSeconds(span, forward, backward))
+        return Bounds(self.memory_floor(candidate), span, guess)
+
+    def _stage_seconds(self, candidate: Candidate, stages: _Stages) -> _StageSeconds:
+        batch, summary = candidate.microbatch_samples, self.summary
+        if batch not in self._piece_seconds:
+            seconds = summary.piece_seconds(batch)
+            repeated = [f if piece.recomputable else 0.0 for piece, (f, _) in zip(summary.pieces, seconds, strict=True)]
+            self._piece_seconds[batch] = (
+                PrefixSums([f for f, _ in seconds]),
+                PrefixSums([b for _, b in seconds]),
+                PrefixSums(repeated),
+            )
+        forward, backward, recomputed = self._piece_seconds[batch]
+        split = 1.0 if summary.has_sequence else summary.split_flop_share
+        rank_part = split / candidate.sizes.tensor + 1 - split
+        share = summary.recomputed_share(candidate.recompute)
+        return [
+            (forward.of(*stage) * rank_part, (backward.of(*stage) + share * recomputed.of(*stage)) * rank_part)
+            for stage in stages
+        ]
+
+    def _passes(self, candidate: Candidate, stages: _Stages) -> _PassSeconds:
+        """The same for every arrangement of replicas and shards."""
+        sizes = candidate.sizes
+        key = replace(candidate, sizes=AxisSizes(sizes.tensor, sizes.pipeline))
+        if key not in self._pass_seconds:
+            seconds = self._stage_seconds(candidate, stages)
+            forward, backward = (sum(both) / sizes.pipeline for both in zip(*seconds, strict=True))
+            self._pass_seconds[key] = _PassSeconds(_pipeline_span(candidate, seconds), forward, backward)
+        return self._pass_seconds[key]
+
+    def _wide_layers_s(self, candidate: Candidate) -> float:
+        """All passes of the pieces with wide layers, not split."""
+        assert self.summary.wide_layers is not None
+        modules = self.summary.wide_layers.modules
+        piece_seconds = self.summary.piece_seconds(candidate.microbatch_samples)
+        one_microbatch = sum(
+            sum(seconds)
+            for piece, seconds in zip(self.summary.pieces, piece_seconds, strict=True)
+            if any(is_inside(module, piece.name) for module in modules)
+        )
+        return candidate.microbatches * one_microbatch
+
+    def _communication_s(self, candidate: Candidate, stages: _Stages, passes: _PassSeconds) -> float:
+        """The optimizer's step and the communication that the passes do not hide."""
+        sizes = candidate.sizes
+        weights = self._largest_rank_weights(candidate, stages)
+        seconds = self._optimizer_s(sizes, weights)
+        sent_bytes = self._median_sent_bytes * candidate.microbatch_samples
+        if sizes.tensor > 1:  # one all-reduce for each group of split modules, forward and backward
+            all_reduce_s = self._collective_s("all_reduce", sent_bytes, sizes, "tensor")
+            seconds += 2 * all_reduce_s * self.summary.split_group_count / sizes.pipeline * candidate.microbatches
+        if sizes.pipeline > 1:
+            send_s = self._collective_s("point_to_point", sent_bytes / sizes.tensor, sizes, "pipeline")
+            rounds = -(-candidate.microbatches // sizes.pipeline)
+            seconds += 2 * send_s * (sizes.pipeline - 1) * rounds * candidate.stages_per_rank
+        if sizes.data_ranks > 1:
+            seconds += self._gradients_s(candidate, weights, passes)
+        if sizes.splits_wide_layers:
+            seconds += self._wide_layers_communication_s(candidate)
+        return seconds
+
+    def _optimizer_s(self, sizes: AxisSizes, weights: float) -> float:
+        """The optimizer reads weights, gradients and state, and writes weights and state."""
+        moved_bytes = weights / sizes.shard * (3 + 2 * self.inputs.optimizer.state_ratio)
+        return moved_bytes / max(self.summary.device.bandwidth_bytes_per_s, 1.0)
+
+    def _gradients_s(self, candidate: Candidate, weights: float, passes: _PassSeconds) -> float:
+        """Combining gradients and gathering weights, as far as a rank's passes do not hide it."""
+        sizes, kind = candidate.sizes, self.inputs.cluster.kind
+        forward, backward = passes.forward_s, passes.backward_s
+        all_reduce = self._collective_s("all_reduce", weights / sizes.shard, sizes, "replicate")
+        if sizes.shard == 1:
+            return overlap(_OVERLAPPED * backward, all_reduce, kind).exposed_s
+        gather = self._collective_s("all_gather", weights, sizes, "shard")
+        scatter = self._collective_s("reduce_scatter", weights, sizes, "shard")
+        if sizes.sharding == "optimizer":
+            exposed = overlap(_OVERLAPPED * backward, all_reduce + scatter, kind).exposed_s
+            return exposed + overlap(forward, gather, kind).exposed_s
+        exposed = overlap(_OVERLAPPED * backward, all_reduce, kind).exposed_s
+        if sizes.sharding == "gradients":
+            exposed += overlap(forward, gather, kind).exposed_s
+            return exposed + candidate.microbatches * overlap(backward, scatter, kind).exposed_s
+        both_passes = overlap(forward, gather, kind).exposed_s + overlap(backward, gather + scatter, kind).exposed_s
+        return exposed + candidate.microbatches * both_passes
+
+    def _wide_layers_communication_s(self, candidate: Candidate) -> float:
+        """The inputs of split wide layers are gathered, and the gradients of these inputs are scattered back."""
+        assert self.summary.wide_layers is not None
+        shapes = {name: p.shape for p in self.summary.profile.parameters for name in p.names}
+        item_bytes = 2 if self.summary.profile.precision in ("bf16", "fp16") else 4
+        features = sum(shapes[f"{module}.weight"][1] for module in self.summary.wide_layers.modules)
+        gathered = features * item_bytes * candidate.microbatch_samples * candidate.sizes.replicate
+        return 2 * self._collective_s("all_gather", gathered, candidate.sizes, "replicate") * candidate.microbatches
+
+    def _collective_s(self, kind: Collective, size: float, sizes: AxisSizes, *axes: str) -> float:
+        group_key = (sizes, axes)
+        if group_key not in self._groups:
+            self._groups[group_key] = group_of_axes(sizes.axes, axes, self.inputs.cluster)
+        key = (kind, size, self._groups[group_key])
+        if key not in self._collective_seconds:
+            self._collective_seconds[key] = collective_s(kind, size, self._groups[group_key], self.inputs.cluster)
+        return self._collective_seconds[key]
+
+
+def _weight_bytes(pieces: tuple[PieceSummary, ...]) -> float:
+    return float(sum(piece.weight_bytes for piece in pieces))
+
+
+def _in_flight(candidate: Candidate, rank: int) -> int:
+    """The number of microbatches, counted for each stage of a rank, whose activations the rank holds at once."""
+    ranks, count, stages = candidate.sizes.pipeline, candidate.microbatches, candidate.stages_per_rank
+    if ranks == 1:
+        return 1
+    if candidate.schedule == "gpipe":
+        return count
+    warm_up = (2 if candidate.schedule == "interleaved_1f1b" else 1) * (ranks - 1 - rank)
+    if candidate.schedule == "zero_bubble":
+        warm_up += rank  # activations stay until the gradients of the weights are computed
+    return min((stages - 1) * ranks + warm_up + 1, stages * count)
+
+
+def _pipeline_span(candidate: Candidate, seconds: _StageSeconds) -> float:
+    """The seconds from the first forward pass to the last backward pass."""
+    ranks, count = candidate.sizes.pipeline, candidate.microbatches
+    delays_weight_gradients = candidate.schedule == "zero_bubble"  # they fill the bubble
+    span = delay = 0.0
+    for rank in range(ranks):
+        busy = sum(forward + backward for forward, backward in seconds[rank::ranks])
+        span = max(span, count * busy + delay)
+        forward, backward = seconds[rank]
+        delay += forward if delays_weight_gradients else forward + backward
+    return span

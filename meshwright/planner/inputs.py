@@ -1,0 +1,97 @@
+"""`PlanningInputs`: the cluster, the batch, the optimizer and the conditions that a plan is searched for. The model is
+given by its `Profiles`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import gcd
+
+from meshwright.calibrate.model_operators import is_this_machine, measure_model_operators
+from meshwright.cluster.cluster import Cluster, Device
+from meshwright.dtypes import Dtype
+from meshwright.plan import Plan
+from meshwright.planner.profiles import Profiles
+from meshwright.profile.optimizer import OptimizerCost
+
+# The share of a device's memory that a plan leaves free for what is not simulated, such as fragmentation and the
+# workspaces of convolutions.
+MARGIN = 0.08
+TOP = 5
+_LOWER_PRECISIONS: tuple[Dtype, ...] = ("bf16", "fp16")  # in the order they are preferred
+_EXACT = "fp32"
+
+CheckPlan = Callable[[Plan], None]
+"""Raises an `InputError` for a plan that the executor cannot run."""
+
+
+def accept_every_plan(_: Plan) -> None:
+    """The `check_plan` of a search that asks no executor."""
+
+
+@dataclass(frozen=True)
+class PlanningInputs:
+    """What a plan is searched for, apart from the model.
+
+    exact             only plans that do not change the numerics
+    even_shares       every data rank gets equally many samples of a batch; if False, some may get one more than others
+    memory_margin     the share of a device's memory that is left free
+    top               how many plans are ranked
+    precisions        the precisions to try, instead of those that suit the device
+    check_plan        raises an `InputError` for a plan that the executor cannot run
+    compares_samples  the loss compares all samples of the global batch, so a rank's share of it stays one microbatch
+    epoch_samples     the number of samples in an epoch; None where it is not known
+    """
+
+    cluster: Cluster
+    global_batch: int
+    optimizer: OptimizerCost
+    exact: bool = False
+    even_shares: bool = True
+    memory_margin: float = MARGIN
+    top: int = TOP
+    precisions: tuple[str, ...] = ()
+    check_plan: CheckPlan = accept_every_plan
+    compares_samples: bool = False
+    epoch_samples: int | None = None
+
+    @property
+    def device(self) -> Device:
+        """The device with the least memory: ranks wait for each other and hold equal shares, so it decides."""
+        return min((node.device for node in self.cluster.nodes), key=lambda device: device.memory_bytes)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """How much of a device's memory a plan may use."""
+        return int(self.device.memory_bytes * (1 - self.memory_margin))
+
+    @property
+    def devices_per_node(self) -> int:
+        """The largest number that divides the device count of every node: the tensor axis stays within nodes."""
+        return gcd(*(node.count for node in self.cluster.nodes))
+
+    def precisions_to_try(self) -> tuple[str, ...]:
+        """The lowest precision that the device has instructions for. On CPUs also fp32, which may be faster."""
+        if self.exact:
+            return (_EXACT,)
+        if self.precisions:
+            return self.precisions
+        lower = next((dtype for dtype in _LOWER_PRECISIONS if self._speeds_up(dtype)), None)
+        if lower is None:
+            return ("tf32",) if self.device.accelerates("tf32") else (_EXACT,)
+        return (lower, _EXACT) if self.device.kind == "cpu" else (lower,)
+
+    def _speeds_up(self, dtype: Dtype) -> bool:
+        rates = self.device.rates
+        return self.device.accelerates(dtype) and rates.get(dtype, 0.0) > rates.get("fp32", 0.0)
+
+
+def with_measured_operators(inputs: PlanningInputs, profiles: Profiles) -> PlanningInputs:
+    """The inputs with the model's operators measured on this machine, as one of as many replicas as there are devices
+    runs them. Returns the same inputs where the cluster is not this machine."""
+    cluster, devices = inputs.cluster, inputs.cluster.device_count
+    if not is_this_machine(cluster):
+        return inputs
+    for precision in inputs.precisions_to_try():
+        axes = {"replicate": min(devices, inputs.global_batch)}
+        plan = Plan.model_validate({"axes": axes, "numerics": {"precision": precision}})
+        cluster = measure_model_operators(cluster, profiles.get(precision, "none"), plan, inputs.global_batch)
+    return replace(inputs, cluster=cluster)

@@ -1,0 +1,310 @@
+"""`ModelSummary`: what the bounds (bounds.py) need to know of a model, piece by piece: the bytes of its weights and of
+the activations that it saves for the backward pass, which layers can be split, and where the model can be cut. It is
+computed from one profile, so that plans which cannot win are not simulated."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import gcd
+from typing import Literal
+
+from meshwright.blocks.module_names import is_inside
+from meshwright.cluster.cluster import Device
+from meshwright.plan import Axes, Modules, Plan, Split
+from meshwright.planner.cuts import balanced
+from meshwright.profile.structure.splits import SplitGroup
+from meshwright.profile.structure.structure import Structure
+from meshwright.profile.values import ModelProfile, TraceSegment
+from meshwright.simulator.compute.operator_time import DeviceSpeeds, device_speeds, operator_s
+from meshwright.simulator.compute.passes import product_dtype
+from meshwright.simulator.tensor.split_profile import split_profile
+
+_SIXTEEN_BITS = ("bf16", "fp16")
+_NOT_RECOMPUTED = ("matmul", "convolution", "attention")  # whose results selective recomputation keeps
+
+
+@dataclass(frozen=True)
+class PieceSummary:
+    """One piece of the model: a module that a pipeline stage contains as a whole.
+
+    weight_bytes  the piece's weights
+    saved_bytes   activations of one sample that are kept for the backward pass
+    sent_bytes    activations of one sample that the next piece receives
+    cuttable      the model can be cut behind the piece
+    recomputable  the piece lies in a block whose activations can be recomputed
+    """
+
+    name: str
+    weight_bytes: int
+    saved_bytes: float
+    sent_bytes: float
+    cuttable: bool
+    recomputable: bool
+
+
+@dataclass(frozen=True)
+class WideLayers:
+    """Fully connected layers that hold a large share of the weights and do a small share of the multiplications. A plan
+    can split them over the replicate axis."""
+
+    modules: tuple[str, ...]
+    weight_share: float
+    work_share: float
+
+
+@dataclass(frozen=True)
+class BranchGroup:
+    """Branches of one kind that can be placed on different ranks. Each branch is given by the modules that hold its
+    weights."""
+
+    kind: Literal["towers", "heads"]
+    branches: tuple[tuple[str, ...], ...]
+
+
+@dataclass
+class ModelSummary:
+    """A model on one kind of device. `profile` is the profile without recomputation. Seconds are those of a whole piece
+    on one device; a CPU device has so many `cores`. `memory_layout` is the layout of image tensors, `branch_ranks` the
+    placements that branch_placement.py has computed so far."""
+
+    profile: ModelProfile
+    device: Device
+    cores: int = 1
+    memory_layout: str = "contiguous"
+    branch_groups: tuple[BranchGroup, ...] = ()
+    branch_ranks: dict[tuple[Axes, str], dict[str, int]] = field(default_factory=dict)
+    _piece_seconds: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
+    _rank_pieces: dict[tuple[int, str], tuple[PieceSummary, ...]] = field(default_factory=dict)
+    _recompute_profiles: dict[str, ModelProfile] = field(default_factory=dict)
+    _cuts: dict[tuple[int, str], tuple[int, ...] | None] = field(default_factory=dict)
+
+    @property
+    def structure(self) -> Structure | None:
+        return self.profile.structure
+
+    @cached_property
+    def pieces(self) -> tuple[PieceSummary, ...]:
+        return _summarize_pieces(self.profile)
+
+    def rank_pieces(self, tensor: int, recompute: str) -> tuple[PieceSummary, ...]:
+        """The part of every piece that one rank of the tensor axis has. As long as no profile with this recomputation
+        is known (`add_profile`), recomputed blocks are assumed to save their inputs only, which is the least."""
+        key = (tensor, recompute)
+        if key not in self._rank_pieces:
+            profile = self._recompute_profiles.get(recompute, self.profile)
+            if tensor > 1:
+                modules = Modules(sequence=self.has_sequence, loss=self.has_vocabulary)
+                profile = split_profile(profile, Plan(axes=Axes(tensor=tensor), modules=modules))
+            pieces = _summarize_pieces(profile)
+            if recompute != "none" and recompute not in self._recompute_profiles:
+                pieces = tuple(replace(p, saved_bytes=p.sent_bytes / tensor) if p.recomputable else p for p in pieces)
+            self._rank_pieces[key] = pieces
+        return self._rank_pieces[key]
+
+    def add_profile(self, recompute: str, profile: ModelProfile) -> None:
+        """Adds the profile with this recomputation, once it has been traced."""
+        if recompute not in self._recompute_profiles:
+            self._recompute_profiles[recompute] = profile
+            self._rank_pieces = {key: pieces for key, pieces in self._rank_pieces.items() if key[1] != recompute}
+
+    @cached_property
+    def has_sequence(self) -> bool:
+        """Whether activations between split layers can be divided along the sequence: in models with attention."""
+        return any(group.heads for group in self._groups)
+
+    @cached_property
+    def has_vocabulary(self) -> bool:
+        return any(split.kind == "vocabulary" for group in self._groups for split in group.splits)
+
+    @cached_property
+    def has_convolutions(self) -> bool:
+        return any(o.kind == "convolution" for segment in self.profile.segments for o in segment.operators)
+
+    @cached_property
+    def tensor_degree(self) -> int:
+        """The largest size of the tensor axis: each of its divisors can split every group. It is 1 where no group can
+        be split."""
+        return gcd(*(group.degree for group in self._groups if not _by_vocabulary(group)), 0) or 1
+
+    @cached_property
+    def split_flop_share(self) -> float:
+        """The share of the FLOPs that the tensor axis divides."""
+        total = split = 0.0
+        for segment in self.profile.segments:
+            for operator in segment.operators:
+                flops = segment.block_count * operator.flops.at(1)
+                total += flops
+                split += flops if operator.split else 0.0
+        return split / total if total else 0.0
+
+    @property
+    def split_group_count(self) -> int:
+        """The number of groups of split modules, each of which needs one all-reduce in the forward pass and one in the
+        backward pass."""
+        return len(self._groups)
+
+    @property
+    def _groups(self) -> tuple[SplitGroup, ...]:
+        return self.structure.splits if self.structure else ()
+
+    @cached_property
+    def wide_layers(self) -> WideLayers | None:
+        """The layers that a plan can split over the replicate axis; None where the model has none."""
+        chains = self.structure.wide_chains if self.structure else ()
+        split = {split.module for group in self._groups for split in group.splits}
+        chains = tuple(chain for chain in chains if split & set(chain.modules))
+        if not chains:
+            return None
+        return WideLayers(
+            tuple(module for chain in chains for module in chain.modules),
+            sum(chain.parameter_share for chain in chains),
+            sum(chain.flop_share for chain in chains),
+        )
+
+    def wide_splits(self, ranks: int) -> dict[str, Split]:
+        """How the plan splits the wide layers over so many ranks, by module. Modules in a split group are split as in
+        the group, and others by columns if the ranks divide their rows. A chain is left out if the ranks do not divide
+        one of its groups."""
+        assert self.structure is not None
+        splits: dict[str, Split] = {}
+        shapes = {name: parameter.shape for parameter in self.profile.parameters for name in parameter.names}
+        for chain in self.structure.wide_chains:
+            groups = [g for g in self._groups if {s.module for s in g.splits} & set(chain.modules)]
+            if not groups or any(group.degree % ranks for group in groups):
+                continue
+            rows = {split.module for group in groups for split in group.splits if split.kind == "row"}
+            grouped = {split.module for group in groups for split in group.splits}
+            for module in chain.modules:
+                if module in grouped or shapes[f"{module}.weight"][0] % ranks == 0:
+                    splits[module] = Split(kind="row" if module in rows else "column", axis="replicate")
+        return splits
+
+    def piece_seconds(self, batch: int) -> list[tuple[float, float]]:
+        """The seconds of every piece for a microbatch of `batch` samples, as pairs (forward, backward)."""
+        if batch not in self._piece_seconds:
+            self._piece_seconds[batch] = _piece_seconds(self.profile, self.pieces, batch, self._speeds)
+        return self._piece_seconds[batch]
+
+    @property
+    def _speeds(self) -> DeviceSpeeds:
+        return device_speeds(self.device, product_dtype(self.profile.precision), self.cores, self.memory_layout)
+
+    @cached_property
+    def selective_share(self) -> float:
+        """The share of a forward pass, in seconds, that selective recomputation repeats: everything except matrix
+        products, convolutions and attention."""
+        device_speeds = self._speeds
+        total = recomputed = 0.0
+        for segment in self.profile.segments:
+            if segment.phase == "forward":
+                for operator in segment.operators:
+                    seconds = segment.block_count * operator_s(
+                        operator, 1, device_speeds, False, self.profile.precision == "tf32"
+                    )
+                    total += seconds
+                    recomputed += seconds if operator.kind not in _NOT_RECOMPUTED else 0.0
+        return recomputed / total if total else 0.0
+
+    def recomputed_share(self, recompute: str) -> float:
+        """The share of a block's forward pass that its backward pass repeats."""
+        return {"none": 0.0, "selective": self.selective_share, "full": 1.0}[recompute]
+
+    def cuts(self, stages: int, recompute: str) -> tuple[int, ...] | None:
+        """The indices of the pieces that end a stage, so that the slowest stage is as fast as possible. None where the
+        model cannot be cut into so many stages."""
+        key = (stages, recompute)
+        if key not in self._cuts:
+            recomputed = self.recomputed_share(recompute)
+            costs = [
+                forward + backward + (recomputed * forward if piece.recomputable else 0.0)
+                for piece, (forward, backward) in zip(self.pieces, self.piece_seconds(1), strict=True)
+            ]
+            self._cuts[key] = balanced(costs, [piece.cuttable for piece in self.pieces], stages)
+        return self._cuts[key]
+
+
+def _piece_seconds(
+    profile: ModelProfile, pieces: tuple[PieceSummary, ...], batch: int, device_speeds: DeviceSpeeds
+) -> list[tuple[float, float]]:
+    """The seconds of every piece as pairs (forward, backward). Equal blocks are priced once, and operators outside of
+    all pieces count as part of the first."""
+    piece_index = _PieceIndex({piece.name: index for index, piece in enumerate(pieces)})
+    pass_seconds = [[0.0, 0.0] for _ in pieces]
+    tf32 = profile.precision == "tf32"
+    for segment in profile.segments:
+        backward = segment.phase == "backward"
+        layers: dict[str, float] = {}
+        for operator in segment.operators:
+            seconds = operator_s(operator, batch, device_speeds, backward, tf32)
+            layers[operator.layer] = layers.get(operator.layer, 0.0) + seconds
+        for block in segment.blocks or ("",):
+            for layer, seconds in layers.items():
+                index = piece_index.of(_renamed(layer, segment.unit, block) if block else layer)
+                pass_seconds[index][backward] += seconds
+    return [(forward, backward) for forward, backward in pass_seconds]
+
+
+def _by_vocabulary(group: SplitGroup) -> bool:
+    return all(split.kind == "vocabulary" for split in group.splits)
+
+
+def _summarize_pieces(profile: ModelProfile) -> tuple[PieceSummary, ...]:
+    structure = profile.structure
+    names = structure.pieces if structure and structure.pieces else ("",)
+    piece_index = _PieceIndex({name: index for index, name in enumerate(names)})
+    weights = [0] * len(names)
+    for parameter in profile.parameters:
+        # A tied weight lies in every piece that uses it.
+        for index in {piece_index.of(name.rpartition(".")[0]) for name in parameter.names}:
+            weights[index] += parameter.bytes
+    saved = [0.0] * len(names)
+    for segment in profile.segments:
+        if segment.phase == "forward":
+            for block in segment.blocks or ("",):
+                for layer, size in _saved(segment):
+                    saved[piece_index.of(_renamed(layer, segment.unit, block) if block else layer)] += size
+    sixteen = profile.precision in _SIXTEEN_BITS
+    sent = {}
+    for cut in structure.cuts if structure else ():
+        sent[cut.after] = sum(
+            value.bytes_per_sample / (2 if sixteen and value.dtype == "float32" else 1) for value in cut.crossing
+        )
+    blocks = profile.blocks
+    return tuple(
+        PieceSummary(
+            name=name,
+            weight_bytes=weights[index],
+            saved_bytes=saved[index],
+            sent_bytes=sent.get(name, 0.0),
+            cuttable=name in sent,
+            recomputable=any(is_inside(name, block) for block in blocks),
+        )
+        for index, name in enumerate(names)
+    )
+
+
+class _PieceIndex:
+    """The index of the piece that a module lies in. A module outside of all pieces counts as part of the first."""
+
+    def __init__(self, indices: dict[str, int]) -> None:
+        self._indices = dict(indices)
+
+    def of(self, module: str) -> int:
+        if module not in self._indices:
+            parent = module.rpartition(".")[0]
+            self._indices[module] = self.of(parent) if module else 0
+        return self._indices[module]
+
+
+def _saved(segment: TraceSegment) -> Iterable[tuple[str, float]]:
+    """The bytes of one sample that each layer saves for the backward pass, as pairs (layer, bytes)."""
+    return [
+        (change.layer, change.bytes.linear * change.tensor_count)
+        for change in segment.changes
+        if change.role == "saved"
+    ]
+
+
+def _renamed(layer: str, unit: str, block: str) -> str:
+    """The name that a layer of the traced block `unit` has in an equal block."""
+    return block + layer[len(unit) :] if is_inside(layer, unit) else layer

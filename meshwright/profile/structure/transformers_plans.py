@@ -1,0 +1,98 @@
+"""Splits from the tensor-parallel plans of the transformers library, which its models publish as `tp_plan`.
+
+A plan is a mapping from module names with wildcards to "colwise", "rowwise" and the like. Where a model has one, it is
+compared with the splits that `splits.py` derives, and it wins where the two disagree.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from math import gcd
+from typing import Any
+
+from torch import nn
+
+from meshwright.profile.structure.splits import ParameterSplit, SplitGroup, SplitKind
+
+_KINDS: dict[str, SplitKind] = {"colwise": "column", "rowwise": "row", "embedding": "vocabulary"}
+
+
+def with_transformers_splits(model: nn.Module, groups: tuple[SplitGroup, ...]) -> tuple[SplitGroup, ...]:
+    """The derived `groups`, those that the model's plan confirms marked as published. A group that the plan contradicts
+    is replaced by groups of the plan, and modules that only the plan splits are added."""
+    published = _published_kinds(model)
+    if not published:
+        return groups
+    confirmed: list[SplitGroup] = []
+    covered: set[str] = set()
+    for group in groups:
+        in_plan = {split.module for split in group.splits if split.module in published}
+        if any(not _agrees(s.kind, published[s.module]) for s in group.splits if s.module in in_plan):
+            continue
+        splits = [replace(s, source="published") if s.module in in_plan else s for s in group.splits]
+        confirmed.append(replace(group, splits=tuple(splits)))
+        covered |= {split.module for split in group.splits}
+    remaining = {name: kind for name, kind in published.items() if name not in covered}
+    return (*confirmed, *_published_groups(model, remaining))
+
+
+def _published_kinds(model: nn.Module) -> dict[str, SplitKind]:
+    """The kinds of split in the model's plan, by module. Modules without a two-dimensional weight are skipped."""
+    kinds: dict[str, SplitKind] = {}
+    for pattern, word in _plan_entries(model):
+        kind = next((kind for start, kind in _KINDS.items() if str(word).startswith(start)), None)
+        expression = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+        for name, module in model.named_modules():
+            weight = getattr(module, "weight", None)
+            if kind and expression.fullmatch(name) and isinstance(weight, nn.Parameter) and weight.dim() == 2:
+                kinds[name] = kind
+    return kinds
+
+
+def _plan_entries(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The entries of the outermost plan in the model, which includes those of the modules inside."""
+    for name, module in model.named_modules():
+        plan = getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None)
+        if isinstance(plan, Mapping) and plan:
+            for pattern, word in plan.items():
+                yield (f"{name}.{pattern}" if name else pattern), word
+            return
+
+
+def _agrees(derived: SplitKind, published: SplitKind) -> bool:
+    return derived == published or (published == "column" and derived in ("heads", "vocabulary"))
+
+
+def _published_groups(model: nn.Module, published: dict[str, SplitKind]) -> Iterator[SplitGroup]:
+    """Groups of modules that only the plan splits: those with the same parent module are split together."""
+    children: dict[str, list[str]] = {}
+    for name in published:
+        children.setdefault(name.rpartition(".")[0], []).append(name)
+    for parent, names in children.items():
+        splits = tuple(_published_split(model, name, published[name], names[0]) for name in names)
+        heads = _configured_heads(model.get_submodule(parent))
+        degree = gcd(*(split.size for split in splits), *heads)
+        if degree > 1:
+            yield SplitGroup(names[0], degree, splits, *(heads or (None, None)))
+
+
+def _published_split(model: nn.Module, name: str, kind: SplitKind, group: str) -> ParameterSplit:
+    module = model.get_submodule(name)
+    weight = module.weight
+    assert isinstance(weight, nn.Parameter)
+    # An embedding's rows and a linear layer's outputs are dimension 0; in the library's `Conv1D`, outputs are the last.
+    output_dim = 0 if isinstance(module, nn.Linear | nn.Embedding) else 1
+    dim = 1 - output_dim if kind == "row" else output_dim
+    communication = "" if kind == "column" else "all_reduce"
+    return ParameterSplit(
+        name, f"{name}.weight", kind, dim, weight.shape[dim], group, communication=communication, source="published"
+    )
+
+
+def _configured_heads(parent: nn.Module) -> tuple[int, ...]:
+    """The numbers of heads and key-value heads in the configuration of an attention module; empty for other modules."""
+    config = getattr(parent, "config", None)
+    heads = getattr(config, "num_attention_heads", None)
+    if "Attention" not in type(parent).__name__ or not isinstance(heads, int):
+        return ()
+    return heads, getattr(config, "num_key_value_heads", None) or heads

@@ -1,0 +1,57 @@
+"""The private interfaces of torch that this room uses, in one place. Seen to work on torch 2.11 and 2.13."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "backward_node_number",
+    "forward_node_number",
+    "operator_arguments",
+    "operator_name",
+    "operator_packet",
+    "storage_address",
+    "tree_leaves",
+    "tree_map",
+]
+
+
+def operator_packet(func: Any) -> Any:
+    """The operator of which `func` is one overload, such as `torch.ops.aten.add`."""
+    return func._overloadpacket
+
+
+def operator_name(func: Any) -> str:
+    """The name of an operator without namespace and overload, such as "add"."""
+    name: str = func._overloadpacket.__name__
+    return name
+
+
+def operator_arguments(func: Any) -> Sequence[Any]:
+    """The declared arguments of an operator, with name, default value and aliasing."""
+    arguments: Sequence[Any] = func._schema.arguments
+    return arguments
+
+
+def forward_node_number() -> int:
+    """Sequence number of the autograd node of the forward operator that is being dispatched: below autograd the node
+    exists already, and it was the last to be numbered."""
+    return torch.autograd._get_sequence_nr() - 1
+
+
+def backward_node_number() -> int | None:
+    """Sequence number of the autograd node whose backward function runs now, or None if none runs."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
+def storage_address(storage: torch.UntypedStorage) -> int:
+    """A number that identifies a storage as long as it is referenced, also for fake tensors."""
+    return storage._cdata

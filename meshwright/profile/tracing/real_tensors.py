@@ -1,0 +1,85 @@
+"""Helpers for real steps, of models that cannot be traced: the model's device, batches of real tensors, and the state
+of the random generators."""
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from meshwright.profile.fake import batch_size
+from meshwright.profile.gpu_rules import GpuRules
+from meshwright.profile.torch_private import FakeTensor, tree_leaves, tree_map
+
+
+def has_values(model: nn.Module, sample: Any) -> bool:
+    """Whether all tensors of the model and of the sample have values: none is fake or on the meta device."""
+    tensors = [*model.parameters(), *model.buffers(), *tree_leaves(sample)]
+    return not any(isinstance(t, FakeTensor) or (isinstance(t, Tensor) and t.is_meta) for t in tensors)
+
+
+def model_device(model: nn.Module) -> torch.device:
+    """The device of the model's first parameter or buffer; the CPU for a model without any."""
+    return next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
+
+
+def sample_count(sample: Any) -> int:
+    """Number of samples in a batch: the leading size that most of its tensors have. Where the tensors are in lists
+    (images of different sizes, say), the length that most of the lists have."""
+    entries = _entries(sample)
+    if any(isinstance(entry, Tensor) for entry in entries):
+        return batch_size([entry for entry in entries if isinstance(entry, Tensor)])
+    lengths = Counter(len(entry) for entry in entries if isinstance(entry, list | tuple))
+    return lengths.most_common(1)[0][0] if lengths else batch_size(sample)
+
+
+def batch_of_samples(sample: Any, number: int, device: torch.device) -> Any:
+    """A copy of the first `number` samples on the device. Where the batch has fewer, they are repeated from the first
+    on."""
+    size = sample_count(sample)
+
+    def pick(entry: Any) -> Any:
+        return [entry[index % size] for index in range(number)]
+
+    def pick_rows(leaf: Any) -> Any:
+        return torch.stack(pick(leaf)) if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size else leaf
+
+    if any(isinstance(entry, Tensor) for entry in _entries(sample)):
+        batch = tree_map(pick_rows, sample)
+    else:
+        entries = [pick(e) if isinstance(e, list | tuple) and len(e) == size else e for e in _entries(sample)]
+        batch = dict(zip(sample, entries, strict=True)) if isinstance(sample, dict) else type(sample)(entries)
+    return tree_map(lambda leaf: leaf.detach().clone().to(device) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def _entries(sample: Any) -> list[Any]:
+    if isinstance(sample, dict):
+        return list(sample.values())
+    return list(sample) if isinstance(sample, list | tuple) else [sample]
+
+
+@contextmanager
+def preserved_random_state(device: torch.device) -> Iterator[None]:
+    """Restores the random generators of Python, numpy and torch on leaving the context."""
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
+
+
+class GpuRulesForRealTensors(GpuRules):
+    """`GpuRules` for real tensors on a CPU: RMS norm runs as on the CPU, because the fused one has no kernel."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") == "rms_norm":
+            return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)

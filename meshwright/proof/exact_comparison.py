@@ -1,0 +1,143 @@
+"""The comparison in fp64 or fp32: the reference trains alongside, and each recorded step must equal its own within the
+tolerance of reordered sums (`compare/tolerance.py`)."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from meshwright.proof.causes.diagnose import diagnose
+from meshwright.proof.causes.evidence import Evidence, ExpectedStep
+from meshwright.proof.compare.errors import layer_scales, weight_drift
+from meshwright.proof.compare.step_comparator import clip_factor
+from meshwright.proof.compare.tolerance import PerturbedTraining, SumTolerance, count_reductions
+from meshwright.proof.proof import Proof
+from meshwright.proof.reference.experiments import Experiments
+from meshwright.proof.reference.groups import choose_grouping, describe_grouping, uses_batch_statistics
+from meshwright.proof.reference.reference import Reference, preserve_generators
+from meshwright.proof.reference.reference_setup import build_setup
+from meshwright.proof.reference_comparison import ReferenceComparison
+from meshwright.proof.request import ProofRequest
+from meshwright.train.output.recording import RecordedStep, read_start, read_step
+
+Tensors = dict[str, Tensor]
+# Shifts of a weight below this part of what is allowed are ignored: they cannot add up to it within a few steps.
+_SMALLEST_SHIFT = 0.01
+
+
+def compare_exactly(request: ProofRequest, folder: Path, device: torch.device) -> Proof:
+    """The proof, from what `record` left in the folder. If something differs, it names the cause."""
+    proof, evidence = compare_with_evidence(request, folder, device)
+    if evidence is None:
+        return proof
+    return replace(proof, comparison=replace(proof.comparison, first_difference=diagnose(evidence)))
+
+
+def compare_with_evidence(request: ProofRequest, folder: Path, device: torch.device) -> tuple[Proof, Evidence | None]:
+    """The proof without a cause, and the evidence on the step that differs, or None if none does."""
+    with preserve_generators(device):
+        comparison = _ExactComparison(request, device)
+        return comparison.run(folder), comparison.evidence
+
+
+class _ExactComparison(ReferenceComparison[Reference]):
+    def __init__(self, request: ProofRequest, device: torch.device) -> None:
+        setup = build_setup(request)
+        setup.model.train()
+        grouping = choose_grouping(setup.model, request.plan, request.dropout, setup.loss)
+        batch_statistics = any(uses_batch_statistics(module) for module in setup.model.modules())
+        reference = Reference(setup, request, grouping, device)
+        super().__init__(request, setup, reference, describe_grouping(grouping, request.plan, batch_statistics))
+        self.perturbed = PerturbedTraining(build_setup(request), device)
+        self.sum_tolerance: SumTolerance | None = None
+        self.drift = 0.0
+        self.adopted_elements = 0
+        self.before: Tensors = {}  # the state that the step starts from
+        self.evidence: Evidence | None = None
+
+    def run(self, folder: Path) -> Proof:
+        for step in range(1, self.request.steps + 1):
+            self._step(step, read_step(folder, step), read_start(folder) if step == 1 else None)
+            if self.differs:
+                break
+        if self.adopted_elements:
+            self.notes.append(
+                f"{self.adopted_elements:,} times a weight that rounding alone decides was taken over from the plan"
+            )
+        first = self.comparator.comparison.first_difference
+        if first and first.step < self.request.steps:
+            self.notes.append(f"nothing was compared after step {first.step}, where the first difference is")
+        return self.make_proof(self.request.dtype, self._tolerance_text())
+
+    def _step(self, step: int, recorded: RecordedStep, start: RecordedStep | None) -> None:
+        """Computes the reference's step and compares it with the recorded one; `start` is compared before it."""
+        reference, comparator = self.reference, self.comparator
+        before = self.before = self.before or self.reference_state()
+        batch = reference.next_batch()
+        with count_reductions(reference.model) as counter:
+            loss = reference.compute(batch)
+        if self.sum_tolerance is None:
+            self.sum_tolerance = counter.tolerance(len(batch.groups), reference.setup.dtype)
+        tolerance = self.sum_tolerance.with_drift(self.drift)
+        comparator.raise_tolerance(tolerance)
+        if start:
+            comparator.compare_states(0, start, before, {})
+        if not math.isfinite(float(loss)):
+            self.notes.append(f"the loss of step {step} is {float(loss)} on one device, too")
+        comparator.compare_loss(step, recorded, loss)
+        gradients = reference.gradients()
+        scales = comparator.compare_gradients(step, recorded, gradients)
+        norm = reference.clip()
+        comparator.compare_norm(step, recorded, norm)
+        factor = clip_factor(norm, reference.setup.clip_norm)
+        self.perturbed.take_perturbed_gradients(
+            reference.model, {name: tolerance * factor * scale for name, scale in scales.items()}
+        )
+        reference.update(batch.last_of_epoch)
+        self.perturbed.update(batch.last_of_epoch)
+        after = self.reference_state()
+        weight_bounds = self.perturbed.weight_bounds(reference.model)
+        comparator.compare_states(step, recorded, after, weight_bounds)
+        if self.differs:
+            expected = ExpectedStep(loss.cpu(), norm.cpu(), gradients, before, after)
+            self.evidence = self._collect_evidence(step, recorded, expected)
+            return
+        self._adopt_rounded_weights(recorded.state, after, weight_bounds)
+        self.before = after = self.reference_state()
+        weights = {name: value for name, value in after.items() if name in comparator.weights}
+        self.drift = weight_drift(recorded.state, weights)
+
+    def _collect_evidence(self, step: int, recorded: RecordedStep, expected: ExpectedStep) -> Evidence:
+        comparison, setup = self.comparator.comparison, self.reference.setup
+        assert comparison.first_difference is not None
+        return Evidence(
+            plan=self.request.plan,
+            difference=comparison.first_difference,
+            step=step,
+            tolerance=comparison.tolerance,
+            clip_norm=setup.clip_norm,
+            recorded=recorded,
+            expected=expected,
+            experiments=Experiments(self.request, self.reference.device, step, expected.before),
+            dtype=setup.dtype,
+        )
+
+    def _adopt_rounded_weights(self, recorded: Tensors, after: Tensors, weight_bounds: Tensors) -> None:
+        """Continues with the plan's values of the weights that rounding alone decides (equation 5 of `tolerance`)."""
+        shifts: Tensors = {}
+        scales = layer_scales({name: after[name] for name in self.comparator.parameters if name in after})
+        for name, scale in scales.items():
+            allowed = self.comparator.comparison.tolerance * scale
+            shift = recorded[name].to(after[name]) - after[name]
+            is_adopted = (weight_bounds[name] > allowed) & (shift.abs() > _SMALLEST_SHIFT * allowed)
+            shifts[name] = torch.where(is_adopted, shift, 0.0)
+            self.adopted_elements += int((shifts[name] != 0).sum())
+        self.perturbed.shift_weights(self.reference.model, shifts)
+
+    def _tolerance_text(self) -> str:
+        assert self.sum_tolerance is not None
+        has_grown = self.comparator.comparison.tolerance > 1.01 * self.sum_tolerance.first_step
+        drift = f" + 2 × {self.sum_tolerance.depth} layers × what the weights had drifted before" if has_grown else ""
+        return f"{self.sum_tolerance}{drift}"

@@ -1,0 +1,80 @@
+"""Sends a proof request to the ranks: it is pickled into a file. A user's model may be defined in the script that is
+running, so a rank first imports that script under another name, as multiprocessing does."""
+
+import pickle
+from dataclasses import fields
+from multiprocessing import current_process, spawn
+from pathlib import Path
+from typing import Any
+
+from meshwright.call import load
+from meshwright.errors import InputError
+from meshwright.job import Job
+from meshwright.proof.request import ProofRequest, UserModel
+
+_PICKLING_ERRORS = (pickle.PicklingError, AttributeError, TypeError, RuntimeError)
+
+
+def write_request(request: ProofRequest, file: Path) -> None:
+    """Writes the request. Raises InputError if a part of it cannot be pickled, or cannot be imported by the ranks."""
+    try:
+        pickled = pickle.dumps(request)
+    except _PICKLING_ERRORS as error:
+        raise InputError(_describe_pickling_error(request.subject, error)) from error
+    preparation = {key: value for key, value in spawn.get_preparation_data("rank").items() if key in _PREPARATION_KEYS}
+    if b"__main__" not in pickled:
+        preparation = {"sys_path": preparation["sys_path"]}
+    elif not any(key.startswith("init_main") for key in preparation):
+        raise InputError(
+            "the model, loss or data is defined in an interactive session, which ranks cannot import: use a file"
+        )
+    with file.open("wb") as stream:
+        pickle.dump(preparation, stream)
+        stream.write(pickled)
+
+
+def read_request(file: Path) -> ProofRequest:
+    """Imports the script that defines the model, if there is one, and reads the request."""
+    with file.open("rb") as stream:
+        preparation = pickle.load(stream)
+        process: Any = current_process()
+        process._inheriting = True  # a script without a guard would start ranks in every rank
+        try:
+            spawn.prepare(preparation)
+            request = _Unpickler(stream).load()
+        finally:
+            del process._inheriting
+    assert isinstance(request, ProofRequest)
+    return request
+
+
+class _Unpickler(pickle.Unpickler):
+    """Imports classes as a job does: with the preparation that some libraries need, and an error that names what is
+    missing."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return load(f"{module}:{name}")
+
+
+def check_main_guard() -> None:
+    """Raises InputError if this process is a rank that is importing the script which calls prove()."""
+    if getattr(current_process(), "_inheriting", False):
+        raise InputError('ranks import the script that calls prove(): put the call below `if __name__ == "__main__":`')
+
+
+# What a rank needs of multiprocessing's data about the parent process.
+_PREPARATION_KEYS = ("sys_path", "init_main_from_name", "init_main_from_path")
+
+
+def _describe_pickling_error(subject: Job | UserModel, error: Exception) -> str:
+    """A message that names the part which cannot be pickled."""
+    for field in fields(subject) if isinstance(subject, UserModel) else ():
+        try:
+            pickle.dumps(getattr(subject, field.name))
+        except _PICKLING_ERRORS as reason:
+            reason_text = " ".join(str(reason).split())
+            return (
+                f"{field.name} cannot be sent to the ranks ({reason_text}): define it at the top level of a module,"
+                " without lambdas, local functions and open files"
+            )
+    return f"the proof request cannot be sent to the ranks: {' '.join(str(error).split())}"

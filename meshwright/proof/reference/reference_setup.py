@@ -1,0 +1,172 @@
+"""`ReferenceSetup`: the model, loss, optimizer and data of a proof request, built in the precision of the comparison.
+
+Every rank and the reference build their own. Initial weights are a function of (seed, name), so they are the same.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset, default_collate
+
+from meshwright.call import bind, build
+from meshwright.data.loading import Batch, LoadingOptions, SampleShare, train_batches
+from meshwright.job import Job
+from meshwright.proof.reference.dropout import disable_dropout
+from meshwright.proof.request import COMPARISON_DTYPES, ProofRequest, UserModel
+from meshwright.proof.torch_private import apply_to_tensors, tree_map
+from meshwright.train.build import build_data, build_initialized_model, build_loading, frozen_modules, schedule_unit
+from meshwright.train.session import MakeOptimizer, MakeSchedule
+from meshwright.train.step.loss import LossFunction
+from meshwright.train.step.optimizer import optimizer_for_parameters, optimizer_groups, rebuild_optimizer
+
+
+@dataclass(frozen=True)
+class ReferenceSetup:
+    """Everything that a training loop needs. `disabled_dropouts` is the number of dropout probabilities that were set
+    to zero; `frozen` names the modules that stay in eval mode."""
+
+    model: nn.Module
+    make_optimizer: MakeOptimizer
+    make_schedule: MakeSchedule | None
+    schedule_per: Literal["step", "epoch"]
+    loss: LossFunction | None
+    data: Any
+    loading: LoadingOptions
+    global_batch: int
+    drop_last: bool
+    clip_norm: float | None
+    seed: int
+    target: str | None
+    frozen: tuple[str, ...]
+    dtype: torch.dtype
+    disabled_dropouts: int
+
+    def sample(self) -> Any:
+        """A batch of two samples, for plans that trace the model before they split or cut it."""
+        samples = islice(self.data, 2) if isinstance(self.data, IterableDataset) else [self.data[0]] * 2
+        data = (self.loading.collate or default_collate)(list(samples))
+        return tree_map(lambda value: _cast(value, self.dtype) if isinstance(value, Tensor) else value, data)
+
+    def batches(self, share: SampleShare, microbatches: int) -> Iterator[Batch]:
+        """The batches that one data rank receives, in the precision of the comparison."""
+        batches = train_batches(
+            self.data,
+            seed=self.seed,
+            global_batch=self.global_batch,
+            share=share,
+            loading=self.loading,
+            accumulation=microbatches,
+            drop_last=self.drop_last,
+        )
+        return (batch_in_dtype(batch, self.dtype) for batch in batches)
+
+
+def build_setup(request: ProofRequest) -> ReferenceSetup:
+    """Builds model, loss, optimizer and data anew; the request's own objects are not changed."""
+    subject = request.subject
+    setup = _setup_from_job(subject, request) if isinstance(subject, Job) else _setup_from_user_model(subject, request)
+    dtype = COMPARISON_DTYPES[request.dtype]
+    apply_to_tensors(setup.model, lambda tensor: _cast(tensor, dtype))
+    disabled_dropouts = 0 if request.dropout else disable_dropout(setup.model)
+    if setup.loading.partition == "sample":  # one device reads the parts that the ranks have, in the same order
+        parts = setup.loading.parts or request.plan.data_ranks
+        setup = replace(setup, loading=replace(setup.loading, parts=parts))
+    return replace(setup, loss=_loss_in_dtype(setup.loss, dtype), dtype=dtype, disabled_dropouts=disabled_dropouts)
+
+
+def batch_in_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
+    """The batch with its floating-point tensors converted to the dtype."""
+
+    def cast(value: Any) -> Any:
+        return _cast(value, dtype) if isinstance(value, Tensor) else value
+
+    microbatches = tuple(replace(microbatch, data=tree_map(cast, microbatch.data)) for microbatch in batch.microbatches)
+    return replace(batch, microbatches=microbatches)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Within this context, tensors that a model creates while it runs (positions, masks) have the dtype of its
+    weights."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _setup_from_job(job: Job, request: ProofRequest) -> ReferenceSetup:
+    data, _ = build_data(job)
+    model = build_initialized_model(job)
+    make_schedule: Callable[[torch.optim.Optimizer], Any] | None = None
+    if job.schedule:
+        make_schedule = partial(build, job.schedule, role="schedule")
+    return ReferenceSetup(
+        model=model,
+        make_optimizer=partial(optimizer_for_parameters, job.optimizer, optimizer_groups(job.optimizer, model)),
+        make_schedule=make_schedule,
+        schedule_per=schedule_unit(job),
+        loss=bind(job.loss, "loss") if job.loss else None,
+        data=data,
+        # Worker processes change no sample, and starting them takes longer than a few steps.
+        loading=replace(build_loading(job, torch.device("cpu")), workers=0, pin_memory=False),
+        global_batch=job.train.global_batch,
+        drop_last=job.data.drop_last,
+        clip_norm=job.train.clip_norm,
+        seed=job.train.seed,
+        target=job.data.target,
+        frozen=frozen_modules(model) if job.train.freeze else (),
+        dtype=COMPARISON_DTYPES[request.dtype],
+        disabled_dropouts=0,
+    )
+
+
+def _setup_from_user_model(user_model: UserModel, request: ProofRequest) -> ReferenceSetup:
+    model = deepcopy(user_model.model)  # the caller's object keeps its weights and its precision
+    names = {id(parameter): name for name, parameter in user_model.model.named_parameters()}
+    return ReferenceSetup(
+        model=model,
+        make_optimizer=lambda parameters: rebuild_optimizer(user_model.optimizer, names, parameters),
+        make_schedule=user_model.schedule,
+        schedule_per="step",
+        loss=user_model.loss,
+        data=user_model.data,
+        loading=LoadingOptions(collate=user_model.collate),
+        global_batch=user_model.global_batch,
+        drop_last=False,
+        clip_norm=user_model.clip_norm,
+        seed=user_model.seed,
+        target=user_model.target,
+        frozen=(),
+        dtype=COMPARISON_DTYPES[request.dtype],
+        disabled_dropouts=0,
+    )
+
+
+def _loss_in_dtype(loss: LossFunction | None, dtype: torch.dtype) -> LossFunction | None:
+    """The loss with the tensors that it holds (class weights) converted to the dtype."""
+    if isinstance(loss, nn.Module):
+        return apply_to_tensors(deepcopy(loss), lambda tensor: _cast(tensor, dtype))
+    if isinstance(loss, partial):
+        keywords = {
+            key: _cast(value, dtype) if isinstance(value, Tensor) else value for key, value in loss.keywords.items()
+        }
+        inner = _loss_in_dtype(loss.func, dtype)
+        assert inner is not None
+        return partial(inner, *loss.args, **keywords)
+    return loss
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in the dtype if it holds floating-point or complex numbers; unchanged otherwise."""
+    if tensor.is_complex():
+        return tensor.to(dtype.to_complex())
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor

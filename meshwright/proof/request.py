@@ -1,0 +1,76 @@
+"""`ProofRequest`: what shall be compared, as both the ranks and the one-device reference receive it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.job import Job
+from meshwright.plan import Plan
+from meshwright.train.session import MakeSchedule, Session
+from meshwright.train.step.loss import LossFunction
+
+# The dtype of weights by the name of the comparison. `plan` means: in the plan's own precision, whose weights are fp32
+# and whose products are rounded as the plan says.
+COMPARISON_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "plan": torch.float32}
+# Options of `plan.gradients` as they are set for a comparison: without low-rank compression and without local steps,
+# which train differently from one device by design.
+COMPARED_GRADIENT_OPTIONS = {"powersgd_rank": 0, "local_steps": 1}
+
+
+@dataclass(frozen=True)
+class UserModel:
+    """A user's model with its data, for a proof without a job. `optimizer` is a template, as for `parallelize`."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: LossFunction | None
+    data: Any
+    global_batch: int
+    collate: Callable[[list[Any]], Any] | None = None
+    schedule: MakeSchedule | None = None
+    clip_norm: float | None = None
+    seed: int = 0
+    target: str | None = None
+    timeout_s: float = 600
+
+
+@dataclass(frozen=True)
+class ProofRequest:
+    """A plan to compare with one device.
+
+    `plan` fits on the ranks that will run it. `dtype` is a key of `COMPARISON_DTYPES`. `dropout` leaves dropout on.
+    `prepare_session` is called in every rank with its session before the first step, so that a test can break the
+    training on purpose; it must be picklable.
+    """
+
+    subject: Job | UserModel
+    plan: Plan
+    steps: int = 3
+    dtype: str = "fp64"
+    dropout: bool = False
+    prepare_session: Callable[[Session], None] | None = None
+
+    @property
+    def in_plan_precision(self) -> bool:
+        """Whether the comparison runs in the plan's own precision."""
+        return self.dtype == "plan"
+
+    @property
+    def executed_plan(self) -> Plan:
+        """The plan as the ranks run it: with `COMPARED_GRADIENT_OPTIONS` and, unless the comparison runs in the plan's
+        own precision, without its precision, so that the model runs in the dtype of its weights."""
+        plan = self.plan.model_copy(
+            update={"gradients": self.plan.gradients.model_copy(update=COMPARED_GRADIENT_OPTIONS)}
+        )
+        if self.in_plan_precision:
+            return plan
+        numerics = plan.numerics.model_copy(update={"precision": "fp32", "cast": "operators"})
+        gradients = plan.gradients.model_copy(update={"precision": "fp32"})
+        return plan.model_copy(update={"numerics": numerics, "gradients": gradients})
+
+    @property
+    def timeout_s(self) -> float:
+        return self.subject.train.timeout_s if isinstance(self.subject, Job) else self.subject.timeout_s

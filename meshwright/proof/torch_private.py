@@ -1,0 +1,28 @@
+"""Every private interface of torch that meshwright/proof uses, in one file. All of them were seen to work on torch 2.11
+and 2.13."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import batchnorm, dropout
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+ModuleType = TypeVar("ModuleType", bound=nn.Module)
+
+# The base classes of all of torch's BatchNorm and Dropout modules.
+AnyBatchNorm = batchnorm._BatchNorm
+AnyDropout = dropout._DropoutNd
+
+# The operator that `Tensor.to` calls when it converts a dtype.
+TO_COPY = torch.ops.aten._to_copy.default
+
+
+def apply_to_tensors(module: ModuleType, change: Callable[[Tensor], Tensor]) -> ModuleType:
+    """Replaces every parameter and buffer of a module by what the function returns for it, in place."""
+    return module._apply(change)

@@ -1,0 +1,155 @@
+"""Seconds of the passes of all microbatches of a step.
+
+one stage per rank, no pipeline   microbatches × both passes of the stage                        passes_time
+pipeline                          the span of the timeline of all stages and microbatches        _pipeline_time
+bubble                            span - the work of the busiest rank - what transfers add to the span
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from meshwright.simulator.communication.exchange import transfer_s
+from meshwright.simulator.pipeline.order import Action, Order, pipeline_order, stages_of_rank
+from meshwright.simulator.pipeline.stages import StageProfile
+from meshwright.simulator.pipeline.timeline import Timeline, timeline
+from meshwright.simulator.stage_time import StageTime
+from meshwright.simulator.step_inputs import StepInputs
+
+# Share of a backward pass that computes the gradient of the stage's input. Of the two products of a linear layer's
+# backward pass, which are of equal size, it is one (Qi et al. 2023, Zero Bubble Pipeline Parallelism, arXiv
+# 2401.10241).
+_INPUT_GRADIENT_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class PassesTime:
+    """`breakdown` has the seconds of the busiest pipeline rank. `slack_s` says, for each pipeline rank, how long before
+    the end of all passes it has finished its own."""
+
+    breakdown: dict[str, float]
+    slack_s: list[float]
+    timeline: Timeline | None = None
+
+
+def passes_time(times: Sequence[StageTime], stages: Sequence[StageProfile], inputs: StepInputs) -> PassesTime:
+    """The time of all passes of a step, given that of one microbatch on each stage."""
+    plan = inputs.plan
+    if plan.axes.pipeline == 1:
+        microbatches = plan.pipeline.microbatches * plan.memory.accumulation
+        return PassesTime(_stages_breakdown(times, microbatches), [0.0])
+    return _pipeline_time(times, stages, inputs)
+
+
+def _pipeline_time(times: Sequence[StageTime], stages: Sequence[StageProfile], inputs: StepInputs) -> PassesTime:
+    plan = inputs.plan
+    ranks, schedule, per_rank = plan.axes.pipeline, plan.pipeline.schedule, plan.stages_per_rank
+    shape = _PipelineShape(schedule, ranks, per_rank, plan.pipeline.microbatches)
+    numbers = [stages_of_rank(schedule, ranks, per_rank, rank) for rank in range(ranks)]
+    transfers_s = _transfers_s(stages, numbers, inputs)
+    actions = _ActionTimes(times, transfers_s)
+    if inputs.runtime.waits_for_sends:
+        span_s, longest = _span(shape, actions.action_and_send_s, _no_transfer_s)
+    else:
+        span_s, longest = _span(shape, actions.action_s, actions.transfer_s)
+    busy_s = [sum(times[s].forward_pass_s + times[s].backward_pass_s for s in own) for own in numbers]
+    breakdown = _stages_breakdown([times[s] for s in numbers[busy_s.index(max(busy_s))]], shape.microbatches)
+    span_without_transfers_s, _ = _span(shape, actions.action_s, _no_transfer_s)
+    breakdown["pipeline"] = max(0.0, span_s - span_without_transfers_s)
+    breakdown["bubble"] = span_s - sum(breakdown.values())
+    breakdown = {name: seconds * plan.memory.accumulation for name, seconds in breakdown.items()}
+    return PassesTime(breakdown, [longest.span_s - ends[-1] for ends in longest.ends_s], longest)
+
+
+@dataclass(frozen=True)
+class _ActionTimes:
+    """Seconds of the actions of a pipeline: `transfers_s` are those from each stage to the one behind it."""
+
+    times: Sequence[StageTime]
+    transfers_s: Sequence[float]
+
+    def action_s(self, action: Action) -> float:
+        time = self.times[action.stage]
+        if action.kind == "forward":
+            return time.forward_pass_s
+        if action.kind == "backward":
+            return time.backward_pass_s
+        # The first stage sends no gradient on: its whole backward pass is for the weights.
+        share = _INPUT_GRADIENT_SHARE if action.stage else 0.0
+        return time.backward_pass_s * (share if action.kind == "input_backward" else 1 - share)
+
+    def action_and_send_s(self, action: Action) -> float:
+        """Seconds until the result of the action has arrived at the other stage."""
+        if action.kind == "forward":
+            return self.action_s(action) + self.transfers_s[action.stage]
+        sends_gradient = action.stage and action.kind in ("backward", "input_backward")
+        return self.action_s(action) + (self.transfers_s[action.stage - 1] if sends_gradient else 0.0)
+
+    def transfer_s(self, source: int, target: int) -> float:
+        return self.transfers_s[min(source, target)]
+
+
+def _no_transfer_s(source: int, target: int) -> float:
+    return 0.0
+
+
+def _transfers_s(stages: Sequence[StageProfile], numbers: Sequence[Sequence[int]], inputs: StepInputs) -> list[float]:
+    """Seconds of a message from each stage to the one behind it; 0 where both are on the same rank. In a schedule that
+    folds the chain of stages, the stage behind may be on the rank before."""
+    ranks = inputs.plan.axes.pipeline
+    rank_of = {stage: rank for rank, own in enumerate(numbers) for stage in own}
+    seconds = []
+    for number, stage in enumerate(stages):
+        rank, following = rank_of[number], rank_of.get(number + 1, rank_of[number])
+        if rank == following:
+            seconds.append(0.0)
+            continue
+        first = rank if following == (rank + 1) % ranks else following
+        sent_bytes = stage.sent.at(inputs.batch)
+        seconds.append(transfer_s(sent_bytes, inputs.plan, inputs.cluster, inputs.runtime, first))
+    return seconds
+
+
+def _stages_breakdown(times: Sequence[StageTime], microbatches: int) -> dict[str, float]:
+    """Seconds of a rank with these stages, in so many microbatches."""
+    return {
+        "compute": sum(time.forward_s + time.backward_s for time in times) * microbatches,
+        "launch": sum(time.launch_s for time in times) * microbatches,
+        "tensor": sum(time.tensor_forward_s + time.tensor_backward_s for time in times) * microbatches,
+        "pipeline": 0.0,
+        "shard": sum(time.shard_s for time in times) * microbatches,
+        "replicate": 0.0,
+        "bubble": 0.0,
+    }
+
+
+@dataclass(frozen=True)
+class _PipelineShape:
+    schedule: str
+    ranks: int
+    stages_per_rank: int
+    microbatches: int
+
+    def order(self, microbatches: int) -> Order:
+        return _order(self.schedule, self.ranks, self.stages_per_rank, microbatches)
+
+
+@lru_cache(maxsize=64)
+def _order(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> Order:
+    return pipeline_order(schedule, ranks, stages_per_rank, microbatches)
+
+
+def _span(
+    shape: _PipelineShape, action_s: Callable[[Action], float], transfer_s: Callable[[int, int], float]
+) -> tuple[float, Timeline]:
+    """The seconds of all microbatches, and the longest timeline that was run. Once a pipeline is full, every further
+    round takes equally long: a long pipeline is a short one and so many more rounds."""
+    full = shape.ranks * (2 * shape.stages_per_rank + 2)
+    rounds = (shape.microbatches - full) // shape.ranks if shape.schedule != "gpipe" else 0
+    if rounds <= 2:
+        whole = timeline(shape.order(shape.microbatches), action_s, transfer_s)
+        return whole.span_s, whole
+    first = shape.microbatches - rounds * shape.ranks
+    short = timeline(shape.order(first), action_s, transfer_s)
+    longer = timeline(shape.order(first + shape.ranks), action_s, transfer_s)
+    return short.span_s + rounds * (longer.span_s - short.span_s), longer

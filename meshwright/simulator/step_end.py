@@ -1,0 +1,70 @@
+"""Seconds of what follows the passes of a pipeline rank: gradients that are not yet combined, weights that are gathered
+once a step, gradients of tied weights, and the optimizer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshwright.simulator.communication.collectives import overlap
+from meshwright.simulator.communication.exchange import gradient_exchange
+from meshwright.simulator.compute.passes import optimizer_s
+from meshwright.simulator.pipeline.order import stages_of_rank
+from meshwright.simulator.pipeline.stages import StageProfile
+from meshwright.simulator.stage_time import StageTime
+from meshwright.simulator.step_inputs import StepInputs
+from meshwright.simulator.tensor.split_profile import replicate_split_parameters
+
+
+@dataclass(frozen=True)
+class StepEnd:
+    """Seconds after the passes of one pipeline rank."""
+
+    tied_s: float
+    replicate_s: float
+    shard_s: float
+    optimizer_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.tied_s + self.replicate_s + self.shard_s + self.optimizer_s
+
+
+def step_end(
+    rank: int,
+    times: Sequence[StageTime],
+    stages: Sequence[StageProfile],
+    inputs: StepInputs,
+    slack_s: float,
+    tied_s: float,
+) -> StepEnd:
+    """Gradients hide behind the last backward pass, except the last bucket, which is ready only when the pass ends, and
+    behind `slack_s`, in which other ranks still compute. Weights that are gathered once a step hide behind the next
+    forward pass."""
+    plan, runtime, kind = inputs.plan, inputs.runtime, inputs.device.kind
+    numbers: tuple[int, ...] = (0,)
+    if plan.axes.pipeline > 1:
+        numbers = stages_of_rank(plan.pipeline.schedule, plan.axes.pipeline, plan.stages_per_rank, rank)
+    profiles = [stages[number].profile for number in numbers]
+    trained = [parameter for profile in profiles for parameter in profile.parameters if parameter.trainable]
+    not_combined = {name for profile in profiles for name in replicate_split_parameters(profile, plan)}
+    combined_bytes = sum(parameter.bytes for parameter in trained if parameter.names[0] not in not_combined)
+    blocks = sum(len(profile.blocks) for profile in profiles)
+    exchange = gradient_exchange(combined_bytes, blocks, plan, inputs.cluster, runtime)
+    scatter_s = exchange.scatter_s if plan.memory.sharding == "optimizer" else 0.0
+    # A rank with several stages combines those that are done while the microbatches of a round pass the others.
+    passes = plan.axes.pipeline if len(numbers) > 1 else 1
+    backward_s = passes * sum(times[number].backward_s for number in numbers)
+    forward_s = passes * sum(times[number].forward_s for number in numbers)
+    combine_s = exchange.replicate_s + scatter_s
+    hiding_s = backward_s * (1 - 1 / exchange.pieces) * runtime.gradient_overlap
+    exposed_s = max(0.0, overlap(hiding_s, combine_s, kind).exposed_s - slack_s) if combine_s else 0.0
+    gather_s = 0.0
+    if plan.memory.sharding != "parameters" and exchange.gather_s:
+        gather_s = overlap(forward_s * runtime.gather_overlap, exchange.gather_s, kind).exposed_s
+    replicate_share = exchange.replicate_s / combine_s if combine_s else 0.0
+    shard_bytes = sum(parameter.bytes for parameter in trained) / plan.axes.shard
+    return StepEnd(
+        tied_s,
+        exposed_s * replicate_share,
+        exposed_s * (1 - replicate_share) + gather_s,
+        optimizer_s(shard_bytes, len(trained), inputs.optimizer, inputs.device, inputs.speeds, runtime),
+    )

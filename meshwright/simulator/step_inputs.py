@@ -1,0 +1,40 @@
+"""`StepInputs`: what the time of a step is predicted from, with the device and speeds of one rank."""
+
+from dataclasses import dataclass
+
+from meshwright.cluster.cluster import Cluster, Device
+from meshwright.plan import Plan
+from meshwright.profile.optimizer import OptimizerCost
+from meshwright.simulator.compute.operator_time import DeviceSpeeds, device_speeds
+from meshwright.simulator.compute.passes import product_dtype
+from meshwright.simulator.runtime import Runtime
+from meshwright.simulator.tensor.messages import TensorMessage
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """Every microbatch has `batch` samples. `branch_messages` are sent along the tensor axis in every microbatch where
+    branches of the model are placed on different ranks."""
+
+    cluster: Cluster
+    plan: Plan
+    batch: float
+    optimizer: OptimizerCost
+    runtime: Runtime
+    device: Device
+    speeds: DeviceSpeeds
+    branch_messages: tuple[TensorMessage, ...] = ()
+
+
+def slowest_device(cluster: Cluster, plan: Plan, runtime: Runtime) -> tuple[Device, DeviceSpeeds]:
+    """The slowest device of the cluster, and its speeds with the CPU cores that one rank has."""
+    dtype = product_dtype(plan.numerics.precision)
+    node = min(cluster.nodes, key=lambda node: node.device.rates.get(dtype, node.device.rates.get("fp32", 0.0)))
+    cores = 1
+    if node.device.kind == "cpu":
+        cores = plan.compute.threads or max(1, node.cores // min(plan.world_size, node.count))
+    device = node.device
+    if device.rates.get(dtype, 0.0) < device.rates["fp32"] and device.kind == "cuda":
+        # The device only emulates this dtype: libraries store it, and compute in fp32.
+        device = device.model_copy(update={"rates": {**device.rates, dtype: device.rates["fp32"]}})
+    return device, device_speeds(device, dtype, cores, plan.compute.layout, runtime.tf32_convolutions)

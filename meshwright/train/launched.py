@@ -1,0 +1,71 @@
+"""Training as a rank that torchrun, mpirun or srun has launched: the ranks are running already, and agree on a run
+folder among themselves."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.cluster.cluster import Cluster
+from meshwright.errors import InputError, MeshwrightError
+from meshwright.job import Job
+from meshwright.launch.heartbeat import Heartbeat
+from meshwright.launch.output import redirect
+from meshwright.launch.rank import run_rank
+from meshwright.launch.world import World
+from meshwright.plan import Axes, Plan
+from meshwright.train.check import check_job
+from meshwright.train.output.folder import LockedRun, RunFolder, lock_run_folder, read_result, write_job_and_plan
+from meshwright.train.rank import train_rank
+
+
+def train_as_launched_rank(
+    job: Job, plan: Plan | None, cluster: Cluster, resume: str, recorded_steps: int = 0
+) -> dict[str, Any] | None:
+    """Trains as this rank of a launched run. Returns the result on rank 0, and None on the other ranks and when the run
+    was stopped before its end."""
+    results: list[dict[str, Any] | None] = []
+
+    def main(world: World, heartbeat: Heartbeat) -> None:
+        results.append(_train(job, plan, cluster, resume, world, heartbeat, recorded_steps))
+
+    run_rank(main, cluster.kind, job.train.timeout_s)
+    return results[0]
+
+
+def _train(
+    job: Job, plan: Plan | None, cluster: Cluster, resume: str, world: World, heartbeat: Heartbeat, recorded_steps: int
+) -> dict[str, Any] | None:
+    plan = plan or Plan(axes=Axes(replicate=world.size))
+    if plan.world_size != world.size:
+        raise InputError(f"the plan ({plan.summary()}) is for {plan.world_size} ranks, torchrun started {world.size}")
+    torch.set_num_threads(plan.compute.threads or max(1, cluster.cores // world.local_size))
+    folder, locked_run = _agree_on_folder(job, plan, cluster, "auto" if world.attempt else resume, world)
+    redirect(folder.logs, world.rank, world.attempt)
+    heartbeat.move_to(folder.logs, world.rank)
+    finished = train_rank(job, plan, folder, world, heartbeat, recorded_steps)
+    if locked_run:
+        locked_run.lock.close()
+    return read_result(folder) if finished and world.rank == 0 else None
+
+
+def _agree_on_folder(
+    job: Job, plan: Plan, cluster: Cluster, resume: str, world: World
+) -> tuple[RunFolder, LockedRun | None]:
+    """The run folder of all ranks. Rank 0 checks the job and locks the folder; the lock is None on the other ranks. An
+    error on rank 0 is raised on every rank."""
+    locked_run: LockedRun | None = None
+    outcome: list[Any] = [None]  # rank 0's folder or error
+    if world.rank == 0:
+        try:
+            check_job(job, plan, cluster.with_device_count(world.size))
+            locked_run = lock_run_folder(job, resume)
+            write_job_and_plan(locked_run.folder, job, plan)
+            outcome = [locked_run.folder]
+        except MeshwrightError as error:
+            outcome = [error]
+    if world.size > 1:
+        dist.broadcast_object_list(outcome, src=0)
+    if isinstance(outcome[0], MeshwrightError):
+        raise outcome[0]
+    return outcome[0], locked_run

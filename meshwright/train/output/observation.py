@@ -1,0 +1,211 @@
+"""`RankObservation`: what one rank observed of one step, small enough to be stored for every rank: the samples that it
+computed on, the precision of its layers' outputs, and its copies of gradients and weights. recording.py writes them.
+
+Tensors are compared by a digest of their bytes. Tensors that a collective made are bitwise equal on all ranks. Tensors
+that each rank computed by itself may differ in the last bits: then a different digest means that the numbers must be
+compared.
+"""
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from meshwright.data.batch import Batch
+from meshwright.parallel.model import ParallelModel
+from meshwright.parallel.weights.layout import gather_parameter, local_tensor
+from meshwright.train.step.batch import samples_in
+from meshwright.train.torch_private import tree_leaves
+
+# Bits of the mantissa with its leading one. A tensor that a shorter dtype represents exactly carries no more bits than
+# it.
+MANTISSA_BITS = {
+    torch.float8_e4m3fn: 4,
+    torch.bfloat16: 8,
+    torch.float16: 11,
+    torch.float32: 24,
+    torch.float64: 53,
+}
+
+
+@dataclass(frozen=True)
+class RankObservation:
+    """What one rank observed of one step.
+
+    `coordinates`: its coordinate along every axis of the mesh. `sample_digests`: a digest of each sample, by
+    microbatch; `counted_samples`: how many samples of each microbatch have weight. `gradients` and `state`: digests of
+    the full tensors as this rank has them. `split_axes` and `split_dims`: for each divided weight, the axis of the mesh
+    along which and the dimension in which it is divided. `tied_stages`: for each tied weight, the stages that hold a
+    copy. `local_parameters`: the weights that this rank holds, or holds a part of; `optimizer_parameters`: those in its
+    optimizer. `gradient_norm` and `clipped_norm`: the norm of this rank's parts of the gradients, when they were
+    complete and when the optimizer used them. `drew_random_numbers`: whether the step drew any. `output_bits`: for each
+    layer, the most bits of mantissa that its output carried.
+    """
+
+    rank: int
+    coordinates: dict[str, int]
+    data_rank: int
+    device: str
+    gradients: dict[str, str]
+    state: dict[str, str]
+    split_axes: dict[str, str]
+    tied_stages: dict[str, tuple[int, ...]]
+    local_parameters: tuple[str, ...]
+    optimizer_parameters: tuple[str, ...]
+    loss: float = 0.0
+    sample_digests: tuple[tuple[str, ...], ...] = ()
+    counted_samples: tuple[int, ...] = ()
+    gradient_norm: float = 0.0
+    clipped_norm: float = 0.0
+    seed: int = 0
+    drew_random_numbers: bool = False
+    output_bits: Mapping[str, int] | None = None
+    split_dims: Mapping[str, int] | None = None
+
+    def to_stored(self) -> dict[str, Any]:
+        """The observation as a recording stores it."""
+        return {_STORED_NAMES.get(name, name): value for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_stored(cls, stored: Mapping[str, Any]) -> Self:
+        return cls(**{_FIELD_NAMES.get(name, name): value for name, value in stored.items()})
+
+
+# The names of fields in recordings, which must stay readable: those that differ from the names above.
+_STORED_NAMES = {
+    "coordinates": "place",
+    "split_axes": "divided",
+    "split_dims": "dims",
+    "tied_stages": "tied",
+    "local_parameters": "holds",
+    "optimizer_parameters": "held",
+    "sample_digests": "samples",
+    "counted_samples": "counted",
+    "gradient_norm": "norm",
+    "clipped_norm": "clipped",
+    "drew_random_numbers": "drew",
+    "output_bits": "bits",
+}
+_FIELD_NAMES = {stored: name for name, stored in _STORED_NAMES.items()}
+
+
+# ---- digests
+
+
+def digest(tensor: Tensor) -> str:
+    """A digest of the tensor's shape, dtype and values."""
+    values = tensor.detach().cpu().contiguous()
+    digest_of_bytes = blake2b(f"{tuple(values.shape)} {values.dtype}".encode(), digest_size=8)
+    digest_of_bytes.update(values.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest_of_bytes.hexdigest()
+
+
+def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    return {name: digest(tensor) for name, tensor in tensors.items()}
+
+
+def digest_samples(batch: Batch) -> tuple[tuple[str, ...], ...]:
+    """For each microbatch, a digest of every sample."""
+    return tuple(_digest_rows(microbatch.data) for microbatch in batch.microbatches)
+
+
+def _digest_rows(data: Any) -> tuple[str, ...]:
+    size = samples_in(data)
+    columns: list[list[str]] = []
+    for leaf in tree_leaves(data):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size:
+            columns.append([digest(row) for row in leaf])
+        else:
+            columns.append([digest(leaf) if isinstance(leaf, Tensor) else repr(leaf)] * size)
+    return tuple(blake2b(" ".join(row).encode(), digest_size=8).hexdigest() for row in zip(*columns, strict=True))
+
+
+# ---- precision and randomness
+
+
+def mantissa_bits(tensor: Tensor) -> int:
+    """How many bits of mantissa the tensor's values carry: those of the shortest dtype that represents them all; 0 when
+    all are zero."""
+    if not tensor.is_floating_point() or tensor.dtype not in MANTISSA_BITS or not bool(tensor.any()):
+        return 0
+    for dtype, bits in MANTISSA_BITS.items():
+        if bits >= MANTISSA_BITS[tensor.dtype]:
+            break
+        if torch.equal(tensor.to(dtype).to(tensor.dtype), tensor):
+            return bits
+    return MANTISSA_BITS[tensor.dtype]
+
+
+def record_output_bits(module: nn.Module, bits: dict[str, int]) -> Callable[[], None]:
+    """Starts to record, in `bits`, the most bits of mantissa that each layer's output carries. Returns a function that
+    ends it."""
+
+    def make_hook(name: str) -> Callable[..., None]:
+        def hook(layer: nn.Module, arguments: Any, output: Any) -> None:
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                return  # reading values is not allowed while a CUDA graph is captured
+            # Subclasses of Tensor are left out: their values may be on other ranks, and reading them would communicate.
+            output_bits = [mantissa_bits(leaf.detach()) for leaf in tree_leaves(output) if type(leaf) is Tensor]
+            bits[name] = max([bits.get(name, 0), *output_bits])
+
+        return hook
+
+    layers = [(name, layer) for name, layer in module.named_modules() if not any(True for _ in layer.children())]
+    handles = [layer.register_forward_hook(make_hook(name)) for name, layer in layers]
+
+    def remove_hooks() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return remove_hooks
+
+
+def drew_random_numbers(device: torch.device) -> bool:
+    """Whether a random number was drawn since all generators were seeded."""
+    seed = torch.default_generator.initial_seed()
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        generators.append(torch.cuda.default_generators[index])
+    if any(not torch.equal(_reseeded(generator).get_state(), generator.get_state()) for generator in generators):
+        return True
+    if random.getstate() != random.Random(seed).getstate():
+        return True
+    now, fresh = np.random.get_state(legacy=False), np.random.RandomState(seed % 2**32).get_state(legacy=False)
+    return bool(now["state"]["pos"] != fresh["state"]["pos"]) or bool(
+        (now["state"]["key"] != fresh["state"]["key"]).any()
+    )
+
+
+def _reseeded(generator: torch.Generator) -> torch.Generator:
+    """A generator as this one was just after it was seeded."""
+    return torch.Generator(generator.device).manual_seed(generator.initial_seed())
+
+
+# ---- copies
+
+
+def gather_tied_copies(
+    parallel: ParallelModel, pick: Callable[[nn.Parameter], Tensor | None], names: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """For each tied weight, the copy of this rank's stage: the full tensor that `pick` selects for the parameter, such
+    as its gradient. All ranks that hold parts of the weight must call this together."""
+    parameters = dict(parallel.module.named_parameters())
+    copies = {}
+    for tie in parallel.tied:
+        value = pick(parameters[tie.local_name])
+        if value is not None and tie.name in names:
+            full = gather_parameter(value.detach(), parallel.layouts.get(tie.local_name), parallel.mesh)
+            copies[tie.name] = full.to("cpu", copy=True)
+    return copies
+
+
+def local_gradient_norm(module: nn.Module) -> float:
+    """The norm of the gradients that this rank holds."""
+    squares = [local_tensor(p.grad).double().square().sum() for p in module.parameters() if p.grad is not None]
+    return float(torch.stack(squares).sum().sqrt()) if squares else 0.0

@@ -1,0 +1,64 @@
+"""`ServerGroup`: the communication of the servers with each other. The first server coordinates, and the others do what
+it broadcasts."""
+
+import pickle
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.errors import CollectiveError
+from meshwright.launch.torch_private import gloo_group
+
+
+class ServerGroup:
+    """This server's `rank` among `size` servers, and the collectives between them. They act in place, and do nothing
+    when there is only one server."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
+        self.rank = rank
+        self.size = size
+        self._group: Any = None
+        if size > 1:
+            # The coordinator waits for workers up to the timeout: the others must wait longer for the coordinator.
+            timeout = timedelta(seconds=2 * timeout_s)
+            self._group = gloo_group(dist.PrefixStore("team", store), rank, size, timeout)
+
+    @property
+    def is_coordinator(self) -> bool:
+        return self.rank == 0
+
+    def broadcast(self, numbers: Tensor) -> Tensor:
+        """The coordinator's tensor, on every server."""
+        if self._group is not None:
+            self._wait(self._group.broadcast(numbers, 0))
+        return numbers
+
+    def minimum(self, numbers: Tensor) -> Tensor:
+        return self._all_reduce(numbers, dist.ReduceOp.MIN)
+
+    def sum(self, numbers: Tensor) -> Tensor:
+        return self._all_reduce(numbers, dist.ReduceOp.SUM)
+
+    def broadcast_object(self, value: Any) -> Any:
+        """The coordinator's value, on every server."""
+        if self.size == 1:
+            return value
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        size = self.broadcast(torch.tensor([data.numel()]))
+        received = data if self.is_coordinator else torch.empty(int(size), dtype=torch.uint8)
+        self.broadcast(received)
+        return value if self.is_coordinator else pickle.loads(received.numpy().tobytes())
+
+    def _all_reduce(self, numbers: Tensor, operation: Any) -> Tensor:
+        if self._group is not None:
+            self._wait(self._group.allreduce([numbers], operation))
+        return numbers
+
+    def _wait(self, work: dist.Work) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise CollectiveError(f"server {self.rank}: the connection to the other servers broke: {error}") from error

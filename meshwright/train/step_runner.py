@@ -1,0 +1,46 @@
+"""`StepRunner`: what the trainer needs to run the steps of a job. `Session` implements it, and `Server` for runs with
+parameter servers."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint.state import State
+from meshwright.data.loading import LoadingOptions
+from meshwright.plan import Plan
+from meshwright.train.metrics import Metric
+
+
+class StepRunner(Protocol):
+    """See `Session` for what each member means."""
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def position(self) -> tuple[int, int]: ...
+    @property
+    def parts(self) -> int | None: ...
+
+    def batches(
+        self, dataset: Any, epochs: int | None, global_batch: int, loading: LoadingOptions, drop_last: bool, /
+    ) -> Iterator[Any]: ...
+    def step(self, batch: Any, /) -> Tensor: ...
+    def evaluate(
+        self,
+        dataset: Any,
+        metrics: Mapping[str, Metric] | None,
+        batch: int,
+        loading: LoadingOptions,
+        interrupted: Callable[[], bool],
+        /,
+    ) -> dict[str, float] | None: ...
+    def state(self) -> State: ...
+    def about(self) -> dict[str, Any]: ...
+    def restore(self, path: Path, about: Mapping[str, Any], /) -> None: ...

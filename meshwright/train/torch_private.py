@@ -1,0 +1,21 @@
+"""The private interfaces of torch that training uses, in one place. They were seen to work with torch 2.11 and 2.13."""
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+__all__ = [
+    "foreach_add_",
+    "foreach_div_",
+    "foreach_mul_",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "unscale_and_check_finite_",
+]
+
+# In-place operations on lists of tensors, with few kernel launches.
+foreach_add_ = torch._foreach_add_
+foreach_div_ = torch._foreach_div_
+foreach_mul_ = torch._foreach_mul_
+# Multiplies gradients by a factor, and sets a flag to 1 when one of them is not finite; used by torch's GradScaler.
+unscale_and_check_finite_ = torch._amp_foreach_non_finite_check_and_unscale_

@@ -1,0 +1,125 @@
+"""`best_plan` proposes plans that `parallelize` runs: for every job of this repository, and for sparse embeddings."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright.auto.choose import best_plan
+from meshwright.auto.inputs import model_planning_inputs
+from meshwright.call import bind
+from meshwright.errors import InputError
+from meshwright.job import load_job
+from meshwright.launch.world import World
+from meshwright.parallel.check import check_plan
+from meshwright.plan import Plan
+from meshwright.planner.inputs import accept_every_plan
+from meshwright.planner.search import search
+from meshwright.train.build import construct_model
+from meshwright.train.job_parts import JobParts
+from meshwright.train.step.optimizer import build_optimizer
+from tests.auto.machines import cpu_cluster
+from tests.ranks import RankPool
+
+JOBS = Path(__file__).parents[2] / "jobs"
+SETTINGS = ["data.synthetic=true", "data.eval=null", "metrics={}", "checkpoint.best=null"]
+SLOW = ("deeplab", "resnet18", "resnet50", "vgg16")
+
+
+def job_names() -> list[object]:
+    names = sorted(file.stem for file in JOBS.glob("*.yaml"))
+    return [pytest.param(name, marks=pytest.mark.soak) if name in SLOW else name for name in names]
+
+
+def train_one_step(rank: int, size: int, name: str, plan: Plan) -> float:
+    """The loss of the first step of a job, in a rank that runs."""
+    job = load_job(JOBS / f"{name}.yaml", SETTINGS)
+    parts = JobParts(job)
+    torch.manual_seed(0)
+    model = construct_model(job)
+    world = World(rank, rank, size, size, 0, torch.device("cpu"), None)
+    with patch("meshwright.train.parallelize.join", lambda *_: world):
+        session = mw.parallelize(
+            model,
+            build_optimizer(job.optimizer, model),
+            loss=bind(job.loss, "loss") if job.loss else None,
+            plan=plan,
+            clip_norm=job.train.clip_norm,
+            target=job.data.target,
+            sample_batch=parts.sample,
+        )
+    batches = session.batches(parts.data[0], epochs=1, global_batch=job.train.global_batch)
+    return float(session.step(next(batches)))
+
+
+@pytest.mark.parametrize("name", job_names())
+def test_the_best_plan_of_every_job_is_run_by_parallelize(two: RankPool, name: str) -> None:
+    job = load_job(JOBS / f"{name}.yaml", SETTINGS)
+    parts = JobParts(job)
+    plan = best_plan(
+        parts.model,
+        parts.sample,
+        global_batch=job.train.global_batch,
+        loss=bind(job.loss, "loss") if job.loss else None,
+        optimizer=build_optimizer(job.optimizer, parts.model),
+        cluster=cpu_cluster(2),
+        target=job.data.target,
+    )
+    assert plan.world_size == 2
+    losses = two.run(train_one_step, name, plan)
+    assert losses[0] == losses[1]
+    assert math.isfinite(losses[0])
+
+
+class SparseWords(nn.Module):
+    """A table of words with sparse gradients, large enough that dividing it would be faster."""
+
+    def __init__(self, words: int = 20_000) -> None:
+        super().__init__()
+        self.table = nn.Embedding(words, 64, sparse=True)
+        self.head = nn.Linear(64, 4)
+
+    def forward(self, words: Tensor) -> Tensor:
+        output: Tensor = self.head(self.table(words).mean(1))
+        return output
+
+
+def sparse_sample() -> tuple[Tensor, Tensor]:
+    return torch.zeros(8, 5, dtype=torch.long), torch.zeros(8, dtype=torch.long)
+
+
+def train_sparse_words(rank: int, size: int, plan: Plan) -> float:
+    torch.manual_seed(0)
+    model = SparseWords()
+    world = World(rank, rank, size, size, 0, torch.device("cpu"), None)
+    with patch("meshwright.train.parallelize.join", lambda *_: world):
+        session = mw.parallelize(
+            model,
+            torch.optim.Adagrad(model.parameters()),
+            loss=nn.functional.cross_entropy,
+            plan=plan,
+            sample_batch=sparse_sample(),
+        )
+    return float(session.step(tuple(value[rank::size] for value in sparse_sample())))
+
+
+def test_the_best_plan_of_sparse_embeddings_is_one_that_the_executor_accepts(two: RankPool) -> None:
+    model, sample = SparseWords(), sparse_sample()
+    cluster = cpu_cluster(2, bandwidth_bytes_per_s=1e9)  # so slow that a divided optimizer step would be faster
+    optimizer = torch.optim.Adagrad(model.parameters())
+    loss = nn.functional.cross_entropy
+    inputs, profiles = model_planning_inputs(model, sample, cluster, global_batch=8, loss=loss, optimizer=optimizer)
+    unchecked = search(replace(inputs, check_plan=accept_every_plan), profiles).ranked[0].plan
+    assert unchecked.axes.shard == 2
+    with pytest.raises(InputError, match="table has sparse gradients"):
+        check_plan(unchecked, model, sample)
+    plan = best_plan(model, sample, global_batch=8, loss=loss, optimizer=optimizer, cluster=cluster)
+    check_plan(plan, model, sample)
+    assert plan.axes.replicate == plan.world_size == 2
+    losses = two.run(train_sparse_words, plan)
+    assert losses[0] == losses[1]

@@ -1,0 +1,47 @@
+"""The heartbeat of a rank can be read by other processes at any moment."""
+
+import os
+from pathlib import Path
+
+from meshwright.launch.heartbeat import Heartbeat, HeartbeatRecord, describe_progress, heartbeat_file, read_heartbeat
+
+
+def test_a_heartbeat_reads_back_as_written(tmp_path: Path) -> None:
+    heartbeat = Heartbeat.in_folder(tmp_path, 2, attempt=1)
+    assert read_heartbeat(heartbeat_file(tmp_path, 2)) == HeartbeatRecord(os.getpid(), 1, -1, "start-up", 0)
+    heartbeat.update(57, "backward")
+    heartbeat.finish_step()
+    assert read_heartbeat(heartbeat_file(tmp_path, 2)) == HeartbeatRecord(os.getpid(), 1, 57, "backward", 1)
+
+
+def test_a_long_activity_is_cut_between_characters(tmp_path: Path) -> None:
+    Heartbeat.in_folder(tmp_path, 0, 0).update(1, "é" * 100)
+    record = read_heartbeat(heartbeat_file(tmp_path, 0))
+    assert record is not None
+    assert set(record.activity) == {"é"}
+
+
+def test_a_missing_or_empty_file_has_no_heartbeat(tmp_path: Path) -> None:
+    assert read_heartbeat(tmp_path / "rank-0.place") is None
+    (tmp_path / "rank-0.place").write_bytes(b"")
+    assert read_heartbeat(tmp_path / "rank-0.place") is None
+    (tmp_path / "rank-0.place").write_bytes(bytes(200))
+    assert read_heartbeat(tmp_path / "rank-0.place") is None
+
+
+def test_a_heartbeat_in_memory_is_updated() -> None:
+    heartbeat = Heartbeat.in_memory()
+    heartbeat.update(4, "evaluate")
+    assert (heartbeat.step, heartbeat.activity) == (4, "evaluate")
+
+
+def test_a_heartbeat_can_move_to_a_folder(tmp_path: Path) -> None:
+    heartbeat = Heartbeat.in_memory(attempt=1)
+    heartbeat.update(4, "evaluate")
+    heartbeat.move_to(tmp_path / "logs", 0)
+    assert read_heartbeat(heartbeat_file(tmp_path / "logs", 0)) == HeartbeatRecord(os.getpid(), 1, 4, "evaluate", 0)
+
+
+def test_progress_is_described_in_words() -> None:
+    assert describe_progress(57, "backward") == " at step 57 (backward)"
+    assert describe_progress(-1, "start-up") == " in start-up"
