@@ -36,18 +36,23 @@ def endless(dataset: Any) -> Any:
     return train_batches(dataset, seed=0, global_batch=2, share=SampleShare(), loading=loading)
 
 
-def workers_now() -> list[int]:
-    """Process ids of the workers. Other tests of this process may have children too: ranks, whose names say so."""
-    children = multiprocessing.active_children()
-    return [child.pid for child in children if child.pid and not child.name.startswith("rank")]
+def child_processes() -> set[int]:
+    return {child.pid for child in multiprocessing.active_children() if child.pid}
+
+
+def started_workers(batches: Any) -> list[int]:
+    """Takes the first batch and returns the process ids of the workers that this started. Other tests of this process
+    may have children too."""
+    before = child_processes()
+    next(batches)
+    return sorted(child_processes() - before)
 
 
 @pytest.mark.parametrize("dataset", [Augmented(100), Stream(100)])
 @pytest.mark.parametrize("ending", ["closed", "dropped"])
 def test_workers_end_with_their_iterator(dataset: Any, ending: str) -> None:
     batches = endless(dataset)
-    next(batches)
-    pids = workers_now()
+    pids = started_workers(batches)
     assert len(pids) == 2
     if ending == "closed":
         batches.close()
@@ -57,8 +62,7 @@ def test_workers_end_with_their_iterator(dataset: Any, ending: str) -> None:
 
 def test_workers_survive_signals_to_the_process_group() -> None:
     batches = endless(Augmented(1000))
-    next(batches)
-    pids = workers_now()
+    pids = started_workers(batches)
     for number in ("INT", "TERM"):  # from a process that is not their rank, as a scheduler or a terminal is
         subprocess.run(["kill", f"-{number}", *map(str, pids)], check=True)
     for _ in range(20):  # more than the workers had prefetched

@@ -94,6 +94,9 @@ class RecordingStage(SimpleNamespace):
 
     def perform_reduce_grad(self, _: int) -> None: ...
 
+    def release_fwd_send_outputs(self, *_: Any) -> None:
+        """Since torch 2.15 a schedule tells a stage when what it sent may be freed."""
+
     def get_fwd_recv_ops(self, _: int) -> list[Any]:
         return []
 
