@@ -35,7 +35,8 @@ test: check
 soak: setup
 	$(PYTEST) -m soak --durations 10 $(if $(SHARD),--shard $(SHARD))
 
-# Predicts published training runs and writes validation/report.md; ALL=1 takes every row.
+# Predicts published training runs, prints a table and writes validation/report.md; ALL=1 predicts every row and writes
+# validation/report_all.md.
 validate: setup
 	$(BIN)/python -m validation $(if $(ALL),--all)
 

@@ -18,7 +18,7 @@ class InputError(MeshwrightError):
 
 
 class RankError(MeshwrightError):
-    """A rank failed. The message says which rank, what it was doing, and its own error message."""
+    """A rank failed. The message says which rank, what it was doing, and with which error it failed."""
 
 
 class CollectiveError(MeshwrightError):

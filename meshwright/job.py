@@ -126,7 +126,7 @@ class Job(_Section):
     name: str = Field(default="job", pattern=r"^[\w.-]+$")  # runs are written to folders with this name
     model: Call
     data: Data
-    loss: Call | None = None  # null: the model returns its own loss
+    loss: Call | None = None  # null: the model returns its loss
     metrics: dict[str, Call] = {}
     optimizer: Optimizer
     schedule: LearningRateSchedule | None = None
@@ -217,11 +217,11 @@ def _apply_synthetic_sizes(raw: dict[str, Any], overridden: Collection[str]) -> 
     for key, value in sizes.items():
         if not any(user == key or user.startswith(f"{key}.") or key.startswith(f"{user}.") for user in overridden):
             _set_field(raw, str(key), value, f"synthetic: {key}")
-    raw["synthetic"] = {}  # applied: reading the run's own job file must not apply it again
+    raw["synthetic"] = {}  # applied: it must not be applied again when the job file in the run folder is read
 
 
 def _set_field(raw: dict[str, Any], key: str, value: Any, source: str) -> None:
-    """Sets the field with a dotted name, creating the sections on the way to it."""
+    """Sets the field with a dotted name, and creates the sections that contain it if they are missing."""
     *path, last = key.split(".")
     section = raw
     for depth, part in enumerate(path):

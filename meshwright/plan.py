@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 Numerics = Literal["same", "rounding", "changes"]
 Algorithm = Literal["auto", "native", "ring", "tree", "halving_doubling", "two_level", "shared_memory"]
 MIB = 2**20
-# From the axis whose ranks are furthest apart to the one whose ranks are neighbours, which exchange the most bytes.
+# The last axis varies fastest over the ranks: tensor ranks, which exchange the most bytes, are neighbours.
 MESH_ORDER = ("pipeline", "replicate", "shard", "tensor")
 STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "zbv": 2}  # the other schedules accept any number
 

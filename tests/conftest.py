@@ -3,8 +3,12 @@
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.ranks import RankPool, ranks
+
+settings.register_profile("meshwright", deadline=None)  # no test fails because a core is busy
+settings.load_profile("meshwright")
 
 
 @pytest.fixture(scope="module")
@@ -39,24 +43,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shard", metavar="I/N", help="run the I-th of N equal parts of every file's tests")
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Puts long files first, and leaves only the tests of one shard, of those that `-m` has left."""
+
     def start_order(item: pytest.Item) -> int:
         return next((number for number, name in enumerate(_LONG) if item.path.as_posix().endswith(name)), len(_LONG))
 
     items.sort(key=start_order)
+    if shard := config.getoption("--shard"):
+        items[:] = _tests_of_shard(items, shard)
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Leaves only the tests of one shard. By then `-m` has left only the tests that were asked for."""
-    shard = session.config.getoption("--shard")
-    if not shard:
-        return
+def _tests_of_shard(items: list[pytest.Item], shard: str) -> list[pytest.Item]:
     number, count = (int(part) for part in shard.split("/"))
     if not 1 <= number <= count:
         raise pytest.UsageError(f"--shard {shard}: write I/N with 1 <= I <= N")
     by_file: dict[str, list[pytest.Item]] = {}
-    for item in session.items:
+    for item in items:
         by_file.setdefault(item.path.as_posix(), []).append(item)
     selected = {
         id(item)
@@ -64,4 +68,4 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         for position, item in enumerate(tests)
         if (first + position * count // len(tests)) % count == number - 1
     }
-    session.items[:] = [item for item in session.items if id(item) in selected]
+    return [item for item in items if id(item) in selected]

@@ -26,6 +26,8 @@ from typing import Any
 
 _SETTLE_S = 1.0  # how long the other ranks may take to report the cause of a broken connection
 _LARGEST_SHARED = 4  # ranks of the largest pool that tests share
+# What most ranks import. A server imports it once for all pools of a process, and ranks are forked from it.
+_IMPORTED_BEFORE_FORKS = ["meshwright.train.rank", "meshwright.proof.record.record"]
 
 
 class RankFailure(RuntimeError):
@@ -73,11 +75,12 @@ class RankPool:
         self._processes, self._pipes, self._folder = [], [], None
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_IMPORTED_BEFORE_FORKS)
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         rendezvous = str(self._folder / "store")
         previous = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = "1"  # torch reads it when it is imported
+        os.environ["OMP_NUM_THREADS"] = "1"  # torch reads it when the server imports it
         try:
             for rank in range(self.world_size):
                 pipe, rank_pipe = context.Pipe()

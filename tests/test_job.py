@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from meshwright.call import build
@@ -81,7 +81,6 @@ def test_every_section_survives_a_round_trip_through_yaml(tmp_path: Path) -> Non
         assert set(yaml.safe_load(EVERYTHING)[section]) == set(type(model).model_fields), f"{section} lacks a field"
 
 
-@settings(deadline=None)
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(), st.lists))
 @example("one\x85line")
 def test_any_argument_survives_a_round_trip_through_yaml(tmp_path_factory: pytest.TempPathFactory, value: Any) -> None:

@@ -1,6 +1,7 @@
-"""The design's table of levels: imports flow down only, rooms on one level do not import each other, and no file
-imports itself through others. Within a room the folders have an order of their own; files that lie directly in the room
-may be below its folders (shared values) or above them (what joins them)."""
+"""Checks the table of levels in docs/design.md: a package imports only packages of lower levels, and no file imports
+itself through other files. The folders inside a package have an order, too; files directly in the package may be below
+its folders (shared values) or above them (code that combines them). Files and folders of the package, of `tests/` and
+of `validation/` are small enough to read as one."""
 
 import ast
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import pytest
 import meshwright
 
 PACKAGE = Path(meshwright.__file__).parent
+REPOSITORY = Path(__file__).parents[1]
 
 LEVELS = {
     "cli": 8,
@@ -40,7 +42,7 @@ LEVELS = {
     "yaml_file": 0,
     "errors": 0,
 }
-# The folders inside a room, from the lowest up: each may import those before it.
+# The folders inside a package, from the lowest to the highest: each may import those before it.
 FOLDERS = {
     "bench": ("collectives",),
     "collectives": ("schedules", "shared_memory"),
@@ -52,8 +54,8 @@ FOLDERS = {
     "train": ("step", "output", "servers"),
     "workloads": ("text", "images"),
 }
-ENTRY_POINTS = ("__init__", "__main__")  # they may name anything, and nothing may name them
-EVERYBODYS = ("errors", "dtypes")  # the files of level 0 that its other files may import
+ENTRY_POINTS = ("__init__", "__main__")  # they may import anything, and nothing may import them
+SHARED_BY_LEVEL_0 = ("errors", "dtypes")  # the files of level 0 that other files of level 0 may import
 PREDICTING, EXECUTING = {"simulator", "planner"}, {"parallel", "checkpoint", "train"}
 WITHOUT_TORCH = ("plan", "job", "errors", "call", "yaml_file")
 MAY_READ_ENVIRONMENT = ("launch", "cache")  # `cache` reads XDG_CACHE_HOME and the home folder, and nothing else
@@ -61,120 +63,119 @@ READS_ENVIRONMENT = (
     *("environ", "environb", "getenv", "getenvb", "putenv"),
     *("expandvars", "expanduser", "home", "getuser"),  # of os.path, pathlib and getpass
 )
-MOST_FILES = 15  # directly in one folder, `__init__.py` apart
+MOST_FILES = 15  # directly in one folder, without `__init__.py`
 MOST_LINES = 400
 
 
-def problems(package: Path) -> list[str]:
-    """Every breach of the table in a package called meshwright."""
-    found: list[str] = []
+def layer_problems(package: Path) -> list[str]:
+    """Returns every breach of the table, and of the sizes, in a package called meshwright."""
+    problems: list[str] = []
     for file in sorted(package.rglob("*.py")):
-        inside = file.relative_to(package).with_suffix("").parts
-        room = inside[0]
-        where = f"{package.name}/{file.relative_to(package)}"
+        module_path = file.relative_to(package).with_suffix("").parts
+        subpackage = module_path[0]
+        name = f"{package.name}/{file.relative_to(package)}"
         tree = ast.parse(file.read_text())
-        if room not in MAY_READ_ENVIRONMENT:
-            found += [f"{where}:{line} reads the environment" for line in _environment(tree)]
-        if inside[0] in WITHOUT_TORCH:
-            names = [name for name in _imported(tree.body, inside) if name.split(".")[0] == "torch"]
-            found += [f"{where} imports torch when it is loaded"] * bool(names)
-        if room in ENTRY_POINTS:
+        if subpackage not in MAY_READ_ENVIRONMENT:
+            problems += [f"{name}:{line} reads the environment" for line in _environment_reads(tree)]
+        if subpackage in WITHOUT_TORCH:
+            imports_torch = any(module.split(".")[0] == "torch" for module in _imported(tree.body, module_path))
+            problems += [f"{name} imports torch when it is loaded"] * imports_torch
+        if subpackage in ENTRY_POINTS:
             continue
-        if room not in LEVELS:
-            found.append(f"{where}: '{room}' is not in the design's table")
+        if subpackage not in LEVELS:
+            problems.append(f"{name}: '{subpackage}' is not in the design's table")
             continue
-        for name in _imported(ast.walk(tree), inside):
-            found += [f"{where}: {reason}" for reason in (*_breach(room, name), *_folder_breach(inside, name))]
-    return found + _circles(package) + _sizes(package)
+        for module in _imported(ast.walk(tree), module_path):
+            reasons = (*_level_breaches(subpackage, module), *_folder_breaches(module_path, module))
+            problems += [f"{name}: {reason}" for reason in reasons]
+    return problems + _import_cycles(package) + size_problems(package)
 
 
-def _breach(room: str, name: str) -> Iterator[str]:
-    package, _, rest = name.partition(".")
-    other = rest.split(".")[0]
-    if package != "meshwright" or other == room:
+def _level_breaches(importer: str, module: str) -> Iterator[str]:
+    package, _, path = module.partition(".")
+    imported = path.split(".")[0]
+    if package != "meshwright" or imported == importer:
         return
-    if other in ENTRY_POINTS or not other:
+    if imported in ENTRY_POINTS or not imported:
         yield "imports an entry point"
-    elif other not in LEVELS:
-        yield f"imports '{other}', which is not in the design's table"
-    elif {room, other} & PREDICTING and {room, other} & EXECUTING:
-        yield f"{room} and {other}: predicting and executing meet in the plan only"
-    elif LEVELS[other] >= LEVELS[room] and other not in EVERYBODYS:
-        yield f"{room} (level {LEVELS[room]}) imports {other} (level {LEVELS[other]})"
+    elif imported not in LEVELS:
+        yield f"imports '{imported}', which is not in the design's table"
+    elif {importer, imported} & PREDICTING and {importer, imported} & EXECUTING:
+        yield f"{importer} and {imported}: predicting and executing meet in the plan only"
+    elif LEVELS[imported] >= LEVELS[importer] and imported not in SHARED_BY_LEVEL_0:
+        yield f"{importer} (level {LEVELS[importer]}) imports {imported} (level {LEVELS[imported]})"
 
 
-def _folder_breach(inside: tuple[str, ...], name: str) -> Iterator[str]:
-    """A folder of a room that imports one above it, or that the table does not have."""
-    room, *others = name.split(".")[1:] or [""]
-    if len(inside) < 3:
+def _folder_breaches(importer_path: tuple[str, ...], module: str) -> Iterator[str]:
+    """Yields a reason if a folder imports one above it in its package, or if the table does not have the folder."""
+    subpackage, *folder_and_file = module.split(".")[1:] or [""]
+    if len(importer_path) < 3:
         return
-    folders = FOLDERS.get(inside[0], ())
-    if inside[1] not in folders:
-        yield f"folder '{inside[1]}' of {inside[0]} is not in the table"
-    elif room == inside[0] and set(others[:1]) & set(folders[folders.index(inside[1]) + 1 :]):
-        yield f"{inside[0]}/{inside[1]} imports {inside[0]}/{others[0]}, which lies above it"
+    folders = FOLDERS.get(importer_path[0], ())
+    if importer_path[1] not in folders:
+        yield f"folder '{importer_path[1]}' of {importer_path[0]} is not in the table"
+        return
+    folders_above = folders[folders.index(importer_path[1]) + 1 :]
+    if subpackage == importer_path[0] and set(folder_and_file[:1]) & set(folders_above):
+        yield f"{subpackage}/{importer_path[1]} imports {subpackage}/{folder_and_file[0]}, which lies above it"
 
 
-def _circles(package: Path) -> list[str]:
-    """Files that import each other, directly or through others."""
-    files = {_module(package, file): file for file in package.rglob("*.py")}
-    imports = {
-        name: {
-            one
-            for one in _imported(ast.walk(ast.parse(file.read_text())), file.relative_to(package).with_suffix("").parts)
-            if one in files
-        }
-        for name, file in files.items()
-    }
-    # Files that import nothing of what is left, and files that nothing of what is left imports, are in no circle.
+def _import_cycles(package: Path) -> list[str]:
+    """Returns the files that import each other, directly or through other files."""
+    files = {_module_name(package, file): file for file in package.rglob("*.py")}
+    imports: dict[str, set[str]] = {}
+    for name, file in files.items():
+        module_path = file.relative_to(package).with_suffix("").parts
+        imports[name] = set(_imported(ast.walk(ast.parse(file.read_text())), module_path)) & files.keys()
+    # A file that imports none of the remaining files, or that none of them imports, is in no cycle.
     while True:
-        left = {name for name, others in imports.items() if others & imports.keys()}
-        left &= {one for others in imports.values() for one in others}
-        if left == imports.keys():
-            return [f"{name} is in a circle of imports" for name in sorted(left)]
-        imports = {name: others for name, others in imports.items() if name in left}
+        remaining = {name for name, imported in imports.items() if imported & imports.keys()}
+        remaining &= {name for imported in imports.values() for name in imported}
+        if remaining == imports.keys():
+            return [f"{name} is in a circle of imports" for name in sorted(remaining)]
+        imports = {name: imported for name, imported in imports.items() if name in remaining}
 
 
-def _module(package: Path, file: Path) -> str:
+def _module_name(package: Path, file: Path) -> str:
     parts = [package.name, *file.relative_to(package).with_suffix("").parts]
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _sizes(package: Path) -> list[str]:
-    """Files and folders that are too large to be read as one."""
-    found = []
-    for folder in (package, *(path for path in package.rglob("*") if path.is_dir() and path.name != "__pycache__")):
+def size_problems(root: Path) -> list[str]:
+    """Returns the files and folders below `root` that are too large to be read as one."""
+    problems = []
+    for folder in (root, *(path for path in root.rglob("*") if path.is_dir() and path.name != "__pycache__")):
         files = [file for file in folder.iterdir() if file.is_file() and file.name != "__init__.py"]
         if len(files) > MOST_FILES:
-            found.append(f"{folder.name}/ has {len(files)} files, more than {MOST_FILES}")
+            problems.append(f"{folder.name}/ has {len(files)} files, more than {MOST_FILES}")
         for file in files:
             if file.suffix == ".py" and (lines := file.read_text().count("\n")) > MOST_LINES:
-                found.append(f"{file.relative_to(package)} has {lines} lines, more than {MOST_LINES}")
-    return found
+                problems.append(f"{file.relative_to(root)} has {lines} lines, more than {MOST_LINES}")
+    return problems
 
 
-def _imported(nodes: Iterator[ast.AST] | list[ast.stmt], inside: tuple[str, ...]) -> Iterator[str]:
-    """Dotted names; `from meshwright import errors` is meshwright.errors."""
+def _imported(nodes: Iterator[ast.AST] | list[ast.stmt], importer_path: tuple[str, ...]) -> Iterator[str]:
+    """Yields the dotted names of imported modules; `from meshwright import errors` is meshwright.errors."""
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = ["meshwright", *inside[: len(inside) - node.level]] if node.level else []
+            base = ["meshwright", *importer_path[: len(importer_path) - node.level]] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
             for alias in node.names:
-                yield f"{module}.{alias.name}" if _is_package(module, alias.name) else module
+                yield f"{module}.{alias.name}" if _is_module(module, alias.name) else module
 
 
-def _is_package(module: str, name: str) -> bool:
-    """Whether `from module import name` imports a file or folder called `name`."""
+def _is_module(module: str, name: str) -> bool:
+    """Returns whether `from module import name` imports a file or folder called `name`."""
     if module == "meshwright":
         return True
-    place = PACKAGE.parent.joinpath(*module.split("."))
-    return (place / f"{name}.py").is_file() or (place / name / "__init__.py").is_file()
+    folder = PACKAGE.parent.joinpath(*module.split("."))
+    return (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file()
 
 
-def _environment(tree: ast.AST) -> Iterator[int]:
-    """Lines that read environment variables, by whichever function."""
+def _environment_reads(tree: ast.AST) -> Iterator[int]:
+    """Yields the numbers of lines that read environment variables, by whichever function."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in READS_ENVIRONMENT:
             yield node.lineno
@@ -185,14 +186,21 @@ def _environment(tree: ast.AST) -> Iterator[int]:
 
 
 def test_imports_flow_down_only() -> None:
-    assert problems(PACKAGE) == []
+    assert layer_problems(PACKAGE) == []
 
 
-def test_every_room_has_a_level() -> None:
-    rooms = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    assert rooms - set(ENTRY_POINTS) == set(LEVELS), "the table lists the rooms that exist, and no others"
-    folders = {room: {path.parent.name for path in PACKAGE.glob(f"{room}/*/__init__.py")} for room in rooms}
-    assert {room: names for room, names in folders.items() if names} == {room: set(FOLDERS[room]) for room in FOLDERS}
+@pytest.mark.parametrize("folder", ["tests", "validation"])
+def test_files_and_folders_beside_the_package_are_small(folder: str) -> None:
+    assert size_problems(REPOSITORY / folder) == []
+
+
+def test_every_package_has_a_level() -> None:
+    names = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert names - set(ENTRY_POINTS) == set(LEVELS), "the table lists exactly the packages that exist"
+    folders = {name: {path.parent.name for path in PACKAGE.glob(f"{name}/*/__init__.py")} for name in names}
+    assert {name: inside for name, inside in folders.items() if inside} == {
+        name: set(inside) for name, inside in FOLDERS.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -223,10 +231,10 @@ def test_every_room_has_a_level() -> None:
     ],
 )
 def test_a_breach_is_caught(tmp_path: Path, file: str, line: str, complaint: str) -> None:
-    planted = tmp_path / "meshwright" / file
-    planted.parent.mkdir(parents=True)
-    planted.write_text(line)
-    assert complaint in "\n".join(problems(tmp_path / "meshwright"))
+    wrong_file = tmp_path / "meshwright" / file
+    wrong_file.parent.mkdir(parents=True)
+    wrong_file.write_text(line)
+    assert complaint in "\n".join(layer_problems(tmp_path / "meshwright"))
 
 
 def test_a_circle_of_imports_is_caught(tmp_path: Path) -> None:
@@ -234,8 +242,8 @@ def test_a_circle_of_imports_is_caught(tmp_path: Path) -> None:
     (package / "data").mkdir(parents=True)
     for name, imported in (("a", "b"), ("b", "c"), ("c", "a"), ("d", "a")):
         (package / "data" / f"{name}.py").write_text(f"def late():\n    from meshwright.data.{imported} import x")
-    circle = [line for line in problems(package) if "circle" in line]
-    assert circle == [f"meshwright.data.{name} is in a circle of imports" for name in "abc"]
+    cycle = [line for line in layer_problems(package) if "circle" in line]
+    assert cycle == [f"meshwright.data.{name} is in a circle of imports" for name in "abc"]
 
 
 def test_a_folder_of_too_many_files_is_caught(tmp_path: Path) -> None:
@@ -243,14 +251,27 @@ def test_a_folder_of_too_many_files_is_caught(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     for number in range(16):
         (folder / f"part{number}.py").write_text("")
-    assert "data/ has 16 files, more than 15" in problems(tmp_path / "meshwright")
+    assert "data/ has 16 files, more than 15" in layer_problems(tmp_path / "meshwright")
 
 
-def test_what_the_table_allows_is_not_caught(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["tests", "validation"])
+def test_a_large_file_or_folder_beside_the_package_is_caught(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name / "data"
+    folder.mkdir(parents=True)
+    (folder / "test_order.py").write_text("\n" * 401)
+    for number in range(15):
+        (folder / f"rows{number}.json").write_text("")
+    assert size_problems(tmp_path / name) == [
+        "data/ has 16 files, more than 15",
+        "data/test_order.py has 401 lines, more than 400",
+    ]
+
+
+def test_imports_that_the_table_allows_are_accepted(tmp_path: Path) -> None:
     package = tmp_path / "meshwright"
     (package / "launch").mkdir(parents=True)
     (package / "launch" / "environment.py").write_text("import os\nrank = os.environ['RANK']")
     (package / "call.py").write_text("from meshwright.errors import InputError\ndef late():\n    import torch")
     (package / "cli.py").write_text("from meshwright.planner.search import best\nfrom meshwright.train.run import t")
     (package / "__init__.py").write_text("from meshwright.train.session import Session")
-    assert problems(package) == []
+    assert layer_problems(package) == []

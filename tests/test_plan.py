@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
@@ -40,7 +40,6 @@ PLANS = st.fixed_dictionaries(
 ).map(Plan.model_validate)
 
 
-@settings(deadline=None)
 @given(PLANS)
 def test_a_plan_is_read_back_unchanged_from_its_file(tmp_path_factory: pytest.TempPathFactory, plan: Plan) -> None:
     file = tmp_path_factory.mktemp("plan") / "plan.yaml"
@@ -48,7 +47,6 @@ def test_a_plan_is_read_back_unchanged_from_its_file(tmp_path_factory: pytest.Te
     assert load_plan(file) == plan
 
 
-@settings(deadline=None)
 @given(PLANS)
 def test_the_product_of_the_axes_is_the_number_of_ranks(plan: Plan) -> None:
     axes = plan.axes

@@ -105,7 +105,8 @@ def _attentions(large: bool) -> Iterator[OperatorCase]:
     for shape in shapes:
         batch, heads, sequence, width = shape
         size = batch * heads * sequence * width
-        # Two products, each computed for the causal half only.
+        # Two products, each computed for the causal half only. The backward pass has five: the scores again, and the
+        # gradients of the values, of the scores, of the queries and of the keys.
         flops = 2 * size * sequence
         build = partial(_attention, shape)
         yield OperatorCase(

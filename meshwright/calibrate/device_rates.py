@@ -16,6 +16,8 @@ from meshwright.dtypes import DTYPES, TORCH_DTYPES, Dtype, float32_matmul_precis
 
 _LAYERS = 32
 
+# How large and how long the measured products are. These and the other limits of this package bound the time of a
+# measurement; no prediction contains them.
 LARGEST_SIDE = {"cpu": 1024, "cuda": 8192}
 LONG_ENOUGH_S = {"cpu": 0.02, "cuda": 0.002}  # the time of starting a product no longer matters
 
@@ -38,6 +40,7 @@ def _matrix_rate(dtype: Dtype, device: torch.device) -> float | None:
     """Returns the best rate over growing sizes, up to one that takes `LONG_ENOUGH_S`; None where the GPU has no
     instructions for this dtype."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    # The compute capabilities whose tensor cores have the dtype: PTX ISA, `mma` instructions.
     required: dict[Dtype, tuple[int, int]] = {"tf32": (8, 0), "fp8": (8, 9), "int8": (7, 5), "bf16": (8, 0)}
     if dtype in required and capability < required[dtype] and not (device.type == "cpu" and dtype == "bf16"):
         return None

@@ -1,4 +1,4 @@
-"""The command line; `commands` has it."""
+"""The command line. `commands` defines the commands and `main`, the entry point."""
 
 from meshwright.cli.commands import app, main
 

@@ -8,7 +8,7 @@ import typer
 
 from meshwright.cli.options import AsJson, ClusterName, JobFile, Settings
 
-bench = typer.Typer(help="Measure, and compare with a reference in the same run.", no_args_is_help=True)
+bench = typer.Typer(help="Measure speed, and compare it with a reference in the same run.", no_args_is_help=True)
 
 
 @bench.command()
@@ -26,29 +26,33 @@ def strategies(
     """Compare ways to train a job with a bare PyTorch loop.
 
     \b
-    one rank   one process
+    one rank   the job as `train` runs it in one process
     threads    one process with a thread for each device, as DataParallel does
     replicate  every device has the whole model and a part of each batch
     shard      as replicate, with weights, gradients and optimizer state divided
     tensor     layers are split over all devices
     pipeline   the model is cut into one stage for each device, 1f1b
-    auto       the plan that `train` chooses where the job says `plan: auto`
+    auto       the plan that `train` uses for a job with `plan: auto`
 
-    Strategies that this model cannot be trained with are listed with the reason.
+    Strategies that cannot train this job are listed with the reason.
     """
     from dataclasses import asdict
 
-    from meshwright.bench.strategies import compare, report_lines, selected_strategies
-    from meshwright.bench.strategy_plans import strategy_plan
-    from meshwright.calibrate.probe import measure_machine
-    from meshwright.cluster.detect import find_cluster
     from meshwright.job import load_job
+    from meshwright.launch.local.fork_server import preloaded
 
-    loaded_job, names = load_job(job, settings or []), selected_strategies(only)
-    machines = find_cluster(cluster or loaded_job.cluster, measure_machine)
-    rows, skipped = compare(
-        loaded_job, machines, names, lambda name, parts: strategy_plan(name, parts, machines), steps, rounds
-    )
+    loaded_job = load_job(job, settings or [])
+    with preloaded("meshwright.train.rank"):
+        from meshwright.bench.strategies import compare, report_lines, selected_strategies
+        from meshwright.bench.strategy_plans import strategy_plan
+        from meshwright.calibrate.probe import measure_machine
+        from meshwright.cluster.detect import find_cluster
+
+        names = selected_strategies(only)
+        machines = find_cluster(cluster or loaded_job.cluster, measure_machine)
+        rows, skipped = compare(
+            loaded_job, machines, names, lambda name, parts: strategy_plan(name, parts, machines), steps, rounds
+        )
     if as_json:
         result = {
             "rows": [asdict(row) for row in rows],
@@ -73,14 +77,14 @@ def collectives(
     rounds: Annotated[int, typer.Option(min=1, help="The number of alternating rounds. Medians are reported.")] = 7,
     in_training: Annotated[
         bool,
-        typer.Option("--in-training", help="Also measure what combining gradients costs a run of the MNIST net."),
+        typer.Option("--in-training", help="Also measure the time it adds to training steps of the MNIST net."),
     ] = False,
     openmpi: Annotated[
-        bool | None, typer.Option(help="Also measure OpenMPI; without the option if mpirun and mpi4py are installed.")
+        bool | None, typer.Option(help="Also measure OpenMPI; by default if mpirun and mpi4py are installed.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare every all-reduce algorithm with the backend's, and with predictions from the speed of single messages.
+    """Compare every all-reduce algorithm with the backend's, and with a prediction from the speed of single messages.
 
     Ranks are started on this machine. If torchrun or another launcher started this command, its ranks are used instead,
     and the first of them prints.
@@ -118,7 +122,7 @@ def loading(
     rows: Annotated[int, typer.Option(min=1, metavar="N", help="The number of rows in the NumPy array.")] = 10_000_000,
     as_json: AsJson = False,
 ) -> None:
-    """Measure how fast pictures are loaded, compared with torchvision's loader, and rows of a large array."""
+    """Compare the loading of pictures with torchvision's loader, and measure the loading of rows of a large array."""
     from dataclasses import asdict
 
     from meshwright.bench.loading import measure, report_lines

@@ -1,12 +1,12 @@
-"""The command line: it reads arguments, calls the other packages and prints results. The exit code is 0 for success, 2
-for wrong input, 3 for a failed proof and 1 for anything else."""
+"""The commands: they read arguments, call the other packages and print results. The exit code is 0 for success, 2 for
+wrong input, 3 for a failed proof and 1 for anything else."""
 
 import json
 import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +14,9 @@ from meshwright.cli.bench import bench
 from meshwright.cli.data import data
 from meshwright.cli.options import AsJson, ClusterName, JobFile, PlanFile, Settings
 from meshwright.errors import InputError, MeshwrightError
+
+if TYPE_CHECKING:
+    from meshwright.proof.proof import Proof
 
 app = typer.Typer(
     help="Plan, prove and run distributed training of any PyTorch model.",
@@ -37,32 +40,36 @@ def train(
             help="auto: continue the newest unfinished run of this job; never: start a new run; DIR: continue it.",
         ),
     ] = "auto",
-    record: Annotated[int, typer.Option(min=0, metavar="K", help="Record the first K steps, for prove --against.")] = 0,
+    record: Annotated[int, typer.Option(min=0, metavar="K", help="Record the first K steps for prove --against.")] = 0,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train a job on the devices of this machine, or as one rank if torchrun started this command."""
-    from meshwright.cluster.detect import find_cluster
+    """Train a job on all devices of this machine. If torchrun started this command, train as one of its ranks."""
     from meshwright.job import load_job, load_plan
-    from meshwright.launch.world import is_launched
+    from meshwright.launch.environment import read_environment
+    from meshwright.launch.local.fork_server import preloaded
 
     loaded_job = load_job(job, settings or [])
-    machines = find_cluster(cluster or loaded_job.cluster)
     given_plan = load_plan(plan) if plan else loaded_job.plan
-    if is_launched():
+    if read_environment().launched:
+        from meshwright.cluster.detect import find_cluster
         from meshwright.train.launched import train_as_launched_rank
 
+        machines = find_cluster(cluster or loaded_job.cluster)
         fixed_plan = None if given_plan == "auto" else given_plan
         result = train_as_launched_rank(loaded_job, fixed_plan, machines, resume, record)
     else:
-        from meshwright.auto.choose import plan_of_job, unmeasured_note
-        from meshwright.train.job_parts import JobParts
-        from meshwright.train.run import train as run
+        with preloaded("meshwright.train.rank"):
+            from meshwright.auto.choose import plan_of_job, unmeasured_note
+            from meshwright.cluster.detect import find_cluster
+            from meshwright.train.job_parts import JobParts
+            from meshwright.train.run import train as run
 
-        parts = JobParts(loaded_job)
-        run_plan, step_s = plan_of_job(parts, machines, given_plan)
-        note = unmeasured_note(run_plan, machines, given_plan)
-        result = run(loaded_job, run_plan, machines, resume, step_s, record, note, parts)
+            machines = find_cluster(cluster or loaded_job.cluster)
+            parts = JobParts(loaded_job)
+            run_plan, step_s = plan_of_job(parts, machines, given_plan)
+            note = unmeasured_note(run_plan, machines, given_plan)
+            result = run(loaded_job, run_plan, machines, resume, step_s, record, note, parts)
     if result is not None:
         _print_result(result, as_json)
 
@@ -73,8 +80,13 @@ def plan(
     cluster: ClusterName = None,
     plan: Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="Predict this plan only.")] = None,
     top: Annotated[int, typer.Option(min=1, help="How many plans to show.")] = 5,
-    exact: Annotated[bool, typer.Option("--exact", help="Only plans that do not change the numerics.")] = False,
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the report as HTML.")] = None,
+    exact: Annotated[
+        bool,
+        typer.Option("--exact", help="Only plans that compute the same values as one device, up to the order of sums."),
+    ] = False,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write the report as HTML (not implemented).")
+    ] = None,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
@@ -96,13 +108,13 @@ def plan(
     from meshwright.train.job_parts import JobParts
 
     if html:
-        raise InputError(f"--html {html}: pages are not written yet, use --json")
+        raise InputError(f"--html {html}: HTML reports are not implemented yet, use --json")
     begin = perf_counter()
     loaded_job = load_job(job, settings or [])
     parts = JobParts(loaded_job)
     given_plan = load_plan(plan) if plan else None
     machines = find_cluster(cluster or loaded_job.cluster, measure_machine)
-    if given_plan is None and loaded_job.data.partition == "dimension":  # this says how the model is divided
+    if given_plan is None and loaded_job.data.partition == "dimension":  # this partition determines the plan
         given_plan = dimension_plan(parts, machines)
     notify = partial(print, file=sys.stderr)
     inputs, profiles = planning_inputs(parts, machines, exact=exact, top=top, notify=notify)
@@ -123,53 +135,50 @@ def prove(
     job: Annotated[Path | None, typer.Argument(metavar="JOB", help="The job's YAML file.")] = None,
     plan: Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="Prove this plan.")] = None,
     ranks: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="The largest number of ranks: larger axes are shrunk.")
+        int | None, typer.Option(min=1, metavar="N", help="Use at most N ranks; a plan for more is shrunk.")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, metavar="K", help="How many steps to compare.")] = 3,
     dtype: Annotated[
-        str, typer.Option(metavar="fp64|fp32|plan", help="The precision of the comparison; plan: that of the plan.")
+        str, typer.Option(metavar="fp64|fp32|plan", help="The precision of the comparison; plan: the plan's precision.")
     ] = "fp64",
-    dropout: Annotated[bool, typer.Option("--dropout", help="Leave dropout on.")] = False,
+    dropout: Annotated[bool, typer.Option("--dropout", help="Do not switch dropout off.")] = False,
     against: Annotated[
         tuple[Path, Path] | None,
-        typer.Option(metavar="RUN_A RUN_B", help="Compare a recorded run with another, which counts as correct."),
+        typer.Option(metavar="RUN_A RUN_B", help="Compare two recorded runs; RUN_A counts as correct."),
     ] = None,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
     """Check that a job trains the same model under its plan as on one device: every loss, gradient, buffer and weight.
     If not, the exit code is 3, and the first difference and its cause are printed."""
-    from rich.console import Console
-
-    from meshwright.auto.choose import plan_of_job
-    from meshwright.cluster.detect import find_cluster
-    from meshwright.job import load_job, load_plan
-    from meshwright.proof.proof import save_proof
-    from meshwright.proof.prove import prove as run
-    from meshwright.proof.show import show
-    from meshwright.train.job_parts import JobParts
-
     if (job is None) == (against is None):
         raise InputError("prove needs a JOB, or two recorded runs: --against RUN_A RUN_B")
     if against is not None:
+        from meshwright.proof.proof import save_proof
         from meshwright.proof.run_comparison import compare_runs as compare
 
         proof = compare(*against)
         file = save_proof(proof, against[1], "against")
     else:
+        from meshwright.job import load_job, load_plan
+        from meshwright.launch.local.fork_server import preloaded
+
         assert job is not None
         loaded_job = load_job(job, settings or [])
-        parts = JobParts(loaded_job)
         proof_plan = load_plan(plan) if plan else loaded_job.plan
-        if proof_plan == "auto":
-            proof_plan, _ = plan_of_job(parts, find_cluster(loaded_job.cluster), "auto")
-        proof = run(loaded_job, proof_plan, ranks=ranks, steps=steps, dtype=dtype, dropout=dropout, parts=parts)
+        with preloaded("meshwright.proof.record.rank"):
+            from meshwright.auto.choose import plan_of_job
+            from meshwright.cluster.detect import find_cluster
+            from meshwright.proof.proof import save_proof
+            from meshwright.proof.prove import prove as run
+            from meshwright.train.job_parts import JobParts
+
+            parts = JobParts(loaded_job)
+            if proof_plan == "auto":
+                proof_plan, _ = plan_of_job(parts, find_cluster(loaded_job.cluster), "auto")
+            proof = run(loaded_job, proof_plan, ranks=ranks, steps=steps, dtype=dtype, dropout=dropout, parts=parts)
         file = save_proof(proof, Path(loaded_job.output), loaded_job.name)
-    if as_json:
-        print(json.dumps({**proof.to_dict(), "file": str(file)}), flush=True)
-    else:
-        show(proof, Console(width=None if sys.stdout.isatty() else 200))
-        print(f"saved in {file}", flush=True)
+    _print_proof(proof, file, as_json)
     raise typer.Exit(proof.exit_code)
 
 
@@ -178,14 +187,19 @@ def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder that train wrote.")],
     to: Annotated[str, typer.Option("--to", metavar="safetensors|bf16|int8|int16|program", help="The file's format.")],
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The file to write; without it, in RUN/export.")
+        Path | None, typer.Option(metavar="FILE", help="The file to write; by default one in RUN/export.")
     ] = None,
     dynamic: Annotated[bool, typer.Option("--dynamic", help="With int8: quantize activations as well.")] = False,
     step: Annotated[
         str | None,
-        typer.Option(metavar="N|best|last", help="The checkpoint to export; by default the best, if the job keeps it."),
+        typer.Option(
+            metavar="N|best|last",
+            help="The checkpoint; by default the best if the job sets checkpoint.best, else the last.",
+        ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=0, metavar="N", help="Evaluate at most N samples; 0: none.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="Evaluate at most N samples; 0 evaluates none.")
+    ] = None,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
@@ -212,7 +226,7 @@ def doctor(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure and print the devices and links of this machine, and report problems that prevent training."""
+    """Measure the devices and links of this machine, print them, and report problems that hinder training."""
     from meshwright.calibrate.doctor import calibrate_and_diagnose, diagnose, report_lines
 
     if output and not calibrate:
@@ -223,6 +237,18 @@ def doctor(
         return
     for line in report_lines(diagnosis):
         print(line, flush=True)
+
+
+def _print_proof(proof: "Proof", file: Path, as_json: bool) -> None:
+    from rich.console import Console
+
+    from meshwright.proof.show import show
+
+    if as_json:
+        print(json.dumps({**proof.to_dict(), "file": str(file)}), flush=True)
+    else:
+        show(proof, Console(width=None if sys.stdout.isatty() else 200))
+        print(f"saved in {file}", flush=True)
 
 
 def _print_result(result: dict[str, Any], as_json: bool) -> None:

@@ -16,19 +16,24 @@ data = typer.Typer(help="Build and check the data files that jobs read.", no_arg
 @data.command()
 def tokens(
     texts: Annotated[Path, typer.Argument(metavar="TEXTS", help="A folder of text files.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; set data.root to it.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write the files to; set data.root to it.")],
     tokenizer: Annotated[
-        str, typer.Option(metavar="bytes|FILE", help="bytes, or a tokenizer.json of the package tokenizers.")
+        str,
+        typer.Option(
+            metavar="bytes|FILE",
+            help="bytes (each byte is a token), or a tokenizer.json file of the tokenizers package.",
+        ),
     ] = "bytes",
-    validation: Annotated[
-        float, typer.Option(metavar="SHARE", help="The share of the tokens that is kept for evaluation.")
-    ] = 0.01,
+    validation: Annotated[float, typer.Option(metavar="SHARE", help="The share of the tokens for evaluation.")] = 0.01,
     damaged: Annotated[
-        str, typer.Option(metavar="fatal|skip", help="What to do with a text that cannot be read.")
+        str,
+        typer.Option(
+            metavar="fatal|skip", help="What to do with a line that is not UTF-8: stop with an error, or skip it."
+        ),
     ] = "fatal",
     as_json: AsJson = False,
 ) -> None:
-    """Build the token files of the jobs gpt and bert from a folder of texts."""
+    """Build the token files for the jobs gpt and bert from a folder of texts."""
     from meshwright.workloads.text.token_build import build_tokens
 
     if damaged not in ("fatal", "skip"):
@@ -47,7 +52,7 @@ def tokens(
 def verify(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder of token files.")], as_json: AsJson = False
 ) -> None:
-    """Read token files completely, and compare them with the checksums from when they were built."""
+    """Read token files completely, and compare their checksums with those from when they were built."""
     from meshwright.workloads.text.token_file import splits_in, verify_tokens
 
     counts = {split: verify_tokens(folder, split) for split in splits_in(folder)}

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands have."""
+"""Arguments and options that several commands share."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +12,9 @@ Settings = Annotated[
 ]
 PlanFile = Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="Train with this plan.")]
 ClusterName = Annotated[
-    str | None, typer.Option("--cluster", metavar="C", help="The cluster: local, 3xcpu, 8xH100, or a YAML file.")
+    str | None,
+    typer.Option(
+        "--cluster", metavar="C", help="local (this machine), 3xcpu, 8xH100, or a YAML file; by default the job's."
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]

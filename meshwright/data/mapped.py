@@ -128,8 +128,8 @@ def _check_start(batches: int, size: int, global_batch: int, start: tuple[int, i
     first_epoch, first_index = start
     if first_index > batches:
         raise InputError(
-            f"cannot go on at batch {first_index} of epoch {first_epoch}: with {size} samples and a global "
-            f"batch of {global_batch} an epoch has {batches}: use the data and the batch it was saved with"
+            f"cannot continue at batch {first_index} of epoch {first_epoch}: with {size} samples and a global "
+            f"batch of {global_batch} an epoch has {batches}: use the data and the global batch of the checkpoint"
         )
 
 

@@ -1,5 +1,5 @@
 """Describes to users how evenly a data set is divided into fixed parts: the sizes of the parts, and whether their
-labels are distributed alike."""
+labels have the same distribution."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ SKEWED = 0.1  # share of a part's samples whose labels exceed their frequency in
 
 def labels_of(dataset: Any) -> list[int] | None:
     """The integer labels of all samples where the data set has them in an attribute, as torchvision's data sets have.
-    None where they could only be found by reading the samples, or are not integers."""
+    None if only reading the samples would tell them, or if they are not integers."""
     for name in ("labels", "targets"):
         labels = getattr(dataset, name, None)
         if labels is not None and not callable(labels) and len(labels) == len(dataset):
@@ -28,15 +28,16 @@ def describe_parts(partition: PartPartition, labels: Sequence[int] | None) -> li
     sizes = partition.sizes
     size_difference = (max(sizes) - min(sizes)) / max(sizes)
     lines = [
-        f"data: {partition.parts} parts of {min(sizes):,} to {max(sizes):,} samples ({size_difference:.1%} apart),"
-        f" {partition.batches:,} batches an epoch of at most {partition.batch}"
+        f"data: {partition.parts} parts of {min(sizes):,} to {max(sizes):,} samples"
+        f" (sizes differ by {size_difference:.1%}),"
+        f" {partition.batches:,} batches per epoch, of at most {partition.batch} samples"
     ]
     if labels is not None:
         skew, part = partition.skew(labels)
         if skew > SKEWED:
             lines.append(
-                f"warning: labels are skewed: {skew:.0%} of part {part}'s samples have labels that an even part would"
-                " not have. Batches mix all parts, but local BatchNorm and local steps see only the part of one rank:"
-                " shuffle the data set once, or use data.partition batch"
+                f"warning: labels are skewed: {skew:.0%} of the labels in part {part} would be others if all parts had"
+                " the same distribution of labels. Batches mix all parts, but local BatchNorm and local steps see only"
+                " the parts of one rank: shuffle the data set once, or use data.partition batch"
             )
     return lines

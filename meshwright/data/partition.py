@@ -148,7 +148,7 @@ class PartPartition:
 
     def shares(self, index: int) -> list[range]:
         slices = self._slices(index)
-        # The order begins with all slices of earlier batches, and a slice starts behind those of its own part.
+        # The order begins with the slices of all earlier batches, and a slice begins after those of its part.
         begin = sum(positions.start for positions in slices)
         ends = np.cumsum([0, *(len(positions) for positions in slices)])
         parts_of_ranks = even_shares(range(self.parts), self.ranks)

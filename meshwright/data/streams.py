@@ -171,7 +171,7 @@ def _read(dataset: Any, reading: _StreamEpoch, loading: LoadingOptions) -> Itera
         dataset.seek(position)
     elif position and reading.share.rank == 0:
         _log.warning(
-            "%s has no seek(position): reading and dropping %d samples to go on at batch %d of epoch %d",
+            "%s has no seek(position): reading and dropping %d samples to continue at batch %d of epoch %d",
             type(dataset).__name__,
             position,
             reading.first,

@@ -1,5 +1,5 @@
 """Starts and ends the worker processes of a loader. Workers ignore signals that are sent to the whole process group, so
-that a rank which is told to stop can still finish its step and save; and they exit as soon as their rank is gone."""
+that a rank that receives a stop signal can still finish its step and save; and they exit when their rank has ended."""
 
 import os
 import signal

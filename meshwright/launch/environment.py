@@ -8,14 +8,14 @@ from pathlib import Path
 
 FOLDER = "MESHWRIGHT_FOLDER"  # the folder of the rank's log, heartbeat and failure record
 SPEAKER = "MESHWRIGHT_SPEAKER"  # the rank that prints to the terminal
-AGENT = "MESHWRIGHT_AGENT"  # the id of the process that started the ranks and serves their store
+AGENT = "MESHWRIGHT_AGENT"  # the id of the process that forked this rank
 
 
 @dataclass(frozen=True)
 class Environment:
     """A rank as its launcher describes it. A process that no launcher started is rank 0 of 1. `attempt` counts the
-    restarts before, `agent` is the process id of meshwright's agent, and `speaker` the rank that prints to the
-    terminal."""
+    restarts before, `agent` is the id of the process that forked the rank if meshwright's launcher started it, and
+    `speaker` the rank that prints to the terminal."""
 
     launched: bool
     rank: int

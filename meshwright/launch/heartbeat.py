@@ -57,9 +57,16 @@ class Heartbeat:
         """Writes the heartbeat to a file in this folder from now on. The ranks of torchrun agree on a folder only after
         they joined."""
         folder.mkdir(parents=True, exist_ok=True)
-        with heartbeat_file(folder, rank).open("w+b") as file:
-            file.truncate(_WHOLE.size)
+        path = heartbeat_file(folder, rank)
+        new = path.with_suffix(f".{os.getpid()}")
+        # A new file replaces that of a rank that was killed: if the old one were shortened, a process that is reading
+        # it through mapped memory would get SIGBUS. Its bytes are written, not left as a hole, for the same reason: a
+        # full disk is then an error here and not SIGBUS in a step.
+        with new.open("w+b") as file:
+            file.write(bytes(_WHOLE.size))
+            file.flush()
             self._memory = mmap.mmap(file.fileno(), _WHOLE.size)
+        new.replace(path)
         self.folder = folder
         self._write()
 

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
@@ -19,14 +20,24 @@ from meshwright.launch.heartbeat import Heartbeat
 _PR_SET_PDEATHSIG = 1
 
 
-def exit_with_agent(env: Environment) -> None:
-    """Makes the kernel kill this rank when the agent that started it dies for any reason."""
-    if env.agent is None:
-        return
+def exit_with_parent(parent: int) -> None:
+    """Makes the kernel kill this process when its parent, the process with this id, dies for any reason."""
     with suppress(OSError, AttributeError):  # without prctl, ranks end when the store is gone
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != env.agent:  # the agent died before the call above
+    if os.getppid() != parent:  # it died before the call above
         os._exit(1)
+
+
+def exit_forked_process(code: object) -> NoReturn:
+    """Ends a forked process as Python ends: it joins threads, calls the functions registered with `atexit`, and writes
+    out streams. But it skips the teardown of C++ libraries, where threads of torch sometimes abort the process; the
+    launcher would then restart all ranks. `code` is that of `sys.exit`: a text is printed, and means 1."""
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+    threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing ends its forked processes
+    atexit._run_exitfuncs()
+    _flush()
+    os._exit(0 if code is None else code if isinstance(code, int) else 1)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from meshwright.launch import environment
 from meshwright.launch.communication_errors import explain_communication_error
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.output import redirect
-from meshwright.launch.process_exit import exit_with_agent, record_failure_and_exit
+from meshwright.launch.process_exit import record_failure_and_exit
 from meshwright.launch.world import World, join, leave
 
 
@@ -24,7 +24,6 @@ def run_rank(
     if not env.launched:
         main(join(device, timeout_s), Heartbeat.in_memory())
         return
-    exit_with_agent(env)
     if env.folder is not None:
         redirect(env.folder, env.rank, env.attempt, env.speaker)
         heartbeat = Heartbeat.in_folder(env.folder, env.rank, env.attempt)

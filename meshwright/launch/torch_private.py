@@ -3,10 +3,15 @@
 `local/agent.py` and `local/replacing_agent.py` also override private methods of torch elastic's agent; they name them.
 """
 
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from signal import SIGTERM, Signals
+from typing import Any, Protocol
 
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import api as elastic_processes
 
 
 def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
@@ -18,3 +23,47 @@ def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> A
 def set_default_timeout(group: Any, timeout: timedelta) -> None:
     """Sets the timeout of the operations that the group starts from now on."""
     group._set_default_timeout(timeout)
+
+
+class Process(Protocol):
+    """What torch elastic uses of a `subprocess.Popen`."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+class _ProcessHandler:
+    """Stands in for elastic's handler of one process of a worker group."""
+
+    def __init__(self, process: Process, local_rank: int) -> None:
+        self.proc = process
+        self.local_rank_id = local_rank
+
+    def close(self, death_sig: Signals | None = None) -> None:
+        os.killpg(self.proc.pid, death_sig or SIGTERM)
+
+
+@contextmanager
+def elastic_starts_ranks_with(start: Callable[[tuple[str, ...], Mapping[str, str]], Process]) -> Iterator[None]:
+    """Within this context torch elastic starts a process by calling `start(arguments, environment)`."""
+
+    def handler(
+        entrypoint: str, args: tuple[Any, ...], env: Mapping[str, str], local_rank_id: int, **_: object
+    ) -> _ProcessHandler:
+        return _ProcessHandler(start(tuple(map(str, args)), {**os.environ, **env}), local_rank_id)
+
+    previous = elastic_processes.get_subprocess_handler
+    setattr(elastic_processes, "get_subprocess_handler", handler)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(elastic_processes, "get_subprocess_handler", previous)  # noqa: B010
+
+
+def elastic_processes_of(context: Any) -> dict[int, Any]:
+    """Returns the processes of elastic's process context by local rank; empty where it has started none."""
+    return {} if context is None else {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}

@@ -1,11 +1,13 @@
 """Applies a plan to a model, step by step. Every choice is the plan's; this file only says in which order.
 
-`apply` reads as a list: one line for each step, which calls one file, with a comment on why it comes at this point.
+`apply`, and the functions that it calls in turn, read as a list: one line for each step, which calls one file, with a
+comment on why it comes at this point.
 """
 
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -48,6 +50,19 @@ T = TypeVar("T")
 FillWeights = Callable[[nn.Module, Mapping[str, ParameterLayout]], None]
 
 
+@dataclass(frozen=True)
+class _LocalModel:
+    """What this rank has of the model. `module` holds all of it: the user's model, or that of the rank's pipeline
+    stages. `models` are the modules whose layers are split and wrapped: the model, or each stage's. `layouts` has the
+    layouts of split parameters by name."""
+
+    module: nn.Module
+    models: list[nn.Module]
+    stages: LocalStages | None
+    branches: AssignedBranches | None
+    layouts: dict[str, ParameterLayout]
+
+
 def apply(
     plan: Plan,
     module: nn.Module,
@@ -71,53 +86,17 @@ def apply(
     position = position_in_mesh(mesh, plan)
     structure = _checked_structure(plan, module, sample, target)
     state_names = tuple(module.state_dict())
-    # Pipeline stages first, so that modules of other stages are not even moved to this rank's device.
-    stages = (
-        cut_stages(module, plan, _required(structure), position.pipeline, sample, target)
-        if plan.axes.pipeline > 1
-        else None
-    )
-    # Branches next, for the same reason. Their layouts are known on the ranks that do not hold them too.
-    branches = assign_branches(module, plan, _required(mesh), device) if has_assigned_branches(plan) else None
-    local_module = stages.module if stages else module
-    models = [stage.model for stage in stages.stages] if stages else [module]
-    # To the device before splitting and wrapping: DDP's buckets take the strides that parameters have when it wraps.
-    if fill is None:
-        for model in (local_module, *models):
-            _move(model, plan, device)
-    # Tensor splits before everything that wraps: later steps see the shard of a weight as an ordinary parameter.
-    layouts: dict[str, ParameterLayout] = dict(branches.layouts) if branches else {}
-    if structure and mesh:
-        layouts |= split_modules(models, plan, structure, mesh)
-    # Synchronized BatchNorm replaces the forward pass of layers before recomputing wraps that of the blocks.
-    if plan.numerics.batch_norm == "synchronized" and (group := data_group(mesh, plan)) is not None:
-        for model in models:
-            synchronize_batch_norm(model, group)
-    # Recomputing before DDP and FSDP2: these look for the parameters that the forward pass of whole blocks has used.
-    _recompute(plan, module, stages, branches)
-    # fp8 before compiling, so that the casts are compiled together with the layers.
-    if plan.numerics.precision == "fp8":
-        convert_linears_to_float8(module, device)
-    # Compiling before DDP and FSDP2, so that their hooks stay outside of the compiled code.
-    compile_blocks(local_module, plan, device)
-    sums = _small_sums(plan, device, local_module) if world_size > 1 else None
-    # Shard or replicate last, because both take hold of the parameters as they are now. Weights are filled before they
-    # are replicated, but after they are sharded: before, each rank would allocate them in full.
-    runner, averager = local_module, None
-    if fill is not None and plan.axes.shard == 1:
-        fill(local_module, layouts)
-    if plan.axes.shard > 1:
-        # PyTorch's pipeline looks for FSDP2 on the module that it calls, the stage. If random numbers or data decide
-        # which blocks run, the model is one unit, because all ranks have to gather in the same order.
-        for model in stages.stages if stages else [module]:
-            shard(model, _required(mesh), plan, per_block=not (structure and structure.found_in_evaluation))
-        if fill is not None:
-            fill(local_module, layouts)
-    elif plan.axes.replicate > 1:
-        runner, averager = _replicate(plan, local_module, _required(mesh), layouts, _required(sums), device)
+    # Divide the model before anything wraps it: later steps see the shard of a weight as an ordinary parameter.
+    stages = _cut_stages(plan, module, structure, position.pipeline, sample, target)
+    local = _divide(plan, module, stages, structure, mesh, device, move=fill is None)
+    # Forward passes are replaced before DDP and FSDP2, whose hooks go around them.
+    _replace_forward_passes(plan, module, local, mesh, device)
+    sums = _small_sums(plan, device, local.module) if world_size > 1 else None
+    # Shard or replicate last, because both take hold of the parameters as they are now.
+    runner, averager = _shard_or_replicate(plan, local, structure, mesh, sums, device, fill)
     # The hooks of branches after all others, so that branches exchange tensors outside of these.
-    if branches:
-        connect_branches(branches, module)
+    if local.branches:
+        connect_branches(local.branches, module)
     # What runs steps in another way than calling the runner.
     local_steps = None
     if plan.gradients.local_steps > 1 and isinstance(runner, DistributedDataParallel):
@@ -125,19 +104,98 @@ def apply(
     pipeline = PipelineExecutor(stages, plan, _required(mesh), device) if stages else None
     return ParallelModel(
         plan,
-        local_module,
+        local.module,
         runner,
         mesh,
         position,
         device,
         state_names,
-        layouts,
+        local.layouts,
         stages.tied if stages else (),
         pipeline,
         averager,
         local_steps,
         sums,
     )
+
+
+def _cut_stages(
+    plan: Plan, module: nn.Module, structure: Structure | None, pipeline_rank: int, sample: Any, target: str | None
+) -> LocalStages | None:
+    """Returns the pipeline stages of this rank; None for a plan without a pipeline."""
+    if plan.axes.pipeline == 1:
+        return None
+    return cut_stages(module, plan, _required(structure), pipeline_rank, sample, target)
+
+
+def _divide(
+    plan: Plan,
+    module: nn.Module,
+    stages: LocalStages | None,
+    structure: Structure | None,
+    mesh: DeviceMesh | None,
+    device: torch.device,
+    *,
+    move: bool,
+) -> _LocalModel:
+    """Places branches on ranks and splits layers. With `move` the weights that stay on this rank move to the device:
+    stages are cut and branches are placed before, so that the weights of other ranks are not even moved."""
+    # The layouts of branches are known on the ranks that do not hold them too.
+    branches = assign_branches(module, plan, _required(mesh), device) if has_assigned_branches(plan) else None
+    local_module = stages.module if stages else module
+    models: list[nn.Module] = [stage.model for stage in stages.stages] if stages else [module]
+    # To the device before splitting and wrapping: DDP's buckets take the strides that parameters have when it wraps.
+    if move:
+        for model in (local_module, *models):
+            _move(model, plan, device)
+    layouts: dict[str, ParameterLayout] = dict(branches.layouts) if branches else {}
+    if structure and mesh:
+        layouts |= split_modules(models, plan, structure, mesh)
+    return _LocalModel(local_module, models, stages, branches, layouts)
+
+
+def _replace_forward_passes(
+    plan: Plan, module: nn.Module, local: _LocalModel, mesh: DeviceMesh | None, device: torch.device
+) -> None:
+    """Synchronized BatchNorm, recomputation, fp8 and compilation."""
+    # Synchronized BatchNorm replaces the forward pass of layers before recomputing wraps that of the blocks.
+    if plan.numerics.batch_norm == "synchronized" and (group := data_group(mesh, plan)) is not None:
+        for model in local.models:
+            synchronize_batch_norm(model, group)
+    # Recomputing before DDP and FSDP2: these look for the parameters that the forward pass of whole blocks has used.
+    _recompute(plan, module, local.stages, local.branches)
+    # fp8 before compiling, so that the casts are compiled together with the layers.
+    if plan.numerics.precision == "fp8":
+        convert_linears_to_float8(module, device)
+    # Compiling before DDP and FSDP2, so that their hooks stay outside of the compiled code.
+    compile_blocks(local.module, plan, device)
+
+
+def _shard_or_replicate(
+    plan: Plan,
+    local: _LocalModel,
+    structure: Structure | None,
+    mesh: DeviceMesh | None,
+    sums: SmallSums | None,
+    device: torch.device,
+    fill: FillWeights | None,
+) -> tuple[nn.Module, GradientAverager | None]:
+    """Shards or replicates the parameters, and fills the weights of a module that is on the meta device. Returns the
+    module that is called in training, and what averages its gradients: None where DDP, FSDP2 or nothing does."""
+    # Weights are filled before they are replicated, but after they are sharded: before, each rank would allocate them
+    # in full.
+    if fill is not None and plan.axes.shard == 1:
+        fill(local.module, local.layouts)
+    if plan.axes.shard > 1:
+        # PyTorch's pipeline looks for FSDP2 on the module that it calls, the stage. If random numbers or data decide
+        # which blocks run, the model is one unit, because all ranks have to gather in the same order.
+        for model in local.stages.stages if local.stages else local.models:
+            shard(model, _required(mesh), plan, per_block=not (structure and structure.found_in_evaluation))
+        if fill is not None:
+            fill(local.module, local.layouts)
+    elif plan.axes.replicate > 1:
+        return _replicate(plan, local.module, _required(mesh), local.layouts, _required(sums), device)
+    return local.module, None
 
 
 def _recompute(plan: Plan, module: nn.Module, stages: LocalStages | None, branches: AssignedBranches | None) -> None:

@@ -36,7 +36,8 @@ from meshwright.planner.model_summary import ModelSummary, PieceSummary
 from meshwright.simulator.communication.collectives import collective_s, overlap
 from meshwright.simulator.communication.placement import RankGroup, group_of_axes
 
-# The share of a backward pass that gradient communication overlaps: the last bucket is ready only at its end.
+# The share of a backward pass that gradient communication overlaps in a guess: less than all of it, because the last
+# bucket is ready only at its end. Chosen; it changes the order in which candidates are simulated, and no prediction.
 _OVERLAPPED = 0.8
 
 _Stages = list[tuple[int, int]]  # [begin, end): the pieces of each stage

@@ -41,7 +41,7 @@ _SCHEDULES: tuple[tuple[Schedule, int], ...] = (
     ("interleaved_1f1b", 4),
     ("gpipe", 1),
 )
-_LEAST_USED = 0.75  # the share of the devices that a plan which cannot use all of them must use
+_LEAST_USED = 0.75  # the share of the devices that a plan which cannot use all of them must use; chosen
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,9 @@ def _microbatch_sizes(local_batch: int, even: bool) -> list[int]:
 def _is_useful(schedule: str, ranks: int, stages_per_rank: int, count: int) -> bool:
     """Whether a schedule can run so many microbatches, and is not worse in every respect than another."""
     if schedule == "gpipe" and count >= 4 * ranks:
-        return False  # it keeps the activations of all microbatches, and 1f1b is as fast with so many
+        # It keeps the activations of all microbatches, and 1f1b has the same span except for transfers
+        # (`pipeline_span`). That it is tried with up to four microbatches per rank is a choice, not a measurement.
+        return False
     try:
         check_schedule(schedule, ranks, stages_per_rank, count)
     except InputError:

@@ -34,6 +34,7 @@ from meshwright.simulator.communication.combining import fastest_algorithm
 from meshwright.simulator.communication.placement import group_of_axes
 from meshwright.simulator.predict import Prediction, predict_plan
 
+# Limits of the search, chosen to keep it short. They decide which candidates are simulated, and change no prediction.
 _MOST_PRICED = 20
 _MOST_FITTING = 10
 _MOST_PLACED_FAMILIES = 6
@@ -84,7 +85,7 @@ class SearchResult:
 
 
 @dataclass
-class _Search:
+class _PlanSearch:
     """The state of the search in one precision.
 
     priced                  the candidates that were simulated
@@ -195,7 +196,7 @@ def search(inputs: PlanningInputs, profiles: Profiles) -> SearchResult:
 
 def _search_precision(inputs: PlanningInputs, profiles: Profiles, precision: str) -> SearchResult:
     summary = summarize_model(inputs, profiles, precision)
-    state = _Search(inputs, profiles, summary, BoundCalculator(summary, inputs))
+    state = _PlanSearch(inputs, profiles, summary, BoundCalculator(summary, inputs))
     bounded, excluded, count = _candidates(state, precision)
     bounded.sort(key=lambda item: (item[1].guess_s, RECOMPUTES.index(item[0].recompute), item[1].memory_bytes))
     for candidate, bound in bounded:
@@ -217,7 +218,7 @@ def _search_precision(inputs: PlanningInputs, profiles: Profiles, precision: str
     return SearchResult(tuple(ranked), family_bests, tuple(excluded), summary, count, len(state.priced), 0.0)
 
 
-def _price_placements(state: _Search, candidates: Iterable[Candidate]) -> None:
+def _price_placements(state: _PlanSearch, candidates: Iterable[Candidate]) -> None:
     """Simulates the first candidate of each family, of those that place branches."""
     families: dict[tuple[str, ...], Candidate] = {}
     for candidate in candidates:
@@ -243,7 +244,7 @@ def summarize_model(inputs: PlanningInputs, profiles: Profiles, precision: str) 
 _Bounded = list[tuple[Candidate, Bounds]]
 
 
-def _candidates(state: _Search, precision: str) -> tuple[_Bounded, list[ExcludedPlan], int]:
+def _candidates(state: _PlanSearch, precision: str) -> tuple[_Bounded, list[ExcludedPlan], int]:
     """The candidates that no bound excludes; of every family that has none left, the plan that needs the least memory;
     and the number of all candidates."""
     inputs, summary, calculator = state.inputs, state.summary, state.calculator
@@ -283,7 +284,7 @@ def _candidates(state: _Search, precision: str) -> tuple[_Bounded, list[Excluded
     return bounded, excluded_plans, count
 
 
-def _is_accepted(state: _Search, candidate: Candidate) -> bool:
+def _is_accepted(state: _PlanSearch, candidate: Candidate) -> bool:
     """Whether the executor accepts plans that differ from this candidate's in the microbatches alone."""
     if candidate.sizes.pipeline > 1 and state.summary.cuts(candidate.stages, candidate.recompute) is None:
         return False
@@ -303,7 +304,7 @@ def _is_accepted(state: _Search, candidate: Candidate) -> bool:
     return True
 
 
-def _family_bests(state: _Search, bounded: _Bounded) -> tuple[PricedPlan, ...]:
+def _family_bests(state: _PlanSearch, bounded: _Bounded) -> tuple[PricedPlan, ...]:
     """The best plan of every family, so that the report can say why it was not chosen."""
     families: dict[tuple[str, ...], list[Candidate]] = {}
     for candidate, _ in bounded:

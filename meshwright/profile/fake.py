@@ -58,7 +58,7 @@ def one_sequence_per_row(sample: Any) -> Iterator[None]:
 
     The library looks for several sequences in a row by their positions. On fake tensors, whose positions have no
     values, it assumes that there are several and masks attention that would have been causal: twice the work of the
-    real step. A batch that brings its own positions may well have several, so it is left alone.
+    real step. A batch that contains positions may well have several, so it is left alone.
     """
     masks: Any = sys.modules.get("transformers.masking_utils")
     find_packed = getattr(masks, "find_packed_sequence_indices", None)

@@ -1,4 +1,4 @@
-"""The private interfaces of torch that this room uses, in one place. Seen to work on torch 2.11 and 2.13."""
+"""The private interfaces of torch that this package uses, in one place. Seen to work on torch 2.11 and 2.13."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +12,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "answer_tensor_query",
     "backward_node_number",
     "forward_node_number",
     "operator_arguments",
@@ -38,6 +39,14 @@ def operator_arguments(func: Any) -> Sequence[Any]:
     """The declared arguments of an operator, with name, default value and aliasing."""
     arguments: Sequence[Any] = func._schema.arguments
     return arguments
+
+
+def answer_tensor_query(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of `func`, an operator of torch's namespace `prim` such as the query for a tensor's device. Autograd
+    queries the device several times per operator, and a fake tensor has it as an attribute."""
+    if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+        return args[0].fake_device
+    return func(*args, **kwargs)
 
 
 def forward_node_number() -> int:

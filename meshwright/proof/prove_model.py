@@ -40,7 +40,7 @@ def prove(
     dropout: bool = False,
     device: str | None = None,
     output: str | Path | None = None,
-    plant: Callable[[Session], None] | None = None,
+    prepare_session: Callable[[Session], None] | None = None,
     timeout_s: float = 600,
 ) -> Proof:
     """Compares a model's training under a plan with that on one device, from the weights that the model has. Neither
@@ -48,9 +48,9 @@ def prove(
 
     Global batches come from `dataset`, or are made of the samples in `sample_batch`. Model, optimizer, loss and data
     are pickled for the ranks, and a script calls this below `if __name__ == "__main__":`. `ranks` is the largest number
-    of ranks to start; a plan for more is shrunk. The proof is saved in the folder `output`, if there is one. `plant`
-    is a picklable function that every rank calls with its session before the first step, to break a training on
-    purpose.
+    of ranks to start; a plan for more is shrunk. The proof is saved in the folder `output`, if there is one.
+    `prepare_session` is a picklable function that every rank calls with its session before the first step; the
+    reference does not call it. A test can use it to make the ranks train differently from one device.
     """
     available = available_ranks(plan, ranks, device)
     smaller, shrunk = shrink(with_fixed_precision(plan, dtype), available.count)
@@ -69,7 +69,7 @@ def prove(
         target=target,
         timeout_s=timeout_s,
     )
-    request = ProofRequest(user_model, smaller, steps, dtype, dropout, plant)
+    request = ProofRequest(user_model, smaller, steps, dtype, dropout, prepare_session)
     with work_folder(Path(output) if output else None) as folder:
         proof = replace(prove_in_new_ranks(request, available.device, folder), shrunk=shrunk)
     if output:

@@ -16,16 +16,16 @@ from meshwright.simulator.pipeline.timeline import Timeline, timeline
 from meshwright.simulator.stage_time import StageTime
 from meshwright.simulator.step_inputs import StepInputs
 
-# Share of a backward pass that computes the gradient of the stage's input. Of the two products of a linear layer's
-# backward pass, which are of equal size, it is one (Qi et al. 2023, Zero Bubble Pipeline Parallelism, arXiv
-# 2401.10241).
+# Share of a backward pass that computes the gradient of the stage's input, in schedules that compute it separately from
+# the gradients of weights (Qi et al. 2023, Zero Bubble Pipeline Parallelism, arXiv 2401.10241): of the two products of
+# a linear layer's backward pass, which have equally many FLOPs, it is one.
 _INPUT_GRADIENT_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class PassesTime:
     """`breakdown` has the seconds of the busiest pipeline rank. `slack_s` says, for each pipeline rank, how long before
-    the end of all passes it has finished its own."""
+    the end of all passes it has finished its passes."""
 
     breakdown: dict[str, float]
     slack_s: list[float]
@@ -33,7 +33,7 @@ class PassesTime:
 
 
 def passes_time(times: Sequence[StageTime], stages: Sequence[StageProfile], inputs: StepInputs) -> PassesTime:
-    """The time of all passes of a step, given that of one microbatch on each stage."""
+    """The time of all passes of a step. `times` are those of one microbatch on each stage."""
     plan = inputs.plan
     if plan.axes.pipeline == 1:
         microbatches = plan.pipeline.microbatches * plan.memory.accumulation
@@ -52,7 +52,7 @@ def _pipeline_time(times: Sequence[StageTime], stages: Sequence[StageProfile], i
         span_s, longest = _span(shape, actions.action_and_send_s, _no_transfer_s)
     else:
         span_s, longest = _span(shape, actions.action_s, actions.transfer_s)
-    busy_s = [sum(times[s].forward_pass_s + times[s].backward_pass_s for s in own) for own in numbers]
+    busy_s = [sum(times[s].forward_pass_s + times[s].backward_pass_s for s in rank_stages) for rank_stages in numbers]
     breakdown = _stages_breakdown([times[s] for s in numbers[busy_s.index(max(busy_s))]], shape.microbatches)
     span_without_transfers_s, _ = _span(shape, actions.action_s, _no_transfer_s)
     breakdown["pipeline"] = max(0.0, span_s - span_without_transfers_s)
@@ -97,7 +97,7 @@ def _transfers_s(stages: Sequence[StageProfile], numbers: Sequence[Sequence[int]
     """Seconds of a message from each stage to the one behind it; 0 where both are on the same rank. In a schedule that
     folds the chain of stages, the stage behind may be on the rank before."""
     ranks = inputs.plan.axes.pipeline
-    rank_of = {stage: rank for rank, own in enumerate(numbers) for stage in own}
+    rank_of = {stage: rank for rank, rank_stages in enumerate(numbers) for stage in rank_stages}
     seconds = []
     for number, stage in enumerate(stages):
         rank, following = rank_of[number], rank_of.get(number + 1, rank_of[number])

@@ -69,8 +69,7 @@ def _microbatch_samples(plan: Plan, global_batch: int) -> int:
 
 
 def device_memory(cluster: Cluster) -> DeviceMemory:
-    """The allocator and libraries of the cluster's kind of device, with the context of its own device where it is
-    known."""
+    """The allocator and libraries of the cluster's kind of device, and the context of the device where it is known."""
     if cluster.kind != "cuda":
         return CPU_MEMORY
     context = cluster.nodes[0].device.context_bytes

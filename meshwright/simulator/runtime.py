@@ -1,5 +1,5 @@
-"""`Runtime`: what the program that executes a plan does beside the arithmetic of the model. The values here are those
-of our own runtime; the other modules of the simulator ask a `Runtime` wherever another program could act differently.
+"""`Runtime`: what the program that executes a plan does in addition to the arithmetic of the model. The values here are
+those of this package; other modules of the simulator call a `Runtime` wherever another program could act differently.
 
 A validation that predicts measurements of another program passes a subclass which overrides these methods.
 """
@@ -18,8 +18,8 @@ from meshwright.simulator.memory.device_memory import DeviceMemory
 
 
 class Orchestration(BaseModel):
-    """Work of a CPU rank in every microbatch beside computing, counted in operators that the core could start in the
-    same time: for each unit of sharded parameters, for each tensor-parallel message, and for a pipeline stage."""
+    """Work of a CPU rank in every microbatch in addition to computing, counted in operators that the core could launch
+    in that time: for each unit of sharded parameters, for each tensor-parallel message, and for a pipeline stage."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -67,8 +67,10 @@ class Runtime(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    # CPU seconds of steps of tests/zoo.py's gpt and multitask models under each plan, less those of one rank, divided
-    # by the 20 µs of an operator there (two Neoverse cores): 180 to 330 a unit, 55 to 80 a message, 150 to 250 a stage.
+    # Seconds of the process of steps under each plan, less those of one rank, divided by the 20 µs in which a core
+    # launched an operator: 180 to 330 a unit, 55 to 80 a message and 150 to 250 a stage, for tests/zoo.py's gpt and
+    # multitask models on two Neoverse cores. `python -m validation.host_costs` measures them again; on 16 x86 cores
+    # (12 µs an operator) it printed 390 a unit, 71 a message and 170 a stage, for a decoder of four blocks.
     orchestration: Orchestration = Orchestration(unit=200, message=70, stage=170)
     tf32_convolutions: bool = False  # parallel/precision.py turns them off
     accumulate_bytes_per_weight: NonNegativeFloat = 12.0
@@ -88,7 +90,7 @@ class Runtime(BaseModel):
     def memory_inputs(
         self, profile: ModelProfile, plan: Plan, optimizer: OptimizerCost, device: DeviceMemory
     ) -> MemoryInputs:
-        """The profile, optimizer and device with the bytes that are kept in memory."""
+        """The profile, optimizer and device that say which bytes are in memory."""
         return MemoryInputs(profile, optimizer, device)
 
     def parameter_exchange(self, plan: Plan) -> ParameterExchange:

@@ -35,8 +35,8 @@ class StageTime:
 
     @property
     def forward_pass_s(self) -> float:
-        """Compute and communication of the forward pass. A backward pass has twice its products, so a third of what is
-        only known for both passes together belongs to it."""
+        """Compute and communication of the forward pass. A backward pass has twice as many products, so a third of the
+        seconds that are predicted for both passes together belong to the forward pass."""
         return self.forward_s + self.tensor_forward_s + self.launch_s / 3 + self.shard_s / 3
 
     @property

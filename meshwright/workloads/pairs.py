@@ -41,7 +41,7 @@ def pairs(
     damaged: DamagePolicy = "fatal",
 ) -> "Pairs":
     """Returns a data set of (query, document, index of the pair): token numbers, cut or padded to `query_length` and
-    `document_length`. The index stands in the place of a target, which the in-batch softmax does not need: its
+    `document_length`. The index is in the place of the target. The in-batch softmax needs no target: its
     negatives are the other pairs of the batch."""
     if synthetic:
         folder = generated_pairs()

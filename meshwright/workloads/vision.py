@@ -81,11 +81,11 @@ def _torchvision(name: str, classes: int, **options: Any) -> nn.Module:
 
 
 def _vgg(name: str, classes: int, hidden: int, **options: Any) -> nn.Module:
-    """Returns torchvision's VGG; if `hidden` is not VGG's own number, with new fully connected layers under the same
-    names. They are initialized like the convolutions (He et al. 2015), because the constant standard deviation that
-    torchvision uses makes the outputs of narrow layers vanish."""
+    """Returns torchvision's VGG. If `hidden` is not VGG's number of features, it has new fully connected layers with
+    the same names, which are initialized like the convolutions (He et al. 2015): with the constant standard deviation
+    that torchvision uses, the outputs of narrow layers would vanish."""
     if hidden < 1:
-        raise InputError(f"model: hidden is {hidden}: write a number of features of at least 1, {HIDDEN} is VGG's own")
+        raise InputError(f"model: hidden is {hidden}: write a number of features of at least 1; VGG has {HIDDEN}")
     model: Any = _torchvision(name, classes, **options)
     if hidden != HIDDEN:
         sizes = (model.classifier[0].in_features, hidden, hidden, classes)

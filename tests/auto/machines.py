@@ -1,10 +1,10 @@
-"""A cluster of CPU devices for planning that is not measured, and that no test has to measure."""
+"""A cluster of CPU devices with fixed rates, so that tests of planning measure nothing."""
 
 from meshwright.cluster.cluster import Cluster, Device, Link, Node
 
 
 def cpu_cluster(devices: int, *, rate: float = 5e10, bandwidth_bytes_per_s: float = 1e10) -> Cluster:
-    """So many CPU devices in one machine, which are known to be as fast as given."""
+    """Returns one machine with so many CPU devices of this rate and bandwidth, as if they had been measured."""
     device = Device(
         name="test core",
         kind="cpu",

@@ -15,7 +15,6 @@ from meshwright.auto.inputs import model_planning_inputs
 from meshwright.call import bind
 from meshwright.errors import InputError
 from meshwright.job import load_job
-from meshwright.launch.world import World
 from meshwright.parallel.check import check_plan
 from meshwright.plan import Plan
 from meshwright.planner.inputs import accept_every_plan
@@ -25,6 +24,7 @@ from meshwright.train.job_parts import JobParts
 from meshwright.train.step.optimizer import build_optimizer
 from tests.auto.machines import cpu_cluster
 from tests.ranks import RankPool
+from tests.train.one_process import world
 
 JOBS = Path(__file__).parents[2] / "jobs"
 SETTINGS = ["data.synthetic=true", "data.eval=null", "metrics={}", "checkpoint.best=null"]
@@ -42,8 +42,7 @@ def train_one_step(rank: int, size: int, name: str, plan: Plan) -> float:
     parts = JobParts(job)
     torch.manual_seed(0)
     model = construct_model(job)
-    world = World(rank, rank, size, size, 0, torch.device("cpu"), None)
-    with patch("meshwright.train.parallelize.join", lambda *_: world):
+    with patch("meshwright.train.parallelize.join", lambda *_: world(rank, size)):
         session = mw.parallelize(
             model,
             build_optimizer(job.optimizer, model),
@@ -96,8 +95,7 @@ def sparse_sample() -> tuple[Tensor, Tensor]:
 def train_sparse_words(rank: int, size: int, plan: Plan) -> float:
     torch.manual_seed(0)
     model = SparseWords()
-    world = World(rank, rank, size, size, 0, torch.device("cpu"), None)
-    with patch("meshwright.train.parallelize.join", lambda *_: world):
+    with patch("meshwright.train.parallelize.join", lambda *_: world(rank, size)):
         session = mw.parallelize(
             model,
             torch.optim.Adagrad(model.parameters()),

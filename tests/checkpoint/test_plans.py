@@ -14,7 +14,7 @@ from meshwright.checkpoint.save import save_at
 from meshwright.checkpoint.state import model_state, optimizer_state
 from meshwright.errors import CheckpointError
 from meshwright.parallel.weights.state import full_state
-from tests.parallel.hand_sharded import AXES, Divided, divide, whole_model
+from tests.parallel.hand_sharded import AXES, ShardedModel, shard_by_hand, whole_model
 from tests.ranks import RankPool
 from tests.soaked import all_but
 
@@ -25,12 +25,12 @@ TWO: list[dict[str, int]] = [{"shard": 2}, {"tensor": 2}, {"pipeline": 2}]
 def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
     """With two groups, of which one may have no parameters on some pipeline stages."""
     norms = [p for name, p in module.named_parameters() if name.startswith("norm")]
-    others = [p for name, p in module.named_parameters() if not name.startswith("norm")]
-    groups: list[dict[str, Any]] = [{"params": others}, {"params": norms, "weight_decay": 0.5}]
+    without_norms = [p for name, p in module.named_parameters() if not name.startswith("norm")]
+    groups: list[dict[str, Any]] = [{"params": without_norms}, {"params": norms, "weight_decay": 0.5}]
     return torch.optim.AdamW(groups, lr=0.1)
 
 
-def state_of(parts: Divided, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def state_of(parts: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {
         **model_state(parts.module, parts.layouts),
         **optimizer_state(parts.module, optimizer, parts.layouts, parts.tied, parts.mesh),
@@ -39,7 +39,7 @@ def state_of(parts: Divided, optimizer: torch.optim.Optimizer) -> dict[str, Any]
 
 
 def save_under(rank: int, size: int, axes: dict[str, int], path: Path) -> None:
-    parts = divide(axes, size)
+    parts = shard_by_hand(axes, size)
     optimizer = optimizer_of(parts.module)
     optimizer.step()
     optimizer.param_groups[0]["lr"] = 0.05
@@ -48,7 +48,7 @@ def save_under(rank: int, size: int, axes: dict[str, int], path: Path) -> None:
 
 def load_under(rank: int, size: int, axes: dict[str, int], path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The weights as loaded, and those of one more step with the gradients of `whole_model(1)`."""
-    parts = divide(axes, size, seed=1)
+    parts = shard_by_hand(axes, size, seed=1)
     optimizer = optimizer_of(parts.module)
     objects = load(path, parts.module, optimizer, parts.layouts, parts.tied, parts.mesh)
     assert objects["schedule"] == {"last_epoch": 3}
@@ -90,18 +90,18 @@ def test_saved_under_every_plan_it_loads_on_one_rank_and_under_others(
 ) -> None:
     four.run(save_under, axes, tmp_path / "saved")
     assert_as_expected(load_under(0, 1, ONE, tmp_path / "saved"))
-    other = TWO[AXES.index(axes) % len(TWO)]
-    for states in two.run(load_under, other, tmp_path / "saved"):
+    other_axes = TWO[AXES.index(axes) % len(TWO)]
+    for states in two.run(load_under, other_axes, tmp_path / "saved"):
         assert_as_expected(states)
 
 
 @pytest.mark.parametrize("axes", all_but(AXES[::4], AXES), ids=str)
 def test_every_element_is_written_once(four: RankPool, axes: dict[str, int], tmp_path: Path) -> None:
     four.run(save_under, axes, tmp_path / "saved")
-    save_under(0, 1, ONE, tmp_path / "alone")
-    metadata, alone = (dcp.FileSystemReader(tmp_path / name).read_metadata() for name in ("saved", "alone"))
-    assert metadata.state_dict_metadata.keys() == alone.state_dict_metadata.keys()
-    for key, whole in alone.state_dict_metadata.items():
+    save_under(0, 1, ONE, tmp_path / "one_process")
+    metadata, expected = (dcp.FileSystemReader(tmp_path / name).read_metadata() for name in ("saved", "one_process"))
+    assert metadata.state_dict_metadata.keys() == expected.state_dict_metadata.keys()
+    for key, whole in expected.state_dict_metadata.items():
         divided: Any = metadata.state_dict_metadata[key]
         if isinstance(whole, TensorStorageMetadata):
             assert (divided.size, divided.properties.dtype) == (whole.size, whole.properties.dtype), key
@@ -111,7 +111,7 @@ def test_every_element_is_written_once(four: RankPool, axes: dict[str, int], tmp
 
 
 def load_changed_model(rank: int, size: int, axes: dict[str, int], path: Path, change: str) -> str:
-    parts = divide(axes, size)
+    parts = shard_by_hand(axes, size)
     if change == "shape" and hasattr(parts.module, "norm"):
         parts.module.norm = nn.BatchNorm1d(7)
     if change == "more" and hasattr(parts.module, "norm"):
@@ -142,7 +142,7 @@ def test_every_rank_raises_the_same_error_where_the_checkpoint_differs(
 
 
 def save_factored_optimizer(rank: int, size: int) -> str:
-    parts = divide({"tensor": 2}, size)
+    parts = shard_by_hand({"tensor": 2}, size)
     optimizer = torch.optim.Adafactor(parts.module.parameters())
     optimizer.step()
     try:

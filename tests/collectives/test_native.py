@@ -1,4 +1,4 @@
-"""The all-reduce of the backend behind the interface of reducers."""
+"""The reducer that calls the backend's all-reduce averages buckets, and its errors name the bucket."""
 
 from datetime import timedelta
 
@@ -7,13 +7,12 @@ import torch.distributed as dist
 
 from meshwright.collectives.native import NativeReducer
 from meshwright.errors import CollectiveError
+from tests.collectives.world_group import world_group
 from tests.ranks import RankPool
 
 
-def _mean(rank: int, world: int) -> list[list[float]]:
-    group = dist.group.WORLD
-    assert group is not None
-    reducer = NativeReducer(group)
+def _average_three_buckets(rank: int, world: int) -> list[list[float]]:
+    reducer = NativeReducer(world_group())
     flats = [torch.arange(5.0) * (rank + 1), torch.full((3,), float(rank)), torch.zeros(0)]
     for bucket, flat in enumerate(flats):
         reducer.start(flat, bucket)
@@ -23,11 +22,11 @@ def _mean(rank: int, world: int) -> list[list[float]]:
     return [flat.tolist() for flat in flats]
 
 
-def test_mean_over_ranks(two: RankPool) -> None:
-    assert two.run(_mean) == [[[0.0, 1.5, 3.0, 4.5, 6.0], [0.5, 0.5, 0.5], []]] * 2
+def test_buckets_become_the_mean_over_ranks(two: RankPool) -> None:
+    assert two.run(_average_three_buckets) == [[[0.0, 1.5, 3.0, 4.5, 6.0], [0.5, 0.5, 0.5], []]] * 2
 
 
-def _one_stays_away(rank: int, world: int) -> str:
+def _reduce_without_rank_1(rank: int, world: int) -> str:
     group = dist.new_group(timeout=timedelta(seconds=0.3))
     reducer = NativeReducer(group)
     reducer.start(torch.ones(10), 0)
@@ -45,6 +44,6 @@ def _one_stays_away(rank: int, world: int) -> str:
 
 
 def test_a_failure_names_the_bucket_and_the_group(two: RankPool) -> None:
-    message = two.run(_one_stays_away)[0]
+    message = two.run(_reduce_without_rank_1)[0]
     assert message.startswith("gloo all-reduce of bucket 1 among ranks 0, 1: ")
     assert len(message.splitlines()) == 1

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from meshwright.collectives import reducers
 from meshwright.collectives.native import NativeReducer
@@ -14,10 +13,11 @@ from meshwright.collectives.shared_memory import two_level as two_level_memory
 from meshwright.collectives.shared_memory.reducer import SharedMemoryReducer
 from meshwright.collectives.shared_memory.two_level import TwoLevelMemoryReducer, machines_of
 from meshwright.errors import InputError
+from tests.collectives.world_group import world_group
 from tests.ranks import RankPool
 
 CPU = torch.device("cpu")
-NAMES: dict[str, type] = {
+REDUCER_CLASSES: dict[str, type] = {
     "native": NativeReducer,
     "ring": ScheduledReducer,
     "tree": ScheduledReducer,
@@ -28,13 +28,8 @@ NAMES: dict[str, type] = {
 }
 
 
-def world() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
-
-
-def means(rank: int, size: int, name: Any) -> tuple[str, list[float]]:
-    reducer, reason = make_reducer(name, world(), CPU)
+def average_buckets(rank: int, size: int, name: Any) -> tuple[str, list[float]]:
+    reducer, reason = make_reducer(name, world_group(), CPU)
     assert reason is None
     buckets = [torch.full((count,), float(rank + number)) for number, count in enumerate((5, 0, 10_001))]
     for number, bucket in enumerate(buckets):
@@ -45,19 +40,21 @@ def means(rank: int, size: int, name: Any) -> tuple[str, list[float]]:
     return type(reducer).__name__, [float(bucket[0]) for bucket in buckets if bucket.numel()]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", REDUCER_CLASSES)
 def test_every_name_makes_its_reducer(three: RankPool, name: str) -> None:
-    for kind, averages in three.run(means, name):
-        assert kind == NAMES[name].__name__
+    for kind, averages in three.run(average_buckets, name):
+        assert kind == REDUCER_CLASSES[name].__name__
         assert averages == pytest.approx([1.0, 3.0])
 
 
-def on_two_machines(rank: int, size: int) -> list[Any]:
-    """Makes reducers for ranks as if they were on two machines."""
+def reduce_on_two_machines(rank: int, size: int) -> list[Any]:
+    """Reduces as if the ranks were on two machines. Returns whether the result of each step was right, then the reducer
+    and the reason for machines with different numbers of ranks, and the error for ranks that are not numbered machine
+    by machine."""
     original = two_level_memory.machines_of
     try:
         reducers.machines_of = lambda group: [[0, 1], [2, 3]]
-        memory, _ = make_reducer("auto", world(), CPU)
+        memory, _ = make_reducer("auto", world_group(), CPU)
         assert isinstance(memory, TwoLevelMemoryReducer)
         results: list[Any] = []
         for step in range(3):
@@ -69,11 +66,11 @@ def on_two_machines(rank: int, size: int) -> list[Any]:
             results.append(bool(torch.allclose(buckets[0], expected)) and buckets[1].tolist() == [1.5] * 3)
         memory.close()
         reducers.machines_of = lambda group: [[0, 1, 2], [3]]
-        fallback, reason = make_reducer("auto", world(), CPU)
+        fallback, reason = make_reducer("auto", world_group(), CPU)
         results += [type(fallback).__name__, reason]
         reducers.machines_of = lambda group: [[0, 2], [1, 3]]
         try:
-            make_reducer("two_level", world(), CPU)
+            make_reducer("two_level", world_group(), CPU)
         except InputError as error:
             results.append(str(error))
         return results
@@ -82,48 +79,50 @@ def on_two_machines(rank: int, size: int) -> list[Any]:
 
 
 def test_between_machines_memory_is_shared_within_each(four: RankPool) -> None:
-    for results in four.run(on_two_machines):
+    for results in four.run(reduce_on_two_machines):
         assert results[:4] == [True, True, True, "NativeReducer"]
         assert results[4].startswith("machines with 3, 1 ranks cannot combine slices")
         assert "numbered machine by machine" in results[5]
 
 
-def machines(rank: int, size: int) -> list[list[int]]:
-    return machines_of(world())
+def list_machines(rank: int, size: int) -> list[list[int]]:
+    return machines_of(world_group())
 
 
 def test_ranks_of_one_machine_are_recognized(three: RankPool) -> None:
-    assert three.run(machines) == [[[0, 1, 2]]] * 3
+    assert three.run(list_machines) == [[[0, 1, 2]]] * 3
 
 
-def on_a_gpu(rank: int, size: int) -> tuple[str, str]:
+def choose_for_gpu(rank: int, size: int) -> tuple[str, str]:
+    """Returns the reducer that is chosen for GPUs, and the error for a ring."""
     gpu = torch.device("cuda")
-    kind = type(make_reducer("auto", world(), gpu)[0]).__name__
+    kind = type(make_reducer("auto", world_group(), gpu)[0]).__name__
     try:
-        make_reducer("ring", world(), gpu)
+        make_reducer("ring", world_group(), gpu)
     except InputError as error:
         return kind, str(error)
     return kind, ""
 
 
-def test_gpus_combine_natively(two: RankPool) -> None:
-    for kind, message in two.run(on_a_gpu):
+def test_gpus_use_the_all_reduce_of_the_backend(two: RankPool) -> None:
+    for kind, message in two.run(choose_for_gpu):
         assert kind == "NativeReducer"
         assert "choose native" in message
 
 
-def with_too_little_memory(rank: int, size: int) -> list[str]:
-    """Only rank 1 has too little memory, and all ranks do the same."""
-    reducer, reason = make_reducer("auto", world(), CPU, 2**60 if rank == 1 else 0)
+def choose_with_too_little_memory(rank: int, size: int) -> list[str]:
+    """Returns the chosen reducer, the reason, and the error. Only rank 1 has too little memory; all ranks choose the
+    same."""
+    reducer, reason = make_reducer("auto", world_group(), CPU, 2**60 if rank == 1 else 0)
     try:
-        make_reducer("shared_memory", world(), CPU, 2**60 if rank == 1 else 0)
+        make_reducer("shared_memory", world_group(), CPU, 2**60 if rank == 1 else 0)
     except InputError as error:
         return [type(reducer).__name__, str(reason), str(error)]
     return []
 
 
 def test_too_little_shared_memory_is_reported_before_anything_is_moved(three: RankPool) -> None:
-    for kind, reason, error in three.run(with_too_little_memory):
+    for kind, reason, error in three.run(choose_with_too_little_memory):
         assert kind == "NativeReducer"
         assert reason == error
         assert "MiB free, and 3 ranks need 3298534883328 MiB there (a container gets more with --shm-size)" in reason

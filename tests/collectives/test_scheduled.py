@@ -16,13 +16,9 @@ from meshwright.collectives.scheduled import ScheduledReducer
 from meshwright.collectives.schedules.builders import build
 from meshwright.errors import CollectiveError
 from tests import ranks as ranks_file
+from tests.collectives.ddp_hook import average_with
+from tests.collectives.world_group import world_group
 from tests.ranks import RankPool
-
-
-def world_group() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
 
 
 def average_steps(rank: int, world: int, name: str) -> None:
@@ -44,8 +40,8 @@ def test_buckets_of_several_steps_are_averaged(four: RankPool, name: str) -> Non
     four.run(average_steps, name)
 
 
-def two_reducers(rank: int, world: int) -> tuple[float, float]:
-    """Two reducers on one group at the same time; the ranks start their buckets in different order."""
+def average_with_two_reducers(rank: int, world: int) -> tuple[float, float]:
+    """Runs two reducers on one group at the same time. The ranks start their buckets in different order."""
     first, second = (ScheduledReducer(world_group(), build("ring", world, [world])) for _ in range(2))
     a, b = torch.full((5000,), float(rank)), torch.full((5000,), 10.0 * rank)
     starts = [(first, a, 0), (second, b, 1)]
@@ -59,10 +55,10 @@ def two_reducers(rank: int, world: int) -> tuple[float, float]:
 
 
 def test_buckets_of_several_reducers_do_not_mix(four: RankPool) -> None:
-    assert four.run(two_reducers) == [(1.5, 15.0)] * 4
+    assert four.run(average_with_two_reducers) == [(1.5, 15.0)] * 4
 
 
-def gradients(rank: int, world: int, hooked: bool) -> list[Tensor]:
+def ddp_gradients(rank: int, world: int, with_reducer: bool) -> list[Tensor]:
     """Returns the gradients of two ranks, whose sums do not depend on the order."""
     group = dist.new_group([0, 1])
     if rank > 1:
@@ -71,21 +67,8 @@ def gradients(rank: int, world: int, hooked: bool) -> list[Tensor]:
     model = nn.Sequential(nn.Linear(20, 300), nn.ReLU(), nn.Linear(300, 7))
     parallel = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.01, gradient_as_bucket_view=True)
     reducer = ScheduledReducer(group, build("halving_doubling", 2, [2]))
-    waiting: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
-
-    def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        waiting.append((future, bucket.buffer()))
-        reducer.start(bucket.buffer(), bucket.index())
-        if bucket.is_last():
-            reducer.finish()
-            for pending, flat in waiting:
-                pending.set_result(flat)
-            waiting.clear()
-        return future
-
-    if hooked:
-        parallel.register_comm_hook(None, hook)
+    if with_reducer:
+        average_with(parallel, reducer)
     for step in range(3):
         torch.manual_seed(100 * rank + step)
         parallel(torch.randn(16, 20)).square().mean().backward()
@@ -93,15 +76,15 @@ def gradients(rank: int, world: int, hooked: bool) -> list[Tensor]:
     return [parameter.grad.detach() for parameter in model.parameters() if parameter.grad is not None]
 
 
-def test_ddp_with_this_reducer_has_the_bits_of_plain_ddp(four: RankPool) -> None:
-    plain, hooked = four.run(gradients, False), four.run(gradients, True)
-    assert len(plain[0]) == 4
-    for expected, gradient in zip(plain[0] + plain[1], hooked[0] + hooked[1], strict=True):
-        assert torch.equal(expected, gradient)
+def test_ddp_with_a_scheduled_reducer_has_the_gradients_of_ddp_alone(four: RankPool) -> None:
+    expected, averaged = four.run(ddp_gradients, False), four.run(ddp_gradients, True)
+    assert len(expected[0]) == 4
+    for plain, gradient in zip(expected[0] + expected[1], averaged[0] + averaged[1], strict=True):
+        assert torch.equal(plain, gradient)
 
 
-def miss_a_rank(rank: int, world: int) -> str:
-    """Rank 2 is missing in a group whose ranks have other numbers in the world."""
+def reduce_without_rank_2(rank: int, world: int) -> str:
+    """Returns the error of this rank. Rank 2 is missing in a group whose ranks have other numbers in the world."""
     group = dist.new_group([1, 2, 3], timeout=timedelta(seconds=2))
     if rank in (0, 2):
         return ""
@@ -114,7 +97,7 @@ def miss_a_rank(rank: int, world: int) -> str:
 
 
 def test_a_missing_rank_is_named_by_its_number_in_the_world(four: RankPool) -> None:
-    messages = four.run(miss_a_rank)
+    messages = four.run(reduce_without_rank_2)
     for rank in (1, 3):
         assert "ring all-reduce of bucket 5: rank 2 is gone or does not answer" in messages[rank]
 
@@ -130,7 +113,8 @@ def refuse_gpu(rank: int, world: int) -> None:
     reducer.close()
 
 
-def end_in_the_middle(rank: int, world: int, folder: str) -> None:
+def exit_rank_2(rank: int, world: int, folder: str) -> None:
+    """Ends rank 2 between two buckets. The other ranks write the errors that they get into files."""
     reducer = ScheduledReducer(world_group(), build("ring", world, [world]))
     reducer.start(torch.ones(1000), 0)
     reducer.finish()
@@ -147,11 +131,13 @@ def end_in_the_middle(rank: int, world: int, folder: str) -> None:
     os._exit(0)  # as a failed rank does
 
 
-def test_all_others_name_a_rank_that_died(four: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_other_rank_names_the_rank_that_died(
+    four: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 0 is no neighbor of rank 2 in the ring; its neighbors fail because they lost rank 2."""
     monkeypatch.setattr(ranks_file, "_SETTLE_S", 60.0)
     with pytest.raises(ranks_file.RankFailure):
-        four.run(end_in_the_middle, str(tmp_path))
+        four.run(exit_rank_2, str(tmp_path))
     messages = {int(file.name): file.read_text() for file in tmp_path.iterdir()}
     assert set(messages) == {0, 1, 3}
     for text in messages.values():

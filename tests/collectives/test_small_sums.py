@@ -2,19 +2,17 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from meshwright.collectives.small_sums import NativeSmallSums, SharedMemorySums, make_small_sums
 from meshwright.errors import CollectiveError
+from tests.collectives.world_group import world_group
 from tests.ranks import run_ranks
 
 
-def _sum_both_ways(rank: int, world_size: int) -> list[object]:
-    group = dist.group.WORLD
-    assert group is not None
+def _sum_with_both_algorithms(rank: int, world_size: int) -> list[object]:
     results: list[object] = []
     for algorithm in ("auto", "native"):
-        sums = make_small_sums(algorithm, group, torch.device("cpu"))
+        sums = make_small_sums(algorithm, world_group(), torch.device("cpu"))
         first = sums.start(torch.tensor([rank + 1.0, 0.1], dtype=torch.float64))
         second = sums.start(torch.tensor([10 * rank, 1]))
         results += [type(sums).__name__, first().tolist(), second().tolist(), first().tolist()]
@@ -24,7 +22,7 @@ def _sum_both_ways(rank: int, world_size: int) -> list[object]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_sums_of_all_ranks_through_the_backend_and_in_shared_memory(ranks: int) -> None:
-    for results in run_ranks(_sum_both_ways, ranks):
+    for results in run_ranks(_sum_with_both_algorithms, ranks):
         shared, native = results[:4], results[4:]
         assert [shared[0], native[0]] == [SharedMemorySums.__name__, NativeSmallSums.__name__]
         assert shared[1] == pytest.approx([ranks * (ranks + 1) / 2, 0.1 * ranks])
@@ -33,9 +31,7 @@ def test_sums_of_all_ranks_through_the_backend_and_in_shared_memory(ranks: int) 
 
 
 def _wait_for_a_rank_that_closed(rank: int, world_size: int) -> str:
-    group = dist.group.WORLD
-    assert group is not None
-    sums = SharedMemorySums(group)
+    sums = SharedMemorySums(world_group())
     sums.start(torch.ones(1, dtype=torch.float64))()
     if rank == 1:
         sums.close()

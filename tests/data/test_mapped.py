@@ -30,7 +30,7 @@ def assert_same_batches(whole: list[Batch], of_ranks: list[list[Batch]]) -> None
     assert all(len(of_rank) == len(whole) for of_rank in of_ranks)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     size=st.integers(1, 23),
     batch=st.integers(1, 9),
@@ -56,7 +56,7 @@ def test_workers_change_nothing(ranks: int, accumulation: int) -> None:
     assert_same_batches(whole, of_ranks)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(size=st.integers(1, 20), batch=st.integers(1, 7), data=st.data())
 def test_a_resumed_run_continues_with_the_next_batch(size: int, batch: int, data: st.DataObject) -> None:
     whole = batches(Augmented(size), global_batch=batch, epochs=3)
@@ -180,7 +180,7 @@ def test_a_custom_collate_function_is_seeded_and_may_pad(workers: int) -> None:
     assert drawn == next(iter(reference)).microbatches[0].data[1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(size=st.integers(1, 40), batch=st.integers(1, 6), ranks=st.integers(1, 4))
 def test_evaluation_sees_every_sample_once(size: int, batch: int, ranks: int) -> None:
     seen = []

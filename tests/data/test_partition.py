@@ -104,10 +104,10 @@ def test_users_are_warned_of_skewed_labels() -> None:
     assert partition.skew(sorted_labels)[0] > 0.4
     assert partition.skew(even)[0] == 0
     (sizes, warning) = describe_parts(partition, sorted_labels)
-    assert "2 parts of 500 to 500 samples (0.0% apart), 10 batches an epoch of at most 100" in sizes
+    assert "2 parts of 500 to 500 samples (sizes differ by 0.0%), 10 batches per epoch, of at most 100 samples" in sizes
     assert "skewed" in warning
     assert len(describe_parts(partition, even)) == 1
-    assert "33.3% apart" in describe_parts(PartPartition(5, 5, 2, 0, 2), None)[0]
+    assert "sizes differ by 33.3%" in describe_parts(PartPartition(5, 5, 2, 0, 2), None)[0]
 
 
 def test_labels_are_found_without_reading_samples() -> None:

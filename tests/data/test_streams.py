@@ -14,7 +14,7 @@ kinds = pytest.mark.parametrize("kind", [Stream, SeekingStream])
 
 
 @kinds
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     size=st.integers(1, 23),
     batch=st.integers(1, 9),
@@ -56,7 +56,7 @@ def test_workers_change_nothing(kind: Any, ranks: int, workers: int) -> None:
 
 
 @kinds
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(size=st.integers(1, 20), batch=st.integers(1, 7), data=st.data())
 def test_a_resumed_run_continues_with_the_next_batch(kind: Any, size: int, batch: int, data: st.DataObject) -> None:
     whole = batches(kind(size), global_batch=batch, epochs=3)
@@ -87,7 +87,7 @@ def test_one_rank_warns_that_samples_are_read_and_dropped(caplog: pytest.LogCapt
             batches(Stream(10), rank, 2, start=(0, 2))
         batches(SeekingStream(10), start=(0, 2))
     assert [record.getMessage() for record in caplog.records] == [
-        "Stream has no seek(position): reading and dropping 8 samples to go on at batch 2 of epoch 0"
+        "Stream has no seek(position): reading and dropping 8 samples to continue at batch 2 of epoch 0"
     ]
 
 

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,7 @@ from tests.export.runs import decoder_run
 READ_EXPORTS = """
 import sys
 sys.modules["meshwright"] = None
-if "--without-torchao" in sys.argv:
-    sys.modules["torchao"] = None
+sys.modules["torchao"] = None
 import pathlib, torch
 from safetensors.torch import load_file
 folder = pathlib.Path(sys.argv[1])
@@ -26,13 +26,17 @@ tokens = torch.load(folder / "tokens.pt")
 results = {}
 for file in folder.glob("*.safetensors"):
     results[file.name] = load_file(file)
-for file in folder.glob("*.pt2"):
-    if "dynamic" in file.name and "--without-torchao" in sys.argv:
-        continue
-    if "dynamic" in file.name:
-        import torchao
+def run(file):
     with torch.no_grad():
         results[file.name] = torch.export.load(file).module()(tokens)
+dynamic = folder / "decoder-int8-dynamic.pt2"
+for file in folder.glob("*.pt2"):
+    if file != dynamic:
+        run(file)
+results["read without torchao"] = set(results)
+del sys.modules["torchao"]
+import torchao
+run(dynamic)
 torch.save(results, folder / "results.pt")
 """
 FORMATS = {
@@ -55,16 +59,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def read_in_new_process(run: Path, *options: str) -> dict[str, object]:
-    """The weights of each safetensors file and the output of each program, as another process reads them."""
+@pytest.fixture(scope="module")
+def results(run: Path) -> dict[str, Any]:
+    """The weights of each safetensors file and the output of each program, as another process reads them, by the name
+    of the file; and the names of the files that it read before it could import torchao."""
     folder = run / "export"
-    subprocess.run([sys.executable, "-I", "-c", READ_EXPORTS, str(folder), *options], cwd="/", check=True)
-    results: dict[str, object] = torch.load(folder / "results.pt")
+    subprocess.run([sys.executable, "-I", "-c", READ_EXPORTS, str(folder)], cwd="/", check=True)
+    results: dict[str, Any] = torch.load(folder / "results.pt")
     return results
 
 
-def test_all_formats_are_read_without_meshwright(run: Path) -> None:
-    results = read_in_new_process(run)
+def test_all_formats_are_read_without_meshwright(run: Path, results: dict[str, Any]) -> None:
     model = read_run(run).model
     for name, expected_model in (("decoder.safetensors", model), ("decoder-bf16.safetensors", copy_in_bf16(model))):
         state = results[name]
@@ -83,10 +88,8 @@ def test_all_formats_are_read_without_meshwright(run: Path) -> None:
     assert not torch.equal(expected["decoder-int8.pt2"], expected["decoder.pt2"])
 
 
-def test_programs_with_integer_weights_need_torch_alone(run: Path) -> None:
-    assert {"decoder-int8.pt2", "decoder-int16.pt2", "decoder.pt2"} <= set(
-        read_in_new_process(run, "--without-torchao")
-    )
+def test_programs_with_integer_weights_need_torch_alone(results: dict[str, Any]) -> None:
+    assert {"decoder-int8.pt2", "decoder-int16.pt2", "decoder.pt2"} <= results["read without torchao"]
 
 
 def test_integers_stay_integers_in_the_file(run: Path) -> None:

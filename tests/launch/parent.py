@@ -1,16 +1,20 @@
-"""A launcher in its own process, to which tests send signals: `-m tests.launch.parent CASE FOLDER GRACE_S`."""
+"""A launcher in its own process, to which tests send signals: `-m tests.launch.parent CASE FOLDER GRACE_S`. Its
+ranks are forked from it, as those of meshwright's commands."""
 
 import sys
 from pathlib import Path
 
 from meshwright.errors import MeshwrightError
-from meshwright.launch.local.launch import RankSettings, launch
+from meshwright.launch.local.fork_server import preloaded
 
 if __name__ == "__main__":
     case, folder, grace_s = sys.argv[1:]
-    ranks = RankSettings(count=2, device="cpu", threads=1, restarts=3, grace_s=float(grace_s))
     try:
-        restarts = launch("tests.launch.worker", [case, folder], ranks, Path(folder))
+        with preloaded("tests.launch.worker"):
+            from meshwright.launch.local.launch import RankSettings, launch
+
+            ranks = RankSettings(count=2, device="cpu", threads=1, restarts=3, grace_s=float(grace_s))
+            restarts = launch("tests.launch.worker", [case, folder], ranks, Path(folder))
     except MeshwrightError as error:
         print(f"{type(error).__name__}: {error}")
     else:

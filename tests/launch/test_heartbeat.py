@@ -1,5 +1,6 @@
 """The heartbeat of a rank can be read by other processes at any moment."""
 
+import mmap
 import os
 from pathlib import Path
 
@@ -27,6 +28,20 @@ def test_a_missing_or_empty_file_has_no_heartbeat(tmp_path: Path) -> None:
     assert read_heartbeat(tmp_path / "rank-0.place") is None
     (tmp_path / "rank-0.place").write_bytes(bytes(200))
     assert read_heartbeat(tmp_path / "rank-0.place") is None
+
+
+def test_a_rank_that_starts_again_leaves_the_file_that_others_are_reading(tmp_path: Path) -> None:
+    """If it were shortened, a process that reads it through mapped memory would die of SIGBUS."""
+    Heartbeat.in_folder(tmp_path, 0, attempt=0).update(57, "backward")
+    path = heartbeat_file(tmp_path, 0)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
+        before = bytes(memory)
+        Heartbeat.in_folder(tmp_path, 0, attempt=1).update(58, "forward")
+        assert bytes(memory) == before
+    record = read_heartbeat(path)
+    assert record is not None
+    assert (record.attempt, record.step) == (1, 58)
+    assert os.listdir(tmp_path) == [path.name]
 
 
 def test_a_heartbeat_in_memory_is_updated() -> None:

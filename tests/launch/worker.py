@@ -9,6 +9,7 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -57,7 +58,18 @@ def plain(world: World, heartbeat: Heartbeat, folder: Path) -> None:
     print(f"stdout of rank {world.rank}")
     print(f"terminal of rank {world.rank}", file=terminal())
     os.write(2, f"noise of rank {world.rank}\n".encode())
-    report(folder, world, threads=torch.get_num_threads(), size=world.size, arguments=sys.argv)
+    report(
+        folder,
+        world,
+        threads=torch.get_num_threads(),
+        size=world.size,
+        arguments=sys.argv,
+        random=float(np.random.random()),
+        path=sys.path[0],
+        pid=os.getpid(),
+        parent=os.getppid(),
+        session=os.getsid(0),
+    )
     if (folder / "hold").exists():
         wait_for(folder / "go")
 
@@ -147,7 +159,7 @@ def crashing_at_exit(world: World, heartbeat: Heartbeat, folder: Path) -> None:
         sys.modules["torch"].__dict__["aborts_when_deleted"] = AbortsWhenDeleted()
 
 
-if __name__ == "__main__":
+def main() -> None:
     case, folder, *rest = sys.argv[1:]
     cases = (plain, raising, early, mistaken, killed, until_stopped, ignoring_stop, stuck, crashing_at_exit)
     run_case = {function.__name__: function for function in cases}[case]
@@ -155,7 +167,11 @@ if __name__ == "__main__":
         (Path(folder) / "kill-start-up").unlink()
         os.kill(os.getpid(), signal.SIGKILL)
     timeout_s = float(rest[0]) if case == "stuck" else TIMEOUT_S
-    # In ranks of meshwright's launcher, launch/local/start.py does this, and a case tests it. In ranks of torchrun the
+    # In ranks of meshwright's launcher, the launcher does this, and a case tests it. In ranks of torchrun the
     # program has to do it, as meshwright's command does.
     with nullcontext() if environment.read_environment().agent else skip_library_teardown():
         run_rank(lambda world, heartbeat: run_case(world, heartbeat, Path(folder)), "cpu", timeout_s)
+
+
+if __name__ == "__main__":
+    main()

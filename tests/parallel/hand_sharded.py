@@ -55,13 +55,17 @@ class FullModel(nn.Module):
 
 @dataclass(frozen=True)
 class HandTied:
+    """A parameter that several pipeline ranks have, with its name on this rank and the pipeline ranks that have it."""
+
     name: str
     local_name: str
     holders: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Divided:
+class ShardedModel:
+    """The shards of one rank; `mesh` is None in one process."""
+
     module: nn.Module
     layouts: dict[str, ParameterLayout]
     tied: tuple[HandTied, ...]
@@ -78,12 +82,12 @@ def whole_model(seed: int = 0) -> FullModel:
     return model
 
 
-def divide(axes: dict[str, int], size: int, seed: int = 0) -> Divided:
-    """This rank's shards of `whole_model(seed)`."""
+def shard_by_hand(axes: dict[str, int], size: int, seed: int = 0) -> ShardedModel:
+    """Returns this rank's shards of `whole_model(seed)`."""
     mesh = build_mesh(Plan.model_validate({"axes": axes}), "cpu", size)
     model = whole_model(seed)
     if mesh is None:
-        return Divided(model, {}, (), None)
+        return ShardedModel(model, {}, (), None)
     gradients = {n: p.grad for n, p in model.named_parameters(remove_duplicate=False) if p.grad is not None}
     tied = _cut(model, mesh)
     layouts = _split(model, mesh)
@@ -97,7 +101,7 @@ def divide(axes: dict[str, int], size: int, seed: int = 0) -> Divided:
             gradient = torch.zeros_like(parameter, requires_grad=False)
             fill_local_shard(gradient, layouts.get(name), gradients[name])
             parameter.grad = gradient
-    return Divided(model, layouts, tied, mesh)
+    return ShardedModel(model, layouts, tied, mesh)
 
 
 def _cut(model: FullModel, mesh: DeviceMesh) -> tuple[HandTied, ...]:
@@ -128,13 +132,13 @@ def _split(model: FullModel, mesh: DeviceMesh) -> dict[str, ParameterLayout]:
     return layouts
 
 
-def held_bytes(module: nn.Module) -> int:
+def local_parameter_bytes(module: nn.Module) -> int:
     local = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
     return sum(p.numel() * p.element_size() for p in local)
 
 
-def everywhere(value: object) -> bool:
-    """Whether all ranks have an equal value."""
+def is_equal_on_all_ranks(value: object) -> bool:
+    """Returns whether all ranks have an equal value."""
     values: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
-    return all(other == value for other in values)
+    return all(rank_value == value for rank_value in values)

@@ -70,10 +70,10 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return out.square().mean()
 
 
-Trained = tuple[dict[str, Tensor], dict[str, Tensor]]
+StateAndGradients = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
-def train_alone(steps: int, data_ranks: int, microbatches: int) -> Trained:
+def train_in_one_process(steps: int, data_ranks: int, microbatches: int) -> StateAndGradients:
     """The weights and the last gradients. BatchNorm's statistics are those of data rank 0, as with DDP."""
     copies = [deepcopy(mixed()) for _ in range(data_ranks)]
     optimizers = [optimizer_of(model) for model in copies]
@@ -103,7 +103,7 @@ def _mean(gradients: Sequence[Tensor | None]) -> Tensor | None:
     return torch.stack(present).sum(0) / len(gradients) if present else None
 
 
-def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_equal_tensors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert list(actual) == list(expected)
     for name, value in expected.items():
         error = float((actual[name] - value).abs().max())

@@ -6,17 +6,17 @@ from torch import Tensor, nn
 
 from meshwright.parallel.clip import clip_, global_norm
 from meshwright.parallel.weights.state import full_gradients
-from tests.parallel.hand_sharded import AXES, divide, everywhere, whole_model
+from tests.parallel.hand_sharded import AXES, is_equal_on_all_ranks, shard_by_hand, whole_model
 from tests.ranks import RankPool
 from tests.soaked import all_but
 
 
 def clip_on_ranks(rank: int, size: int, axes: dict[str, int], max_norm: float) -> tuple[float, dict[str, Tensor], bool]:
-    sharded = divide(axes, size)
+    sharded = shard_by_hand(axes, size)
     gradients = [(name, parameter.grad) for name, parameter in sharded.module.named_parameters()]
     norm = clip_(gradients, sharded.layouts, sharded.tied, sharded.mesh, max_norm)
     after = full_gradients(sharded.module, sharded.layouts, sharded.mesh, tied=sharded.tied)
-    return float(norm), after, everywhere(float(norm))
+    return float(norm), after, is_equal_on_all_ranks(float(norm))
 
 
 @pytest.mark.parametrize("axes", all_but(AXES[::2], AXES), ids=str)
@@ -32,7 +32,7 @@ def test_clipping_under_every_plan(four: RankPool, axes: dict[str, int], max_nor
             torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-13, atol=0)
 
 
-def test_on_one_process_and_in_bf16() -> None:
+def test_the_norm_of_bf16_gradients_in_one_process_is_exact() -> None:
     layer = nn.Linear(300, 300).to(torch.bfloat16)
     layer.weight.grad = torch.full_like(layer.weight, 0.01)
     gradients = [("weight", layer.weight.grad), ("bias", None)]

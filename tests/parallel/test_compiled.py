@@ -25,7 +25,9 @@ COMPILED = Plan.model_validate({"compute": {"compile": "default"}})
         ),
     ],
 )
-def test_what_cannot_be_compiled_runs_uncompiled(monkeypatch: pytest.MonkeyPatch, plan: Plan, message: str) -> None:
+def test_models_that_cannot_be_compiled_run_uncompiled(
+    monkeypatch: pytest.MonkeyPatch, plan: Plan, message: str
+) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     model = ZOO["gpt"].model()
     with pytest.warns(UserWarning, match=message) as warned:

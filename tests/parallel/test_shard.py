@@ -16,7 +16,15 @@ from meshwright.parallel.replicate.replicate import broadcast_buffers
 from meshwright.parallel.shard import gradient_synchronization, reshard, shard
 from meshwright.parallel.weights.state import full_gradients, full_state
 from meshwright.plan import Plan
-from tests.parallel.mixed import Trained, assert_same, batch, loss_of, mixed, optimizer_of, train_alone
+from tests.parallel.mixed import (
+    StateAndGradients,
+    assert_equal_tensors,
+    batch,
+    loss_of,
+    mixed,
+    optimizer_of,
+    train_in_one_process,
+)
 from tests.ranks import RankPool
 from tests.soaked import all_but
 
@@ -39,7 +47,7 @@ def shard_mixed(plan: Plan, size: int, per_block: bool = True) -> tuple[nn.Modul
     return model, mesh
 
 
-def train(rank: int, size: int, plan: Plan, microbatches: int, per_block: bool = True) -> Trained:
+def train(rank: int, size: int, plan: Plan, microbatches: int, per_block: bool = True) -> StateAndGradients:
     model, mesh = shard_mixed(plan, size, per_block)
     optimizer = optimizer_of(model)
     for step in range(3):
@@ -55,27 +63,27 @@ def train(rank: int, size: int, plan: Plan, microbatches: int, per_block: bool =
 @pytest.mark.parametrize("sharding", ["parameters", "gradients", "optimizer"])
 @pytest.mark.parametrize("microbatches", all_but([3], [1, 3]))
 def test_each_level_trains_as_one_process(two: RankPool, sharding: str, microbatches: int) -> None:
-    expected = train_alone(3, 2, microbatches)
+    expected = train_in_one_process(3, 2, microbatches)
     for state, gradients in two.run(train, plan_of(2, sharding=sharding), microbatches):
-        assert_same(state, expected[0])
-        assert_same(gradients, expected[1])
+        assert_equal_tensors(state, expected[0])
+        assert_equal_tensors(gradients, expected[1])
     assert not any("never" in name for name in expected[1])
 
 
 @pytest.mark.parametrize("sharding", ["parameters", "gradients", "optimizer"])
-def test_with_a_replicate_axis(four: RankPool, sharding: str) -> None:
-    expected = train_alone(3, 4, 2)
+def test_sharding_combines_with_a_replicate_axis(four: RankPool, sharding: str) -> None:
+    expected = train_in_one_process(3, 4, 2)
     for state, gradients in four.run(train, plan_of(4, replicate=2, sharding=sharding), 2):
-        assert_same(state, expected[0])
-        assert_same(gradients, expected[1])
+        assert_equal_tensors(state, expected[0])
+        assert_equal_tensors(gradients, expected[1])
 
 
-def test_more_ranks_than_rows_recompute_and_one_unit(four: RankPool) -> None:
-    expected = train_alone(3, 4, 2)
+def test_more_ranks_than_rows_recomputation_and_a_single_unit_train_the_same(four: RankPool) -> None:
+    expected = train_in_one_process(3, 4, 2)
     for plan, per_block in [(plan_of(4, recompute="full"), True), (plan_of(4), False)]:
         for state, gradients in four.run(train, plan, 2, per_block):
-            assert_same(state, expected[0])
-            assert_same(gradients, expected[1])
+            assert_equal_tensors(state, expected[0])
+            assert_equal_tensors(gradients, expected[1])
 
 
 def gathered_counts(rank: int, size: int, plan: Plan) -> list[tuple[int, int]]:
@@ -97,7 +105,7 @@ def gathered_counts(rank: int, size: int, plan: Plan) -> list[tuple[int, int]]:
     return counts
 
 
-def test_each_level_keeps_gathered_what_it_should(two: RankPool) -> None:
+def test_each_level_keeps_its_weights_and_gradients_gathered(two: RankPool) -> None:
     counts = {
         level: two.run(gathered_counts, plan_of(2, sharding=level))[0]
         for level in ("parameters", "gradients", "optimizer")
@@ -109,7 +117,7 @@ def test_each_level_keeps_gathered_what_it_should(two: RankPool) -> None:
     forward_1, backward_1, forward_2, backward_2 = counts["optimizer"]
     assert (forward_1[0], backward_1[0], forward_2[0]) == (everything, everything, everything)
     assert backward_2 == (0, 0)
-    assert backward_1[1] > 0, "gradients of the first microbatch are kept whole"
+    assert backward_1[1] > 0, "gradients of the first microbatch stay gathered"
 
 
 def evaluate_and_reshard(rank: int, size: int, plan: Plan) -> tuple[bool, bool, list[str]]:
@@ -129,7 +137,7 @@ def test_evaluation_leaves_weights_gathered_until_reshard(two: RankPool) -> None
     assert units == ["", "blocks.0", "blocks.1"], "a block with a weight tied to the outside is part of the root unit"
 
 
-def error_message(rank: int, size: int) -> str:
+def refusal_of_replicate_split(rank: int, size: int) -> str:
     plan = Plan.model_validate(
         {"axes": {"shard": 2}, "modules": {"splits": {"head": {"kind": "column", "axis": "replicate"}}}}
     )
@@ -141,7 +149,7 @@ def error_message(rank: int, size: int) -> str:
 
 
 def test_layers_split_over_the_replicate_axis_are_refused(two: RankPool) -> None:
-    assert "plan.modules.splits.head splits a layer over the replicate axis" in two.run(error_message)[0]
+    assert "plan.modules.splits.head splits a layer over the replicate axis" in two.run(refusal_of_replicate_split)[0]
 
 
 class TwoDtypes(nn.Module):

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from meshwright.errors import InputError
-from meshwright.launch.world import World
 from meshwright.parallel.check import check_sparse
 from meshwright.plan import Axes, Gradients, Plan
 from meshwright.train.session import Session
 from tests.ranks import run_ranks
+from tests.train.one_process import world
 
 
 class WordClassifier(nn.Module):
@@ -35,7 +35,7 @@ def _train(rank: int, ranks: int, algorithm: str, sparse: bool) -> dict[str, Any
         lambda parameters: torch.optim.Adagrad(parameters.values(), lr=0.5),
         loss=nn.functional.cross_entropy,
         plan=Plan(axes=Axes(replicate=ranks), gradients=gradients),
-        world=World(rank, rank, ranks, ranks, 0, torch.device("cpu"), None),
+        world=world(rank, ranks),
     )
     losses = [float(session.step(batch)) for batch in session.batches(data, 2, 8)]
     gradient = session.module.get_parameter("table.weight").grad
@@ -72,6 +72,6 @@ def test_clipping_and_loss_scaling_of_sparse_gradients_are_refused() -> None:
             lambda parameters: torch.optim.SGD(parameters.values(), lr=0.1),
             loss=nn.functional.cross_entropy,
             plan=Plan(),
-            world=World(0, 0, 1, 1, 0, torch.device("cpu"), None),
+            world=world(),
             clip_norm=1.0,
         )

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.launch.world import World
 from meshwright.parallel.check import plan_checker
 from meshwright.plan import Plan
 from meshwright.planner.bounds import BoundCalculator
@@ -26,6 +25,7 @@ from meshwright.workloads.multitask import Multitask, MultitaskLoss
 from meshwright.workloads.towers import TwoTowers
 from tests.planner.cases import search_plans
 from tests.ranks import RankPool
+from tests.train.one_process import world
 from tests.zoo import BATCH, ZOO, RandomSamples
 
 NODES = "2x8xA100-80GB"
@@ -93,13 +93,13 @@ def test_towers_are_placed_where_their_weights_take_longer_than_their_samples() 
 
 
 def test_towers_are_not_placed_where_one_has_most_of_the_work() -> None:
-    """Documents are eight times as long as queries: in a large batch a rank with the queries alone would wait."""
+    """Documents are eight times as long as queries: in a large batch a rank with only the queries would wait."""
     inputs, result = search_for("towers", 65536)
     assert not result.ranked[0].plan.modules.branches
-    other = best_of(result, placed=True)
+    best_placed = best_of(result, placed=True)
     placed, plain = step_times(result)
     assert placed > 1.5 * plain
-    assert other.prediction.breakdown["compute"] > result.ranked[0].prediction.breakdown["compute"]
+    assert best_placed.prediction.breakdown["compute"] > result.ranked[0].prediction.breakdown["compute"]
     explanation = " ".join(explain(result, inputs))
     assert f"but that is {placed / plain - 1:.1%} slower: computing takes" in explanation
 
@@ -110,8 +110,8 @@ def test_heads_are_placed_where_launching_them_takes_longer_than_the_encoder() -
     assert set(best.plan.modules.branches) == {f"heads.task{number}" for number in range(8)}
     placed, plain = step_times(result)
     assert placed < 0.9 * plain
-    other = best_of(result, placed=False)
-    assert best.prediction.breakdown["launch"] < other.prediction.breakdown["launch"]
+    best_unplaced = best_of(result, placed=False)
+    assert best.prediction.breakdown["launch"] < best_unplaced.prediction.breakdown["launch"]
     assert "heads" in " ".join(explain(result, inputs))
 
 
@@ -193,15 +193,15 @@ def test_only_branches_that_are_called_once_and_share_nothing_are_placed() -> No
 
 
 class Inside(nn.Module):
-    """Towers in a block of their own."""
+    """Two towers inside a block."""
 
     class Both(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.query, self.document = nn.Linear(8, 8), nn.Linear(8, 8)
 
         def forward(self, a: Tensor, b: Tensor) -> Tensor:
-            return self.one(a) * self.other(b)
+            return self.query(a) * self.document(b)
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ def test_blocks_with_branches_inside_are_not_recomputed() -> None:
     profiles = Profiles(Inside(), (torch.zeros(2, 8), torch.zeros(2, 8), torch.zeros(2)), nn.functional.mse_loss)
     inputs, _ = search_plans("2xA100-80GB", profiles, 8)
     summary = summarize_model(inputs, profiles, "bf16")
-    summary.branch_groups = (BranchGroup("towers", (("both.one",), ("both.other",))),)
+    summary.branch_groups = (BranchGroup("towers", (("both.query",), ("both.document",))),)
     for branches, levels in (("towers", {"none"}), ("", {"none", "selective", "full"})):
         sizes = AxisSizes(tensor=2, placed_branches=cast(Any, branches))
         series = candidate_series(summary, sizes, inputs, "bf16")
@@ -227,18 +227,18 @@ def test_blocks_with_branches_inside_are_not_recomputed() -> None:
 
 def prove(rank: int, size: int, plan: Plan, folder: Path) -> dict[str, Any] | None:
     torch.manual_seed(0)
-    made = ZOO["two_tower"]
-    model = made.model()
-    user_model = UserModel(model, torch.optim.AdamW(model.parameters()), made.loss, RandomSamples(made.data), BATCH)
-    world = World(rank, rank, size, size, 0, torch.device("cpu"), None)
-    proof = prove_in_running_ranks(ProofRequest(user_model, plan), world, folder)
+    workload = ZOO["two_tower"]
+    model = workload.model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    user_model = UserModel(model, optimizer, workload.loss, RandomSamples(workload.data), BATCH)
+    proof = prove_in_running_ranks(ProofRequest(user_model, plan), world(rank, size), folder)
     return proof.to_dict() if proof else None
 
 
 def test_the_best_plan_of_two_towers_trains_the_same_model(two: RankPool, tmp_path: Path) -> None:
-    made, data = ZOO["two_tower"], RandomSamples(ZOO["two_tower"].data)
+    workload, data = ZOO["two_tower"], RandomSamples(ZOO["two_tower"].data)
     sample = torch.utils.data.default_collate([data[0], data[1]])
-    _, result = search_plans("2xA100-80GB", Profiles(made.model(), sample, made.loss), BATCH, exact=True)
+    _, result = search_plans("2xA100-80GB", Profiles(workload.model(), sample, workload.loss), BATCH, exact=True)
     plan = best_of(result, placed=True).plan
     assert plan == result.ranked[0].plan
     proof = two.run(prove, plan, tmp_path)[0]

@@ -33,6 +33,11 @@ def tiny_decoder(**options: Any) -> Decoder:
     return Decoder(**{**defaults, **options})
 
 
+def tiny_llama(**options: Any) -> Decoder:
+    defaults = {"norm": "rms", "positions": "rotary", "activation": "swiglu", "kv_heads": 2, "tied": False}
+    return tiny_decoder(**{**defaults, **options})
+
+
 def small_model(name: str, batch: int = 4) -> ModelCase:
     """A small model with values, a batch for it, and its loss."""
     torch.manual_seed(0)
@@ -52,12 +57,11 @@ def small_model(name: str, batch: int = 4) -> ModelCase:
             scores_loss,
         )
     if name == "resnet18":
-        return load("torchvision.models.resnet18")(num_classes=10), image_batch(batch, 3, 64), scores_loss
+        return load("torchvision.models.resnet18")(num_classes=10), image_batch(batch, 3, 32), scores_loss
     if name == "gpt":
         return tiny_decoder(), token_batch(batch), scores_loss
     if name == "llama":
-        llama = tiny_decoder(norm="rms", positions="rotary", activation="swiglu", kv_heads=2, tied=False)
-        return llama, token_batch(batch), scores_loss
+        return tiny_llama(), token_batch(batch), scores_loss
     if name == "encoder":
         layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
         body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)

@@ -2,7 +2,7 @@
 user's model with the trained weights."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,13 @@ import torch
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
-from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.world import World
 from meshwright.plan import Plan
 from meshwright.proof.proof import Proof
 from meshwright.proof.prove import prove_in_running_ranks
-from meshwright.proof.record.record import make_session
 from meshwright.proof.reference.reference_setup import ReferenceSetup, build_setup, default_dtype
 from meshwright.proof.request import ProofRequest, UserModel
+from meshwright.train.session import Session
 from tests.proof.matrix import plan_of
 from tests.ranks import RankPool
 from tests.zoo import BATCH, SAMPLES, ZOO, RandomSamples
@@ -55,14 +54,13 @@ def prove_only(rank: int, size: int, request: ProofRequest, folder: Path) -> Pro
 
 def run_case(rank: int, size: int, kind: str, case: str, folder: Path, device: str) -> CaseResult | None:
     """Runs in every rank. Returns the result on rank 0."""
-    request, world = matrix_request(kind, case), _world(rank, size, device)
-    proof = prove_in_running_ranks(request, world, folder)
+    sessions: list[Session] = []  # the one that the proof trains
+    request = replace(matrix_request(kind, case), prepare_session=sessions.append)
+    proof = prove_in_running_ranks(request, _world(rank, size, device), folder)
+    (session,) = sessions
     setup = build_setup(request)
-    session = make_session(setup, request, world, Heartbeat.in_memory())
     with default_dtype(setup.dtype):
-        batches = session.batches(_data_in_dtype(setup), 1, BATCH)
-        session.step(next(batches))
-        metrics = session.evaluate(_data_in_dtype(setup), batch=10)
+        metrics = session.evaluate(data_in_dtype(setup), batch=10)
         state = {name: value.cpu() for name, value in session.state_dict().items()}
     if proof is None or metrics is None:
         return None
@@ -77,7 +75,7 @@ def prove_case(worlds: Worlds, kind: str, case: str, folder: Path, device: str =
     assert result.proof.max_relative_error <= TOLERANCE
     assert result.proof.steps == 3
     assert result.proof.device == device
-    assert result.metrics["loss"] == pytest.approx(_one_device_loss(kind, result.state), rel=TOLERANCE)
+    assert result.metrics["loss"] == pytest.approx(one_device_loss(kind, result.state), rel=TOLERANCE)
 
 
 def by_size(cases: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -89,7 +87,7 @@ def _world(rank: int, size: int, device: str) -> World:
     return World(rank, rank, size, size, 0, torch.device(device, 0) if device == "cuda" else torch.device(device), None)
 
 
-def _data_in_dtype(setup: ReferenceSetup) -> list[Any]:
+def data_in_dtype(setup: ReferenceSetup) -> list[Any]:
     """The data in the precision of the comparison."""
 
     def cast(value: Any) -> Any:
@@ -98,12 +96,12 @@ def _data_in_dtype(setup: ReferenceSetup) -> list[Any]:
     return [tree_map(cast, setup.data[index]) for index in range(SAMPLES)]
 
 
-def _one_device_loss(kind: str, state: dict[str, Any]) -> float:
+def one_device_loss(kind: str, state: dict[str, Any]) -> float:
     """The loss over all samples of the user's model with these weights."""
     setup = build_setup(matrix_request(kind, "R1"))
     setup.model.load_state_dict(state)
     setup.model.eval()
-    data = default_collate(_data_in_dtype(setup))
+    data = default_collate(data_in_dtype(setup))
     with torch.no_grad(), default_dtype(setup.dtype):
         output = setup.model(*data[:-1])
         assert setup.loss is not None

@@ -1,4 +1,4 @@
-"""A step's seconds: they add up, and move the way the parts of a plan push them."""
+"""The parts of a predicted step time add up, and change as the fields of the plan suggest."""
 
 from functools import cache
 from typing import Any
@@ -55,18 +55,18 @@ def pipeline(microbatches: int) -> dict[str, Any]:
     ],
 )
 def test_the_breakdown_adds_up_to_the_step(groups: dict[str, Any]) -> None:
-    found = step(**groups)
-    assert set(found.breakdown) == PARTS
-    assert sum(found.breakdown.values()) == pytest.approx(found.step_s)
-    assert min(found.breakdown.values()) >= 0
+    predicted = step(**groups)
+    assert set(predicted.breakdown) == PARTS
+    assert sum(predicted.breakdown.values()) == pytest.approx(predicted.step_s)
+    assert min(predicted.breakdown.values()) >= 0
 
 
 def test_more_microbatches_leave_less_of_a_pipeline_idle() -> None:
-    idle = [(found := step(**pipeline(many))).breakdown["bubble"] / found.step_s for many in (4, 8, 32)]
+    idle = [(time := step(**pipeline(count))).breakdown["bubble"] / time.step_s for count in (4, 8, 32)]
     assert idle[0] > idle[1] > idle[2] > 0
 
 
-def test_a_long_pipeline_is_a_short_one_and_its_rounds() -> None:
+def test_each_further_microbatch_of_a_pipeline_takes_the_same_time() -> None:
     shorter, longer = step(**pipeline(96)).step_s, step(**pipeline(100)).step_s
     assert (longer - shorter) / 4 == pytest.approx((longer - step(**pipeline(20)).step_s) / 80, rel=0.02)
 
@@ -87,7 +87,7 @@ def test_weights_are_gathered_for_every_microbatch_only_where_they_are_divided()
         ({"accumulation": 1}, {}, 0),
         ({"accumulation": 4}, {}, 3),
         ({"accumulation": 4, "sharding": "optimizer"}, {"shard": 8}, 3),
-        ({"accumulation": 4}, {"shard": 8}, 3 / 8),  # scattered after each, and a part is added
+        ({"accumulation": 4}, {"shard": 8}, 3 / 8),  # scattered after each microbatch; a rank adds its shard
     ],
 )
 def test_gradients_of_all_microbatches_but_the_first_are_added(
@@ -116,14 +116,15 @@ def test_gradients_of_a_table_that_two_stages_use_are_summed_once_a_step() -> No
         assert spent(many, tied=True) - spent(many, tied=False) == pytest.approx(once, rel=0.05)
 
 
-def test_stages_that_wait_for_what_they_send_lose_more_time() -> None:
-    """Those in the middle send twice in every microbatch, of which otherwise a part hides: of four stages, a fourth."""
+def test_stages_that_wait_for_their_sends_lose_more_time() -> None:
+    """Middle stages send twice in every microbatch. Without the wait, computation hides a part: a fourth for four
+    stages."""
 
     def spent(waits: bool) -> float:
         plan = Plan.model_validate({"numerics": {"precision": "bf16"}, **pipeline(64)})
         runtime = Runtime(waits_for_sends=waits)
-        found = predict_step(cluster_from_name("4x1xA100-80GB@Ethernet-10G"), traced(), plan, 8.0, ADAMW, runtime)
-        return found.breakdown["pipeline"]
+        predicted = predict_step(cluster_from_name("4x1xA100-80GB@Ethernet-10G"), traced(), plan, 8.0, ADAMW, runtime)
+        return predicted.breakdown["pipeline"]
 
     assert spent(waits=True) == pytest.approx(4 / 3 * spent(waits=False), rel=0.1)
 
@@ -135,17 +136,17 @@ class SlowHost(Runtime):
         return super().host_wait_s(10 * launch_s, device_s)
 
 
-def test_a_host_is_waited_for_only_behind_all_that_the_device_does() -> None:
+def test_launch_overhead_counts_only_beyond_the_work_of_the_device() -> None:
     assert step(SlowHost(), batch=1.0).breakdown["launch"] > 0
     assert step(batch=512.0).breakdown["launch"] == 0
 
 
-def test_casts_of_split_weights_are_each_ranks_own() -> None:
+def test_a_rank_casts_only_its_share_of_split_weights() -> None:
     run = OUR_RUNTIME.executed_profile(traced())
 
-    def cast(found: ModelProfile) -> float:
-        operators = [o for segment in found.segments for o in segment.operators if o.layer.endswith("feedforward.up")]
+    def cast_bytes(profile: ModelProfile) -> float:
+        operators = [o for segment in profile.segments for o in segment.operators if o.layer.endswith("feedforward.up")]
         return max(o.bytes.at(1) for o in operators if o.name == "_to_copy" and not o.shape[0].linear)
 
     split = split_profile(run, Plan.model_validate({"axes": {"tensor": 8}}))
-    assert cast(split) == pytest.approx(cast(run) / 8)
+    assert cast_bytes(split) == pytest.approx(cast_bytes(run) / 8)

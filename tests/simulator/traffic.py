@@ -1,23 +1,23 @@
-"""What a rank exchanges in a step, by axis and collective: the bytes that a run is counted against
-(tests/proof/traffic/counter.py).
+"""The bytes that a rank exchanges in a step, by axis and collective. Tests compare them with the bytes that a run was
+counted to exchange (tests/proof/traffic/counter.py).
 
     split layers   in every microbatch, along the tensor axis and, for wide layers, the replicate axis     _split_layers
-    branches       that live on different ranks of the tensor axis: their results and the gradients of what they are
-                   given, in every microbatch (branches.py); of all ranks, the one that has and sends most   exchanges
+    branches       on different ranks of the tensor axis: their outputs and the gradients of their inputs, in every
+                   microbatch (branches.py); for the rank that holds and sends most                          exchanges
     statistics     of synchronized BatchNorm, in every microbatch; `data` are the replicate and shard axes _statistics
-    gradients      once a step; beside a tensor or pipeline axis with a number a weight: whether it is used  _replicas
-    shards         in units, a block each and one for the rest; with room where ranks do not divide rows   _shards
+    gradients      once a step; with a tensor or pipeline axis one number per weight, too: whether it is used  _replicas
+    shards         in units, one per block and one for the rest; padded where ranks do not divide the rows _shards
                      scattered   in every microbatch; once a step for the `optimizer` level, and in a pipeline
-                     gathered    once a step; for the `parameters` level by every pass that does not find a block
-                                 gathered: it is freed behind its forward pass and, but for pipelines, its backward
-                                 pass. What is in no block waits gathered between both passes
+                     gathered    once a step; for the `parameters` level in every pass that starts with a freed
+                                 block: a block is freed after its forward pass and, except in pipelines, after
+                                 its backward pass. Weights in no block stay gathered between both passes
     tied weights   on several ranks of a pipeline: their gradients are summed once a step                  _tied
-    stages         what crosses the cuts before and behind them, in every microbatch                       _cuts
+    stages         activations and gradients that cross the cuts before and after them, in every microbatch _cuts
     buffers        from the first data rank to the others, once a step                                     _buffers
 
 The sizes are those that exchange.py prices. It prices shards as if all weights were in equal blocks, and leaves out
-statistics and buffers, which are few; tied weights are priced apart (shared_weights.py). Neither states sums of
-losses, norms, flags and sizes.
+statistics and buffers, which are small; shared_weights.py prices tied weights. Sums of losses, norms, flags and sizes
+are in neither.
 """
 
 from collections import Counter
@@ -44,8 +44,8 @@ _DATA = ("replicate", "shard")
 
 @dataclass(frozen=True)
 class Exchange:
-    """`count` collectives along an axis, each of so many `bytes`: of the whole tensor, of what one rank has of it
-    where the collective is an all-to-all, of the message where it is a `point_to_point`."""
+    """`count` equal collectives along an axis. `bytes` is the size of the whole tensor; of one rank's share for an
+    all-to-all; of the message for `point_to_point`."""
 
     axis: str
     collective: Collective
@@ -56,39 +56,39 @@ class Exchange:
 def exchanges(
     profile: ModelProfile, plan: Plan, batch: float, runtime: Runtime = OUR_RUNTIME, pipeline_rank: int = 0
 ) -> tuple[Exchange, ...]:
-    """Of a step whose microbatches have `batch` samples a rank; equal collectives are counted together. Of the ranks
-    of the other axes, the one that holds and sends most."""
+    """Returns the exchanges of a step whose microbatches have `batch` samples per rank, with equal collectives counted
+    together. Among the ranks of the other axes, the rank that holds and sends most is described."""
     marked, rounds = with_standalone_splits(profile, plan), plan.memory.accumulation * plan.pipeline.microbatches
     ranks = [
-        _of_rank(own, plan_outside_branches(marked, plan), batch, runtime, pipeline_rank)
-        for own in branch_rank_profiles(marked, plan)
+        _count_rank(rank_profile, plan_outside_branches(marked, plan), batch, runtime, pipeline_rank)
+        for rank_profile in branch_rank_profiles(marked, plan)
     ]
     counted = max(ranks, key=lambda rank: sum(bytes_ * count for (*_, bytes_), count in rank.items()))
     for message in branch_messages(marked, plan, batch):
         counted["tensor", message.collective, message.bytes] += message.times * rounds
-    return tuple(Exchange(*what, count) for what, count in sorted(counted.items()) if what[2] and count)
+    return tuple(Exchange(*key, count) for key, count in sorted(counted.items()) if key[2] and count)
 
 
-_Counted = Counter[tuple[str, Collective, float]]
+_Counts = Counter[tuple[str, Collective, float]]
 
 
-def _of_rank(marked: ModelProfile, plan: Plan, batch: float, runtime: Runtime, pipeline_rank: int) -> _Counted:
+def _count_rank(marked: ModelProfile, plan: Plan, batch: float, runtime: Runtime, pipeline_rank: int) -> _Counts:
     stages = stage_profiles(marked, plan.pipeline.cuts)
     parts = stage_profiles(split_profile(marked, plan), plan.pipeline.cuts)
-    own = _stages_of(plan, pipeline_rank)
+    local_stages = _stages_of(plan, pipeline_rank)
     rounds = plan.memory.accumulation * plan.pipeline.microbatches
-    mine = {number: parts[number] for number in own}
-    counted: _Counted = Counter()
-    for found in (
-        _split_layers([stages[number] for number in own], plan, batch, runtime, rounds),
-        _statistics([stages[number] for number in own], plan, rounds),
-        _replicas(list(mine.values()), plan, runtime),
-        _shards(mine, plan, runtime, pipeline_rank),
+    local_parts = {number: parts[number] for number in local_stages}
+    counted: _Counts = Counter()
+    for some_exchanges in (
+        _split_layers([stages[number] for number in local_stages], plan, batch, runtime, rounds),
+        _statistics([stages[number] for number in local_stages], plan, rounds),
+        _replicas(list(local_parts.values()), plan, runtime),
+        _shards(local_parts, plan, runtime, pipeline_rank),
         _tied(parts, plan, pipeline_rank),
-        _cuts(own, stages, plan, batch, runtime, rounds),
-        _buffers(list(mine.values()), plan),
+        _cuts(local_stages, stages, plan, batch, runtime, rounds),
+        _buffers(list(local_parts.values()), plan),
     ):
-        for exchange in found:
+        for exchange in some_exchanges:
             counted[exchange.axis, exchange.collective, exchange.bytes] += exchange.count
     return counted
 
@@ -119,15 +119,15 @@ def _statistics(stages: Iterable[StageProfile], plan: Plan, rounds: int) -> Iter
 # ---- gradients and weights
 
 
-def _trained(part: StageProfile, plan: Plan) -> list[Parameter]:
-    alone = replicate_split_parameters(part.profile, plan)
-    return [p for p in part.profile.parameters if p.trainable and p.names[0] not in alone]
+def _averaged_parameters(part: StageProfile, plan: Plan) -> list[Parameter]:
+    not_averaged = replicate_split_parameters(part.profile, plan)
+    return [p for p in part.profile.parameters if p.trainable and p.names[0] not in not_averaged]
 
 
 def _replicas(parts: list[StageProfile], plan: Plan, runtime: Runtime) -> Iterator[Exchange]:
     if plan.axes.replicate == 1 or plan.axes.shard > 1:
         return
-    trained = {p.names[0]: p for part in parts for p in _trained(part, plan)}.values()
+    trained = {p.names[0]: p for part in parts for p in _averaged_parameters(part, plan)}.values()
     size = sum(p.bytes for p in trained)
     if plan.world_size > plan.axes.replicate:
         size += sum(p.bytes // max(1, prod(p.shape)) for p in trained)
@@ -143,44 +143,46 @@ def _shards(parts: dict[int, StageProfile], plan: Plan, runtime: Runtime, rank: 
     exchange = runtime.parameter_exchange(plan)
     scattered = 1 if level == "optimizer" or plan.axes.pipeline > 1 else rounds
     for number, part in parts.items():
-        again = _gatherings(number, plan, rank) if level == "parameters" else 1
-        between = rounds if level == "parameters" and plan.axes.pipeline == 1 else 1
-        for parameters, times in _units(part, plan, again, between):
-            weight = sum(_with_room(p, shard) for p in parameters) * exchange.weight_share
-            gradient = sum(_with_room(p, shard) for p in parameters if p.trainable) * exchange.gradient_share
+        block_gathers = _gatherings(number, plan, rank) if level == "parameters" else 1
+        rest_gathers = rounds if level == "parameters" and plan.axes.pipeline == 1 else 1
+        for parameters, times in _units(part, plan, block_gathers, rest_gathers):
+            weight = sum(_padded_bytes(p, shard) for p in parameters) * exchange.weight_share
+            gradient = sum(_padded_bytes(p, shard) for p in parameters if p.trainable) * exchange.gradient_share
             yield Exchange("shard", "all_gather", weight, times)
             yield Exchange("shard", "reduce_scatter", gradient, scattered)
             if plan.axes.replicate > 1:
                 yield Exchange("replicate", "all_reduce", gradient / shard, 1)
 
 
-def _units(part: StageProfile, plan: Plan, blocks: int, rest: int) -> Iterator[tuple[list[Parameter], int]]:
-    """What is gathered together, and how often."""
-    whole = part.profile.blocks
-    # A model without lists has its own children for blocks; a stage is one unit then.
+def _units(
+    part: StageProfile, plan: Plan, block_gathers: int, rest_gathers: int
+) -> Iterator[tuple[list[Parameter], int]]:
+    """Yields the parameters that are gathered together, and how often they are gathered."""
+    blocks = part.profile.blocks
+    # In a model without lists of blocks the blocks are its children; a stage is one unit then.
     if plan.axes.pipeline > 1:
-        whole = tuple(block for block in whole if "." in block or block.isdigit())
-    left = list(part.profile.parameters)
-    for block in whole:
-        inside = [p for p in left if any(is_inside(name, block) for name in p.names)]
+        blocks = tuple(block for block in blocks if "." in block or block.isdigit())
+    remaining = list(part.profile.parameters)
+    for block in blocks:
+        inside = [p for p in remaining if any(is_inside(name, block) for name in p.names)]
         if inside and all(is_inside(name, block) for p in inside for name in p.names):
-            yield inside, blocks
-            left = [p for p in left if p not in inside]
-    if left:
-        yield left, rest
+            yield inside, block_gathers
+            remaining = [p for p in remaining if p not in inside]
+    if remaining:
+        yield remaining, rest_gathers
 
 
 def _gatherings(stage: int, plan: Plan, rank: int) -> int:
-    """How many passes of a step find a block freed: each forward pass frees it, and each backward pass outside of a
-    pipeline."""
+    """Returns how many passes of a step must gather a block. Each forward pass frees it, and each backward pass outside
+    of a pipeline."""
     if plan.axes.pipeline == 1:
         return 2 * plan.memory.accumulation
-    found, gathered = 0, False
+    gathers, is_gathered = 0, False
     for action in _actions(plan, rank) * plan.memory.accumulation:
         if action.stage == stage:
-            found += not gathered
-            gathered = action.kind != "forward"
-    return found
+            gathers += not is_gathered
+            is_gathered = action.kind != "forward"
+    return gathers
 
 
 def _actions(plan: Plan, rank: int) -> tuple[Action, ...]:
@@ -188,8 +190,8 @@ def _actions(plan: Plan, rank: int) -> tuple[Action, ...]:
     return pipeline_order(shape.schedule, plan.axes.pipeline, plan.stages_per_rank, shape.microbatches)[rank]
 
 
-def _with_room(parameter: Parameter, ranks: int) -> float:
-    """Every rank has as many rows as the first; a single number is not divided."""
+def _padded_bytes(parameter: Parameter, ranks: int) -> float:
+    """Returns the bytes when every rank has as many rows as the first one. A single number is not sharded: 0."""
     rows = parameter.shape[0] if parameter.shape else 0
     return parameter.bytes * (-(-rows // ranks) * ranks) / rows if rows else 0.0
 
@@ -198,7 +200,7 @@ def _tied(parts: Sequence[StageProfile], plan: Plan, rank: int) -> Iterator[Exch
     shard = plan.axes.shard
     for parameter, ranks in tied_parameters(parts, plan):
         if rank in ranks:
-            size = _with_room(parameter, shard) / shard if shard > 1 else float(parameter.bytes)
+            size = _padded_bytes(parameter, shard) / shard if shard > 1 else float(parameter.bytes)
             yield Exchange("pipeline", "all_reduce", size, 1)
 
 
@@ -206,14 +208,15 @@ def _tied(parts: Sequence[StageProfile], plan: Plan, rank: int) -> Iterator[Exch
 
 
 def _cuts(
-    own: Iterable[int], stages: Sequence[StageProfile], plan: Plan, batch: float, runtime: Runtime, rounds: int
+    local_stages: Iterable[int], stages: Sequence[StageProfile], plan: Plan, batch: float, runtime: Runtime, rounds: int
 ) -> Iterator[Exchange]:
-    """Activations go to the next stage, gradients back to the one before; but not to stages of the same rank."""
-    own = set(own)
-    for number in own if plan.axes.pipeline > 1 else ():
+    """Yields the activations sent to the next stage and the gradients sent to the previous one, unless that stage is on
+    the same rank."""
+    local_stages = set(local_stages)
+    for number in local_stages if plan.axes.pipeline > 1 else ():
         sent, received = stages[number].sent.at(batch), stages[number].received.at(batch)
-        for size_bytes, other in ((sent, number + 1), (received, number - 1)):
-            if other not in own:
+        for size_bytes, neighbor in ((sent, number + 1), (received, number - 1)):
+            if neighbor not in local_stages:
                 transfer = runtime.cut_transfer(size_bytes, plan)
                 yield Exchange("pipeline", "point_to_point", transfer.sent_bytes, rounds)
                 yield Exchange("tensor", "all_gather", transfer.gathered_behind_bytes, rounds)

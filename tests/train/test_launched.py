@@ -32,7 +32,7 @@ class Aborting(Net):
 
 
 def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    (folder / "toy.yaml").write_text(yaml.safe_dump({**TOY, "output": str(folder / "runs")}))
+    (folder / "toy.yaml").write_text(yaml.safe_dump({**TOY, "cluster": "2xcpu", "output": str(folder / "runs")}))
     (folder / "model.py").write_text(MODEL)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["--log-dir", str(folder / "elastic"), "-m", "meshwright", "train", str(folder / "toy.yaml")]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -52,7 +52,6 @@ def whole() -> dict[str, float]:
     }
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(0, 39), max_size=12, unique=True).map(sorted),
     st.lists(st.integers(0, 3), min_size=13, max_size=13),

@@ -1,4 +1,4 @@
-"""Generated data sets are made for these tests anew, once, and never in the user's own cache."""
+"""Generated data sets are written once to a temporary cache folder, never to the user's cache."""
 
 from collections.abc import Iterator
 

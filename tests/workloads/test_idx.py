@@ -37,7 +37,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_named_in_one_line(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_file_is_an_input_error_of_one_line(tmp_path: Path, damage: str) -> None:
     name, content, words = DAMAGES[damage]
     file = tmp_path / name
     file.write_bytes(content)
@@ -48,7 +48,7 @@ def test_damage_is_named_in_one_line(tmp_path: Path, damage: str) -> None:
     assert re.search("download|put the original", str(caught.value))
 
 
-def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
+def test_an_unreadable_path_is_an_input_error(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such file"):
         read_idx(tmp_path / "f")
     with pytest.raises(InputError, match="cannot be read: Is a directory"):

@@ -1,4 +1,4 @@
-"""In-batch softmax: over many ranks the loss, the gradient and the evaluation of one."""
+"""In-batch softmax: loss, gradients and evaluation on several ranks are the same as on one."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from meshwright.train.session import Session
 from meshwright.workloads.in_batch import InBatchAccuracy, InBatchSoftmax
 from tests.ranks import run_ranks
 
-SAMPLES = 7  # which neither two nor three ranks divide
+SAMPLES = 7  # not divisible by two or four ranks
 
 
 class Towers(nn.Module):
@@ -43,44 +43,44 @@ def _session(rank: int, world_size: int, plan: Plan, symmetric: bool) -> Session
     )
 
 
-def _trained(rank: int, world_size: int, plan: Plan, symmetric: bool) -> dict[str, Any]:
+def _train_and_evaluate(rank: int, world_size: int, plan: Plan, symmetric: bool) -> dict[str, Any]:
     session = _session(rank, world_size, plan, symmetric)
-    # Batches of 4 and of 3: unequal shares, and with four ranks one of a rank that has nothing.
+    # Batches of 4 and of 3 samples: ranks get unequal shares, and with four ranks one gets no sample of the second.
     batches = session.batches(_dataset(), 2, 4)
     losses = [float(session.step(batch)) for batch in batches]
-    found = session.evaluate(_dataset(), {"accuracy": InBatchAccuracy()}, 4 if world_size == 4 else 12)
-    return {"losses": losses, "found": found, "weights": session.state_dict()}
+    metrics = session.evaluate(_dataset(), {"accuracy": InBatchAccuracy()}, 4 if world_size == 4 else 12)
+    return {"losses": losses, "metrics": metrics, "weights": session.state_dict()}
 
 
 @pytest.mark.parametrize(
     ("axes", "symmetric"), [({"replicate": 2}, False), ({"shard": 2}, True), ({"replicate": 4}, False)]
 )
-def test_ranks_train_and_evaluate_as_one(axes: dict[str, int], symmetric: bool) -> None:
+def test_ranks_train_and_evaluate_as_one_device_does(axes: dict[str, int], symmetric: bool) -> None:
     plan = Plan(axes=Axes(**axes))
     batch = 4 if plan.world_size == 4 else 12
     alone = _session(0, 1, Plan(), symmetric)
-    losses = [float(alone.step(one)) for one in alone.batches(_dataset(), 2, 4)]
+    losses = [float(alone.step(global_batch)) for global_batch in alone.batches(_dataset(), 2, 4)]
     expected = alone.evaluate(_dataset(), {"accuracy": InBatchAccuracy()}, batch)
-    for told in run_ranks(_trained, plan.world_size, plan, symmetric):
-        assert told["losses"] == pytest.approx(losses, rel=1e-12)
-        assert told["found"] == pytest.approx(expected, rel=1e-12)
+    for result in run_ranks(_train_and_evaluate, plan.world_size, plan, symmetric):
+        assert result["losses"] == pytest.approx(losses, rel=1e-12)
+        assert result["metrics"] == pytest.approx(expected, rel=1e-12)
         for name, weight in alone.state_dict().items():
-            torch.testing.assert_close(told["weights"][name], weight, rtol=1e-12, atol=1e-14)
+            torch.testing.assert_close(result["weights"][name], weight, rtol=1e-12, atol=1e-14)
 
 
-def test_without_the_others_it_would_be_another_loss() -> None:
+def test_the_loss_over_all_samples_differs_from_the_sum_over_parts() -> None:
     queries, documents, _ = _dataset().tensors
     together = InBatchSoftmax(0.5)((queries, documents), None)
-    apart = sum(InBatchSoftmax(0.5)((queries[rows], documents[rows]), None) for rows in (slice(0, 4), slice(4, 7)))
-    assert float(together) > float(apart)
+    in_parts = sum(InBatchSoftmax(0.5)((queries[rows], documents[rows]), None) for rows in (slice(0, 4), slice(4, 7)))
+    assert float(together) > float(in_parts)
 
 
-def test_microbatches_are_refused() -> None:
+def test_plans_with_microbatches_are_refused() -> None:
     with pytest.raises(InputError, match=r"compares all samples of a global batch.*2 microbatches"):
         _session(0, 1, Plan(memory=Memory(accumulation=2)), False)
 
 
-def test_what_the_model_must_give() -> None:
+def test_a_wrong_model_output_or_temperature_is_an_input_error() -> None:
     with pytest.raises(InputError, match=r"\(3, 4\) and \(3, 5\): return \(queries, documents\)"):
         InBatchSoftmax()((torch.zeros(3, 4), torch.zeros(3, 5)), None)
     with pytest.raises(InputError, match="temperature is 0"):

@@ -1,4 +1,4 @@
-"""Every ready job loads, and its parts fit together: a batch goes through its model, loss and metrics."""
+"""Every ready job loads, and its parts work together: a batch is passed through its model, loss and metrics."""
 
 from pathlib import Path
 
@@ -26,14 +26,14 @@ def job(name: str, *more: str) -> Job:
 
 
 @pytest.mark.parametrize("file", sorted(JOBS.glob("*.yaml")), ids=lambda file: file.stem)
-def test_a_job_says_what_it_shows(file: Path) -> None:
+def test_a_job_file_loads_and_begins_with_a_comment(file: Path) -> None:
     assert load_job(file).name == file.stem
     assert file.read_text().startswith("# ")
 
 
 @pytest.mark.parametrize("name", SMALLER)
-def test_the_parts_of_a_job_fit_together(name: str) -> None:
-    """Everything is as the job says but for the size of its inputs; on the meta device, so that VGG16 costs nothing."""
+def test_model_loss_metrics_and_optimizer_of_a_job_work_together(name: str) -> None:
+    """The size of the inputs is the only change. Models are on the meta device, so that VGG16 takes no memory."""
     small = job(name)
     train, evaluation = build_data(small)
     example = split_batch(default_collate([train[0], train[1]]))
@@ -49,8 +49,8 @@ def test_the_parts_of_a_job_fit_together(name: str) -> None:
     build(small.schedule, optimizer, role="schedule")
     scores = torch.randn(output.shape)
     assert float(loss.term(scores, example.target, 2).value) > 0
-    tally = MetricTotals(build_metrics(small), torch.device("cpu"))
-    tally.add(scores, split_batch(default_collate([evaluation[0], evaluation[1]])).target, 2)
-    measured = tally.finish(tally.totals())
+    totals = MetricTotals(build_metrics(small), torch.device("cpu"))
+    totals.add(scores, split_batch(default_collate([evaluation[0], evaluation[1]])).target, 2)
+    measured = totals.finish(totals.totals())
     assert set(measured) == set(small.metrics)
     assert all(0 <= value <= 1 for value in measured.values())

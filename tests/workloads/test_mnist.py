@@ -31,7 +31,7 @@ def labels_of(dataset: Any) -> list[int]:
     return [label for _, label in dataset.__getitems__(list(range(len(dataset))))]
 
 
-def test_the_net_is_the_one_of_the_benchmarks() -> None:
+def test_the_layers_of_the_network_are_fixed() -> None:
     net = Net()
     assert {name: tuple(p.shape) for name, p in net.named_parameters()} == {
         "conv1.weight": (32, 1, 3, 3),
@@ -102,7 +102,7 @@ def _stacked(dataset: Any, indices: range) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack(images), torch.tensor(labels)
 
 
-def test_limit_takes_the_first() -> None:
+def test_limit_selects_the_first_samples() -> None:
     whole: Any = digits("test")
     few: Any = digits("test", limit=3)
     assert labels_of(few) == whole.labels[:3]
@@ -112,7 +112,7 @@ def test_limit_takes_the_first() -> None:
 
 @pytest.mark.parametrize("folder", ["", "raw", "MNIST/raw"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_root_is_any_folder_torchvision_would_make(
+def test_root_may_be_any_folder_of_torchvisions_layout(
     root: Path, tmp_path_factory: pytest.TempPathFactory, folder: str, packed: bool
 ) -> None:
     moved = tmp_path_factory.mktemp("moved")
@@ -125,35 +125,35 @@ def test_root_is_any_folder_torchvision_would_make(
     assert labels_of(digits(root=str(moved))) == [4, 0, 9]
 
 
-def refused(root: Path, words: str) -> None:
+def assert_refused(root: Path, words: str) -> None:
     with pytest.raises(InputError, match=words) as caught:
         digits(root=str(root))
     assert str(root) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_missing_files_are_listed(root: Path) -> None:
+def test_the_error_names_missing_files(root: Path) -> None:
     (root / "train-labels-idx1-ubyte").unlink()
-    refused(root, r"no train-labels-idx1-ubyte or train-labels-idx1-ubyte.gz in any of .*MNIST/raw.*data.root")
-    refused(root / "nowhere", r"no train-images-idx3-ubyte")
+    assert_refused(root, r"no train-labels-idx1-ubyte or train-labels-idx1-ubyte.gz in any of .*MNIST/raw.*data.root")
+    assert_refused(root / "nowhere", r"no train-images-idx3-ubyte")
 
 
 def test_files_that_do_not_belong_together_are_refused(root: Path) -> None:
     images, labels = root / "train-images-idx3-ubyte", root / "train-labels-idx1-ubyte"
     good = labels.read_bytes()
     labels.write_bytes(idx(np.array([4, 0])))
-    refused(root, "3 images, but .*labels.* has 2 labels")
+    assert_refused(root, "3 images, but .*labels.* has 2 labels")
     labels.write_bytes(idx(np.array([4, 12, 9])))
-    refused(root, r"label 1 is 12, outside 0\.\.9")
+    assert_refused(root, r"label 1 is 12, outside 0\.\.9")
     labels.write_bytes(images.read_bytes())
-    refused(root, "labels.*holds 3 × 28 × 28 values, not labels")
+    assert_refused(root, "labels.*holds 3 × 28 × 28 values, not labels")
     labels.write_bytes(good)
     images.write_bytes(good)
-    refused(root, "images.*holds 3 values, not images of 28 × 28")
+    assert_refused(root, "images.*holds 3 values, not images of 28 × 28")
     images.write_bytes(idx(np.zeros((3, 8, 8))))
-    refused(root, "holds 3 × 8 × 8 values")
+    assert_refused(root, "holds 3 × 8 × 8 values")
 
 
-def test_an_unknown_split_names_the_known() -> None:
+def test_the_error_for_an_unknown_split_names_the_known_ones() -> None:
     with pytest.raises(InputError, match="split is 'validation': MNIST has train and test"):
         digits("validation")

@@ -24,34 +24,34 @@ def model() -> Multitask:
 
 
 def texts() -> Tensor:
-    made = torch.randint(1, 30, (5, 3, 6), generator=torch.Generator().manual_seed(1))
-    made[:, :, 4:] = 0
-    return made
+    tokens = torch.randint(1, 30, (5, 3, 6), generator=torch.Generator().manual_seed(1))
+    tokens[:, :, 4:] = 0
+    return tokens
 
 
-def test_every_head_answers_for_every_sample() -> None:
+def test_every_head_has_an_output_for_every_sample() -> None:
     output = model()(texts())
-    assert {name: tuple(answer.shape) for name, answer in output.items()} == {
+    assert {name: tuple(scores.shape) for name, scores in output.items()} == {
         "topic": (5, 3), "mood": (5,), "alike": (5,), "fits": (5,)
     }  # fmt: skip
     assert list(output) == list(TASKS)
     assert output["alike"].abs().max() <= 1
 
 
-def test_texts_are_encoded_one_by_one() -> None:
-    """What a classification says does not depend on the other texts; a ranking of two equal ones is undecided, and
-    turns with them."""
-    asked, net = texts(), model()
-    changed = asked.clone()
+def test_texts_are_encoded_independently() -> None:
+    """A classification depends on the first text only. A ranking of two equal documents is 0, and exchanging the
+    documents changes its sign."""
+    tokens, net = texts(), model()
+    changed = tokens.clone()
     changed[:, 1:] = 0
-    assert torch.allclose(net(asked)["topic"], net(changed)["topic"], atol=1e-6)
-    assert torch.allclose(net(asked[:, [0, 2, 1]])["fits"], -net(asked)["fits"], atol=1e-6)
-    assert torch.allclose(net(asked[:, [0, 0, 0]])["fits"], torch.zeros(5), atol=1e-6)
-    assert torch.allclose(net(asked[:, [0, 0, 0]])["alike"], torch.ones(5), atol=1e-6)
-    assert torch.allclose(net(asked[:, [1, 0, 2]])["alike"], net(asked)["alike"], atol=1e-6)
+    assert torch.allclose(net(tokens)["topic"], net(changed)["topic"], atol=1e-6)
+    assert torch.allclose(net(tokens[:, [0, 2, 1]])["fits"], -net(tokens)["fits"], atol=1e-6)
+    assert torch.allclose(net(tokens[:, [0, 0, 0]])["fits"], torch.zeros(5), atol=1e-6)
+    assert torch.allclose(net(tokens[:, [0, 0, 0]])["alike"], torch.ones(5), atol=1e-6)
+    assert torch.allclose(net(tokens[:, [1, 0, 2]])["alike"], net(tokens)["alike"], atol=1e-6)
 
 
-def test_a_sample_counts_for_its_own_task_alone() -> None:
+def test_the_loss_of_a_sample_is_that_of_its_task() -> None:
     output = model()(texts())
     expected = [
         F.cross_entropy(output["topic"][0], torch.tensor(2)),
@@ -65,14 +65,14 @@ def test_a_sample_counts_for_its_own_task_alone() -> None:
     assert torch.allclose(weighted, (torch.stack(expected).sum() + 2 * expected[1]) / 5)
 
 
-def test_heads_learn_nothing_from_other_tasks() -> None:
+def test_samples_of_other_tasks_give_a_head_no_gradient() -> None:
     net = model()
     MultitaskLoss(TASKS)(net(texts()), TARGET[1:2].expand(5, 2)).backward()
     moved = {name for name, p in net.heads.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
     assert moved == {"mood.inner.weight", "mood.inner.bias", "mood.out.weight", "mood.out.bias"}
 
 
-def test_metrics_are_over_a_tasks_own_samples() -> None:
+def test_a_metric_counts_only_the_samples_of_its_task() -> None:
     output = {
         "topic": torch.tensor([[0.0, 0, 9], [0, 0, 9], [0, 0, 9], [0, 0, 9], [0, 0, 9]]),
         "mood": torch.full((5,), 0.25),
@@ -87,6 +87,6 @@ def test_metrics_are_over_a_tasks_own_samples() -> None:
         task_accuracy(output, TARGET, "topics")
 
 
-def test_weights_of_no_task_are_told() -> None:
+def test_a_weight_for_an_unknown_task_is_an_input_error() -> None:
     with pytest.raises(InputError, match="weights: there is no task 'moods': did you mean 'mood'"):
         MultitaskLoss(TASKS, {"moods": 2.0})

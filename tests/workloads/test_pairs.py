@@ -13,7 +13,7 @@ from meshwright.errors import InputError
 from meshwright.workloads.pairs import pairs
 from meshwright.workloads.text.json_lines import hash_word
 from meshwright.workloads.towers import TwoTowers
-from tests.workloads.text.shares import assert_same_everywhere
+from tests.workloads.text.shares import assert_independent_of_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -24,13 +24,13 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def written(folder: Path, *lines: object) -> str:
+def write_pairs(folder: Path, *lines: object) -> str:
     (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return str(folder)
 
 
-def test_pairs_of_texts_or_numbers(tmp_path: Path) -> None:
-    root = written(tmp_path, {"query": "red", "document": [3, 4, 5]}, {"query": [7], "document": "a red b"})
+def test_pairs_hold_texts_or_token_numbers(tmp_path: Path) -> None:
+    root = write_pairs(tmp_path, {"query": "red", "document": [3, 4, 5]}, {"query": [7], "document": "a red b"})
     dataset = pairs(root=root, vocabulary=100, query_length=2, document_length=2)
     query, document, number = dataset[1]
     assert (query.tolist(), document.tolist(), number) == ([7, 0], [hash_word("a", 100), hash_word("red", 100)], 1)
@@ -39,14 +39,14 @@ def test_pairs_of_texts_or_numbers(tmp_path: Path) -> None:
     assert len(pairs(root=root, limit=1)) == 1
 
 
-def test_a_damaged_line_is_told_and_fatal_or_left_out(tmp_path: Path) -> None:
+def test_a_damaged_line_is_an_error_or_skipped_with_a_warning(tmp_path: Path) -> None:
     good = {"query": [1], "document": [150]}
-    root = written(tmp_path, good, {"query": [1]}, {"query": [150], "document": [1]}, good)
-    asked: dict[str, Any] = {"vocabulary": 100, "document_vocabulary": 200}
+    root = write_pairs(tmp_path, good, {"query": [1]}, {"query": [150], "document": [1]}, good)
+    vocabularies: dict[str, Any] = {"vocabulary": 100, "document_vocabulary": 200}
     with pytest.raises(InputError, match=r"train\.jsonl, line 2: 'document' is neither"):
-        pairs(root=root, **asked)
+        pairs(root=root, **vocabularies)
     with pytest.warns(UserWarning, match=r"line 2: .* \(and 1 more\)"):
-        assert len(pairs(root=root, **asked, damaged="skip")) == 2
+        assert len(pairs(root=root, **vocabularies, damaged="skip")) == 2
 
 
 def test_generated_pairs_are_read_by_the_same_loader_and_can_be_learned() -> None:
@@ -67,10 +67,10 @@ def test_generated_pairs_are_read_by_the_same_loader_and_can_be_learned() -> Non
 
 
 def test_pairs_are_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
-    root = written(tmp_path, *({"query": [n], "document": [n, n]} for n in range(1, 31)))
-    assert_same_everywhere(pairs(root=root, vocabulary=100))
+    root = write_pairs(tmp_path, *({"query": [n], "document": [n, n]} for n in range(1, 31)))
+    assert_independent_of_ranks(pairs(root=root, vocabulary=100))
 
 
-def test_without_data_both_ways_out_are_named() -> None:
+def test_the_error_for_missing_data_names_both_remedies() -> None:
     with pytest.raises(InputError, match=r"val\.jsonl.*data\.root=FOLDER.*data\.synthetic=true"):
         pairs("val")

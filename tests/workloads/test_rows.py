@@ -1,4 +1,4 @@
-"""Rows on disk: only the asked-for ones are read, and what is wrong with a file is told with its name."""
+"""Rows in NumPy files: only the rows of a batch are read, and errors name the file."""
 
 import pickle
 from pathlib import Path
@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_rows_are_those_of_the_files(folder: Path) -> None:
+def test_rows_and_columns_are_read_from_the_files(folder: Path) -> None:
     data = rows("train", str(folder), features=3)
     assert (len(data), data.width) == (20, 3)
     features, target = data[2]
@@ -32,35 +32,37 @@ def test_rows_are_those_of_the_files(folder: Path) -> None:
     assert targets.tolist() == [[3], [0]]
     assert data.columns(1, 3)[0][0].tolist() == [1, 2]
     assert pickle.loads(pickle.dumps(data.columns(1, 3)))[1][0].tolist() == [4, 5]
-    assert len(pickle.dumps(data)) < 2000  # workers open the files, they are not sent
+    assert len(pickle.dumps(data)) < 2000  # workers open the files themselves
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_batches_come_whole_and_in_order(folder: Path, workers: int) -> None:
+def test_every_row_is_loaded_once_with_its_target(folder: Path, workers: int) -> None:
     data = rows("train", str(folder), features=3)
-    given = [
+    batches = [
         batch.microbatches[0].data
         for rank in range(2)
         for batch in train_batches(
             data, seed=0, global_batch=8, share=SampleShare(rank, 2), loading=LoadingOptions(workers), epochs=1
         )
     ]
-    assert sorted(torch.cat([targets for _, targets in given]).flatten().tolist()) == list(range(20))
-    assert all(torch.equal(features[:, 0], 3 * targets[:, 0]) for features, targets in given)
+    assert sorted(torch.cat([targets for _, targets in batches]).flatten().tolist()) == list(range(20))
+    assert all(torch.equal(features[:, 0], 3 * targets[:, 0]) for features, targets in batches)
 
 
-def test_generated_rows_follow_a_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generated_targets_are_a_linear_function_of_the_features(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     train, val = (rows(split, None, True, features=4, count=300) for split in ("train", "val"))
     assert (len(train), len(val)) == (300, 30)
     features, targets = train.batch_of(range(300))
     rule = torch.linalg.lstsq(features, targets).solution
-    others, wanted = val.batch_of(range(30))
-    assert float((others @ rule - wanted).abs().max()) < 0.1
-    assert float(wanted.abs().max()) > 0.5
+    others, expected = val.batch_of(range(30))
+    assert float((others @ rule - expected).abs().max()) < 0.1
+    assert float(expected.abs().max()) > 0.5
 
 
-def test_what_is_wrong_is_told(folder: Path) -> None:
+def test_wrong_files_and_arguments_are_input_errors(folder: Path) -> None:
     with pytest.raises(InputError, match=r"data.root=FOLDER, or --set data.synthetic=true"):
         rows()
     with pytest.raises(InputError, match=r"rows have 3 features, but data.train.features is 10"):
@@ -78,5 +80,5 @@ def test_what_is_wrong_is_told(folder: Path) -> None:
         rows("val", str(folder), features=3)
 
 
-def test_hidden_layers() -> None:
+def test_the_model_has_the_given_hidden_layers() -> None:
     assert [tuple(p.shape) for p in Regression(4, 2, [3]).parameters()] == [(3, 4), (3,), (2, 3), (2,)]

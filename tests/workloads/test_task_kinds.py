@@ -6,7 +6,7 @@ from meshwright.errors import InputError
 from meshwright.workloads.task_kinds import Task, read_tasks, texts_per_sample
 
 
-def test_tasks_are_numbered_by_their_place() -> None:
+def test_tasks_are_numbered_in_the_order_of_the_mapping() -> None:
     parsed_tasks = read_tasks({"topic": {"kind": "classification", "classes": 3}, "alike": {"kind": "similarity"}})
     assert parsed_tasks == (Task("topic", 0, "classification", 3), Task("alike", 1, "similarity"))
     assert texts_per_sample(parsed_tasks) == 2
@@ -25,6 +25,6 @@ def test_tasks_are_numbered_by_their_place() -> None:
         ({"a.b": {"kind": "ranking"}}, r"'a\.b' is the name of a module"),
     ],
 )
-def test_a_mistake_is_told(tasks: Any, words: str) -> None:
+def test_a_wrong_argument_is_an_input_error(tasks: Any, words: str) -> None:
     with pytest.raises(InputError, match=words):
         read_tasks(tasks)

@@ -8,7 +8,7 @@ import torch
 
 from meshwright.errors import InputError
 from meshwright.workloads.tasks import tasks
-from tests.workloads.text.shares import assert_same_everywhere, loaded
+from tests.workloads.text.shares import assert_independent_of_ranks, load_global_batches
 
 TASKS: dict[str, dict[str, Any]] = {
     "topic": {"kind": "classification", "classes": 3},
@@ -32,38 +32,39 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_sample_has_room_for_the_texts_of_any_task(root: Path) -> None:
+def test_samples_of_all_tasks_have_the_same_shape(root: Path) -> None:
     dataset = tasks(TASKS, root=str(root), vocabulary=50, length=2)
     assert len(dataset) == 24
     first = {"topic": 0, "mood": 12, "alike": 18, "fits": 21}
-    found = {name: [part.tolist() for part in dataset[index + 1]] for name, index in first.items()}
-    assert found["topic"] == [[[2, 0], [0, 0], [0, 0]], [0, 2]]
-    assert found["mood"] == [[[2, 0], [0, 0], [0, 0]], [1, pytest.approx(0.2)]]
-    assert found["alike"] == [[[2, 0], [2, 2], [0, 0]], [2, 1]]
-    assert found["fits"] == [[[2, 0], [2, 1], [2, 0]], [3, 0]]
+    second = {name: [part.tolist() for part in dataset[index + 1]] for name, index in first.items()}
+    assert second["topic"] == [[[2, 0], [0, 0], [0, 0]], [0, 2]]
+    assert second["mood"] == [[[2, 0], [0, 0], [0, 0]], [1, pytest.approx(0.2)]]
+    assert second["alike"] == [[[2, 0], [2, 2], [0, 0]], [2, 1]]
+    assert second["fits"] == [[[2, 0], [2, 1], [2, 0]], [3, 0]]
     with pytest.raises(IndexError):
         dataset[24]
 
 
-def drawn(dataset: Any) -> Counter[int]:
-    return Counter(int(number) for batch in loaded(dataset, 1) for number in batch[1][:, 0])
+def samples_by_task(dataset: Any) -> Counter[int]:
+    """How many samples of each task number two epochs have."""
+    return Counter(int(number) for batch in load_global_batches(dataset, 1) for number in batch[1][:, 0])
 
 
-def test_tasks_come_in_proportion_to_their_sizes(root: Path) -> None:
+def test_tasks_are_sampled_in_proportion_to_their_sizes(root: Path) -> None:
     dataset = tasks(TASKS, root=str(root))
-    assert drawn(dataset) == {0: 24, 1: 12, 2: 6, 3: 6}  # every line once in each of two epochs
-    assert_same_everywhere(dataset)
+    assert samples_by_task(dataset) == {0: 24, 1: 12, 2: 6, 3: 6}  # every line once in each of two epochs
+    assert_independent_of_ranks(dataset)
 
 
-def test_or_in_proportions_that_the_job_says(root: Path) -> None:
+def test_tasks_are_sampled_by_the_proportions_of_the_job(root: Path) -> None:
     many = root / "train" / "topic.jsonl"
     many.write_text(many.read_text() * 50)
     dataset = tasks(TASKS, root=str(root), proportions={"topic": 1, "fits": 3})
-    found = drawn(dataset)
-    assert set(found) == {0, 3}
-    assert found[3] / (found[0] + found[3]) == pytest.approx(0.75, abs=0.05)
-    assert_same_everywhere(dataset)
-    first, second = loaded(dataset, 1)[:1], loaded(dataset, 1, start=(1, 0))[:1]
+    counts = samples_by_task(dataset)
+    assert set(counts) == {0, 3}
+    assert counts[3] / (counts[0] + counts[3]) == pytest.approx(0.75, abs=0.05)
+    assert_independent_of_ranks(dataset)
+    first, second = load_global_batches(dataset, 1)[:1], load_global_batches(dataset, 1, start=(1, 0))[:1]
     assert not torch.equal(first[0][0], second[0][0])
 
 
@@ -78,7 +79,7 @@ def test_or_in_proportions_that_the_job_says(root: Path) -> None:
         ("fits", {"text": [1], "better": [1]}, "'worse' is neither"),
     ],
 )
-def test_a_damaged_line_is_told_and_fatal_or_left_out(root: Path, name: str, line: Any, words: str) -> None:
+def test_a_damaged_line_is_an_error_or_skipped_with_a_warning(root: Path, name: str, line: Any, words: str) -> None:
     file = root / "train" / f"{name}.jsonl"
     file.write_text(json.dumps(line) + "\n" + file.read_text())
     with pytest.raises(InputError, match=f"{file}, line 1: .*{words}"):
@@ -87,7 +88,7 @@ def test_a_damaged_line_is_told_and_fatal_or_left_out(root: Path, name: str, lin
         assert len(tasks(TASKS, root=str(root), vocabulary=50, damaged="skip")) == 24
 
 
-def test_mistakes_are_told(root: Path) -> None:
+def test_wrong_arguments_are_input_errors(root: Path) -> None:
     with pytest.raises(
         InputError, match=r"train/topic\.jsonl and train/mood\.jsonl.*data\.root=.*data\.synthetic=true"
     ):

@@ -7,7 +7,7 @@ from meshwright.errors import InputError
 from meshwright.workloads.towers import Tower, TwoTowers
 
 
-def test_the_pair_of_vectors_each_by_its_own_tower() -> None:
+def test_each_vector_is_the_output_of_its_tower() -> None:
     torch.manual_seed(0)
     model = TwoTowers(50, 8, (16,), 4, document_vocabulary=90, document_layers=(12, 6))
     query, document = torch.randint(1, 50, (3, 5)), torch.randint(1, 90, (3, 7))
@@ -22,7 +22,7 @@ def test_the_pair_of_vectors_each_by_its_own_tower() -> None:
     assert len(model.document.layers) == 5
 
 
-def test_padding_changes_nothing() -> None:
+def test_padding_does_not_change_the_output() -> None:
     torch.manual_seed(0)
     tower = Tower(50, 8, (16,), 4)
     torch.nn.init.normal_(tower.words.weight)  # also where the row of the padding is not zero
@@ -32,6 +32,6 @@ def test_padding_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(("keywords", "words"), [({"dim": 0}, "dim is 0"), ({"layers": [4, -1]}, "layers is -1")])
-def test_a_mistake_is_told(keywords: dict[str, Any], words: str) -> None:
+def test_a_wrong_argument_is_an_input_error(keywords: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         TwoTowers(50, **keywords)

@@ -1,4 +1,4 @@
-"""torchvision's models as jobs name them, mean IoU, and pictures from which something can be learned."""
+"""torchvision's models as jobs name them, losses and metrics, and generated pictures."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def on_meta(make: Any, **keywords: Any) -> nn.Module:
         (vision.resnet50, 25.557032),
     ],
 )
-def test_classifiers_are_torchvisions(make: Any, millions: float) -> None:
+def test_classifiers_have_torchvisions_number_of_parameters(make: Any, millions: float) -> None:
     assert sum(p.numel() for p in on_meta(make).parameters()) == round(millions * 1e6)
     few = on_meta(make, classes=7)
     assert few(torch.empty(2, 3, 32, 32, device=META)).shape == (2, 7)
@@ -49,31 +49,31 @@ def test_vggs_fully_connected_layers_may_be_narrower() -> None:
         vision.vgg16(hidden=0)
 
 
-def test_deeplab_gives_a_score_a_class_and_pixel() -> None:
+def test_deeplab_returns_a_score_per_class_and_pixel() -> None:
     model = on_meta(vision.deeplab)
     assert model(torch.empty(2, 3, 64, 48, device=META)).shape == (2, 21, 64, 48)
 
 
-def test_deeplabs_auxiliary_head_is_trained_and_then_left_out() -> None:
+def test_deeplabs_auxiliary_head_runs_in_training_only() -> None:
     model = on_meta(vision.deeplab, auxiliary=True)
-    assert sum(p.numel() for p in model.parameters()) == 60_996_202  # torchvision's own figure
+    assert sum(p.numel() for p in model.parameters()) == 60_996_202  # as torchvision publishes
     images = torch.empty(2, 3, 64, 64, device=META)
     scores, auxiliary = model(images)
     assert scores.shape == auxiliary.shape == (2, 21, 64, 64)
     assert model.eval()(images).shape == (2, 21, 64, 64)
 
 
-def test_deeplabs_blocks_may_add_nothing_to_begin_with() -> None:
+def test_zero_init_residual_sets_the_last_norms_of_deeplabs_blocks_to_zero() -> None:
     from meshwright.parallel.weights.initialize import initialize_model
 
     def make() -> nn.Module:
         return vision.deeplab(zero_init_residual=True)
 
-    started = initialize_model(make, seed=0).state_dict()
-    last = [name for name in started if name.endswith("bn3.weight")]
+    initial = initialize_model(make, seed=0).state_dict()
+    last = [name for name in initial if name.endswith("bn3.weight")]
     assert len(last) == 33
-    assert not any(started[name].any() for name in last)
-    assert started["backbone.bn1.weight"].all()
+    assert not any(initial[name].any() for name in last)
+    assert initial["backbone.bn1.weight"].all()
 
 
 def test_deeplabs_weights_have_torchvisions_names() -> None:
@@ -85,7 +85,7 @@ def test_deeplabs_weights_have_torchvisions_names() -> None:
 # ---- losses and metrics
 
 
-def test_the_auxiliary_loss_is_added_and_ignored_pixels_are_not() -> None:
+def test_the_auxiliary_loss_is_added_and_ignored_pixels_do_not_count() -> None:
     scores, auxiliary, target = torch.randn(2, 5, 4, 4), torch.randn(2, 5, 4, 4), torch.randint(5, (2, 4, 4))
     target[0] = 255
     loss, plain = vision.SegmentationLoss(auxiliary_weight=0.5), nn.CrossEntropyLoss(ignore_index=255)
@@ -96,7 +96,8 @@ def test_the_auxiliary_loss_is_added_and_ignored_pixels_are_not() -> None:
 
 
 def test_mean_iou_of_a_small_picture() -> None:
-    # Class 0: 2 of 4 pixels agree. Class 1: 1 of 3. Class 2 is there once and never predicted. Class 3 is nowhere.
+    # Class 0 has 2 pixels in the intersection and 4 in the union, class 1 has 1 and 4. Class 2 occurs once and is never
+    # predicted. Class 3 does not occur.
     truth = torch.tensor([[[0, 0, 0, 1], [1, 2, 255, 255]]])
     guess = torch.tensor([[[0, 0, 1, 1], [0, 1, 0, 3]]])
     metric = vision.MeanIoU(classes=4)
@@ -107,13 +108,13 @@ def test_mean_iou_of_a_small_picture() -> None:
     assert (int(right), int(counted)) == (3, 6)
 
 
-def test_mean_iou_is_that_of_all_batches_together() -> None:
+def test_mean_iou_is_computed_over_all_batches() -> None:
     scores, truth = torch.randn(6, 3, 5, 5), torch.randint(3, (6, 5, 5))
     metric = vision.MeanIoU(classes=3)
-    tally = MetricTotals({"mean_iou": metric}, torch.device("cpu"))
+    totals = MetricTotals({"mean_iou": metric}, torch.device("cpu"))
     for part in (slice(0, 1), slice(1, 6)):
-        tally.add(scores[part], truth[part], 1)
-    assert tally.finish(tally.totals())["mean_iou"] == pytest.approx(metric.finish(metric(scores, truth).double()))
+        totals.add(scores[part], truth[part], 1)
+    assert totals.finish(totals.totals())["mean_iou"] == pytest.approx(metric.finish(metric(scores, truth).double()))
 
 
 # ---- generated pictures
@@ -134,8 +135,8 @@ def test_a_picture_is_a_function_of_seed_split_and_index() -> None:
 def test_images_of_a_class_share_its_pattern_in_every_split() -> None:
     def means(split: str) -> Tensor:
         dataset: Any = vision.images(split, size=8, classes=4, samples=80)
-        found = [dataset[index] for index in range(80)]
-        return torch.stack([torch.stack([image for image, label in found if label == c]).mean(0) for c in range(4)])
+        samples = [dataset[index] for index in range(80)]
+        return torch.stack([torch.stack([image for image, label in samples if label == c]).mean(0) for c in range(4)])
 
     train, test = means("train").flatten(1), means("test").flatten(1)
     assert torch.cdist(train, test).argmin(dim=1).tolist() == [0, 1, 2, 3]
@@ -145,16 +146,16 @@ def test_masks_have_objects_and_ignored_edges() -> None:
     dataset: Any = vision.segmentation(size=32, classes=21)
     image, mask = dataset[0]
     assert (image.shape, image.dtype, mask.shape, mask.dtype) == ((3, 32, 32), torch.float32, (32, 32), torch.int64)
-    seen = set(torch.stack([dataset[index][1] for index in range(40)]).flatten().tolist())
-    assert {0, 255} < seen <= {*range(21), 255}
-    assert len(seen) > 15
+    classes = set(torch.stack([dataset[index][1] for index in range(40)]).flatten().tolist())
+    assert {0, 255} < classes <= {*range(21), 255}
+    assert len(classes) > 15
 
 
 @pytest.mark.parametrize(
     ("keywords", "words"),
     [({"split": "val"}, "split is 'val'"), ({"size": 4}, "size is 4"), ({"samples": 0}, "samples is 0")],
 )
-def test_a_mistake_is_told(keywords: dict[str, Any], words: str) -> None:
+def test_a_wrong_argument_is_an_input_error(keywords: dict[str, Any], words: str) -> None:
     for make in (vision.images, vision.segmentation):
         with pytest.raises(InputError, match=words):
             make(**keywords)

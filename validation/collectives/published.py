@@ -168,7 +168,7 @@ def without_source(cluster: Cluster, source: str | None, curves: bool = True) ->
 
 
 def _link_without_source(link: Link, source: str | None, curves: bool) -> Link:
-    kept = {
+    remaining_curves = {
         kind: tuple(curve for curve in measured if curves and not (source and source in curve.source))
         for kind, measured in link.curves.items()
     }
@@ -177,7 +177,7 @@ def _link_without_source(link: Link, source: str | None, curves: bool) -> Link:
         latency_s = next(
             find_link(other).latency_s for prefix, other in SUBSTITUTE_LINKS.items() if link.name.startswith(prefix)
         )
-    return link.model_copy(update={"curves": kept, "latency_s": latency_s})
+    return link.model_copy(update={"curves": remaining_curves, "latency_s": latency_s})
 
 
 def fit(rows: Sequence[CollectiveCase], clusters: dict[str, Cluster]) -> LinkEfficiencies:

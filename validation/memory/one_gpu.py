@@ -1,7 +1,8 @@
-"""Peak memory of training steps, measured on a GPU: what predictions are held against.
+"""Peak memory of training steps on one GPU: predictions compared with measurements.
 
-`python -m validation.memory.one_gpu` compares predictions with the peaks that one_gpu_h200.json carries. On a GPU it
-measures every case of cases.yaml anew and prints one JSON object; `--carried` compares there, too.
+`python -m validation.memory.one_gpu` compares predictions with the peaks that are recorded in one_gpu_h200.json. On a
+machine with a GPU it measures every case of cases.yaml instead and prints one JSON object; with `--carried` it compares
+with the recorded peaks there, too.
 """
 
 import gc
@@ -24,7 +25,7 @@ from meshwright.profile.tracing.trace import trace_profile
 from meshwright.simulator.memory.device_memory import CUDA_MEMORY
 from meshwright.simulator.memory.peak import MemoryPrediction, predict_memory
 from meshwright.train.session import Session
-from validation.memory.peak_comparison import PeakComparison, head, line, summary
+from validation.memory.peak_comparison import PeakComparison, summary, table_head, table_line
 
 CASES = Path(__file__).with_name("cases.yaml")
 MEASURED = Path(__file__).with_name("one_gpu_h200.json")
@@ -59,7 +60,7 @@ def make_batch(case: dict[str, Any], device: str) -> tuple[Tensor, Tensor]:
 
 
 def case_loss(output: Any, target: Tensor) -> Tensor:
-    """Cross entropy for class scores, maps of them, and next-token scores."""
+    """The cross entropy of class scores, of class scores for each pixel, or of next-token scores."""
     scores = output["out"] if isinstance(output, dict) and "out" in output else getattr(output, "logits", output)
     if scores.dim() == 3:
         return F.cross_entropy(scores.flatten(0, 1), target.flatten())
@@ -67,7 +68,7 @@ def case_loss(output: Any, target: Tensor) -> Tensor:
 
 
 def hf_gpt2(layers: int = 12, hidden: int = 768, heads: int = 12, dropout: float = 0.0) -> nn.Module:
-    """GPT-2 as the transformers library has it, with its GELU made of small operators."""
+    """GPT-2 of the transformers library, whose GELU consists of several small operators."""
     config = load("transformers.GPT2Config")(
         n_layer=layers,
         n_embd=hidden,
@@ -91,13 +92,13 @@ def plan_of(case: dict[str, Any]) -> Plan:
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:
-    """The peak of the second and third step: optimizer state is there by then."""
+    """The measured peak of the second and third step, when the optimizer state is already allocated."""
     device = torch.device("cuda", 0)
     with device:
         model = make_model(case)
     session = Session(
         model,
-        lambda held: OPTIMIZERS[case["optimizer"]](held.values()),
+        lambda parameters: OPTIMIZERS[case["optimizer"]](parameters.values()),
         loss=case_loss,
         plan=plan_of(case),
         world=World(0, 0, 1, 1, 0, device, None),
@@ -118,11 +119,11 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def predict(case: dict[str, Any]) -> MemoryPrediction:
-    """The same figure without a GPU."""
+    """The predicted peak, computed without a GPU."""
     with torch.device("meta"):
         model = make_model(case)
     plan = plan_of(case)
-    found = trace_profile(
+    profile = trace_profile(
         model,
         make_batch(case, "meta"),
         case_loss,
@@ -130,23 +131,23 @@ def predict(case: dict[str, Any]) -> MemoryPrediction:
         recompute=plan.memory.recompute,
     )
     optimizer = measure_optimizer_cost(OPTIMIZERS[case["optimizer"]], multi_tensor=True)
-    return predict_memory(found, plan, case["batch"] // plan.memory.accumulation, optimizer, CUDA_MEMORY)
+    return predict_memory(profile, plan, case["batch"] // plan.memory.accumulation, optimizer, CUDA_MEMORY)
 
 
 def compare() -> list[PeakComparison]:
-    """Every carried row, as it is predicted here."""
-    known = {row["name"]: row for row in json.loads(MEASURED.read_text())["rows"]}
-    found = []
-    print(head())
+    """Predicts every recorded case, and prints the table."""
+    recorded = {row["name"]: row for row in json.loads(MEASURED.read_text())["rows"]}
+    comparisons = []
+    print(table_head())
     for case in cases():
-        measured = known.get(case["name"], {}).get("allocated_bytes")
+        measured = recorded.get(case["name"], {}).get("allocated_bytes")
         if measured is None:
             print(f"{case['name']:44} not measured")
             continue
-        found.append(PeakComparison(case["name"], predict(case).allocated_bytes, measured))
-        print(line(found[-1]), flush=True)
-    print(summary(found))
-    return found
+        comparisons.append(PeakComparison(case["name"], predict(case).allocated_bytes, measured))
+        print(table_line(comparisons[-1]), flush=True)
+    print(summary(comparisons))
+    return comparisons
 
 
 def measure_all() -> None:
@@ -156,7 +157,7 @@ def measure_all() -> None:
             rows.append(measure(case))
         except torch.OutOfMemoryError:
             rows.append({"name": case["name"], "out_of_memory": True})
-        except Exception as error:  # one case that fails must not cost the others
+        except Exception as error:  # if one case fails, the others are still measured
             rows.append({"name": case["name"], "error": f"{type(error).__name__}: {str(error)[:200]}"})
         print(rows[-1], file=sys.stderr, flush=True)
         gc.collect()

@@ -1,8 +1,9 @@
-"""Peak memory of sharded ranks, measured on one GPU that they share over Gloo: what predictions are held against.
+"""Peak memory of ranks that shard their parameters, on one GPU that they share over Gloo: predictions compared with
+measurements.
 
-`python -m validation.memory.sharded` compares predictions with the peaks that sharded_h200.json carries.
-On a GPU it measures every row anew and prints one JSON object; `--carried` compares there, too. The model is given to
-FSDP2 by hand, block by block, as a plan's shard axis does.
+`python -m validation.memory.sharded` compares predictions with the peaks that are recorded in sharded_h200.json. On a
+machine with a GPU it measures every row instead and prints one JSON object; with `--carried` it compares with the
+recorded peaks there, too. FSDP2 is applied here block by block, as the shard axis of a plan applies it.
 """
 
 import json
@@ -24,13 +25,13 @@ from meshwright.profile.tracing.trace import trace_profile
 from meshwright.simulator.memory.device_memory import CUDA_MEMORY
 from meshwright.simulator.memory.peak import MemoryPrediction, predict_memory
 from validation.memory.one_gpu import OPTIMIZERS, case_loss, make_batch, make_model
-from validation.memory.peak_comparison import PeakComparison, head, line, summary
+from validation.memory.peak_comparison import PeakComparison, summary, table_head, table_line
 
 MEASURED = Path(__file__).with_name("sharded_h200.json")
 
 
 def case_of(row: dict[str, Any]) -> dict[str, Any]:
-    """What `bench.memory` builds models and batches from."""
+    """The row as a case of one_gpu.py, which builds the model and the batch."""
     return {
         "name": row["size"],
         "model": {"call": "meshwright.workloads.text.decoder_sizes:decoder", "size": row["size"]},
@@ -50,17 +51,19 @@ def plan_of(row: dict[str, Any]) -> Plan:
 
 
 def predict(row: dict[str, Any]) -> MemoryPrediction:
+    """The predicted peak of a rank, computed without a GPU."""
     plan, case = plan_of(row), case_of(row)
     with torch.device("meta"):
         model = make_model(case)
     batch = make_batch(case, "meta")
-    found = trace_profile(model, batch, case_loss, precision=row["precision"], recompute=plan.memory.recompute)
+    profile = trace_profile(model, batch, case_loss, precision=row["precision"], recompute=plan.memory.recompute)
     return predict_memory(
-        found, plan, row["batch"], measure_optimizer_cost(OPTIMIZERS["adamw"], multi_tensor=True), CUDA_MEMORY
+        profile, plan, row["batch"], measure_optimizer_cost(OPTIMIZERS["adamw"], multi_tensor=True), CUDA_MEMORY
     )
 
 
 def measure(row: dict[str, Any]) -> int:
+    """The measured peak of rank 0 in bytes."""
     with tempfile.TemporaryDirectory() as folder:
         spawn(_rank, (row, folder), row["ranks"])
         return int((Path(folder) / "bytes").read_text())
@@ -86,7 +89,7 @@ def _rank(rank: int, row: dict[str, Any], folder: str) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step == 0:  # optimizer state is there by now
+        if step == 0:  # the optimizer state is allocated now
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
     torch.cuda.synchronize()
@@ -101,25 +104,25 @@ def rows() -> list[dict[str, Any]]:
 
 
 def compare() -> list[PeakComparison]:
-    """Every carried row, as it is predicted here."""
-    found = []
-    print(head())
+    """Predicts every recorded row, and prints the table."""
+    comparisons = []
+    print(table_head())
     for row in rows():
         name = (
             f"{row['size']} {row['precision']}, {row['ranks']} × {row['batch']}, {row['sharding']}, {row['recompute']}"
         )
-        found.append(PeakComparison(name, predict(row).allocated_bytes, row["allocated_bytes"]))
-        print(line(found[-1]), flush=True)
-    print(summary(found))
-    return found
+        comparisons.append(PeakComparison(name, predict(row).allocated_bytes, row["allocated_bytes"]))
+        print(table_line(comparisons[-1]), flush=True)
+    print(summary(comparisons))
+    return comparisons
 
 
 def measure_all() -> None:
-    found = rows()
-    for row in found:
+    measured = rows()
+    for row in measured:
         row["allocated_bytes"] = measure(row)
         print(row, file=sys.stderr, flush=True)
-    print(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": found}))
+    print(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": measured}))
 
 
 if __name__ == "__main__":

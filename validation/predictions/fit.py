@@ -1,13 +1,15 @@
-"""The launch factor of a source: how many times longer hosts need to start an operator than the reference GPU's host,
-as fitted to the rows of other sources.
+"""The launch factor of a source: how many times longer a host needs to launch an operator than the host of the
+reference GPU. It is fitted to the rows of other sources.
 
     vote   = median of ln(measured / predicted) over the rows of a source in which the device waits for its host
-    `_votes` launch = exp(sum of votes / (number of votes + 1))
-    `fit`
+             (`_votes`)
+    launch = exp(sum of votes / (number of votes + 1))
+             (`fit`)
 
-A source and its kin have one vote together, however many rows and models they have, and the reference has one vote
-for no factor. The source itself and its kin do not vote on it. Rows that are off by more than `_LIMIT` do not count,
-since they have another cause, nor do sources whose authors do not trust their own figures.
+A group of related sources (runs/related_sources.yaml) has one vote, however many rows and models it has, and the
+reference host has one vote for a factor of 1. Neither a source nor the sources related to it vote on its own factor.
+Two kinds of rows have no vote: rows that are off by more than `_LARGEST_RATIO`, because the host alone cannot explain
+such an error, and rows of sources whose authors do not trust their own figures.
 """
 
 from collections import defaultdict
@@ -19,20 +21,20 @@ from statistics import mean, median
 from validation.predictions.predict import PredictedCase
 from validation.runs.related_sources import related_sources, untrusted_sources
 
-_HOST_SHARE = 0.1  # of the step: a host that is waited for longer counts
-_LIMIT = 2.0
+_HOST_SHARE = 0.1  # a row votes if the device waits for its host for more than this share of the step
+_LARGEST_RATIO = 2.0
 
 
 @dataclass(frozen=True)
 class LaunchFactor:
-    """The factor, and the number of votes that it is fitted to."""
+    """The factor `launch`, and the number of votes that it is fitted to."""
 
     launch: float
     votes: int
 
 
 def fit(predictions: Sequence[PredictedCase]) -> dict[str, LaunchFactor]:
-    """The launch factor of each source. The predictions are those without any factor."""
+    """The launch factor of each source that has predictions. `predictions` must be made with a launch factor of 1."""
     waiting = [
         prediction
         for prediction in predictions
@@ -50,13 +52,13 @@ def _waits_for_host(prediction: PredictedCase) -> bool:
 
 
 def _votes(predictions: Iterable[PredictedCase]) -> list[float]:
-    """One vote for each family of sources: the mean of the medians of its sources."""
+    """One vote for each group of related sources: the mean of the medians of its sources."""
     ratios: dict[str, list[float]] = defaultdict(list)
     for prediction in predictions:
         assert prediction.case.step_s is not None
-        if abs(ratio := log(prediction.case.step_s / prediction.step_s)) < log(_LIMIT):
+        if abs(ratio := log(prediction.case.step_s / prediction.step_s)) < log(_LARGEST_RATIO):
             ratios[prediction.case.source].append(ratio)
-    families: dict[frozenset[str], list[float]] = defaultdict(list)
+    groups: dict[frozenset[str], list[float]] = defaultdict(list)
     for source, source_ratios in ratios.items():
-        families[related_sources(source)].append(median(source_ratios))
-    return [mean(medians) for medians in families.values()]
+        groups[related_sources(source)].append(median(source_ratios))
+    return [mean(medians) for medians in groups.values()]

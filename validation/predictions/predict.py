@@ -1,4 +1,4 @@
-"""The predicted step time and memory of a published case. Its model is traced once for all rows that share it."""
+"""Predicts the step time and the memory of a published case. A model is traced once for all rows that share it."""
 
 import json
 from collections.abc import Callable
@@ -35,9 +35,9 @@ _COSTS = {
     "SGD": OptimizerCost(1.0, 0.0, multi_tensor=True),
     "AdamW": OptimizerCost(2.0, 0.0, multi_tensor=True),
 }
-# Assumed: a compiled program replays most operators instead of interpreting them (engines.yaml).
+# Assumed: a compiled program replays most operators instead of interpreting them (see engines.yaml).
 _COMPILED_LAUNCH = 0.25
-_MEGATRONS = ("megatron", "megatron-deepspeed", "megatron-deepspeed-waiting")
+_MEGATRON_ENGINES = ("megatron", "megatron-deepspeed", "megatron-deepspeed-waiting")
 KERNELS = Path(__file__).parents[1] / "runs" / "kernels.yaml"
 
 
@@ -47,7 +47,7 @@ def _kernels() -> dict[str, Any]:
 
 
 def generation(cluster: str) -> str:
-    """The generation of a cluster's GPUs; the device's name where kernels.yaml has none."""
+    """The generation of the cluster's GPUs, such as Hopper; the device's name if kernels.yaml lists no generation."""
     name = device_of(cluster).name
     return next(
         (generation for generation, names in _kernels()["generations"].items() if name.startswith(tuple(names))), name
@@ -55,14 +55,14 @@ def generation(cluster: str) -> str:
 
 
 def _attention_slowdown(case: PublishedCase) -> float:
-    """How many times longer the kernel of the case's engine takes than the reference GPU's."""
+    """How many times longer the attention kernel of the case's engine takes than that of the reference GPU."""
     kernel = _kernels()["attention"].get(case.engine)
     return float(_kernels()["slower"].get(kernel, {}).get(generation(case.cluster), 1.0))
 
 
 @dataclass(frozen=True)
 class PredictedCase:
-    """The predicted step of a case in seconds, and where they go."""
+    """The predicted seconds of one step of a case, in total and by component (`breakdown`)."""
 
     case: PublishedCase
     step_s: float
@@ -70,45 +70,47 @@ class PredictedCase:
 
 
 def predict_case(case: PublishedCase, profiles: Profiles, launch_factor: float = 1.0) -> PredictedCase:
-    """The case's predicted step; `launch_factor` multiplies the engine's own."""
+    """The predicted step time of the case; `launch_factor` multiplies the launch factor of its engine."""
     engine = engine_of(case, launch_factor)
     step = step_of(case, profiles(case), engine)
     return PredictedCase(case, step.step_s, step.breakdown)
 
 
 def engine_of(case: PublishedCase, launch_factor: float = 1.0) -> Engine:
-    """The engine of engines.yaml with what the row states: whether scores are written out, and whether the model was
-    compiled. `launch_factor` multiplies the engine's own."""
+    """The engine of the case (engines.yaml), changed by what the row states: whether attention writes its scores to
+    memory, the precision, and whether the model was compiled. `launch_factor` multiplies the engine's own."""
     engine = engine_named(case.engine)
-    stated: dict[str, object] = {
+    changes: dict[str, object] = {
         "launch_factor": engine.launch_factor * launch_factor,
         "attention_slowdown": _attention_slowdown(case),
     }
     if case.attention == "scores":
-        stated["writes_scores"] = True
+        changes["writes_scores"] = True
     if case.compiled:
-        stated |= {"fused": True, "launch_factor": _COMPILED_LAUNCH * engine.launch_factor * launch_factor}
-    if case.plan.numerics.precision == "bf16" and case.engine in _MEGATRONS:
-        # --bf16 turns on --accumulate-allreduce-grads-in-fp32
-        stated |= {"gradient_share": 1.0, "accumulate_bytes_per_weight": 10.0}
+        changes |= {"fused": True, "launch_factor": _COMPILED_LAUNCH * engine.launch_factor * launch_factor}
+    if case.plan.numerics.precision == "bf16" and case.engine in _MEGATRON_ENGINES:
+        # Megatron-LM: --bf16 turns on --accumulate-allreduce-grads-in-fp32
+        changes |= {"gradient_share": 1.0, "accumulate_bytes_per_weight": 10.0}
     if case.engine == "tensorflow-bert" and case.precision == "fp16":
-        stated["gradient_share"] = 0.5
-    return engine.model_copy(update=stated)
+        changes["gradient_share"] = 0.5
+    return engine.model_copy(update=changes)
 
 
 def fits(case: PublishedCase, profiles: Profiles) -> bool:
-    """Whether a rank's memory holds the case, with the driver's context and the margin that the planner keeps free."""
+    """Whether the case is predicted to fit into the memory of a device, together with the driver's context and the
+    margin that the planner keeps free."""
     memory_bytes = cluster_of(case.cluster).nodes[0].device.memory_bytes
     return memory_of(case, profiles(case)).device_bytes <= memory_bytes * (1 - MARGIN)
 
 
 def memory_of(case: PublishedCase, model_profile: ModelProfile) -> MemoryPrediction:
-    """The peak memory of the rank that needs most."""
+    """The predicted peak memory of the rank that needs most."""
     cluster, plan = cluster_of(case.cluster, publisher(case.source)), _runnable(case.plan)
     return plan_memory(cluster, model_profile, plan, case.global_batch, _optimizer_cost(case), engine_of(case))
 
 
 def step_of(case: PublishedCase, model_profile: ModelProfile, engine: Engine) -> StepTime:
+    """The predicted step time of the case as this engine runs it."""
     plan = _runnable(case.plan)
     cluster = cluster_of(case.cluster, publisher(case.source))
     batch = case.global_batch / plan.shares
@@ -116,11 +118,12 @@ def step_of(case: PublishedCase, model_profile: ModelProfile, engine: Engine) ->
 
 
 def _optimizer_cost(case: PublishedCase) -> OptimizerCost:
+    """The cost of the optimizer; zero if the measured step has no optimizer step."""
     if case.optimizer is None:
         return _NO_STEP
     call = case.optimizer
     if call.arguments.get("foreach") is False:
-        # A loss scaler reads from the device whether gradients are finite; without one the host runs ahead.
+        # The loss scaler of fp16 reads from the device whether gradients are finite, so the host waits for the device.
         return replace(_single_tensor_cost(call.call, **call.arguments), waits_for_device=case.precision == "fp16")
     return _COSTS.get(call.call.rpartition(":")[2]) or _measured_cost(call.call)
 
@@ -136,8 +139,8 @@ def _single_tensor_cost(optimizer: str, **arguments: Any) -> OptimizerCost:
 
 
 def _runnable(plan: Plan) -> Plan:
-    """The plan with gpipe instead of a 1f1b that has fewer microbatches than ranks: PyTorch refuses it, and both run
-    the same order."""
+    """The plan with the gpipe schedule where 1f1b has fewer microbatches than pipeline ranks. PyTorch refuses such a
+    1f1b schedule; both schedules then run the passes in the same order."""
     if plan.pipeline.schedule != "1f1b" or plan.pipeline.microbatches >= plan.axes.pipeline:
         return plan
     return plan.model_copy(update={"pipeline": plan.pipeline.model_copy(update={"schedule": "gpipe"})})
@@ -151,7 +154,7 @@ def cluster_of(name: str, left_out: str | None = None) -> Cluster:
 
 
 def traced(case: PublishedCase) -> ModelProfile:
-    """The profile of the case's model: one for all rows with the same model, precision and recomputation."""
+    """The profile of the case's model. Rows with the same model, precision and recomputation share one profile."""
     with_structure = case.plan.axes.tensor * case.plan.axes.pipeline > 1
     calls = [case.model.model_dump(), asdict(case.sample), case.loss.model_dump()]
     return _traced(json.dumps(calls, sort_keys=True), case.precision, case.plan.memory.recompute, with_structure)

@@ -1,10 +1,12 @@
 """Scores of predictions: errors of step times, the order of plans in a family, and predictions that memory is too
 small.
 
-error  = |predicted - measured| / measured; the median, and the value that nine of ten rows stay below     `errors_of`
-spread = the longest step of a case over its shortest, at most, where one was measured repeatedly          `spread`
-tau    = (pairs in the right order - pairs in the wrong one) / pairs, of plans that differ                 `order_of`
-alarm  = a row that ran, predicted to be out of memory; call = one that was out of memory, predicted so    `alarms`
+    error  = |predicted - measured| / measured: the median, and the value that nine of ten rows stay below   `errors_of`
+    spread = longest / shortest measured step time of one case that was measured repeatedly                  `spread`
+    tau    = (pairs in the right order - pairs in the wrong order) / pairs, over plans that differ           `order_of`
+
+    false alarm = a run that succeeded and was predicted to run out of memory                                `alarms`
+    called      = a run that ran out of memory and was predicted to do so                                    `alarms`
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +22,7 @@ _EQUAL_WITHIN = 0.02  # measured steps that differ by less are not ordered
 
 @dataclass(frozen=True)
 class Errors:
-    """The relative errors of so many rows: their median and 90th percentile."""
+    """The median and the 90th percentile of the relative errors of `rows` rows."""
 
     rows: int
     median: float
@@ -28,25 +30,28 @@ class Errors:
 
 
 def errors_of(cases: Iterable[PublishedCase], predicted_s: Mapping[str, float]) -> Errors:
+    """The errors of the cases that have a measured step time; `predicted_s` has the predictions by case id."""
     errors = sorted(abs(predicted_s[case.id] / case.step_s - 1) for case in cases if case.step_s is not None)
     return Errors(len(errors), median(errors), errors[min(len(errors) - 1, int(0.9 * len(errors)))])
 
 
 def spread(cases: Iterable[PublishedCase]) -> float:
-    """How far apart a source's repeated measurements of one case are; no prediction can be near both. 1 where no case
+    """The largest ratio between two measured step times of the same case; no prediction can be near both. 1 if no case
     was measured twice."""
     steps: dict[str, list[float]] = {}
     for case in cases:
         if case.step_s is not None:
-            same = replace(case, id="", family="", step_s=None, memory_bytes=None, memory_kind=None, defaults=())
-            steps.setdefault(repr(same), []).append(case.step_s)
-    return max((max(repeated) / min(repeated) for repeated in steps.values()), default=1.0)
+            configuration = replace(
+                case, id="", family="", step_s=None, memory_bytes=None, memory_kind=None, defaults=()
+            )
+            steps.setdefault(repr(configuration), []).append(case.step_s)
+    return max((max(repetitions) / min(repetitions) for repetitions in steps.values()), default=1.0)
 
 
 @dataclass(frozen=True)
 class Order:
-    """The order of plans in families with at least two plans whose steps differ: `tau` over all pairs, and the median
-    family's."""
+    """How well plans are ordered in families that have at least two plans with different step times: `tau` over all
+    pairs, and the median of the families' tau (`median_tau`)."""
 
     families: int
     pairs: int
@@ -55,7 +60,7 @@ class Order:
 
 
 def order_of(cases: Sequence[PublishedCase], predicted_s: Mapping[str, float]) -> Order | None:
-    """None where no two plans of a family can be ordered."""
+    """How well the plans of each family are ordered; None if no two plans of a family have different step times."""
     families_agreements = []
     for members in families(cases).values():
         pairs = [
@@ -78,15 +83,15 @@ def _differ(first: PublishedCase, second: PublishedCase) -> bool:
 
 
 def _agreement(first: PublishedCase, second: PublishedCase, predicted_s: Mapping[str, float]) -> int:
-    """1 where the predicted order of two cases is the measured one, else -1."""
+    """1 if the predicted order of the two cases is the measured order, else -1."""
     measured = (first.step_s or 0.0) < (second.step_s or 0.0)
     return 1 if measured == (predicted_s[first.id] < predicted_s[second.id]) else -1
 
 
 @dataclass(frozen=True)
 class Alarms:
-    """Of the rows that `ran`, `false_alarms` were predicted to be out of memory; of those that `failed`, `called`
-    were."""
+    """`false_alarms` of the `ran` runs that succeeded, and `called` of the `failed` runs that ran out of memory, were
+    predicted to run out of memory."""
 
     ran: int
     false_alarms: int
@@ -95,7 +100,7 @@ class Alarms:
 
 
 def alarms(cases: Iterable[PublishedCase], fits: Mapping[str, bool]) -> Alarms:
-    """`fits` says, by case, whether its memory was predicted to be enough."""
+    """Counts the cases in `fits`, which says by case id whether the memory was predicted to be sufficient."""
     predicted = [case for case in cases if case.id in fits]
     ran, failed = [case for case in predicted if not case.oom], [case for case in predicted if case.oom]
     return Alarms(

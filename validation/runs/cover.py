@@ -35,4 +35,4 @@ def case_of(row: PublishedRow) -> PublishedCase:
         return read_decoder(row)
     if is_example(row):
         return read_example(row)
-    raise NotCovered("nothing is known of this source")
+    raise NotCovered("no reader knows the rows of this source")

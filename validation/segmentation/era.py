@@ -1,8 +1,9 @@
-"""Operators as the torch of the published rows (1.5 to 1.10) ran them, where today's keep less for the backward pass.
+"""Operators as torch 1.5 to 1.10 ran them, with which the published rows were measured. Today's operators save less for
+the backward pass.
 
-- softmax and log-softmax kept their input beside their output: their gradients took it for its type.
+- softmax and log-softmax saved their input besides their output; their gradients read its dtype.
 - The gradient of softmax (not of log-softmax) begins with a product of the output and its gradient.
-- Dropout on a GPU keeps one byte an element; the CPU that stands in for it would keep four.
+- Dropout on a GPU saves one byte per element. The CPU, on which models are traced, would save four.
 """
 
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 
 
 class _Softmax(torch.autograd.Function):
-    """The input is saved and not used."""
+    """Softmax that saves its input for the backward pass without using it."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, dim: int, log: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""The published models by name: what a row's `model` calls."""
+"""The published convolutional models by name: a row of published.json calls one of these functions."""
 
 from collections.abc import Callable, Sequence
 
@@ -50,7 +50,7 @@ def resnet(
     dilation: int = 1,
     recent: bool = False,
 ) -> Segmentor:
-    """A head on a ResNet, with an auxiliary FCN head on its third stage; `dilation` is that of FCN's heads."""
+    """A head on a ResNet, with an auxiliary FCN head on its third stage; `dilation` is that of the FCN heads."""
     backbone = ResNet(depth, output_stride, deep_stem)
     narrow = depth < 50
     main = HEADS[head](backbone.widths, 128 if narrow else 512, classes)
@@ -89,7 +89,7 @@ def resnet_ocr(classes: int, depth: int = 101) -> Segmentor:
 
 
 def fast_fcn(head: str, classes: int) -> Segmentor:
-    """A head on features that joint upsampling made of a ResNet's last three stages."""
+    """A head on the features that joint upsampling computes from the last three stages of a ResNet."""
     backbone = ResNet(50, 32)
     main = HEADS[head]([0, 0, 0, 2048], 512, classes)
     auxiliary = context.FCNHead(backbone.widths[2], 256, classes)
@@ -103,7 +103,7 @@ def resnest(head: str, classes: int) -> Segmentor:
 
 
 def bisenet_v1(classes: int, depth: int = 18) -> Segmentor:
-    """Two auxiliary heads on the context path."""
+    """BiSeNetV1 with two auxiliary heads on its context path."""
     backbone = BiSeNet(depth)
     fused, wide, _ = backbone.widths
     auxiliary = (context.FCNHead(wide, wide // 2, classes, feature=feature) for feature in (1, 2))
@@ -117,7 +117,7 @@ def mobilenet_v2(head: str, classes: int) -> Segmentor:
 
 
 def unet(head: str, classes: int, dice: bool = False) -> Segmentor:
-    """A head on UNet's finest features, and an auxiliary one on those before."""
+    """A head on the finest features of a UNet, and an auxiliary head on the next coarser ones."""
     main: dict[str, Callable[[], nn.Module]] = {
         "fcn": lambda: context.FCNHead(64, 64, classes, feature=4),
         "psp": lambda: context.PSPHead(64, 16, classes, feature=4),

@@ -1,4 +1,4 @@
-"""The pieces that published segmentation models are made of: convolution with norm and ReLU, resizing, residuals."""
+"""Layers that the published segmentation models share: convolution with norm and ReLU, resizing, and maps as tokens."""
 
 from collections.abc import Sequence
 
@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 
 class ConvNorm(nn.Sequential):
-    """Convolution, BatchNorm and ReLU in place, the size kept but for the stride. Synchronized BatchNorm keeps what
-    BatchNorm does: its input and the statistics of the channels."""
+    """Convolution, BatchNorm and in-place ReLU; padding keeps the size, except for the stride. The published models use
+    synchronized BatchNorm, which saves the same tensors as BatchNorm: its input and the statistics of the channels."""
 
     def __init__(
         self,
@@ -46,10 +46,11 @@ def resize(features: Tensor, size: Sequence[int], align_corners: bool = False) -
 
 
 def to_map(tokens: Tensor, grid: Sequence[int]) -> Tensor:
-    """A list of tokens (batch, places, width) as a map (batch, width, height, breadth)."""
+    """Tokens of shape (batch, positions, width) as a map of shape (batch, width, *grid)."""
     count, _, width = tokens.shape
     return tokens.transpose(1, 2).reshape(count, width, *grid).contiguous()
 
 
 def to_tokens(features: Tensor) -> Tensor:
+    """A map of shape (batch, width, height, breadth) as tokens of shape (batch, positions, width)."""
     return features.flatten(2).transpose(1, 2).contiguous()

@@ -1,7 +1,7 @@
-"""A backbone with its heads, trained as the published rows were: `Segmentor` returns its loss.
+"""A backbone with its heads, trained as in the published rows: `Segmentor` returns its loss.
 
-The heads come one after the other, each with its loss, the auxiliary ones last: so what each keeps is there while
-the next one runs, and the backward pass begins with the last auxiliary head.
+The heads run one after the other, each followed by its loss, the auxiliary heads last. So the tensors that a head saves
+are allocated while the next head runs, and the backward pass begins with the last auxiliary head.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ IGNORED = 255
 
 
 class Segmentor(nn.Module):
-    """`heads` take the list of the backbone's features and return a map of class scores, or several. `recent` rows
-    were measured with torch 1.11 or later, whose log-softmax keeps its output alone."""
+    """Each of the `heads` takes the list of the backbone's features and returns one or several maps of class scores.
+    `recent` is for rows that were measured with torch 1.11 or later, whose log-softmax saves only its output."""
 
     def __init__(
         self, backbone: nn.Module, heads: Sequence[nn.Module], recent: bool = False, dice: bool = False
@@ -34,22 +34,22 @@ class Segmentor(nn.Module):
         total = images.new_zeros(())
         for head in self.heads:
             scores = head(features)
-            for one in scores if isinstance(scores, list | tuple) else (scores,):
-                total = total + pixel_loss(one, masks, self.recent, self.dice)
+            for score_map in scores if isinstance(scores, list | tuple) else (scores,):
+                total = total + pixel_loss(score_map, masks, self.recent, self.dice)
         return total
 
 
 def pixel_loss(scores: Tensor, masks: Tensor, recent: bool = False, dice: bool = False) -> Tensor:
-    """Cross entropy of scores that are brought to the masks' size first, in fp32; `dice` adds the overlap's loss."""
+    """The cross entropy in fp32 of scores that are first resized to the masks; `dice` adds the Dice loss."""
     large = resize(scores.float(), masks.shape[-2:])
     logs = torch.log_softmax(large, 1) if recent else log_softmax(large, 1)
     loss = F.nll_loss(logs, masks, reduction="none", ignore_index=IGNORED).mean()
-    return loss + _overlap_loss(large, masks) if dice else loss
+    return loss + _dice_loss(large, masks) if dice else loss
 
 
-def _overlap_loss(scores: Tensor, masks: Tensor) -> Tensor:
-    shares = softmax(scores, 1)
-    classes = torch.zeros_like(shares).scatter_(1, masks.unsqueeze(1), 1.0)
-    both = (shares * classes).sum(dim=(2, 3))
-    either = shares.pow(2).sum(dim=(2, 3)) + classes.pow(2).sum(dim=(2, 3))
+def _dice_loss(scores: Tensor, masks: Tensor) -> Tensor:
+    probabilities = softmax(scores, 1)
+    classes = torch.zeros_like(probabilities).scatter_(1, masks.unsqueeze(1), 1.0)
+    both = (probabilities * classes).sum(dim=(2, 3))
+    either = probabilities.pow(2).sum(dim=(2, 3)) + classes.pow(2).sum(dim=(2, 3))
     return (1 - (2 * both + 1) / (either + 1)).mean()

@@ -1,4 +1,4 @@
-"""The published transformers by name: what a row's `model` calls."""
+"""The published transformers by name: a row of published.json calls one of these functions."""
 
 from validation.segmentation.backbones.convnext import ConvNeXt
 from validation.segmentation.backbones.mit import MixTransformer, SegFormerHead
@@ -12,12 +12,13 @@ from validation.segmentation.heads.pyramid_heads import FeaturePyramid, Neck, Se
 from validation.segmentation.heads.segmenter import LinearHead, MaskHead
 from validation.segmentation.segmentor import Segmentor
 
+# Width and number of heads of plain vision transformers.
 WIDTHS = {
     "tiny": (192, 3),
     "small": (384, 6),
     "base": (768, 12),
     "large": (1024, 16),
-}  # and heads of plain vision transformers
+}
 
 
 def segformer(kind: int, classes: int) -> Segmentor:
@@ -36,7 +37,7 @@ def convnext_upernet(kind: str, classes: int) -> Segmentor:
 
 
 def twins(kind: str, classes: int, head: str) -> Segmentor:
-    """`head` is `fpn`, or `uper` with an auxiliary one."""
+    """Twins with the head `fpn`, or with the head `uper` and an auxiliary FCN head."""
     backbone = Twins(kind)
     if head == "fpn":
         neck = Neck(backbone, FeaturePyramid(backbone.widths))
@@ -59,7 +60,7 @@ def segmenter(kind: str, classes: int, size: int, masks: bool = True) -> Segment
 
 
 def setr(classes: int, size: int, progressive: bool) -> Segmentor:
-    """On ViT-L with dropout; `progressive` enlarges in four steps (PUP), else in one (naive)."""
+    """SETR on ViT-L with dropout. Its head enlarges the map in four steps (`progressive`, PUP) or in one (naive)."""
     width, heads = WIDTHS["large"]
     backbone = VisionTransformer(width, heads, (10, 5, 5, 4), (size, size), drop=0.1)
     kernel = 3 if progressive else 1

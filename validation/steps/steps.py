@@ -1,10 +1,13 @@
-"""Step times, measured here and predicted: `python -m validation.steps.steps [NAME ...]`, or `recorded`.
+"""Step times compared with predictions, measured on this machine or recorded on an H200.
 
-On a GPU every case of cases.yaml, in bf16 (both layouts), fp32 and tf32; on CPU cores the MNIST net under one and
-two ranks with the global batch of its job. Predictions are those of this machine as `local` measured it, with the
-model's own operators measured beside (calibrate/model_operators.py); h200.json are measurements of another one, which
-tests hold the reference GPU's calibration against, and which `recorded` shows: `held` ones, at the power limit, also
-as such a GPU is predicted that nobody has calibrated.
+`python -m validation.steps.steps [NAME ...]` measures and predicts steps on this machine: on a GPU every case of
+cases.yaml, in bf16 (in both memory layouts), fp32 and tf32; on CPU cores the MNIST net with one and with two ranks. The
+predictions use the calibration of this machine, and the model's own operators, which are measured first
+(calibrate/model_operators.py).
+
+`python -m validation.steps.steps recorded` predicts the steps that are recorded in h200.json, with the calibration of
+the reference GPU. The steps under `held` ran long enough to reach the power limit of the GPU; they are also predicted
+as those of an H200 that nobody has calibrated.
 """
 
 import gc
@@ -26,7 +29,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from meshwright.calibrate.model_operators import measure_model_operators
-from meshwright.calibrate.probe import measure_machine as measure_machine
+from meshwright.calibrate.probe import measure_machine
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
 from meshwright.launch.world import World
@@ -42,13 +45,15 @@ from validation.memory.one_gpu import OPTIMIZERS, case_loss, make_batch, make_mo
 CASES = Path(__file__).with_name("cases.yaml")
 MEASURED = Path(__file__).with_name("h200.json")
 WARM_UP, ROUNDS = 2, 5
-TURNS = 7  # on CPU cores, whose speed others change: each predicts from what it measures, and then takes the steps
-CPU_GLOBAL_BATCH = 128  # that of jobs/mnist.yaml
+CPU_TURNS = (
+    7  # other programs change the speed of CPU cores: each turn measures operators, predicts, and measures steps
+)
+CPU_GLOBAL_BATCH = 128  # as in jobs/mnist.yaml
 
 
 @dataclass(frozen=True)
 class StepRow:
-    """One case under one plan. The case's batch is that of all ranks."""
+    """One case of cases.yaml with its plan. The batch of the case is the global batch."""
 
     case: dict[str, Any]
     precision: str
@@ -71,14 +76,15 @@ def cases() -> dict[str, dict[str, Any]]:
 
 
 def measured_rows(kind: str = "rows") -> Iterator[tuple[StepRow, float]]:
-    """Those of h200.json, short or `held`, with their seconds."""
-    known = cases()
+    """The steps of h200.json with their seconds: the short ones (`rows`), or those at the power limit (`held`)."""
+    cases_by_name = cases()
     for row in json.loads(MEASURED.read_text())[kind]:
-        yield StepRow(known[row["name"]], row["precision"], row["layout"]), row["step_s"]
+        yield StepRow(cases_by_name[row["name"]], row["precision"], row["layout"]), row["step_s"]
 
 
 def rows_here(cluster: Cluster) -> Iterator[StepRow]:
-    """What can be measured on this machine; bf16 only where it has instructions for it, else a step takes minutes."""
+    """The steps that can be measured on this machine. On CPU cores bf16 is measured only if they have instructions for
+    it, because a step would take minutes otherwise."""
     if cluster.kind == "cuda":
         for case in cases().values():
             yield StepRow(case, "bf16")
@@ -95,7 +101,7 @@ def rows_here(cluster: Cluster) -> Iterator[StepRow]:
                 yield StepRow(case, "bf16", ranks=ranks)
 
 
-# ---- predicted
+# ---- predictions
 
 
 def trace(row: StepRow, on_gpu: bool) -> ModelProfile:
@@ -105,6 +111,7 @@ def trace(row: StepRow, on_gpu: bool) -> ModelProfile:
 
 
 def predict(row: StepRow, cluster: Cluster, traced: ModelProfile | None = None) -> Prediction:
+    """The predicted step; `traced` is the profile of the model, which is traced if it is None."""
     on_gpu = cluster.kind == "cuda"
     optimizer = measure_optimizer_cost(OPTIMIZERS[row.case["optimizer"]], multi_tensor=on_gpu)
     traced = traced or trace(row, on_gpu)
@@ -120,13 +127,13 @@ def _batch(case: dict[str, Any], device: str, count: int | None = None) -> tuple
     return make_batch({**case, "batch": count or case["batch"]}, device)
 
 
-# ---- measured
+# ---- measurements
 
 
 def measure(row: StepRow, cluster: Cluster) -> float:
-    """The median of `ROUNDS` rounds of steps, after some that warm up."""
+    """The measured seconds of a step on the slowest rank: the median of `ROUNDS` rounds, after `WARM_UP` rounds."""
     if cluster.kind == "cuda":
-        return _steps(row, World(0, 0, 1, 1, 0, torch.device("cuda", 0), None), 6)
+        return _measure_step_s(row, World(0, 0, 1, 1, 0, torch.device("cuda", 0), None), 6)
     with tempfile.TemporaryDirectory() as folder:
         spawn(_rank, (row, folder, max(1, cluster.cores // row.ranks)), row.ranks)
         return max(float(file.read_text()) for file in Path(folder).glob("seconds*"))
@@ -138,18 +145,19 @@ def _rank(rank: int, row: StepRow, folder: str, threads: int) -> None:
     if row.ranks > 1:
         store = dist.FileStore(str(Path(folder, "store")), row.ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=row.ranks)
-    taken = _steps(row, World(rank, rank, row.ranks, row.ranks, 0, torch.device("cpu"), store), 4)
-    Path(folder, f"seconds{rank}").write_text(str(taken))
+    step_s = _measure_step_s(row, World(rank, rank, row.ranks, row.ranks, 0, torch.device("cpu"), store), 4)
+    Path(folder, f"seconds{rank}").write_text(str(step_s))
     if row.ranks > 1:
         dist.destroy_process_group()
 
 
-def _steps(row: StepRow, world: World, steps: int) -> float:
+def _measure_step_s(row: StepRow, world: World, steps: int) -> float:
+    """The measured seconds of a step on this rank; every round has `steps` steps."""
     with world.device:
         model = make_model(row.case)
     session = Session(
         model,
-        lambda held: OPTIMIZERS[row.case["optimizer"]](held.values()),
+        lambda parameters: OPTIMIZERS[row.case["optimizer"]](parameters.values()),
         loss=case_loss,
         plan=row.plan,
         world=world,
@@ -157,22 +165,22 @@ def _steps(row: StepRow, world: World, steps: int) -> float:
     inputs, targets = _batch(row.case, str(world.device), row.case["batch"] // row.ranks)
     if inputs.is_floating_point():
         inputs = torch.randn_like(inputs)
-    if "digits" in row.case["input"]:  # of one class they are soon learnt, and vanishing gradients are slow to compute
+    if "digits" in row.case["input"]:  # a single class is soon learned, and denormal gradients are slow to compute
         targets = torch.randint(10, targets.shape, device=world.device)
     if row.layout == "channels_last":
         inputs = inputs.to(memory_format=torch.channels_last)
 
-    def run() -> float:
+    def round_s() -> float:
         _wait(world.device)
-        began = time.perf_counter()
+        begin = time.perf_counter()
         for _ in range(steps):
             session.step((inputs, targets))
         _wait(world.device)
-        return (time.perf_counter() - began) / steps
+        return (time.perf_counter() - begin) / steps
 
     for _ in range(WARM_UP):
-        run()
-    return median(run() for _ in range(ROUNDS))
+        round_s()
+    return median(round_s() for _ in range(ROUNDS))
 
 
 def _wait(device: torch.device) -> None:
@@ -181,24 +189,32 @@ def _wait(device: torch.device) -> None:
 
 
 def recorded_on() -> Cluster:
-    """The GPU of h200.json, with the reference's calibration."""
+    """The GPU of h200.json as a cluster, with the calibration of the reference GPU."""
     cluster = find_cluster("H200")
     node = cluster.nodes[0].model_copy(update={"device": reference_gpu()[0]})
     return cluster.model_copy(update={"nodes": (node,), "based_on": "calibrated"})
 
 
+def recorded_errors(kind: str = "rows") -> Iterator[tuple[StepRow, float]]:
+    """The recorded steps with the relative errors of their predictions; positive if the prediction is too slow."""
+    for row, step_s in measured_rows(kind):
+        yield row, predict(row, recorded_on()).step_s / step_s - 1
+
+
 def show_recorded() -> None:
+    """Prints the errors of all recorded steps, and their median by precision."""
     errors: dict[str, list[float]] = {}
-    for row, taken in measured_rows():
-        errors.setdefault(row.precision, []).append(predict(row, recorded_on()).step_s / taken - 1)
-        print(f"{row.case['name']:10} {row.precision} {row.layout:13} {errors[row.precision][-1]:+.1%}", flush=True)
-    for precision, found in errors.items():
-        off = [abs(error) for error in found]
-        print(f"{precision}: {len(off)} steps, median error {median(off):.1%}, largest {max(off):.1%}")
-    for row, taken in measured_rows("held"):
-        alone, limited = (predict(row, cluster).step_s / taken - 1 for cluster in (recorded_on(), find_cluster("H200")))
+    for row, error in recorded_errors():
+        errors.setdefault(row.precision, []).append(abs(error))
+        print(f"{row.case['name']:10} {row.precision} {row.layout:13} {error:+.1%}", flush=True)
+    for precision, values in errors.items():
+        print(f"{precision}: {len(values)} steps, median error {median(values):.1%}, largest {max(values):.1%}")
+    for row, step_s in measured_rows("held"):
+        calibrated, catalog = (
+            predict(row, cluster).step_s / step_s - 1 for cluster in (recorded_on(), find_cluster("H200"))
+        )
         name = f"{row.case['name']} {row.precision}"
-        print(f"held: {name:13} calibrated {alone:+.1%}, not calibrated {limited:+.1%}", flush=True)
+        print(f"held: {name:13} calibrated {calibrated:+.1%}, not calibrated {catalog:+.1%}", flush=True)
 
 
 def main(names: list[str]) -> None:
@@ -206,20 +222,21 @@ def main(names: list[str]) -> None:
         show_recorded()
         return
     cluster = find_cluster("local", measure_machine)
-    turns = TURNS if cluster.kind == "cpu" else 1
+    turns = CPU_TURNS if cluster.kind == "cpu" else 1
     print(f"{cluster.device_count} × {cluster.nodes[0].device.name}, {cluster.based_on}; medians of {turns} turns")
     load = os.getloadavg()[0]
     if load > 1:
-        print(f"{load:.1f} processes already want to run here: what is measured is slower than the machine is")
+        print(f"the load average is {load:.1f}: other processes make the measured steps slower")
     errors = []
     for row in rows_here(cluster):
         if names and row.case["name"] not in names:
             continue
-        predicted, taken = _in_turns(row, cluster, turns)
-        errors.append(abs(median(predicted) / median(taken) - 1))
+        predicted_s, measured_s = _in_turns(row, cluster, turns)
+        error = median(predicted_s) / median(measured_s) - 1
+        errors.append(abs(error))
         print(
             f"{row.case['name']:10} batch {row.case['batch']:4} {row.ranks} ranks {row.precision} {row.layout:13}"
-            f" measured {_told(taken)}  predicted {_told(predicted)}  {median(predicted) / median(taken) - 1:+.1%}",
+            f" measured {_format_ms(measured_s)}  predicted {_format_ms(predicted_s)}  {error:+.1%}",
             flush=True,
         )
         gc.collect()
@@ -230,13 +247,14 @@ def main(names: list[str]) -> None:
 
 
 def _in_turns(row: StepRow, cluster: Cluster, turns: int) -> tuple[list[float], list[float]]:
-    """Predictions and measurements: a machine that slows down slows both."""
+    """The predicted and the measured seconds of each turn. They alternate, so that a machine that becomes slower
+    affects both."""
     traced = trace(row, cluster.kind == "cuda")
-    found = [(predict(row, cluster, traced).step_s, measure(row, cluster)) for _ in range(turns)]
-    return [predicted for predicted, _ in found], [taken for _, taken in found]
+    pairs = [(predict(row, cluster, traced).step_s, measure(row, cluster)) for _ in range(turns)]
+    return [predicted_s for predicted_s, _ in pairs], [measured_s for _, measured_s in pairs]
 
 
-def _told(seconds: list[float]) -> str:
+def _format_ms(seconds: list[float]) -> str:
     spread = f" ({min(seconds) * 1e3:.1f} to {max(seconds) * 1e3:.1f})" if len(seconds) > 1 else ""
     return f"{median(seconds) * 1e3:8.2f} ms{spread}"
 

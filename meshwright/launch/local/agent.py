@@ -2,15 +2,15 @@
 and stops.
 
 It overrides or uses these private members of torch's agent, seen to work on torch 2.11 and 2.13: `_monitor_workers`,
-`_restart_workers`, `_remaining_restarts`, `_worker_group` and `_pcontext`.
+`_start_workers`, `_restart_workers`, `_remaining_restarts`, `_worker_group` and `_pcontext`.
 """
 
 import os
-import signal
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from signal import SIGKILL, SIGTERM
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -20,9 +20,11 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from meshwright.errors import Stopped
 from meshwright.launch.failure import Failure, first_cause, is_consequence, repeats, to_error
+from meshwright.launch.local.fork_server import ForkedRank, ForkServer
 from meshwright.launch.loopback import ADDRESS
 from meshwright.launch.output import clear_progress, print_to_user
 from meshwright.launch.signals import StopRequest
+from meshwright.launch.torch_private import elastic_processes_of, elastic_starts_ranks_with
 
 POLL_S = 0.02
 SETTLE_S = 1.0  # how long to wait for the cause of a failure that looks like a consequence
@@ -78,13 +80,21 @@ class Agent(LocalElasticAgent):
     were read.
     """
 
-    def __init__(self, spec: WorkerSpec, folder: Path, grace_s: float, stop: StopRequest) -> None:
+    def __init__(self, spec: WorkerSpec, server: ForkServer, folder: Path, grace_s: float, stop: StopRequest) -> None:
         super().__init__(spec, NoLogs())
+        self._server = server
         self.restarts = 0
         self.failure: Failure | None = None
         self._folder = folder
         self._grace_s = grace_s
         self._stop = stop
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        with elastic_starts_ranks_with(self._start_rank):
+            return super()._start_workers(worker_group)
+
+    def _start_rank(self, arguments: Sequence[str], environment: Mapping[str, str]) -> ForkedRank:
+        return self._server.start_rank(str(self._worker_group.spec.entrypoint), arguments, environment)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         self.restarts += 1
@@ -108,12 +118,13 @@ class Agent(LocalElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         return super()._monitor_workers(worker_group)
 
-    def _pids(self) -> dict[int, int]:
-        return self._pcontext.pids() if self._pcontext is not None else {}
+    def _processes(self) -> dict[int, ForkedRank]:
+        """Returns the processes by rank. On one machine the local rank is the rank."""
+        return elastic_processes_of(self._pcontext)
 
     def _exits(self) -> dict[int, int | None]:
-        """Returns the exit codes by rank, None for a rank that runs. On one machine the local rank is the rank."""
-        return {rank: exit_code(pid) for rank, pid in self._pids().items()}
+        """Returns the exit codes by rank, None for a rank that runs."""
+        return {rank: process.poll() for rank, process in self._processes().items()}
 
     def _find_cause(self) -> Failure | None:
         deadline = time.monotonic() + SETTLE_S
@@ -132,10 +143,10 @@ class Agent(LocalElasticAgent):
     def _stop_ranks(self) -> None:
         """Sends SIGTERM to the ranks, waits for them up to the grace period, and ends the launch."""
         received = self._stop.received
-        for pid in self._pids().values():
+        for process in self._processes().values():
             # The signal goes to the rank, not to its process group: its data loaders must run until it has saved.
-            if exit_code(pid) is None:
-                os.kill(pid, signal.SIGTERM)
+            if process.poll() is None:
+                os.kill(process.pid, SIGTERM)
         self._wait_for_ranks(self._grace_s, until=lambda: self._stop.insisted)
         cause = self._cause(self._exits())
         self._kill_ranks()
@@ -145,11 +156,9 @@ class Agent(LocalElasticAgent):
         raise Stopped(f"stopped by {received.name if received else 'request'}")
 
     def _kill_ranks(self) -> None:
-        """Kills every rank and the processes it started. No rank was reaped before, so no pid can belong to another
-        process."""
-        for pid in self._pids().values():
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
+        """Kills every rank and the processes it started."""
+        for process in self._processes().values():
+            process.signal_group(SIGKILL)
         self._wait_for_ranks(_REAP_S)
         clear_progress()
 
@@ -157,14 +166,3 @@ class Agent(LocalElasticAgent):
         deadline = time.monotonic() + seconds
         while None in self._exits().values() and time.monotonic() < deadline and not until():
             time.sleep(POLL_S)
-
-
-def exit_code(pid: int) -> int | None:
-    """Returns the exit code like `Popen.returncode`, None for a process that runs. The process is not reaped."""
-    try:
-        status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return 0  # elastic reaped it, which it does only after all ranks have ended
-    if status is None:
-        return None
-    return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status

@@ -1,8 +1,6 @@
 """Starts ranks on this machine, restarts them when one dies, and says in one line why they failed."""
 
 import logging
-import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from meshwright.launch import loopback
 from meshwright.launch.failure import record_file, to_error
 from meshwright.launch.heartbeat import heartbeat_file
 from meshwright.launch.local.agent import Agent, SingleMachineRendezvous
+from meshwright.launch.local.fork_server import fork_server
 from meshwright.launch.local.replacing_agent import ReplacingAgent
 from meshwright.launch.signals import StopRequest
 
@@ -44,7 +43,8 @@ def launch(
     folder: Path,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
-    """Runs `python -m module arguments` in every rank until all have finished. Returns the number of restarts.
+    """Calls `main()` of the module in every rank, with `arguments` in `sys.argv`, until all have finished. Returns the
+    number of restarts.
 
     Raises RankError or InputError when ranks failed for good, and Stopped when a signal stopped them. Rank logs go to
     `folder`. It must be called from the main thread, because the kernel kills ranks when the thread that started them
@@ -60,20 +60,21 @@ def launch(
         StopRequest((SIGTERM, SIGINT, SIGHUP)) as stop,
         _quiet_elastic(),
         variables.environment_variables({**_rank_variables(ranks, folder), **environment}),
+        fork_server(module) as server,
     ):
         spec = WorkerSpec(
             role="rank",
             local_world_size=ranks.count,
             rdzv_handler=SingleMachineRendezvous(port),
-            entrypoint=sys.executable,
+            entrypoint=module,
             # Elastic would substitute `${local_rank}` in arguments. `$$` keeps a `$` as it is.
-            args=tuple(word.replace("$", "$$") for word in ("-m", "meshwright.launch.local.start", module, *arguments)),
+            args=tuple(word.replace("$", "$$") for word in arguments),
             max_restarts=ranks.restarts,
         )
         agent = (
-            ReplacingAgent(spec, folder, ranks.grace_s, stop, ranks.expendable)
+            ReplacingAgent(spec, server, folder, ranks.grace_s, stop, ranks.expendable)
             if ranks.expendable
-            else Agent(spec, folder, ranks.grace_s, stop)
+            else Agent(spec, server, folder, ranks.grace_s, stop)
         )
         result = agent.run()
     del store  # the ranks needed it until here
@@ -88,7 +89,6 @@ def _rank_variables(ranks: RankSettings, folder: Path) -> dict[str, str]:
     interface = loopback.interface()
     return {
         variables.FOLDER: str(folder),
-        variables.AGENT: str(os.getpid()),
         variables.SPEAKER: str(ranks.speaker),
         # Set before torch is imported, because it sizes its thread pools only once.
         "OMP_NUM_THREADS": str(ranks.threads),

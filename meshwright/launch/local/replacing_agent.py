@@ -4,18 +4,16 @@
 """
 
 import os
-import signal
-import subprocess
-import sys
 import time
-from contextlib import suppress
 from pathlib import Path
+from signal import SIGKILL
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 
 from meshwright.launch.failure import Failure, first_cause, is_consequence, record_file, repeats
 from meshwright.launch.heartbeat import heartbeat_file, read_heartbeat
-from meshwright.launch.local.agent import POLL_S, SETTLE_S, Agent, exit_code
+from meshwright.launch.local.agent import POLL_S, SETTLE_S, Agent
+from meshwright.launch.local.fork_server import ForkedRank, ForkServer
 from meshwright.launch.output import print_to_user
 from meshwright.launch.signals import StopRequest
 
@@ -26,11 +24,13 @@ class ReplacingAgent(Agent):
     """The first `expendable` ranks may die. When one of the other ranks dies, all start again, as with `Agent`. The
     spec's limit of restarts counts restarts of single ranks and of all ranks together."""
 
-    def __init__(self, spec: WorkerSpec, folder: Path, grace_s: float, stop: StopRequest, expendable: int) -> None:
-        super().__init__(spec, folder, grace_s, stop)
+    def __init__(
+        self, spec: WorkerSpec, server: ForkServer, folder: Path, grace_s: float, stop: StopRequest, expendable: int
+    ) -> None:
+        super().__init__(spec, server, folder, grace_s, stop)
         self._expendable = expendable
         self._replacement_count = 0
-        self._replacements: dict[int, subprocess.Popen[bytes]] = {}
+        self._replacements: dict[int, ForkedRank] = {}
         self._abandoned: set[int] = set()
         self._failures: dict[int, Failure] = {}  # the last one of each rank
 
@@ -93,8 +93,7 @@ class ReplacingAgent(Agent):
     def _replace_or_abandon(self, failure: Failure) -> None:
         rank, max_restarts = failure.rank, self._worker_group.spec.max_restarts
         previous, self._failures[rank] = self._failures.get(rank), failure
-        with suppress(ProcessLookupError, PermissionError):  # the processes that the rank had started
-            os.killpg(self._pids()[rank], signal.SIGKILL)
+        self._processes()[rank].signal_group(SIGKILL)  # the processes that the rank had started
         if not self._may_replace() or repeats(failure, previous):
             self._abandoned.add(rank)
             print_to_user(f"{failure.line}: the others go on without it")
@@ -105,9 +104,9 @@ class ReplacingAgent(Agent):
         record_file(self._folder, rank).unlink(missing_ok=True)
         if rank in self._replacements:
             self._replacements[rank].wait()
-        self._replacements[rank] = self._start_rank(rank)
+        self._replacements[rank] = self._start_replacement(rank)
 
-    def _start_rank(self, rank: int) -> "subprocess.Popen[bytes]":
+    def _start_replacement(self, rank: int) -> ForkedRank:
         """Starts the rank as elastic does: with the same environment variables and in a process group of its own."""
         spec, group = self._worker_group.spec, self._worker_group
         variables = {
@@ -120,21 +119,15 @@ class ReplacingAgent(Agent):
             "TORCHELASTIC_RESTART_COUNT": str(self.restarts),
         }
         arguments = [str(argument).replace("$$", "$") for argument in spec.args]
-        return subprocess.Popen([sys.executable, *arguments], env={**os.environ, **variables}, start_new_session=True)
+        return self._start_rank(arguments, {**os.environ, **variables})
 
     def _cause(self, exits: dict[int, int | None]) -> Failure | None:
         """Ignores ranks that were abandoned before, unless no other rank has failed."""
         others = {rank: code for rank, code in exits.items() if rank not in self._abandoned}
         return super()._cause(others) or super()._cause(exits)
 
-    def _pids(self) -> dict[int, int]:
-        return {**super()._pids(), **{rank: process.pid for rank, process in self._replacements.items()}}
-
-    def _exits(self) -> dict[int, int | None]:
-        exits = {rank: exit_code(pid) for rank, pid in super()._pids().items()}
-        for rank, process in self._replacements.items():
-            exits[rank] = exit_code(process.pid) if process.returncode is None else process.returncode
-        return exits
+    def _processes(self) -> dict[int, ForkedRank]:
+        return {**super()._processes(), **self._replacements}
 
     def _reap(self) -> None:
         """Reaps the replacements, which elastic does not know, after all of them were killed."""

@@ -1,33 +1,30 @@
-"""`python -m meshwright.launch.local.start MODULE ARGUMENTS` is the program that a rank runs. It prepares the process
-before anything slow is imported, so that a failing import is reported too and no rank outlives its launcher."""
+"""What a forked process does as a rank: it prepares itself before it imports the rank's module, so that a failing
+import is reported too, and calls the module's `main()`."""
 
-import runpy
+import importlib
 import signal
 import sys
+from typing import NoReturn
 
 from meshwright.launch import environment
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.output import redirect
-from meshwright.launch.process_exit import exit_with_agent, record_failure_and_exit, skip_library_teardown
+from meshwright.launch.process_exit import exit_forked_process, exit_with_parent, record_failure_and_exit
 
 
-def main() -> None:
+def run(module: str, *arguments: str) -> NoReturn:
     env = environment.read_environment()
-    exit_with_agent(env)
+    assert env.agent is not None
+    exit_with_parent(env.agent)
     # The launcher handles Ctrl-C, and stops the ranks with SIGTERM.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if env.folder is not None:
         redirect(env.folder, env.rank, env.attempt, env.speaker)
-    module, *arguments = sys.argv[1:]
     sys.argv = [module, *arguments]
     try:
-        with skip_library_teardown():
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
-    except SystemExit:
-        raise
+        importlib.import_module(module).main()
+    except SystemExit as exit:
+        exit_forked_process(exit.code)
     except BaseException as error:
         record_failure_and_exit(error, env, Heartbeat.in_memory())
-
-
-if __name__ == "__main__":
-    main()
+    exit_forked_process(0)

@@ -23,6 +23,7 @@ from meshwright.profile.operator_costs import operator_flops
 from meshwright.profile.torch_private import (
     FakeTensorMode,
     TorchDispatchMode,
+    answer_tensor_query,
     operator_arguments,
     operator_name,
     storage_address,
@@ -149,7 +150,7 @@ class DataflowRecorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "prim":  # queries about a tensor, such as its device
-            return func(*args, **kwargs)
+            return answer_tensor_query(func, args, kwargs)
         flow, number = self.flow, len(self.flow.operators)
         inputs = self.values_in((args, kwargs))
         arguments, keywords = tree_map(self._reference, (args, kwargs))
@@ -270,7 +271,7 @@ def record_dataflow(
 
 @contextmanager
 def recording_module_calls(names: dict[nn.Module, str], recorder: DataflowRecorder) -> Iterator[None]:
-    """Within this context, the recorder is told of every call of these modules."""
+    """Within this context, the recorder receives every call of these modules."""
     handles = []
     for module, name in names.items():
 

@@ -17,7 +17,7 @@ from meshwright.profile.torch_private import operator_arguments, tree_leaves
 
 @dataclass(frozen=True)
 class DividedDimension:
-    """How a value is divided: its dimension `dim` is seen as outer × count × inner, and `count` is divided among ranks.
+    """How a value is divided: its dimension `dim` is viewed as outer × count × inner, of which `count` is divided.
 
     `outer` is 0 for the output of a fused layer whose slices are divided separately.
     """

@@ -73,7 +73,7 @@ def find_splits(flow: Dataflow) -> tuple[SplitGroup, ...]:
 
 def find_splits_with_values(flow: Dataflow) -> tuple[tuple[SplitGroup, frozenset[int]], ...]:
     """All groups as in `find_splits`, each with the values that are divided when the group is split."""
-    search = _Search(flow, find_linear_layers(flow))
+    search = _SplitSearch(flow, find_linear_layers(flow))
     groups: list[tuple[SplitGroup, frozenset[int]]] = []
     for name in search.layers:
         candidate = None if name in search.used else _group_from(search, name)
@@ -85,7 +85,7 @@ def find_splits_with_values(flow: Dataflow) -> tuple[tuple[SplitGroup, frozenset
 
 
 @dataclass
-class _Search:
+class _SplitSearch:
     """What the search works on: the dataflow, its linear layers, and the parameters that groups found so far use."""
 
     flow: Dataflow
@@ -98,8 +98,9 @@ class _Search:
 
 
 @dataclass
-class _Candidate:
-    """A group in the making: its column layers and tables are given, the rest is found by following them."""
+class _GroupCandidate:
+    """A group that is being built, from its column layers and tables: the rest follows from how their outputs are
+    used."""
 
     columns: dict[str, int]  # weight -> of how many equal layers it is fused
     tables: dict[str, int]  # parameter that is no layer's weight -> its divided dimension
@@ -110,7 +111,7 @@ class _Candidate:
     heads: int | None = None
     kv_heads: int | None = None
 
-    def to_group(self, search: _Search) -> SplitGroup:
+    def to_group(self, search: _SplitSearch) -> SplitGroup:
         name = search.layers[next(iter(self.columns))].module
         kind: SplitKind = "column" if self.heads is None else "heads"
         splits = []
@@ -131,7 +132,7 @@ class _Candidate:
         return SplitGroup(name, self.degree, tuple(splits), self.heads, self.kv_heads)
 
 
-def _group_from(search: _Search, column: str) -> _Candidate | None:
+def _group_from(search: _SplitSearch, column: str) -> _GroupCandidate | None:
     """The group that starts at a column layer, or None if that cannot be split."""
     for fused in _FUSED_PARTS:
         if fused > 1 and search.layers[column].outputs % fused:
@@ -142,7 +143,7 @@ def _group_from(search: _Search, column: str) -> _Candidate | None:
     return None
 
 
-def _complete_group(search: _Search, columns: dict[str, int], tables: dict[str, int]) -> _Candidate | None:
+def _complete_group(search: _SplitSearch, columns: dict[str, int], tables: dict[str, int]) -> _GroupCandidate | None:
     """Follows the divided layers and tables, and adds whatever must be divided with them, until the group is complete.
     None if there is no such group."""
     flow, layers = search.flow, search.layers
@@ -176,12 +177,12 @@ def _complete_group(search: _Search, columns: dict[str, int], tables: dict[str, 
 
 
 def _follow(
-    search: _Search, columns: dict[str, int], tables: dict[str, int], masks: dict[int, DividedDimension]
-) -> _Candidate:
+    search: _SplitSearch, columns: dict[str, int], tables: dict[str, int], masks: dict[int, DividedDimension]
+) -> _GroupCandidate:
     """Follows the divided values in the order of the operators, until row layers sum over them. Raises `CannotSplit`,
     or `NeedsDividedInput` for a value that must be divided too."""
     flow, layers = search.flow, search.layers
-    candidate = _Candidate(columns, tables)
+    candidate = _GroupCandidate(columns, tables)
     divided: dict[int, DividedDimension] = dict(masks)
     layer_of_operator = {number: layer for layer in layers.values() for number in layer.operators}
     queue = [number for name in columns for number in layers[name].operators]
@@ -218,8 +219,8 @@ def _follow(
 
 
 def _divided_outputs(
-    search: _Search,
-    candidate: _Candidate,
+    search: _SplitSearch,
+    candidate: _GroupCandidate,
     op: TracedOperator,
     layer: LinearLayer | None,
     divided: dict[int, DividedDimension],
@@ -251,7 +252,7 @@ def _row_inputs(flow: Dataflow, op: TracedOperator, dimension: DividedDimension 
     return shape[-1]
 
 
-def _check_rows(search: _Search, candidate: _Candidate, row_operators: set[int]) -> None:
+def _check_rows(search: _SplitSearch, candidate: _GroupCandidate, row_operators: set[int]) -> None:
     """There must be row layers, in no other group, and all their products must have a divided input."""
     operators = {number for name in candidate.rows for number in search.layers[name].operators}
     if not candidate.rows or operators != row_operators or search.used & candidate.rows.keys():
@@ -279,7 +280,7 @@ def _adds_bias(
     )
 
 
-def _note_heads(op: TracedOperator, divided: dict[int, DividedDimension], candidate: _Candidate) -> None:
+def _note_heads(op: TracedOperator, divided: dict[int, DividedDimension], candidate: _GroupCandidate) -> None:
     """The first operator that multiplies two divided values is where queries meet keys: it tells the heads."""
     is_attention = "scaled_dot_product" in op.name or op.name == "bmm"
     if is_attention and candidate.heads is None and all(value in divided for value in op.inputs[:2]):
@@ -287,7 +288,7 @@ def _note_heads(op: TracedOperator, divided: dict[int, DividedDimension], candid
         candidate.heads, candidate.kv_heads = max(counts), min(counts)
 
 
-def _note_slices(search: _Search, divided: dict[int, DividedDimension], candidate: _Candidate) -> None:
+def _note_slices(search: _SplitSearch, divided: dict[int, DividedDimension], candidate: _GroupCandidate) -> None:
     """Notes the parts of fused layers that the model slices. The slices must cover the output without overlapping."""
     flow, layers = search.flow, search.layers
     for name, fused in candidate.columns.items():

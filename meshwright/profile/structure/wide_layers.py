@@ -1,6 +1,6 @@
 """Finds the few linear layers that hold many of a model's weights and do little of its work.
 
-Splitting them over the replicate axis saves the all-reduce of their gradients. VGG16's classifier is the known case.
+Splitting them over the replicate axis saves the all-reduce of their gradients. VGG16's classifier is an example.
 """
 
 from collections.abc import Callable
@@ -11,8 +11,9 @@ import torch
 from meshwright.profile.structure.dataflow import Dataflow
 from meshwright.profile.structure.linear_layers import LinearLayer, find_linear_layers
 
-_LEAST_PARAMETER_SHARE = 0.05  # a chain with fewer of the model's parameters is not worth a split of its own
-_MOST_FLOP_SHARE = 0.25  # of its parameter share
+# Which chains are proposed, a choice; the simulator predicts whether a split of one of them is faster.
+_LEAST_PARAMETER_SHARE = 0.05  # of the model's parameters, that a chain has at least
+_MOST_FLOP_SHARE = 0.25  # of the model's FLOPs, as a share of the chain's share of parameters
 
 
 @dataclass(frozen=True)

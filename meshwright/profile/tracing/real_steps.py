@@ -49,7 +49,7 @@ def trace_or_measure_profile(
     with_structure: bool = False,
     model_structure: ModelStructure | None = None,
 ) -> tuple[ModelProfile, str]:
-    """The profile of a model, and a phrase for the user that says how it was found: traced where that works, else
+    """The profile of a model, and a phrase for the user that says how: traced where that works, else
     measured, which finds no structure. The arguments are those of `trace_profile`."""
     try:
         profile = trace_profile(
@@ -262,7 +262,7 @@ def _changes(trace: StepTrace, size: int, half: _HalfBatch | None) -> list[Memor
 
 
 def _allocating_operators(trace: StepTrace) -> dict[int, _OperatorKey]:
-    """For each allocation, the operator that made it."""
+    """For each allocation, the operator that allocated it."""
     keys: list[_OperatorKey] = [("forward", "", ""), *_operator_keys(trace)]
     return {
         number: keys[event.after_operators] for number, event in enumerate(trace.memory) if event.allocation is None

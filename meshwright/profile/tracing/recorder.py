@@ -28,6 +28,7 @@ from meshwright.profile.operator_costs import (
 )
 from meshwright.profile.torch_private import (
     TorchDispatchMode,
+    answer_tensor_query,
     backward_node_number,
     forward_node_number,
     operator_name,
@@ -127,7 +128,7 @@ class TraceRecorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "prim":  # queries about a tensor, such as its device
-            return func(*args, **kwargs)
+            return answer_tensor_query(func, args, kwargs)
         name = operator_name(func)
         origin = self._origin(name, args)
         result = func(*args, **kwargs)
@@ -248,7 +249,7 @@ _UNKNOWN_GRADIENT = OperatorOrigin(-1, "", True)
 
 @contextmanager
 def recording_hooks(recorder: TraceRecorder) -> Iterator[None]:
-    """Within this context, the recorder is told which module runs and which tensors autograd saves."""
+    """Within this context, the recorder receives which module runs and which tensors autograd saves."""
     pre_hook = hooks.register_module_forward_pre_hook(recorder.enter_module)
     hook = hooks.register_module_forward_hook(recorder.leave_module, always_call=True)
     try:

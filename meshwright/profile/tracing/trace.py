@@ -7,7 +7,6 @@ batch size must lie on it (`fit_batch_polynomial`, `_check_fourth_batch`).
 """
 
 import traceback
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -82,41 +81,21 @@ def trace_profile(
     structure through `model_structure`. Without `merge_equal_blocks`, every block is traced. The model may be on the
     meta device; it is not changed.
     """
+    step = _FakeStep(model, sample, loss, precision, target, recompute, GpuRules if on_gpu else nullcontext)
     equal_blocks = find_equal_blocks(model) if merge_equal_blocks else ()
-
-    def run(module: nn.Module, batch: Any) -> Tensor:
-        return compute_loss(module, batch, loss, precision, target)
-
-    rules: RulesContext = GpuRules if on_gpu else nullcontext
-
-    def trace(size: int) -> StepTrace:
-        with one_sequence_per_row(sample):
-            return _trace_step(model, sample, run, size, equal_blocks, recompute, rules)
-
     try:
-        traces = [trace(size) for size in BATCHES]
-        ranges = _segment_ranges(traces[0], equal_blocks)
+        traces, ranges = _trace_all_batches(step, equal_blocks)
     except (InputError, LookupError):
         # A model that counts its blocks itself fails without the skipped ones, and blocks that are never called, or
         # frozen, do not appear in both passes: such a model is traced with all its blocks.
         if not equal_blocks:
             raise
-        return trace_profile(
-            model,
-            sample,
-            loss,
-            precision=precision,
-            on_gpu=on_gpu,
-            target=target,
-            recompute=recompute,
-            with_structure=with_structure,
-            merge_equal_blocks=False,
-            model_structure=model_structure,
-        )
+        merge_equal_blocks, equal_blocks = False, ()
+        traces, ranges = _trace_all_batches(step, equal_blocks)
     marks, structure = SplitMarks({}, {}, {}, {}), None
     if with_structure:
-        with rules(), one_sequence_per_row(sample):
-            marks = find_split_marks(model, sample, run, BATCHES[0], equal_blocks)
+        with step.rules(), one_sequence_per_row(sample):
+            marks = find_split_marks(model, sample, step.loss_of, BATCHES[0], equal_blocks)
     segments = _combine(traces, BATCHES, ranges, marks)
     if with_structure:
         structure = (model_structure or ModelStructure(model, sample, target)).find(merge_equal_blocks)
@@ -132,33 +111,57 @@ def trace_profile(
         structure=structure,
     )
     if _has_squares(profile):
-        _check_fourth_batch(profile, trace(CHECK_BATCH), ranges)
+        _check_fourth_batch(profile, step.trace(CHECK_BATCH, equal_blocks), ranges)
     return profile
 
 
-def _trace_step(
-    model: nn.Module,
-    sample: Any,
-    run: Callable[[nn.Module, Any], Tensor],
-    size: int,
-    equal_blocks: tuple[EqualBlocks, ...],
-    recompute: Recompute,
-    rules: RulesContext,
-) -> StepTrace:
-    """Records one step of a fake copy of the model, with `size` samples and without the skipped blocks."""
-    mode = FakeTensorMode()
-    fake = fake_model(model, mode, skipped_blocks(equal_blocks))
-    names = {module: name for name, module in fake.named_modules()}
-    remove_skipped_blocks(fake, equal_blocks)
-    batch = fake_batch(sample, size, mode)
-    blocks = {name for row in equal_blocks for name in (row.first, row.middle, row.last)}
-    try:
-        with mode:
-            return record_step(fake, lambda module: run(module, batch), batch, names, blocks, recompute, rules)
-    except InputError:
-        raise
-    except Exception as error:
-        raise InputError(f"{_failing_module(error, names)}: {str(error).splitlines()[0]}") from error
+@dataclass(frozen=True)
+class _FakeStep:
+    """A training step that can be traced on fake tensors at any batch size. `rules` is the context in which operators
+    are recorded as a device of the target kind runs them."""
+
+    model: nn.Module
+    sample: Any
+    loss: LossFunction | None
+    precision: str
+    target: str | None
+    recompute: Recompute
+    rules: RulesContext
+
+    def loss_of(self, module: nn.Module, batch: Any) -> Tensor:
+        return compute_loss(module, batch, self.loss, self.precision, self.target)
+
+    def trace(self, size: int, equal_blocks: tuple[EqualBlocks, ...]) -> StepTrace:
+        """Records one step of a fake copy of the model, with `size` samples and without the skipped blocks."""
+        with one_sequence_per_row(self.sample):
+            return self._trace(size, equal_blocks)
+
+    def _trace(self, size: int, equal_blocks: tuple[EqualBlocks, ...]) -> StepTrace:
+        mode = FakeTensorMode()
+        fake = fake_model(self.model, mode, skipped_blocks(equal_blocks))
+        names = {module: name for name, module in fake.named_modules()}
+        remove_skipped_blocks(fake, equal_blocks)
+        batch = fake_batch(self.sample, size, mode)
+        blocks = {name for row in equal_blocks for name in (row.first, row.middle, row.last)}
+
+        def run(module: nn.Module) -> Tensor:
+            return self.loss_of(module, batch)
+
+        try:
+            with mode:
+                return record_step(fake, run, batch, names, blocks, self.recompute, self.rules)
+        except InputError:
+            raise
+        except Exception as error:
+            raise InputError(f"{_failing_module(error, names)}: {str(error).splitlines()[0]}") from error
+
+
+def _trace_all_batches(
+    step: _FakeStep, equal_blocks: tuple[EqualBlocks, ...]
+) -> tuple[list[StepTrace], list[_SegmentRange]]:
+    """Returns the traces of the step at all `BATCHES`, and the segments that they are divided into."""
+    traces = [step.trace(size, equal_blocks) for size in BATCHES]
+    return traces, _segment_ranges(traces[0], equal_blocks)
 
 
 def _failing_module(error: Exception, names: dict[nn.Module, str]) -> str:
@@ -292,7 +295,7 @@ def _combine_change(
 
 
 def memory_role(trace: StepTrace, allocation: int) -> MemoryRole:
-    """What an allocated tensor is kept for."""
+    """The role of an allocated tensor in the step."""
     if allocation in trace.gradients:
         return "gradient"
     return "saved" if allocation in trace.saved else "temporary"

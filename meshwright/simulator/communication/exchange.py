@@ -1,4 +1,4 @@
-"""What ranks send each other in a step beside tensor-parallel messages (tensor/messages.py), and how long that takes.
+"""What ranks send each other in a step, except tensor-parallel messages (tensor/messages.py), and how long that takes.
 
 Synchronized BatchNorm of C channels, in every microbatch over all n data ranks (`batch_norm_messages`):
 

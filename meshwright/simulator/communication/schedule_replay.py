@@ -6,7 +6,7 @@
     link      : a message starts once its sender has learned (after the latency) that it can be received; the link is
                 busy for b / together from when it is free, or credit before that if it was idle; nothing arrives
                 sooner than b / bandwidth - credit + latency after its start                     _transmit
-    program   = every rank takes its steps in their order, as soon as each can be taken          run
+    program   = every rank runs its steps in their order, each as soon as possible               run
 
 b are the bytes of a message. Chunks that go to one rank in one round are sent together and cut into segments as
 collectives/schedules/program.py does it.

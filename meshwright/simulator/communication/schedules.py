@@ -25,7 +25,8 @@ from meshwright.errors import InputError
 from meshwright.simulator.communication.cpu_network import CpuNetwork, HostSpeed, SharedMemorySpeed, rate_at
 from meshwright.simulator.communication.schedule_replay import ScheduleExecution, replay_schedule_s
 
-# Gloo's `AllreduceOptions`: torch leaves its algorithm unspecified, which is the ring of gloo/allreduce.cc.
+# kMaxSegmentSize of `AllreduceOptions` in gloo/allreduce.h, of which two are in flight at all times. torch leaves the
+# algorithm unspecified, which is the ring of gloo/allreduce.cc.
 GLOO_SEGMENT_BYTES = 2**20
 GLOO_SEGMENTS = 2  # of a rank's chunk, at least: one is sent while the other is added
 MOST_RANKS = 64  # whose programs are replayed message by message: 64 ranks in a ring send 16,000 messages

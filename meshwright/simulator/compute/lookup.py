@@ -12,7 +12,14 @@ from meshwright.cluster.cluster import OperatorTime
 from meshwright.dtypes import ITEM_BYTES
 from meshwright.profile.values import Operator
 
-_ALIGNED_BYTES = 16  # of a row: the largest load of a GPU (CUDA C++ Programming Guide, vectorized access)
+# Rows of other lengths are read with more loads. CUDA C++ Programming Guide, Device Memory Accesses: an instruction
+# reads words of 1, 2, 4, 8 or 16 bytes, at addresses that are multiples of their size.
+_ALIGNED_BYTES = 16
+# Factors of the logarithms of a filter's side and of a stride, and the distances of grouped from plain convolutions and
+# of unaligned from aligned ones, in doublings of a size. With them only similar convolutions are interpolated. They are
+# no properties of a device: `python -m validation.interpolation` compares them with smaller and larger ones.
+FILTER_DISTANCE = STRIDE_DISTANCE = 2.0
+GROUPED_DISTANCE = UNALIGNED_DISTANCE = 4.0
 # Vectors of one number a channel that BatchNorm reads and writes, forward (False) and backward (True): counted in the
 # arguments of torch's native_batch_norm and native_batch_norm_backward.
 _CHANNEL_VECTORS = {False: 6.0, True: 7.0}
@@ -125,6 +132,7 @@ def bias_bytes(operator: Operator, batch: float, backward: bool) -> float:
     out = flops / gradients / flops_per_output
     image, filters = n * c_in * h * w, c_out * c_in / groups * kernel**2
     counted = out + (gradients * image + 2 * filters if backward else image + filters)
+    # A bias, or its gradient, has c_out numbers: the remaining bytes are those or none, except for rounding errors.
     if operator.bytes.at(batch) / size - counted < 0.9 * c_out:
         return 0.0
     return (1 if backward else 2) * out * size
@@ -135,8 +143,12 @@ def _convolution_sizes(shape: Sequence[float], scale: float, itemsize: int) -> t
     pixels = n * scale * (h / stride) * (w / stride)
     # A convolution with filters of one pixel is a plain product, if a load of pixels does not cross channels.
     unaligned = kernel == stride == 1 and bool(h * w * itemsize % _ALIGNED_BYTES)
-    # Differences in these count more than those in sizes, so that only like convolutions are compared.
-    separated = (2 * log2(kernel), 2 * log2(stride), 4.0 * (groups > 1), 4.0 * unaligned)
+    separated = (
+        FILTER_DISTANCE * log2(kernel),
+        STRIDE_DISTANCE * log2(stride),
+        GROUPED_DISTANCE * (groups > 1),
+        UNALIGNED_DISTANCE * unaligned,
+    )
     return (*_logs(pixels, c_in / groups, c_out / groups), *separated)
 
 
@@ -164,6 +176,7 @@ def classify_measurement(row: OperatorTime) -> tuple[str, tuple[float, ...]]:
     if row.operator == "convolution":
         return "convolution", _convolution_sizes(shape, 1.0, 2 if row.dtype in ("bf16", "fp16") else 4)
     if row.operator == "matmul":
+        # Measured sizes are multiples of 8, which are aligned in 16 and in 32 bits, unless they are unaligned.
         odd = next((f" {side}" for side, size in zip("mnk", shape, strict=True) if size % 8), "")
         return f"matmul{odd}", _logs(*shape)
     if row.operator in ("batched_matmul", "input_gradient", "weight_gradient"):

@@ -5,14 +5,14 @@
     slowdown = measured / least, interpolated between the measured shapes around it                 ShapeTable.slowdown
     seconds  = max(least × slowdown, the shortest that was measured) + those of a convolution's bias  operator_s
 
-The shapes come from the device's own calibration (`doctor --calibrate`; of a CPU core, whatever measures this machine).
-A GPU without a calibration is taken to be like the reference GPU: an operator that both GPUs would finish in the same
-time at their peak rates has the same slowdown. Sizes are therefore scaled by the ratio of the rates (of the memory
-bandwidths, for operators that only move bytes) before they are looked up. Datasheet rates are multiplied by what the
-reference GPU reaches of its own, or by what is published of the GPU (`Device.sustained_shares`). A BatchNorm of
-contiguous images is limited by multiprocessors or by memory, whichever is slower on the GPU (`_batch_norm_s`), and so
-are dropout, GELU and casts to wider types (`_arithmetic_bound_s`). Batched products with an unaligned dimension are
-slower by the same factor as plain ones (`_unaligned_slowdown`).
+The shapes come from a calibration of the device (`doctor --calibrate`; CPU cores are calibrated whenever this machine
+is measured). A GPU without a calibration is assumed to be like the reference GPU: an operator that both GPUs would
+finish in the same time at their peak rates has the same slowdown. Sizes are therefore scaled by the ratio of the rates
+(of the memory bandwidths, for operators that only move bytes) before they are looked up. Datasheet rates are multiplied
+by the share of its datasheet rate that the reference GPU reaches, or by a published share (`Device.sustained_shares`).
+A BatchNorm of contiguous images is limited by multiprocessors or by memory, whichever is slower on the GPU
+(`_batch_norm_s`), and so are dropout, GELU and casts to wider types (`_arithmetic_bound_s`). Batched products with an
+unaligned dimension are slower by the same factor as plain ones (`_unaligned_slowdown`).
 """
 
 from collections.abc import Mapping
@@ -44,6 +44,10 @@ REFERENCE: Path = CATALOG / "reference_gpu.yaml"
 # Of the fp32 rate of a GPU without tf32, where the device states no `sustained_shares`: as the catalog's V100
 # (meshwright/cluster/catalog/nvidia.yaml, sustained_fp32).
 _SUSTAINED_FP32_BEFORE_TF32 = 0.87
+# A GPU without tf32 whose rate of another dtype is at most this share of its fp32 rate computes that dtype in fp32. Of
+# those in the catalog the rate of fp16 is at most 0.02 or at least 1.7 times that of fp32 (nvidia.yaml), so any value
+# between decides alike.
+_SAME_RATE = 1.1
 _PRODUCT_KINDS = ("matmul", "convolution", "attention")
 # By dtype, the dtypes whose measurements are used, the best first.
 _SIMILAR_DTYPES = {"fp16": ("fp16", "bf16", "fp32"), "bf16": ("bf16", "fp16", "fp32"), "tf32": ("tf32", "fp32")}
@@ -198,7 +202,7 @@ def _computed_dtype(operator: Operator, speeds: DeviceSpeeds, tf32: bool) -> str
     if dtype == "fp32" and operator.kind in tf32_kinds and "tf32" in speeds.rates:
         dtype = "tf32"
     is_product = speeds.tuned_fp32_convolutions and operator.kind in _PRODUCT_KINDS
-    if is_product and speeds.rates.get(dtype, 0.0) <= 1.1 * speeds.rates["fp32"]:
+    if is_product and speeds.rates.get(dtype, 0.0) <= _SAME_RATE * speeds.rates["fp32"]:
         return "fp32"  # the device stores this dtype, and does not compute in it
     return dtype
 
@@ -245,9 +249,9 @@ def _arithmetic_bound_s(
     plain = speeds.table("elementwise", "backward" if backward else "forward", dtype) or table
     sizes = operator_class.sizes
     slowdown, least_s = table.slowdown(sizes), operator_class.bytes / speeds.bandwidth_bytes_per_s
-    own, measured = speeds.multiprocessors
-    is_cycle_bound = own and operator_class.name in _CYCLE_BOUND
-    scale = speeds.clock_scale * measured / own if is_cycle_bound else speeds.vector_scale
+    count, measured_count = speeds.multiprocessors
+    is_cycle_bound = count and operator_class.name in _CYCLE_BOUND
+    scale = speeds.clock_scale * measured_count / count if is_cycle_bound else speeds.vector_scale
     memory_s = least_s * min(slowdown, plain.slowdown(sizes))
     return max(memory_s, least_s / speeds.memory_scale * slowdown * scale, table.shortest_s)
 
@@ -262,8 +266,8 @@ def _batch_norm_s(operator_class: OperatorClass, table: ShapeTable, speeds: Devi
     slowdown = table.slowdown(operator_class.sizes)
     large_slowdown = table.slowdown((_LARGEST_LOG_BYTES, log_channels))
     passes = min(large_slowdown, speeds.batch_norm_passes["backward" if backward else "forward"])
-    own, measured = speeds.multiprocessors
-    rounds = max(1.0, 2**log_channels / own) / max(1.0, 2**log_channels / measured)
+    count, measured_count = speeds.multiprocessors
+    rounds = max(1.0, 2**log_channels / count) / max(1.0, 2**log_channels / measured_count)
     scale = speeds.clock_scale * rounds
     busy = table.slowdown((log_bytes + log(scale / speeds.memory_scale, 2), log_channels))
     memory_s = least_s * max(slowdown - large_slowdown + passes, passes)
@@ -315,6 +319,6 @@ def shape_tables(device: Device) -> dict[_TableKey, ShapeTable]:
 
 @lru_cache(maxsize=1)
 def reference_gpu() -> tuple[Device, Device]:
-    """The GPU that others are taken to be like: as it was measured, and as its datasheet describes it."""
+    """The GPU whose measured operators stand for those of other GPUs: as it was measured, and as in its datasheet."""
     measured = load_device(REFERENCE)
     return measured, find_entry(measured.name).device

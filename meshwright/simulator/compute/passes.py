@@ -20,15 +20,16 @@ from meshwright.simulator.compute.operator_time import (
 )
 from meshwright.simulator.runtime import OUR_RUNTIME, Runtime
 
-# Time of the host, counted in operators, measured beside the reference GPU with a row of small layers: a cast of
-# autocast, which no line of Python calls; what our step does beside its passes, including the launch of a
-# multi-tensor optimizer; and what each tensor adds to that. Without gradients, an operator of a single-tensor
-# optimizer (AdamW, RMSprop, SGD and one of twelve lines: 0.34 each, of 26 to 32 µs).
-_CAST = 0.4
-_STEP_OVERHEAD = 14.0
-_STEP_OVERHEAD_PER_PARAMETER = 0.11
-_WITHOUT_GRADIENTS = 0.34
-_OPERATORS_OF_FOREIGN_OPTIMIZER = 5  # for each tensor, of a single-tensor optimizer whose operators were not counted
+# Seconds of the host, in units of launching one operator (`Device.launch_s`). Measured on the host of the reference GPU
+# with rows of small layers. `python -m validation.host_costs` on a GPU measures them again; with torch 2.11 on such a
+# host it printed 0.75 for a cast, 30 and 0.10 for the step overhead, and 0.35 to 0.37 without gradients.
+CAST = 0.4  # a cast that autocast inserts: no line of Python calls it
+STEP_OVERHEAD = 14.0  # what our step does in addition to its passes, with the launch of a multi-tensor optimizer
+STEP_OVERHEAD_PER_PARAMETER = 0.11
+WITHOUT_GRADIENTS = 0.34  # an operator of a single-tensor optimizer, which records no gradient
+# Operators per tensor that a single-tensor optimizer is charged with on a CPU core. Chosen, not measured: torch's SGD
+# with momentum runs 3, RMSprop 6 and AdamW 10, each cheaper than an operator that records a gradient.
+_CPU_OPTIMIZER_OPERATORS = 5
 
 
 def product_dtype(precision: str) -> Dtype:
@@ -47,11 +48,11 @@ def pass_s(profile: ModelProfile, phase: Phase, batch: float, speeds: DeviceSpee
     else the host does in a step is counted with the forward pass."""
     busy, operators = 0.0, 0.0
     if phase == "forward":
-        operators += _STEP_OVERHEAD + _STEP_OVERHEAD_PER_PARAMETER * len(profile.parameters)
+        operators += STEP_OVERHEAD + STEP_OVERHEAD_PER_PARAMETER * len(profile.parameters)
     for segment in profile.segments:
         if segment.phase == phase:
             busy += segment.block_count * _segment_s(segment, batch, speeds, tf32)
-            operators += segment.block_count * sum(_CAST if o.name == "_to_copy" else 1.0 for o in segment.operators)
+            operators += segment.block_count * sum(CAST if o.name == "_to_copy" else 1.0 for o in segment.operators)
     return busy, operators
 
 
@@ -75,12 +76,12 @@ def optimizer_s(
     if device.kind == "cuda" and optimizer.operators_per_parameter:
         operators, traffic = optimizer.operators_per_parameter * tensors, weights_bytes * optimizer.traffic_ratio
         busy_s = operators * memory_bound_s("elementwise", traffic / operators, "fp32", speeds, backward=False)
-        launch_s = operator_launch_s(device) * _WITHOUT_GRADIENTS * operators
+        launch_s = operator_launch_s(device) * WITHOUT_GRADIENTS * operators
         wait_s = runtime.host_wait_s(launch_s) if optimizer.waits_for_device else 0.0
         return max(busy_s, wait_s, traffic / speeds.bandwidth_bytes_per_s)
     launch_s = 0.0
     if not optimizer.multi_tensor:
-        launch_s = operator_launch_s(device) * _OPERATORS_OF_FOREIGN_OPTIMIZER * tensors
+        launch_s = operator_launch_s(device) * _CPU_OPTIMIZER_OPERATORS * tensors
     traffic = weights_bytes * (3 + 2 * optimizer.state_ratio)
     # A measured step makes several passes over all tensors, one for each operation; a fused step makes one.
     fused = optimizer.state_ratio >= 2 and not optimizer.temporary_ratio

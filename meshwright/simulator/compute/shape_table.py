@@ -13,8 +13,12 @@ from math import exp
 import numpy as np
 import numpy.typing as npt
 
-# Ridge penalty of a slope, against weights that add up to one. Set by hand, not measured.
-_SLOPE_PENALTY = 0.05
+# How measured shapes are interpolated: the ridge penalty of a slope, against weights that add up to one, and the square
+# of the distance (in doublings of a size) below which all shapes have about the same weight. They are no properties of
+# a device: `python -m validation.interpolation` predicts each shape of the reference GPU from the others, with these
+# values and with smaller and larger ones.
+SLOPE_PENALTY = 0.05
+NEAREST_SQUARED_DISTANCE = 1e-2
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,18 +37,30 @@ class ShapeTable:
 
 @lru_cache(maxsize=65536)
 def _slowdown(table: ShapeTable, sizes: tuple[float, ...]) -> float:
-    point = np.clip(np.asarray(sizes), table.sizes.min(axis=0), table.sizes.max(axis=0))
-    if len(sizes) == 1:
-        return exp(float(np.interp(point[0], table.sizes[:, 0], table.slow)))
-    offsets = table.sizes - point
+    return exp(interpolate(table.sizes, table.slow, sizes, SLOPE_PENALTY, NEAREST_SQUARED_DISTANCE))
+
+
+def interpolate(
+    sizes: npt.NDArray[np.float64],
+    values: npt.NDArray[np.float64],
+    at: Sequence[float],
+    slope_penalty: float,
+    nearest_squared_distance: float,
+) -> float:
+    """The value at the sizes `at`, interpolated between the `values` of the measured `sizes` (one row per shape). If a
+    shape has only one size, the value lies on the line between its two neighbours."""
+    point = np.clip(np.asarray(at), sizes.min(axis=0), sizes.max(axis=0))
+    if len(at) == 1:
+        return float(np.interp(point[0], sizes[:, 0], values))
+    offsets = sizes - point
     distance = np.square(offsets).sum(axis=1)
-    near = np.argsort(distance, kind="stable")[: 2 * len(sizes) + 2]
-    weight = 1.0 / np.square(distance[near] + 1e-2)
+    near = np.argsort(distance, kind="stable")[: 2 * len(at) + 2]
+    weight = 1.0 / np.square(distance[near] + nearest_squared_distance)
     weight /= weight.sum()
     columns = np.hstack([np.ones((len(near), 1)), offsets[near]])
-    penalty = _SLOPE_PENALTY * np.eye(columns.shape[1])
+    penalty = slope_penalty * np.eye(columns.shape[1])
     penalty[0, 0] = 0.0
     coefficients = np.linalg.solve(
-        columns.T @ (weight[:, None] * columns) + penalty, columns.T @ (weight * table.slow[near])
+        columns.T @ (weight[:, None] * columns) + penalty, columns.T @ (weight * values[near])
     )
-    return exp(float(np.clip(coefficients[0], table.slow[near].min(), table.slow[near].max())))
+    return float(np.clip(coefficients[0], values[near].min(), values[near].max()))

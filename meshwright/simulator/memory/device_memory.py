@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from math import ceil
 
 MIB = 2**20
-_LARGE_BYTES = 10 * MIB  # CUDACachingAllocator.cpp, kMinLargeAlloc
+_LARGE_BYTES = 10 * MIB  # kMinLargeAlloc of c10/cuda/CUDACachingAllocator.cpp
+_SMALLEST_REMAINDER_BYTES = MIB  # kSmallSize there: a segment is only divided if more than this remains (should_split)
 
 
 @dataclass(frozen=True)
@@ -26,16 +27,16 @@ class DeviceMemory:
             return 0.0
         if self.segment and size >= _LARGE_BYTES:
             rest = ceil(size / self.segment) * self.segment - size
-            if rest <= MIB:
+            if rest <= _SMALLEST_REMAINDER_BYTES:
                 return rest
         return ceil(size / self.granule) * self.granule - size
 
 
 CPU_MEMORY = DeviceMemory()
-# Granule, segments and their remainder: c10/cuda/CUDACachingAllocator.cpp (kMinBlockSize, kLargeBuffer,
-# kMinLargeAlloc). Measured on an H200 with torch 2.11 (`python -m validation.memory.one_gpu` on a GPU measures it
-# again): the workspace is what the two bf16 rows of VGG16 in validation/memory/one_gpu_h200.json leave unexplained,
-# the context what the device uses beside the allocator.
+# Granule and segments: kMinBlockSize and kRoundLarge of c10/cuda/CUDACachingAllocator.cpp. Workspace and context were
+# measured on an H200 with torch 2.11, and `python -m validation.memory.one_gpu` on a GPU measures them again: the
+# workspace is what the prediction lacks for the two bf16 rows of VGG16 in validation/memory/one_gpu_h200.json, the
+# context what the device uses in addition to the allocator.
 CUDA_MEMORY = DeviceMemory(
     granule=512, segment=2 * MIB, workspace_bytes=72 * MIB, context_bytes=780 * MIB, convolution_workspaces=True
 )

@@ -3,7 +3,7 @@
     allocated = weights + buffers + inputs + optimizer state + workspace                       _permanent
               + max over the step of  gathered weights + gradients + buckets                   replay.py
                                     + activations of the microbatches in flight + temporaries + rounding
-    shard n:    optimizer state / n, and weights / n beside the gathered ones                  _permanent
+    shard n:    optimizer state / n, and weights / n and the gathered ones                     _permanent
     tensor:     the rank's share of every split module                                         split_profile.py
     branches:   the shared modules and the rank's branches, and every branch's result          branches.py
     pipeline:   the stages of the rank; as many microbatches in flight as its schedule starts  stages.py
@@ -106,21 +106,21 @@ def _rank_memory(
     has_buckets = plan.axes.replicate > 1 and shard == 1
     has_earlier_gradients = plan.memory.accumulation > 1 or plan.axes.pipeline > 1
     whole_gradients = shard == 1 or plan.memory.sharding == "optimizer"
-    kept = gradients if has_buckets or has_earlier_gradients else LiveBytes()
+    earlier = gradients if has_buckets or has_earlier_gradients else LiveBytes()
     if not whole_gradients and has_earlier_gradients:
-        kept = LiveBytes(gradients=gradients.gradients / shard, rounding=gradients.rounding)
+        earlier = LiveBytes(gradients=gradients.gradients / shard, rounding=gradients.rounding)
     passes = {
         number: replay(
             stage.profile,
             batch,
             device.rounding,
-            kept_gradient_bytes=kept.gradients if whole_gradients else 0.0,
+            kept_gradient_bytes=earlier.gradients if whole_gradients else 0.0,
             gathering=_gathered_weights(stage, plan) if shard > 1 else None,
             workspaces=device.convolution_workspaces and plan.compute.layout == "contiguous",
         )
         for number, stage in stages.items()
     }
-    peak = _peak_of_actions(stages, passes, actions, batch, kept)
+    peak = _peak_of_actions(stages, passes, actions, batch, earlier)
     optimizer_live = _optimizer_step([size / shard for size in trainable], optimizer, device)
     peak = max(peak, MemoryMoment(optimizer_live, "optimizer step"), key=lambda moment: moment.live.total())
     permanent, permanent_rounding = _permanent(stages, plan, batch, optimizer, device)
@@ -150,14 +150,15 @@ def _peak_of_actions(
     passes: dict[int, PassPeaks],
     actions: Sequence[Action],
     batch: int,
-    kept: LiveBytes,
+    earlier: LiveBytes,
 ) -> MemoryMoment:
-    """The peak of a rank that runs these actions: that of the running one, beside the tensors that other microbatches
-    have saved. Everything that was saved is taken to stay until the gradients of the weights are computed."""
+    """The peak of a rank that runs these actions: that of the running one, with the `earlier` gradients and the tensors
+    that other microbatches have saved. Everything that was saved is assumed to stay until the gradients of the weights
+    are computed."""
     saved = {
         number: passes[number].saved.plus(LiveBytes(saved=stage.received.at(batch))) for number, stage in stages.items()
     }
-    live, peak = kept, MemoryMoment(kept, "start")
+    live, peak = earlier, MemoryMoment(earlier, "start")
     for stage, _, kind in actions:
         moment = passes[stage].forward if kind == "forward" else passes[stage].backward
         others = live if kind == "forward" else live.plus(_negative(passes[stage].saved))

@@ -156,7 +156,8 @@ def _in_turns(forwards: list[Action], backwards: list[Action], ahead: int) -> It
 
 
 def _with_weights(actions: Iterable[Action], behind: int) -> Iterator[Action]:
-    """The actions with the `weight_backward` of each microbatch, `behind` input backwards after its own."""
+    """The actions, with the `weight_backward` of each microbatch inserted after the `input_backward` of the microbatch
+    that is `behind` places later."""
     pending: deque[Action] = deque()
     for action in actions:
         yield action

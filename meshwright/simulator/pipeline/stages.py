@@ -2,7 +2,7 @@
 
 Every operator belongs to the piece of the model that ran it, and every piece to a stage. What the forward pass computes
 between pieces belongs to the piece before, and what it computes ahead of them to the first. For each microbatch a stage
-keeps the tensors that it received, beside those that it saved itself.
+keeps the tensors that it received and those that it saved itself.
 """
 
 from bisect import bisect_left

@@ -122,8 +122,8 @@ def pipeline_span(
 
 
 class _Dependency(NamedTuple):
-    """The dependency of actions of one kind and stage: the positions where the end of the needed action and their own
-    end are stored (for microbatch 0, the others follow), and the seconds of the transfer between them."""
+    """The dependency of actions of one kind and stage: the positions where the end of the needed action and that of the
+    action itself are stored (for microbatch 0, the others follow), and the seconds of the transfer between them."""
 
     needs: int
     ends_at: int | None

@@ -19,10 +19,10 @@ shared inputs are summed:
     step = max f + (m - 1) · max (f + b) + max (b + e)     where no gradient is summed: towers      synchronized_step_s
     step = m · (max f + max b) + max e                     where one is: heads                      synchronized_step_s
 
-y is taken to be the result of the last operator of a branch in the forward pass, x that of the last operator of its
+y is assumed to be the result of the last operator of a branch in the forward pass, x that of the last operator of its
 backward pass whose result grows with the batch. Messages are priced as if no other branch sent at the same time,
 buffers as if every rank had all of them, and a branch inside of one of several equal blocks as if it were in all of
-them. A plan that divides the sequence beside branches is priced as if it did not.
+them. A plan that places branches and divides the sequence is priced as if it did not.
 """
 
 from bisect import bisect_left
@@ -176,7 +176,7 @@ def result_bytes(profile: ModelProfile, branch: str, batch: float) -> float:
 
 
 def all_result_bytes(profile: ModelProfile, plan: Plan, batch: float) -> float:
-    """The bytes of the results of all branches, which every rank has; the rank of a branch has a copy of its own."""
+    """The bytes of the results of all branches, which every rank has; the rank of a branch has them twice."""
     if not places_branches(plan):
         return 0.0
     return sum(result_bytes(profile, name, batch) for name in plan.modules.branches)

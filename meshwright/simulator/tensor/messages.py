@@ -24,7 +24,7 @@ divided, which gathers its gradient:
     weights that stay whole                                   all_reduce of their bytes       _whole_weights
         and have a number a token                             all_gather of their bytes
 
-Over the replicate axis values are divided by samples, so that X and Y are n times a rank's own:
+Over the replicate axis values are divided by samples, so that X and Y are n times those of a rank:
 
     first column of a group     all_gather X                  reduce_scatter X                _values_by_samples
     row of a group              reduce_scatter Y              all_gather Y
@@ -195,7 +195,7 @@ def _whole_weights(
 
 def _layers_with_input_gradient(profile: ModelProfile) -> set[str]:
     """The layers whose backward pass computes the gradient of their input: a product that does not sum over samples,
-    as the gradient of a weight does. A recomputed layer is taken to have one."""
+    as the gradient of a weight does. A recomputed layer is assumed to have one."""
     return {
         operator.layer
         for segment in profile.segments

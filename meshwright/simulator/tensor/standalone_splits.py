@@ -77,12 +77,12 @@ def is_standalone(group: SplitGroup) -> bool:
     return len(group.splits) == 1 and split.kind in _STANDALONE_KINDS and split.source == "derived"
 
 
-def _check_names(plan: Plan, splittable: set[str], known: set[str]) -> None:
+def _check_names(plan: Plan, splittable: set[str], layers: set[str]) -> None:
     for pattern, split in plan.modules.splits.items():
         only = Modules(splits={pattern: split})
         if not any(only.split_of(module) for module in splittable):
             raise InputError(
-                f"plan.modules.splits.{pattern}: no layer of that name can be split{did_you_mean(pattern, known)}"
+                f"plan.modules.splits.{pattern}: no layer of that name can be split{did_you_mean(pattern, layers)}"
             )
 
 

@@ -59,7 +59,6 @@ class ServerClient:
         self.share = SampleShare(worker, plan.world_size)
         self.reply = ServerReply()
         self.batch: Batch | None = None  # the batch of the next step
-        self.before_push: Callable[[], None] = lambda: None  # may look at the gradients, or change them
         self._session = session
         self._recorded = recorded
         self._folder = folder
@@ -155,7 +154,6 @@ class ServerClient:
             count=float(session.target_count),
             loss=float(loss_sum),
         )
-        self.before_push()
         self._fill_pushes()
         self._send_report(report)
         self._send([(server, message.memory) for server, message in enumerate(self._pushes)])

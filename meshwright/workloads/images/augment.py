@@ -18,7 +18,7 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's pixels, scaled to 0..1
 RATIO = (3 / 4, 4 / 3)  # smallest and largest width / height of a random crop
-TRIES = 10  # attempts to draw a crop that lies within the picture
+TRIES = 10  # attempts to draw a crop that fits into the picture
 EVAL_SHARE = 224 / 256  # the side of a centre crop as a share of the picture's shorter side
 
 _MEAN = torch.tensor(MEAN).mul(255).reshape(3, 1, 1)

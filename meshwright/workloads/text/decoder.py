@@ -112,7 +112,7 @@ class Decoder(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward layers, each behind a norm and added to the residual stream."""
+    """Attention and feed-forward layers, each preceded by a norm and added to the residual stream."""
 
     def __init__(
         self, norm1: nn.Module, attention: "Attention", norm2: nn.Module, feedforward: "FeedForward", dropout: float

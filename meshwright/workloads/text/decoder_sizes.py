@@ -16,7 +16,7 @@ _FILE = Path(__file__).with_suffix(".yaml")
 def decoder(size: str | None = None, **overrides: Any) -> Decoder:
     """Returns a decoder of a published size, with `overrides` of its keywords; without a `size`, `overrides` must hold
     all keywords that `Decoder` requires."""
-    keywords = {**(keywords_of(size) if size is not None else {}), **overrides}
+    keywords = {**(published_keywords(size) if size is not None else {}), **overrides}
     parameters = inspect.signature(Decoder).parameters
     for name in keywords:
         if name not in parameters:
@@ -27,7 +27,7 @@ def decoder(size: str | None = None, **overrides: Any) -> Decoder:
     return Decoder(**keywords)
 
 
-def keywords_of(size: str) -> dict[str, Any]:
+def published_keywords(size: str) -> dict[str, Any]:
     """Returns the keywords of `Decoder` for a published size."""
     sizes = published_sizes()
     if size not in sizes:

@@ -1,7 +1,7 @@
 """Random access to JSON-lines files (one JSON object per line): memory holds only the byte offset of every line.
 
 Every line is checked when the file is opened, and a damaged one is reported with its number. The offsets of a large
-file are kept in the cache folder and found again as long as the file does not change.
+file are stored in the cache folder, and read from there as long as the file does not change.
 """
 
 import hashlib

@@ -151,7 +151,7 @@ class _SplitWriter:
             tokenizer.mask,
             self._hash.hexdigest(),
         )
-        # The old description goes first: a crash between the next steps must not leave it beside the new tokens.
+        # The old description is deleted first: if the next steps are interrupted, it must not describe the new tokens.
         description = self._out / f"{self.split}.json"
         description.unlink(missing_ok=True)
         self._part.rename(self._out / f"{self.split}.bin")

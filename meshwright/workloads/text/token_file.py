@@ -92,7 +92,7 @@ def read_token_file(folder: Path, split: str, damaged: DamagePolicy) -> TokenFil
     path = folder / f"{split}.bin"
     info = _read_info(folder, split)
     if not path.is_file():
-        raise InputError(f"{path}: there is no such file beside {split}.json: {REMEDY}")
+        raise InputError(f"{path}: there is no such file, although {split}.json exists: {REMEDY}")
     itemsize = np.dtype(info.dtype).itemsize
     size = path.stat().st_size
     if size != info.count * itemsize:

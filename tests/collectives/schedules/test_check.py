@@ -16,7 +16,7 @@ from meshwright.collectives.schedules.two_level import two_level
 from tests.collectives.schedule_check import check_all_reduce, schedule_cost
 
 MIB = 2**20
-names = st.sampled_from(SCHEDULES)
+schedule_names = st.sampled_from(SCHEDULES)
 ranks_per_node = st.lists(st.integers(1, 9), min_size=1, max_size=8)
 
 
@@ -29,7 +29,7 @@ def test_builders_make_all_reduces(ranks: int) -> None:
 
 
 @given(nodes=ranks_per_node)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_two_levels_fit_any_nodes(nodes: list[int]) -> None:
     schedule = two_level(nodes)
     assert schedule.ranks == sum(nodes)
@@ -43,23 +43,23 @@ def with_wrong_send(schedule: Schedule, index: int, fault: str) -> Schedule:
         all_sends = [(number, send) for number, send in all_sends if send.operation == "add"]
     number, send = all_sends[index % len(all_sends)]
     rounds = list(schedule.rounds)
-    others = tuple(other for other in rounds[number] if other is not send)
+    other_sends = tuple(other for other in rounds[number] if other is not send)
     if fault == "leave out":
-        rounds[number] = others
+        rounds[number] = other_sends
     elif fault == "change":
-        rounds[number] = (*others, replace(send, operation="add" if send.operation == "copy" else "copy"))
+        rounds[number] = (*other_sends, replace(send, operation="add" if send.operation == "copy" else "copy"))
     else:
         rounds.insert(number, (send,))
     return Schedule(schedule.name, schedule.ranks, schedule.chunks, tuple(rounds))
 
 
 @given(
-    name=names,
+    name=schedule_names,
     nodes=ranks_per_node,
     index=st.integers(0, 10**6),
     fault=st.sampled_from(["leave out", "repeat", "change"]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_one_wrong_send_is_caught(name: str, nodes: list[int], index: int, fault: str) -> None:
     ranks = sum(nodes) + 1
     wrong = with_wrong_send(build(name, ranks, [*nodes, 1]), index, fault)
@@ -92,15 +92,15 @@ def test_leaves_of_one_tree_are_inner_ranks_of_the_other(ranks: int) -> None:
     ]
     assert not inner[0] & inner[1]
     assert set(range(ranks)) - inner[0] - inner[1] == (set() if ranks % 2 == 0 else {0})
-    sent = schedule_cost(schedule, 2 * MIB, [0] * ranks).within_bytes
-    assert max(sent) <= 4 * MIB
+    sent_bytes = schedule_cost(schedule, 2 * MIB, [0] * ranks).within_bytes
+    assert max(sent_bytes) <= 4 * MIB
 
 
 @pytest.mark.parametrize("ranks", range(1, 65))
-def test_trees_are_binary_and_low(ranks: int) -> None:
-    above = [parent(rank, ranks) for rank in range(ranks)]
-    assert above.count(None) == 1
-    assert all(above.count(rank) <= 2 for rank in range(ranks))
+def test_trees_are_binary_and_of_logarithmic_depth(ranks: int) -> None:
+    parents = [parent(rank, ranks) for rank in range(ranks)]
+    assert parents.count(None) == 1
+    assert all(parents.count(rank) <= 2 for rank in range(ranks))
     assert schedule_cost(tree(ranks), MIB, [0] * ranks).longest_chain == 2 * (ranks.bit_length() - 1)
 
 
@@ -110,9 +110,9 @@ def test_halving_doubling_takes_few_rounds_and_bytes(ranks: int) -> None:
     costs = schedule_cost(halving_doubling(ranks), power * MIB, [0] * ranks)
     folding_rounds = 0 if ranks == power else 2
     assert costs.rounds == 2 * int(log2(ranks)) + folding_rounds == 2 * ceil(log2(ranks))
-    halved = 2 * (power - 1) * MIB
-    assert set(costs.within_bytes) <= {halved, halved + power * MIB, power * MIB}
-    assert max(costs.within_bytes) == halved + (power * MIB if folding_rounds else 0)
+    halving_bytes = 2 * (power - 1) * MIB
+    assert set(costs.within_bytes) <= {halving_bytes, halving_bytes + power * MIB, power * MIB}
+    assert max(costs.within_bytes) == halving_bytes + (power * MIB if folding_rounds else 0)
 
 
 def test_halving_doubling_sends_most_to_neighbors() -> None:

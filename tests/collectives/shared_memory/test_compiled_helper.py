@@ -1,4 +1,5 @@
-"""The helper is compiled once, by the first rank that needs it. Where it cannot be compiled, there is a reason."""
+"""The helper is compiled once, by the first rank that needs it. Where it cannot be compiled, the reason is
+returned."""
 
 import ctypes
 import os
@@ -8,12 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch.distributed as dist
 
 from meshwright.collectives.shared_memory import compiled_helper
 from meshwright.collectives.shared_memory.reducer import SharedMemoryReducer
 from meshwright.collectives.shared_memory.segment import SharedSegment
 from meshwright.errors import InputError
+from tests.collectives.world_group import world_group
 from tests.ranks import RankPool
 
 
@@ -28,7 +29,7 @@ def _script(file: Path, text: str) -> None:
 
 
 @pytest.mark.usefixtures("empty_cache")
-def test_it_is_compiled_once_and_loaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_helper_is_compiled_once_and_loaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "a" / "b"
     library = compiled_helper.load_helper(folder)
     assert isinstance(library, ctypes.CDLL)
@@ -87,7 +88,7 @@ def test_concurrent_compilations_leave_one_valid_file(tmp_path: Path) -> None:
         ('while [ "$1" != -o ]; do shift; done; echo nonsense > "$2"', "shared_memory.so"),
     ],
 )
-def test_without_a_working_compiler_there_is_a_reason(tmp_path: Path, text: str | None, reason: str) -> None:
+def test_without_a_working_compiler_the_reason_is_returned(tmp_path: Path, text: str | None, reason: str) -> None:
     (tmp_path / "bin").mkdir()
     if text is not None:
         _script(tmp_path / "bin" / "cc", text)
@@ -97,7 +98,7 @@ def test_without_a_working_compiler_there_is_a_reason(tmp_path: Path, text: str 
 
 
 @pytest.mark.usefixtures("empty_cache")
-def test_a_compiler_that_does_not_know_the_processor_is_called_without_it(tmp_path: Path) -> None:
+def test_a_compiler_that_does_not_know_the_processor_is_called_without_march_native(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     real = compiled_helper.shutil.which("cc")
     refuse = 'for a in "$@"; do if [ "$a" = -march=native ]; then exit 1; fi; done'
@@ -106,7 +107,7 @@ def test_a_compiler_that_does_not_know_the_processor_is_called_without_it(tmp_pa
 
 
 @pytest.mark.usefixtures("empty_cache")
-def test_a_folder_that_cannot_be_written_is_a_reason(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_named_as_the_reason(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     result = compiled_helper.load_helper(tmp_path / "file" / "folder")
     assert isinstance(result, str)
@@ -120,15 +121,14 @@ def test_which_processors_keep_the_order_of_writes() -> None:
 
 
 def _without_a_compiler(rank: int, world: int, machine: str, only_on: int | None) -> str:
-    """Returns the steps or the error of a reducer on such a machine, with no compiler on all ranks or on one rank."""
+    """Returns the name of the class of the reducer's steps, or its error, on a machine with this processor. All ranks,
+    or only one, have no compiler."""
     real_helper, real_platform = compiled_helper.load_helper, compiled_helper.platform
     if only_on in (None, rank):
         compiled_helper.load_helper = lambda folder=None: "there is no C compiler"  # type: ignore[assignment]
     compiled_helper.platform = SimpleNamespace(machine=lambda: machine)  # type: ignore[assignment]
-    group = dist.group.WORLD
-    assert group is not None
     try:
-        reducer = SharedMemoryReducer(group)
+        reducer = SharedMemoryReducer(world_group())
     except InputError as error:
         return str(error)
     finally:

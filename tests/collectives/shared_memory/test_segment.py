@@ -1,4 +1,4 @@
-"""Segments without names, which processes can open them, and which processes are alive."""
+"""Shared segments have no names, only processes of one machine and container open them, and dead peers are noticed."""
 
 import ctypes
 import os
@@ -17,12 +17,12 @@ from meshwright.errors import InputError
 
 
 def test_a_peer_reads_what_is_written_and_the_segment_has_no_name() -> None:
-    file, mine = segment.create_segment()
-    theirs = segment.open_segment(segment.this_process(), file)
+    file, created = segment.create_segment()
+    opened = segment.open_segment(segment.this_process(), file)
     assert os.fstat(file).st_nlink == 0
     os.close(file)
-    mine.published, mine.ring[3].count, mine.generations[SLOTS - 1] = 7, 11, 13
-    assert (theirs.published, theirs.ring[3].count, theirs.generations[SLOTS - 1]) == (7, 11, 13)
+    created.published, created.ring[3].count, created.generations[SLOTS - 1] = 7, 11, 13
+    assert (opened.published, opened.ring[3].count, opened.generations[SLOTS - 1]) == (7, 11, 13)
 
 
 def test_memory_that_cannot_be_opened_is_an_error() -> None:
@@ -67,8 +67,8 @@ def test_zombies_and_reused_pids_are_not_alive(tmp_path: Path) -> None:
 
 
 def test_a_storage_moves_once_with_all_its_views() -> None:
-    _, own_segment = segment.create_segment()
-    storages = SharedStorages(own_segment)
+    _, rank_segment = segment.create_segment()
+    storages = SharedStorages(rank_segment)
     whole = torch.arange(1000.0)
     view = whole[10:20]
     shared = storages.share(view.untyped_storage())
@@ -78,12 +78,12 @@ def test_a_storage_moves_once_with_all_its_views() -> None:
     assert whole[10] == -1
     assert storages.share(whole.untyped_storage()) is shared
     assert shared.file_bytes == 4000
-    assert own_segment.generations[shared.slot] == shared.generation
+    assert rank_segment.generations[shared.slot] == shared.generation
 
 
 def test_a_freed_storage_is_retired_even_where_the_next_has_its_address() -> None:
-    _, own_segment = segment.create_segment()
-    storages = SharedStorages(own_segment)
+    _, rank_segment = segment.create_segment()
+    storages = SharedStorages(rank_segment)
     generations = set()
     for count in range(50):
         tensor = torch.full((5000,), float(count))
@@ -92,13 +92,13 @@ def test_a_freed_storage_is_retired_even_where_the_next_has_its_address() -> Non
         del tensor
     assert len(generations) == 50
     assert len(storages) == 1
-    assert own_segment.retired == 49
-    assert [generation for generation in own_segment.generations if generation] == [max(generations)]
+    assert rank_segment.retired == 49
+    assert [generation for generation in rank_segment.generations if generation] == [max(generations)]
 
 
 def test_of_more_storages_than_slots_the_least_recently_used_is_retired() -> None:
-    _, own_segment = segment.create_segment()
-    storages = SharedStorages(own_segment)
+    _, rank_segment = segment.create_segment()
+    storages = SharedStorages(rank_segment)
     tensors = [torch.zeros(10) for _ in range(SLOTS + 1)]
     first = storages.share(tensors[0].untyped_storage())
     second = storages.share(tensors[1].untyped_storage())
@@ -112,8 +112,8 @@ def test_of_more_storages_than_slots_the_least_recently_used_is_retired() -> Non
 
 
 def test_the_memory_of_a_freed_storage_is_released() -> None:
-    _, own_segment = segment.create_segment()
-    storages = SharedStorages(own_segment)
+    _, rank_segment = segment.create_segment()
+    storages = SharedStorages(rank_segment)
     tensor = torch.zeros(100)
     file = storages.share(tensor.untyped_storage()).file_descriptor
     assert os.fstat(file).st_size == 400

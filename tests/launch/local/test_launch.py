@@ -3,7 +3,8 @@
 import json
 import os
 import re
-import sys
+import signal
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,18 @@ from typing import Any
 import pytest
 
 from meshwright.errors import InputError, RankError
+from meshwright.launch.local.fork_server import preloaded
 from meshwright.launch.local.launch import RankSettings, launch
 from tests.launch.processes import listening, tree, wait_until
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_fork_server() -> Iterator[None]:
+    """The ranks of all tests are forked from one process, as those of all launches of a command."""
+    with preloaded("tests.launch.worker"):
+        yield
 
 
 def start(case: str, folder: Path, *arguments: str, count: int = 2, restarts: int = 2) -> int:
@@ -88,7 +97,9 @@ def test_a_module_that_cannot_be_imported_is_reported_in_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ranks = RankSettings(count=2, device="cpu", threads=1, restarts=2)
-    with pytest.raises(RankError, match=r"^rank \d failed in start-up: ImportError: No module named tests.absent"):
+    with pytest.raises(
+        RankError, match=r"^rank \d failed in start-up: ModuleNotFoundError: No module named 'tests.absent'"
+    ):
         launch("tests.absent", [], ranks, tmp_path)
     assert capfd.readouterr() == ("", "")
 
@@ -140,7 +151,32 @@ def test_a_stuck_rank_is_named(tmp_path: Path) -> None:
 def test_the_environment_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     before = dict(os.environ)
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    with pytest.raises(OSError):
-        start("plain", tmp_path)
+    with pytest.raises(InputError):
+        start("mistaken", tmp_path)
     assert dict(os.environ) == before
+
+
+def test_a_killed_fork_server_costs_one_restart(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The ranks die with the process that forked them. A new one forks their replacements."""
+    (tmp_path / "hold").touch()
+
+    def kill_the_parent_of_a_rank() -> None:
+        wait_until(lambda: len(reports(tmp_path, 0)) == 2, "both ranks running")
+        (tmp_path / "go").touch()
+        os.kill(reports(tmp_path, 0)[0]["parent"], signal.SIGKILL)
+
+    with ThreadPoolExecutor() as pool:
+        future = pool.submit(kill_the_parent_of_a_rank)
+        restarts = start("plain", tmp_path)
+    future.result()
+    assert restarts == 1
+    assert "was killed by SIGKILL" in capfd.readouterr().err
+    assert len(reports(tmp_path, 1)) == 2
+
+
+def test_ranks_have_the_environment_and_random_numbers_of_a_new_process(tmp_path: Path) -> None:
+    start("plain", tmp_path)
+    first, second = reports(tmp_path, 0)
+    assert first["random"] != second["random"]
+    assert first["parent"] == second["parent"] != os.getpid()
+    assert all(facts["path"] == os.getcwd() and facts["session"] == facts["pid"] for facts in (first, second))

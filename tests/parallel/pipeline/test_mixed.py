@@ -42,7 +42,7 @@ def train_sharded(
     """Pipeline × shard: every data rank has its own samples, and gradients are the mean over the data ranks. Returns
     the largest relative error of a gradient."""
     model, batch = model_and_batch(name)
-    alone, _ = model_and_batch(name)
+    unsplit, _ = model_and_batch(name)
     model_structure = find_structure(model, batch)
     memory = {"accumulation": accumulation, "sharding": sharding}
     plan = plan_of(
@@ -59,15 +59,15 @@ def train_sharded(
     parts = microbatches_of(batch, [8 // (2 * count)] * (2 * count))
     errors = []
     for _ in range(2):
-        alone.zero_grad()
+        unsplit.zero_grad()
         for parameter in local_stages.module.parameters():
             parameter.grad = None
         pipeline.run(parts[data_rank * count : (data_rank + 1) * count], lambda _, output: total(output) * 2 / 8)
         for stage in local_stages.stages:
             finish_step(stage)
         for example, _ in parts:
-            (total(alone(*example.arguments, **example.keywords)) / 8).backward()
-        right = {n: p.grad for n, p in alone.named_parameters()}
+            (total(unsplit(*example.arguments, **example.keywords)) / 8).backward()
+        right = {n: p.grad for n, p in unsplit.named_parameters()}
         largest = max(grad.abs().max().item() for grad in right.values() if grad is not None)
         for n, parameter in named_as_in_model(local_stages):
             expected = right[n]
@@ -122,7 +122,7 @@ def convolutions(channels_last: bool) -> tuple[nn.Sequential, Tensor]:
 def record_inputs(rank: int, world: int, precision: str, channels_last: bool) -> tuple[list[Any], list[Any], float]:
     """The inputs of this rank's modules in the pipeline and in one process, and the largest error of a gradient."""
     model, images = convolutions(channels_last)
-    alone, _ = convolutions(channels_last)
+    unsplit, _ = convolutions(channels_last)
     batch = (images, torch.zeros(8))
     model_structure = find_structure(model, batch)
     plan = plan_of({"pipeline": 2}, 2, model_structure, 2, numerics={"precision": precision})
@@ -135,9 +135,9 @@ def record_inputs(rank: int, world: int, precision: str, channels_last: bool) ->
     context = torch.autocast("cpu", dtype=torch.bfloat16) if precision == "bf16" else nullcontext()
     for example, _ in parts:
         with context:
-            output = alone(*example.arguments)
+            output = unsplit(*example.arguments)
         total(output.float()).backward()
-    right = dict(alone.named_parameters())
+    right = dict(unsplit.named_parameters())
     errors = []
     for name, parameter in local_stages.module.named_parameters():
         expected = right[name].grad
@@ -149,7 +149,7 @@ def record_inputs(rank: int, world: int, precision: str, channels_last: bool) ->
     }
     theirs = [
         child.inputs
-        for name, child in alone.named_children()
+        for name, child in unsplit.named_children()
         if name in local_children and isinstance(child, InputRecorder)
     ]
     return [child.inputs for child in local_children.values()], theirs, max(errors)

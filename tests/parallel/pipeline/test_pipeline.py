@@ -235,13 +235,13 @@ def compare_with_one_process(
     """Trains a step for each list of microbatch sizes, on the pipeline and in one process, and evaluates. Returns the
     largest errors, the names of the parameters on this rank and in the model, and the executed actions."""
     model, batch = model_and_batch(name)
-    alone, _ = model_and_batch(name)
+    unsplit, _ = model_and_batch(name)
     model_structure = find_structure(model, batch)
     accumulation = options.get("accumulation", 1)
     plan = plan_for(world, schedule, stages, len(steps[0]) // accumulation, model_structure, **options)
     pipeline = build_pipeline(rank, world, model, batch, plan, model_structure)
     module = pipeline.local_stages.module
-    ours, theirs = (torch.optim.SGD(m.parameters(), lr=1e-3, momentum=0.9) for m in (module, alone))
+    optimizer, unsplit_optimizer = (torch.optim.SGD(m.parameters(), lr=1e-3, momentum=0.9) for m in (module, unsplit))
     errors: dict[str, float] = {"loss": 0.0, "gradient": 0.0, "buffer": 0.0, "weight": 0.0, "output": 0.0}
     local_names: set[str] = set()
     has_last_stage = any(stage.is_last for stage in pipeline.local_stages.stages)
@@ -254,16 +254,16 @@ def compare_with_one_process(
             losses[number] = total(output) * weights[number]  # noqa: B023
             return losses[number]  # noqa: B023
 
-        ours.zero_grad()
-        theirs.zero_grad()
+        optimizer.zero_grad()
+        unsplit_optimizer.zero_grad()
         pipeline.run(parts, loss_of)
         assert sorted(losses) == (list(range(len(sizes))) if has_last_stage else [])
         for number, (example, _) in enumerate(parts):
-            loss = total(alone(*example.arguments, **example.keywords)) * weights[number]
+            loss = total(unsplit(*example.arguments, **example.keywords)) * weights[number]
             loss.backward()
             if has_last_stage:
                 errors["loss"] = max(errors["loss"], error(losses[number].detach(), loss.detach(), 1e-9))
-        right = {n: p.grad for n, p in alone.named_parameters()}
+        right = {n: p.grad for n, p in unsplit.named_parameters()}
         largest = max(grad.abs().max().item() for grad in right.values() if grad is not None)
         for n, parameter in named_as_in_model(pipeline.local_stages):
             local_names.add(n)
@@ -271,23 +271,23 @@ def compare_with_one_process(
             assert (parameter.grad is None) == (expected is None), n
             if parameter.grad is not None and expected is not None:
                 errors["gradient"] = max(errors["gradient"], error(parameter.grad, expected, 1e-6 * largest))
-        ours.step()
-        theirs.step()
-    values = dict(alone.named_parameters())
+        optimizer.step()
+        unsplit_optimizer.step()
+    values = dict(unsplit.named_parameters())
     for n, parameter in named_as_in_model(pipeline.local_stages):
         errors["weight"] = max(errors["weight"], error(parameter.detach(), values[n].detach(), 1e-6))
-    buffers = dict(alone.named_buffers())
+    buffers = dict(unsplit.named_buffers())
     for n, buffer in module.named_buffers():
         errors["buffer"] = max(errors["buffer"], error(buffer.double(), buffers[n].double(), 1e-6))
     module.eval()
-    alone.eval()
+    unsplit.eval()
     with torch.no_grad(), without_attention_fastpath():
         for size in (3, 8):
             ((example, _),) = microbatches_of(batch, [size])
             output = pipeline.evaluate(example)
             assert (output is not None) == has_last_stage
             if has_last_stage:
-                expected_output = alone(*example.arguments, **example.keywords)
+                expected_output = unsplit(*example.arguments, **example.keywords)
                 assert type(output) is type(expected_output)
                 pairs = zip(tree_leaves(output), tree_leaves(expected_output), strict=True)
                 errors["output"] = max(

@@ -18,8 +18,8 @@ from meshwright.parallel.pipeline.stages import cut_stages
 from meshwright.parallel.shard import shard
 from meshwright.plan import Plan
 from meshwright.profile.structure.structure import find_structure
-from tests.parallel.branches.test_branches import load, save
 from tests.parallel.pipeline.test_pipeline import microbatches_of, model_and_batch, total
+from tests.parallel.zoo_sessions import check_checkpoints_move
 from tests.proof.matrix import plan_of
 from tests.ranks import RankPool
 from tests.zoo import ZOO, RandomSamples
@@ -72,18 +72,7 @@ def test_both_stages_hold_the_same_shard(four: RankPool) -> None:
 @pytest.mark.soak
 def test_checkpoints_load_under_other_plans(four: RankPool, tmp_path: Path) -> None:
     zbv, interleaved = plan_of("bert", "T2P2 zbv"), plan_of("bert", "S2P2 interleaved_1f1b")
-    saved = four.run(save, "bert", zbv, tmp_path / "zbv")
-    expected = save(0, 1, "bert", Plan(), tmp_path / "alone")
-    states: list[dict[str, Tensor]] = [
-        *saved,
-        load(0, 1, "bert", Plan(), tmp_path / "zbv"),
-        *four.run(load, "bert", zbv, tmp_path / "alone"),
-        *four.run(load, "bert", interleaved, tmp_path / "zbv"),
-    ]
-    for state in states:
-        assert list(state) == list(expected)
-        for name, value in expected.items():
-            torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-12, msg=name)
+    check_checkpoints_move(four, "bert", zbv, interleaved, tmp_path)
 
 
 # ---- parameters that FSDP2 cannot divide

@@ -12,7 +12,15 @@ from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.replicate.gradient_averaging import assign_buckets, gradient_averager
 from meshwright.parallel.replicate.replicate import broadcast_buffers, replicate
 from meshwright.plan import Plan
-from tests.parallel.mixed import Trained, assert_same, batch, loss_of, mixed, optimizer_of, train_alone
+from tests.parallel.mixed import (
+    StateAndGradients,
+    assert_equal_tensors,
+    batch,
+    loss_of,
+    mixed,
+    optimizer_of,
+    train_in_one_process,
+)
 from tests.ranks import RankPool
 from tests.soaked import all_but
 
@@ -21,7 +29,7 @@ def with_buckets(size: int) -> Plan:
     return Plan.model_validate({"gradients": {"bucket_bytes": size}})
 
 
-def train(rank: int, size: int, axes: dict[str, int], bucket_bytes: int, overlap: bool) -> Trained:
+def train(rank: int, size: int, axes: dict[str, int], bucket_bytes: int, overlap: bool) -> StateAndGradients:
     mesh = build_mesh(Plan.model_validate({"axes": axes}), "cpu", size)
     assert mesh is not None
     model = mixed()
@@ -47,17 +55,17 @@ def train(rank: int, size: int, axes: dict[str, int], bucket_bytes: int, overlap
 @pytest.mark.parametrize("bucket_bytes", all_but([500], [1, 500, 10**6]))
 @pytest.mark.parametrize("overlap", [True, False])
 def test_training_equals_one_process(two: RankPool, bucket_bytes: int, overlap: bool) -> None:
-    expected = train_alone(3, 2, 2)
+    expected = train_in_one_process(3, 2, 2)
     for state, gradients in two.run(train, {"replicate": 2}, bucket_bytes, overlap):
-        assert_same(state, expected[0])
-        assert_same(gradients, expected[1])
+        assert_equal_tensors(state, expected[0])
+        assert_equal_tensors(gradients, expected[1])
 
 
 def test_training_next_to_a_tensor_axis_equals_one_process(four: RankPool) -> None:
-    expected = train_alone(3, 2, 2)
+    expected = train_in_one_process(3, 2, 2)
     for state, gradients in four.run(train, {"replicate": 2, "tensor": 2}, 500, True):
-        assert_same(state, expected[0])
-        assert_same(gradients, expected[1])
+        assert_equal_tensors(state, expected[0])
+        assert_equal_tensors(gradients, expected[1])
 
 
 def gradients_of_both(rank: int, size: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

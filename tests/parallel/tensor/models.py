@@ -91,7 +91,7 @@ class UnfusedAttention(nn.Module):
 
 
 class Conv1D(nn.Module):
-    """As in the transformers library: a linear layer with a transposed weight."""
+    """A linear layer with a transposed weight, as the transformers library has it."""
 
     def __init__(self, outputs: int, inputs: int) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ from tests.train.one_process import equal_states
 
 
 class UnusualParameters(nn.Module):
-    """What models do besides plain layers: constants, computed buffers, partly random tensors, tied weights."""
+    """Has more than plain layers: constants, computed buffers, partly random tensors, tied weights."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -33,7 +33,7 @@ class ManyLayers(nn.Module):
 
 
 def _custom_layer() -> nn.Module:
-    """What people write: a weight that is initialized twice, a parameter from `randn`, a random buffer."""
+    """Initializes a weight twice, and has a parameter from `randn` and a random buffer."""
     module = nn.Linear(4, 4)
     nn.init.trunc_normal_(module.weight, std=0.02)
     nn.init.kaiming_normal_(module.weight)

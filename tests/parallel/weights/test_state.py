@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from meshwright.parallel.weights.state import full_gradients, full_state
-from tests.parallel.hand_sharded import AXES, divide, held_bytes, whole_model
+from tests.parallel.hand_sharded import AXES, local_parameter_bytes, shard_by_hand, whole_model
 from tests.ranks import RankPool
 from tests.soaked import all_but
 
@@ -13,11 +13,11 @@ Gathered = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], int]
 
 
 def gather(rank: int, size: int, axes: dict[str, int], order: list[str]) -> Gathered:
-    parts = divide(axes, size)
+    parts = shard_by_hand(axes, size)
     state = full_state(parts.module, parts.layouts, parts.mesh, order=order)
     gradients = full_gradients(parts.module, parts.layouts, parts.mesh, tied=parts.tied, order=order)
     on_first_rank = full_state(parts.module, parts.layouts, parts.mesh, order=order, everywhere=False)
-    return state, gradients, on_first_rank, held_bytes(parts.module)
+    return state, gradients, on_first_rank, local_parameter_bytes(parts.module)
 
 
 @pytest.mark.parametrize("axes", all_but(AXES[::2], AXES), ids=str)
@@ -31,4 +31,4 @@ def test_state_and_gradients_are_those_of_the_untouched_model(four: RankPool, ax
         assert gradients.keys() == expected_gradients.keys()
         assert all(torch.equal(gradients[name], value) for name, value in expected_gradients.items())
         assert on_first_rank.keys() == (expected.keys() if rank == 0 else set())
-        assert axes == {"replicate": 4} or local_bytes < held_bytes(model), "the plan divides the model"
+        assert axes == {"replicate": 4} or local_bytes < local_parameter_bytes(model), "the plan divides the model"

@@ -1,4 +1,4 @@
-"""Prices of collectives obey what must hold on any machine, and choose as a library would."""
+"""Predicted times of collectives obey bounds that hold on any machine, for the algorithm that a library chooses."""
 
 from itertools import pairwise
 
@@ -38,7 +38,7 @@ def whole(name: str) -> tuple[RankGroup, Cluster]:
 
 @pytest.mark.parametrize("name", CLUSTERS)
 @pytest.mark.parametrize("kind", COLLECTIVES)
-def test_time_rises_with_bytes_and_is_never_less_than_the_wire(name: str, kind: Collective) -> None:
+def test_time_rises_with_bytes_and_is_never_less_than_the_bandwidth_allows(name: str, kind: Collective) -> None:
     placed, cluster = whole(name)
     sizes = [4.0**power for power in range(18)]
     times = [collective_s(kind, size, placed, cluster) for size in sizes]
@@ -55,7 +55,7 @@ def test_time_rises_with_bytes_and_is_never_less_than_the_wire(name: str, kind: 
 
 @given(size=st.floats(1, 1e11), ranks=st.integers(2, 8))
 @settings(max_examples=50)
-def test_a_ring_takes_at_least_its_wire(size: float, ranks: int) -> None:
+def test_a_ring_takes_at_least_as_long_as_its_bandwidth_allows(size: float, ranks: int) -> None:
     cluster = cluster_from_name("8xA100-80GB")
     placed = group_of_axes(Axes(tensor=ranks), ("tensor",), cluster)
     wire = sent_share("all_reduce", ranks) * size
@@ -64,14 +64,14 @@ def test_a_ring_takes_at_least_its_wire(size: float, ranks: int) -> None:
     )
 
 
-def test_what_a_ring_sends() -> None:
+def test_the_bytes_that_a_ring_sends() -> None:
     assert sent_share("all_reduce", 4) == pytest.approx(2 * 3 / 4)
     assert sent_share("all_gather", 8) == sent_share("reduce_scatter", 8) == pytest.approx(7 / 8)
     assert sent_share("broadcast", 8) == 1
 
 
 @pytest.mark.parametrize("kind", COLLECTIVES)
-def test_alone_it_costs_nothing(kind: Collective) -> None:
+def test_a_collective_of_one_rank_takes_no_time(kind: Collective) -> None:
     assert collective_s(kind, 1e9, RankGroup(ranks=1), cluster_from_name("8xH100")) == 0
 
 
@@ -87,19 +87,19 @@ def test_across_nodes_is_slower_than_within(kind: Collective, size: int) -> None
     assert within < collective_s(kind, size, spread, far)
 
 
-def test_small_messages_climb_trees_and_large_ones_run_in_rings() -> None:
+def test_small_messages_use_trees_and_large_ones_use_rings() -> None:
     placed, cluster = whole("16x8xA100-80GB")
     assert collective_price("all_reduce", 2**10, placed, cluster).algorithm == "tree"
     assert collective_price("all_reduce", 2**33, placed, cluster).algorithm == "ring"
 
 
-def test_behind_a_slow_network_two_levels_or_a_tree_beat_the_ring() -> None:
+def test_over_a_slow_network_two_levels_or_a_tree_beat_the_ring() -> None:
     placed, cluster = whole("2x8xA100-80GB@10G")
     times = {name: collective_s("all_reduce", 2**30, placed, cluster, name) for name in ("ring", "tree", "two_level")}
     assert min(times["tree"], times["two_level"]) < times["ring"]
 
 
-def test_switches_that_reduce_are_used_where_they_win() -> None:
+def test_switches_that_reduce_are_used_where_they_are_faster() -> None:
     cluster = cluster_from_name("8xB200")
     node = cluster.nodes[0].model_copy(update={"link": cluster.nodes[0].link.model_copy(update={"curves": {}})})
     bare = cluster.model_copy(update={"nodes": (node,)})
@@ -111,28 +111,28 @@ def test_switches_that_reduce_are_used_where_they_win() -> None:
 def test_rails_do_not_slow_each_other() -> None:
     cluster = cluster_from_name("4x8xH100")
     rails = group_of_axes(Axes(replicate=4, tensor=8), ("replicate",), cluster)
-    alone = group_of_axes(Axes(replicate=4), ("replicate",), cluster_from_name("4x1xH100"))
+    one_rail = group_of_axes(Axes(replicate=4), ("replicate",), cluster_from_name("4x1xH100"))
     assert rails.network_groups == 8
-    assert collective_s("all_reduce", 2**28, rails, cluster) == collective_s("all_reduce", 2**28, alone, cluster)
+    assert collective_s("all_reduce", 2**28, rails, cluster) == collective_s("all_reduce", 2**28, one_rail, cluster)
 
 
 def test_groups_on_one_host_bridge_share_it() -> None:
     cluster = cluster_from_name("8xV100-PCIe-16GB")
-    one = group_of_axes(Axes(replicate=8), ("replicate",), cluster)
+    one_group = group_of_axes(Axes(replicate=8), ("replicate",), cluster)
     four = group_of_axes(Axes(replicate=2, tensor=4), ("replicate",), cluster)
     assert four.bridge_groups == 4
-    ratio = collective_s("all_gather", 2**30, four, cluster) / collective_s("all_gather", 2**30, one, cluster)
+    ratio = collective_s("all_gather", 2**30, four, cluster) / collective_s("all_gather", 2**30, one_group, cluster)
     assert ratio == pytest.approx(4 * (1 / 2) / (7 / 8), rel=0.05)
 
 
-def test_a_measured_curve_comes_first_and_says_so() -> None:
+def test_a_measured_curve_is_preferred_and_named() -> None:
     link = find_link("NVLink3")
     size, seconds = link.curves["all_reduce"][0].points[3]
     cluster = cluster_from_name("8xA100-80GB")
-    told = collective_price("all_reduce", size, group_of_axes(Axes(tensor=2), ("tensor",), cluster), cluster)
-    assert (told.seconds, told.algorithm, told.based_on) == (seconds, "curve", "measured")
-    placed, other = whole("4x8xA100-80GB")
-    assert collective_price("all_reduce", size, placed, other).based_on == "fitted"
+    price = collective_price("all_reduce", size, group_of_axes(Axes(tensor=2), ("tensor",), cluster), cluster)
+    assert (price.seconds, price.algorithm, price.based_on) == (seconds, "curve", "measured")
+    group, unmeasured = whole("4x8xA100-80GB")
+    assert collective_price("all_reduce", size, group, unmeasured).based_on == "fitted"
 
 
 def loopback(*curves: Curve) -> Cluster:
@@ -145,14 +145,14 @@ def loopback(*curves: Curve) -> Cluster:
     ("cluster", "measured_s"), [("16x4xV100-32GB@OmniPath-100G", 1.162), ("4x8xA100-80GB@OmniPath-50G", 1.531)]
 )
 def test_omni_path_gives_nccl_a_tenth_of_its_ports(cluster: str, measured_s: float) -> None:
-    """As measured on Jean Zay in rings of NCCL, 4 GB over four ports of 100 Gbit/s a node."""
+    """The times were measured on Jean Zay with rings of NCCL: 4 GB over four ports of 100 Gbit/s per node."""
     machines = cluster_from_name(cluster)
     everybody = group_of_axes(Axes(replicate=machines.device_count), ("replicate",), machines)
     ring_s = collective_s("all_reduce", 4_000_000_000, everybody, machines, "ring")
     assert ring_s == pytest.approx(measured_s, rel=0.2)
 
 
-def test_cpu_ranks_take_rounds_of_what_two_were_measured_to_take() -> None:
+def test_the_time_of_cpu_ranks_is_a_multiple_of_that_measured_for_two() -> None:
     cluster = loopback(Curve(ranks=2, points=((1000, 2e-4), (1_000_000, 2e-3)), source="made up"))
     two, four = (group_of_axes(Axes(replicate=ranks), ("replicate",), cluster) for ranks in (2, 4))
     assert collective_s("all_reduce", 1_000_000, two, cluster) == pytest.approx(2e-3)
@@ -167,7 +167,7 @@ def test_an_algorithm_that_does_not_fit_is_refused() -> None:
         collective_price("all_reduce", 1, placed, cluster, "two_level")
 
 
-def test_a_link_nobody_measured_is_refused() -> None:
+def test_an_unmeasured_link_is_refused() -> None:
     cluster = loopback()
     node = cluster.nodes[0].model_copy(update={"link": Link(name="?")})
     with pytest.raises(InputError, match="link '\\?' has no known bandwidth"):
@@ -176,7 +176,7 @@ def test_a_link_nobody_measured_is_refused() -> None:
         )
 
 
-def test_every_share_says_where_it_comes_from() -> None:
+def test_every_share_has_a_source() -> None:
     for family in link_efficiencies().families.values():
         stated = {name for name in LinkEfficiency.model_fields if name in family.model_fields_set} - {
             "links",
@@ -197,14 +197,14 @@ def test_latency_and_transmission_are_blended() -> None:
 
 
 @given(compute=st.floats(0, 10), communication=st.floats(0, 10))
-def test_side_by_side_is_between_the_longer_and_the_slowed_sum(compute: float, communication: float) -> None:
-    found = overlap(compute, communication, "cuda")
-    assert max(compute, communication) <= found.total_s + 1e-9
-    assert found.total_s <= max(COMPUTE_SLOWDOWN, COMMUNICATION_SLOWDOWN) * (compute + communication) + 1e-9
-    assert found.exposed_s == pytest.approx(found.total_s - compute)
+def test_overlapped_work_takes_between_the_longer_part_and_the_slowed_sum(compute: float, communication: float) -> None:
+    overlapped = overlap(compute, communication, "cuda")
+    assert max(compute, communication) <= overlapped.total_s + 1e-9
+    assert overlapped.total_s <= max(COMPUTE_SLOWDOWN, COMMUNICATION_SLOWDOWN) * (compute + communication) + 1e-9
+    assert overlapped.exposed_s == pytest.approx(overlapped.total_s - compute)
 
 
-def test_what_overlap_exposes() -> None:
+def test_the_exposed_part_of_overlapped_communication() -> None:
     assert overlap(1.0, 0.0, "cuda").exposed_s == 0
     assert overlap(0.0, 1.0, "cuda").exposed_s == 1
     hidden = overlap(10.0, 1.0, "cuda").exposed_s

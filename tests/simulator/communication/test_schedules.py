@@ -1,4 +1,5 @@
-"""A schedule's price follows from its messages: closed forms where there are some, and what more of anything costs."""
+"""The predicted time of a schedule follows from its messages: it equals closed forms where there are some, and grows
+with latency, bytes and work of the hosts."""
 
 from dataclasses import replace
 
@@ -48,13 +49,14 @@ def bandwidth(within: float, across: float) -> CpuNetwork:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_a_round_takes_one_latency_and_the_first_word_another(ranks: int) -> None:
-    """Gloo sends when it knows of room: at the beginning nobody does, later all of it is posted ahead."""
-    found = schedule_s(build("ring", ranks, [ranks]), 4096, LATENCY)
+def test_each_round_takes_one_latency_and_the_first_one_takes_two(ranks: int) -> None:
+    """Gloo sends when the receiver has posted a buffer. In the first round it waits for that; later buffers are posted
+    ahead."""
+    time_s = schedule_s(build("ring", ranks, [ranks]), 4096, LATENCY)
     rounds = 2 * (ranks - 1)
-    assert found == pytest.approx((rounds + 1) * 1e-4, rel=0.35)  # receives are posted 8 ahead, not all of them
+    assert time_s == pytest.approx((rounds + 1) * 1e-4, rel=0.35)  # receives are posted 8 ahead, not all of them
     if rounds <= 8:
-        assert found == pytest.approx((rounds + 1) * 1e-4)
+        assert time_s == pytest.approx((rounds + 1) * 1e-4)
 
 
 def test_halving_and_doubling_takes_fewer_rounds_than_a_ring() -> None:
@@ -66,58 +68,60 @@ def test_halving_and_doubling_takes_fewer_rounds_than_a_ring() -> None:
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_all_messages_of_a_node_share_its_bandwidth(ranks: int) -> None:
     """A ring of n sends 2 (n - 1) / n of the tensor from each rank."""
-    found = schedule_s(build("ring", ranks, [ranks]), 64 * MIB, bandwidth(1e9, 1e9))
-    assert found == pytest.approx(ranks * 2 * (ranks - 1) / ranks * 64 * MIB / 1e9, rel=0.01)
+    time_s = schedule_s(build("ring", ranks, [ranks]), 64 * MIB, bandwidth(1e9, 1e9))
+    assert time_s == pytest.approx(ranks * 2 * (ranks - 1) / ranks * 64 * MIB / 1e9, rel=0.01)
 
 
-def test_nodes_have_their_own_and_the_link_between_them_is_shared_each_way() -> None:
-    """Two levels send half of the tensor each way, whichever rank of a node does; one ring over all sends more."""
+def test_the_link_between_nodes_is_shared_by_all_ranks_in_each_direction() -> None:
+    """A two-level schedule sends the tensor once in each direction, whichever ranks of the nodes do it; a ring over all
+    ranks sends more."""
     schedule = build("two_level", 4, [2, 2])
-    found = schedule_s(schedule, 64 * MIB, bandwidth(INFINITE, 1e9), [2, 2])
-    assert found == pytest.approx(64 * MIB / 1e9, rel=0.01)
-    assert schedule_s(build("ring", 4, [4]), 64 * MIB, bandwidth(INFINITE, 1e9), [2, 2]) > 1.4 * found
-    assert schedule_s(schedule, 64 * MIB, bandwidth(INFINITE, 1e9)) < 0.01 * found  # on one node nothing crosses
+    time_s = schedule_s(schedule, 64 * MIB, bandwidth(INFINITE, 1e9), [2, 2])
+    assert time_s == pytest.approx(64 * MIB / 1e9, rel=0.01)
+    assert schedule_s(build("ring", 4, [4]), 64 * MIB, bandwidth(INFINITE, 1e9), [2, 2]) > 1.4 * time_s
+    assert schedule_s(schedule, 64 * MIB, bandwidth(INFINITE, 1e9)) < 0.01 * time_s  # on one node nothing crosses
 
 
-def test_a_link_that_was_idle_lets_the_first_bytes_through_at_once() -> None:
-    """Once: the second round comes when the credit is spent. Nothing arrives before it was sent."""
-    ring, each_s = build("ring", 2, [1, 1]), 32 * MIB / 1e9
+def test_an_idle_link_has_credit_for_the_first_bytes() -> None:
+    """The credit is spent in the first round. Nothing arrives before it was sent."""
+    ring, round_s = build("ring", 2, [1, 1]), 32 * MIB / 1e9
     plain = bandwidth(INFINITE, 1e9)
-    shaped = replace(plain, across=LinkTier(0.0, INFINITE, 1e9, credit_s=each_s / 4))
-    assert schedule_s(ring, 64 * MIB, plain, [1, 1]) == pytest.approx(2 * each_s, rel=1e-6)
-    assert schedule_s(ring, 64 * MIB, shaped, [1, 1]) == pytest.approx(1.75 * each_s, rel=1e-6)
+    shaped = replace(plain, across=LinkTier(0.0, INFINITE, 1e9, credit_s=round_s / 4))
+    assert schedule_s(ring, 64 * MIB, plain, [1, 1]) == pytest.approx(2 * round_s, rel=1e-6)
+    assert schedule_s(ring, 64 * MIB, shaped, [1, 1]) == pytest.approx(1.75 * round_s, rel=1e-6)
     assert schedule_s(ring, 4, shaped, [1, 1]) == pytest.approx(0.0, abs=1e-20)
 
 
-def test_segments_overlap_what_links_and_hosts_do() -> None:
-    """A tree of one segment goes from rank to rank; of many, the ranks work at the same time."""
-    wires = CpuNetwork(LinkTier(0.0, 1e9, INFINITE), None, FREE, None)
+def test_many_segments_overlap_the_work_of_links_and_hosts() -> None:
+    """With one segment the ranks of a tree work one after the other; with many they work at the same time."""
+    network = CpuNetwork(LinkTier(0.0, 1e9, INFINITE), None, FREE, None)
     tree = build("tree", 8, [8])
-    one, many = (schedule_s(tree, size, wires) / size for size in (SEGMENT_BYTES, 16 * SEGMENT_BYTES))
-    assert many < 0.6 * one
+    sizes = (SEGMENT_BYTES, 16 * SEGMENT_BYTES)
+    one_segment_s, many_segments_s = (schedule_s(tree, size, network) / size for size in sizes)
+    assert many_segments_s < 0.6 * one_segment_s
 
 
 @pytest.mark.parametrize("name", ["ring", "tree", "halving_doubling"])
-def test_hosts_pay_for_messages_and_for_what_they_add(name: str) -> None:
+def test_messages_additions_and_copies_take_time_of_the_hosts(name: str) -> None:
     schedule = build(name, 4, [4])
     busy = replace(LATENCY, host=replace(FREE, message_s=1e-3))
     adding = replace(LATENCY, host=replace(FREE, add_bytes_per_s=1e9))
     copying = replace(LATENCY, host=replace(FREE, byte_s=1e-9))
     least = schedule_s(schedule, MIB, LATENCY)
     assert schedule_s(schedule, MIB, busy) > least + 2e-3
-    assert schedule_s(schedule, MIB, adding) > least + MIB / 1e9  # the mean alone reads all of it
+    assert schedule_s(schedule, MIB, adding) > least + MIB / 1e9  # computing the mean reads all of it
     assert schedule_s(schedule, MIB, copying) > least
 
 
-def test_more_ranks_than_cores_take_turns() -> None:
+def test_ranks_that_share_cores_are_slower() -> None:
     busy = replace(LATENCY, host=replace(FREE, message_s=1e-3, cores=8))
     crowded = replace(LATENCY, host=replace(FREE, message_s=1e-3, cores=1))
     ring = build("ring", 8, [8])
     assert schedule_s(ring, 4096, crowded) > 5 * schedule_s(ring, 4096, busy)
 
 
-def test_the_backend_runs_a_ring_of_its_own_segments() -> None:
-    """Two of a chunk at least, of 1 MiB at most."""
+def test_the_backend_runs_a_ring_of_segments() -> None:
+    """A chunk has at least two segments, of at most 1 MiB."""
     per_message = replace(LATENCY, host=replace(FREE, native_message_s=1e-3), within=LinkTier(0.0, INFINITE, INFINITE))
     assert native_s(4096, 2, per_message) == pytest.approx(4e-3)  # a rank sends and receives 4
     assert native_s(64 * MIB, 2, per_message) == pytest.approx(64e-3, rel=0.05)
@@ -125,39 +129,36 @@ def test_the_backend_runs_a_ring_of_its_own_segments() -> None:
     assert native_s(4096, 2, quick) == pytest.approx(1.0 + 1.5e-4)
 
 
-def test_shared_memory_waits_twice_and_moves_the_tensor() -> None:
+def test_shared_memory_synchronizes_and_moves_the_tensor() -> None:
     assert shared_memory_s(MIB, 2, LATENCY) == pytest.approx(2e-6 + MIB / 1e9)
-    assert shared_memory_s(1024, 2, LATENCY) == pytest.approx(2e-6)  # copied: one moment less
+    assert shared_memory_s(1024, 2, LATENCY) == pytest.approx(2e-6)  # it is copied: one synchronization less
     assert shared_memory_s(MIB, 1, LATENCY) == 0.0
     with pytest.raises(InputError, match="share memory"):
         shared_memory_s(MIB, 2, replace(LATENCY, memory=None))
 
 
-def test_two_levels_of_memory_send_a_slice_between_nodes() -> None:
-    found = two_level_memory_s(MIB, [4, 4], bandwidth(INFINITE, 1e9))
-    assert found == pytest.approx(4e-6 + MIB / 2e9 + MIB / 4e9 + MIB / 1e9, rel=0.01)
+def test_shared_memory_on_two_nodes_sends_a_slice_between_them() -> None:
+    time_s = two_level_memory_s(MIB, [4, 4], bandwidth(INFINITE, 1e9))
+    assert time_s == pytest.approx(4e-6 + MIB / 2e9 + MIB / 4e9 + MIB / 1e9, rel=0.01)
 
 
-def test_rates_lie_on_straight_lines_between_measured_sizes() -> None:
+def test_rates_are_interpolated_between_measured_sizes() -> None:
     points = ((1024, 1e9), (4096, 4e9))
     assert rate_at(points, 10) == 1e9
     assert rate_at(points, 2048) == pytest.approx(2e9)
     assert rate_at(points, 10**9) == 4e9
 
 
-def test_every_way_has_a_price_and_the_cheapest_is_chosen() -> None:
-    one, two = algorithm_prices(MIB, 4, [4], LATENCY), algorithm_prices(MIB, 4, [2, 2], LATENCY)
-    assert set(one) == {"native", *SCHEDULES, "shared_memory"} - {"two_level"}
-    assert set(two) == {"native", *SCHEDULES, "two_level_memory"}
+def test_every_algorithm_has_a_price_and_the_cheapest_is_chosen() -> None:
+    one_node, two_nodes = algorithm_prices(MIB, 4, [4], LATENCY), algorithm_prices(MIB, 4, [2, 2], LATENCY)
+    assert set(one_node) == {"native", *SCHEDULES, "shared_memory"} - {"two_level"}
+    assert set(two_nodes) == {"native", *SCHEDULES, "two_level_memory"}
     assert set(algorithm_prices(MIB, 3, [2, 1], replace(LATENCY, memory=None))) == {"native", *SCHEDULES}
     assert cheapest_algorithm(MIB, 4, [4], LATENCY) == min(
-        ((name, s) for name, s in one.items()), key=lambda pair: pair[1]
+        ((name, s) for name, s in one_node.items()), key=lambda pair: pair[1]
     )
     with pytest.raises(InputError, match="but 4 combine"):
         cheapest_algorithm(MIB, 4, [2, 1], LATENCY)
-
-
-# ---- on clusters
 
 
 def cluster(nodes: int, cores: int) -> Cluster:
@@ -175,47 +176,47 @@ def test_every_cost_of_a_host_has_its_source() -> None:
 
 
 def test_gradients_of_one_machine_are_priced_in_its_memory() -> None:
-    here = cluster(1, 4)
+    machine = cluster(1, 4)
     plan = Plan(axes=Axes(replicate=4))
-    replicas = group_of_axes(plan.axes, ("replicate",), here)
-    shared = combine_s(MIB, replicas, "auto", here)
-    assert shared == combine_s(MIB, replicas, "shared_memory", here)
-    assert shared == shared_memory_s(MIB, 4, cpu_network(here, replicas))
-    assert combine_s(MIB, replicas, "native", here) == collective_s("all_reduce", MIB, replicas, here) > shared
-    found = gradient_exchange(MIB, 1, plan, here, OUR_RUNTIME)
-    assert found.replicate_s == pytest.approx(shared)
+    replicas = group_of_axes(plan.axes, ("replicate",), machine)
+    shared = combine_s(MIB, replicas, "auto", machine)
+    assert shared == combine_s(MIB, replicas, "shared_memory", machine)
+    assert shared == shared_memory_s(MIB, 4, cpu_network(machine, replicas))
+    assert combine_s(MIB, replicas, "native", machine) == collective_s("all_reduce", MIB, replicas, machine) > shared
+    exchange = gradient_exchange(MIB, 1, plan, machine, OUR_RUNTIME)
+    assert exchange.replicate_s == pytest.approx(shared)
 
 
 def test_ranks_that_share_a_core_wait_for_each_other() -> None:
     few, many = cluster(1, 4), cluster(1, 4).with_device_count(8)
-    wires = [
-        cpu_network(each, group_of_axes(Axes(replicate=each.device_count), ("replicate",), each))
-        for each in (few, many)
+    networks = [
+        cpu_network(crowd, group_of_axes(Axes(replicate=crowd.device_count), ("replicate",), crowd))
+        for crowd in (few, many)
     ]
-    memories = [each.memory for each in wires]
+    memories = [network.memory for network in networks]
     assert memories[0] is not None
     assert memories[1] is not None
     assert memories[1].sync_s == 2 * memories[0].sync_s
 
 
 def test_plans_stay_auto_where_that_is_the_fastest() -> None:
-    here, there = cluster(1, 4), cluster(2, 4)
-    assert fastest_algorithm(25 * MIB, group_of_axes(Axes(replicate=4), ("replicate",), here), here) == "auto"
-    assert fastest_algorithm(25 * MIB, group_of_axes(Axes(replicate=8), ("replicate",), there), there) == "auto"
+    one_node, two_nodes = cluster(1, 4), cluster(2, 4)
+    assert fastest_algorithm(25 * MIB, group_of_axes(Axes(replicate=4), ("replicate",), one_node), one_node) == "auto"
+    assert fastest_algorithm(25 * MIB, group_of_axes(Axes(replicate=8), ("replicate",), two_nodes), two_nodes) == "auto"
 
 
 def test_a_schedule_is_named_where_the_backend_is_slower() -> None:
-    """One rank a node, far away: no memory is shared, and every round of a ring takes its time."""
+    """With one rank per node and a high latency no memory is shared, and every round of a ring takes long."""
     near = cluster(16, 1)
     assert near.link is not None
     many = near.model_copy(update={"link": near.link.model_copy(update={"latency_s": 5e-3})})
     replicas = group_of_axes(Axes(replicate=16), ("replicate",), many)
-    named = fastest_algorithm(4096, replicas, many)
-    assert named in ("tree", "halving_doubling")
-    assert combine_s(4096, replicas, named, many) < combine_s(4096, replicas, "ring", many)
+    algorithm = fastest_algorithm(4096, replicas, many)
+    assert algorithm in ("tree", "halving_doubling")
+    assert combine_s(4096, replicas, algorithm, many) < combine_s(4096, replicas, "ring", many)
 
 
-def test_what_is_not_followed_has_the_backends_price() -> None:
+def test_groups_too_large_to_simulate_have_the_price_of_the_backend() -> None:
     large = cluster(32, 4)
     replicas = group_of_axes(Axes(replicate=128), ("replicate",), large)
     assert fastest_algorithm(MIB, replicas, large) == "auto"

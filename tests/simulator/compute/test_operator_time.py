@@ -1,4 +1,5 @@
-"""Seconds of one operator: from measured shapes where there are some, never less than the shortest of them."""
+"""The time of one operator comes from measured shapes where a device has some, and is never less than the shortest of
+them."""
 
 from dataclasses import replace
 from math import log2
@@ -39,21 +40,21 @@ def _device(*rows: tuple[str, tuple[int, ...], float, float]) -> Device:
     )
 
 
-def test_between_two_measured_sizes_the_slowdown_lies_between_theirs() -> None:
+def test_between_two_measured_sizes_the_slowdown_is_interpolated() -> None:
     device = _device(("elementwise", (1,), 1e6, 2e-3), ("elementwise", (1,), 4e6, 16e-3))
     prices = device_speeds(device, "fp32")
-    taken = [
+    times_s = [
         operator_s(_operator("elementwise", "relu", _fixed(1), 0, moved, "float32"), 1, prices, False)
         for moved in (1e6, 2e6, 4e6, 64e6, 1e3)
     ]
-    assert taken[0] == pytest.approx(2e-3)
-    assert taken[1] == pytest.approx(2e-3 * 8**0.5)  # slowdowns of 2 and 4, in logarithms
-    assert taken[2] == pytest.approx(16e-3)
-    assert taken[3] == pytest.approx(16 * 16e-3)  # beyond what was measured the last slowdown goes on
-    assert taken[4] == 2e-3  # and nothing is shorter than the shortest
+    assert times_s[0] == pytest.approx(2e-3)
+    assert times_s[1] == pytest.approx(2e-3 * 8**0.5)  # slowdowns of 2 and 4, in logarithms
+    assert times_s[2] == pytest.approx(16e-3)
+    assert times_s[3] == pytest.approx(16 * 16e-3)  # beyond the measured sizes the last slowdown holds
+    assert times_s[4] == 2e-3  # no time is shorter than the shortest measured one
 
 
-def test_what_is_written_over_is_read_too() -> None:
+def test_tensors_changed_in_place_are_also_read() -> None:
     fresh = classify_operator(_operator("elementwise", "relu", _fixed(1e6), 0, 8e6, "float32"), 1, 1.0, False)
     inplace = classify_operator(_operator("elementwise", "relu_", _fixed(1e6), 0, 4e6, "float32"), 1, 1.0, False)
     filled = classify_operator(_operator("elementwise", "bernoulli_", _fixed(1e6), 0, 4e6, "float32"), 1, 1.0, False)
@@ -81,17 +82,17 @@ def test_what_is_written_over_is_read_too() -> None:
         ("norm", "native_batch_norm", "batch_norm"),
     ],
 )
-def test_operators_are_looked_up_as_what_they_are(kind: str, name: str, expected: str) -> None:
-    found = classify_operator(_operator(kind, name, _fixed(10), 0, 2400, "float32"), 1, 1.0, False)
-    assert found is not None
-    assert found.name == expected
+def test_operators_are_classified_by_kind_and_name(kind: str, name: str, expected: str) -> None:
+    operator_class = classify_operator(_operator(kind, name, _fixed(10), 0, 2400, "float32"), 1, 1.0, False)
+    assert operator_class is not None
+    assert operator_class.name == expected
 
 
-def test_casts_to_wider_types_are_apart() -> None:
+def test_casts_to_wider_types_are_a_class_of_their_own() -> None:
     def name(dtype: str, moved: float) -> str:
-        found = classify_operator(_operator("copy", "_to_copy", _fixed(100), 0, moved, dtype), 1, 1.0, False)
-        assert found is not None
-        return found.name
+        operator_class = classify_operator(_operator("copy", "_to_copy", _fixed(100), 0, moved, dtype), 1, 1.0, False)
+        assert operator_class is not None
+        return operator_class.name
 
     assert name("bfloat16", 600) == "widen"
     third = _operator("copy", "_to_copy", (BatchPolynomial(0.0, 1000 / 3),), 0, 1, "bfloat16")
@@ -103,27 +104,27 @@ def test_casts_to_wider_types_are_apart() -> None:
 
 
 @pytest.mark.parametrize("name", ["native_dropout", "gelu", "_softmax"])
-def test_what_a_calibration_lacks_is_taken_for_what_is_most_like_it(name: str) -> None:
-    """Those of before had no class for it."""
+def test_a_class_that_a_calibration_lacks_is_substituted_by_the_most_similar_one(name: str) -> None:
+    """Older calibrations do not have these classes."""
     operator = _operator("elementwise", name, _fixed(1e6), 0, 8e6, "float32")
-    found = classify_operator(operator, 1, 1.0, False)
-    assert found is not None
-    instead = "log_softmax" if found.name == "softmax" else "elementwise"
-    old, new = (_device((kind, (1,), 8e6, 5e-3)) for kind in (instead, found.name))
+    operator_class = classify_operator(operator, 1, 1.0, False)
+    assert operator_class is not None
+    substitute = "log_softmax" if operator_class.name == "softmax" else "elementwise"
+    old, new = (_device((kind, (1,), 8e6, 5e-3)) for kind in (substitute, operator_class.name))
     assert operator_s(operator, 1, device_speeds(old, "fp32"), False) == pytest.approx(5e-3)
-    both = _device((instead, (1,), 8e6, 5e-3), (found.name, (1,), 8e6, 7e-3))
+    both = _device((substitute, (1,), 8e6, 5e-3), (operator_class.name, (1,), 8e6, 7e-3))
     assert operator_s(operator, 1, device_speeds(both, "fp32"), False) == pytest.approx(7e-3)
     assert operator_s(operator, 1, device_speeds(new, "fp32"), False) == pytest.approx(5e-3)
 
 
-def test_a_device_that_was_measured_itself_is_believed() -> None:
-    """Also where dropout took it less time than ReLU."""
+def test_measurements_of_the_device_itself_are_used() -> None:
+    """That is so even where dropout took less time than ReLU."""
     operator = _operator("elementwise", "native_dropout", _fixed(1e6), 0, 8e6, "float32")
     device = _device(("elementwise", (1,), 8e6, 5e-3), ("dropout", (1,), 8e6, 3e-3))
     assert operator_s(operator, 1, device_speeds(device, "fp32"), False) == pytest.approx(3e-3)
 
 
-def test_channels_are_what_does_not_grow_with_the_batch() -> None:
+def test_the_channels_follow_from_the_bytes_that_do_not_grow_with_the_batch() -> None:
     norm = Operator(
         "",
         "native_batch_norm",
@@ -133,12 +134,12 @@ def test_channels_are_what_does_not_grow_with_the_batch() -> None:
         BatchPolynomial(24.0 * 64, 8000.0),
         (BatchPolynomial(0, 1000),),
     )
-    found = classify_operator(norm, 10, 1.0, False)
-    assert found is not None
-    assert found.sizes[1] == log2(64)
+    operator_class = classify_operator(norm, 10, 1.0, False)
+    assert operator_class is not None
+    assert operator_class.sizes[1] == log2(64)
 
 
-def test_rows_that_loads_do_not_fit_are_far_slower_on_tensor_cores() -> None:
+def test_products_with_misaligned_rows_are_far_slower_on_tensor_cores() -> None:
     prices = device_speeds(reference_gpu()[0], "bf16")
     even, odd = (operator_s(_product(16000, n, 800), 1, prices, False) for n in (50304, 50257))
     assert 4 < odd / even < 12
@@ -152,15 +153,15 @@ def test_rows_that_loads_do_not_fit_are_far_slower_on_tensor_cores() -> None:
         (BatchPolynomial(1, 0), BatchPolynomial(0, 1), BatchPolynomial(800, 0), BatchPolynomial(800, 0)),
     )
     one_more = [operator_s(growing, batch, prices, False) for batch in (16000, 16001)]
-    assert one_more[0] == pytest.approx(one_more[1], rel=0.01)  # rows are not what is loaded at once
+    assert one_more[0] == pytest.approx(one_more[1], rel=0.01)  # the number of rows need not be aligned
 
 
-def _of_samples(one: Operator, inner: bool, gradient: bool) -> Operator:
-    """The same product, with the samples as its inner side or as its rows."""
-    shape = list(one.shape)
-    place = 3 if inner else 1
-    shape[place] = BatchPolynomial(0.0, one.shape[place].constant)
-    return replace(one, shape=tuple(shape), computes_gradient=gradient)
+def _with_batch_dim(product: Operator, inner: bool, gradient: bool) -> Operator:
+    """Returns the product with the samples as its inner dim or as its rows."""
+    shape = list(product.shape)
+    dim = 3 if inner else 1
+    shape[dim] = BatchPolynomial(0.0, product.shape[dim].constant)
+    return replace(product, shape=tuple(shape), computes_gradient=gradient)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +172,7 @@ def _of_samples(one: Operator, inner: bool, gradient: bool) -> Operator:
         ("H100", "bf16", (0.95, 1.1), (0.95, 1.1)),
     ],
 )
-def test_gradients_wait_for_sides_that_lie_apart_in_tf32_on_hopper_alone(
+def test_only_hopper_computes_gradients_of_strided_operands_slower_in_tf32(
     gpu: str, dtype: Dtype, inputs: tuple[float, float], weights: tuple[float, float]
 ) -> None:
     prices, plain = (
@@ -179,33 +180,33 @@ def test_gradients_wait_for_sides_that_lie_apart_in_tf32_on_hopper_alone(
         _product(4096, 4096, 4096, {"bf16": "bfloat16"}.get(dtype, "float32")),
     )
 
-    def longer(one: Operator) -> float:
-        taken, usual = (operator_s(each, 1, prices, True, dtype == "tf32") for each in (one, plain))
-        return taken / usual
+    def slowdown(product: Operator) -> float:
+        product_s, plain_s = (operator_s(operator, 1, prices, True, dtype == "tf32") for operator in (product, plain))
+        return product_s / plain_s
 
-    assert inputs[0] < longer(_of_samples(plain, inner=False, gradient=True)) < inputs[1]
-    assert weights[0] < longer(_of_samples(plain, inner=True, gradient=True)) < weights[1]
-    # What is computed again in a backward pass lies as it did in the forward pass.
-    assert longer(_of_samples(plain, inner=False, gradient=False)) == pytest.approx(1.0)
+    assert inputs[0] < slowdown(_with_batch_dim(plain, inner=False, gradient=True)) < inputs[1]
+    assert weights[0] < slowdown(_with_batch_dim(plain, inner=True, gradient=True)) < weights[1]
+    # Operators that are recomputed in a backward pass have the memory layout of the forward pass.
+    assert slowdown(_with_batch_dim(plain, inner=False, gradient=False)) == pytest.approx(1.0)
 
 
-def test_convolutions_of_fp32_take_tf32_only_under_runtimes_that_let_them() -> None:
-    device, one = find_entry("A100-80GB").device, _convolution(256, 3, "float32")
-    ours, theirs = (device_speeds(device, "fp32", tf32_convolutions=let) for let in (False, True))
-    short = operator_s(one, 1, theirs, False)
-    assert operator_s(one, 1, ours, False) > 2 * short
-    assert operator_s(one, 1, ours, False, tf32=True) == pytest.approx(short, rel=0.3)
+def test_convolutions_of_fp32_use_tf32_only_under_runtimes_that_allow_it() -> None:
+    device, convolution = find_entry("A100-80GB").device, _convolution(256, 3, "float32")
+    without_tf32, with_tf32 = (device_speeds(device, "fp32", tf32_convolutions=is_on) for is_on in (False, True))
+    tf32_s = operator_s(convolution, 1, with_tf32, False)
+    assert operator_s(convolution, 1, without_tf32, False) > 2 * tf32_s
+    assert operator_s(convolution, 1, without_tf32, False, tf32=True) == pytest.approx(tf32_s, rel=0.3)
     assert not OUR_RUNTIME.tf32_convolutions, "parallel/precision.py turns tf32 off"
 
 
-def test_a_bias_is_told_by_the_bytes_of_a_convolution() -> None:
+def test_a_bias_is_recognized_by_the_bytes_of_a_convolution() -> None:
     shape = _fixed(8, 16, 32, 32, 24, 3, 1, 1)
     image, filters, out = 8 * 16 * 1024, 24 * 16 * 9, 8 * 24 * 1024
     flops = 2.0 * out * 16 * 9
     for back, moved, gradients in ((False, image + filters + out, 1), (True, 2 * image + 2 * filters + out, 2)):
         bare, biased = (
-            _operator("convolution", "convolution", shape, flops * gradients, 2.0 * (moved + more), "bfloat16")
-            for more in (0, 24)
+            _operator("convolution", "convolution", shape, flops * gradients, 2.0 * (moved + bias), "bfloat16")
+            for bias in (0, 24)
         )
         assert bias_bytes(bare, 1, back) == 0
         assert bias_bytes(biased, 1, back) == 2.0 * out * (1 if back else 2)
@@ -213,17 +214,17 @@ def test_a_bias_is_told_by_the_bytes_of_a_convolution() -> None:
         assert operator_s(biased, 1, prices, back) > operator_s(bare, 1, prices, back)
 
 
-def test_a_gpu_without_a_calibration_is_taken_to_be_like_the_reference() -> None:
-    other = find_entry("A100-80GB").device
+def test_a_gpu_without_a_calibration_is_scaled_from_the_reference() -> None:
+    uncalibrated = find_entry("A100-80GB").device
     product = _product(8192, 8192, 8192)
-    ratio = operator_s(product, 1, device_speeds(other, "bf16"), False) / operator_s(
+    ratio = operator_s(product, 1, device_speeds(uncalibrated, "bf16"), False) / operator_s(
         product, 1, device_speeds(reference_gpu()[0], "bf16"), False
     )
-    printed = reference_gpu()[1].rates["bf16"] / other.rates["bf16"]
-    assert ratio == pytest.approx(printed, rel=0.1)
+    datasheet_ratio = reference_gpu()[1].rates["bf16"] / uncalibrated.rates["bf16"]
+    assert ratio == pytest.approx(datasheet_ratio, rel=0.1)
 
 
-def test_measured_rates_are_not_taken_for_a_datasheets() -> None:
+def test_measured_rates_are_not_reduced_like_those_of_a_datasheet() -> None:
     reference, product = reference_gpu()[0], _product(8192, 8192, 8192)
     quick = reference.model_copy(
         update={"operators": (), "sources": dict.fromkeys(("rates", "bandwidth_bytes_per_s"), "measured: here")}
@@ -247,7 +248,7 @@ def test_channels_last_convolutions_are_faster_on_tensor_cores() -> None:
 
 
 def _convolution(channels: int, kernel: int, dtype: str) -> Operator:
-    """Of 32 images of 28 × 28."""
+    """Returns a convolution of 32 images of 28 × 28."""
     size, pixels = (4 if dtype == "float32" else 2), 32 * 28 * 28
     flops = 2 * pixels * channels**2 * kernel**2
     moved = size * (2 * pixels * channels + channels**2 * kernel**2)
@@ -255,10 +256,10 @@ def _convolution(channels: int, kernel: int, dtype: str) -> Operator:
     return _operator("convolution", "convolution", shape, flops, moved, dtype)
 
 
-def test_convolutions_in_fp32_are_at_their_best_where_tf32_is_not_to_be_had() -> None:
+def test_convolutions_in_fp32_exceed_the_fp32_rate_on_gpus_without_tf32() -> None:
     prices = device_speeds(find_entry("V100-16GB").device, "fp32")
-    one = _convolution(256, 3, "float32")
-    rate = one.flops.at(1) / operator_s(one, 1, prices, False)
+    convolution = _convolution(256, 3, "float32")
+    rate = convolution.flops.at(1) / operator_s(convolution, 1, prices, False)
     assert prices.rates["fp32"] < rate < 2.25 * prices.rates["fp32"], "Winograd's algorithm multiplies less"
 
 
@@ -280,9 +281,9 @@ def test_batch_norm_in_fp16_is_faster_than_in_bf16() -> None:
     assert operator_s(half, 1, prices, False) < 0.8 * operator_s(brain, 1, prices, False)
 
 
-def _slower(device: Device, channels: int, layout: str = "contiguous") -> float:
-    """How many times as long a BatchNorm takes as on the reference, of images of 200 MB in fp16."""
-    vectors = 24.0 * channels  # what does not grow with the batch tells the channels
+def _batch_norm_slowdown(device: Device, channels: int, layout: str = "contiguous") -> float:
+    """Returns how many times as long as on the reference a BatchNorm of 200 MB of images in fp16 takes."""
+    vectors = 24.0 * channels  # bytes that do not grow with the batch
     norm = Operator(
         "",
         "native_batch_norm",
@@ -292,52 +293,59 @@ def _slower(device: Device, channels: int, layout: str = "contiguous") -> float:
         BatchPolynomial(vectors, 2e8),
         (BatchPolynomial(0, 1e8),),
     )
-    own, others = (
-        operator_s(norm, 1, device_speeds(one, "fp16", 1, layout), False) for one in (device, reference_gpu()[0])
+    device_s, reference_s = (
+        operator_s(norm, 1, device_speeds(gpu, "fp16", 1, layout), False) for gpu in (device, reference_gpu()[0])
     )
-    return own / others
+    return device_s / reference_s
 
 
-def test_a_batch_norm_of_few_channels_waits_for_multiprocessors_not_for_memory() -> None:
-    """A block of threads has a channel: what an H100 does not have of an H200's memory makes no difference."""
+def test_a_batch_norm_of_few_channels_is_limited_by_multiprocessors_not_by_memory() -> None:
+    """One block of threads works on one channel, so the lower memory bandwidth of an H100 than that of an H200 makes no
+    difference."""
     volta, hopper = (find_entry(name).device for name in ("V100-16GB", "H100"))
-    memories = find_entry("H200").device.bandwidth_bytes_per_s / hopper.bandwidth_bytes_per_s
-    assert _slower(hopper, 64) == pytest.approx(1.0, abs=0.01), "as many multiprocessors, as fast"
-    assert _slower(volta, 64) == pytest.approx(1.98 / 1.53, rel=0.1), "more than channels, at a lower clock"
-    assert 2 < _slower(volta, 128) < 2.6, "132 had a channel each, 80 have 1.6"
-    assert 3 < _slower(volta, 2048) < 4, "all are busy; memory, 5.3 times slower, is waited for more than there"
-    assert _slower(hopper, 64, "channels_last") == pytest.approx(memories, rel=0.1), "blocks have rows there"
-    nobody_knows = hopper.model_copy(update={"multiprocessors": 0})
-    assert _slower(nobody_knows, 64) == pytest.approx(memories, rel=0.1)
+    bandwidth_ratio = find_entry("H200").device.bandwidth_bytes_per_s / hopper.bandwidth_bytes_per_s
+    assert _batch_norm_slowdown(hopper, 64) == pytest.approx(1.0, abs=0.01), "as many multiprocessors, as fast"
+    assert _batch_norm_slowdown(volta, 64) == pytest.approx(1.98 / 1.53, rel=0.1), (
+        "enough multiprocessors, at a lower clock"
+    )
+    assert 2 < _batch_norm_slowdown(volta, 128) < 2.6, "132 multiprocessors have one channel each, 80 have 1.6"
+    assert 3 < _batch_norm_slowdown(volta, 2048) < 4, "the memory, 5.3 times slower, limits more than there"
+    assert _batch_norm_slowdown(hopper, 64, "channels_last") == pytest.approx(bandwidth_ratio, rel=0.1), (
+        "blocks work on rows there"
+    )
+    without_multiprocessors = hopper.model_copy(update={"multiprocessors": 0})
+    assert _batch_norm_slowdown(without_multiprocessors, 64) == pytest.approx(bandwidth_ratio, rel=0.1)
 
 
-def test_drawing_numbers_takes_multiprocessors_and_moving_them_memory() -> None:
-    """For as many bytes in 16 bits dropout takes the reference 1.3 times as long as ReLU: it waits for arithmetic. An
-    H100 has as much of it and less memory, so it waits for memory; an A100 has less of it than of memory."""
+def test_dropout_is_limited_by_arithmetic_or_by_memory_whichever_is_slower() -> None:
+    """On the reference dropout takes 1.3 times as long as ReLU for as many bytes, because arithmetic limits it. An H100
+    has as much arithmetic and less memory bandwidth, so memory limits it there; arithmetic limits it on an A100."""
 
     def seconds(name: str, device: Device) -> float:
         operator = _operator("elementwise", name, _fixed(2e8), 0, 1e9, "bfloat16")
         return operator_s(operator, 1, device_speeds(device, "bf16"), False)
 
     hopper, ampere, volta = (find_entry(name).device for name in ("H100", "A100-80GB", "V100-16GB"))
-    here = reference_gpu()[0]
-    assert seconds("native_dropout", here) > 1.1 * seconds("relu", here)
+    reference = reference_gpu()[0]
+    assert seconds("native_dropout", reference) > 1.1 * seconds("relu", reference)
     assert seconds("native_dropout", hopper) == pytest.approx(seconds("relu", hopper), rel=0.02)
-    longer = 132 * 1.98 / (108 * 1.41)
-    assert seconds("native_dropout", ampere) == pytest.approx(longer * seconds("native_dropout", here), rel=0.02)
+    arithmetic_ratio = 132 * 1.98 / (108 * 1.41)
+    assert seconds("native_dropout", ampere) == pytest.approx(
+        arithmetic_ratio * seconds("native_dropout", reference), rel=0.02
+    )
     assert seconds("native_dropout", volta) == pytest.approx(seconds("relu", volta), rel=0.02)
     assert seconds("gelu", ampere) > seconds("native_dropout", ampere), "a third of the reference's fp32"
 
 
-def test_what_is_published_of_a_gpu_comes_before_what_the_reference_reaches() -> None:
-    known, printed = (device.rates["bf16"] for device in reference_gpu())
+def test_published_sustained_rates_of_a_gpu_are_used_before_those_of_the_reference() -> None:
+    sustained, datasheet = (device.rates["bf16"] for device in reference_gpu())
     hopper, ampere, volta = (
         device_speeds(find_entry(name).device, "bf16") for name in ("H100", "A100-80GB", "V100-32GB")
     )
     assert hopper.rates["bf16"] == pytest.approx(0.706 * find_entry("H100").device.rates["bf16"])
-    assert ampere.rates["bf16"] == pytest.approx(known / printed * find_entry("A100-80GB").device.rates["bf16"])
+    assert ampere.rates["bf16"] == pytest.approx(sustained / datasheet * find_entry("A100-80GB").device.rates["bf16"])
     assert volta.rates["fp32"] == pytest.approx(0.87 * find_entry("V100-32GB").device.rates["fp32"])
-    assert device_speeds(reference_gpu()[0], "bf16").rates["bf16"] == known, "what was measured stays"
+    assert device_speeds(reference_gpu()[0], "bf16").rates["bf16"] == sustained, "measured rates are not scaled"
 
 
 def test_batched_products_with_odd_sides_are_as_much_slower_as_plain_ones() -> None:

@@ -1,4 +1,4 @@
-"""Seconds of passes and optimizer steps."""
+"""The predicted time of forward and backward passes and of optimizer steps."""
 
 from dataclasses import replace
 
@@ -35,13 +35,13 @@ def _profile(operators: tuple[Operator, ...], blocks: tuple[str, ...] = ()) -> M
 
 def test_a_segment_counts_for_each_of_its_blocks() -> None:
     prices, operators = device_speeds(DEVICE, "fp32"), (_operator("relu", 1e6), _operator("gelu", 1e6))
-    one, _ = pass_s(_profile(operators), "forward", 4, prices, False)
+    one_block_s, _ = pass_s(_profile(operators), "forward", 4, prices, False)
     three, _ = pass_s(_profile(operators, ("x", "y", "z")), "forward", 4, prices, False)
-    assert one == pytest.approx(sum(operator_s(o, 4, prices, False) for o in operators))
-    assert three == pytest.approx(3 * one)
+    assert one_block_s == pytest.approx(sum(operator_s(o, 4, prices, False) for o in operators))
+    assert three == pytest.approx(3 * one_block_s)
 
 
-def test_small_operators_wait_for_their_host_and_large_ones_do_not() -> None:
+def test_small_operators_are_limited_by_launch_overhead_and_large_ones_are_not() -> None:
     prices = device_speeds(DEVICE, "fp32")
 
     def busy_and_waiting_s(elements: float) -> tuple[float, float]:
@@ -57,7 +57,7 @@ def test_small_operators_wait_for_their_host_and_large_ones_do_not() -> None:
     assert busy_and_waiting_s(1e9)[1] == 0
 
 
-def test_casts_take_the_host_less_than_layers() -> None:
+def test_casts_have_less_launch_overhead_than_layers() -> None:
     prices = device_speeds(DEVICE, "fp32")
     _, layers = pass_s(_profile((_operator("relu", 10),) * 10), "backward", 1, prices, False)
     _, casts = pass_s(_profile((_operator("_to_copy", 10),) * 10), "backward", 1, prices, False)
@@ -80,18 +80,18 @@ class _SlowHost(Runtime):
         return super().host_wait_s(2 * launch_s, device_s)
 
 
-def test_an_optimizer_of_single_tensors_waits_for_its_host_or_for_memory() -> None:
-    """On a GPU; many small tensors take as long as their operators take to be started."""
+def test_an_optimizer_of_single_tensors_is_limited_by_launch_overhead_or_by_memory() -> None:
+    """On a GPU many small tensors take as long as the launch of their operators."""
     prices = device_speeds(DEVICE, "bf16")
-    alone = OptimizerCost(
+    single_tensor = OptimizerCost(
         state_ratio=2.0, temporary_ratio=3.0, multi_tensor=False, operators_per_parameter=12.0, traffic_ratio=29.0
     )
-    small, more = (optimizer_s(4e3 * tensors, tensors, alone, DEVICE, prices) for tensors in (100, 200))
-    assert more == pytest.approx(2 * small)
-    assert optimizer_s(4e5, 100, alone, DEVICE, prices, _SlowHost()) == pytest.approx(2 * small)
-    assert optimizer_s(4e5, 100, replace(alone, waits_for_device=False), DEVICE, prices) < small / 2, (
+    small, twice_as_many = (optimizer_s(4e3 * count, count, single_tensor, DEVICE, prices) for count in (100, 200))
+    assert twice_as_many == pytest.approx(2 * small)
+    assert optimizer_s(4e5, 100, single_tensor, DEVICE, prices, _SlowHost()) == pytest.approx(2 * small)
+    assert optimizer_s(4e5, 100, replace(single_tensor, waits_for_device=False), DEVICE, prices) < small / 2, (
         "the host has run ahead"
     )
-    large = optimizer_s(4e10, 100, alone, DEVICE, prices)
+    large = optimizer_s(4e10, 100, single_tensor, DEVICE, prices)
     assert large > 29 * 4e10 / DEVICE.bandwidth_bytes_per_s
     assert large > optimizer_s(4e10, 100, ADAMW, DEVICE, prices)

@@ -1,4 +1,4 @@
-"""The trace file is what Chrome and Perfetto read, and has the timeline's times."""
+"""The trace file has the format that Chrome and Perfetto read, and the times of the timeline."""
 
 import json
 from pathlib import Path
@@ -11,16 +11,16 @@ from meshwright.simulator.pipeline.trace_file import Span, timeline_spans, write
 
 
 def test_a_timeline_is_written_with_its_times(tmp_path: Path) -> None:
-    found = timeline(pipeline_order("1f1b", 3, 1, 5), lambda a: 0.001 * (1 + a.stage), lambda _, __: 0.0002)
-    events = json.loads(write_trace(tmp_path / "trace.json", timeline_spans(found)).read_text())["traceEvents"]
+    schedule = timeline(pipeline_order("1f1b", 3, 1, 5), lambda a: 0.001 * (1 + a.stage), lambda _, __: 0.0002)
+    events = json.loads(write_trace(tmp_path / "trace.json", timeline_spans(schedule)).read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     assert len(spans) == 3 * 5 * 2
-    for span, event in zip(spans, found.events(), strict=True):
+    for span, event in zip(spans, schedule.events(), strict=True):
         assert span["pid"] == event.rank
         assert span["ts"] == pytest.approx(event.start_s * 1e6)
         assert span["ts"] + span["dur"] == pytest.approx(event.end_s * 1e6)
     assert spans[0]["name"] == "forward 0 (stage 0)"
-    assert max(span["ts"] + span["dur"] for span in spans) == pytest.approx(found.span_s * 1e6)
+    assert max(span["ts"] + span["dur"] for span in spans) == pytest.approx(schedule.span_s * 1e6)
 
 
 def test_ranks_are_processes_and_categories_their_threads(tmp_path: Path) -> None:

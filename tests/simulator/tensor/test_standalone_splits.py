@@ -1,4 +1,5 @@
-"""A layer that a plan splits and no group has: divided like the others, and put together behind itself."""
+"""A layer that a plan splits although it belongs to no group of layers: its weight is divided like those of groups, and
+its output is gathered right after it."""
 
 from functools import cache
 from typing import Any
@@ -38,7 +39,7 @@ class Classifier(nn.Sequential):
 
 
 class Block(nn.Module):
-    """Its layer is normed behind, so no other one can sum up its parts."""
+    """A norm follows the layer, so no other layer can sum its partial results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,58 +70,62 @@ def traced(kind: Any = Classifier, precision: str = "fp32", recompute: Any = "no
         )
 
 
-def plan(axis: str = "replicate", splits: dict[str, str] | None = None, **groups: Any) -> Plan:
+def split_plan(axis: str = "replicate", splits: dict[str, str] | None = None, **groups: Any) -> Plan:
     modules = {name: {"kind": kind, "axis": axis} for name, kind in (splits or {"4": "column"}).items()}
-    more = groups.pop("modules", {})
+    other_modules = groups.pop("modules", {})
     return Plan.model_validate(
-        {"axes": {axis: RANKS, **groups.pop("axes", {})}, "modules": {"splits": modules, **more}, **groups}
+        {"axes": {axis: RANKS, **groups.pop("axes", {})}, "modules": {"splits": modules, **other_modules}, **groups}
     )
 
 
-def sent(chosen: Plan, kind: Any = Classifier, recompute: str = "none") -> dict[tuple[str, float], int]:
-    """What layers send: all but the gradients that are combined."""
-    found = exchanges(traced(kind, recompute=recompute), chosen, BATCH)
-    return {(e.collective, e.bytes): e.count for e in found if e.collective != "all_reduce" or e.axis == "tensor"}
+def layer_messages(plan: Plan, kind: Any = Classifier, recompute: str = "none") -> dict[tuple[str, float], int]:
+    """Returns how often split layers exchange, by collective and bytes, without the gradients that replicas average."""
+    step_exchanges = exchanges(traced(kind, recompute=recompute), plan, BATCH)
+    return {
+        (e.collective, e.bytes): e.count for e in step_exchanges if e.collective != "all_reduce" or e.axis == "tensor"
+    }
 
 
-@pytest.mark.parametrize(("name", "said"), [
+@pytest.mark.parametrize(("name", "message"), [
     ("5", r"splits\.5: no layer of that name can be split: known are 0, 2, 4"),
     ("head", "no layer of that name"),
     ("1", "no layer of that name"),  # an activation
     ("*.0", "no layer of that name"),
 ])  # fmt: skip
-def test_a_name_that_fits_nothing_is_told(name: str, said: str) -> None:
-    for chosen in (plan(splits={name: "column"}), plan(splits={"0": "column", name: "none"})):
-        with pytest.raises(InputError, match=said):
-            split_shares(traced(), chosen)
+def test_a_name_that_matches_no_layer_is_refused(name: str, message: str) -> None:
+    for plan in (split_plan(splits={name: "column"}), split_plan(splits={"0": "column", name: "none"})):
+        with pytest.raises(InputError, match=message):
+            split_shares(traced(), plan)
 
 
-def test_a_name_that_is_nearly_right_is_guessed() -> None:
+def test_a_misspelled_name_gets_a_suggestion() -> None:
     with pytest.raises(InputError, match=r"splits\.blocks\.0\.mixx: .*: did you mean 'blocks\.0\.mix'\?"):
-        split_shares(traced(Tower), plan(splits={"blocks.0.mixx": "column"}))
+        split_shares(traced(Tower), split_plan(splits={"blocks.0.mixx": "column"}))
 
 
-def test_what_cannot_be_split_so() -> None:
+def test_splits_that_a_layer_does_not_have_are_refused() -> None:
     with pytest.raises(InputError, match=r"4 cannot be split over 8 ranks: they must divide 12 \(its features\)"):
-        split_shares(traced(), plan(axes={"replicate": 8}))
+        split_shares(traced(), split_plan(axes={"replicate": 8}))
     with pytest.raises(InputError, match="4 cannot be split by vocabulary: choose column or row"):
-        split_shares(traced(), plan(splits={"4": "vocabulary"}))
+        split_shares(traced(), split_plan(splits={"4": "vocabulary"}))
 
 
-def test_groups_alone_change_nothing() -> None:
-    chosen = plan(splits={"0": "column", "2": "row"})
-    assert with_standalone_splits(traced(), chosen) is traced()
-    marked = with_standalone_splits(traced(), plan())
-    assert with_standalone_splits(marked, plan()) is marked
-    assert split_profile(traced(), plan(splits={"4": "none"})).parameters == traced().parameters
+def test_a_plan_without_standalone_splits_changes_nothing() -> None:
+    plan = split_plan(splits={"0": "column", "2": "row"})
+    assert with_standalone_splits(traced(), plan) is traced()
+    marked = with_standalone_splits(traced(), split_plan())
+    assert with_standalone_splits(marked, split_plan()) is marked
+    assert split_profile(traced(), split_plan(splits={"4": "none"})).parameters == traced().parameters
 
 
 @pytest.mark.parametrize(("kind", "weight", "bias"), [("column", (3, WIDE), (3,)), ("row", (OUT, 8), (OUT,))])
 @pytest.mark.parametrize("axis", ["replicate", "tensor"])
-def test_a_rank_holds_its_part(axis: str, kind: str, weight: tuple[int, ...], bias: tuple[int, ...]) -> None:
-    """The group is left whole, so that only the lone layer is split."""
-    chosen = plan(axis, {"4": kind, "0": "none"})
-    part = split_profile(traced(), chosen)
+def test_a_rank_holds_its_share_of_the_layer(
+    axis: str, kind: str, weight: tuple[int, ...], bias: tuple[int, ...]
+) -> None:
+    """The group of layers is not split, only the standalone layer."""
+    plan = split_plan(axis, {"4": kind, "0": "none"})
+    part = split_profile(traced(), plan)
     shapes = {p.names[0]: p.shape for p in part.parameters}
     assert (shapes["4.weight"], shapes["4.bias"]) == (weight, bias)
     assert shapes["2.weight"] == (WIDE, WIDE)
@@ -128,44 +133,44 @@ def test_a_rank_holds_its_part(axis: str, kind: str, weight: tuple[int, ...], bi
     expected = 0.0 if axis == "replicate" else layer * (1 - 1 / RANKS)
     assert traced().flops(BATCH) - part.flops(BATCH) == pytest.approx(expected)
     divided = {"4.weight", "4.bias"} if kind == "column" else {"4.weight"}
-    assert replicate_split_parameters(traced(), chosen) == (divided if axis == "replicate" else set())
+    assert replicate_split_parameters(traced(), plan) == (divided if axis == "replicate" else set())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_memory_holds_a_part_of_weights_gradients_and_state(precision: str) -> None:
-    def needs(chosen: Plan) -> dict[str, int]:
-        return predict_memory(traced(precision=precision), chosen, BATCH, MOMENTUM, CPU_MEMORY).breakdown
+    def needs(plan: Plan) -> dict[str, int]:
+        return predict_memory(traced(precision=precision), plan, BATCH, MOMENTUM, CPU_MEMORY).breakdown
 
     numerics = {"precision": precision}
     whole = needs(Plan.model_validate({"axes": {"replicate": RANKS}, "numerics": numerics}))
-    part = needs(plan(numerics=numerics))
-    spared = (WIDE * OUT + OUT) * 4 * (1 - 1 / RANKS)
-    for what in ("weights", "optimizer state", "gradient buckets"):
-        assert whole[what] - part[what] == spared
+    part = needs(split_plan(numerics=numerics))
+    saved_bytes = (WIDE * OUT + OUT) * 4 * (1 - 1 / RANKS)
+    for part_name in ("weights", "optimizer state", "gradient buckets"):
+        assert whole[part_name] - part[part_name] == saved_bytes
 
 
-@pytest.mark.parametrize(("kind", "ranks_more"), [("column", RANKS - 1), ("row", 0)])
-def test_the_gathered_input_is_kept_until_the_gradient_of_the_weight(kind: str, ranks_more: int) -> None:
-    part = split_profile(traced(), plan(splits={"4": kind}))
-    more = part.saved_bytes(BATCH) - traced().saved_bytes(BATCH)
-    assert more == ranks_more * WIDE * 4 * BATCH
+@pytest.mark.parametrize(("kind", "gathered_ranks"), [("column", RANKS - 1), ("row", 0)])
+def test_the_gathered_input_is_kept_until_the_gradient_of_the_weight(kind: str, gathered_ranks: int) -> None:
+    part = split_profile(traced(), split_plan(splits={"4": kind}))
+    added_bytes = part.saved_bytes(BATCH) - traced().saved_bytes(BATCH)
+    assert added_bytes == gathered_ranks * WIDE * 4 * BATCH
     changes = [c for segment in part.segments for c in segment.changes if c.role == "saved"]
     before = [c for segment in traced().segments for c in segment.changes if c.role == "saved"]
-    assert sum(c.bytes.at(BATCH) for c in changes) == sum(c.bytes.at(BATCH) for c in before)  # all is given back
+    assert sum(c.bytes.at(BATCH) for c in changes) == sum(c.bytes.at(BATCH) for c in before)  # everything is freed
 
 
-def test_casts_of_the_weight_are_each_ranks_own() -> None:
-    def cast(found: ModelProfile, layer: str) -> float:
-        operators = [o for segment in found.segments for o in segment.operators if o.layer == layer]
+def test_a_rank_casts_only_its_share_of_the_weight() -> None:
+    def cast_bytes(profile: ModelProfile, layer: str) -> float:
+        operators = [o for segment in profile.segments for o in segment.operators if o.layer == layer]
         return max(o.bytes.constant for o in operators if o.name == "_to_copy")
 
     whole = traced(precision="bf16")
-    part = split_profile(whole, plan(splits={"0": "column", "2": "row", "4": "column"}))
+    part = split_profile(whole, split_plan(splits={"0": "column", "2": "row", "4": "column"}))
     for layer in ("0", "2", "4"):
-        assert cast(part, layer) == pytest.approx(cast(whole, layer) / RANKS)
+        assert cast_bytes(part, layer) == pytest.approx(cast_bytes(whole, layer) / RANKS)
 
 
-X, Y = BATCH * WIDE * 4, BATCH * OUT * 4  # a rank's own input and output of the lone layer
+X, Y = BATCH * WIDE * 4, BATCH * OUT * 4  # bytes of a rank's input and output of the standalone layer
 
 
 @pytest.mark.parametrize(("axis", "kind", "expected"), [
@@ -174,44 +179,46 @@ X, Y = BATCH * WIDE * 4, BATCH * OUT * 4  # a rank's own input and output of the
     ("tensor", "column", {("all_gather", Y): 1, ("all_reduce", X): 1}),
     ("tensor", "row", {("all_reduce", Y): 1, ("all_gather", X): 1}),
 ])  # fmt: skip
-def test_what_a_lone_layer_exchanges(axis: str, kind: str, expected: dict[tuple[str, float], int]) -> None:
-    assert sent(plan(axis, {"4": kind, "0": "none"})) == expected
+def test_the_messages_of_a_standalone_layer(axis: str, kind: str, expected: dict[tuple[str, float], int]) -> None:
+    assert layer_messages(split_plan(axis, {"4": kind, "0": "none"})) == expected
 
 
-def test_single_vectors_have_no_sequence_to_be_divided_along() -> None:
-    chosen = plan("tensor", {"4": "column", "0": "none"}, modules={"sequence": True})
-    assert sent(chosen) == {("all_gather", Y): 1, ("all_reduce", X): 1}
+def test_inputs_without_a_sequence_are_not_divided_along_it() -> None:
+    plan = split_plan("tensor", {"4": "column", "0": "none"}, modules={"sequence": True})
+    assert layer_messages(plan) == {("all_gather", Y): 1, ("all_reduce", X): 1}
 
 
-def test_layers_in_a_row_scatter_and_gather_between_them() -> None:
-    """Column, row and lone column over the replicate axis. The data that comes in needs no gradient."""
-    chosen = plan(splits={"0": "column", "2": "row", "4": "column"})
-    assert sent(chosen) == {
-        ("all_gather", RANKS * BATCH * IN * 4): 1,  # into 0
-        ("reduce_scatter", RANKS * X): 2,  # out of 2; back out of 4
-        ("all_gather", RANKS * X): 2,  # into 4; back into 2
-        ("all_to_all", Y): 2,  # out of 4, and back
+def test_consecutive_split_layers_scatter_and_gather_between_them() -> None:
+    """The layers are split by column, row and standalone column over the replicate axis. The input has no gradient."""
+    plan = split_plan(splits={"0": "column", "2": "row", "4": "column"})
+    assert layer_messages(plan) == {
+        ("all_gather", RANKS * BATCH * IN * 4): 1,  # before 0
+        ("reduce_scatter", RANKS * X): 2,  # after 2; backward of 4
+        ("all_gather", RANKS * X): 2,  # before 4; backward of 2
+        ("all_to_all", Y): 2,  # after 4, forward and backward
     }
-    combined = [e for e in exchanges(traced(), chosen, BATCH) if e.collective == "all_reduce"]
-    assert combined == [Exchange("replicate", "all_reduce", WIDE * 4, 1)]  # the bias of 2, which stays whole
+    averaged = [e for e in exchanges(traced(), plan, BATCH) if e.collective == "all_reduce"]
+    assert averaged == [Exchange("replicate", "all_reduce", WIDE * 4, 1)]  # the bias of 2, which is not split
 
 
-@pytest.mark.parametrize(("recompute", "again"), [("none", 0), ("full", 1)])
-def test_equal_blocks_exchange_alike_and_again_where_they_are_computed_again(recompute: str, again: int) -> None:
-    """Of six blocks the first is given data: it sends no gradient of its input, unless it is computed again, when it
-    cannot be told from the others."""
-    chosen = plan(splits={"blocks.*.mix": "column"}, memory={"recompute": recompute})
-    marked = with_standalone_splits(traced(Tower, recompute=recompute), chosen)
-    assert {f"blocks.{number}.mix" for number in range(6)} == set(split_shares(marked, chosen))
-    found = sent(chosen, Tower, recompute)
-    assert found["all_gather", RANKS * X] == 6 + 6 * again
-    assert found["all_to_all", X] == 2 * 6 + 6 * again
-    assert found["reduce_scatter", RANKS * X] == 5 + again
+@pytest.mark.parametrize(("recompute", "recomputed_passes"), [("none", 0), ("full", 1)])
+def test_equal_blocks_send_the_same_messages_and_repeat_them_when_recomputed(
+    recompute: str, recomputed_passes: int
+) -> None:
+    """The input of the first of six blocks is data, so no gradient of it is sent. With recomputation all six blocks
+    send the same messages."""
+    plan = split_plan(splits={"blocks.*.mix": "column"}, memory={"recompute": recompute})
+    marked = with_standalone_splits(traced(Tower, recompute=recompute), plan)
+    assert {f"blocks.{number}.mix" for number in range(6)} == set(split_shares(marked, plan))
+    messages = layer_messages(plan, Tower, recompute)
+    assert messages["all_gather", RANKS * X] == 6 + 6 * recomputed_passes
+    assert messages["all_to_all", X] == 2 * 6 + 6 * recomputed_passes
+    assert messages["reduce_scatter", RANKS * X] == 5 + recomputed_passes
 
 
 def test_a_recomputed_input_is_kept_for_its_backward_pass_only() -> None:
     whole = traced(Tower, recompute="full")
-    part = split_profile(whole, plan(splits={"blocks.*.mix": "column"}, memory={"recompute": "full"}))
+    part = split_profile(whole, split_plan(splits={"blocks.*.mix": "column"}, memory={"recompute": "full"}))
     assert part.saved_bytes(BATCH) == whole.saved_bytes(BATCH)
     for segment, before in zip(part.segments, whole.segments, strict=True):
         assert sum(c.bytes.at(1) for c in segment.changes if c.role == "temporary") == pytest.approx(
@@ -219,23 +226,22 @@ def test_a_recomputed_input_is_kept_for_its_backward_pass_only() -> None:
         )
 
 
-def test_stages_find_the_layers_of_other_stages_named() -> None:
+def test_a_plan_may_name_layers_of_any_stage() -> None:
     shape = {"cuts": ["blocks.2"], "microbatches": 4}
-    chosen = plan(splits={"blocks.5.mix": "column", "head": "column"}, axes={"pipeline": 2}, pipeline=shape)
-    found = predict_step(cluster_from_name("8xA100-80GB"), traced(Tower), chosen, BATCH, MOMENTUM, EAGER)
-    assert found.breakdown["tensor"] > 0
-    first, last = (exchanges(traced(Tower), chosen, BATCH, pipeline_rank=rank) for rank in (0, 1))
+    plan = split_plan(splits={"blocks.5.mix": "column", "head": "column"}, axes={"pipeline": 2}, pipeline=shape)
+    step = predict_step(cluster_from_name("8xA100-80GB"), traced(Tower), plan, BATCH, MOMENTUM, EAGER)
+    assert step.breakdown["tensor"] > 0
+    first, last = (exchanges(traced(Tower), plan, BATCH, pipeline_rank=rank) for rank in (0, 1))
     assert not any(e.collective == "all_to_all" for e in first)
     assert any(e.collective == "all_to_all" for e in last)
 
 
-def test_the_step_sends_the_gradients_of_the_others_only() -> None:
+def test_gradients_of_split_layers_are_not_averaged() -> None:
     cluster = cluster_from_name("8xV100@PCIe3-x16")
     whole = Plan.model_validate({"axes": {"replicate": RANKS}})
-    split = plan(splits={"0": "column", "2": "row", "4": "column"})
-    replicate = [
-        predict_step(cluster, traced(), chosen, BATCH, MOMENTUM, EAGER).breakdown["replicate"]
-        for chosen in (whole, split)
+    split = split_plan(splits={"0": "column", "2": "row", "4": "column"})
+    averaging_s = [
+        predict_step(cluster, traced(), plan, BATCH, MOMENTUM, EAGER).breakdown["replicate"] for plan in (whole, split)
     ]
-    of_bias = gradient_exchange(WIDE * 4, 0, whole, cluster, EAGER)  # of the row, which stays whole
-    assert replicate[0] > replicate[1] == pytest.approx(of_bias.replicate_s)
+    bias_exchange = gradient_exchange(WIDE * 4, 0, whole, cluster, EAGER)  # the bias of the row split is not split
+    assert averaging_s[0] > averaging_s[1] == pytest.approx(bias_exchange.replicate_s)

@@ -35,7 +35,7 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(12, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)).double()
 
 
-def train(rank: int, size: int, gradients: dict[str, Any], steps: int, resumed: bool = False) -> dict[str, Any]:
+def train(rank: int, size: int, gradients: dict[str, Any], steps: int) -> dict[str, Any]:
     plan = Plan.model_validate({"axes": {"replicate": size}, "gradients": {"bucket_bytes": 9000, **gradients}})
 
     def make_session() -> Session:

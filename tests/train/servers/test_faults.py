@@ -51,7 +51,7 @@ def curve(folder: RunFolder) -> dict[int, float]:
     return {entry["step"]: entry["loss"] for entry in entries if entry["kind"] == "train"}
 
 
-@pytest.mark.soak  # of threads instead of processes, tests/train/servers/test_servers.py has it
+@pytest.mark.soak  # with threads instead of processes, test_dead_workers.py checks the same
 @pytest.mark.parametrize("updates", MODES)
 def test_the_run_continues_without_a_killed_worker_until_it_is_back(tmp_path: Path, updates: str) -> None:
     """The others pass the batch at which it died; when it is back, the gate opens, and all finish."""

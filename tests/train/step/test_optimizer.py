@@ -33,7 +33,7 @@ def grouped(groups: Any, **options: Any) -> dict[str, dict[str, Any]]:
     return groups
 
 
-def test_without_groups_everything_is_one() -> None:
+def test_without_groups_all_parameters_are_one_group() -> None:
     assert all(group["weight_decay"] == 0.5 and group["lr"] == 0.1 for group in grouped([]).values())
 
 
@@ -88,7 +88,7 @@ def test_a_group_that_does_nothing_is_refused(groups: Any, words: str) -> None:
     assert words in str(refusal.value)
 
 
-def test_what_is_no_optimizer_is_refused() -> None:
+def test_a_call_that_makes_no_optimizer_is_refused() -> None:
     spec = Optimizer.model_validate({"call": "builtins:list"})
     with pytest.raises(InputError, match="optimizer: builtins:list makes a list, not a torch optimizer"):
         build_optimizer(spec, Net())

@@ -1,5 +1,6 @@
 """Lower precisions under every axis: the loss follows that of fp32, and all ranks leave out a step that overflows."""
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -8,7 +9,6 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from meshwright.errors import InputError
-from meshwright.launch.world import World
 from meshwright.parallel.check import check_cast, check_runnable
 from meshwright.parallel.weights.layout import local_tensor
 from meshwright.plan import Plan
@@ -17,11 +17,12 @@ from meshwright.train.step.loss_scale import INTERVAL, START, LossScale
 from tests.proof.matrix import plan_of
 from tests.ranks import RankPool
 from tests.soaked import all_but
+from tests.train.one_process import world
 from tests.zoo import BATCH, ZOO, RandomSamples
 
 AXES = ("R2", "S2", "T2", "P2")
 LOW = ("bf16", "fp16")
-EPOCHS = 8
+EPOCHS = 5
 BAND = 0.03  # of the loss that fp32 begins with: three times what bf16's 8 bits are off in one product
 
 
@@ -40,7 +41,7 @@ def session_of(kind: str, plan: Plan, rank: int, size: int) -> tuple[Session, Ra
         lambda parameters: torch.optim.AdamW(parameters.values(), lr=3e-3),
         loss=ZOO[kind].loss,
         plan=plan,
-        world=World(rank, rank, size, size, 0, torch.device("cpu"), None),
+        world=world(rank, size),
         clip_norm=1.0,
         sample=default_collate([data[0]] * 2),
     )
@@ -58,6 +59,13 @@ def losses(rank: int, size: int, kind: str, plan: Plan) -> tuple[list[float], se
     return values, returned, {parameter.dtype for parameter in session.module.parameters()}
 
 
+@cache
+def losses_in_fp32(pool: RankPool, kind: str, case: str) -> list[float]:
+    """The losses that lower precisions are compared with. Several tests use the same ones."""
+    values: list[float] = pool.run(losses, kind, planned(kind, case))[0][0]
+    return values
+
+
 def is_plain(value: Any) -> bool:
     return isinstance(value, Tensor)
 
@@ -72,7 +80,7 @@ def is_close_to(values: list[float], expected: list[float]) -> bool:
     all_but({("S2", "bf16"), ("T2", "fp16"), ("P2", "bf16")}, [(case, low) for case in AXES for low in LOW]),
 )
 def test_the_loss_follows_that_of_fp32(two: RankPool, case: str, precision: str) -> None:
-    expected, _, _ = two.run(losses, "gpt", planned("gpt", case))[0]
+    expected = losses_in_fp32(two, "gpt", case)
     low = torch.bfloat16 if precision == "bf16" else torch.float16
     results = two.run(losses, "gpt", planned("gpt", case, numerics={"precision": precision}))
     for values, returned, weight_dtypes in results:
@@ -94,7 +102,7 @@ def test_weights_are_gathered_in_low_precision_and_kept_in_fp32(
 ) -> None:
     plan = planned(kind, case, numerics={"precision": precision, "cast": "weights"})
     pool = two if plan.world_size == 2 else four
-    expected, _, _ = pool.run(losses, kind, planned(kind, case))[0]
+    expected = losses_in_fp32(pool, kind, case)
     for values, _, weight_dtypes in pool.run(losses, kind, plan):
         assert is_close_to(values, expected)
         assert weight_dtypes == {torch.float32}
@@ -103,7 +111,7 @@ def test_weights_are_gathered_in_low_precision_and_kept_in_fp32(
 @pytest.mark.parametrize("case", all_but({"R2"}, ["R2", "S2", "R2T2"]))
 def test_gradients_travel_rounded(two: RankPool, four: RankPool, case: str) -> None:
     pool = two if plan_of("gpt", case).world_size == 2 else four
-    expected, _, _ = pool.run(losses, "gpt", planned("gpt", case))[0]
+    expected = losses_in_fp32(pool, "gpt", case)
     values, _, _ = pool.run(losses, "gpt", planned("gpt", case, gradients={"precision": "bf16"}))[0]
     assert is_close_to(values, expected)
     assert values[0] == pytest.approx(expected[0], abs=1e-6), "the forward pass is in fp32"
@@ -158,9 +166,9 @@ def test_the_factor_grows_after_many_good_steps_and_is_saved() -> None:
     assert scale.value == 2 * START
     weight.grad = torch.tensor([1.0, float("nan")])
     assert not scale.unscale_([weight])
-    other = LossScale(torch.device("cpu"), 1)
-    other.load_state_dict(scale.state_dict())
-    assert (other.value, other.skipped) == (START, 1)
+    loaded = LossScale(torch.device("cpu"), 1)
+    loaded.load_state_dict(scale.state_dict())
+    assert (loaded.value, loaded.skipped) == (START, 1)
 
 
 @pytest.mark.parametrize(
@@ -173,6 +181,6 @@ def test_the_factor_grows_after_many_good_steps_and_is_saved() -> None:
         ({"axes": {"replicate": 2}, "compute": {"cuda_graphs": True}}, "or set compute.compile to default"),
     ],
 )
-def test_what_does_not_go_together_is_refused(plan: dict[str, Any], words: str) -> None:
+def test_plans_whose_numerics_do_not_combine_are_refused(plan: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         check_runnable(Plan.model_validate(plan))

@@ -14,16 +14,16 @@ from validation.engines.engine import engine_named
 
 
 @pytest.mark.parametrize(("name", "as_eager"), [("pytorch", True), ("deepspeed", False), ("megatron", False)])
-def test_an_engine_keeps_what_it_keeps(name: str, as_eager: bool) -> None:
+def test_only_an_eager_engine_needs_the_memory_of_eager_pytorch(name: str, as_eager: bool) -> None:
     model, batch = gpt2()
     traced = trace_profile(model, batch, scores_loss, precision="bf16")
     adamw = OptimizerCost(state_ratio=2.0, temporary_ratio=0.0, multi_tensor=True)
     cluster = cluster_from_name("8xA100-80GB")
     plan = mw.Plan.model_validate({"axes": {"replicate": 8}, "numerics": {"precision": "bf16"}})
     engine = engine_named(name)
-    found = predict_plan(cluster, traced, plan, 60, adamw, runtime=engine)
-    assert found.batch_per_rank == 8
+    prediction = predict_plan(cluster, traced, plan, 60, adamw, runtime=engine)
+    assert prediction.batch_per_rank == 8
     eager = predict_memory(traced, plan, 8, adamw, device_memory(cluster))
-    assert (found.memory == eager) == as_eager
-    assert found.memory == plan_memory(cluster, traced, plan, 60, adamw, engine)
-    assert found.memory_bytes == found.memory.allocated_bytes
+    assert (prediction.memory == eager) == as_eager
+    assert prediction.memory == plan_memory(cluster, traced, plan, 60, adamw, engine)
+    assert prediction.memory_bytes == prediction.memory.allocated_bytes

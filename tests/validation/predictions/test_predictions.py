@@ -1,4 +1,4 @@
-"""`bench predictions`: published plans are predicted, ordered and left out of their own calibration."""
+"""Published runs are predicted without help of their own source, ordered, scored and reported."""
 
 from dataclasses import replace
 
@@ -15,7 +15,8 @@ from validation.predictions.predict import (
     predict_case,
     traced,
 )
-from validation.predictions.report import WIDEST_SPREAD, as_json, lines, report
+from validation.predictions.report import WIDEST_SPREAD, as_json, make_report
+from validation.predictions.report_text import markdown, table_lines
 from validation.predictions.score import Alarms, Errors, alarms, errors_of, order_of, spread
 from validation.runs.case import PublishedCase
 from validation.runs.cover import Coverage, case_of, cover
@@ -27,48 +28,55 @@ def case(name: str) -> PublishedCase:
     return case_of(next(row for row in rows() if row.id == name))
 
 
-def guessed(name: str, source: str, ratio: float, waiting: float = 0.0) -> PredictedCase:
-    """One whose measured step is so many times the predicted."""
-    made = replace(case(name), id=f"{source}-{name}", source=source)
-    assert made.step_s is not None
-    step_s = made.step_s / ratio
-    return PredictedCase(made, step_s, {"launch": waiting * step_s})
+def prediction_of(name: str, source: str, ratio: float, launch_share: float = 0.0) -> PredictedCase:
+    """A prediction whose measured step time is `ratio` times the predicted one, as if the row came from `source`. The
+    device waits for its host during `launch_share` of the step."""
+    renamed = replace(case(name), id=f"{source}-{name}", source=source)
+    assert renamed.step_s is not None
+    step_s = renamed.step_s / ratio
+    return PredictedCase(renamed, step_s, {"launch": launch_share * step_s})
 
 
 @pytest.mark.parametrize("name", ["megatron_sc21_table1-0006", "megatron_sc21_table1-0007"])
 def test_the_published_76b_and_145b_runs_are_predicted_without_any_factor(name: str) -> None:
-    found = case(name)
-    assert found.step_s is not None
-    assert predict_case(found, traced).step_s == pytest.approx(found.step_s, rel=0.15)
+    run = case(name)
+    assert run.step_s is not None
+    assert predict_case(run, traced).step_s == pytest.approx(run.step_s, rel=0.15)
 
 
-def test_the_hosts_pace_comes_from_strangers_alone() -> None:
+def test_a_launch_factor_is_fitted_to_unrelated_sources_alone() -> None:
     name = "megatron_sc21_table1-0006"
-    known = [guessed(name, "one", 1.44, 0.5), guessed(name, "two", 1.44, 0.5), guessed(name, "three", 1.9, 0.5)]
-    found = fit(known)
-    assert found["three"].launch == pytest.approx(1.44 ** (2 / 3)), "two agree, and the reference has a vote"
-    assert found["three"].votes == 2
-    assert found["one"].launch > found["three"].launch, "one of its voices is louder"
-    assert fit(known[:1])["one"].launch == 1.0
-    kin = fit([guessed(name, "lambda_v1", 1.4, 0.5), guessed(name, "lambda_v2", 1.0, 0.5)])
-    assert kin["lambda_v2"].launch == 1.0, "of its kin nothing is taken"
-    low = fit([guessed(name, "bigscience_v100_gpt2", 1.4, 0.5), guessed(name, "two", 1.0, 0.5)])
-    assert low["two"].launch == 1.0, "what its own author does not trust calibrates nothing"
+    predictions = [
+        prediction_of(name, "one", 1.44, 0.5),
+        prediction_of(name, "two", 1.44, 0.5),
+        prediction_of(name, "three", 1.9, 0.5),
+    ]
+    factors = fit(predictions)
+    assert factors["three"].launch == pytest.approx(1.44 ** (2 / 3)), "two votes agree, and the reference votes for 1"
+    assert factors["three"].votes == 2
+    assert factors["one"].launch > factors["three"].launch, "the vote of three is larger than that of one"
+    assert fit(predictions[:1])["one"].launch == 1.0
+    related = fit([prediction_of(name, "lambda_v1", 1.4, 0.5), prediction_of(name, "lambda_v2", 1.0, 0.5)])
+    assert related["lambda_v2"].launch == 1.0, "a related source has no vote"
+    untrusted = fit([prediction_of(name, "bigscience_v100_gpt2", 1.4, 0.5), prediction_of(name, "two", 1.0, 0.5)])
+    assert untrusted["two"].launch == 1.0, "a source that its author does not trust has no vote"
 
 
-def test_a_source_has_one_vote_and_only_where_its_host_is_waited_for() -> None:
+def test_a_source_has_one_vote_and_only_from_rows_that_wait_for_the_host() -> None:
     name = "megatron_sc21_table1-0006"
-    many = [guessed(name, "one", ratio, 0.5) for ratio in (1.2, 1.21, 1.3)]
-    assert fit([*many, guessed(name, "two", 1.0)])["two"].launch == pytest.approx(1.21**0.5), "its median, once"
-    kin = [guessed(name, "lambda_v1", 1.21, 0.5), guessed(name, "lambda_v2", 1.21, 0.5)]
-    assert fit([*kin, guessed(name, "two", 1.0)])["two"].votes == 1
-    busy = fit([guessed(name, "one", 1.4), guessed(name, "two", 1.0)])
-    assert busy["two"].launch == 1.0, "what the device takes is no matter of its host"
-    far = fit([guessed(name, "one", 2.5, 0.5), guessed(name, "two", 1.0)])
-    assert far["two"].launch == 1.0, "so far off, it tells of something else"
+    many = [prediction_of(name, "one", ratio, 0.5) for ratio in (1.2, 1.21, 1.3)]
+    assert fit([*many, prediction_of(name, "two", 1.0)])["two"].launch == pytest.approx(1.21**0.5), (
+        "one vote: its median"
+    )
+    related = [prediction_of(name, "lambda_v1", 1.21, 0.5), prediction_of(name, "lambda_v2", 1.21, 0.5)]
+    assert fit([*related, prediction_of(name, "two", 1.0)])["two"].votes == 1
+    busy = fit([prediction_of(name, "one", 1.4), prediction_of(name, "two", 1.0)])
+    assert busy["two"].launch == 1.0, "rows in which the device does not wait for its host have no vote"
+    far = fit([prediction_of(name, "one", 2.5, 0.5), prediction_of(name, "two", 1.0)])
+    assert far["two"].launch == 1.0, "rows with so large an error have no vote"
 
 
-def test_engines_are_what_rows_say() -> None:
+def test_an_engine_follows_what_its_row_states() -> None:
     old, new = case("megatron_sc21_table1-0006"), case("torchtitan_h100-0002")
     assert engine_of(old).writes_scores
     assert not engine_of(new).writes_scores
@@ -92,52 +100,64 @@ def test_orders_and_errors() -> None:
 
 
 def test_a_source_that_contradicts_itself_is_shown_and_not_judged() -> None:
-    known = cover().cases
-    spreads = {source: spread(one for one in known if one.source == source) for source in {one.source for one in known}}
+    cases = cover().cases
+    spreads = {source: spread(run for run in cases if run.source == source) for source in {run.source for run in cases}}
     assert {source for source, ratio in spreads.items() if ratio > WIDEST_SPREAD} == {"bigscience_v100_gpt2"}
     assert spreads["bigscience_v100_gpt2"] == 225 / 125
-    one = case("vtrain_single-0023")
-    twice = (one, replace(one, id="again", step_s=1.5 * (one.step_s or 0)))
-    assert spread(twice) == pytest.approx(1.5)
-    assert spread((one, replace(twice[1], global_batch=1 + one.global_batch))) == 1, "another case"
+    run = case("vtrain_single-0023")
+    slower = replace(run, id="again", step_s=1.5 * (run.step_s or 0))
+    assert spread((run, slower)) == pytest.approx(1.5)
+    assert spread((run, replace(slower, global_batch=1 + run.global_batch))) == 1, "these are different cases"
     assert spread(()) == 1
 
 
 def test_alarms_are_counted_on_rows_that_ran() -> None:
     ran, failed = case("bigscience_a100-0095"), case("bigscience_a100-0092")
-    found = alarms([ran, failed], {ran.id: False, failed.id: False})
-    assert (found.ran, found.false_alarms, found.failed, found.called) == (1, 1, 1, 1)
+    counts = alarms([ran, failed], {ran.id: False, failed.id: False})
+    assert (counts.ran, counts.false_alarms, counts.failed, counts.called) == (1, 1, 1, 1)
 
 
 def test_the_report_names_every_row_that_is_left_out() -> None:
-    chosen = tuple(map(case, ("vtrain_single-0023", "vtrain_single-0064", "sailor_clariden-0013")))
-    made = report(coverage=Coverage(chosen, {"other-1": "a reason"}))
-    assert [score.rows for score in made.scores] == [2, 1]
-    assert made.reasons == {"other-1": "a reason"}
-    whole = made.overall()
-    assert (whole["sources"], whole["rows"], whole["every_rows"]) == (2, 3, 3)
-    disputed = replace(made, scores=(made.scores[0], replace(made.scores[1], apart=1.7)))
+    cases = tuple(map(case, ("vtrain_single-0023", "vtrain_single-0064", "sailor_clariden-0013")))
+    report = make_report(coverage=Coverage(cases, {"other-1": "a reason"}))
+    assert [score.rows for score in report.scores] == [2, 1]
+    assert report.reasons == {"other-1": "a reason"}
+    totals = report.overall()
+    assert (totals["sources"], totals["rows"], totals["every_rows"]) == (2, 3, 3)
+    disputed = replace(report, scores=(report.scores[0], replace(report.scores[1], spread=1.7)))
     assert (disputed.overall()["sources"], disputed.overall()["rows"], disputed.overall()["every_rows"]) == (1, 2, 3)
-    assert any("not judged: one case 1.7 times apart" in line for line in lines(disputed))
-    off = replace(
-        made.scores[0], fitted=Errors(1, 0.3, 0.4), guessed=Errors(1, 0.5, 0.5), order=None, alarms=Alarms(10, 1, 2, 1)
+    not_judged = "not judged: two measurements of one case differ by a factor of 1.7"
+    assert any(not_judged in line for line in table_lines(as_json(disputed)))
+    inaccurate = replace(
+        report.scores[0],
+        fitted_errors=Errors(1, 0.3, 0.4),
+        guess_errors=Errors(1, 0.5, 0.5),
+        order=None,
+        alarms=Alarms(10, 1, 2, 1),
     )
-    assert off.missed() == ("median", "p90", "skill", "alarms", "calls")
-    assert set(as_json(made)) == {"rows", "summary", "not_covered"}
-    assert any("a reason" in line for line in lines(made))
+    assert inaccurate.missed() == ("median", "p90", "skill", "alarms", "calls")
+    content = as_json(report)
+    assert set(content) == {"rows", "summary", "not_covered"}
+    document = markdown(content, every_row=False)
+    assert "| 1 | other | a reason |" in document
+    assert "| vtrain_single | VIA-Research/vTrain | 2 |" in document
+    assert document == markdown(as_json(report), every_row=False)
 
 
 @pytest.mark.soak
-def test_what_was_out_of_memory_is_called() -> None:
+def test_a_run_that_was_out_of_memory_is_predicted_to_be() -> None:
     assert not fits(case("bigscience_a100-0092"), traced)
     assert fits(case("bigscience_a100-0095"), traced)
 
 
-def test_what_a_source_measured_of_its_gpus_is_left_out_where_it_is_reported_on() -> None:
-    """Both published shares of a B200 make the catalog's; SimuMax's own rows go by the other one alone."""
+def test_rates_that_a_source_published_do_not_predict_its_own_rows() -> None:
+    """The catalog has two published sustained shares of a B200; SimuMax's rows are predicted with the other's alone."""
     name = "8xB200"
-    everybody, own = cluster_of(name).nodes[0].device, cluster_of(name, publisher("simumax_b200")).nodes[0].device
-    rate = {"all": device_speeds(everybody, "bf16").rates["bf16"], "without": device_speeds(own, "bf16").rates["bf16"]}
+    catalog, reduced = cluster_of(name).nodes[0].device, cluster_of(name, publisher("simumax_b200")).nodes[0].device
+    rate = {
+        "all": device_speeds(catalog, "bf16").rates["bf16"],
+        "without": device_speeds(reduced, "bf16").rates["bf16"],
+    }
     assert rate["without"] == pytest.approx(0.634 * 2250e12)
     assert rate["all"] == pytest.approx((0.634 * 0.488) ** 0.5 * 2250e12)
     assert publisher("colossalai") is None

@@ -52,9 +52,10 @@ def test_errors_count_rows() -> None:
 
 def test_families_hold_different_plans_of_one_run() -> None:
     grouped = families(decoders())
-    assert len(grouped) > 100
+    assert grouped
     for members in grouped.values():
         assert len({case.global_batch for case in members}) == 1
         assert len({case.cluster for case in members}) == 1
         assert any(case.plan != members[0].plan for case in members)
-    assert max(len(members) for members in grouped.values()) == 29  # vTrain's 39.1B on 512 GPUs
+    sources = {members[0].source for members in grouped.values()}
+    assert {"vtrain_single", "vtrain_multi", "bigscience_a100"} <= sources, "these compare plans for the same run"

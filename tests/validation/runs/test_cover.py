@@ -1,6 +1,5 @@
-"""Every published row is a case or has a reason, and known runs are read as they were."""
+"""Every published row is a case or has a reason, and rows of known runs are read correctly."""
 
-from collections import Counter
 from functools import cache
 
 import pytest
@@ -23,8 +22,9 @@ def cases() -> dict[str, PublishedCase]:
 
 def test_every_row_is_a_case_or_has_a_reason() -> None:
     covered, reasons = set(cases()), coverage().reasons
-    assert len(rows()) == 6161
-    assert covered | set(reasons) == {row.id for row in rows()}
+    ids = [row.id for row in rows()]
+    assert len(ids) == len(set(ids))
+    assert covered | set(reasons) == set(ids)
     assert not covered & set(reasons)
     assert all(reason and "\n" not in reason for reason in reasons.values())
 
@@ -34,20 +34,19 @@ def test_every_row_has_an_origin() -> None:
 
 
 def test_every_source_with_a_stated_plan_has_cases() -> None:
-    count = Counter(case.source for case in coverage().cases)
-    assert count["vtrain_single"] == 370
-    assert count["vtrain_multi"] == 69
-    assert count["megatron_sc21_table1"] == 5
-    assert count["korthikanti22_table5"] == 4
-    assert count["bigscience_a100"] == 94
-    assert count["llm_foundry"] == 136
+    """No row of these sources may be lost to a reader, except for a reason that is known."""
+    reasons = {(row_id.rpartition("-")[0], reason) for row_id, reason in coverage().reasons.items()}
+    for source in ("vtrain_single", "vtrain_multi", "megatron_sc21_table1", "korthikanti22_table5", "bigscience_a100"):
+        assert any(case.source == source for case in coverage().cases)
+        assert not [reason for name, reason in reasons if name == source]
+    assert [reason for name, reason in reasons if name == "llm_foundry"] == ["fp8 or fp4: a plan has no such precision"]
 
 
 def test_a_case_has_a_step_time_or_was_out_of_memory() -> None:
     for case in coverage().cases:
         assert (case.step_s is None) == case.oom, case.id
         assert case.step_s is None or case.step_s > 0, case.id
-    assert sum(case.oom for case in coverage().cases) == 7
+    assert any(case.oom for case in coverage().cases)
 
 
 def test_the_plan_fills_the_cluster_and_divides_the_batch() -> None:
@@ -112,8 +111,8 @@ def test_stages_that_count_embedding_and_head_are_read_as_blocks() -> None:
 
 
 def test_batches_of_all_gpus_together_are_divided_among_them() -> None:
-    found = [case for case in coverage().cases if case.source == "lambda_v1" and case.plan.world_size == 8]
-    assert {case.micro_batch for case in found if case.model.call.endswith("resnet50")} <= {
+    eight_ranks = [case for case in coverage().cases if case.source == "lambda_v1" and case.plan.world_size == 8]
+    assert {case.micro_batch for case in eight_ranks if case.model.call.endswith("resnet50")} <= {
         96,
         128,
         256,
@@ -130,7 +129,7 @@ def test_accumulation_of_tensorflow_rows_makes_one_global_batch() -> None:
     assert half.global_batch == single.global_batch
 
 
-def test_what_is_out_of_scope_says_so() -> None:
+def test_rows_that_are_out_of_scope_have_their_reason() -> None:
     reasons = coverage().reasons
     assert reasons["megatron_bridge-0001"] == "mixture of experts"
     assert reasons["torchtitan_h100-0009"] == "context parallel"
@@ -138,8 +137,8 @@ def test_what_is_out_of_scope_says_so() -> None:
     assert reasons["nanogpt-0001"].startswith("batch not stated")
 
 
-def test_images_and_weights_lie_as_the_program_of_each_lab_has_them() -> None:
-    """NVIDIA's SSD takes channels last, Lambda's older fork of it has no such option; BERT has a program of its own."""
+def test_layout_and_engine_are_those_of_the_program_of_each_lab() -> None:
+    """NVIDIA's SSD uses channels-last images, which Lambda's older fork of it cannot; BERT has its own program."""
     assert cases()["nvidia_dle-0237"].plan.compute.layout == "channels_last"
     assert cases()["lambda_v2-0001"].plan.compute.layout == "contiguous"
     assert cases()["lambda_v1-0062"].engine == "nvidia-bert"
@@ -166,6 +165,6 @@ def test_optimizers_went_from_tensor_to_tensor_before_torch_2() -> None:
     ],
 )
 def test_bert_is_fine_tuned_in_fp32_with_nvidias_own_adam(row: str, optimizer: str) -> None:
-    chosen = cases()[row].optimizer
-    assert chosen is not None
-    assert chosen.call.endswith(f":{optimizer}")
+    optimizer_call = cases()[row].optimizer
+    assert optimizer_call is not None
+    assert optimizer_call.call.endswith(f":{optimizer}")

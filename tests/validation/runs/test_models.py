@@ -33,14 +33,14 @@ def is_decoder(case: PublishedCase) -> bool:
 
 
 def test_parameters_are_those_that_rows_state() -> None:
-    ours = [case for case in cases() if case.source not in ("llm_foundry", "bigscience_a100")]  # which take a while
-    found = {mismatch.id for mismatch in parameter_mismatches(ours, rows())}
-    assert found == {"colossalai-0001"}  # a Llama of 6.7 billion, rounded to 7
+    quick = [case for case in cases() if case.source not in ("llm_foundry", "bigscience_a100")]
+    mismatches = {mismatch.id for mismatch in parameter_mismatches(quick, rows())}
+    assert mismatches == {"colossalai-0001"}  # a Llama of 6.7 billion, rounded to 7
 
 
 def test_operations_are_those_that_step_time_and_rate_imply() -> None:
-    found = {mismatch.id for mismatch in flops_mismatches(cases(), rows())}
-    assert found == {"llm_foundry-0131", "bigscience_v100_gpt2-0031"}  # each alone among rows that agree
+    mismatches = {mismatch.id for mismatch in flops_mismatches(cases(), rows())}
+    assert mismatches == {"llm_foundry-0131", "bigscience_v100_gpt2-0031"}  # each alone among rows that agree
 
 
 def test_a_decoder_forward_pass_by_hand() -> None:
@@ -70,10 +70,10 @@ def test_our_own_models_have_the_published_shapes(
 ) -> None:
     with torch.device("meta"):
         inputs, target = make_batch(sample, 2)
-        found = make_model(Call.model_validate(call))(inputs)
-        made = make_loss(Call(call=f"validation.runs.models.models.{loss}"))(found, target)
-    assert found.shape == outputs
-    assert made.shape == ()
+        output = make_model(Call.model_validate(call))(inputs)
+        loss_value = make_loss(Call(call=f"validation.runs.models.models.{loss}"))(output, target)
+    assert output.shape == outputs
+    assert loss_value.shape == ()
 
 
 def test_a_row_knows_its_source() -> None:

@@ -1,5 +1,4 @@
-"""Small data sets in the layouts of real ones, made with Pillow and NumPy, and the global batches that ranks make of
-them."""
+"""Small data sets in the layouts of real ones, and the global batches that ranks load from them."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ def noise(number: int, width: int = 24, height: int = 20) -> Image.Image:
 
 
 def make_folders(root: Path, split: str = "train", classes: tuple[str, ...] = ("ant", "bee"), each: int = 10) -> Path:
-    """root/split/<class>/<number>.png, without loss, so that tests know every pixel."""
+    """Writes root/split/<class>/<number>.png. PNG is lossless, so tests know every pixel."""
     for label, name in enumerate(classes):
         folder = root / split / name
         folder.mkdir(parents=True)
@@ -29,15 +28,15 @@ def make_folders(root: Path, split: str = "train", classes: tuple[str, ...] = ("
     return root
 
 
-def make_scenes(home: Path, names: tuple[str, ...], split: str = "train", classes: int = 21) -> Path:
-    """VOC's folders: noise, and masks in which rows of 255 divide two classes."""
+def make_voc_folders(folder: Path, names: tuple[str, ...], split: str = "train", classes: int = 21) -> Path:
+    """Writes VOC's folders with pictures of noise, and masks of two classes with rows of 255 between them."""
     for inside in ("JPEGImages", "SegmentationClass", "ImageSets/Segmentation"):
-        (home / inside).mkdir(parents=True, exist_ok=True)
+        (folder / inside).mkdir(parents=True, exist_ok=True)
     for number, name in enumerate(names):
-        noise(number).save(home / "JPEGImages" / f"{name}.jpg", quality=95)
-        save_mask(home / "SegmentationClass" / f"{name}.png", [(number % classes), 255, (number + 1) % classes])
-    (home / "ImageSets" / "Segmentation" / f"{split}.txt").write_text("\n".join(names) + "\n")
-    return home
+        noise(number).save(folder / "JPEGImages" / f"{name}.jpg", quality=95)
+        save_mask(folder / "SegmentationClass" / f"{name}.png", [(number % classes), 255, (number + 1) % classes])
+    (folder / "ImageSets" / "Segmentation" / f"{split}.txt").write_text("\n".join(names) + "\n")
+    return folder
 
 
 def save_mask(file: Path, bands: list[int], width: int = 24, height: int = 20) -> None:
@@ -50,10 +49,10 @@ def save_mask(file: Path, bands: list[int], width: int = 24, height: int = 20) -
 def global_batches(
     dataset: Any, ranks: int = 1, workers: int = 0, start: tuple[int, int] = (0, 0)
 ) -> list[tuple[Tensor, Tensor]]:
-    """Two epochs as all ranks together see them."""
+    """The images and targets of all global batches of two epochs, concatenated from the shares of the ranks."""
     shares = []
     for rank in range(ranks):
-        found = train_batches(
+        batches = train_batches(
             dataset,
             seed=SEED,
             global_batch=BATCH,
@@ -62,15 +61,15 @@ def global_batches(
             start=start,
             epochs=2,
         )
-        shares.append([[part.data for part in batch.microbatches if part.samples] for batch in found])
-    joined = []
-    for together in zip(*shares, strict=True):
-        parts = [part for share in together for part in share]
-        joined.append((torch.cat([images for images, _ in parts]), torch.cat([targets for _, targets in parts])))
-    return joined
+        shares.append([[part.data for part in batch.microbatches if part.samples] for batch in batches])
+    concatenated = []
+    for shares_of_batch in zip(*shares, strict=True):
+        parts = [part for share in shares_of_batch for part in share]
+        concatenated.append((torch.cat([images for images, _ in parts]), torch.cat([targets for _, targets in parts])))
+    return concatenated
 
 
-def same(first: list[tuple[Tensor, Tensor]], second: list[tuple[Tensor, Tensor]]) -> bool:
+def are_equal(first: list[tuple[Tensor, Tensor]], second: list[tuple[Tensor, Tensor]]) -> bool:
     return len(first) == len(second) and all(
-        torch.equal(a, b) for one, other in zip(first, second, strict=True) for a, b in zip(one, other, strict=True)
+        torch.equal(a, b) for pair in zip(first, second, strict=True) for a, b in zip(*pair, strict=True)
     )

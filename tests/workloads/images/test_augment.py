@@ -1,4 +1,4 @@
-"""Crops lie within pictures, cover what they should, and are drawn from the generator that the loader seeds."""
+"""Crops are within the pictures, have the right sizes, and are drawn from the generator that the loader seeds."""
 
 import random
 from collections.abc import Callable
@@ -59,7 +59,7 @@ def test_half_of_the_pictures_are_mirrored() -> None:
 @pytest.mark.parametrize(
     "draw", [lambda: random_box((50, 40), (0.1, 1.0)), lambda: random_view((50, 40), 32, (0.5, 2))]
 )
-def test_choices_are_a_function_of_the_seed(draw: Callable[[], object]) -> None:
+def test_crops_are_a_function_of_the_seed(draw: Callable[[], object]) -> None:
     first = [draw() for _ in range(3)]
     random.seed(0)
     assert [draw() for _ in range(3)] == first
@@ -69,14 +69,14 @@ def test_choices_are_a_function_of_the_seed(draw: Callable[[], object]) -> None:
     assert [draw() for _ in range(3)] == first
 
 
-def test_the_centre_is_resizing_and_cropping() -> None:
+def test_a_centre_crop_equals_resizing_and_cropping() -> None:
     picture = noise(0, 640, 480).resize((64, 48)).resize((640, 480))  # smooth
     resized = np.asarray(picture.resize((341, 256), Image.Resampling.BILINEAR), int)
     expected = resized[16:240, 58:282]
     assert np.abs(np.asarray(center_crop(picture, 224), int) - expected).mean() < 2
 
 
-def test_normalized_is_torchvisions_arithmetic() -> None:
+def test_normalization_equals_torchvisions() -> None:
     from meshwright.call import load
 
     transforms = load("torchvision:transforms")
@@ -101,7 +101,7 @@ def test_views_fit_into_their_square(size: tuple[int, int]) -> None:
         apply_view(Image.new("RGB", size), Image.new("L", size), view, 32, 255)
 
 
-def test_a_mirrored_view_mirrors_both() -> None:
+def test_a_mirrored_view_mirrors_picture_and_mask() -> None:
     picture, mask = noise(2), noise(3).convert("L")
     straight = apply_view(picture, mask, View((0, 0, 24, 20), (24, 20), (0, 0)), 24, 255)
     turned = apply_view(picture, mask, View((0, 0, 24, 20), (24, 20), (0, 0), mirrored=True), 24, 255)

@@ -1,4 +1,4 @@
-"""Pictures in class folders: read as torchvision does, the same for any number of ranks, damage told by its path."""
+"""Pictures in class folders: samples are those of torchvision and do not depend on the ranks; errors name the file."""
 
 import warnings
 from pathlib import Path
@@ -13,7 +13,7 @@ from meshwright.call import load
 from meshwright.errors import InputError
 from meshwright.workloads.images.augment import MEAN, STD
 from meshwright.workloads.images.image_folder import image_folder
-from tests.workloads.images.pictures import BATCH, global_batches, make_folders, same
+from tests.workloads.images.pictures import BATCH, are_equal, global_batches, make_folders
 
 
 @pytest.fixture
@@ -22,23 +22,23 @@ def root(tmp_path: Path) -> Path:
 
 
 def damage(root: Path) -> Path:
-    """One that ends in the middle of its pixels."""
+    """Truncates a picture in the middle of its pixels, and returns its path."""
     file = root / "train" / "bee" / "004.png"
     file.write_bytes(file.read_bytes()[:300])
     return file
 
 
-def refused(words: str, **keywords: Any) -> str:
+def assert_refused(words: str, **keywords: Any) -> str:
     with pytest.raises(InputError, match=words) as caught:
         image_folder(**keywords)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
-# ---- what is read
+# ---- samples
 
 
-def test_samples_are_torchvisions_in_its_order(root: Path) -> None:
+def test_samples_and_their_order_are_those_of_torchvision(root: Path) -> None:
     (root / "train" / "ant" / "deep").mkdir()
     (root / "train" / "ant" / "000.png").rename(root / "train" / "ant" / "deep" / "0.PNG")
     (root / "train" / "ant" / "notes.txt").write_text("not a picture")
@@ -48,7 +48,7 @@ def test_samples_are_torchvisions_in_its_order(root: Path) -> None:
     assert list(ours.classes) == theirs.classes == ["ant", "bee"]
 
 
-def test_evaluation_sees_the_centre_normalized(tmp_path: Path) -> None:
+def test_evaluation_samples_are_normalized_centre_crops(tmp_path: Path) -> None:
     folder = tmp_path / "val" / "only"
     folder.mkdir(parents=True)
     pixels = np.zeros((64, 96, 3), np.uint8)
@@ -61,7 +61,7 @@ def test_evaluation_sees_the_centre_normalized(tmp_path: Path) -> None:
     torch.testing.assert_close(image[:, 1:-1, 1:-1], expected.reshape(3, 1, 1).expand(3, 26, 26))
 
 
-def test_any_kind_of_picture_becomes_rgb(tmp_path: Path) -> None:
+def test_pictures_of_any_mode_become_rgb(tmp_path: Path) -> None:
     folder = tmp_path / "val" / "kinds"
     folder.mkdir(parents=True)
     for mode in ("L", "RGBA", "P", "1", "CMYK", "LA"):
@@ -73,7 +73,7 @@ def test_any_kind_of_picture_becomes_rgb(tmp_path: Path) -> None:
         torch.testing.assert_close(dataset[index][0][:, 4, 4], white, atol=0.02, rtol=0)
 
 
-def test_training_sees_parts_and_evaluation_does_not(root: Path) -> None:
+def test_training_samples_are_random_crops_and_evaluation_samples_are_not(root: Path) -> None:
     training, evaluation = image_folder(root=str(root), size=16), image_folder("val", root=str(root), size=16)
     assert not torch.equal(training[0][0], training[0][0])
     assert torch.equal(evaluation[0][0], evaluation[0][0])
@@ -87,10 +87,10 @@ def test_classes_are_numbered_by_the_training_folders(root: Path) -> None:
     (root / "val" / "ant").rmdir()
     assert {image_folder("val", root=str(root))[n][1] for n in range(2)} == {1}
     (root / "val" / "wasp").mkdir()
-    refused("val/wasp: .*train has no such class", split="val", root=str(root))
+    assert_refused("val/wasp: .*train has no such class", split="val", root=str(root))
 
 
-# ---- the same for every rank
+# ---- batches do not depend on ranks
 
 
 @pytest.mark.parametrize(("ranks", "workers"), [(2, 0), (4, 0), (2, 2)])
@@ -98,21 +98,21 @@ def test_augmented_batches_do_not_depend_on_ranks_and_workers(root: Path, ranks:
     dataset = image_folder(root=str(root), size=16)
     alone = global_batches(dataset)
     assert [len(labels) for _, labels in alone] == [BATCH, BATCH, 4] * 2
-    assert same(global_batches(dataset, ranks, workers), alone)
+    assert are_equal(global_batches(dataset, ranks, workers), alone)
     assert not torch.equal(alone[0][0].sum(), alone[3][0].sum())  # another epoch, other parts
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_augmented_batches_are_the_same_after_a_resume(root: Path, workers: int) -> None:
     dataset = image_folder(root=str(root), size=16)
-    assert same(global_batches(dataset, 2, workers, start=(0, 2)), global_batches(dataset)[2:])
+    assert are_equal(global_batches(dataset, 2, workers, start=(0, 2)), global_batches(dataset)[2:])
 
 
-# ---- what is wrong with it
+# ---- errors
 
 
-def test_without_data_both_ways_out_are_named() -> None:
-    text = refused("image_folder has no data")
+def test_the_error_for_missing_data_names_both_remedies() -> None:
+    text = assert_refused("image_folder has no data")
     assert "train/<class>/" in text
     assert "--set data.root=FOLDER" in text
     assert "--set data.synthetic=true" in text
@@ -129,14 +129,14 @@ def test_a_damaged_file_ends_the_run_with_its_path(root: Path) -> None:
     assert str(caught.value).startswith(str(file))  # not with the worker's traceback
 
 
-def test_a_damaged_file_is_told_once_and_counts_for_nothing(root: Path) -> None:
+def test_a_skipped_file_gives_one_warning_and_no_loss(root: Path) -> None:
     file = damage(root)
     dataset = image_folder(root=str(root), size=16, damaged="skip")
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
         image, label = dataset[14]
         dataset[14]
-    assert [str(file) in str(warning.message) for warning in told] == [True]
+    assert [str(file) in str(warning.message) for warning in caught_warnings] == [True]
     black = -torch.tensor(MEAN) / torch.tensor(STD)
     torch.testing.assert_close(image, black.reshape(3, 1, 1).expand(3, 16, 16))
     scores = torch.randn(2, 2)
@@ -150,22 +150,22 @@ def test_skipping_leaves_the_other_samples_as_they_were(root: Path) -> None:
     before = global_batches(intact)
     damage(root)
     after = global_batches(image_folder(root=str(root), size=16, damaged="skip"))
-    for (images, labels), (then, left) in zip(before, after, strict=True):
-        counted = left >= 0
-        assert counted.sum() >= len(labels) - 1
-        assert torch.equal(images[counted], then[counted])
-        assert torch.equal(labels[counted], left[counted])
-    assert sum(int((labels < 0).sum()) for _, labels in after) == 2  # once an epoch
+    for (images, labels), (images_after, labels_after) in zip(before, after, strict=True):
+        valid = labels_after >= 0
+        assert valid.sum() >= len(labels) - 1
+        assert torch.equal(images[valid], images_after[valid])
+        assert torch.equal(labels[valid], labels_after[valid])
+    assert sum(int((labels < 0).sum()) for _, labels in after) == 2  # once per epoch
 
 
-def test_layouts_that_are_none_are_told(root: Path, tmp_path: Path) -> None:
-    refused("no folder .*nowhere", root=str(tmp_path / "nowhere"))
-    refused("has no folder vall; expected is .*did you mean 'val'", split="vall", root=str(root))
-    refused("has 2 class folders, but classes is 1000", root=str(root), classes=1000)
+def test_a_wrong_folder_layout_is_an_input_error(root: Path, tmp_path: Path) -> None:
+    assert_refused("no folder .*nowhere", root=str(tmp_path / "nowhere"))
+    assert_refused("has no folder vall; expected is .*did you mean 'val'", split="vall", root=str(root))
+    assert_refused("has 2 class folders, but classes is 1000", root=str(root), classes=1000)
     (root / "train" / "empty").mkdir()
-    refused("train/empty: this class has no pictures", root=str(root))
+    assert_refused("train/empty: this class has no pictures", root=str(root))
     (root / "flat").mkdir()
-    refused("flat holds no class folders", split="flat", root=str(root))
+    assert_refused("flat holds no class folders", split="flat", root=str(root))
 
 
 @pytest.mark.parametrize(
@@ -178,11 +178,11 @@ def test_layouts_that_are_none_are_told(root: Path, tmp_path: Path) -> None:
         ({"synthetic": True, "classes": 1}, "classes is 1"),
     ],
 )
-def test_a_wrong_value_is_named(root: Path, keywords: dict[str, Any], words: str) -> None:
-    refused(words, root=str(root), **keywords)
+def test_a_wrong_argument_is_an_input_error(root: Path, keywords: dict[str, Any], words: str) -> None:
+    assert_refused(words, root=str(root), **keywords)
 
 
-def test_labels_are_known_without_reading(tmp_path: Path) -> None:
+def test_labels_are_known_without_reading_pictures(tmp_path: Path) -> None:
     from meshwright.data.part_balance import describe_parts, labels_of
     from meshwright.data.partition import PartPartition
 
@@ -192,5 +192,5 @@ def test_labels_are_known_without_reading(tmp_path: Path) -> None:
             (tmp_path / "train" / name / f"{number}.jpg").write_bytes(b"never read")
     labels = labels_of(image_folder("train", str(tmp_path)))
     assert labels == [0] * 30 + [1] * 30
-    # By class is how folders lie: divided by sample, each of two ranks would have one class.
+    # Samples are ordered by class: divided by sample, each of two ranks would have one class.
     assert "skewed" in describe_parts(PartPartition(60, 8, 2, 0, 2), labels)[1]

@@ -1,4 +1,4 @@
-"""What is read from a file does not depend on the cache of decoded pictures, whatever happens to that."""
+"""Reading picture files: pixels do not depend on the cache of decoded pictures, even if it is damaged."""
 
 import os
 from pathlib import Path
@@ -13,7 +13,7 @@ from meshwright.workloads.images import picture_file
 from meshwright.workloads.images.image_folder import image_folder
 from meshwright.workloads.images.picture_file import ReadingOptions, UndecodableError, read_mask, read_picture
 from meshwright.workloads.images.voc import voc
-from tests.workloads.images.pictures import global_batches, make_folders, make_scenes, noise, same, save_mask
+from tests.workloads.images.pictures import are_equal, global_batches, make_folders, make_voc_folders, noise, save_mask
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def pixels(file: Path, **settings: Any) -> np.ndarray:
     return np.asarray(read_picture(str(file), ReadingOptions(**settings)))
 
 
-def cached(folder: Path) -> list[Path]:
+def cache_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
@@ -50,21 +50,21 @@ def test_masks_are_reduced_without_new_classes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shorter_side", [None, 50])
-def test_the_cache_changes_no_pixel_and_is_read(file: Path, tmp_path: Path, shorter_side: int | None) -> None:
+def test_the_cache_is_used_and_does_not_change_pixels(file: Path, tmp_path: Path, shorter_side: int | None) -> None:
     plain = pixels(file, shorter_side=shorter_side)
     settings: dict[str, Any] = {"shorter_side": shorter_side, "cache": str(tmp_path / "cache")}
     assert np.array_equal(pixels(file, **settings), plain)
-    (kept,) = cached(tmp_path / "cache")
-    assert np.array_equal(np.asarray(Image.open(kept)), plain)
-    Image.new("RGB", (1, 1)).save(kept, "PPM")
+    (entry,) = cache_files(tmp_path / "cache")
+    assert np.array_equal(np.asarray(Image.open(entry)), plain)
+    Image.new("RGB", (1, 1)).save(entry, "PPM")
     assert pixels(file, **settings).shape == (1, 1, 3)  # so it was read
 
 
-def test_another_file_or_setting_is_another_entry(file: Path, tmp_path: Path) -> None:
+def test_the_cache_has_one_entry_per_file_and_setting(file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     pixels(file, cache=str(folder))
     assert pixels(file, cache=str(folder), shorter_side=50).shape == (50, 67, 3)
-    assert len(cached(folder)) == 2
+    assert len(cache_files(folder)) == 2
 
 
 def test_a_file_that_has_changed_is_decoded_again(tmp_path: Path) -> None:
@@ -78,25 +78,25 @@ def test_a_file_that_has_changed_is_decoded_again(tmp_path: Path) -> None:
     assert np.array_equal(pixels(file, cache=folder), np.asarray(noise(1)))
 
 
-def test_a_cut_entry_is_made_again(file: Path, tmp_path: Path) -> None:
+def test_an_incomplete_cache_entry_is_written_again(file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     plain = pixels(file, cache=str(folder))
-    (kept,) = cached(folder)
-    for content in (kept.read_bytes()[:100], b"", b"P6\n40"):
-        kept.write_bytes(content)
+    (entry,) = cache_files(folder)
+    for content in (entry.read_bytes()[:100], b"", b"P6\n40"):
+        entry.write_bytes(content)
         assert np.array_equal(pixels(file, cache=str(folder)), plain)
-        assert np.array_equal(np.asarray(Image.open(kept)), plain)
-    assert cached(folder) == [kept]  # nothing half written lies about
+        assert np.array_equal(np.asarray(Image.open(entry)), plain)
+    assert cache_files(folder) == [entry]  # no incomplete files are left
 
 
-def test_a_cache_that_cannot_be_written_is_told_and_done_without(file: Path, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_gives_a_warning(file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     folder.mkdir()
     for name in range(256):
         (folder / f"{name:02x}").write_text("in the way")
     with pytest.warns(UserWarning, match=f"cache {folder}: a decoded picture cannot be written"):
-        found = pixels(file, cache=str(folder))
-    assert np.array_equal(found, pixels(file))
+        uncached = pixels(file, cache=str(folder))
+    assert np.array_equal(uncached, pixels(file))
 
 
 def test_a_cache_that_is_no_folder_is_refused(file: Path) -> None:
@@ -109,22 +109,22 @@ def test_augmented_batches_do_not_depend_on_the_cache(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = tuple(f"{number}" for number in range(12))
-    root = make_folders(tmp_path, each=6) if kind == "folders" else make_scenes(tmp_path, names)
+    root = make_folders(tmp_path, each=6) if kind == "folders" else make_voc_folders(tmp_path, names)
     make: Any = image_folder if kind == "folders" else voc
     settings = {"root": str(root), "size": 8, "shorter_side": 14}
     cold = make(cache=str(tmp_path / "cache"), **settings)
     without = global_batches(make(**settings))
-    assert same(global_batches(cold, 2), without)
+    assert are_equal(global_batches(cold, 2), without)
 
-    def not_again(*arguments: object) -> None:
+    def fail(*arguments: object) -> None:
         raise AssertionError("decoded again")
 
-    monkeypatch.setattr(picture_file, "_decode_picture", not_again)
-    monkeypatch.setattr(picture_file, "_decode_mask", not_again)
-    assert same(global_batches(make(cache=str(tmp_path / "cache"), **settings)), without)
+    monkeypatch.setattr(picture_file, "_decode_picture", fail)
+    monkeypatch.setattr(picture_file, "_decode_mask", fail)
+    assert are_equal(global_batches(make(cache=str(tmp_path / "cache"), **settings)), without)
 
 
-def test_what_makes_no_sense_is_undecodable(tmp_path: Path) -> None:
+def test_files_that_are_no_pictures_raise_an_undecodable_error(tmp_path: Path) -> None:
     file = tmp_path / "letter.jpg"
     file.write_text("dear reader")
     for cache in (None, str(tmp_path / "cache")):

@@ -1,4 +1,4 @@
-"""Generated data sets are files in the real layouts, the same every time, from which their rule can be learned."""
+"""Generated data sets are files in the real layouts, the same every time, and their classes can be learned."""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ def test_synthetic_pictures_are_files_that_the_same_loader_reads(cache: Path) ->
     assert torch.equal(again[5][0], generated[5][0])
     evaluation = image_folder("val", synthetic=True, classes=3, samples=24)
     assert {evaluation[n][1] for n in range(len(evaluation))} == {0, 1, 2}
-    assert len(list(cache.glob("image_folder*"))) == 1  # both splits lie in one
+    assert len(list(cache.glob("image_folder*"))) == 1  # one folder for both splits
 
 
 def test_synthetic_scenes_are_files_that_the_same_loader_reads(cache: Path) -> None:
@@ -41,8 +41,8 @@ def test_synthetic_scenes_are_files_that_the_same_loader_reads(cache: Path) -> N
     assert len(dataset) == 8
     picture, mask = dataset.files(0)
     assert Path(mask).is_relative_to(cache)
-    home = dataset.pictures.parent
-    assert home.parts[-2:] == ("VOCdevkit", "VOC2012")
+    voc_folder = dataset.pictures.parent
+    assert voc_folder.parts[-2:] == ("VOCdevkit", "VOC2012")
     with Image.open(mask) as image:
         assert image.mode == "P"
         assert image.getpalette()[:9] == [0, 0, 0, 128, 0, 0, 0, 128, 0]  # type: ignore[index]  # VOC's
@@ -53,33 +53,33 @@ def test_synthetic_scenes_are_files_that_the_same_loader_reads(cache: Path) -> N
     assert len(voc("val", synthetic=True, samples=8)) == 1
 
 
-def test_they_are_the_same_every_time(tmp_path: Path) -> None:
+def test_generated_files_are_the_same_every_time(tmp_path: Path) -> None:
     for make in (make_image_folder, make_voc):
         for name in ("first", "second"):
             make(tmp_path / make.__name__ / name, classes=3, samples=4)
-        made = tmp_path / make.__name__
-        assert contents(made / "first") == contents(made / "second")
+        folder = tmp_path / make.__name__
+        assert contents(folder / "first") == contents(folder / "second")
 
 
-def test_a_class_is_told_by_its_hue() -> None:
-    """Of crops of pictures that were not trained on, by the nearest mean color."""
+def test_a_class_can_be_recognized_by_its_hue() -> None:
+    """Pictures of the validation split are classified by the nearest mean color."""
 
     def colors(split: str) -> tuple[torch.Tensor, torch.Tensor]:
         dataset = image_folder(split, synthetic=True, classes=6, samples=96, size=8)
         images, labels = zip(*(dataset[index] for index in range(len(dataset))), strict=True)
-        shown = torch.stack(images).mean(dim=(2, 3))
-        return shown - shown.mean(dim=1, keepdim=True), torch.tensor(labels)
+        colors_shown = torch.stack(images).mean(dim=(2, 3))
+        return colors_shown - colors_shown.mean(dim=1, keepdim=True), torch.tensor(labels)
 
     (train, labels), (unseen, truth) = colors("train"), colors("val")
     means = torch.stack([train[labels == label].mean(dim=0) for label in range(6)])
     assert (torch.cdist(unseen, means).argmin(dim=1) == truth).float().mean() > 0.9
 
 
-def test_a_scenes_classes_have_their_colors() -> None:
+def test_classes_in_generated_masks_can_be_recognized_by_color() -> None:
     dataset: Any = voc(synthetic=True, classes=5, samples=24, size=96, augment=False)
     images, masks = zip(*(dataset[index] for index in range(24)), strict=True)
     pixels, classes = torch.stack(images).permute(0, 2, 3, 1)[:, ::3, ::3], torch.stack(masks)[:, ::3, ::3]
-    shown = pixels[:16]
-    means = torch.stack([shown[classes[:16] == label].mean(dim=0) for label in range(5)])
+    colors_shown = pixels[:16]
+    means = torch.stack([colors_shown[classes[:16] == label].mean(dim=0) for label in range(5)])
     counted = classes[16:] != 255
     assert (torch.cdist(pixels[16:][counted], means).argmin(dim=1) == classes[16:][counted]).float().mean() > 0.9

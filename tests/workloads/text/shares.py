@@ -1,4 +1,4 @@
-"""What every data set with chance in it must keep: the same samples on any number of ranks, and after a resume."""
+"""Checks that a data set with random samples gives the same samples on any number of ranks and after a resume."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from meshwright.data.loading import LoadingOptions, SampleShare, train_batches
+from meshwright.data.loading import LoadingOptions, Microbatch, SampleShare, train_batches
 
 
-def loaded(dataset: Any, ranks: int, start: tuple[int, int] = (0, 0), batch: int = 8) -> list[list[Tensor]]:
-    """The tensors of global batches from `start` to the end of epoch 1, put together from what the ranks get."""
-    parts = [
+def load_global_batches(
+    dataset: Any, ranks: int, start: tuple[int, int] = (0, 0), batch: int = 8
+) -> list[list[Tensor]]:
+    """The tensors of all global batches from `start` to the end of epoch 1, concatenated from the ranks' shares."""
+    batches_of_ranks = [
         train_batches(
             dataset,
             seed=5,
@@ -24,23 +26,27 @@ def loaded(dataset: Any, ranks: int, start: tuple[int, int] = (0, 0), batch: int
         )
         for rank in range(ranks)
     ]
-    return [_joined([part for one in together for part in one.microbatches]) for together in zip(*parts, strict=True)]
+    return [
+        _concatenate([microbatch for batch in shares for microbatch in batch.microbatches])
+        for shares in zip(*batches_of_ranks, strict=True)
+    ]
 
 
-def _joined(parts: Iterable[Any]) -> list[Tensor]:
-    leaves = [tree_leaves(part.data) for part in parts if part.samples]
-    return [torch.cat(same) for same in zip(*leaves, strict=True)]
+def _concatenate(microbatches: Iterable[Microbatch]) -> list[Tensor]:
+    leaves = [tree_leaves(microbatch.data) for microbatch in microbatches if microbatch.samples]
+    return [torch.cat(tensors) for tensors in zip(*leaves, strict=True)]
 
 
-def same(first: list[list[Tensor]], second: list[list[Tensor]]) -> bool:
+def are_equal(first: list[list[Tensor]], second: list[list[Tensor]]) -> bool:
     return len(first) == len(second) and all(
-        torch.equal(a, b) for one, other in zip(first, second, strict=True) for a, b in zip(one, other, strict=True)
+        torch.equal(a, b) for pair in zip(first, second, strict=True) for a, b in zip(*pair, strict=True)
     )
 
 
-def assert_same_everywhere(dataset: Any) -> None:
-    alone = loaded(dataset, 1)
-    half = len(alone) // 2
-    assert half * 2 == len(alone)  # two epochs
-    assert all(same(loaded(dataset, ranks), alone) for ranks in (2, 4))
-    assert same(loaded(dataset, 2, start=(1, 1)), alone[half + 1 :])
+def assert_independent_of_ranks(dataset: Any) -> None:
+    """Checks that 1, 2 and 4 ranks load the same global batches, also when they start in the middle of epoch 1."""
+    one_rank = load_global_batches(dataset, 1)
+    epoch_length = len(one_rank) // 2
+    assert epoch_length * 2 == len(one_rank)  # two epochs
+    assert all(are_equal(load_global_batches(dataset, ranks), one_rank) for ranks in (2, 4))
+    assert are_equal(load_global_batches(dataset, 2, start=(1, 1)), one_rank[epoch_length + 1 :])

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.errors import InputError
 from meshwright.workloads.text.decoder import Decoder, default_feedforward
-from meshwright.workloads.text.decoder_sizes import decoder, keywords_of, published_sizes
+from meshwright.workloads.text.decoder_sizes import decoder, published_keywords, published_sizes
 
 
 def on_meta(size: str) -> Decoder:
@@ -16,9 +16,9 @@ def on_meta(size: str) -> Decoder:
         return decoder(size)
 
 
-def closed_form(size: str) -> int:
-    """Written out from the keywords, apart from the model."""
-    k = keywords_of(size)
+def parameter_count(size: str) -> int:
+    """The number of parameters, computed from the keywords without the model."""
+    k = published_keywords(size)
     hidden, vocabulary, bias = k["hidden"], k["vocabulary"], int(k["bias"])
     keys = hidden // k["heads"] * k.get("kv_heads", k["heads"])
     wide = k.get("feedforward", default_feedforward(hidden, k["activation"]))
@@ -33,10 +33,10 @@ def closed_form(size: str) -> int:
 
 
 @pytest.mark.parametrize("size", sorted(published_sizes()))
-def test_parameters_equal_the_closed_form_and_the_published_total(size: str) -> None:
+def test_parameters_equal_the_formula_and_the_published_total(size: str) -> None:
     model = on_meta(size)
     total = sum(p.numel() for p in model.parameters())
-    assert total == closed_form(size)
+    assert total == parameter_count(size)
     assert published_sizes()[size]["parameters"] in (None, total)
     assert len(published_sizes()[size]["source"]) > 20
 
@@ -56,13 +56,13 @@ def test_parameters_equal_the_closed_form_and_the_published_total(size: str) -> 
         ("1T", 1008.0),
     ],
 )
-def test_sizes_without_released_weights_are_as_large_as_they_are_called(size: str, billions: float) -> None:
-    assert closed_form(size) / 1e9 == pytest.approx(billions, rel=0.02)
+def test_sizes_without_released_weights_have_about_the_published_total(size: str, billions: float) -> None:
+    assert parameter_count(size) / 1e9 == pytest.approx(billions, rel=0.02)
 
 
-def test_the_totals_people_know() -> None:
+def test_well_known_models_have_their_published_totals() -> None:
     known = {"gpt2": 124_439_808, "gpt2-xl": 1_557_611_200, "llama2-7B": 6_738_415_616, "llama3-8B": 8_030_261_248}
-    assert {size: closed_form(size) for size in known} == known
+    assert {size: parameter_count(size) for size in known} == known
 
 
 def test_175_billion_parameters_take_no_memory() -> None:
@@ -81,7 +81,7 @@ def test_any_keyword_of_a_size_can_be_changed() -> None:
     assert decoder(layers=1, hidden=8, heads=2, sequence=4, vocabulary=10).sequence == 4
 
 
-def test_a_wrong_size_or_keyword_is_told_with_its_nearest() -> None:
+def test_the_error_for_a_wrong_size_or_keyword_suggests_the_nearest() -> None:
     with pytest.raises(InputError, match="no decoder of size 'llama3-8b': did you mean 'llama3-8B'"):
         decoder("llama3-8b")
     with pytest.raises(InputError, match="has no 'layer': did you mean 'layers'"):

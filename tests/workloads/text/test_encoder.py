@@ -16,13 +16,13 @@ def text() -> torch.Tensor:
 
 
 def test_bert_base_has_the_published_number_of_parameters() -> None:
-    """Of bert-base-uncased with its masked-language head, 109,514,298, which has two segments besides."""
+    """bert-base-uncased with its masked-language head has 109,514,298 parameters, including two segment embeddings."""
     with torch.device("meta"):
         model = MaskedLanguage()
     assert sum(p.numel() for p in model.parameters()) == 109_514_298 - 2 * 768
 
 
-def test_every_token_sees_every_other() -> None:
+def test_every_token_attends_to_every_other() -> None:
     torch.manual_seed(0)
     model, before = Encoder(**SMALL), text()
     after = before.clone()
@@ -31,7 +31,7 @@ def test_every_token_sees_every_other() -> None:
     assert (changed > 1e-6).all()
 
 
-def test_a_block_is_what_its_formula_says() -> None:
+def test_a_block_computes_its_formula() -> None:
     torch.manual_seed(0)
     block: Any = Encoder(**SMALL).blocks[0]
     x = torch.randn(2, 5, 32)
@@ -42,14 +42,14 @@ def test_a_block_is_what_its_formula_says() -> None:
     assert torch.allclose(block(x), F.layer_norm(first + block.feedforward.down(wide), (32,)), atol=1e-5)
 
 
-def test_scores_are_by_the_table_that_embeds() -> None:
+def test_the_head_shares_the_weight_of_the_embedding() -> None:
     model = MaskedLanguage(**SMALL)
     assert model.head.weight is model.encoder.embedding.weight
     assert model(text()).shape == (2, 12, 50)
     start = initialize_model(lambda: MaskedLanguage(**SMALL), seed=1).requires_grad_(False)
     assert float(start.get_parameter("head.bias").abs().max()) == 0
     assert float(start.get_parameter("encoder.embedding.weight").std()) == pytest.approx(0.02, rel=0.1)
-    assert float(start(text()).abs().max()) < 1  # no word is preferred before anything is learned
+    assert float(start(text()).abs().max()) < 1  # no word is preferred before training
 
 
 @pytest.mark.parametrize(
@@ -60,6 +60,6 @@ def test_scores_are_by_the_table_that_embeds() -> None:
         ({"sequence": 4}, "12 tokens long, but the model has positions for sequence = 4"),
     ],
 )
-def test_a_mistake_is_told(keywords: dict[str, Any], words: str) -> None:
+def test_a_wrong_argument_is_an_input_error(keywords: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         MaskedLanguage(**{**SMALL, **keywords})(text())

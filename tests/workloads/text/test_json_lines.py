@@ -32,14 +32,14 @@ def test_lines_are_read_in_any_order_and_process(file: Path) -> None:
     assert [lines[index]["a"] for index in (2, 0, 1)] == [3, "ä", 2]
     assert len(lines) == 3
     assert pickle.loads(pickle.dumps(lines))[1] == {"a": 2}
-    assert lines._offsets.nbytes == 3 * 8  # and nothing else of it is in memory
+    assert lines._offsets.nbytes == 3 * 8  # nothing else of the file is in memory
 
 
 @pytest.mark.parametrize(
     ("line", "words"),
     [(b'{"a": ', "it is not JSON"), (b"[1]", "it is a list"), (b'{"b": 1}', "no 'a'"), (b'{"a": "\xff"}', "not JSON")],
 )
-def test_a_damaged_line_is_told_and_fatal_or_left_out(file: Path, line: bytes, words: str) -> None:
+def test_a_damaged_line_is_an_error_or_skipped_with_a_warning(file: Path, line: bytes, words: str) -> None:
     file.write_bytes(b'{"a": 1}\n' + line + b'\n{"a": 2}\n')
     with pytest.raises(InputError, match=f"{file}, line 2: .*{words}.*damaged: skip"):
         JsonLines(file, problem_without_a, "a", "fatal")
@@ -48,11 +48,11 @@ def test_a_damaged_line_is_told_and_fatal_or_left_out(file: Path, line: bytes, w
     assert [line["a"] for line in lines] == [1, 2]
 
 
-def test_damage_is_told_once_a_file(file: Path) -> None:
+def test_there_is_one_warning_per_damaged_file(file: Path) -> None:
     file.write_text("1\n{}\n2\n3\n")
-    with pytest.warns(UserWarning, match=r"line 1: .* \(and 2 more\)") as told:
+    with pytest.warns(UserWarning, match=r"line 1: .* \(and 2 more\)") as caught_warnings:
         assert len(JsonLines(file, no_problem, "any", "skip")) == 1
-    assert len(told) == 1
+    assert len(caught_warnings) == 1
 
 
 def test_a_large_file_is_checked_once_for_each_rule(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,20 +91,20 @@ def test_texts_become_token_numbers() -> None:
     assert token_numbers("red apple red", 1000, 2).tolist() == [red, apple]
     assert token_numbers([5, 6], 1000, 3).tolist() == [5, 6, 0]
     assert {hash_word(str(number), 5) for number in range(100)} == {1, 2, 3, 4}
-    assert red == 346  # the same on every machine, or a trained model would be worth nothing
+    assert red == 346  # must never change: trained models depend on it
 
 
 @pytest.mark.parametrize(
     ("value", "words"),
     [("a text", None), ([1, 9], None), ([], None), (7, "neither a text"), ([True], "neither"), (None, "neither")],
 )
-def test_texts_are_strings_or_numbers(value: Any, words: str | None) -> None:
+def test_a_text_is_a_string_or_a_list_of_token_numbers(value: Any, words: str | None) -> None:
     problem = text_problem({"text": value}, "text", 10)
     assert problem is None if words is None else words in str(problem)
 
 
 @pytest.mark.parametrize("token", [0, 10])
-def test_numbers_outside_the_vocabulary_are_told(token: int) -> None:
+def test_token_numbers_outside_the_vocabulary_are_a_problem(token: int) -> None:
     assert text_problem({"text": [3, token]}, "text", 10) == f"'text' has token {token}, but tokens go from 1 to 9"
 
 
@@ -112,7 +112,7 @@ def test_a_forked_process_does_not_move_its_parents_file_position(tmp_path: Path
     file = tmp_path / "lines.jsonl"
     file.write_text("".join(json.dumps({"number": number}) + "\n" for number in range(5000)))
     lines = JsonLines(file, no_problem, "any", "fatal")
-    assert lines[0] == {"number": 0}  # opened before the other process is there
+    assert lines[0] == {"number": 0}  # opened before the other process starts
     assert lines._file is not None
     before = os.lseek(lines._file.fileno(), 0, os.SEEK_CUR)
     child = get_context("fork").Process(target=lines.__getitem__, args=(4000,))

@@ -17,7 +17,7 @@ def test_scores_are_products_of_centers_and_contexts() -> None:
     assert torch.allclose(scores[1, 2, 3], expected)
 
 
-def test_the_loss_is_what_its_formula_says() -> None:
+def test_the_loss_computes_its_formula() -> None:
     scores = torch.randn(2, 3, 4)
     targets = torch.zeros(2, 3, 4)
     targets[..., 0] = 1
@@ -26,14 +26,14 @@ def test_the_loss_is_what_its_formula_says() -> None:
     assert float(NegativeSampling()(scores.double(), targets)) == pytest.approx(float(expected.mean()))
 
 
-def test_the_share_of_neighbours_that_go_best_with_their_words() -> None:
+def test_found_first_counts_words_whose_neighbour_has_the_largest_score() -> None:
     targets = torch.tensor([[[1.0, 0, 0], [1, 0, 0]]])
     hits, count = found_first(torch.tensor([[[3.0, 1, 2], [1, 2, 0]]]), targets)
     assert (float(hits), count) == (1, 2)
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-def test_gradients_are_sparse_where_asked(sparse: bool) -> None:
+def test_gradients_are_sparse_if_the_model_is(sparse: bool) -> None:
     model = SkipGram(30, 8, sparse=sparse)
     targets = torch.tensor([[[1.0, 0.0]]])
     optimizer = torch.optim.Adagrad(model.parameters(), 0.1)
@@ -45,6 +45,6 @@ def test_gradients_are_sparse_where_asked(sparse: bool) -> None:
     assert model.context.weight.abs().sum(1).nonzero().flatten().tolist() == [4, 5]
 
 
-def test_mistakes_are_told() -> None:
+def test_wrong_arguments_are_input_errors() -> None:
     with pytest.raises(InputError, match="the model's dim is 0"):
         SkipGram(10, 0)

@@ -6,7 +6,7 @@ from meshwright.errors import InputError
 from meshwright.workloads.text.text_files import PIECE_BYTES, text_files, text_pieces
 
 
-def test_all_files_but_hidden_ones_in_one_order(tmp_path: Path) -> None:
+def test_all_files_except_hidden_ones_are_listed_in_a_fixed_order(tmp_path: Path) -> None:
     for name in ("b.txt", "a/z.md", ".git/config", "a/.swap", "a.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("text")
@@ -14,14 +14,14 @@ def test_all_files_but_hidden_ones_in_one_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "nowhere"])
-def test_a_folder_without_files_is_told(tmp_path: Path, name: str) -> None:
+def test_a_folder_without_files_is_an_input_error(tmp_path: Path, name: str) -> None:
     with pytest.raises(InputError, match=f"{tmp_path / name}: there "):
         text_files(tmp_path / name)
 
 
 @pytest.mark.parametrize("line", ["an äpple\n", "€", "a€", "ab€", "🙂", "a🙂", "ab🙂", "abc🙂"])
-def test_a_file_of_any_size_comes_in_small_pieces(tmp_path: Path, line: str) -> None:
-    """Also where there are no lines to cut at: characters stay whole."""
+def test_a_file_of_any_size_is_read_in_small_pieces(tmp_path: Path, line: str) -> None:
+    """Also in files without line breaks, where characters of several bytes must not be cut."""
     text = line[:-1] + line[-1] * 50_000 if not line.endswith("\n") else line * 30_000
     (tmp_path / "long").write_text(text)
     pieces = list(text_pieces(tmp_path / "long", "fatal"))
@@ -30,7 +30,7 @@ def test_a_file_of_any_size_comes_in_small_pieces(tmp_path: Path, line: str) -> 
     assert max(len(piece.encode()) for piece in pieces) < 2 * PIECE_BYTES
 
 
-def test_a_line_that_is_no_utf8_is_told_and_fatal_or_left_out(tmp_path: Path) -> None:
+def test_a_line_that_is_not_utf8_is_an_error_or_skipped_with_a_warning(tmp_path: Path) -> None:
     file = tmp_path / "latin.txt"
     file.write_bytes(b"one\ntw\xe4\nthree\n")
     with pytest.raises(InputError, match=rf"{file}, line 2: byte 3 is not UTF-8: .*damaged: skip"):
@@ -38,12 +38,12 @@ def test_a_line_that_is_no_utf8_is_told_and_fatal_or_left_out(tmp_path: Path) ->
     with pytest.warns(UserWarning, match=f"{file}, line 2"):
         assert list(text_pieces(file, "skip")) == ["one\nthree\n"]
     file.write_bytes(b"\xff\n" * 50)
-    with pytest.warns(UserWarning, match="line 1") as told:
+    with pytest.warns(UserWarning, match="line 1") as caught_warnings:
         assert list(text_pieces(file, "skip")) == []
-    assert len(told) == 1
+    assert len(caught_warnings) == 1
 
 
-def test_a_torn_end_of_a_file_is_damage_too(tmp_path: Path) -> None:
+def test_an_incomplete_character_at_the_end_of_a_file_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "torn"
     file.write_bytes(b"a" * (PIECE_BYTES - 1) + b"\xe2")
     with pytest.raises(InputError, match="line 1: byte 1 is not"):

@@ -23,21 +23,21 @@ def read_tokens(out: Path, split: str, dtype: Any = "<u2") -> list[int]:
     return np.fromfile(out / f"{split}.bin", dtype).tolist()
 
 
-def test_bytes_are_tokens_and_documents_end(texts: Path, tmp_path: Path) -> None:
+def test_each_byte_is_a_token_and_each_document_ends_with_the_end_token(texts: Path, tmp_path: Path) -> None:
     info = build_tokens(texts, tmp_path / "out", validation=0)
     documents = [list(file.read_bytes()) for file in sorted(texts.iterdir())]
     expected = [token for document in documents for token in (*document, 256)]
     assert read_tokens(tmp_path / "out", "train") == expected
     assert set(info) == {"train"}
-    described = json.loads((tmp_path / "out" / "train.json").read_text())
-    assert described.pop("checksum")
-    assert described == {
+    description = json.loads((tmp_path / "out" / "train.json").read_text())
+    assert description.pop("checksum")
+    assert description == {
         "dtype": "uint16", "count": len(expected), "vocabulary": 258, "tokenizer": "bytes", "end": 256, "mask": 257
     }  # fmt: skip
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["train.bin", "train.json"]
 
 
-def test_the_share_to_evaluate_on_is_kept_and_nothing_is_lost(texts: Path, tmp_path: Path) -> None:
+def test_the_validation_share_is_met_and_no_token_is_lost(texts: Path, tmp_path: Path) -> None:
     info = build_tokens(texts, tmp_path / "out", validation=0.25)
     train, val = (read_tokens(tmp_path / "out", split) for split in ("train", "val"))
     assert (len(train), len(val)) == (info["train"].count, info["val"].count)
@@ -60,7 +60,7 @@ def words_tokenizer(folder: Path, size: int) -> str:
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(300, "uint16"), (70_000, "uint32")])
-def test_any_tokenizer_file_will_do(tmp_path: Path, size: int, dtype: str) -> None:
+def test_tokens_come_from_the_given_tokenizer_file(tmp_path: Path, size: int, dtype: str) -> None:
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "one").write_text(f"w7 w{size - 1} what")
     name = words_tokenizer(tmp_path, size)
@@ -70,7 +70,9 @@ def test_any_tokenizer_file_will_do(tmp_path: Path, size: int, dtype: str) -> No
     assert info.tokenizer == name
 
 
-def test_tokenizers_that_are_not_there_are_told(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_or_wrong_tokenizer_is_an_input_error(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(InputError, match="no tokenizer file letters: write 'bytes' or the path"):
         build_tokens(texts, tmp_path / "out", "letters")
     wrong = tmp_path / "tokenizer.json"
@@ -96,13 +98,13 @@ def test_a_failed_build_leaves_the_old_files_unchanged(texts: Path, tmp_path: Pa
         build_tokens(texts, out, damaged="skip")
 
 
-def test_a_new_build_leaves_nothing_of_an_old_one(texts: Path, tmp_path: Path) -> None:
+def test_a_new_build_deletes_the_files_of_an_old_one(texts: Path, tmp_path: Path) -> None:
     build_tokens(texts, tmp_path / "out", validation=0.2)
     build_tokens(texts, tmp_path / "out", validation=0)
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["train.bin", "train.json"]
 
 
-def test_too_little_text_to_set_aside_is_told(texts: Path, tmp_path: Path) -> None:
+def test_too_little_text_for_a_validation_split_is_an_input_error(texts: Path, tmp_path: Path) -> None:
     for file in sorted(texts.iterdir())[1:]:
         file.unlink()
     with pytest.raises(InputError, match=r"too few to set a share of 0\.1 of them aside"):

@@ -7,13 +7,13 @@ from meshwright.errors import InputError
 from meshwright.workloads.text.tokens import FACTOR, SHIFT, tokens
 
 
-def test_targets_are_one_ahead_and_follow_the_rule_but_for_the_noise() -> None:
+def test_targets_are_the_next_tokens_and_follow_the_rule_except_for_noise() -> None:
     dataset: Any = tokens(sequence=2000, samples=3, noise=0.1)
-    given, targets = dataset[2]
-    assert (given.shape, targets.shape, given.dtype) == ((2000,), (2000,), torch.int64)
-    assert torch.equal(given[1:], targets[:-1])
-    ruled = (targets == (FACTOR * given + SHIFT) % 256).float().mean()
-    assert 0.85 < float(ruled) < 0.95
+    inputs, targets = dataset[2]
+    assert (inputs.shape, targets.shape, inputs.dtype) == ((2000,), (2000,), torch.int64)
+    assert torch.equal(inputs[1:], targets[:-1])
+    rule_share = (targets == (FACTOR * inputs + SHIFT) % 256).float().mean()
+    assert 0.85 < float(rule_share) < 0.95
     assert len(dataset) == 3
     with pytest.raises(IndexError):
         dataset[3]
@@ -37,6 +37,6 @@ def test_tokens_stay_in_the_vocabulary() -> None:
 @pytest.mark.parametrize(
     ("keywords", "words"), [({"split": "val"}, "split is 'val'"), ({"sequence": 0}, "sequence is 0")]
 )
-def test_a_mistake_is_told(keywords: dict[str, Any], words: str) -> None:
+def test_a_wrong_argument_is_an_input_error(keywords: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         tokens(**keywords)

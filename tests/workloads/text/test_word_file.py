@@ -22,7 +22,7 @@ def read_words(corpus: Corpus) -> list[str]:
     return [corpus.words[number] for number in np.fromfile(corpus.path, "<u4")]
 
 
-def test_words_are_ranked_by_frequency_and_rare_ones_left_out(texts: Path) -> None:
+def test_words_are_ranked_by_frequency_and_rare_ones_dropped(texts: Path) -> None:
     corpus = load_corpus(texts, vocabulary=10, minimum=2, subsample=None, damaged="fatal")
     assert corpus.words == ("the", "cat", "dog", "häuser")
     assert corpus.counts == (4, 2, 2, 2)
@@ -32,16 +32,16 @@ def test_words_are_ranked_by_frequency_and_rare_ones_left_out(texts: Path) -> No
     assert read_words(few) == ["the", "cat", "the", "the", "cat", "the"]
 
 
-def test_it_is_made_once_and_again_when_the_texts_change(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_corpus_is_built_once_and_again_when_the_texts_change(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = load_corpus(texts, 10, 1, None, "fatal")
     with monkeypatch.context() as patch:
-        patch.setattr(word_file, "_write_corpus", lambda *_: pytest.fail("it was there already"))
+        patch.setattr(word_file, "_write_corpus", lambda *_: pytest.fail("the corpus was built again"))
         assert load_corpus(texts, 10, 1, None, "fatal") == first
     (texts / "three.txt").write_text("bird")
     assert "bird" in load_corpus(texts, 10, 1, None, "fatal").words
 
 
-def test_frequent_words_are_thinned_out(texts: Path) -> None:
+def test_frequent_words_are_subsampled(texts: Path) -> None:
     (texts / "three.txt").write_text("common " * 9_000 + "seldom " * 1_000)
     corpus = load_corpus(texts, 10, 100, 0.01, "fatal")
     share, subsample = 9_000 / 10_011, 0.01
@@ -51,13 +51,13 @@ def test_frequent_words_are_thinned_out(texts: Path) -> None:
     assert load_corpus(texts, 10, 100, 0.01, "fatal") == corpus
 
 
-def test_while_counting_memory_is_bounded(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_for_counting_words_is_bounded(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (texts / "three.txt").write_text(" ".join(f"w{number}" for number in range(200)))
     monkeypatch.setattr(word_file, "_MAX_COUNTED_WORDS", 20)
     assert load_corpus(texts, 10, 2, None, "fatal").words[0] == "the"
 
 
-def test_damage_is_told_and_fatal_or_left_out(texts: Path) -> None:
+def test_a_damaged_line_is_an_error_or_skipped_with_a_warning(texts: Path) -> None:
     (texts / "zz").write_bytes(b"fine fine\nbroken \xff\n")
     with pytest.raises(InputError, match="zz, line 2"):
         load_corpus(texts, 10, 1, None, "fatal")
@@ -67,6 +67,6 @@ def test_damage_is_told_and_fatal_or_left_out(texts: Path) -> None:
     assert "broken" not in corpus.words
 
 
-def test_texts_without_frequent_words_are_told(texts: Path) -> None:
+def test_texts_without_frequent_words_are_an_input_error(texts: Path) -> None:
     with pytest.raises(InputError, match="no word occurs 9 times"):
         load_corpus(texts, 10, 9, None, "fatal")

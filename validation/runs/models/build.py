@@ -1,4 +1,5 @@
-"""A case's model, loss and batch, on any device: `with torch.device("meta"): make_model(case.model)`."""
+"""Builds the model, the loss and a batch of a case on the current device: `with torch.device("meta"):
+make_model(case.model)`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,7 @@ def make_loss(call: Call) -> Callable[[Any, Any], Tensor]:
 
 
 def make_batch(sample: Sample, samples: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, of zeros. The targets of boxes are a class and four coordinates each."""
+    """Inputs and targets that consist of zeros. The target of a box is a class and four coordinates."""
     return _inputs(sample, samples), _targets(sample, samples)
 
 

@@ -1,5 +1,5 @@
-"""Published models that no library at hand builds as they were run: BERT with the heads of its two kinds of training,
-and SSD on ResNet-50. Shapes and operators are those of NVIDIA's DeepLearningExamples."""
+"""Published models that no installed library builds as they were run: BERT with its heads for pre-training and for
+fine-tuning, and SSD on ResNet-50. Shapes and operators are those of NVIDIA's DeepLearningExamples."""
 
 from typing import Any, Literal
 
@@ -8,14 +8,15 @@ from torch import Tensor, cat, nn, zeros
 
 from meshwright.call import load
 
-CLASSES = 81  # of COCO, with the background
+CLASSES = 81  # the classes of COCO and the background
 ANCHORS = (4, 6, 6, 6, 4, 4)
 FEATURES = (1024, 512, 512, 256, 256, 256)
-BETWEEN = (256, 256, 128, 128, 128)
+INNER_FEATURES = (256, 256, 128, 128, 128)
 
 
 class Bert(nn.Module):
-    """Pre-training predicts the words at `targets` places; fine-tuning on SQuAD the begin and the end of a span."""
+    """With the task `words` (pre-training) it predicts the words at the first `targets` positions; with `spans`
+    (fine-tuning on SQuAD), the begin and the end of a span."""
 
     def __init__(
         self,
@@ -37,7 +38,7 @@ class Bert(nn.Module):
             attn_implementation=attention,
         )
         self.targets = targets
-        self.masked = attention == "eager"  # which adds it to the scores, as NVIDIA's program does
+        self.masked = attention == "eager"  # eager attention adds a mask to the scores, as NVIDIA's program does
         self.bert = load("transformers.BertModel")(config, add_pooling_layer=False)
         self.head = _words_head(hidden, vocabulary) if task == "words" else nn.Linear(hidden, 2)
 
@@ -57,7 +58,7 @@ def words_loss(scores: Tensor, target: Tensor) -> Tensor:
 
 
 def spans_loss(scores: Tensor, target: Tensor) -> Tensor:
-    """The begin and the end are each one of the places."""
+    """Cross entropy of the begin and of the end, each of which is one of the positions."""
     return F.cross_entropy(scores.float(), target)
 
 
@@ -66,7 +67,8 @@ def masks_loss(output: dict[str, Tensor], target: Tensor) -> Tensor:
 
 
 class SSD(nn.Module):
-    """SSD300: ResNet-50 up to its third stage, which keeps the resolution, and six maps of boxes."""
+    """SSD300: a ResNet-50 up to its third stage, in which the stride is removed, and six feature maps that predict
+    boxes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +86,7 @@ class SSD(nn.Module):
             resnet.layer3,
         )
         self.smaller = nn.ModuleList(
-            _smaller(FEATURES[n], BETWEEN[n], FEATURES[n + 1], halves=n < 3) for n in range(len(BETWEEN))
+            _smaller(FEATURES[n], INNER_FEATURES[n], FEATURES[n + 1], halves=n < 3) for n in range(len(INNER_FEATURES))
         )
         self.boxes = nn.ModuleList(
             nn.Conv2d(features, anchors * (4 + CLASSES), 3, padding=1)
@@ -97,15 +99,16 @@ class SSD(nn.Module):
         for block in self.smaller:
             x = block(x)
             maps.append(x)
-        found = [head(x).unflatten(1, (4 + CLASSES, -1)).flatten(2) for head, x in zip(self.boxes, maps, strict=True)]
-        return cat(found, dim=-1)
+        boxes = [head(x).unflatten(1, (4 + CLASSES, -1)).flatten(2) for head, x in zip(self.boxes, maps, strict=True)]
+        return cat(boxes, dim=-1)
 
 
-def _smaller(features: int, between: int, out: int, halves: bool) -> nn.Module:
-    second = nn.Conv2d(between, out, 3, 2 if halves else 1, 1 if halves else 0, bias=False)
+def _smaller(features: int, inner: int, out: int, halves: bool) -> nn.Module:
+    """The layers that make the next smaller feature map: by a stride of 2 if `halves`, else without padding."""
+    second = nn.Conv2d(inner, out, 3, 2 if halves else 1, 1 if halves else 0, bias=False)
     return nn.Sequential(
-        nn.Conv2d(features, between, 1, bias=False),
-        nn.BatchNorm2d(between),
+        nn.Conv2d(features, inner, 1, bias=False),
+        nn.BatchNorm2d(inner),
         nn.ReLU(inplace=True),
         second,
         nn.BatchNorm2d(out),
@@ -113,7 +116,8 @@ def _smaller(features: int, between: int, out: int, halves: bool) -> nn.Module:
     )
 
 
-def boxes_loss(found: Tensor, target: Tensor) -> Tensor:
-    """Without the choice of hard negatives, which is little work and depends on the data."""
-    classes = F.cross_entropy(found[:, 4:].float(), target[:, 0].long())
-    return classes + F.smooth_l1_loss(found[:, :4].float(), target[:, 1:])
+def boxes_loss(output: Tensor, target: Tensor) -> Tensor:
+    """The loss of classes and coordinates. The choice of hard negatives is left out: it is little work, and depends on
+    the data."""
+    classes = F.cross_entropy(output[:, 4:].float(), target[:, 0].long())
+    return classes + F.smooth_l1_loss(output[:, :4].float(), target[:, 1:])

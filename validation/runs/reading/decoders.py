@@ -1,4 +1,5 @@
-"""Rows of GPT, Llama and their relatives, whose plan is stated. decoders.yaml says how each source is read."""
+"""Reads rows of decoder models (GPT, Llama and similar ones) that state their plan. decoders.yaml says how the rows of
+each source are read."""
 
 import re
 from functools import cache
@@ -28,9 +29,10 @@ LOSS = Call(call="meshwright.workloads.text.decoder:NextTokenLoss")
 ADAM = Call.model_validate({"call": "torch.optim:AdamW", "lr": 1e-4, "fused": True})
 ZERO: dict[int, ShardingLevel | None] = {0: None, 1: "optimizer", 2: "gradients", 3: "parameters"}
 OTHER_SELECTIVE = {"megatron": "that of attention alone", "fms-fsdp": "that of some blocks"}
-# Nanotron cuts at equal costs: a block's are 4h² + 3hf, its head's are Vh (models/llama.py, get_block_compute_costs);
-# ten blocks and six, and five on the first of four stages, as the parameters a rank has in its table say.
-BY_COST = ("nanotron_ultrascale",)
+# Nanotron cuts the model into stages of equal cost: a block costs 4h² + 3hf, the head Vh (models/llama.py,
+# get_block_compute_costs). The parameters per rank in its table confirm this: ten and six blocks on two stages, and
+# five on the first of four.
+CUT_BY_COST = ("nanotron_ultrascale",)
 SIZES = {"layers": "layers", "hidden": "hidden", "heads": "heads", "kv_heads": "kv_heads", "ffn": "feedforward"}
 
 
@@ -44,20 +46,21 @@ def is_decoder(row: PublishedRow) -> bool:
 
 
 def read_decoder(row: PublishedRow) -> PublishedCase:
+    """The case that the row describes. Raises `NotCovered` with the reason if the row cannot be predicted."""
     settings = _settings()["sources"][row.source]
     settings = {**settings, **settings.get("frameworks", {}).get(row.framework, {})}
     assumed = Assumptions(settings["assumed"])
     assumed.used.extend([settings["beside"]] if "beside" in settings else [])
-    _refuse(row)
+    _check_in_scope(row)
     model, length = _model(row, assumed)
-    cluster, words = cluster_of(row)
-    assumed.used.extend(words)
-    precision, words = precision_of(_precision(row, settings, assumed), device_of(cluster))
-    assumed.used.extend(words)
+    cluster, defaults = cluster_of(row)
+    assumed.used.extend(defaults)
+    precision, defaults = precision_of(_precision(row, settings, assumed), device_of(cluster))
+    assumed.used.extend(defaults)
     layout = _layout(row, decoder_keywords(model.arguments), assumed)
     settings = {**settings, **(settings.get("sharded", {}) if layout.sharding else {})}
     global_batch, micro_batch = _batches(row, layout.data, assumed)
-    recompute = recompute_of(row.recompute or _technique(row, assumed))
+    recompute = recompute_of(row.recompute or _recompute_word(row, assumed))
     if recompute == "selective" and settings["engine"] in OTHER_SELECTIVE:
         assumed.used.append(f"a plan's selective recomputation for {OTHER_SELECTIVE[settings['engine']]}")
     plan = make_plan(
@@ -70,8 +73,8 @@ def read_decoder(row: PublishedRow) -> PublishedCase:
     )
     compiled = bool(row.plan.get("compile")) or row.plan.get("technique", "")[1:] in COMPILED
     engine = settings["engine"]
-    step_s, words = step_of(row, model, length, global_batch)
-    assumed.used.extend(words)
+    step_s, defaults = step_of(row, model, length, global_batch)
+    assumed.used.extend(defaults)
     memory_bytes, memory_kind = memory_of(row)
     return PublishedCase(
         id=row.id,
@@ -100,29 +103,34 @@ def read_decoder(row: PublishedRow) -> PublishedCase:
 
 
 class Assumptions:
-    """The assumptions of a source; `used` collects those that one row needed, as words."""
+    """The values that decoders.yaml assumes for rows of a source that do not state them. `used` describes those that
+    one row needed."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = values
         self.used: list[str] = []
 
-    def take(self, name: str, words: str) -> Any:
+    def take(self, name: str, description: str) -> Any:
+        """The assumed value. `description` is added to `used`, with `{}` replaced by the value. Raises `NotCovered` if
+        nothing is assumed."""
         if name not in self.values:
             raise NotCovered(f"{name.replace('_', ' ')} not stated")
-        self.used.append(words.format(self.values[name]))
+        self.used.append(description.format(self.values[name]))
         return self.values[name]
 
     def has(self, name: str) -> bool:
         return name in self.values
 
 
-# ---- what is out of scope
+# ---- rows that are out of scope
 
-COMPILED = ("compile", "chunked CE", "activation checkpointing")  # torchtune's ladder is cumulative
-LADDER = ("+packed", *(f"+{step}" for step in COMPILED))
+# torchtune adds one technique after another; "compile" and all that follow it are compiled.
+COMPILED = ("compile", "chunked CE", "activation checkpointing")
+TECHNIQUES = ("+packed", *(f"+{technique}" for technique in COMPILED))
 
 
-def _refuse(row: PublishedRow) -> None:
+def _check_in_scope(row: PublishedRow) -> None:
+    """Raises `NotCovered` with the reason if the row is out of scope."""
     plan, contradicted = row.plan, _settings()["contradicted"]
     if row.id in contradicted:
         raise NotCovered(contradicted[row.id])
@@ -132,23 +140,26 @@ def _refuse(row: PublishedRow) -> None:
         raise NotCovered("context parallel")
     if plan.get("lora") or "LoRA" in f"{plan.get('finetune')} {plan.get('technique')} {row.notes}":
         raise NotCovered("LoRA: most weights are frozen")
-    if row.source == "torchtune" and plan.get("technique") not in LADDER:
-        raise NotCovered("unpacked samples, offloading, an 8-bit optimizer or one that steps within backward")
+    if row.source == "torchtune" and plan.get("technique") not in TECHNIQUES:
+        raise NotCovered(
+            "unpacked samples, offloading, an 8-bit optimizer or an optimizer step within the backward pass"
+        )
     if row.source == "bigscience_v100_gpt2" and plan["pp"] == 1:
-        raise NotCovered("the row leaves out ZeRO and offloading, without which the model does not fit")
+        raise NotCovered("the row does not state ZeRO and offloading, without which the model does not fit")
 
 
 # ---- the model
 
 
 def _model(row: PublishedRow, assumed: Assumptions) -> tuple[Call, int]:
-    named = dict(_settings()["named"].get(row.model["name"], {}))
-    stands_for = named.pop("for", None)
+    """The model, and the length of its sequences."""
+    by_name = dict(_settings()["named"].get(row.model["name"], {}))
+    stands_for = by_name.pop("for", None)
     length = row.model["seq"]
     keywords = {ours: row.model[theirs] for theirs, ours in SIZES.items() if row.model.get(theirs)}
-    if "size" not in named:
+    if "size" not in by_name:
         keywords = {**_settings()["kinds"][_kind(row)], **keywords}
-    keywords |= named
+    keywords |= by_name
     if "heads" not in keywords and "size" not in keywords and "hidden" in keywords:
         keywords["heads"] = assumed.take("heads", "{} heads")
     if "size" not in keywords and not {"layers", "hidden", "heads"} <= set(keywords):
@@ -157,11 +168,11 @@ def _model(row: PublishedRow, assumed: Assumptions) -> tuple[Call, int]:
         keywords.setdefault("vocabulary", row.model["vocab"])
     elif not {"size", "vocabulary"} & set(keywords):
         keywords["vocabulary"] = assumed.take("vocabulary", "vocabulary {}")
-    if assumed.has("dropout") and "dropout" not in named:
+    if assumed.has("dropout") and "dropout" not in by_name:
         keywords["dropout"] = assumed.take("dropout", "dropout {}")
     if stands_for:
-        chosen = ", ".join(f"{key} {value}" for key, value in named.items()) or keywords["activation"]
-        assumed.used.append(f"{chosen} for {stands_for}")
+        choice = ", ".join(f"{key} {value}" for key, value in by_name.items()) or keywords["activation"]
+        assumed.used.append(f"{choice} for {stands_for}")
     return Call(call=DECODER, **{**keywords, "sequence": length}), length
 
 
@@ -173,6 +184,7 @@ def _kind(row: PublishedRow) -> str:
 
 
 def _precision(row: PublishedRow, settings: dict[str, Any], assumed: Assumptions) -> str:
+    """The row's word for its precision."""
     if "precision" in settings:
         assumed.used.append(f"precision {settings['precision']}, as the repository's scripts have it")
         return str(settings["precision"])
@@ -183,14 +195,14 @@ def _precision(row: PublishedRow, settings: dict[str, Any], assumed: Assumptions
 
 
 def _layout(row: PublishedRow, model: dict[str, Any], assumed: Assumptions) -> RunLayout:
-    plan, layers = _stated(row), model["layers"]
+    plan, layers = _plan_keywords(row), model["layers"]
     tensor, pipeline, ranks = plan.get("tp", 1), plan.get("pp", 1), row.hardware["n_gpus"]
     data = plan.get("dp") or ranks // (tensor * pipeline)
     if data * tensor * pipeline != ranks:
         raise NotCovered("the product of the stated axes is not the number of GPUs")
     sharding, shard = _sharding(row, plan, data, assumed)
     chunks = _chunks(row, plan, layers, assumed)
-    if row.source in BY_COST and pipeline > 1:
+    if row.source in CUT_BY_COST and pipeline > 1:
         block = 4 * model["hidden"] ** 2 + 3 * model["hidden"] * model["feedforward"]
         blocks = blocks_by_cost(layers, pipeline, model["vocabulary"] * model["hidden"] / block)
         return RunLayout(data, tensor, pipeline, chunks, sharding, shard, blocks)
@@ -200,26 +212,27 @@ def _layout(row: PublishedRow, model: dict[str, Any], assumed: Assumptions) -> R
     return RunLayout(data, tensor, pipeline, chunks, sharding, shard, blocks)
 
 
-def _stated(row: PublishedRow) -> dict[str, Any]:
-    """With Colossal-AI's words, `zero1(dp2)+tp2+pp4`, as numbers."""
-    words = row.plan.get("parallelism")
-    if words is None:
+def _plan_keywords(row: PublishedRow) -> dict[str, Any]:
+    """The keywords of the row's plan. Colossal-AI's notation, such as `zero1(dp2)+tp2+pp4`, is parsed."""
+    notation = row.plan.get("parallelism")
+    if notation is None:
         return row.plan
-    return {name: int(value) for name, value in re.findall(r"(zero|dp|tp|pp)(\d+)", words)}
+    return {name: int(value) for name, value in re.findall(r"(zero|dp|tp|pp)(\d+)", notation)}
 
 
 def _sharding(
     row: PublishedRow, plan: dict[str, Any], data: int, assumed: Assumptions
 ) -> tuple[ShardingLevel | None, int]:
+    """What is sharded (None: nothing), and over how many ranks."""
     fsdp = plan.get("fsdp")
     if isinstance(fsdp, int):
         return "parameters", fsdp
     if fsdp == "SHARD_GRAD_OP":
         return "gradients", data
     if fsdp == "HSDP":
-        a_node = int(row.hardware["gpus_per_node"])
+        ranks_per_node = int(row.hardware["gpus_per_node"])
         assumed.used.append("sharded within nodes, replicated between them")
-        return "parameters", a_node
+        return "parameters", ranks_per_node
     if fsdp:
         return "parameters", data
     if "zero" in plan:
@@ -230,47 +243,49 @@ def _sharding(
 
 
 def _chunks(row: PublishedRow, plan: dict[str, Any], layers: int, assumed: Assumptions) -> int:
-    """Stages a rank. An interleaved schedule that does not say how many has as few as divide a rank's blocks."""
+    """The number of stages per rank. If an interleaved schedule does not state it, it is the smallest number above 1
+    that divides the blocks of a rank."""
     pipeline = plan.get("pp", 1)
     if pipeline == 1:
         return 1
     if "vpp" in plan or "interleaved" not in plan.get("schedule", ""):
         return int(plan.get("vpp", 1))
-    a_rank = layers // pipeline
-    few = next((count for count in range(2, a_rank + 1) if a_rank % count == 0), 1)
-    assumed.used.append(f"interleaved schedule with {few} stages a rank")
-    return few
+    blocks_per_rank = layers // pipeline
+    stages = next((count for count in range(2, blocks_per_rank + 1) if blocks_per_rank % count == 0), 1)
+    assumed.used.append(f"interleaved schedule with {stages} stages a rank")
+    return stages
 
 
 def _blocks(plan: dict[str, Any], layers: int, stages: int) -> tuple[int, ...]:
-    """Sailor counts the embedding as a layer of the first stage, and the head as one of the last."""
-    counted = plan.get("stage_layers")
-    if counted is None:
+    """The number of blocks of each stage. Sailor counts the embedding as a layer of the first stage, and the head as a
+    layer of the last."""
+    stage_layers = plan.get("stage_layers")
+    if stage_layers is None:
         return even_blocks(layers, stages)
-    if sum(counted) != layers + 2 or len(counted) != stages:
+    if sum(stage_layers) != layers + 2 or len(stage_layers) != stages:
         raise NotCovered("the stated stages are not those of the model")
-    return (counted[0] - 1, *counted[1:-1], counted[-1] - 1)
+    return (stage_layers[0] - 1, *stage_layers[1:-1], stage_layers[-1] - 1)
 
 
 def _batches(row: PublishedRow, data: int, assumed: Assumptions) -> tuple[int, int]:
     """The global batch and the microbatch."""
-    a_rank = re.search(r'"Batch Size per DP" = (\d+)', row.notes)
+    batch_per_rank = re.search(r'"Batch Size per DP" = (\d+)', row.notes)
     if row.source == "deepspeed_azure_z3" and row.micro_batch:
         return row.micro_batch * data, row.micro_batch
-    if a_rank:
-        whole = int(a_rank[1]) * data
+    if batch_per_rank:
+        global_batch = int(batch_per_rank[1]) * data
     elif row.global_batch or row.batch_per_gpu:
-        whole = row.global_batch or (row.batch_per_gpu or 0) * data
+        global_batch = row.global_batch or (row.batch_per_gpu or 0) * data
     else:
         raise NotCovered("batch not stated")
     if row.micro_batch:
-        return whole, row.micro_batch
+        return global_batch, row.micro_batch
     micro = assumed.take("micro_batch", "microbatch: {}")
-    return whole, whole // data if micro == "whole" else micro
+    return global_batch, global_batch // data if micro == "whole" else micro
 
 
-def _technique(row: PublishedRow, assumed: Assumptions) -> str:
-    """What torchtune's cumulative ladder says of recomputation; else the source's assumption."""
+def _recompute_word(row: PublishedRow, assumed: Assumptions) -> str:
+    """The word for recomputation that follows from torchtune's technique; of other sources, the assumed one."""
     technique = row.plan.get("technique")
     if technique:
         return "full" if technique == "+activation checkpointing" else "none"
@@ -278,6 +293,7 @@ def _technique(row: PublishedRow, assumed: Assumptions) -> str:
 
 
 def _sequence(row: PublishedRow, layout: RunLayout, assumed: Assumptions) -> bool:
+    """Whether tensor ranks divide the activations between split layers along the sequence."""
     if layout.tensor == 1:
         return False
     if "sp" in row.plan:

@@ -1,4 +1,5 @@
-"""Rows of image models and BERT, trained with data parallelism alone. examples.yaml says how each source is read."""
+"""Reads rows of image models and BERT, which were trained with data parallelism alone. examples.yaml says how the rows
+of each source are read."""
 
 import re
 from functools import cache
@@ -18,11 +19,13 @@ from validation.runs.rows import PublishedRow
 
 FILE = Path(__file__).with_name("examples.yaml")
 TORCHVISION = ("ryujaehun_cnn", "u39kun", "pytorch_ddp_bench", "nvidia_dle", "lambda_v1", "lambda_v2")
-LISTED = re.compile(r"^(resnet|resnext|wide_resnet|densenet|squeezenet|vgg|mnasnet|mobilenet|shufflenet|alexnet)\w*$")
-CELLS = re.compile(r"batch cell: (\d+) *, *(\d+); accum cell: (\d+) *, *(\d+)")
-BY_PRECISION = re.compile(r"batch cell: (\d+) \(FP32\) / (\d+) \(AMP\)")
+TORCHVISION_NAME = re.compile(
+    r"^(resnet|resnext|wide_resnet|densenet|squeezenet|vgg|mnasnet|mobilenet|shufflenet|alexnet)\w*$"
+)
+BATCH_AND_ACCUMULATION = re.compile(r"batch cell: (\d+) *, *(\d+); accum cell: (\d+) *, *(\d+)")
+BATCH_BY_PRECISION = re.compile(r"batch cell: (\d+) \(FP32\) / (\d+) \(AMP\)")
 MIB = 2**20
-TORCH_2 = 2023  # the year of its release
+TORCH_2_YEAR = 2023  # the year in which torch 2.0 was released
 
 
 @cache
@@ -35,21 +38,22 @@ def is_example(row: PublishedRow) -> bool:
 
 
 def read_example(row: PublishedRow) -> PublishedCase:
+    """The case that the row describes. Raises `NotCovered` with the reason if the row cannot be predicted."""
     settings = _settings()["sources"][row.source]
     check_in_scope(row)
     model, sample, defaults = _model(row)
     defaults += (settings["beside"],) if "beside" in settings else ()
-    cluster, words = cluster_of(row)
-    defaults += words
-    precision, words = precision_of(row.precision or "", device_of(cluster))
-    defaults += words
+    cluster, more_defaults = cluster_of(row)
+    defaults += more_defaults
+    precision, more_defaults = precision_of(row.precision or "", device_of(cluster))
+    defaults += more_defaults
     ranks = row.hardware["n_gpus"]
-    batch, accumulation, words = _batches(row, precision, settings["batch"])
-    defaults += words
+    batch, accumulation, more_defaults = _batches(row, precision, settings["batch"])
+    defaults += more_defaults
     images = _layout_of_images(row, sample, precision, settings)
     defaults += (f"{images} images",) if sample.kind == "images" and precision == "fp16" else ()
     engine = _engine(row, settings["engine"])
-    optimizer, words = _optimizer(row, settings["optimizer"], sample, engine, precision)
+    optimizer, more_defaults = _optimizer(row, settings["optimizer"], sample, engine, precision)
     plan = make_plan(
         RunLayout(ranks),
         accumulation,
@@ -80,37 +84,39 @@ def read_example(row: PublishedRow) -> PublishedCase:
         memory_bytes=memory_bytes,
         memory_kind=memory_kind,
         oom=False,
-        defaults=defaults + words,
+        defaults=defaults + more_defaults,
     )
 
 
-def _engine(row: PublishedRow, word: str) -> str:
-    """BERT has programs of its own among NVIDIA's examples."""
-    first = (row.framework.split() or [""])[0]
-    if row.source == "u39kun" and first == "PyTorch":
+def _engine(row: PublishedRow, setting: str) -> str:
+    """The name of the engine in engines.yaml. BERT has programs of its own among NVIDIA's examples."""
+    framework = (row.framework.split() or [""])[0]
+    if row.source == "u39kun" and framework == "PyTorch":
         return "pytorch"
-    engine = str(_settings()["engines"][first]) if word == "framework" else word
+    engine = str(_settings()["engines"][framework]) if setting == "framework" else setting
     if "bert" not in str(row.model["name"]).lower():
         return engine
-    own = "tensorflow-bert" if first == "TensorFlow" else engine
-    return "nvidia-bert" if engine == "nvidia-examples" else own
+    if engine == "nvidia-examples":
+        return "nvidia-bert"
+    return "tensorflow-bert" if framework == "TensorFlow" else engine
 
 
 def _model(row: PublishedRow) -> tuple[Call, Sample, tuple[str, ...]]:
+    """The model, the shape of its samples, and the defaults that were used."""
     name = str(row.model["name"])
-    known = _settings()["models"].get(name)
-    if known is None and row.source in TORCHVISION and LISTED.match(name):
-        known = {"call": f"torchvision.models.{name}"}
-    if known is None:
+    settings = _settings()["models"].get(name)
+    if settings is None and row.source in TORCHVISION and TORCHVISION_NAME.match(name):
+        settings = {"call": f"torchvision.models.{name}"}
+    if settings is None:
         raise NotCovered(f"no {name} among the models")
-    keywords = dict(known)
+    keywords = dict(settings)
     if keywords["call"].endswith(":Bert"):
         return _bert(row, keywords)
     stands_for = keywords.pop("for", None)
     size = tuple(keywords.pop("size", (224, 224)))
     sample = Sample(keywords.pop("kind", "images"), size, keywords.pop("targets", 0))
-    words = (f"{keywords['call'].rpartition('.')[2]} for {stands_for}",) if stands_for else ()
-    return Call(**keywords), sample, words
+    defaults = (f"{keywords['call'].rpartition('.')[2]} for {stands_for}",) if stands_for else ()
+    return Call(**keywords), sample, defaults
 
 
 def _bert(row: PublishedRow, keywords: dict[str, Any]) -> tuple[Call, Sample, tuple[str, ...]]:
@@ -125,47 +131,53 @@ def _bert(row: PublishedRow, keywords: dict[str, Any]) -> tuple[Call, Sample, tu
 
 
 def _optimizer(
-    row: PublishedRow, word: str, sample: Sample, engine: str, precision: str
+    row: PublishedRow, setting: str, sample: Sample, engine: str, precision: str
 ) -> tuple[Call | None, tuple[str, ...]]:
-    if word == "none":
+    """The optimizer, and the default that was used. None if a measured step is the forward and backward pass alone."""
+    if setting == "none":
         return None, ()
-    chosen = "adam" if sample.kind in ("words", "spans") else word
-    if chosen == "sgd" and row.year < TORCH_2 and row.framework.startswith("PyTorch"):
-        chosen = "sgd by tensor"
+    name = "adam" if sample.kind in ("words", "spans") else setting
+    if name == "sgd" and row.year < TORCH_2_YEAR and row.framework.startswith("PyTorch"):
+        name = "sgd by tensor"
     if engine == "nvidia-bert" and sample.kind == "spans" and precision in ("fp32", "tf32"):
-        chosen = "bert-adam"  # run_squad.py has apex's fused one for fp16 alone
-    return Call(**_settings()["optimizers"][chosen]), (f"optimizer {chosen}",)
+        name = "bert-adam"  # run_squad.py uses apex's fused Adam for fp16 alone
+    return Call(**_settings()["optimizers"][name]), (f"optimizer {name}",)
 
 
 def _layout_of_images(row: PublishedRow, sample: Sample, precision: str, settings: dict[str, Any]) -> ImageLayout:
-    if "Tensor" in row.framework or sample.kind not in ("images", "boxes"):
-        return "contiguous"
-    told: ImageLayout = settings["layout"] if precision == "fp16" and sample.kind == "images" else "contiguous"
-    boxes: ImageLayout = settings.get("boxes", "contiguous")
-    return boxes if sample.kind == "boxes" else told
+    layout: ImageLayout = "contiguous"
+    if "Tensor" in row.framework:
+        return layout
+    if sample.kind == "boxes":
+        layout = settings.get("boxes", "contiguous")
+    elif sample.kind == "images" and precision == "fp16":
+        layout = settings["layout"]
+    return layout
 
 
-def _batches(row: PublishedRow, precision: str, of: str) -> tuple[int, int, tuple[str, ...]]:
-    """A rank's microbatch, how many of them are accumulated, and the defaults that went into them.
+def _batches(row: PublishedRow, precision: str, batch_of: str) -> tuple[int, int, tuple[str, ...]]:
+    """The microbatch of a rank, the number of microbatches that are accumulated, and the defaults that were used.
+    `batch_of` says whether the stated batch is that of one rank or of `all` ranks.
 
-    NVIDIA's TensorFlow tables give both for fp16 first and for fp32 second; the collected rows have the latter
-    the wrong way round, which the products show: they are the same global batch."""
-    cells = CELLS.search(row.notes)
-    if row.framework.startswith("TensorFlow") and cells:
-        first = precision == "fp16"
-        return int(cells[1 if first else 2]), int(cells[3 if first else 4]), ()
-    either = BY_PRECISION.search(row.notes)
-    if either:
-        return int(either[2 if precision == "fp16" else 1]), 1, ()
+    NVIDIA's TensorFlow tables state both for fp16 first and for fp32 second. The collected rows have the fp32 values
+    in the wrong order: only in the order used here do both precisions have the same global batch."""
+    both = BATCH_AND_ACCUMULATION.search(row.notes)
+    if row.framework.startswith("TensorFlow") and both:
+        is_fp16 = precision == "fp16"
+        return int(both[1 if is_fp16 else 2]), int(both[3 if is_fp16 else 4]), ()
+    by_precision = BATCH_BY_PRECISION.search(row.notes)
+    if by_precision:
+        return int(by_precision[2 if precision == "fp16" else 1]), 1, ()
     if row.batch_per_gpu is None:
         return *_batch_of_lambda(row, precision), (f"batch {_batch_of_lambda(row, precision)[0]} of lambda_v1",)
-    parts = row.hardware["n_gpus"] if of == "all" else 1
-    if row.batch_per_gpu % parts:
+    ranks = row.hardware["n_gpus"] if batch_of == "all" else 1
+    if row.batch_per_gpu % ranks:
         raise NotCovered("the batch of all GPUs is no multiple of their number")
-    return row.batch_per_gpu // parts, row.grad_accum or 1, ()
+    return row.batch_per_gpu // ranks, row.grad_accum or 1, ()
 
 
 def _batch_of_lambda(row: PublishedRow, precision: str) -> tuple[int, int]:
+    """The microbatch and the accumulation of a lambda_v2 row, which does not state them, from the rows of lambda_v1."""
     batches = _settings()["lambda_batches"].get(row.model["name"])
     if row.source != "lambda_v2" or batches is None or row.hardware["gpu"] not in _settings()["lambda_gpus"]:
         raise NotCovered("batch not stated")
@@ -173,12 +185,13 @@ def _batch_of_lambda(row: PublishedRow, precision: str) -> tuple[int, int]:
 
 
 def _bucket_bytes(row: PublishedRow) -> int | None:
-    found = re.search(r"bucket (\d+)MB", row.framework)
-    return int(found[1]) * MIB if found else None
+    """The size of DDP's gradient buckets; None if the row does not state it."""
+    megabytes = re.search(r"bucket (\d+)MB", row.framework)
+    return int(megabytes[1]) * MIB if megabytes else None
 
 
 def _step(row: PublishedRow, global_batch: int) -> float:
     seconds = seconds_of(row, global_batch)
     if seconds is None:
-        raise NotCovered("no step time, and none that follows")
+        raise NotCovered("the row states no step time, and none follows from what it states")
     return seconds

@@ -1,4 +1,5 @@
-"""Which of the catalog's clusters a row ran on, as a name: `128x8xA100-80GB@InfiniBand-HDR`."""
+"""The cluster that a row ran on, as a name that the catalog understands, such as `128x8xA100-80GB@InfiniBand-HDR`.
+hardware.yaml translates the rows' names of GPUs and networks."""
 
 from functools import cache
 from pathlib import Path
@@ -21,44 +22,48 @@ def _names() -> dict[str, Any]:
 
 
 def cluster_of(row: PublishedRow) -> tuple[str, tuple[str, ...]]:
-    """The cluster's name, and the defaults that went into it."""
+    """The name of the cluster, and the defaults that were used. Raises `NotCovered` if the catalog has no such device
+    or network."""
     name, defaults = _device(str(row.hardware["gpu"]))
     ranks = row.hardware.get("n_gpus")
     if ranks is None:
         raise NotCovered("the number of GPUs is not stated")
-    a_node = min(row.hardware.get("gpus_per_node", ranks), ranks)
-    if ranks % a_node:
+    ranks_per_node = min(row.hardware.get("gpus_per_node", ranks), ranks)
+    if ranks % ranks_per_node:
         raise NotCovered("the GPUs do not fill their nodes evenly")
-    nodes = ranks // a_node
+    nodes = ranks // ranks_per_node
     if nodes == 1:
         return (f"{ranks}x{name}" if ranks > 1 else name), defaults
-    link, words = _network(row.hardware.get("inter"), name)
-    return f"{nodes}x{a_node}x{name}@{link}", defaults + words
+    link, network_defaults = _network(row.hardware.get("inter"), name)
+    return f"{nodes}x{ranks_per_node}x{name}@{link}", defaults + network_defaults
 
 
 def device_of(cluster: str) -> Device:
-    """The device as the catalog has it: nothing that was measured on the machine this runs on."""
+    """The device of a cluster as the catalog describes it, without measurements of the machine that this runs on."""
     return find_entry(parse_cluster_name(cluster)[1]).device
 
 
 def _device(gpu: str) -> tuple[str, tuple[str, ...]]:
-    known = _names()["gpus"].get(gpu)
-    if known is None:
-        mixed = "+" in gpu
-        raise NotCovered("nodes of different GPUs" if mixed else f"the GPU is given as '{gpu}'")
-    name = known["device"]
+    """The catalog's name of the row's GPU, and the defaults that were used."""
+    entry = _names()["gpus"].get(gpu)
+    if entry is None:
+        is_mixed = "+" in gpu
+        raise NotCovered("nodes of different GPUs" if is_mixed else f"the GPU is given as '{gpu}'")
+    name = entry["device"]
     try:
         find_entry(name)
     except InputError:
         raise NotCovered(f"the catalog has no {name}") from None
-    return name, ((f"{name} for {known['for']}",) if "for" in known else ())
+    return name, ((f"{name} for {entry['for']}",) if "for" in entry else ())
 
 
 def _network(inter: str | None, device: str) -> tuple[str, tuple[str, ...]]:
+    """The catalog's name of the row's network, and the defaults that were used. A row that states no network has the
+    one that the catalog lists for nodes of such devices."""
     if inter is None:
-        usual = find_entry(device).between
-        return usual, (f"network {usual}",)
-    known = _names()["networks"].get(inter)
-    if known is None:
+        default_link = find_entry(device).between
+        return default_link, (f"network {default_link}",)
+    entry = _names()["networks"].get(inter)
+    if entry is None:
         raise NotCovered(f"the network is given as '{inter}'")
-    return known["link"], ((f"{known['link']} for {known['for']}",) if "for" in known else ())
+    return entry["link"], ((f"{entry['link']} for {entry['for']}",) if "for" in entry else ())

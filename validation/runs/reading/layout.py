@@ -1,4 +1,4 @@
-"""The axes, batches and cuts of a row, and the `Plan` they make."""
+"""Builds the `Plan` of a row from its axes, batches and pipeline cuts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +16,11 @@ PRECISIONS: tuple[Literal["fp32", "tf32", "bf16", "fp16"], ...] = ("fp32", "tf32
 
 @dataclass(frozen=True)
 class RunLayout:
-    """How ranks are laid out. Of `data` parallel ranks, `shard` divide what `sharding` says (None: nothing).
-    `chunks` are stages a pipeline rank; `blocks` of the model in each stage."""
+    """How the ranks of a run are arranged.
+
+    - `data`: the number of data-parallel ranks. Groups of `shard` of them shard what `sharding` says (None: nothing).
+    - `chunks`: the number of stages on each pipeline rank.
+    - `blocks`: the number of the model's blocks in each stage; empty without a pipeline."""
 
     data: int
     tensor: int = 1
@@ -42,35 +45,37 @@ def make_plan(
     bucket_bytes: int | None = None,
     layout_of_images: ImageLayout = "contiguous",
 ) -> Plan:
-    """Microbatches go through the pipeline where there is one, and are accumulated where there is none."""
-    cut = layout.pipeline > 1
-    known = next((name for name in PRECISIONS if name == precision), None)
-    if known is None:
+    """The plan of a run. Microbatches go through the pipeline, or are accumulated if there is no pipeline."""
+    has_pipeline = layout.pipeline > 1
+    plan_precision = next((name for name in PRECISIONS if name == precision), None)
+    if plan_precision is None:
         raise NotCovered(f"a plan has no precision {precision}")
     return Plan(
         axes=layout.axes(),
         modules=Modules(sequence=sequence and layout.tensor > 1, loss=loss and layout.tensor > 1),
         pipeline=Pipeline(
             schedule="interleaved_1f1b" if layout.chunks > 1 else "1f1b",
-            microbatches=microbatches if cut else 1,
-            cuts=cuts_behind(layout.blocks) if cut else (),
+            microbatches=microbatches if has_pipeline else 1,
+            cuts=cuts_after(layout.blocks) if has_pipeline else (),
         ),
         memory=Memory(
-            sharding=layout.sharding or "parameters", recompute=recompute, accumulation=1 if cut else microbatches
+            sharding=layout.sharding or "parameters",
+            recompute=recompute,
+            accumulation=1 if has_pipeline else microbatches,
         ),
-        numerics=NumericsGroup(precision=known),
+        numerics=NumericsGroup(precision=plan_precision),
         gradients=Gradients(bucket_bytes=bucket_bytes) if bucket_bytes else Gradients(),
         compute=Compute(layout=layout_of_images),
     )
 
 
-def cuts_behind(blocks: Sequence[int]) -> tuple[str, ...]:
-    """The last block of every stage but the last."""
+def cuts_after(blocks: Sequence[int]) -> tuple[str, ...]:
+    """The name of the last block of every stage except the last, after which the model is cut."""
     return tuple(f"blocks.{end - 1}" for end in list(accumulate(blocks))[:-1])
 
 
 def even_blocks(layers: int, stages: int) -> tuple[int, ...]:
-    """As even as can be."""
+    """The number of blocks of each stage, as equal as possible."""
     if layers < stages:
         raise NotCovered("fewer blocks than stages")
     ends = [round(stage * layers / stages) for stage in range(stages + 1)]
@@ -78,7 +83,8 @@ def even_blocks(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def blocks_by_cost(layers: int, stages: int, head: float) -> tuple[int, ...]:
-    """Each stage as many as end within its share of all costs, in blocks: the last one's head counts as `head`."""
+    """The number of blocks of each stage, cut where stages have equal costs. Costs are in blocks; the head, which is on
+    the last stage, costs as much as `head` blocks."""
     share = (layers + head) / stages
     ends = [min(layers, int(stage * share * (1 + 1e-9))) for stage in range(stages)]
     counts = tuple(end - begin for begin, end in pairwise([*ends, layers]))
@@ -88,6 +94,7 @@ def blocks_by_cost(layers: int, stages: int, head: float) -> tuple[int, ...]:
 
 
 def microbatches_of(global_batch: int, data: int, micro_batch: int) -> int:
+    """The number of microbatches of a data-parallel rank."""
     if global_batch % (data * micro_batch):
         raise NotCovered("the microbatch does not divide a rank's share of the global batch")
     return global_batch // (data * micro_batch)

@@ -1,4 +1,4 @@
-"""What the rows' words for precision and recomputation mean in a plan."""
+"""Translates the rows' words for precision and recomputation into those of a plan."""
 
 import re
 
@@ -19,21 +19,25 @@ PRECISIONS = {
     "fp32": "fp32",
     "tf32": "tf32",
 }
-DEFAULTS = {"see repo (fp16 flag)": "precision fp16", "fp16 (.half())": "weights in fp16 too"}
-SHORT = re.compile(r"fp8|float8|fp4", re.IGNORECASE)
+DEFAULTS_BY_WORD = {"see repo (fp16 flag)": "precision fp16", "fp16 (.half())": "weights in fp16 too"}
+EIGHT_BITS_OR_LESS = re.compile(r"fp8|float8|fp4", re.IGNORECASE)
 
 
 def precision_of(word: str, device: Device) -> tuple[str, tuple[str, ...]]:
-    """`fp32/tf32` is what PyTorch did unasked: tf32 where the device has it."""
+    """The precision of a plan, and the defaults that were used. `fp32/tf32` is PyTorch's default of the time: tf32 if
+    the device supports it."""
     if word == "fp32/tf32":
-        found = "tf32" if "tf32" in device.rates else "fp32"
-        return found, (f"{found} unasked",)
+        precision = "tf32" if "tf32" in device.rates else "fp32"
+        return precision, (f"{precision} unasked",)
     if word not in PRECISIONS:
-        raise NotCovered("fp8 or fp4: a plan has no such precision" if SHORT.search(word) else f"precision '{word}'")
-    return PRECISIONS[word], ((DEFAULTS[word],) if word in DEFAULTS else ())
+        raise NotCovered(
+            "fp8 or fp4: a plan has no such precision" if EIGHT_BITS_OR_LESS.search(word) else f"precision '{word}'"
+        )
+    return PRECISIONS[word], ((DEFAULTS_BY_WORD[word],) if word in DEFAULTS_BY_WORD else ())
 
 
 def recompute_of(word: str) -> Recompute:
+    """The recomputation of a plan."""
     first = word.lower().replace("(", " ").split()[0]
     if first in ("none", "full"):
         return "none" if first == "none" else "full"

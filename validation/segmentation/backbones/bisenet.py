@@ -1,4 +1,4 @@
-"""BiSeNetV1: a shallow path that keeps detail beside a ResNet that gathers context, fused at an eighth of the size."""
+"""BiSeNetV1: a shallow path for details and a ResNet for context, which are fused at an eighth of the size."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from validation.segmentation.layers import ConvNorm
 
 
 class Refinement(nn.Module):
-    """A convolution whose channels are weighted by their own means."""
+    """A convolution whose output channels are weighted by a gate that is computed from their means."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -25,7 +25,8 @@ class Refinement(nn.Module):
 
 
 class ContextPath(nn.Module):
-    """Features at an eighth and at a sixteenth of the size, from a ResNet's last two stages and its mean."""
+    """Features at an eighth and at a sixteenth of the size, from the last two stages of a ResNet and the mean of the
+    last one."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from validation.segmentation.backbones.transformer import FeedForward, StochasticDepth
 
-PATH = 0.4
+STOCHASTIC_DEPTH = 0.4
 SIZES: dict[str, tuple[int, tuple[int, ...]]] = {
     "tiny": (96, (3, 3, 9, 3)),
     "small": (96, (3, 3, 27, 3)),
@@ -30,15 +30,17 @@ class ConvBlock(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.feed = FeedForward(width, 4 * width)
         self.scale = nn.Parameter(torch.ones(1, width, 1, 1))
-        self.path = StochasticDepth(PATH)
+        self.path = StochasticDepth(STOCHASTIC_DEPTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        found = self.feed(self.norm(self.conv(x).permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
-        result: Tensor = x + self.path(found.mul(self.scale))
+        out = self.feed(self.norm(self.conv(x).permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
+        result: Tensor = x + self.path(out.mul(self.scale))
         return result
 
 
 class ConvNeXt(nn.Module):
+    """Returns the features of its four stages."""
+
     def __init__(self, kind: str) -> None:
         super().__init__()
         width, counts = SIZES[kind]

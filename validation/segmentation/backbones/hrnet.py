@@ -1,4 +1,4 @@
-"""HRNet: branches of four resolutions side by side, which exchange their features after every few blocks."""
+"""HRNet: parallel branches of four resolutions, which exchange their features after every few blocks."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ SMALL_MODULES = (1, 3, 2)
 
 
 class Exchange(nn.Module):
-    """Blocks on each branch, then every branch becomes the sum of all, brought to its width and size."""
+    """Blocks on each branch; then every branch becomes the sum of all branches, converted to its width and size."""
 
     def __init__(self, widths: Sequence[int], blocks: int) -> None:
         super().__init__()
@@ -23,26 +23,26 @@ class Exchange(nn.Module):
             nn.Sequential(*(basic(width, width, 1, 1) for _ in range(blocks))) for width in widths
         )
         self.fuse = nn.ModuleList(
-            nn.ModuleList(_between(widths, source, to) for source in range(len(widths))) for to in range(len(widths))
+            nn.ModuleList(_conversion(widths, source, to) for source in range(len(widths))) for to in range(len(widths))
         )
         self.relu = nn.ReLU()
 
     def forward(self, features: Sequence[Tensor]) -> list[Tensor]:
-        found = [branch(feature) for branch, feature in zip(self.branches, features, strict=True)]
+        maps = [branch(feature) for branch, feature in zip(self.branches, features, strict=True)]
         outs = []
         for to, sources in enumerate(self.fuse):
             total: Tensor | int = 0
             for source, path in enumerate(sources.children()):
-                part = path(found[source])
+                part = path(maps[source])
                 if source > to:
-                    part = resize(part, found[to].shape[2:])
+                    part = resize(part, maps[to].shape[2:])
                 total = total + part
             outs.append(self.relu(total))
         return outs
 
 
-def _between(widths: Sequence[int], source: int, to: int) -> nn.Module:
-    """From one branch to another: enlarged after a 1×1 convolution, or halved by 3×3 ones."""
+def _conversion(widths: Sequence[int], source: int, to: int) -> nn.Module:
+    """Converts features of one branch for another: a 1×1 convolution and enlarging, or 3×3 convolutions that halve."""
     if source == to:
         return nn.Identity()
     if source > to:
@@ -82,20 +82,21 @@ class HRNet(nn.Module):
 
 
 def _transition(before: Sequence[int], widths: Sequence[int], branch: int) -> nn.Module:
-    """A new branch begins at half the size of the coarsest one; a branch of the same width goes on as it is."""
+    """The input of a branch in the next stage: a new branch begins with half the size of the coarsest one, and a branch
+    of the same width continues unchanged."""
     if branch >= len(before):
         return ConvNorm(before[-1], widths[branch], 3, 2)
     return nn.Identity() if before[branch] == widths[branch] else ConvNorm(before[branch], widths[branch], 3)
 
 
 class Joined(nn.Module):
-    """A head on all branches, brought to the finest size and put side by side; it is given them as one feature."""
+    """A head on the concatenation of all branches at the finest size."""
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
         self.head = head
 
     def forward(self, features: Sequence[Tensor]) -> Tensor | list[Tensor]:
-        wide = torch.cat([resize(feature, features[0].shape[2:]) for feature in features], 1)
-        found: Tensor | list[Tensor] = self.head([wide])
-        return found
+        concatenated = torch.cat([resize(feature, features[0].shape[2:]) for feature in features], 1)
+        scores: Tensor | list[Tensor] = self.head([concatenated])
+        return scores

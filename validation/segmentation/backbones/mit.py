@@ -1,4 +1,4 @@
-"""SegFormer: a transformer of four sizes (MiT) whose keys are strided, and a head of 1×1 convolutions."""
+"""SegFormer: a transformer with maps of four sizes and strided keys (MiT), and a head of 1×1 convolutions."""
 
 from collections.abc import Sequence
 
@@ -12,11 +12,11 @@ from validation.segmentation.layers import ConvNorm, resize, to_map, to_tokens
 LAYERS = {0: (2, 2, 2, 2), 1: (2, 2, 2, 2), 2: (3, 4, 6, 3), 3: (3, 4, 18, 3), 4: (3, 8, 27, 3), 5: (3, 6, 40, 3)}
 HEADS = (1, 2, 5, 8)
 STRIDES = (8, 4, 2, 1)
-PATH = 0.1
+STOCHASTIC_DEPTH = 0.1
 
 
 class StridedBlock(nn.Module):
-    """Attention to keys of a coarser map, then a feed-forward with a depthwise convolution inside."""
+    """Attention to the keys of a coarser map, then a feed-forward that contains a depthwise convolution."""
 
     def __init__(self, width: int, heads: int, stride: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class StridedBlock(nn.Module):
             nn.GELU(),
             nn.Conv2d(4 * width, width, 1),
         )
-        self.path = StochasticDepth(PATH)
+        self.path = StochasticDepth(STOCHASTIC_DEPTH)
 
     def forward(self, tokens: Tensor, grid: Sequence[int]) -> Tensor:
         normed = self.norm1(tokens)
@@ -39,12 +39,14 @@ class StridedBlock(nn.Module):
         if self.reduce is not None and self.reduced is not None:
             context = self.reduced(to_tokens(self.reduce(to_map(normed, grid))))
         tokens = tokens + self.path(self.attention(normed, context))
-        found = self.feed(to_map(self.norm2(tokens), grid))
-        result: Tensor = tokens + self.path(to_tokens(found))
+        out = self.feed(to_map(self.norm2(tokens), grid))
+        result: Tensor = tokens + self.path(to_tokens(out))
         return result
 
 
 class MixTransformer(nn.Module):
+    """Returns the features of its four stages."""
+
     def __init__(self, kind: int) -> None:
         super().__init__()
         base = 32 if kind == 0 else 64
@@ -78,7 +80,7 @@ class MixTransformer(nn.Module):
 
 
 class SegFormerHead(nn.Module):
-    """Every level through a 1×1 convolution, enlarged to the finest, and all through one more."""
+    """A 1×1 convolution on every level, which is enlarged to the finest size, and one on their concatenation."""
 
     def __init__(self, widths: Sequence[int], classes: int, channels: int = 256) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
-"""MobileNetV2 that keeps resolution from its third stage on (D8): inverted residuals with depthwise convolutions."""
+"""MobileNetV2 that keeps its resolution after the third stage (D8): inverted residuals with depthwise convolutions."""
 
 from torch import Tensor, nn
 
 from validation.segmentation.layers import ConvNorm
 
-# expansion, width, blocks, stride, dilation of the seven stages
+# Expansion, width, blocks, stride and dilation of the seven stages.
 STAGES = (
     (1, 16, 1, 1, 1),
     (6, 24, 2, 2, 1),
@@ -14,10 +14,11 @@ STAGES = (
     (6, 160, 3, 1, 4),
     (6, 320, 1, 1, 4),
 )
-RETURNED = (1, 2, 4, 6)
+RETURNED_STAGES = (1, 2, 4, 6)
 
 
-# Its ReLU6 is a ReLU here: in place, both kept their result alone; today's ReLU6 keeps a copy of its input.
+# MobileNetV2's ReLU6 is a ReLU here: in place, both saved only their result, while today's ReLU6 saves a copy of its
+# input.
 _conv = ConvNorm
 
 
@@ -33,8 +34,8 @@ class InvertedResidual(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.path(x)
-        return x + found if self.residual else found
+        out: Tensor = self.path(x)
+        return x + out if self.residual else out
 
 
 class MobileNetV2(nn.Module):
@@ -51,13 +52,13 @@ class MobileNetV2(nn.Module):
                 layers.append(InvertedResidual(inputs, width, expansion, stride if number == 0 else 1, dilation))
                 inputs = width
             self.stages.append(nn.Sequential(*layers))
-        self.widths = [STAGES[stage][1] for stage in RETURNED]
+        self.widths = [STAGES[stage][1] for stage in RETURNED_STAGES]
 
     def forward(self, images: Tensor) -> list[Tensor]:
         x = self.stem(images)
         features = []
         for number, stage in enumerate(self.stages):
             x = stage(x)
-            if number in RETURNED:
+            if number in RETURNED_STAGES:
                 features.append(x)
         return features

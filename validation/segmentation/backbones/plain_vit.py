@@ -1,4 +1,4 @@
-"""What stands on a plain vision transformer, whose features are all of one size: necks and heads for it."""
+"""A neck and a head for plain vision transformers, whose features all have the same size."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,8 @@ from validation.segmentation.layers import ConvNorm, to_map, to_tokens
 
 
 class LevelNeck(nn.Module):
-    """Four sizes out of one: 1×1 convolutions, resizing by 4, 2, 1 and ½, and 3×3 convolutions; no norm."""
+    """Makes maps of four sizes from maps of one size: 1×1 convolutions, resizing by 4, 2, 1 and ½, and 3×3
+    convolutions, without norm."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -18,15 +19,15 @@ class LevelNeck(nn.Module):
         self.levels = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for _ in self.scales)
 
     def forward(self, features: Sequence[Tensor]) -> list[Tensor]:
-        found = [lateral(feature) for lateral, feature in zip(self.laterals, features, strict=True)]
+        maps = [lateral(feature) for lateral, feature in zip(self.laterals, features, strict=True)]
         return [
-            level(F.interpolate(one, scale_factor=scale, mode="bilinear"))
-            for level, one, scale in zip(self.levels, found, self.scales, strict=True)
+            level(F.interpolate(x, scale_factor=scale, mode="bilinear"))
+            for level, x, scale in zip(self.levels, maps, self.scales, strict=True)
         ]
 
 
 class UpsamplingHead(nn.Module):
-    """SETR's: norm, then convolutions that are each followed by enlarging."""
+    """SETR's head: a norm, then convolutions, each followed by enlarging by the factor `enlarged`."""
 
     def __init__(
         self, width: int, classes: int, feature: int, convs: int, enlarged: int, kernel: int, channels: int = 256

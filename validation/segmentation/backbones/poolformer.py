@@ -1,11 +1,11 @@
-"""PoolFormer: a transformer whose attention is replaced by the mean over a position's neighbours."""
+"""PoolFormer: a transformer in which a mean over neighbouring positions replaces attention."""
 
 import torch
 from torch import Tensor, nn
 
 from validation.segmentation.backbones.transformer import StochasticDepth
 
-PATH = 0.1
+STOCHASTIC_DEPTH = 0.1
 SIZES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "s12": ((64, 128, 320, 512), (2, 2, 6, 2)),
     "s24": ((64, 128, 320, 512), (4, 4, 12, 4)),
@@ -24,7 +24,7 @@ class PoolBlock(nn.Module):
         self.norm2 = nn.GroupNorm(1, width)
         self.feed = nn.Sequential(nn.Conv2d(width, 4 * width, 1), nn.GELU(), nn.Conv2d(4 * width, width, 1))
         self.scale2 = nn.Parameter(torch.ones(width, 1, 1))
-        self.path = StochasticDepth(PATH)
+        self.path = StochasticDepth(STOCHASTIC_DEPTH)
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.norm1(x)
@@ -34,6 +34,8 @@ class PoolBlock(nn.Module):
 
 
 class PoolFormer(nn.Module):
+    """Returns the features of its four stages."""
+
     def __init__(self, kind: str) -> None:
         super().__init__()
         widths, layers = SIZES[kind]

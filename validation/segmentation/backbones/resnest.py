@@ -1,4 +1,4 @@
-"""ResNeSt that keeps resolution (D8): bottlenecks whose 3×3 convolution has two halves, weighted channel by channel."""
+"""ResNeSt that keeps its resolution (D8): the 3×3 convolution of a bottleneck has two halves, weighted by channel."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ class SplitAttention(nn.Module):
 
 
 def _bottleneck(inputs: int, width: int, stride: int, dilation: int) -> Residual:
-    """Strides are means, in the path and in the shortcut."""
+    """A bottleneck whose strides, in the path and in the shortcut, are average pooling."""
     outputs = 4 * width
     smaller = [nn.AvgPool2d(3, stride, 1)] if stride > 1 else []
     path = nn.Sequential(

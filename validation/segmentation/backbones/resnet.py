@@ -1,4 +1,4 @@
-"""ResNets that keep resolution: strides of the last stages are replaced by dilation (D8, D16), or not (D32)."""
+"""ResNets for segmentation: dilation replaces the strides of the last stages (D8, D16), or not (D32)."""
 
 from torch import Tensor, nn
 
@@ -10,7 +10,7 @@ DILATIONS = {8: (1, 1, 2, 4), 16: (1, 1, 1, 2), 32: (1, 1, 1, 1)}
 
 
 class Residual(nn.Module):
-    """`path(x) + shortcut(x)`, then ReLU, both in place."""
+    """`relu(path(x) + shortcut(x))`; the sum and the ReLU are in place."""
 
     def __init__(self, path: nn.Module, shortcut: nn.Module) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Module:
 
 
 class ResNet(nn.Module):
-    """Returns the features of its four stages. `deep_stem` has three 3×3 convolutions (ResNetV1c) for one of 7×7."""
+    """Returns the features of its four stages. `deep_stem` (ResNetV1c) replaces the 7×7 convolution by three of 3×3."""
 
     def __init__(self, depth: int = 50, output_stride: int = 8, deep_stem: bool = True) -> None:
         super().__init__()

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from validation.segmentation.backbones.transformer import Attention, FeedForward, StochasticDepth
 from validation.segmentation.layers import to_map, to_tokens
 
-PATH = 0.3
+STOCHASTIC_DEPTH = 0.3
 SIZES: dict[str, tuple[int, tuple[int, ...], tuple[int, ...]]] = {
     "tiny": (96, (2, 2, 6, 2), (3, 6, 12, 24)),
     "small": (96, (2, 2, 18, 2), (3, 6, 12, 24)),
@@ -25,7 +25,7 @@ class WindowBlock(nn.Module):
         self.attention = Attention(width, heads, biased=window)
         self.norm2 = nn.LayerNorm(width)
         self.feed = FeedForward(width, 4 * width)
-        self.path = StochasticDepth(PATH)
+        self.path = StochasticDepth(STOCHASTIC_DEPTH)
 
     def forward(self, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
         tokens = tokens + self.path(self._attended(self.norm1(tokens), grid))
@@ -65,6 +65,8 @@ class Merging(nn.Module):
 
 
 class Swin(nn.Module):
+    """Returns the features of its four stages."""
+
     def __init__(self, kind: str, window: int = 7) -> None:
         super().__init__()
         width, counts, heads = SIZES[kind]

@@ -1,4 +1,4 @@
-"""The pieces of published vision transformers: attention made of small operators, feed-forward, stochastic depth."""
+"""Layers of the published vision transformers: attention made of small operators, feed-forward, stochastic depth."""
 
 import torch
 from torch import Tensor, nn
@@ -8,8 +8,8 @@ from validation.segmentation.layers import to_map
 
 
 class Attention(nn.Module):
-    """Multi-head attention that keeps its scores. Keys and values come from `context` where that is given. `bias` is
-    added to the scores: one (heads, tokens, tokens) for every window of a batch."""
+    """Multi-head attention that saves its scores. Keys and values come from `context`, or from `tokens` if it is None.
+    With `biased`, the side of a window, a learned bias of shape (heads, tokens, tokens) is added to the scores."""
 
     def __init__(self, width: int, heads: int, drop: float = 0.0, biased: int = 0) -> None:
         super().__init__()
@@ -33,16 +33,16 @@ class Attention(nn.Module):
         key, value = (self._per_head(part.contiguous()) for part in both.chunk(2, dim=-1))
         scores = torch.bmm(query, key.transpose(1, 2))
         if self.bias is not None:
-            places = torch.zeros(length * length, dtype=torch.long, device=tokens.device)
-            bias = self.bias[places].view(length, length, self.heads).permute(2, 0, 1).contiguous()
+            positions = torch.zeros(length * length, dtype=torch.long, device=tokens.device)
+            bias = self.bias[positions].view(length, length, self.heads).permute(2, 0, 1).contiguous()
             scores = scores.view(count, self.heads, length, length) + bias.unsqueeze(0)
             if mask is not None:
                 windows = mask.shape[0]
                 scores = scores.view(count // windows, windows, self.heads, length, length) + mask[None, :, None]
             scores = scores.view(count * self.heads, length, length)
         weights = dropout(softmax(scores, -1), self.drop)
-        found = torch.bmm(weights, value).view(count, self.heads, length, width // self.heads)
-        result: Tensor = self.out(found.transpose(1, 2).reshape(count, length, width))
+        attended = torch.bmm(weights, value).view(count, self.heads, length, width // self.heads)
+        result: Tensor = self.out(attended.transpose(1, 2).reshape(count, length, width))
         return result
 
 
@@ -55,12 +55,12 @@ class FeedForward(nn.Module):
         self.narrow = nn.Linear(hidden, width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        found = dropout(self.act(self.wide(tokens)), self.drop)
-        return dropout(self.narrow(found), self.drop)
+        hidden = dropout(self.act(self.wide(tokens)), self.drop)
+        return dropout(self.narrow(hidden), self.drop)
 
 
 class StochasticDepth(nn.Module):
-    """Drops a sample's whole branch; keeps one number a sample."""
+    """Drops the whole branch for some samples; saves one number per sample."""
 
     def __init__(self, probability: float) -> None:
         super().__init__()
@@ -69,12 +69,12 @@ class StochasticDepth(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.probability:
             return x
-        kept = x.new_ones((x.shape[0], *[1] * (x.dim() - 1)))
-        return x.div(1 - self.probability) * kept
+        mask = x.new_ones((x.shape[0], *[1] * (x.dim() - 1)))
+        return x.div(1 - self.probability) * mask
 
 
 class Block(nn.Module):
-    """Norm and attention, norm and feed-forward, each added to what came in."""
+    """A transformer block: norm and attention, then norm and feed-forward, each added to its input."""
 
     def __init__(self, width: int, heads: int, drop: float = 0.0, path: float = 0.0, hidden: int = 0) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Returns the maps after each of its `parts`, runs of so many layers, all of one size."""
+    """Returns the map after each of its parts, all of one size; `parts` has the number of layers of each part."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class VisionTransformer(nn.Module):
         super().__init__()
         self.embed = nn.Conv2d(3, width, patch, patch)
         self.token = nn.Parameter(torch.zeros(1, 1, width))
-        self.places = nn.Parameter(torch.zeros(1, 1 + (size[0] // patch) * (size[1] // patch), width))
+        self.positions = nn.Parameter(torch.zeros(1, 1 + (size[0] // patch) * (size[1] // patch), width))
         self.parts = nn.ModuleList(
             nn.Sequential(*(Block(width, heads, drop, path) for _ in range(layers))) for layers in parts
         )
@@ -120,7 +120,7 @@ class VisionTransformer(nn.Module):
         grid = x.shape[2:]
         tokens = x.flatten(2).transpose(1, 2)
         tokens = torch.cat([self.token.expand(len(tokens), -1, -1), tokens], 1)
-        tokens = dropout(tokens + self.places, self.drop)
+        tokens = dropout(tokens + self.positions, self.drop)
         features = []
         for number, part in enumerate(self.parts, start=1):
             tokens = part(tokens)

@@ -1,4 +1,4 @@
-"""Twins: transformers of four sizes with strided keys (PCPVT), or with windows in every other block (SVT)."""
+"""Twins: transformers with maps of four sizes, and strided keys (PCPVT) or windows in every other block (SVT)."""
 
 from collections.abc import Sequence
 
@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from validation.segmentation.backbones.transformer import Attention, FeedForward, StochasticDepth
 from validation.segmentation.layers import to_map, to_tokens
 
-PATH = 0.2
+STOCHASTIC_DEPTH = 0.2
 STRIDES = (8, 4, 2, 1)
 WINDOW = 7
-# widths, heads, layers and factors of the feed-forward, of the four stages
+# Widths, heads, layers and expansion factors of the feed-forward of the four stages.
 SIZES: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {
     "pcpvt-s": ((64, 128, 320, 512), (1, 2, 5, 8), (3, 4, 6, 3), (8, 8, 4, 4)),
     "pcpvt-b": ((64, 128, 320, 512), (1, 2, 5, 8), (3, 4, 18, 3), (8, 8, 4, 4)),
@@ -23,7 +23,7 @@ SIZES: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[
 
 
 class TwinsBlock(nn.Module):
-    """Attention to a coarser map, or with `stride` 0 within windows."""
+    """Attention to the keys of a coarser map, or within windows if `stride` is 0."""
 
     def __init__(self, width: int, heads: int, stride: int, factor: int) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class TwinsBlock(nn.Module):
         self.attention = Attention(width, heads)
         self.norm2 = nn.LayerNorm(width)
         self.feed = FeedForward(width, factor * width)
-        self.path = StochasticDepth(PATH)
+        self.path = StochasticDepth(STOCHASTIC_DEPTH)
 
     def forward(self, tokens: Tensor, grid: Sequence[int]) -> Tensor:
         tokens = tokens + self.path(self._attended(self.norm1(tokens), grid))
@@ -47,8 +47,8 @@ class TwinsBlock(nn.Module):
             return self._within_windows(tokens, grid)
         if self.reduce is not None and self.reduced is not None:
             context = self.reduced(to_tokens(self.reduce(to_map(tokens, grid))))
-        found: Tensor = self.attention(tokens, context)
-        return found
+        attended: Tensor = self.attention(tokens, context)
+        return attended
 
     def _within_windows(self, tokens: Tensor, grid: Sequence[int]) -> Tensor:
         count, _, width = tokens.shape
@@ -61,15 +61,15 @@ class TwinsBlock(nn.Module):
         return x[:, :height, :breadth].contiguous().view(count, height * breadth, width)
 
 
-class Stage(nn.Module):
-    """Patches, then blocks; after the first of them places are told by a depthwise convolution."""
+class TwinsStage(nn.Module):
+    """Patch embedding, then blocks. A depthwise convolution after the first block encodes positions."""
 
     def __init__(self, inputs: int, width: int, patch: int, blocks: Sequence[TwinsBlock], normed: bool) -> None:
         super().__init__()
         self.embed = nn.Conv2d(inputs, width, patch, patch)
         self.embedded = nn.LayerNorm(width)
         self.first = blocks[0]
-        self.places = nn.Conv2d(width, width, 3, padding=1, groups=width)
+        self.positions = nn.Conv2d(width, width, 3, padding=1, groups=width)
         self.rest = nn.ModuleList(blocks[1:])
         self.norm = nn.LayerNorm(width) if normed else nn.Identity()
 
@@ -78,13 +78,15 @@ class Stage(nn.Module):
         grid = x.shape[2:]
         tokens = self.first(self.embedded(to_tokens(x)), grid)
         as_map = to_map(tokens, grid)
-        tokens = to_tokens(self.places(as_map) + as_map)
+        tokens = to_tokens(self.positions(as_map) + as_map)
         for block in self.rest:
             tokens = block(tokens, grid)
         return to_map(self.norm(tokens), grid)
 
 
 class Twins(nn.Module):
+    """Returns the features of its four stages."""
+
     def __init__(self, kind: str) -> None:
         super().__init__()
         widths, heads, layers, factors = SIZES[kind]
@@ -97,7 +99,7 @@ class Twins(nn.Module):
                 for number in range(layers[level])
             ]
             inputs, patch = (widths[level - 1], 2) if level else (3, 4)
-            self.stages.append(Stage(inputs, width, patch, blocks, normed=windows))
+            self.stages.append(TwinsStage(inputs, width, patch, blocks, normed=windows))
 
     def forward(self, images: Tensor) -> list[Tensor]:
         features = [self.stages[0](images)]

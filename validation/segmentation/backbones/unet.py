@@ -1,4 +1,5 @@
-"""UNet of five levels: two convolutions a level on the way down, two on the way up beside the level's own features."""
+"""UNet with five levels: two convolutions per level on the way down, and two on the way up on the concatenation with
+the features of the same level."""
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +28,12 @@ class UNet(nn.Module):
 
     def forward(self, images: Tensor) -> list[Tensor]:
         x = images
-        kept = []
+        skips = []
         for number, level in enumerate(self.down):
             x = level(self.pool(x) if number else x)
-            kept.append(x)
+            skips.append(x)
         features = [x]
-        for enlarge, level, skip in zip(self.enlarge, self.up, kept[-2::-1], strict=True):
+        for enlarge, level, skip in zip(self.enlarge, self.up, skips[-2::-1], strict=True):
             x = level(torch.cat([skip, enlarge(x)], 1))
             features.append(x)
         return features

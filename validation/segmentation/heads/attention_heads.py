@@ -1,4 +1,4 @@
-"""Heads in which every position of a map attends to others: Non-local, GCNet, DNL, ISANet, DANet, ANN."""
+"""Heads in which every position of a map attends to others: Non-local, GCNet, DNL, ISANet, DANet and ANN."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,8 @@ from validation.segmentation.layers import ConvNorm
 
 
 class ContextHead(nn.Module):
-    """Two convolutions with a block of context between them, and one on their result beside the input."""
+    """Two convolutions with a context block between them, and a third on the concatenation of their output and the
+    input."""
 
     def __init__(self, inputs: int, channels: int, classes: int, block: nn.Module) -> None:
         super().__init__()
@@ -30,8 +31,8 @@ class ContextHead(nn.Module):
 
 
 class NonLocal(nn.Module):
-    """Every position takes a weighted sum of all others; `disentangled` (DNL) centers the pair's terms and adds a
-    sum whose weights are the same for every position."""
+    """Every position receives a weighted sum over all positions. `disentangled` (DNL) subtracts the means of queries
+    and keys, and adds a sum whose weights are the same for every position."""
 
     def __init__(self, channels: int, disentangled: bool = False) -> None:
         super().__init__()
@@ -53,12 +54,12 @@ class NonLocal(nn.Module):
         weights /= query.shape[-1] ** 0.5
         if self.mask is not None:
             weights /= 0.05
-        found = torch.matmul(softmax(weights, -1), value)
-        found = found.permute(0, 2, 1).contiguous().reshape(x.shape[0], -1, *x.shape[2:])
+        attended = torch.matmul(softmax(weights, -1), value)
+        attended = attended.permute(0, 2, 1).contiguous().reshape(x.shape[0], -1, *x.shape[2:])
         if self.mask is not None:
-            alone = softmax(self.mask(x).flatten(2), -1)
-            found = found + torch.matmul(alone, value).permute(0, 2, 1).unsqueeze(-1)
-        return x + self.out(found)
+            shared_weights = softmax(self.mask(x).flatten(2), -1)
+            attended = attended + torch.matmul(shared_weights, value).permute(0, 2, 1).unsqueeze(-1)
+        return x + self.out(attended)
 
 
 class GlobalContext(nn.Module):
@@ -83,8 +84,8 @@ class GlobalContext(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Attention between positions of two maps; queries and keys go through `depth` convolutions of norm and ReLU.
-    `pooled` keys and values are means over grids of so many cells a side."""
+    """Attention between the positions of two maps. Queries and keys go through `depth` convolutions with norm and ReLU.
+    With `pooled`, keys and values are means over grids with these numbers of cells per side."""
 
     def __init__(
         self,
@@ -116,8 +117,8 @@ class SelfAttention(nn.Module):
         key = self._flat(self.key(key_map))
         value = self._flat(self.value(key_map)).permute(0, 2, 1).contiguous()
         weights = softmax(torch.matmul(query, key) * self.scale, -1)
-        found = torch.matmul(weights, value).permute(0, 2, 1).contiguous()
-        result: Tensor = self.out(found.reshape(count, -1, height, width))
+        attended = torch.matmul(weights, value).permute(0, 2, 1).contiguous()
+        result: Tensor = self.out(attended.reshape(count, -1, height, width))
         return result
 
 
@@ -126,7 +127,7 @@ def _projection(inputs: int, channels: int, depth: int) -> nn.Sequential:
 
 
 class InterlacedHead(nn.Module):
-    """ISANet: attention among positions far apart (the same place of every cell), then within each cell of 8×8."""
+    """ISANet: attention among distant positions (the same position of every cell), then within each cell of 8×8."""
 
     def __init__(self, inputs: int, channels: int, classes: int, inner: int = 256, cells: int = 8) -> None:
         super().__init__()
@@ -161,7 +162,7 @@ class InterlacedHead(nn.Module):
 
 
 class DualHead(nn.Module):
-    """DANet: attention among positions and among channels, each with its own scores and loss, and their sum's."""
+    """DANet: attention among positions and attention among channels. Both, and their sum, have scores and a loss."""
 
     def __init__(self, inputs: int, channels: int, classes: int, inner: int = 64) -> None:
         super().__init__()
@@ -182,15 +183,15 @@ class DualHead(nn.Module):
         query = self.query(x).flatten(2).permute(0, 2, 1).contiguous()
         weights = softmax(torch.matmul(query, self.key(x).flatten(2)), -1)
         value = self.value(x).flatten(2).permute(0, 2, 1).contiguous()
-        found = torch.matmul(weights, value).permute(0, 2, 1).contiguous().reshape(x.shape)
-        return self.positions_scale * found + x
+        attended = torch.matmul(weights, value).permute(0, 2, 1).contiguous().reshape(x.shape)
+        return self.positions_scale * attended + x
 
     def _channels(self, x: Tensor) -> Tensor:
         flat = x.flatten(2)
         energy = torch.bmm(flat, flat.permute(0, 2, 1))
         energy = energy.max(-1, keepdim=True)[0].expand_as(energy) - energy
-        found = torch.bmm(softmax(energy, -1), flat).view(x.shape)
-        return self.channels_scale * found + x
+        attended = torch.bmm(softmax(energy, -1), flat).view(x.shape)
+        return self.channels_scale * attended + x
 
     def forward(self, features: Sequence[Tensor]) -> list[Tensor]:
         positions = self.positions_after(self._positions(self.positions_before(features[3])))
@@ -201,8 +202,8 @@ class DualHead(nn.Module):
 
 
 class AsymmetricHead(nn.Module):
-    """ANN: keys and values are pooled; the last two stages are fused by attention, then the result attends to
-    itself."""
+    """ANN: attention with pooled keys and values fuses the last two stages, and then refines the result by
+    self-attention."""
 
     def __init__(self, low: int, inputs: int, channels: int, classes: int, inner: int = 256) -> None:
         super().__init__()

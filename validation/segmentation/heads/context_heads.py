@@ -11,7 +11,7 @@ DROPOUT = 0.1
 
 
 class Classifier(nn.Sequential):
-    """Whole channels are dropped, then a score for each class."""
+    """Dropout of whole channels, then a score for each class."""
 
     def __init__(self, channels: int, classes: int, dropout: float = DROPOUT) -> None:
         layers: list[nn.Module] = [nn.Dropout2d(dropout)] if dropout else []
@@ -19,7 +19,8 @@ class Classifier(nn.Sequential):
 
 
 class FCNHead(nn.Module):
-    """Convolutions on one of the backbone's features, and with `concat` one more on their result beside the input."""
+    """Convolutions on one of the backbone's features; `concat` adds one on the concatenation of their output and the
+    input."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class FCNHead(nn.Module):
 
 
 class PyramidPooling(nn.Module):
-    """The input beside its means over grids of 1, 2, 3 and 6 cells a side."""
+    """The concatenation of the input with its means over grids of 1, 2, 3 and 6 cells per side."""
 
     def __init__(self, inputs: int, channels: int, sides: Sequence[int] = (1, 2, 3, 6)) -> None:
         super().__init__()
@@ -77,7 +78,7 @@ class PSPHead(nn.Module):
 
 
 class AtrousPyramid(nn.Module):
-    """The mean of the image and convolutions of several dilations, side by side and joined (ASPP)."""
+    """ASPP: the mean of the map and convolutions with several dilations, joined by a convolution."""
 
     def __init__(self, inputs: int, channels: int, dilations: Sequence[int], separable: bool = False) -> None:
         super().__init__()
@@ -113,7 +114,8 @@ class ASPPHead(nn.Module):
 
 
 class SeparableASPPHead(nn.Module):
-    """DeepLabV3+: its result is enlarged and refined beside `fine`, the first stage's features."""
+    """DeepLabV3+: the result of ASPP is enlarged, concatenated with the first stage's features and refined. `fine` is
+    the number of channels of those features; 0 leaves them out."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""Heads around CUDA operators of their own: CCNet's criss-cross attention and PSANet's masks.
+"""Heads that use custom CUDA operators: CCNet's criss-cross attention and PSANet's masks.
 
-The operators stand here for their shapes: what they take, keep and return is known from the papers; their numbers are
-not computed, so these models can be traced and not trained.
+Only the shapes of these operators are modelled: which tensors they take, save and return is known from the papers.
+Their values are not computed, so these models can be traced but not trained.
 """
 
 from collections.abc import Sequence
@@ -15,30 +15,30 @@ from validation.segmentation.heads.attention_heads import ContextHead
 from validation.segmentation.heads.context_heads import Classifier
 from validation.segmentation.layers import ConvNorm, resize
 
-MASK = 97  # cells a side of PSANet's masks
+MASK_SIDE = 97  # cells per side of PSANet's masks
 
 
-class _Shaped(torch.autograd.Function):
-    """Takes tensors and returns one of the given shape; with `keeps`, they are saved for the backward pass."""
+class _OutputOfShape(torch.autograd.Function):
+    """Takes `inputs` and returns a tensor of the given shape; `saves_inputs` saves them for the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, shape: tuple[int, ...], keeps: bool, *given: Tensor) -> Tensor:
-        ctx.save_for_backward(*(given if keeps else ()))
-        ctx.shapes = [tensor.shape for tensor in given]
-        return given[0].new_zeros(shape)
+    def forward(ctx: Any, shape: tuple[int, ...], saves_inputs: bool, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*(inputs if saves_inputs else ()))
+        ctx.shapes = [tensor.shape for tensor in inputs]
+        return inputs[0].new_zeros(shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return (None, None, *(grad.new_zeros(shape) for shape in ctx.shapes))
 
 
-def _shaped(shape: tuple[int, ...], keeps: bool, *given: Tensor) -> Tensor:
-    result: Tensor = _Shaped.apply(shape, keeps, *given)
+def _output_of_shape(shape: tuple[int, ...], saves_inputs: bool, *inputs: Tensor) -> Tensor:
+    result: Tensor = _OutputOfShape.apply(shape, saves_inputs, *inputs)
     return result
 
 
 class CrissCross(nn.Module):
-    """Every position attends to those of its row and column, twice over."""
+    """Every position attends to the positions of its row and column. This is done twice."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -51,8 +51,8 @@ class CrissCross(nn.Module):
         for _ in range(2):
             query, key, value = self.query(x), self.key(x), self.value(x)
             count, _, height, width = x.shape
-            weights = softmax(_shaped((count, height + width - 1, height, width), True, query, key), 1)
-            x = self.scale * _shaped(tuple(x.shape), True, weights, value) + x
+            weights = softmax(_output_of_shape((count, height + width - 1, height, width), True, query, key), 1)
+            x = self.scale * _output_of_shape(tuple(x.shape), True, weights, value) + x
         return x
 
 
@@ -61,12 +61,12 @@ def criss_cross_head(inputs: int, channels: int, classes: int) -> ContextHead:
 
 
 def _masks(channels: int) -> nn.Sequential:
-    return nn.Sequential(ConvNorm(channels, channels), nn.Conv2d(channels, MASK**2, 1, bias=False))
+    return nn.Sequential(ConvNorm(channels, channels), nn.Conv2d(channels, MASK_SIDE**2, 1, bias=False))
 
 
 class PointwiseHead(nn.Module):
-    """PSANet: every position collects from all others and distributes to them, by masks that it predicts, at half
-    the size."""
+    """PSANet: every position collects from all others and distributes to them, weighted by masks that it predicts, on
+    maps of half the size."""
 
     def __init__(self, inputs: int, channels: int, classes: int) -> None:
         super().__init__()
@@ -81,9 +81,9 @@ class PointwiseHead(nn.Module):
         small = ((height + 1) // 2, (width + 1) // 2)
         x = resize(x, small)
         count, channels = x.shape[:2]
-        found = _shaped((count, small[0] * small[1], *small), False, masks(x))
-        found = softmax(found, 1)
-        return torch.bmm(x.flatten(2), found.flatten(2)).view(count, channels, *small) * 1.0
+        weights = _output_of_shape((count, small[0] * small[1], *small), False, masks(x))
+        weights = softmax(weights, 1)
+        return torch.bmm(x.flatten(2), weights.flatten(2)).view(count, channels, *small) * 1.0
 
     def forward(self, features: Sequence[Tensor]) -> Tensor:
         x = features[3]

@@ -1,4 +1,4 @@
-"""OCRNet: scores of a first head pool the features of each class, to which every position then attends."""
+"""OCRNet: the features of each class are pooled by the scores of a first head, and every position attends to them."""
 
 from collections.abc import Sequence
 
@@ -12,8 +12,8 @@ from validation.segmentation.layers import ConvNorm, resize
 
 
 class ObjectContextHead(nn.Module):
-    """`coarse` is the first head, which runs once for its own loss and once more for this head's classes. With
-    `join` all features are put side by side at the finest size, else the last one is taken."""
+    """`coarse` is the first head. It runs twice: for its own loss, and for the classes of this head. With `join` the
+    input is the concatenation of all features at the finest size, else the last feature."""
 
     def __init__(self, coarse: FCNHead, inputs: int, classes: int, channels: int = 512, join: bool = True) -> None:
         super().__init__()
@@ -24,27 +24,27 @@ class ObjectContextHead(nn.Module):
         self.joined = ConvNorm(2 * channels, channels)
         self.classifier = Classifier(channels, classes)
 
-    def _taken(self, features: Sequence[Tensor]) -> Tensor:
+    def _input(self, features: Sequence[Tensor]) -> Tensor:
         if not self.join:
             return features[-1]
         return torch.cat([resize(feature, features[0].shape[2:]) for feature in features], 1)
 
     def first(self, features: Sequence[Tensor]) -> Tensor:
-        scores: Tensor = self.coarse([self._taken(features)] if self.join else features)
+        scores: Tensor = self.coarse([self._input(features)] if self.join else features)
         return scores
 
     def forward(self, features: Sequence[Tensor]) -> Tensor:
         scores = self.first(features)
-        x = self.before(self._taken(features))
-        shares = softmax(scores.flatten(2), 2)
-        context = torch.matmul(shares, x.flatten(2).permute(0, 2, 1)).permute(0, 2, 1).contiguous().unsqueeze(3)
+        x = self.before(self._input(features))
+        weights = softmax(scores.flatten(2), 2)
+        context = torch.matmul(weights, x.flatten(2).permute(0, 2, 1)).permute(0, 2, 1).contiguous().unsqueeze(3)
         attended = self.attention(x, context)
         final: Tensor = self.classifier(self.joined(torch.cat([attended, x], 1)))
         return final
 
 
 class First(nn.Module):
-    """The first head of a pair, with its own loss; its weights are the second's."""
+    """The first head of a pair, which has its own loss; its weights belong to the second head."""
 
     def __init__(self, second: ObjectContextHead) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Heads that adapt to what the whole image holds: EncNet, APCNet and DMNet."""
+"""Heads whose weights depend on the content of the whole image: EncNet, APCNet and DMNet."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,8 @@ FILTERS = (1, 3, 5, 7)
 
 
 class AdaptiveContext(nn.Module):
-    """APCNet's module for one scale: cells of a pooled grid, weighted anew for every position."""
+    """APCNet's module for one scale: every position receives a sum over the cells of a pooled grid, with its own
+    weights."""
 
     def __init__(self, scale: int, inputs: int, channels: int) -> None:
         super().__init__()
@@ -34,14 +35,14 @@ class AdaptiveContext(nn.Module):
         cells = cells.view(count, channels, -1).permute(0, 2, 1).contiguous()
         whole = resize(self.whole(F.adaptive_avg_pool2d(x, 1)), x.shape[2:])
         affinity = self.affinity(x + whole).permute(0, 2, 3, 1).reshape(count, -1, self.scale**2)
-        found = torch.matmul(torch.sigmoid(affinity), cells)
-        found = found.permute(0, 2, 1).contiguous().view(count, channels, height, width)
-        result: Tensor = self.fusion(F.relu(self.residual(found) + x))
+        context = torch.matmul(torch.sigmoid(affinity), cells)
+        context = context.permute(0, 2, 1).contiguous().view(count, channels, height, width)
+        result: Tensor = self.fusion(F.relu(self.residual(context) + x))
         return result
 
 
 class DynamicConvolution(nn.Module):
-    """DMNet's module for one size: a depthwise convolution whose filters are pooled from the image itself."""
+    """DMNet's module for one filter size: a depthwise convolution whose filters are pooled from its input."""
 
     def __init__(self, side: int, inputs: int, channels: int) -> None:
         super().__init__()
@@ -58,15 +59,15 @@ class DynamicConvolution(nn.Module):
         count, channels, height, width = x.shape
         before = (self.side - 1) // 2
         after = self.side - 1 - before
-        wide = F.pad(x.view(1, count * channels, height, width), (before, after, before, after))
+        padded = F.pad(x.view(1, count * channels, height, width), (before, after, before, after))
         filters = filters.view(count * channels, 1, self.side, self.side)
-        out = F.conv2d(wide, filters, groups=count * channels).view(count, channels, height, width)
+        out = F.conv2d(padded, filters, groups=count * channels).view(count, channels, height, width)
         result: Tensor = self.fusion(self.relu(self.norm(out)))
         return result
 
 
 class SideBySideHead(nn.Module):
-    """The input beside the results of several modules of context, joined by one convolution."""
+    """One convolution on the concatenation of the input with the results of several context modules."""
 
     def __init__(self, inputs: int, channels: int, classes: int, dynamic: bool) -> None:
         super().__init__()
@@ -84,7 +85,8 @@ class SideBySideHead(nn.Module):
 
 
 class Encoding(nn.Module):
-    """Soft distances of every position to a few learned codewords, summed over the image."""
+    """EncNet's encoding: distances of every position to learned codewords, weighted by a softmax over the codewords and
+    summed over the image."""
 
     def __init__(self, channels: int, codes: int) -> None:
         super().__init__()
@@ -95,18 +97,18 @@ class Encoding(nn.Module):
         x = x.flatten(2).transpose(1, 2).contiguous()
         count, positions, channels = x.shape
         codes = self.codewords.shape[0]
-        words = self.codewords.view(1, 1, codes, channels)
+        codewords = self.codewords.view(1, 1, codes, channels)
 
-        def apart() -> Tensor:
-            return x.unsqueeze(2).expand(count, positions, codes, channels) - words
+        def differences() -> Tensor:
+            return x.unsqueeze(2).expand(count, positions, codes, channels) - codewords
 
-        distances = self.scale.view(1, 1, codes) * apart().pow(2).sum(dim=3)
+        distances = self.scale.view(1, 1, codes) * differences().pow(2).sum(dim=3)
         weights = softmax(distances, 2)
-        return (weights.unsqueeze(3) * apart()).sum(dim=1)
+        return (weights.unsqueeze(3) * differences()).sum(dim=1)
 
 
 class EncodingHead(nn.Module):
-    """EncNet: channels are weighted by what the codewords found in the image; `index` is the feature it works on."""
+    """EncNet: channels of the last feature are weighted by the encoding of the image."""
 
     def __init__(self, inputs: int, channels: int, classes: int, codes: int = 32) -> None:
         super().__init__()
@@ -120,8 +122,8 @@ class EncodingHead(nn.Module):
 
     def forward(self, features: Sequence[Tensor]) -> Tensor:
         x = self.before(features[-1])
-        found = F.relu(self.norm(self.encoding(self.project(x))), inplace=True).mean(dim=1)
-        gate = torch.sigmoid(self.gate(found))
+        encoding = F.relu(self.norm(self.encoding(self.project(x))), inplace=True).mean(dim=1)
+        gate = torch.sigmoid(self.gate(encoding))
         out = F.relu(x + x * gate.unsqueeze(-1).unsqueeze(-1))
         scores: Tensor = self.classifier(out)
-        return scores + 0 * self.presence(found).sum()
+        return scores + 0 * self.presence(encoding).sum()

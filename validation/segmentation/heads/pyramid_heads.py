@@ -11,7 +11,7 @@ from validation.segmentation.layers import ConvNorm, resize
 
 
 class UPerHead(nn.Module):
-    """Pyramid pooling on the last stage, then a feature pyramid whose levels are joined at the finest size."""
+    """Pyramid pooling on the last stage, then a feature pyramid whose levels are concatenated at the finest size."""
 
     def __init__(self, widths: Sequence[int], channels: int, classes: int) -> None:
         super().__init__()
@@ -23,11 +23,11 @@ class UPerHead(nn.Module):
         self.classifier = Classifier(channels, classes)
 
     def forward(self, features: Sequence[Tensor]) -> Tensor:
-        found = [lateral(feature) for lateral, feature in zip(self.laterals, features, strict=False)]
-        found.append(self.pooled(self.pooling(features[-1])))
-        for number in range(len(found) - 1, 0, -1):
-            found[number - 1] = found[number - 1] + resize(found[number], found[number - 1].shape[2:])
-        outs = [*(level(one) for level, one in zip(self.levels, found, strict=False)), found[-1]]
+        maps = [lateral(feature) for lateral, feature in zip(self.laterals, features, strict=False)]
+        maps.append(self.pooled(self.pooling(features[-1])))
+        for number in range(len(maps) - 1, 0, -1):
+            maps[number - 1] = maps[number - 1] + resize(maps[number], maps[number - 1].shape[2:])
+        outs = [*(level(x) for level, x in zip(self.levels, maps, strict=False)), maps[-1]]
         for number in range(len(outs) - 1, 0, -1):
             outs[number] = resize(outs[number], outs[0].shape[2:])
         scores: Tensor = self.classifier(self.joined(torch.cat(outs, 1)))
@@ -43,15 +43,15 @@ class FeaturePyramid(nn.Module):
         self.levels = nn.ModuleList(nn.Conv2d(channels, channels, 3, padding=1) for _ in widths)
 
     def forward(self, features: Sequence[Tensor]) -> list[Tensor]:
-        found = [lateral(feature) for lateral, feature in zip(self.laterals, features, strict=True)]
-        for number in range(len(found) - 1, 0, -1):
-            larger = F.interpolate(found[number], size=found[number - 1].shape[2:], mode="nearest")
-            found[number - 1] = found[number - 1] + larger
-        return [level(one) for level, one in zip(self.levels, found, strict=True)]
+        maps = [lateral(feature) for lateral, feature in zip(self.laterals, features, strict=True)]
+        for number in range(len(maps) - 1, 0, -1):
+            larger = F.interpolate(maps[number], size=maps[number - 1].shape[2:], mode="nearest")
+            maps[number - 1] = maps[number - 1] + larger
+        return [level(x) for level, x in zip(self.levels, maps, strict=True)]
 
 
 class SemanticFPNHead(nn.Module):
-    """Each level is convolved and doubled in size until it is as fine as the first, and all are summed."""
+    """Each level is convolved and doubled in size until it is as fine as the first level; then levels are summed."""
 
     def __init__(self, channels: int, inner: int, classes: int, levels: int = 4) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class SemanticFPNHead(nn.Module):
 
 
 class Neck(nn.Module):
-    """A backbone followed by what works on its features before the heads do."""
+    """A backbone followed by a neck, a module that transforms its features before the heads use them."""
 
     def __init__(self, backbone: nn.Module, neck: nn.Module) -> None:
         super().__init__()

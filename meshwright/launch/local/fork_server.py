@@ -1,0 +1,280 @@
+"""A process that has imported what ranks need, and forks them.
+
+Importing torch and meshwright takes seconds of a core. The fork server does it once; a rank is forked from it in
+milliseconds, also after a restart. It has one thread and runs no operation of torch, which makes forking it safe.
+`launch` starts all ranks through a fork server: through that of a surrounding `preloaded`, or else through a new one.
+
+Requests and answers are JSON on a pair of sockets. A request for a rank also passes the launcher's standard streams,
+which may have changed since the server was started. The ranks are children of the server, so the server tells their
+exit codes. The kernel kills the server when the launcher dies, and the ranks when the server dies.
+"""
+
+import importlib
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from signal import SIG_DFL, SIG_IGN, SIGINT, SIGKILL, SIGTERM, Signals, signal
+from typing import Any, NoReturn
+
+from meshwright.errors import RankError
+from meshwright.launch import environment as variables
+from meshwright.launch.process_exit import exit_with_parent
+
+_POLL_S = 0.02
+_STANDARD_STREAMS = (0, 1, 2)
+_LENGTH = struct.Struct("<Q")
+
+
+class ForkedRank:
+    """A process that the fork server has forked, with the interface of `subprocess.Popen` as far as it is used."""
+
+    def __init__(self, pid: int, server: "ForkServer") -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._server = server
+
+    def poll(self) -> int | None:
+        """Returns the exit code like `Popen.returncode`, None for a process that runs. The process is not reaped, so
+        that its id cannot belong to another process yet."""
+        return self._server.exit_code(self.pid) if self.returncode is None else self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for the end of the process, reaps it, and returns its exit code."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"rank with process id {self.pid}", timeout or 0.0)
+            time.sleep(_POLL_S)
+        if self.returncode is None:
+            self._server.reap(self.pid)
+        self.returncode = code
+        return code
+
+    def signal_group(self, number: Signals) -> None:
+        """Sends a signal to the rank and to the processes that it has started."""
+        if self.returncode is None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, number)
+
+
+class ForkServer:
+    """The launcher's end of a fork server. A server that has died is replaced when the next rank is started."""
+
+    def __init__(self, module: str, end: "_ServerEnd | None" = None) -> None:
+        self._module = module
+        self._end = end or _spawn(module)
+        self._lock = threading.Lock()
+
+    def start_rank(self, module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> ForkedRank:
+        """Starts a rank that calls `main()` of the module with `arguments` in `sys.argv`."""
+        streams = [descriptor for descriptor in _STANDARD_STREAMS if _is_open(descriptor)]
+        request = {"start": [module, *arguments], "environment": dict(environment), "streams": streams}
+        answer = self._ask(request, streams)
+        if answer is None:
+            self.close()
+            self._end = _spawn(self._module)
+            answer = self._ask(request, streams)
+        if answer is None:
+            raise RankError("the process that starts the ranks died twice, as soon as it was started")
+        return ForkedRank(answer["pid"], self)
+
+    def exit_code(self, pid: int) -> int | None:
+        """Returns the exit code of a rank, None for one that runs. Ranks die with their server, by SIGKILL."""
+        answer = self._ask({"exit_code": pid})
+        return -SIGKILL if answer is None else answer["code"]
+
+    def reap(self, pid: int) -> None:
+        self._ask({"reap": pid})
+
+    def close(self) -> None:
+        """Ends the server, and any rank that still runs."""
+        self._end.connection.close()
+        with suppress(ChildProcessError):
+            os.waitpid(self._end.pid, 0)
+
+    def _ask(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any] | None:
+        """Returns the answer, None where the server has died."""
+        with self._lock, suppress(OSError, EOFError):
+            _send(self._end.connection, request, descriptors)
+            return _receive(self._end.connection)[0]
+        return None
+
+
+@dataclass(frozen=True)
+class _ServerEnd:
+    """A server process and the connection to it."""
+
+    pid: int
+    connection: socket.socket
+
+
+def _spawn(module: str) -> _ServerEnd:
+    """Starts a new Python process, which imports the module before it forks."""
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "meshwright.launch.local.fork_server", str(theirs.fileno()), str(os.getpid())]
+    with theirs:
+        process = subprocess.Popen([*command, module], pass_fds=[theirs.fileno()], start_new_session=True)
+    process.returncode = 0  # `close` waits for it
+    return _ServerEnd(process.pid, ours)
+
+
+def _fork(module: str) -> _ServerEnd:
+    """Imports the module, and forks the server from this process, which takes no time. That is safe only in a process
+    that has run nothing of torch yet, and has no threads but those of libraries that handle forks themselves, as
+    OpenBLAS does. In any other process the server is spawned instead."""
+    is_fresh = "torch" not in sys.modules and threading.active_count() == 1 and sys.platform == "linux"
+    importlib.import_module(module)
+    if not is_fresh:
+        return _spawn(module)
+    ours, theirs = socket.socketpair()
+    launcher = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        os.setsid()
+        exit_with_parent(launcher)
+        _serve(theirs)
+    theirs.close()
+    return _ServerEnd(pid, ours)
+
+
+_preloaded: ForkServer | None = None
+
+
+@contextmanager
+def preloaded(module: str) -> Iterator[None]:
+    """Imports the module, and keeps a fork server for all launches within the context. A command opens it before it
+    imports torch, so that the server can be forked from the command's own process."""
+    global _preloaded
+    previous, _preloaded = _preloaded, ForkServer(module, _fork(module))
+    try:
+        yield
+    finally:
+        _preloaded.close()
+        _preloaded = previous
+
+
+@contextmanager
+def fork_server(module: str) -> Iterator[ForkServer]:
+    """Yields the preloaded fork server, or a new one that ends with the context."""
+    if _preloaded is not None:
+        yield _preloaded
+        return
+    server = ForkServer(module)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def _serve(connection: socket.socket) -> NoReturn:
+    """Answers the launcher's requests until it closes the connection."""
+    signal(SIGINT, SIG_IGN)
+    while True:
+        try:
+            request, streams = _receive(connection)
+        except (EOFError, OSError):
+            os._exit(0)
+        answer: dict[str, Any] = {}
+        if "start" in request:
+            pid = os.fork()
+            if pid == 0:
+                connection.close()
+                _replace_streams(dict(zip(request["streams"], streams, strict=True)))
+                _become_rank(request["start"], request["environment"])
+            answer = {"pid": pid}
+        elif "exit_code" in request:
+            answer = {"code": _exit_code(request["exit_code"])}
+        else:
+            with suppress(ChildProcessError):
+                os.waitpid(request["reap"], 0)
+        for descriptor in streams:
+            os.close(descriptor)
+        _send(connection, answer)
+
+
+def _send(connection: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+    content = json.dumps(message).encode()
+    socket.send_fds(connection, [_LENGTH.pack(len(content))], descriptors)
+    connection.sendall(content)
+
+
+def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Returns a message and the open files that came with it. Raises EOFError at the end of the connection."""
+    header, descriptors, _, _ = socket.recv_fds(connection, _LENGTH.size, len(_STANDARD_STREAMS))
+    if len(header) < _LENGTH.size:
+        raise EOFError
+    (missing,) = _LENGTH.unpack(header)
+    content = bytearray()
+    while missing > len(content):
+        received = connection.recv(missing - len(content))
+        if not received:
+            raise EOFError
+        content += received
+    message: dict[str, Any] = json.loads(content)
+    return message, descriptors
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+def _replace_streams(streams: Mapping[int, int]) -> None:
+    for standard, descriptor in streams.items():
+        os.dup2(descriptor, standard)
+        os.close(descriptor)
+
+
+def _exit_code(pid: int) -> int | None:
+    try:
+        status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return -SIGKILL  # a rank of the server before, and dead with it
+    if status is None:
+        return None
+    return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+
+
+def _become_rank(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    """Gives the forked process what a new Python process would have: a session, environment variables, the current
+    folder as first folder of imports, threads and random numbers of its own."""
+    agent = os.getppid()
+    os.setsid()
+    signal(SIGTERM, SIG_DFL)
+    os.environ.clear()
+    os.environ.update({**environment, variables.AGENT: str(agent)})
+    if not sys.flags.safe_path:
+        sys.path[0] = os.getcwd()
+    if "torch" in sys.modules and "OMP_NUM_THREADS" in environment:
+        sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    from meshwright.launch.local.start import run
+
+    run(*command)
+
+
+def main() -> None:
+    descriptor, launcher, module = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    exit_with_parent(launcher)
+    with suppress(BaseException):  # the rank that imports it again reports the error
+        importlib.import_module(module)
+    _serve(socket.socket(fileno=descriptor))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""`meshwright train` and `meshwright plan` print what scripts and people rely on."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import meshwright.train.run
+from meshwright.cli.commands import _print_result
+from meshwright.plan import Plan
+from tests.cli.commands import CommandResult, RefusalOf, RunCommand, file_names
+
+RESULT: dict[str, Any] = {
+    "run": "/" + "long/" * 40 + "[/red]:smile:",
+    "steps": 12,
+    "loss": 0.5,
+    "metrics": {"accuracy": 0.9871, "loss": 0.04},
+    "samples_per_s": 1234.5,
+    "restarts": 1,
+    "predicted_step_s": None,
+    "measured_step_s": 0.1,
+    "peak_memory_bytes": 5,
+}
+
+
+def last_json(result: CommandResult) -> dict[str, Any]:
+    """Returns the JSON object on the last line of a command that succeeded."""
+    assert result.exit_code == 0
+    printed: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return printed
+
+
+@pytest.mark.usefixtures("folder")
+def test_json_is_the_last_line_of_stdout(run_command: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meshwright.train.run, "train", lambda *_: RESULT)
+    assert last_json(run_command("train", "job.yaml", "--json")) == RESULT
+
+
+def test_people_read_accuracy_speed_and_the_whole_run_path(capsys: pytest.CaptureFixture[str]) -> None:
+    _print_result(RESULT, as_json=False)
+    printed = capsys.readouterr().out
+    assert "98.71%" in printed
+    assert "1,234" in printed
+    assert RESULT["run"] in printed
+
+
+def test_the_json_of_a_plan_has_the_fields_that_scripts_rely_on(folder: Path, run_command: RunCommand) -> None:
+    report = last_json(run_command("plan", "job.yaml", "--cluster", "2xA100-80GB", "--top", "2", "--json"))
+    assert set(report) == {"best", "ranked", "explanation", "rejected", "candidates", "seconds"}
+    assert report["best"] == report["ranked"][0]
+    assert len(report["ranked"]) == 2
+    for entry in report["ranked"]:
+        assert set(entry) == {"plan", "summary", "step_s", "memory_bytes", "breakdown", "based_on"}
+        assert sum(entry["breakdown"].values()) == pytest.approx(entry["step_s"])
+        assert Plan.model_validate(entry["plan"]).summary() == entry["summary"]
+    assert all(set(entry) == {"plan", "reason"} for entry in report["rejected"])
+    assert file_names(folder) == {"job.yaml"}
+
+
+@pytest.mark.usefixtures("folder")
+def test_people_get_a_table_and_a_plan_that_can_be_trained_with(run_command: RunCommand) -> None:
+    result = run_command("plan", "job.yaml", "--cluster", "2xA100-80GB")
+    assert result.exit_code == 0
+    _, _, text = result.stdout.partition("# the best plan")
+    plan = Plan.model_validate(yaml.safe_load("#" + text))
+    assert plan.summary() in result.stdout
+
+
+def test_a_plan_file_is_predicted_without_a_search(
+    folder: Path, run_command: RunCommand, refusal_of: RefusalOf
+) -> None:
+    (folder / "mine.yaml").write_text("axes: {replicate: 2}")
+    words = ("plan", "job.yaml", "--plan", "mine.yaml", "--cluster")
+    report = last_json(run_command(*words, "2xA100-80GB", "--json"))
+    assert [entry["summary"] for entry in report["ranked"]] == ["replicate 2 · fp32"]
+    assert report["candidates"] == 1
+    line = refusal_of(*words, "8xA100-80GB")
+    assert "the plan (replicate 2 · fp32) is for 2 ranks, but the cluster '8xA100-80GB' has 8 devices" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--cluster", "8xA100-80GB", "--set", "train.global_batch=257"], "train.global_batch is 257, which no axis"),
+        (["--cluster", "2xA100-80GB", "--html", "page.html"], "--html page.html: HTML reports are not implemented yet"),
+        (["--cluster", "64xH9000"], "cluster '64xH9000' is not known"),
+        (["--cluster", "2xA100-80GB", "--set", "model.hidden=200000"], "fits no plan on '2xA100-80GB'"),
+    ],
+)
+def test_a_job_that_cannot_be_planned_is_refused_in_one_line(
+    refusal_of: RefusalOf, arguments: list[str], words: str
+) -> None:
+    assert words in refusal_of("plan", "job.yaml", *arguments)
+
+
+def test_a_plan_without_the_data_says_that_shapes_come_from_generated_data(
+    tmp_path: Path, run_command: RunCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    job = Path(__file__).parents[2] / "jobs" / "linear.yaml"
+    words = ["plan", str(job), "--cluster", "2xA100-80GB", "--json", "--set", "data.train.count=100"]
+    for partition, splits in (("batch", None), ("dimension", {"layers.0": {"kind": "row", "axis": "tensor"}})):
+        result = run_command(*words, "--set", f"data.partition={partition}")
+        best = last_json(result)["best"]["plan"]
+        assert "data.root is not set: the shapes of a batch are taken from generated data" in result.stderr
+        if splits is not None:  # data that is partitioned by dimension determines the splits of the model
+            assert best["modules"]["splits"] == splits
+            assert best["axes"]["tensor"] == 2
