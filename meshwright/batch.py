@@ -1,9 +1,9 @@
 """Which entries of a batch go into the model and which into the loss; the same for training and for tracing.
 
-- Tuple or list: the last item is the target, the others are the model's positional arguments.
+- Tuple or list of several items: the last item is the target, the others are the model's positional arguments.
 - Dict: the target is the entry named by the job's `data.target`, or else by target(s) or label(s); the other entries
   are the model's keyword arguments. Where a dict has no target, the loss receives the whole dict.
-- Anything else is both the model's only argument and the target.
+- Anything else, and the item of a tuple or list that has only one, is both the model's only argument and the target.
 """
 
 from collections.abc import Mapping
@@ -48,6 +48,6 @@ def _split_mapping(data: Mapping[str, Any], target_key: str | None) -> ModelBatc
 
 
 def at_least_fp32(output: Any) -> Any:
-    """A model's output, whatever its structure, with half-precision tensors converted to fp32: losses are computed in
-    at least fp32."""
+    """Returns a model's output in the same structure, with bf16 and fp16 tensors converted to fp32, because losses are
+    computed in at least fp32."""
     return tree_map(widen_half, output)

@@ -15,9 +15,9 @@ def cache_folder() -> Path:
 
 
 def fill_once(folder: Path, make: Callable[[Path], None]) -> Path:
-    """Has `make` fill `folder` unless it exists, and returns it. Of several ranks that call this at once, one fills the
-    folder and the others wait for it. The folder exists complete or not at all: `make` fills a temporary folder, which
-    is then renamed."""
+    """Returns `folder`; if it does not exist, `make` fills it first. Of several ranks that call this at once, one fills
+    the folder and the others wait. An incomplete folder is never visible, because `make` fills a temporary folder,
+    which is then renamed."""
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)

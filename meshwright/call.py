@@ -28,9 +28,10 @@ _NEW_PATHS = {
 
 
 class Call(BaseModel):
-    """`{call: package.module:name, key: value, ...}`: an import path, and every other key as a keyword argument.
+    """A callable and its keyword arguments, written in a job as `{call: package.module:name, key: value, ...}`. Every
+    key except `call` is a keyword argument.
 
-    An argument that is itself a mapping with `call` is called first, and its result is passed.
+    If the value of an argument is itself a mapping with `call`, the result of that call is passed.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -45,7 +46,7 @@ class Call(BaseModel):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The keyword arguments, as they stand in the job."""
+        """The keyword arguments as the job writes them: nested calls are not made."""
         return dict(self.model_extra or {})
 
 
@@ -77,8 +78,8 @@ def build(call: Call, *positional: Any, offered: Mapping[str, Any] | None = None
 
 
 def bind(call: Call, role: str) -> Callable[..., Any]:
-    """A function to call later: an instance of a class, which is constructed now, or a function with its keyword
-    arguments filled in."""
+    """Returns a callable for later use. If `call` names a class, that is an instance of the class, which is constructed
+    now. If `call` names a function, it is this function with the keyword arguments filled in."""
     target = load(call.call)
     arguments = _build_nested(call.arguments, role)
     if inspect.isclass(target):
@@ -115,7 +116,7 @@ def check_arguments(
 
 
 def describe_error(error: Exception) -> str:
-    """An exception of a user's or a library's code in one line: its class, message, file and line."""
+    """Returns one line about an exception of a user's or a library's code: its class, message, file and line."""
     where = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {' '.join(str(error).split())} ({where.filename}, line {where.lineno})"
 
@@ -134,7 +135,7 @@ def _build_nested(value: Any, role: str) -> Any:
 def _signature(target: Callable[..., Any]) -> inspect.Signature | None:
     try:
         return inspect.signature(target)
-    except (TypeError, ValueError):  # built-ins have none
+    except (TypeError, ValueError):  # some built-ins have no signature
         return None
 
 
@@ -201,7 +202,7 @@ def _import_file(file: Path, path: str) -> Any:
 
 
 def _attribute(module: Any, name: str, path: str) -> Any:
-    """The attribute of a module with a name that may be dotted (`Path.home`)."""
+    """Returns the attribute of a module with this name, which may be dotted (`Path.home`)."""
     value = module
     for part in name.split("."):
         if not hasattr(value, part):
@@ -219,9 +220,9 @@ _torchvision_operators: list[Any] = []  # torch drops a library's operators when
 
 
 def _define_torchvision_operators() -> None:
-    """Makes torchvision importable when it was built for another version of torch. It then cannot load its compiled
-    operators, and its import fails because two of them are undefined. Its models and data sets call neither, so
-    defining their signatures is enough."""
+    """Makes torchvision importable when it was built for another version of torch. Such a torchvision cannot load its
+    compiled operators, and its import fails because two of them are undefined. Its models and data sets call neither of
+    the two, so defining the signatures of both is enough."""
     if _torchvision_operators or "torchvision" in sys.modules:
         return
     import torch

@@ -17,11 +17,11 @@ DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """One row of the table.
+    """One row of the table `FORMATS`.
 
     `tensor` is the torch dtype of tensors in this format. `autocast` is the dtype that a plan of this precision passes
-    to torch.autocast, or None where it runs without. `rounding` is a torch dtype with as many bits of mantissa, or None
-    where rounding to this format is never compared.
+    to torch.autocast, or None if such a plan runs without autocast. `rounding` is a torch dtype with the same number of
+    mantissa bits, or None for formats whose rounding errors are never estimated.
     """
 
     tensor: torch.dtype
@@ -63,7 +63,7 @@ ITEM_BYTES: dict[str, int] = {name: dtype.itemsize for name, dtype in DTYPES_BY_
 
 
 def widen_half(value: object) -> object:
-    """The value in fp32 where it is a bf16 or fp16 tensor; every other value unchanged."""
+    """Returns a bf16 or fp16 tensor converted to fp32, and every other value unchanged."""
     if isinstance(value, torch.Tensor) and value.dtype in HALF_DTYPES.values():
         return value.float()
     return value

@@ -34,8 +34,8 @@ class Stopped(MeshwrightError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error message about an unknown name: `: did you mean 'epochs'?`; the list of known names when none
-    is similar; an empty string when that list is empty or longer than 20 names."""
+    """Returns the end of an error message about an unknown name. If a known name is similar, it is `: did you mean
+    'epochs'?`; otherwise it lists the known names, or is empty if there are none or more than 20."""
     options = sorted(known)
     near = get_close_matches(name, options, n=1, cutoff=0.6)
     if near:

@@ -30,8 +30,9 @@ class Data(_Section):
     train: Call
     eval: Call | None = None
     root: str | None = None  # folder of the full data set
-    synthetic: bool = False  # generate data in the same format
-    partition: Literal["batch", "sample", "dimension"] = "batch"  # what the ranks divide among them
+    synthetic: bool = False  # generate data in the format of the full data set instead of reading it
+    # What the ranks divide: each global batch, the data set in fixed parts, or the features of each sample's input.
+    partition: Literal["batch", "sample", "dimension"] = "batch"
     parts: PositiveInt | None = None  # number of fixed parts for `partition: sample`; null: one per rank
     workers: NonNegativeInt = 0  # loader processes per rank
     pin_memory: bool | None = None  # null: only where there are GPUs
@@ -177,8 +178,8 @@ def load_job(path: str | Path, settings: Sequence[str] = ()) -> Job:
 
 
 def parse_job(raw: Mapping[str, Any], folder: Path = Path(), source: str = "job") -> Job:
-    """Validates plain data, as read from YAML, as a job. Relative input files are looked for in `folder` first, then in
-    the working folder. `source` is named in error messages."""
+    """Returns the job that `raw` describes, which is plain data as read from YAML. Relative input files are looked for
+    in `folder` first, then in the working folder. `source` is named in error messages."""
     resolved = _resolve_files(raw, folder)
     plan = resolved.get("plan", "auto")
     if plan != "auto":
@@ -187,8 +188,8 @@ def parse_job(raw: Mapping[str, Any], folder: Path = Path(), source: str = "job"
 
 
 def load_plan(plan: str | Path | Mapping[str, Any], source: str = "plan") -> Plan:
-    """Reads a plan from a YAML file, or from a mapping of its groups. `source` is named in errors about a mapping. An
-    unknown field is refused with the nearest known one."""
+    """Reads a plan from a YAML file, or from a mapping of its groups. `source` is named in errors about a mapping. For
+    an unknown field, the `InputError` names the most similar known field."""
     if isinstance(plan, Mapping):
         return validate(Plan, dict(plan), source, prefix="plan")
     if not isinstance(plan, str | Path):
@@ -235,7 +236,8 @@ def _set_field(raw: dict[str, Any], key: str, value: Any, source: str) -> None:
 
 
 def _absolute_path(path: str, folder: Path) -> str:
-    """The absolute path of an input file, which is looked for in the job's folder and then in the working folder."""
+    """Returns the absolute path of an input file, which is looked for in the job's folder first, then in the working
+    folder."""
     in_folder = folder / path
     return str(in_folder.resolve()) if in_folder.exists() else str(Path(path).resolve())
 

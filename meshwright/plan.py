@@ -46,8 +46,9 @@ class Axes(_PlanGroup):
 class Split(_PlanGroup):
     """How one layer's weight is divided among ranks, and along which axis of the mesh.
 
-    With `axis: replicate` the batch is all-gathered before the layer and scattered again after it, so that a few huge
-    layers are divided while the rest of the model is replicated.
+    `kind`: `column` divides the output features, `row` the input features, `vocabulary` the tokens of an embedding or
+    of an output layer; `none` leaves the layer undivided. With `axis: replicate` the batch is all-gathered before the
+    layer and scattered again after it. A few huge layers can thus be divided while the rest of the model is replicated.
     """
 
     kind: Literal["column", "row", "vocabulary", "none"]
@@ -95,12 +96,12 @@ class Pipeline(_PlanGroup):
 
 
 class Memory(_PlanGroup):
-    """What is traded for memory.
+    """How the plan saves memory at the cost of communication or compute.
 
-    `sharding`: what the shard axis divides: `optimizer` state; `gradients` as well; `parameters` as well. `recompute`:
-    which activations of a block are computed again in the backward pass: `none`; `selective`, all but those of matrix
-    products and attention; `full`, all of them. `accumulation`: number of microbatches that a rank computes one after
-    another before gradients are combined.
+    `sharding`: what the shard axis divides: with `optimizer` the optimizer state, with `gradients` also the gradients,
+    with `parameters` also the parameters. `recompute`: which activations of a block are computed again in the backward
+    pass: `none`; `selective`, all but those of matrix products and attention; `full`, all of them. `accumulation`:
+    number of microbatches that a rank computes one after another before gradients are combined.
     """
 
     sharding: Literal["optimizer", "gradients", "parameters"] = _choice("parameters", "same")
@@ -117,8 +118,8 @@ class NumericsGroup(_PlanGroup):
     measured to be the fastest.
     `cast`: what is rounded to `bf16` or `fp16`: the inputs of `operators` (autocast), or the `weights` before the
     shard axis gathers them, while their fp32 originals stay sharded.
-    `batch_norm`: whether its statistics are taken over a rank's own microbatch (`local`) or over the microbatches of
-    all data-parallel ranks (`synchronized`).
+    `batch_norm`: whether BatchNorm's statistics are taken over a rank's own microbatch (`local`) or over the
+    microbatches of all data-parallel ranks (`synchronized`).
     """
 
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "auto"] = _choice("fp32", "changes")
@@ -133,7 +134,7 @@ class Gradients(_PlanGroup):
     own all-reduce elsewhere. `bucket_bytes`: size of the buckets in which gradients are sent. `precision`: the dtype in
     which they are sent; `fp32` means the parameters' own dtype. `powersgd_rank`: when above 0, PowerSGD compresses each
     gradient to two factors of this rank. `local_steps`: number of steps that each rank takes alone before weights are
-    averaged (local SGD); the first `local_after` steps are synchronous all the same.
+    averaged (local SGD); in the first `local_after` steps, gradients are still averaged in every step.
     `servers`: number of additional ranks that hold the parameters and the optimizer (parameter servers); 0 means none.
     `updates`: the servers wait for the gradients of all workers (`synchronous`), of none (`asynchronous`), or let no
     worker run ahead of the slowest one by more than `staleness` steps (`bounded`).
@@ -213,7 +214,8 @@ class Plan(_PlanGroup):
                 f" {gradients.precision}: set gradients.precision to fp32"
             )
         if gradients.algorithm not in ("auto", "native") and (methods or self.axes.shard > 1):
-            # Refused rather than ignored: each of these combines gradients without an all-reduce over replicas.
+            # An error, because the algorithm would have no effect: these methods and the shard axis combine gradients
+            # without an all-reduce over replicas.
             other = f"gradients.{methods[0]}" if methods else f"axes.shard ({self.axes.shard})"
             raise ValueError(
                 f"gradients.algorithm is {gradients.algorithm}, which combines the gradients of replicas, but {other}"

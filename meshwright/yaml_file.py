@@ -34,17 +34,17 @@ for _kind in (_Loader, _Dumper):
 
 
 def parse(text: str) -> Any:
-    """The value of a YAML text; raises `yaml.YAMLError` when it is malformed."""
+    """Returns the value of a YAML text; raises `yaml.YAMLError` if the text is malformed."""
     return yaml.load(text, _Loader)
 
 
 def dump(raw: Any) -> str:
-    """The value as YAML text, which `parse` reads back unchanged."""
+    """Returns the value as YAML text, which `parse` reads back unchanged."""
     return yaml.dump(raw, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def read_mapping(file: Path, what: str) -> dict[str, Any]:
-    """The mapping that a YAML file holds. `what` names the kind of file in error messages (`job`, `plan`, ...)."""
+    """Returns the mapping in a YAML file. `what` names the kind of file in error messages (`job`, `plan`, ...)."""
     try:
         text = file.read_text()
     except FileNotFoundError:
@@ -70,9 +70,9 @@ def validate(
     prefix: str = "",
     hints: Mapping[str, str] | None = None,
 ) -> Value:
-    """Validates raw data as a value of class `kind`, and raises an `InputError` about the first problem. `source` names
-    the file and `prefix` the section that the data comes from. `hints` maps names of classes to the end of a message
-    about a value that should be of that class."""
+    """Returns raw data as a value of class `kind`, or raises an `InputError` about the first problem. `source` names
+    the file and `prefix` the section that the data comes from. `hints` maps the name of a class to a text that is
+    appended to the message if a field should hold this class but its value is not a mapping."""
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
@@ -82,7 +82,8 @@ def validate(
 
 
 def _one_line(kind: type[BaseModel], problem: Any, prefix: str, hints: Mapping[str, str]) -> str:
-    """One of pydantic's problems in one line: the dotted name of the field, its value and what is wrong with it."""
+    """Returns one line about a problem that pydantic found: the dotted name of the field, its value and what is wrong
+    with the value."""
     location = problem["loc"]
     where = ".".join(str(part) for part in (prefix, *location) if part not in ("", "[key]"))
     if problem["type"] == "extra_forbidden":
@@ -97,8 +98,8 @@ def _one_line(kind: type[BaseModel], problem: Any, prefix: str, hints: Mapping[s
 
 
 def _fields_at(kind: Any, location: tuple[int | str, ...]) -> list[str]:
-    """The names of the fields that are known at a location inside `kind`, for a suggestion beside an unknown one. The
-    location may lead through nested values, and through tuples and mappings of them."""
+    """Returns the names of the fields that exist at a location inside `kind`, from which a correction of an unknown
+    field is suggested. The location may lead through nested values, and through tuples and mappings of them."""
     for part in location:
         if isinstance(kind, type) and issubclass(kind, BaseModel) and part in kind.model_fields:
             kind = kind.model_fields[str(part)].annotation

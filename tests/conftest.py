@@ -1,14 +1,18 @@
 """Pools of ranks that many tests share, and the order and shards of tests."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import settings
 
 from tests.ranks import RankPool, ranks
 
 settings.register_profile("meshwright", deadline=None)  # no test fails because a core is busy
 settings.load_profile("meshwright")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # each of several workers has a core
 
 
 @pytest.fixture(scope="module")

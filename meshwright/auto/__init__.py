@@ -1,1 +1,1 @@
-"""What `plan: auto` means: the fastest plan that the planner finds among those that the executor can run."""
+"""Implements `plan: auto`: chooses the fastest plan that the planner finds among those that the executor can run."""

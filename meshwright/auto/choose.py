@@ -1,4 +1,4 @@
-"""`plan: auto` of a job, and `mw.best_plan`: the fastest plan that the executor can run, found by one search."""
+"""Chooses the plan for `plan: auto` of a job and for `mw.best_plan`: the fastest plan that the executor can run."""
 
 from typing import Any, Literal
 
@@ -23,26 +23,28 @@ from meshwright.train.job_parts import JobParts
 
 
 def choose_plan(inputs: PlanningInputs, profiles: Profiles) -> PricedPlan:
-    """The fastest plan that fits and that `inputs.check_plan` accepts. Raises an `InputError` where there is none."""
+    """Returns the fastest plan that fits and that `inputs.check_plan` accepts. Raises an `InputError` if there is
+    none."""
     return search(inputs, profiles).ranked[0]
 
 
 def plan_of_job(parts: JobParts, cluster: Cluster, plan: "Plan | Literal['auto']") -> tuple[Plan, float | None]:
-    """The plan that a job is trained with, and the predicted seconds of a step. They are None where the machine has not
-    been measured, or where the model or the plan cannot be predicted.
+    """Returns the plan that a job is trained with, and the predicted seconds of a step. The seconds are None if the
+    machine has not been measured, if the model or the plan cannot be predicted, or if the plan leaves its precision to
+    the run.
 
-    `auto` is the fastest plan that does not change the numerics. Where it cannot be predicted, every device is a
-    replica.
+    If `plan` is "auto", the result is the fastest plan that does not change the numerics. If no prediction is possible,
+    it is the plan in which every device is a replica.
     """
     job = parts.job
-    if plan == "auto" and job.data.partition == "dimension":  # this says how the model is divided
+    if plan == "auto" and job.data.partition == "dimension":  # the partition determines the plan
         plan = dimension_plan(parts, cluster)
     fallback = replicate_plan(cluster, job.train.global_batch) if plan == "auto" else plan
     if not _is_measured(cluster):
         return fallback, None
     try:
         inputs, profiles = planning_inputs(parts, cluster, exact=True, even_shares=False)
-    except Exception:  # whatever the job's own code raises: the checks before the run report what is wrong
+    except Exception:  # raised by the job's own code; the checks before the run report it
         return fallback, None
     try:
         if plan == "auto":
@@ -53,24 +55,27 @@ def plan_of_job(parts: JobParts, cluster: Cluster, plan: "Plan | Literal['auto']
         profile = profiles.get(plan.numerics.precision, plan.memory.recompute)
         ranks = cluster.with_device_count(min(plan.world_size, cluster.device_count))
         return plan, predict_plan(ranks, profile, plan, inputs.global_batch, inputs.optimizer).step_s
-    except MeshwrightError:  # the model cannot be traced, or no plan is predicted to fit: the run itself will tell
+    except MeshwrightError:  # the model cannot be traced, or no plan is predicted to fit: train anyway
         return fallback, None
 
 
 def dimension_plan(parts: JobParts, cluster: Cluster) -> Plan:
-    """The plan of a job with `data.partition: dimension`, whose ranks each get some of the features of every sample."""
+    """Returns the plan of a job with `data.partition: dimension`, in which each rank gets some of the features of every
+    sample."""
     structure = planning_data(parts).structure
     example = split_batch(structure.sample, structure.target)
     return dimension_partition_plan(construct_model(parts.job), example, cluster.device_count)
 
 
 def replicate_plan(cluster: Cluster, global_batch: int) -> Plan:
-    """The plan that needs no prediction: every device is a replica, at most as many as there are samples."""
+    """Returns the plan that is used without a prediction: every device is a replica, but there are no more replicas
+    than samples."""
     return Plan(axes=Axes(replicate=min(cluster.device_count, global_batch)))
 
 
 def unmeasured_note(plan: Plan, cluster: Cluster, given: "Plan | Literal['auto']") -> str | None:
-    """A sentence for users of `plan: auto` on a machine that has not been measured; None for others."""
+    """Returns a sentence for users of `plan: auto` whose machine has not been measured, and None in all other cases.
+    `given` is the job's plan, `plan` the plan that was chosen."""
     if given != "auto" or _is_measured(cluster):
         return None
     return f"plan: {plan.summary()}, without a prediction, as this machine is not measured: run meshwright doctor once"
@@ -91,8 +96,9 @@ def best_plan(
     exact: bool = False,
     target: str | None = None,
 ) -> Plan:
-    """The fastest plan for this model that `parallelize` can run. The model and the batch may lie on the meta device.
-    `optimizer` is a template; without one it is plain SGD. With `exact` the plan does not change the numerics."""
+    """Returns the fastest plan for this model that `parallelize` can run. The model and the batch may be on the meta
+    device. `optimizer` is a template for the optimizer; without it, the plan is for plain SGD. With `exact`, the plan
+    does not change the numerics."""
     machines = find_cluster(cluster, measure_machine) if isinstance(cluster, str) else cluster
     inputs, profiles = model_planning_inputs(
         model,

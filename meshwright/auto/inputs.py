@@ -1,5 +1,5 @@
-"""What a plan is searched for, from a job or from a model with a sample batch. The search asks the executor about every
-plan that it considers (`PlanningInputs.check_plan`), so what it proposes can be run."""
+"""Creates the inputs of a search for plans, from a job or from a model with a sample batch. `PlanningInputs.check_plan`
+asks the executor whether it can run a plan. Therefore the search proposes only plans that can be run."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -32,8 +32,8 @@ def planning_inputs(
     even_shares: bool = True,
     notify: Callable[[str], None] = lambda line: None,
 ) -> tuple[PlanningInputs, Profiles]:
-    """The inputs of a job, and the profiles of its model. `notify` is called with a sentence where the sample batch is
-    not one of the job's data."""
+    """Returns the planning inputs of a job, and the profiles of its model. If the sample batch is generated because the
+    job's data are missing, `notify` is called with a sentence that says so."""
     job, on_gpu = parts.job, cluster.kind == "cuda"
     training = planning_data(parts)
     structure, training_set = training.structure, training.training_set
@@ -69,7 +69,8 @@ def model_planning_inputs(
     exact: bool = False,
     target: str | None = None,
 ) -> tuple[PlanningInputs, Profiles]:
-    """The inputs for a model at hand, and its profiles. Without an optimizer it is plain SGD."""
+    """Returns the planning inputs for a model, and the profiles of the model. Without an optimizer, they are for plain
+    SGD."""
     on_gpu = cluster.kind == "cuda"
     structure = ModelStructure(model, sample, target)
     check_plan = checker_of_structure(structure)
@@ -85,8 +86,8 @@ def _profiles(structure: ModelStructure, loss: LossFunction | None, on_gpu: bool
 
 
 def _with_dense_gradients(model: nn.Module) -> nn.Module:
-    """The model, or a copy with the same parameters where embeddings have sparse gradients: these cannot be traced, and
-    dense ones take at least as long."""
+    """Returns the model, or if some of its embeddings have sparse gradients, a copy with the same parameters and dense
+    gradients. Sparse gradients cannot be traced, and dense ones take at least as long."""
     if not any(getattr(module, "sparse", False) is True for module in model.modules()):
         return model
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
@@ -99,7 +100,8 @@ def _with_dense_gradients(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class PlanningData:
-    """The training set of a job, and the structure of its model on a batch of it."""
+    """The training set of a job, whether it is generated data, and the structure of the job's model on a batch of
+    it."""
 
     training_set: Any
     is_generated: bool
@@ -107,8 +109,9 @@ class PlanningData:
 
 
 def planning_data(parts: JobParts) -> PlanningData:
-    """What a job is planned with. Where the files of its training set are missing and it names no folder, this is
-    generated data, since planning only needs the shapes of a batch."""
+    """Returns the training set and the model structure with which a job is planned. If the files of the training set
+    are missing and the job does not name a folder, the training set is generated data, because planning needs only the
+    shapes of a batch."""
     return parts.once("planning_data", lambda: _planning_data(parts))
 
 

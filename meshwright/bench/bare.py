@@ -25,8 +25,8 @@ from meshwright.train.step.optimizer import build_optimizer
 def samples_per_s(
     job_file: str, steps: int, device: str, parallel: Callable[[nn.Module], nn.Module] = lambda model: model
 ) -> float:
-    """Samples per second of a loop of DataLoader, forward, backward and optimizer step. The first step is not counted.
-    `parallel` may wrap the model that is run."""
+    """Returns the samples per second of a loop of DataLoader, forward, backward and optimizer step. The first step is
+    not timed. `parallel` returns the module that is run in place of the model."""
     job = load_job(job_file)
     loss_function = bind(job.loss, "loss") if job.loss else loss_from_model().function
     torch.manual_seed(job.train.seed)

@@ -1,6 +1,6 @@
 """`meshwright bench loading`: how fast samples are loaded. Pictures are compared with torchvision's loader on the same
-files, with the same transforms and workers. Rows of a NumPy array are compared with nothing, since no other loader
-reads them."""
+files, with the same transforms and number of workers. Rows of a NumPy array are compared with nothing, because no other
+loader reads them."""
 
 import tempfile
 from collections.abc import Callable
@@ -31,9 +31,10 @@ BATCH, ROW_BATCH = 32, 8192
 class LoadingRow:
     """The loading speed of one kind of data.
 
-    reference_per_s  the reference's samples per second; None where there is no reference
-    ratio            the median over the rounds of our speed divided by the reference's
-    spread           the lowest and the highest ratio of a round
+    samples_per_s    our samples per second, the median over the rounds
+    reference_per_s  the reference's samples per second; None if there is no reference
+    ratio            the median over the rounds of our speed divided by the reference's; None if there is no reference
+    spread           the lowest and the highest ratio of a round; None if there is no reference
     """
 
     what: str
@@ -46,8 +47,8 @@ class LoadingRow:
 
 
 def measure(rounds: int, workers: tuple[int, ...], count: int) -> list[LoadingRow]:
-    """The rows for pictures with each number of workers, and for `count` rows of an array. Every process has one
-    thread, as ranks have."""
+    """Returns two rows for pictures (without and with a cache) for each number of workers, and one row for an array of
+    `count` rows. Every process has one thread, as ranks have."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -93,7 +94,7 @@ def _rows_row(count: int, rounds: int) -> LoadingRow:
 
 
 def _rate(read: Callable[[], int]) -> float:
-    """Samples per second of a function that returns how many it has read."""
+    """Calls `read`, which returns the number of samples that it has read. Returns the samples per second."""
     begin = perf_counter()
     return read() / (perf_counter() - begin)
 
@@ -130,7 +131,7 @@ def _torchvision_loader(folder: str, workers: int) -> Callable[[], int]:
 
 
 def _write_pictures(folder: Path) -> None:
-    """Writes JPEG files with structure at several scales, which are as much work to decode as photographs."""
+    """Writes JPEG files with structure at several scales, because these take as long to decode as photographs."""
     from PIL import Image
 
     random = np.random.RandomState(0)

@@ -1,5 +1,5 @@
-"""The step time and the loss of a job in every precision that this machine has, compared with fp32 on one device:
-`python -m meshwright.bench.precision JOB [STEPS] [--set A.B=C ...]` prints medians and spread."""
+"""The step time and the loss of a job in every precision that this machine has, compared with fp32 on one device.
+`python -m meshwright.bench.precision JOB [STEPS] [--set A.B=C ...]` prints the median step time and its spread."""
 
 import gc
 import sys
@@ -35,7 +35,8 @@ _GPU_ONLY = ("tf32", "bf16 CUDA graphs", "fp8", "fp8 compiled")
 
 @dataclass(frozen=True)
 class PrecisionRow:
-    """The median step time of one variant, its spread over the rounds, and the losses of the first and last step."""
+    """The result of one entry of `VARIANTS`. `step_s` is the median step time over the rounds, `spread` is (longest -
+    shortest) / median, and `losses` are those of the first and the last step."""
 
     variant: str
     step_s: float
@@ -44,7 +45,8 @@ class PrecisionRow:
 
 
 def measure(job: Job, variant: str, steps: int) -> PrecisionRow:
-    """Trains one variant. All variants get the same batches, and the rounds begin after a quarter of the steps."""
+    """Trains one entry of `VARIANTS`, and returns its row. After a quarter of the steps as warm-up, `ROUNDS` rounds of
+    steps are timed. All entries get the same batches."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     session = build_session(
         job, Plan.model_validate(VARIANTS[variant]), World(0, 0, 1, 1, 0, device, None), lambda doing: None

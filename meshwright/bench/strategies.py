@@ -1,5 +1,5 @@
-"""`meshwright bench strategies`: how fast a job trains with each strategy, compared with a bare PyTorch loop in
-alternating rounds."""
+"""`meshwright bench strategies`: how fast a job trains with each strategy, compared with a bare PyTorch loop. The
+strategies take turns, one run each per round."""
 
 import subprocess
 import sys
@@ -29,9 +29,10 @@ STRATEGIES = ("one rank", "threads", "replicate", "shard", "tensor", "pipeline",
 class StrategyRow:
     """The measured speed of one strategy.
 
-    how     the plan, or how many processes and threads
-    ratio   the median of the rounds divided by the reference's median
-    spread  (highest - lowest) / median over the rounds
+    how            the plan's summary, or the number of processes and threads
+    samples_per_s  the median over the rounds
+    ratio          `samples_per_s` divided by that of the reference
+    spread         (highest - lowest) / median of the samples per second over the rounds
     """
 
     strategy: str
@@ -45,7 +46,7 @@ class StrategyRow:
 
 @dataclass(frozen=True)
 class SkippedStrategy:
-    """A strategy that this job cannot be trained with, or that failed."""
+    """A strategy with which this job cannot be trained, or whose training failed, and the reason."""
 
     strategy: str
     reason: str
@@ -53,7 +54,7 @@ class SkippedStrategy:
 
 @dataclass(frozen=True)
 class _Measurement:
-    """One strategy that can be run. `measure` trains once and returns samples per second."""
+    """A strategy that can be run. `measure` trains once and returns the samples per second."""
 
     how: str
     ranks: int
@@ -64,7 +65,8 @@ PlanForStrategy = Callable[[str, JobParts], Plan]
 
 
 def selected_strategies(only: str | None) -> tuple[str, ...]:
-    """The strategies that `--only A,B` names, in the order of `STRATEGIES`; all of them without the option."""
+    """Returns the strategies that `--only A,B` names, in the order of `STRATEGIES`; all strategies if `only` is
+    None."""
     if only is None:
         return STRATEGIES
     names = [name.strip() for name in only.split(",")]
@@ -77,8 +79,9 @@ def selected_strategies(only: str | None) -> tuple[str, ...]:
 def compare(
     job: Job, cluster: Cluster, strategies: Sequence[str], plan_for: PlanForStrategy, steps: int, rounds: int
 ) -> tuple[list[StrategyRow], list[SkippedStrategy]]:
-    """Measures the reference and the strategies. One round runs each of them once, so that a machine that slows down
-    slows all of them. `plan_for` returns the plan of a strategy, and raises an `InputError` where there is none."""
+    """Measures the reference and the strategies. Returns one row for each that ran, and the strategies that did not
+    run. One round runs each of them once, so that a machine that slows down slows all of them. `plan_for` returns the
+    plan of a strategy, or raises an `InputError` if there is none."""
     check_is_local(cluster)
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as folder:
         short_job = _without_interruptions(job, steps, Path(folder))
@@ -116,8 +119,8 @@ def report_lines(rows: Sequence[StrategyRow], skipped: Sequence[SkippedStrategy]
 def _measurements(
     parts: JobParts, cluster: Cluster, strategies: Sequence[str], plan_for: PlanForStrategy, steps: int, file: Path
 ) -> tuple[dict[str, _Measurement], dict[str, str]]:
-    """The measurements of the reference and of the strategies that can be run, and the reasons why others cannot. The
-    job is written to `file` for the loops."""
+    """Returns the measurements of the reference and of the strategies that can be run, and for the other strategies the
+    reason why not, both by strategy. Writes the job to `file`, from which the bare loops read it."""
     job = parts.job
     file.write_text(job.to_yaml())
     loop = partial(_run_loop, "meshwright.bench.bare", file, steps, cluster, cluster.cores)
@@ -139,8 +142,8 @@ def _measurements(
 def _measure_rounds(
     measurements: dict[str, _Measurement], rounds: int, skipped: dict[str, str]
 ) -> dict[str, list[float]]:
-    """Samples per second of every round. A strategy that fails, for lack of memory for example, is added to `skipped`,
-    and the others continue."""
+    """Returns the samples per second of every round, by strategy. A strategy that fails (for lack of memory, for
+    example) is added to `skipped`, and the others continue."""
     rates: dict[str, list[float]] = {name: [] for name in measurements}
     for _ in range(rounds):
         for name in list(rates):
@@ -157,7 +160,8 @@ def _measure_rounds(
 
 
 def _without_interruptions(job: Job, steps: int, folder: Path) -> Job:
-    """The same job without evaluations and checkpoints, which the bare loop does not do either."""
+    """Returns the job with `steps` + 1 steps, and without evaluations and checkpoints, because the bare loop does none
+    either."""
     return job.model_copy(
         update={
             "train": job.train.model_copy(update={"steps": steps + 1, "epochs": None}),
@@ -185,7 +189,7 @@ def _threads(job_file: Path, steps: int, cluster: Cluster) -> _Measurement:
 
 def _run_loop(module: str, job_file: Path, steps: int, cluster: Cluster, cores: int, *arguments: str) -> float:
     """Runs the training loop in `module` in a process of its own, and returns the samples per second that it prints.
-    Each of its threads computes on so many cores."""
+    Each thread of the process computes on `cores` cores."""
     with environment.environment_variables({"OMP_NUM_THREADS": str(cores), "MKL_NUM_THREADS": str(cores)}):
         command = [sys.executable, "-m", module, str(job_file), str(steps), cluster.kind, *arguments]
         process = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,4 +1,5 @@
-"""The plan of each strategy that the strategies benchmark compares: one axis over all devices, or `plan: auto`."""
+"""The plan of each strategy that the strategies benchmark compares: a plan with one axis over all devices, or the one
+that `plan: auto` finds."""
 
 from collections.abc import Callable
 
@@ -16,15 +17,17 @@ from meshwright.train.job_parts import JobParts
 
 
 def strategy_plan(strategy: str, parts: JobParts, cluster: Cluster) -> Plan:
-    """The plan that trains a job with this strategy. Raises an `InputError` with the reason where there is none."""
+    """Returns the plan that trains a job with this strategy. If there is none, raises an `InputError` with the
+    reason."""
     if strategy == "auto":
         return plan_of_job(parts, cluster, "auto")[0]
     return one_axis_plan(strategy, cluster.device_count, lambda: planning_inputs(parts, cluster, exact=True))
 
 
 def one_axis_plan(strategy: str, devices: int, planning: Callable[[], tuple[PlanningInputs, Profiles]]) -> Plan:
-    """The plan with one axis over all devices. `planning` is called, and the model traced, only for strategies that
-    divide the model. Raises an `InputError` with the reason where the model cannot be divided so."""
+    """Returns the plan with one axis over all devices. `planning` traces the model; it is called only for the
+    strategies `tensor` and `pipeline`, which divide the model. If the model cannot be divided in this way, raises an
+    `InputError` with the reason."""
     if strategy == "one rank":
         return Plan()
     if devices == 1:
@@ -47,7 +50,8 @@ def _tensor_candidate(summary: ModelSummary, inputs: PlanningInputs) -> Candidat
 
 
 def _pipeline_candidate(summary: ModelSummary, inputs: PlanningInputs) -> Candidate:
-    """Twice as many microbatches as stages, or as many as there are samples: at most a third of a step is bubble."""
+    """Returns a pipeline over all devices with twice as many microbatches as stages, or with as many as there are
+    samples if these are fewer. With twice as many, at most a third of a step is bubble."""
     stages, batch = inputs.cluster.device_count, inputs.global_batch
     if summary.cuts(stages, "none") is None:
         cuts = sum(piece.cuttable for piece in summary.pieces)

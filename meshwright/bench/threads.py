@@ -1,11 +1,11 @@
-"""The strategy `threads` of the strategies benchmark: the bare loop, with threads of one process sharing each batch, as
-PyTorch's DataParallel does with GPUs. No plan chooses this; it exists for comparison.
+"""The strategy `threads` of the strategies benchmark: the bare training loop, in which threads of one process share
+each batch, as PyTorch's DataParallel does with GPUs. No plan trains this way; the strategy exists for comparison.
 
 `python -m meshwright.bench.threads JOB.yaml STEPS cpu|cuda THREADS` prints its samples per second.
 
-Each thread runs a part of the batch, forward and backward, through a copy of the module that shares its parameters. The
-outputs are joined in between, so that any loss is computed over the whole batch, and its gradient is that of the plain
-model.
+Each thread runs a part of the batch, forward and backward, through a copy of the module that shares the module's
+parameters. The outputs are joined before the loss is computed. Therefore any loss sees the whole batch, and the
+gradients are those of the plain model.
 """
 
 import sys
@@ -25,14 +25,16 @@ from meshwright.errors import InputError
 
 
 def data_parallel(model: nn.Module, threads: int, device: str) -> nn.Module:
-    """The model run by so many threads. On CPUs `nn.DataParallel` would run the whole batch in one thread."""
+    """Returns a module that runs the model in `threads` threads. On CPUs it is a `ThreadedModule`, because
+    `nn.DataParallel` would run the whole batch in one thread there."""
     return nn.DataParallel(model, list(range(threads))) if device == "cuda" else ThreadedModule(model, threads)
 
 
 class ThreadedModule(nn.Module):
-    """Splits batches along their first dimension. The first thread runs `module` itself, whose buffers are copied to
-    the other threads before each forward pass. What those write into their buffers is lost, as with `nn.DataParallel`.
-    The batch itself gets no gradient."""
+    """Runs a module in several threads, each on a part of the batch (split along dimension 0), and joins the outputs.
+    The first thread runs `module` itself, and the other threads run copies that share its parameters. The buffers of
+    `module` are copied to the copies before each forward pass; what a copy writes into its buffers is lost, as with
+    `nn.DataParallel`. The batch itself gets no gradient."""
 
     def __init__(self, module: nn.Module, count: int) -> None:
         super().__init__()
@@ -65,14 +67,16 @@ class ThreadedModule(nn.Module):
 
 
 def _copy_buffers(module: nn.Module, copy: nn.Module) -> None:
-    """Copies into new tensors, because a later backward pass may need the old ones."""
+    """Gives `copy` new tensors with the values of the module's buffers. The old tensors are not overwritten, because a
+    later backward pass may need them."""
     for source, target in zip(module.modules(), copy.modules(), strict=True):
         for name, buffer in source.named_buffers(recurse=False, remove_duplicate=False):
             setattr(target, name, buffer.clone())
 
 
 def _parts(batch: Any, count: int) -> list[Any]:
-    """The batch in `count` parts of nearly equal size, or in fewer where there are fewer samples."""
+    """Returns the batch as a list of `count` parts of nearly equal size, or of fewer parts if there are fewer
+    samples."""
     leaves, structure = tree_flatten(batch)
     samples = next((len(leaf) for leaf in leaves if _is_divided(leaf)), 1)
     count = max(1, min(count, samples))
@@ -95,9 +99,9 @@ def _tensors(leaves: Sequence[Any]) -> list[Tensor]:
 
 
 class _Join(torch.autograd.Function):
-    """Concatenates the outputs of the threads. In the backward pass each thread computes the gradients of its part.
-    They are then added in the order of the parts, because PyTorch does not promise that several threads may accumulate
-    into the same parameters."""
+    """Concatenates the outputs of the threads. In the backward pass, each thread computes the gradients of its part.
+    The gradients of all parts are then added in the order of the parts by one thread, because PyTorch does not promise
+    that several threads may accumulate into the same parameters."""
 
     @staticmethod
     def forward(ctx: Any, pool: ThreadPoolExecutor, parts: list[list[Tensor]], *trained: Tensor) -> tuple[Tensor, ...]:

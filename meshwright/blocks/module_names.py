@@ -1,4 +1,4 @@
-"""Which module contains which, judged by their qualified names."""
+"""Tells from qualified names (`encoder.layers.0.attention`) which module contains which."""
 
 
 def is_inside(name: str, module: str) -> bool:

@@ -1,5 +1,6 @@
-"""Activation recomputation: which blocks of a model recompute their activations in the backward pass instead of keeping
-them, and how a model is changed to do so. Tracing and training both use this file, so what is predicted is what runs.
+"""Activation recomputation: finds the blocks of a model that recompute their activations in the backward pass instead
+of keeping them, and replaces their forward functions. Tracing (for predictions) and training both use this file,
+therefore a prediction is about the blocks that really are recomputed.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,14 +17,15 @@ from meshwright.blocks.operator_kinds import operator_kind
 from meshwright.errors import InputError
 
 Recompute = Literal["none", "selective", "full"]
-# For a block, the contexts in which its first forward pass and its recomputation run.
+# Takes a block. Returns the context in which its first forward pass runs, and the one in which its recomputation runs.
 PassContexts = Callable[[nn.Module], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
-_SAVED_BY_SELECTIVE = ("matmul", "convolution", "attention")  # they take longest to recompute
+_SAVED_BY_SELECTIVE = ("matmul", "convolution", "attention")  # the kinds that take longest to recompute
 
 
 def find_blocks(model: nn.Module) -> tuple[str, ...]:
     """The names of the blocks that are recomputed one by one: the outermost members of `ModuleList`s and `Sequential`s
-    that have children and parameters. In a model without any, the model's own children that have both."""
+    that have children and parameters. In a model without such members, the blocks are the model's direct children that
+    have children and parameters. Empty if there are none of these either."""
     blocks: list[str] = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential) and not any(is_inside(name, block) for block in blocks):
@@ -44,9 +46,12 @@ def recompute_blocks(
     preserve_rng_state: bool = True,
     pass_contexts: PassContexts | None = None,
 ) -> None:
-    """Replaces the forward function of every block by one that recomputes its activations in the backward pass.
+    """Replaces, in place, the forward function of every block (`find_blocks`) by one that recomputes the block's
+    activations in the backward pass. With gradients disabled nothing is recomputed.
 
-    With `preserve_rng_state`, the recomputation draws the same dropout masks as the first pass.
+    `kind` "full" recomputes every operator of a block, "selective" all but matrix products, convolutions and attention,
+    and "none" changes nothing. With `preserve_rng_state`, the recomputation draws the same dropout masks as the first
+    pass. `pass_contexts` gives the contexts in which a block's first forward pass and its recomputation run.
     """
     if kind == "none":
         return
@@ -100,7 +105,8 @@ def _nested(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
 
 @contextmanager
 def _frozen_batchnorm_statistics(block: nn.Module) -> Iterator[None]:
-    """Keeps BatchNorm's running statistics from counting the batch again: the first pass has counted it already."""
+    """Keeps the BatchNorm layers of a block from updating their running statistics. The recomputation runs in this
+    context, because the first forward pass has already counted the batch."""
     norms = [m for m in block.modules() if isinstance(m, _BatchNorm) and m.training and m.track_running_stats]
     settings = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:

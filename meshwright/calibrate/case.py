@@ -17,11 +17,12 @@ MEMORY_BOUND_DTYPES: tuple[Dtype, ...] = ("fp32", "bf16")
 
 @dataclass(frozen=True)
 class OperatorCase:
-    """`build` creates the inputs and returns a function that runs the forward pass. Where `backward_elements` is above
-    zero, the backward pass is timed too.
+    """One operator and shape to time. `build` creates the inputs and returns a function that runs the forward pass. If
+    `backward_elements` is above zero, the backward pass is timed too.
 
-    `elements` counts the floating-point numbers of the tensors that a profile counts (`bytes_of` in profile/), and
-    `integer_bytes` the bytes of the integer ones, so that measured and profiled operators agree on their bytes.
+    `elements` and `backward_elements` are the numbers of floating-point values that the passes read and write,
+    `integer_bytes` the bytes of the integer tensors among their inputs and outputs. They count the same tensors as a
+    profile does (`bytes_of` in profile/), so that measured and profiled operators agree on their bytes.
     """
 
     operator: MeasuredOperator
@@ -60,7 +61,8 @@ def images_case(
     backward_elements: float,
     integer_bytes: float = 0.0,
 ) -> OperatorCase:
-    """Returns a case on images of shape (n, c, h, w). Elements and bytes are given per element of the images."""
+    """Returns a case on images of shape (n, c, h, w). `elements`, `backward_elements` and `integer_bytes` are given per
+    element of the images."""
     size = prod(shape)
     return OperatorCase(
         operator,

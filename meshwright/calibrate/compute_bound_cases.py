@@ -32,7 +32,8 @@ def _matmuls(large: bool) -> Iterator[OperatorCase]:
     for sides in grids:
         for shape in product(sides, repeat=3):
             yield _matmul(shape, _linear)
-    # A side whose rows are no multiple of 16 bytes is slow. Which operand or result has it makes a class of its own.
+    # A product is slow if the rows of an operand or of the result are no multiple of 16 bytes. How slow depends on
+    # which of the three matrices has such rows, so each of the three is timed.
     classes = [(96, 384, 13)]
     if large:
         classes = [(192, 96, 13), (192, 768, 13), (1536, 768, 107)]
@@ -142,7 +143,8 @@ def _convolutions(large: bool) -> Iterator[OperatorCase]:
 
 
 def _is_first(shape: _Shape) -> bool:
-    """Whether this is a first layer, recognized by its few input channels: its input is data and needs no gradient."""
+    """Whether this is the first layer of a model, recognized by its few input channels. The input of a first layer is
+    data and needs no gradient."""
     return shape[1] <= 3
 
 

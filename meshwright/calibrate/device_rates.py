@@ -19,12 +19,12 @@ _LAYERS = 32
 # How large and how long the measured products are. These and the other limits of this package bound the time of a
 # measurement; no prediction contains them.
 LARGEST_SIDE = {"cpu": 1024, "cuda": 8192}
-LONG_ENOUGH_S = {"cpu": 0.02, "cuda": 0.002}  # the time of starting a product no longer matters
+LONG_ENOUGH_S = {"cpu": 0.02, "cuda": 0.002}  # compared with this, the time of launching a product does not matter
 
 
 def matrix_rates(device: torch.device) -> dict[Dtype, float]:
-    """Returns the operations per second of a large square matrix product, for every dtype that this device has one
-    for."""
+    """Returns the operations per second of a large square matrix product, by dtype. Dtypes in which the device cannot
+    multiply matrices are left out."""
     rates: dict[Dtype, float] = {}
     for dtype in DTYPES:
         try:
@@ -37,8 +37,8 @@ def matrix_rates(device: torch.device) -> dict[Dtype, float]:
 
 
 def _matrix_rate(dtype: Dtype, device: torch.device) -> float | None:
-    """Returns the best rate over growing sizes, up to one that takes `LONG_ENOUGH_S`; None where the GPU has no
-    instructions for this dtype."""
+    """Returns the best rate over growing sizes, up to the first size that takes `LONG_ENOUGH_S`; None if the device has
+    no instructions for this dtype."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     # The compute capabilities whose tensor cores have the dtype: PTX ISA, `mma` instructions.
     required: dict[Dtype, tuple[int, int]] = {"tf32": (8, 0), "fp8": (8, 9), "int8": (7, 5), "bf16": (8, 0)}
@@ -97,8 +97,9 @@ def launch_latency(device: torch.device) -> float:
 
 
 def context_bytes(device: torch.device, used_before: int) -> int:
-    """Returns the bytes that this process takes before any tensor: of the GPU's memory, or of the machine's. On a GPU
-    `used_before` bytes were in use before this process started."""
+    """Returns the bytes that this process takes before it creates any tensor: of the GPU's memory if the device is a
+    GPU, else of the machine's memory. `used_before` are the bytes of the GPU's memory that were in use before this
+    process started."""
     if device.type == "cuda":
         torch.zeros(1, device=device)
         free, total = torch.cuda.mem_get_info(device)

@@ -21,8 +21,11 @@ SHARED_MEMORY_BYTES = 2**30  # loader workers and ranks pass tensors to each oth
 
 @dataclass(frozen=True)
 class SystemState:
-    """The facts about this machine that problems are derived from. They are a value of their own so that every problem
-    can be tested on a machine that does not have it."""
+    """The facts about a machine from which `problems` derives its problems. Tests construct the state of a machine that
+    has a problem, because the machine that runs the tests may not have it.
+
+    `torch_cuda` is the CUDA version that torch was built for, None if it was built without CUDA. `load` is the average
+    number of processes that want to run. `shared_memory_bytes` is the free space of /dev/shm, None if there is none."""
 
     compiler: bool
     nvidia_smi: bool
@@ -35,15 +38,16 @@ class SystemState:
 
 
 def diagnose(measuring: Callable[[Cluster], Cluster] = measure_machine) -> dict[str, Any]:
-    """Returns `devices`, `links` and `problems` of this machine, which is measured unless it was before."""
+    """Returns a report about this machine with the keys `devices`, `links` and `problems`. The machine is measured if
+    the cache has no earlier measurement."""
     return _report(find_cluster("local", measuring))
 
 
 def calibrate_and_diagnose(
     output: Path | None, measuring: Callable[[Cluster], Cluster] = calibrate_machine
 ) -> dict[str, Any]:
-    """Measures this machine again, with every class of operators, and writes the device to `output` or to the cache.
-    Returns the report of `diagnose` with the `file` that was written."""
+    """Measures this machine again, with every class of operators, and writes the device to the file `output`, or to the
+    cache if that is None. Returns the report of `diagnose` with the path of the written file as `file`."""
     detected = detect()
     cluster = measuring(detected)
     (node,) = cluster.nodes

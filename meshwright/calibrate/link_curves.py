@@ -1,4 +1,4 @@
-"""Times collectives between the ranks that call this together, over tensor sizes and numbers of ranks."""
+"""Times collectives between the ranks of the default process group, for several tensor sizes and numbers of ranks."""
 
 from collections.abc import Callable
 from statistics import median
@@ -16,13 +16,13 @@ Curves = dict[Collective, dict[int, list[tuple[int, float]]]]
 
 
 def measure_curves(collectives: list[Collective], device: torch.device) -> Curves:
-    """Returns points (bytes, seconds) by collective and number of ranks. Every rank calls this; only the result on
-    rank 0 is complete."""
+    """Returns a list of points (bytes, seconds) for each collective and number of ranks. Every rank calls this; only
+    the result on rank 0 is complete, because the groups of fewer ranks leave the last ranks out."""
     world_size = dist.get_world_size()
     group_sizes = [ranks for ranks in (2, 4, 8, 16) if ranks < world_size] + [world_size]
     curves: Curves = {collective: {} for collective in collectives}
     for ranks in group_sizes:
-        group = dist.new_group(list(range(ranks)))  # every rank must call this, also those outside of the group
+        group = dist.new_group(list(range(ranks)))  # every rank must call new_group, also those outside of the group
         if dist.get_rank() < ranks:
             for collective in collectives:
                 curves[collective][ranks] = [

@@ -108,7 +108,7 @@ def _negative_log_likelihood(shape: tuple[int, int], dtype: torch.dtype, device:
 
 
 def _sum(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> TimedCall:
-    """Sums over the rows, as the gradient of a bias does."""
+    """Returns a function that sums over the rows, as the gradient of a bias does."""
     values = random_leaf(shape, dtype, device).detach()
     return lambda: values.sum(0)
 
@@ -149,7 +149,7 @@ def _widen(elements: int, dtype: torch.dtype, device: torch.device) -> TimedCall
 
 
 def _transposing_copy(elements: int, dtype: torch.dtype, device: torch.device) -> TimedCall:
-    """Copies a tensor with heads and tokens exchanged, as attention needs it."""
+    """Returns a function that copies a tensor with heads and tokens exchanged, as attention needs it."""
     x = random_leaf((elements // 768, 12, 64), dtype, device).detach().transpose(0, 1)
     return lambda: x.contiguous()
 

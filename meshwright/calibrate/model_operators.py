@@ -1,5 +1,6 @@
-"""Measures the operators of one model, in the model's shapes, on the machine that will train it. A general calibration
-has measured other shapes and interpolates between them; with these rows added, a look-up finds the exact shape.
+"""Measures the operators of one model, in the model's shapes, on the machine that will train it. The general
+calibration of a device has measured other shapes, between which predictions interpolate. Once the measurements of this
+module are added to it (one `OperatorTime` each, called a row), a look-up finds the exact shape.
 
     machine     only a cluster that is this machine, measured as `local`, gets new rows           is_this_machine
     operators   the distinct operators that one rank runs under a plan, those with the longest
@@ -10,9 +11,9 @@ has measured other shapes and interpolates between them; with these rows added, 
     passes      all ranks begin a pass together, and it lasts until the slowest rank has ended    _time_on_cores
     rows        the median over the passes as `OperatorTime` of one core: seconds × threads       _row
 
-An operator that is timed alone in a loop finds its memory allocated and its inputs in the cache. In a training step it
-does not, and allocating memory takes time as well. On two cores of a server, convolutions timed in a loop appeared up
-to twice as slow or twice as fast as they are in a step.
+An operator that is timed alone in a loop finds its memory allocated and its inputs in the cache. In a training step,
+inputs may have left the cache, and memory has to be allocated, which takes time. On two cores of a server, convolutions
+timed in a loop appeared up to twice as slow or twice as fast as they are in a step.
 """
 
 import threading
@@ -64,7 +65,8 @@ class _CallToTime:
 
 @dataclass(frozen=True)
 class _Rank:
-    """One of the `ranks` that this machine runs at the same time. A CPU rank has `cores` devices of one core each."""
+    """How the plan runs one rank on this machine, which runs `ranks` of them at the same time. A CPU rank has `cores`
+    devices of one core each. With `tf32`, fp32 products round their inputs to tf32."""
 
     device: Device
     cores: int
@@ -85,15 +87,15 @@ class _Rank:
 def measure_model_operators(
     cluster: Cluster, profile: ModelProfile, plan: Plan, global_batch: int, budget_s: float = BUDGET_S
 ) -> Cluster:
-    """Returns the cluster with measured rows of the operators that one rank runs under this plan, or the same cluster
-    where it is not this machine. It takes about `budget_s` seconds. The random number generator and the number of
-    threads are as before afterwards."""
+    """Returns the cluster with measured times of the operators that one rank runs under this plan, or the same cluster
+    if it is not this machine. This takes about `budget_s` seconds. The states of the random number generators and the
+    number of threads are restored afterwards."""
     if not is_this_machine(cluster):
         return cluster
     (node,) = cluster.nodes
     batch = max(1, round(global_batch / plan.shares))
     executed = executed_profile(with_standalone_splits(profile, plan))
-    # With the branches of all ranks, because their operators are measured too.
+    # The profile contains the branches of all ranks, because the operators of every branch are measured.
     rank_profile = split_profile(without_branch_splits(executed, plan), plan_outside_branches(executed, plan))
     rank = _rank(node, plan)
     calls = _slowest_operators(rank_profile, batch, rank, budget_s)
@@ -112,8 +114,9 @@ def measure_model_operators(
 
 
 def is_this_machine(cluster: Cluster) -> bool:
-    """Whether the cluster is this machine and has measured operators that new rows can be added to. Its name, its
-    processor or GPU and its number of cores have to agree with what is detected here."""
+    """Whether the cluster is this machine and has measured operators to which new measurements can be added. The
+    cluster's name must be that of a local cluster, and its processor or GPU and its number of cores must agree with
+    those detected on this machine."""
     node = cluster.nodes[0]
     is_local = cluster.name == "local" or cluster.name.lower().endswith("cpu")
     if not is_local or cluster.based_on in ("detected", "datasheet") or len(cluster.nodes) > 1 or node.number > 1:
@@ -137,7 +140,8 @@ def _rank(node: Node, plan: Plan) -> _Rank:
 
 
 def _slowest_operators(profile: ModelProfile, batch: int, rank: _Rank, budget_s: float) -> list[_CallToTime]:
-    """Returns the operators that are worth timing, in the order of the step."""
+    """Returns the operators to time, in the order of the step: those with the longest predicted total time, as many as
+    the time budget and the memory of a rank allow."""
     builder = CallBuilder(batch, fuses_bias=rank.device.kind == "cpu")
     # By look-up key: the call, the predicted seconds of one call, and those of all equal calls in a step.
     candidates: dict[tuple[object, ...], tuple[_CallToTime, float, float]] = {}
@@ -179,9 +183,9 @@ def _time_on_gpu(calls: Sequence[_CallToTime], rank: _Rank) -> list[float]:
 
 
 def _time_on_cores(calls: Sequence[_CallToTime], rank: _Rank, budget_s: float) -> list[float]:
-    """Returns the seconds of each call: the median over several passes, after a first one that warms up. All ranks of
-    this machine begin a pass together, and its length is that of the slowest rank, because a training step waits for
-    all of them."""
+    """Returns the seconds of each call: the median over several passes, after a first pass that warms up. All ranks of
+    this machine begin a pass together. The times of a pass are scaled to the length of the slowest rank's pass, because
+    a training step waits for all ranks."""
     threads_before, end = torch.get_num_threads(), time.perf_counter() + budget_s
     barrier, finished = threading.Barrier(rank.ranks), threading.Event()
     neighbours = [_NeighbourRank(calls, rank, barrier, finished) for _ in range(rank.ranks - 1)]
@@ -215,8 +219,8 @@ def _time_on_cores(calls: Sequence[_CallToTime], rank: _Rank, budget_s: float) -
 
 
 class _NeighbourRank(threading.Thread):
-    """Another rank of this machine, which runs the same calls on its cores at the same time. `pass_seconds` are the
-    seconds of its passes."""
+    """A thread that acts as another rank of this machine: it runs the same calls at the same time, with as many CPU
+    threads as a rank has. `pass_seconds` are the seconds of each of its passes."""
 
     def __init__(
         self, calls: Sequence[_CallToTime], rank: _Rank, barrier: threading.Barrier, finished: threading.Event
@@ -242,7 +246,8 @@ class _NeighbourRank(threading.Thread):
 
 
 def _run_pass(calls: Sequence[_CallToTime], pool: TensorPool) -> list[float]:
-    """Returns the seconds of each call, including the time to release its inputs."""
+    """Runs the calls once in their order. Returns the seconds of each call, including the time to free tensors that are
+    no longer needed after it."""
     activations = pool.saved_activations
     backward_calls = sum(timed.backward for timed in calls)
     seconds, forward_calls, backward_done = [], len(calls) - backward_calls, 0
@@ -277,7 +282,8 @@ def _dtype(operator: Operator, rank: _Rank) -> Dtype:
 
 
 def _rows(calls: Sequence[_CallToTime], seconds: Sequence[float], batch: int, rank: _Rank) -> Iterator[OperatorTime]:
-    """Yields one row for all calls with the same look-up key, with the mean of their times on one core."""
+    """Yields one `OperatorTime` for all calls with the same look-up key. Its seconds are the mean over these calls,
+    multiplied by the number of cores, because a device of a CPU rank is one core."""
     rows: dict[object, tuple[OperatorTime, list[float]]] = {}
     for timed, call_s in zip(calls, seconds, strict=True):
         row = _row(timed, call_s, batch, rank)
@@ -291,8 +297,8 @@ def _row(timed: _CallToTime, seconds: float, batch: int, rank: _Rank) -> Operato
     lookup, name = timed.lookup, timed.lookup.name
     sizes = [max(1, round(size.at(batch))) for size in timed.operator.shape]
     if name.startswith("matmul"):
-        # Products with a side that is no multiple of eight are classes of their own ("matmul n"). Other sides are
-        # rounded up, so that the row falls into the class under which the operator is looked up.
+        # Products with an unaligned side are classes of their own, named after that side ("matmul n"). All other sides
+        # are rounded up to a multiple of eight, so that `classify_measurement` finds the class of `timed.lookup`.
         sizes = [
             size if name.endswith(side) else -(-size // 8) * 8 for side, size in zip("mnk", sizes[1:], strict=True)
         ]
@@ -319,11 +325,12 @@ def _row(timed: _CallToTime, seconds: float, batch: int, rank: _Rank) -> Operato
 
 
 def _merged(calibrated: tuple[OperatorTime, ...], new: tuple[OperatorTime, ...]) -> tuple[OperatorTime, ...]:
-    """Returns the calibrated rows followed by the new ones.
+    """Returns the calibrated rows followed by the new rows.
 
-    A look-up interpolates within one class (operator, direction, dtype, layout). A class that the calibration lacks,
-    such as the backward direction, first gets copies of the most similar calibrated rows: otherwise the model's few
-    shapes would price all other shapes of that class. New rows without any similar calibrated row are left out."""
+    A look-up interpolates within one class (operator, direction, dtype, layout). If the calibration lacks the class of
+    a new row, for example its backward direction, copies of the most similar calibrated rows are added to the class
+    first, because otherwise the model's few shapes would price all other shapes of that class. A new row is left out if
+    no calibrated row is similar."""
     rows = list(calibrated)
     for row in new:
         key = _row_class(row)

@@ -2,8 +2,8 @@
 
 A profile records what decides an operator's speed, not its arguments. `CallBuilder` reconstructs the arguments: the
 padding of a convolution follows from its FLOPs, the image shape of a pooling from the convolution before it. Operators
-whose arguments cannot be reconstructed are not built. `TensorPool` supplies the input tensors. Where sizes agree it
-passes the result of the previous call on, so that caches are as warm as in a training step.
+whose arguments cannot be reconstructed get no call. `TensorPool` supplies the input tensors. If the result of an
+earlier call has the right size, it becomes the input, so that caches are as warm as in a training step.
 """
 
 from collections.abc import Callable
@@ -31,8 +31,9 @@ _BINARY = ("add", "add_", "mul", "mul_", "sub", "div", "gelu_backward", "silu_ba
 class TensorPool:
     """The input tensors of one rank's operator calls.
 
-    `generated` are random tensors. `latest_results` holds the most recent result by number of elements and dtype.
-    `saved_activations` are forward results that the backward pass has not read yet.
+    `generated` has random and other tensors that are created once and kept. `latest_results` has the most recent result
+    for each number of elements and dtype. `saved_activations` are forward results that the backward pass has not read
+    yet.
     """
 
     device: torch.device
@@ -47,7 +48,8 @@ class TensorPool:
         return self.random(shape, dtype) if tensor is None else tensor
 
     def saved(self, shape: _Shape, dtype: torch.dtype, owner: object) -> Tensor:
-        """Returns the latest saved activation with this number of elements, or else a random tensor of the `owner`."""
+        """Returns the latest saved activation with this number of elements, viewed in this shape, or else a random
+        tensor that belongs to `owner` (see `random`)."""
         size = prod(shape)
         activation = next((t for t in reversed(self.saved_activations) if t.numel() == size and t.dtype == dtype), None)
         tensor = _view_as(activation, shape)
@@ -64,8 +66,9 @@ class TensorPool:
         return tensor, self.saved(tuple(tensor.shape), dtype, "saved")
 
     def random(self, shape: _Shape, dtype: torch.dtype, owner: object = "") -> Tensor:
-        """Returns the random tensor of this owner, shape and dtype, and creates it on first use. Tensors of an `owner`
-        serve as weights: they are scaled down so that sums of products do not grow from layer to layer."""
+        """Returns the random tensor for this `owner`, shape and dtype, which is created on first use. Each operator
+        call passes its own `owner` for its weights. They are scaled down so that sums of products do not grow from
+        layer to layer. Without an owner, all calls share the tensor."""
         key = (owner, shape, dtype)
         if key not in self.generated:
             scale = max(1, prod(shape[1:])) ** -0.5 if owner else 1.0
@@ -83,20 +86,21 @@ class TensorPool:
         self.saved_activations.clear()
 
     def reallocate_generated(self) -> None:
-        """Clears the pool and allocates the generated tensors anew, below all memory that a pass allocates. In training
-        weights lie there too, because they are older than any activation. Only then can the allocator return a step's
-        memory to the system at its end, and has to request it again in the next step."""
+        """Clears the pool and allocates the generated tensors anew, so that they lie at lower addresses than all memory
+        that a pass allocates. In training, weights lie there too, because they are older than any activation. With this
+        order the allocator returns a step's memory to the system at the end of the step and has to request it again in
+        the next one, which is part of the time to be measured."""
         self.clear()
         self.generated = {key: _copy_of(tensor) for key, tensor in self.generated.items()}
 
 
 def _copy_of(tensor: Tensor) -> Tensor:
-    """Returns a copy, or the tensor itself where it is part of a recorded autograd graph."""
+    """Returns a copy, or the tensor itself if it is part of a recorded autograd graph."""
     return tensor if tensor.requires_grad else tensor.clone()
 
 
 def _view_as(tensor: Tensor | None, shape: _Shape) -> Tensor | None:
-    """Returns the tensor in this shape; None for no tensor and for one that cannot be viewed so without a copy."""
+    """Returns the tensor viewed in this shape; None if there is no tensor, or if it would have to be copied."""
     if tensor is None or tensor.shape == shape:
         return tensor
     return tensor.view(shape) if tensor.is_contiguous() else None
@@ -104,8 +108,8 @@ def _view_as(tensor: Tensor | None, shape: _Shape) -> Tensor | None:
 
 @dataclass
 class CallBuilder:
-    """Builds the calls of a step's operators in their order. `image_shapes` are the shapes of the images that earlier
-    operators read or wrote, by number of elements."""
+    """Builds a call for each operator of a step; `build` must be called in the order of the step. `image_shapes` has
+    the shapes of the images that earlier operators read or wrote, by number of elements."""
 
     batch: int
     fuses_bias: bool  # whether a convolution kernel adds its bias itself
@@ -203,8 +207,8 @@ class CallBuilder:
 
 
 def _padding_and_sides(h: int, w: int, kernel: int, stride: int, pixels: float) -> tuple[int, int, int] | None:
-    """Returns the padding with which the result has this number of pixels, and the result's height and width; None
-    where no padding smaller than the kernel does."""
+    """Returns the padding with which the result has this number of pixels, and the result's height and width; None if
+    no padding smaller than the kernel gives this number."""
     for padding in range(kernel):
         height, width = ((side + 2 * padding - kernel) // stride + 1 for side in (h, w))
         if abs(height * width - pixels) < 0.5:
@@ -231,8 +235,8 @@ def _pooling_backward(image: _Shape, out: _Shape, window: tuple[list[int], ...],
 
 
 def _product(operator: Operator, shape: _Shape, dtype: torch.dtype) -> OperatorCall:
-    """Returns the matrix product in the memory order of its role: a forward pass multiplies with the transposed weight,
-    and the gradient of a weight sums over the samples."""
+    """Returns the call of a matrix product, whose operands are transposed as its role needs it: a forward product
+    multiplies with the transposed weight, and the gradient of a weight sums over the samples."""
     batch, m, n, k = shape
     owner = object()
     if batch > 1:
@@ -275,8 +279,8 @@ def _attention(shape: _Shape, dtype: torch.dtype, backward: bool) -> OperatorCal
 
 
 def _memory_bound(operator: Operator, shape: _Shape, moved: int, dtype: torch.dtype) -> OperatorCall | None:
-    """Returns the call of an operator that is bound by the bytes it moves (a sum, a cast or an elementwise operator);
-    None for one that is none of these."""
+    """Returns the call of a sum, a cast or an elementwise operator, whose time depends on the `moved` bytes only; None
+    for any other operator."""
     if not shape or not shape[0]:
         return None
     (size, *_), item, name = shape, dtype.itemsize, operator.name

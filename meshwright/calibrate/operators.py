@@ -24,15 +24,16 @@ BUDGET_S = {"cpu": 0.01, "cuda": 0.01}
 # More than stays in a cache: a few MiB for a CPU core; the L2 of an H100 has 50 MB (NVIDIA H100 whitepaper v1.04).
 CACHE_BYTES = {"cpu": 2**23, "cuda": 2**27}
 MOST_INPUT_SETS = 8
-JOINT_BACKWARDS = 16  # results of one backward pass, for cases with fewer than SMALL_ELEMENTS
+JOINT_BACKWARDS = 16  # results that share one backward pass, in cases with fewer than SMALL_ELEMENTS elements
 SMALL_ELEMENTS = {"cpu": 2**13, "cuda": 2**20}
 
 
 def measure_operators(device: torch.device, rates: dict[Dtype, float]) -> list[dict[str, Any]]:
     """Returns the fields of one `OperatorTime` for each case, direction and dtype that was timed."""
     rows: list[dict[str, Any]] = []
-    # A dtype that a core only emulates is useless for training, and takes longer to measure than all others. With
-    # instructions for it, a core is not slower in a 16-bit dtype than in fp32; a quarter of that rate is far below.
+    # A dtype that a core only emulates is useless for training, and takes longer to measure than all other dtypes. A
+    # core with instructions for a 16-bit dtype is not slower in it than in fp32, so a dtype with less than a quarter of
+    # the fp32 rate is emulated.
     emulated = {dtype for dtype, rate in rates.items() if device.type == "cpu" and rate < rates["fp32"] / 4}
     for case in operator_cases(device.type):
         for dtype in case.dtypes:
@@ -43,7 +44,7 @@ def measure_operators(device: torch.device, rates: dict[Dtype, float]) -> list[d
 
 
 def operator_cases(kind: str) -> Iterator[OperatorCase]:
-    """Yields every operator and shape, for a CPU core or a GPU."""
+    """Yields every operator and shape to time on a device of this `kind` (`cpu` or `cuda`)."""
     yield from compute_bound_cases(kind == "cuda")
     yield from memory_bound_cases(kind == "cuda")
 
@@ -70,8 +71,9 @@ def _measure(case: OperatorCase, dtype: Dtype, device: torch.device) -> Iterator
 def _backward_calls(
     case: OperatorCase, forwards: list[TimedCall], torch_dtype: torch.dtype, device: torch.device
 ) -> tuple[list[TimedCall], int]:
-    """Returns backward passes that can be run repeatedly, and the number of results that each of them starts from.
-    Starting autograd takes longer than a small operator, so small cases share one backward pass, as in a model."""
+    """Returns functions that run a backward pass and can be called repeatedly, and the number of forward results that
+    each of them starts from. Starting autograd takes longer than a small operator, so several runs of a small case
+    share one backward pass, as the operators of a model do."""
     if case.elements < SMALL_ELEMENTS[device.type]:
         more = [case.build(torch_dtype, device) for _ in range(JOINT_BACKWARDS - len(forwards))]
         return [_gradients([run() for run in (*forwards, *more)])], max(JOINT_BACKWARDS, len(forwards))

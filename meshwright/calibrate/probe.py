@@ -31,8 +31,9 @@ TIME_LIMIT_S = 600.0
 
 @dataclass(frozen=True)
 class _ProbeRequest:
-    """What a rank has to measure. `count` and `cores` are those of the node, `used_bytes` is the GPU memory that was in
-    use before, and `folder` is where ranks leave their store, logs and results."""
+    """The arguments of one process (`rank`) of the probe. `count` and `cores` are the devices and CPU cores of the
+    node. With `thorough` every collective and operator is measured. `used_bytes` is the GPU memory that was in use
+    before the probe started. `folder` is where the processes write their store, logs and results."""
 
     kind: str
     world_size: int
@@ -49,14 +50,14 @@ class _ProbeRequest:
 
 
 def measure_machine(detected: Cluster) -> Cluster:
-    """Returns the detected machine with measured constants, and on CPUs measured operators. It takes about ten
-    seconds."""
+    """Returns the detected machine with measured constants and, if its devices are CPU cores, measured operators. This
+    takes about ten seconds."""
     return _measure(detected, thorough=False)
 
 
 def calibrate_machine(detected: Cluster) -> Cluster:
-    """Returns the detected machine like `measure_machine`, with every collective and every class of operators measured
-    over shapes and dtypes. It takes a minute or two."""
+    """Returns the detected machine with measured constants, and with every collective and every class of operators
+    measured for many shapes and dtypes. This takes a minute or two."""
     return _measure(detected, thorough=True)
 
 
@@ -84,7 +85,8 @@ def _source() -> str:
 
 
 def _device(node: Node, measurements: dict[str, Any]) -> Device:
-    """Returns the node's device with the measured values. Facts that the catalog has already are not replaced."""
+    """Returns the node's device with the measured rates, bandwidth, memory, latency and operators. Instructions,
+    multiprocessors and clock are replaced only if they were unknown."""
     measured_fields = ["memory_bytes", "bandwidth_bytes_per_s", "rates", "launch_s", "context_bytes"]
     values = {name: measurements[name] for name in measured_fields if measurements.get(name)}
     sources = {**node.device.sources, **dict.fromkeys(values, _source())}
@@ -99,8 +101,8 @@ def _device(node: Node, measurements: dict[str, Any]) -> Device:
 
 
 def _link(detected: Link, curves: dict[Collective, dict[str, list[tuple[int, float]]]]) -> Link:
-    """Returns the link with measured curves, or the detected one where there are none. Bandwidth and latency are those
-    of an all-reduce between two ranks, which is two rounds of half the tensor."""
+    """Returns the link with the measured curves, or the detected link if nothing was measured. Bandwidth and latency
+    are derived from an all-reduce between two ranks, in which each rank sends half of the tensor twice."""
     if not curves:
         return detected
     source = _source()
@@ -123,8 +125,8 @@ def _link(detected: Link, curves: dict[Collective, dict[str, list[tuple[int, flo
 
 
 def _run_ranks(request: _ProbeRequest) -> None:
-    """Starts the ranks and waits for them. When one fails, the others are killed and the last line of its log becomes
-    the error message."""
+    """Starts the ranks and waits for them. When a rank fails, the other ranks are killed, and the last line of the
+    failed rank's log becomes the error message."""
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
     # On the loopback interface no other machine can join. Libraries with thread pools start with one thread, as in a
     # rank that has one core.
@@ -154,7 +156,7 @@ def _run_ranks(request: _ProbeRequest) -> None:
 
 
 def _run_probe(request: _ProbeRequest) -> None:
-    """Runs one rank of the probe; rank 0 writes the results."""
+    """Runs one rank of the probe. Rank 0 writes the results to `results_file`."""
     rank, world_size = request.rank, request.world_size
     device = torch.device("cuda", rank) if request.kind == "cuda" else torch.device("cpu")
     if device.type == "cuda":
@@ -206,7 +208,7 @@ def _measure_device(device: torch.device, request: _ProbeRequest) -> dict[str, A
         "launch_s": launch_s,
         "context_bytes": process_bytes,
         "operators": operators,
-        # Tensor cores are several times faster than fp32 arithmetic; half as fast again is far above measuring errors.
+        # Tensor cores are several times faster than fp32 arithmetic; a factor of 1.5 is far above measuring errors.
         "instructions": [f"tensor-{dtype}" for dtype, rate in rates.items() if rate > 1.5 * rates["fp32"]],
     }
 

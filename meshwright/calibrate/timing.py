@@ -10,7 +10,7 @@ import torch
 from meshwright.calibrate.torch_private import keep_gpu_busy
 
 ROUNDS = 5
-_CYCLES_PER_S = 2e9  # an upper limit for the clock of a GPU, whose waiting time is given in cycles
+_CYCLES_PER_S = 2e9  # an upper limit for the clock of a GPU; `keep_gpu_busy` takes its waiting time in cycles
 _LONGEST_WAIT_S = 0.012
 _MOST_ENQUEUED_RUNS = 8  # in each round
 
@@ -27,9 +27,9 @@ def seconds(run: Callable[[], object], device: torch.device, budget_s: float = 0
 
 
 def device_seconds(variants: Sequence[Callable[[], object]], device: torch.device, budget_s: float = 0.1) -> float:
-    """Returns the seconds that the device itself is busy with one run. The variants do the same work on different
-    inputs and run in turn. A GPU first waits until several runs are enqueued, so that the host's launch overhead is not
-    part of the result."""
+    """Returns the seconds that the device itself is busy with one run. `variants` are functions that do the same work
+    on different inputs; they run in turn. A GPU first waits until several runs are enqueued, therefore the host's
+    launch overhead is not part of the result."""
     in_turn = cycle(variants)
     elapsed(next(in_turn), device, 1)  # includes one-time initialization
     run_s = elapsed(next(in_turn), device, 1)
@@ -45,7 +45,9 @@ def device_seconds(variants: Sequence[Callable[[], object]], device: torch.devic
 
 
 def _enqueued_seconds(run: Callable[[], object], device: torch.device, rounds: int, runs: int, run_s: float) -> float:
-    """Returns the GPU seconds of one run, where all rounds are enqueued behind a wait about as long as they take."""
+    """Returns the GPU seconds of one run: the median over `rounds` of `runs` runs each. All rounds are enqueued behind
+    a kernel that waits about as long as they take (at most `_LONGEST_WAIT_S`), so that the GPU need not wait for the
+    host. `run_s` is an estimate of one run's seconds."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
     _wait(device)
     keep_gpu_busy(int(min(_LONGEST_WAIT_S, rounds * runs * run_s + 1e-3) * _CYCLES_PER_S))
@@ -60,7 +62,7 @@ def _enqueued_seconds(run: Callable[[], object], device: torch.device, rounds: i
 
 
 def elapsed(run: Callable[[], object], device: torch.device, runs: int) -> float:
-    """Returns the seconds of this number of consecutive runs, until the work of the last one is done."""
+    """Returns the total seconds of this number of consecutive runs, until the device has finished the last run."""
     _wait(device)
     start = time.perf_counter()
     for _ in range(runs):

@@ -1,8 +1,8 @@
 """Writes and reads divided tensors as chunks of the whole tensor, so that a checkpoint does not depend on the plan.
 
-`ChunkedTensor` implements DCP's protocol for objects that describe their own chunks: each region of the whole tensor
-that a rank holds is one chunk. A chunk that several ranks hold is written by one of them: DCP removes duplicates and
-spreads the chunks over the ranks.
+`ChunkedTensor` implements the protocol of DCP (torch.distributed.checkpoint) for objects that describe their own
+chunks. Each region of the whole tensor that a rank holds is one chunk. If several ranks hold the same chunk, only one
+of them writes it: DCP removes duplicates and distributes the chunks over the ranks.
 """
 
 from typing import Any
@@ -18,7 +18,8 @@ from meshwright.parallel.weights.layout import ParameterLayout, local_tensor, re
 
 
 class ChunkedTensor:
-    """A tensor that the tensor, replicate or shard axis divides among ranks."""
+    """Describes this rank's part of a divided tensor to DCP. The tensor, replicate or shard axis divides it among
+    ranks."""
 
     def __init__(self, tensor: Tensor, layout: ParameterLayout | None) -> None:
         self.tensor = tensor
@@ -26,10 +27,11 @@ class ChunkedTensor:
         self._regions = {torch.Size(region.offsets): region for region in shard_regions(tensor, layout)}
 
     def size(self) -> torch.Size:
+        """The size of the whole tensor."""
         return self._size
 
     def view(self, offsets: torch.Size) -> Tensor:
-        """This rank's memory of the chunk that begins at `offsets` of the whole tensor."""
+        """A view of this rank's memory of the chunk that begins at `offsets` in the whole tensor."""
         return region_view(local_tensor(self.tensor.detach()), self._regions[offsets])
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -48,8 +50,8 @@ class ChunkedTensor:
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Without flattening: the keys are flat already, and DCP would turn the keys of nested small objects into
-    strings."""
+    """DCP's default planner, which can also save `ChunkedTensor` objects. It does not flatten the state dict, because
+    its keys are flat already, and DCP would turn the keys of nested small objects into strings."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -59,6 +61,8 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class LoadPlanner(DefaultLoadPlanner):
+    """DCP's default planner, which can also load into `ChunkedTensor` objects."""
+
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
@@ -67,7 +71,7 @@ class LoadPlanner(DefaultLoadPlanner):
     ) -> None:
         chunked = {key: value for key, value in state_dict.items() if isinstance(value, ChunkedTensor)}
         super().set_up_planner(state_dict, metadata, is_coordinator)
-        # DCP drops objects of types it does not know, since it would replace them by what it reads.
+        # DCP has dropped the `ChunkedTensor` objects, because it does not know their type. They are read in place.
         self.state_dict.update(chunked)
         state_dict.update(chunked)
 
@@ -76,13 +80,14 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def as_chunked(value: Any, layout: ParameterLayout | None) -> Any:
-    """A `ChunkedTensor` for a divided tensor; whole tensors and other objects as they are."""
+    """Returns a `ChunkedTensor` for a tensor that is divided among ranks, and any other value unchanged."""
     is_divided = isinstance(value, Tensor) and (layout is not None or isinstance(value, DTensor))
     return ChunkedTensor(value, layout) if is_divided else value
 
 
 def local_value(value: Any) -> Any:
-    """The inverse of `as_chunked`: the tensor with this rank's memory."""
+    """The inverse of `as_chunked`: returns the tensor with this rank's memory for a `ChunkedTensor`, and any other
+    value unchanged."""
     return value.tensor if isinstance(value, ChunkedTensor) else value
 
 

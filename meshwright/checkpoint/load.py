@@ -30,7 +30,7 @@ from meshwright.parallel.weights.layout import TiedLayout
 @dataclass(frozen=True)
 class NewestCheckpoint:
     """The newest valid checkpoint of a run, and one message for each newer one that is damaged. `path` and `manifest`
-    are None where there is no valid one."""
+    are None if there is no valid checkpoint."""
 
     path: Path | None
     manifest: Manifest | None
@@ -38,7 +38,7 @@ class NewestCheckpoint:
 
 
 def find_newest_valid(folder: Path) -> NewestCheckpoint:
-    """Verifies the checkpoints of a folder from the newest back, until one is valid."""
+    """Verifies the checkpoints in a folder, from the newest to the oldest, until one is valid, and returns that one."""
     problems: list[str] = []
     for path in sorted(folder.glob("step-*"), reverse=True):
         try:
@@ -56,9 +56,9 @@ def load(
     tied: Sequence[TiedLayout] = (),
     mesh: DeviceMesh | None = None,
 ) -> dict[str, Any]:
-    """Loads the model's weights and buffers in place, and the optimizer's state where it is not None. Returns the small
-    objects that were saved with them, by key. `layouts`, `tied` and `mesh` describe how a plan has divided the
-    model."""
+    """Loads the model's weights and buffers in place, and the optimizer's state unless `optimizer` is None. Returns the
+    small objects that the checkpoint also has, such as `schedule`, by key. `layouts`, `tied` and `mesh` describe how a
+    plan has divided the model."""
     reader = dcp.FileSystemReader(path)
     metadata = reader.read_metadata()
     reshard(module)

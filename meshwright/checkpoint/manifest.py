@@ -1,5 +1,5 @@
-"""The manifest of a checkpoint: every file with its size and checksum, to verify that none is damaged, and what the
-trainer needs to know before it loads."""
+"""The manifest of a checkpoint: the size and checksum of every file, with which damage is detected, and what the
+trainer needs to know before it loads the checkpoint."""
 
 import hashlib
 import json
@@ -23,8 +23,9 @@ class FileChecksum(BaseModel):
 
 
 class Manifest(BaseModel):
-    """`files` has every file but the manifest itself. `about` holds what the trainer needs before it loads: position,
-    schedule, metrics, plan."""
+    """The contents of a checkpoint's manifest.json. `files` has every file but the manifest itself. `about` holds what
+    the trainer needs to know before it loads, such as the position in the data, the seed, the plan and the last
+    metrics."""
 
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")  # a loss may be inf or nan
     step: int
@@ -33,6 +34,7 @@ class Manifest(BaseModel):
 
 
 def describe(path: Path) -> FileChecksum:
+    """Computes the size and checksum of a file."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256")
     return FileChecksum(bytes=path.stat().st_size, sha256=digest.hexdigest())
@@ -55,7 +57,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify(folder: Path) -> Manifest:
-    """Returns the manifest of a checkpoint after checking every file; raises an error that names the damage."""
+    """Returns the manifest of a checkpoint after checking every file. Raises a `CheckpointError` that names the
+    damage."""
     manifest = read_manifest(folder)
     for name, expected in manifest.files.items():
         path = folder / name

@@ -1,19 +1,22 @@
-"""Writes a checkpoint to a temporary folder and publishes it by a rename: it exists whole and verified, or not at all.
+"""Writes a checkpoint to a temporary folder and publishes it by a rename. A checkpoint is complete, with the checksums
+of all its files, or it does not exist.
 
 What happens when a rank dies inside a save:
 
 - While ranks write (`dcp.save`) or gather checksums, the other ranks cannot finish the collective: they fail, or the
   launcher kills them. Only `.writing-step-…` exists. It has no manifest, and nothing reads it.
-- When rank 0 dies before the rename in `_publish`, the same holds: `.writing-step-…` may be complete, but `step-…` does
-  not exist. When it dies after the rename, `step-…` is complete.
-- When a checkpoint of the same name is replaced, the old one is renamed to `.trash-step-…` just before. A rank 0 that
-  dies between the two renames leaves no checkpoint of that name.
+- When rank 0 dies before the rename in `_publish`, `.writing-step-…` may be complete and have a manifest, but nothing
+  reads it, and `step-…` does not exist. When rank 0 dies after the rename, `step-…` is complete.
+- When a checkpoint of the same name is replaced, the two names are exchanged in one atomic operation, and the old
+  checkpoint is deleted after that. On systems that cannot exchange names, the old one is renamed to `.trash-step-…`
+  first; a rank 0 that dies between these two renames leaves no checkpoint of that name.
 - The restarted run removes `.writing-*` and `.trash-*` (`clear_unfinished`) and resumes from the newest checkpoint with
   right checksums (`find_newest_valid` in load.py): the previous one, or this one if it was renamed already.
 
 `tests/checkpoint/test_save.py` kills saves and deletions, `tests/train/runs/test_faults.py` whole runs.
 """
 
+import ctypes
 import os
 import shutil
 import warnings
@@ -30,14 +33,19 @@ from meshwright.checkpoint.state import State
 WRITING = ".writing-"
 TRASH = ".trash-"
 
+# Arguments of Linux's renameat2, see its manual page.
+_WORKING_FOLDER = -100  # AT_FDCWD
+_RENAME_EXCHANGE = 2
+
 
 def save(state: State, folder: Path, step: int, about: dict[str, Any]) -> Path:
-    """Every rank writes its shards to `folder/step-…`. All ranks return the path once the checkpoint is published."""
+    """Saves a checkpoint to `folder/step-…`, as `save_at` does."""
     return save_at(state, folder / f"step-{step:08d}", step, about)
 
 
 def save_at(state: State, final: Path, step: int, about: dict[str, Any]) -> Path:
-    """As `save`, to the folder `final`."""
+    """Saves a checkpoint to the folder `final`, and returns that path once the checkpoint is published. All ranks call
+    this together, and each rank writes its shards."""
     is_alone = not dist.is_initialized()
     rank = 0 if is_alone else dist.get_rank()
     temporary = final.parent / f"{WRITING}{final.name}"
@@ -68,9 +76,9 @@ def save_at(state: State, final: Path, step: int, about: dict[str, Any]) -> Path
 
 
 def prune(folder: Path, keep: int, newest: str, also: str | None = None) -> None:
-    """Deletes old checkpoints. It keeps the last `keep` up to the one named `newest`, and the one named `also`. Newer
-    ones than `newest` are damaged: they are not counted, since a good one would be deleted in their place. One rank
-    calls this."""
+    """Deletes old checkpoints, but not the last `keep` of those up to the one named `newest`, and not the one named
+    `also`. Checkpoints after `newest` are damaged. They stay and are not counted, because otherwise a good checkpoint
+    would be deleted in their place. One rank calls this."""
     for old in sorted(path for path in folder.glob("step-*") if path.name <= newest)[:-keep]:
         if old.name != also:
             _discard(old)
@@ -93,19 +101,43 @@ def _gather(local_files: dict[str, FileChecksum]) -> list[dict[str, FileChecksum
 
 
 def _publish(temporary: Path, final: Path) -> None:
+    """Gives the complete checkpoint its name. A checkpoint of that name, a damaged one of the same step or one that a
+    user replaces, is deleted after that."""
     _sync_folder(temporary)
-    if final.exists():  # a damaged checkpoint of the same step, or a user who saves to the same path again
-        _discard(final)
-    temporary.rename(final)
+    trash = _trash(final)
+    if not final.exists():
+        temporary.rename(final)
+    elif _exchange(temporary, final):
+        temporary.rename(trash)
+    else:
+        final.rename(trash)
+        temporary.rename(final)
     _sync_folder(final.parent)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchanges the names of two folders in one atomic operation. Returns False where the system cannot."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    succeeded: bool = renameat2(_WORKING_FOLDER, bytes(first), _WORKING_FOLDER, bytes(second), _RENAME_EXCHANGE) == 0
+    return succeeded
 
 
 def _discard(path: Path) -> None:
     """Renames a checkpoint before it is deleted, so that a kill in between leaves no half checkpoint of that name."""
-    trash = path.parent / f"{TRASH}{path.name}"
-    shutil.rmtree(trash, ignore_errors=True)
+    trash = _trash(path)
     path.rename(trash)
     shutil.rmtree(trash, ignore_errors=True)
+
+
+def _trash(path: Path) -> Path:
+    """Returns the name under which a checkpoint is deleted, after removing what an interrupted deletion left there."""
+    trash = path.parent / f"{TRASH}{path.name}"
+    shutil.rmtree(trash, ignore_errors=True)
+    return trash
 
 
 def _sync_folder(path: Path) -> None:

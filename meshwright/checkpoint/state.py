@@ -1,8 +1,8 @@
-"""The contents of a checkpoint: every tensor under its parameter's name, so that it loads under any plan.
+"""The contents of a checkpoint: every tensor under its parameter's name, so that the checkpoint loads under any plan.
 
 The keys are `model/<name>`, `optimizer/<parameter name>/<entry>`, and the names of a few small objects. A parameter
-that a plan divides is written as chunks of the whole one. A parameter that several pipeline stages hold is written
-under its first name in the untouched model.
+that a plan divides is written as chunks of the whole parameter. Optimizer entries of a tied parameter that several
+pipeline stages hold are written under the parameter's first name in the user's model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,6 +26,7 @@ GROUPS = "optimizer_groups"
 
 
 def model_state(module: nn.Module, layouts: Layouts | None = None) -> State:
+    """The model's state dict with keys `model/<name>`. Tensors that the plan divides are `ChunkedTensor` objects."""
     reshard(module)
     known_layouts = layouts or {}
     return {f"model/{name}": as_chunked(value, known_layouts.get(name)) for name, value in module.state_dict().items()}
@@ -38,8 +39,9 @@ def optimizer_state(
     tied: Sequence[TiedLayout] = (),
     mesh: DeviceMesh | None = None,
 ) -> State:
-    """The optimizer's entries by parameter name, and its groups with the parameter names of all ranks. Where pipeline
-    stages or branches are on different ranks, these call it together, since each knows its own parameters only."""
+    """The optimizer's entries with keys `optimizer/<parameter name>/<entry>`, and its groups with the parameter names
+    of all ranks. If pipeline stages or branches of the model are on different ranks, these ranks must call this
+    together, because each of them knows only its own parameters."""
     reshard(module)
     names, layouts_by_name = _names(module, tied), _layouts_by_first_name(layouts or {}, tied)
     state: State = {}
@@ -62,7 +64,8 @@ def optimizer_state(
 def optimizer_template(
     module: nn.Module, metadata: Metadata, layouts: Layouts | None = None, tied: Sequence[TiedLayout] = ()
 ) -> State:
-    """Empty tensors to load the optimizer entries into that a checkpoint holds of this model's parameters."""
+    """Returns, by key, empty tensors to load optimizer entries into: one for each entry in the checkpoint that belongs
+    to a parameter of this rank. Entries that are not tensors are None."""
     first_names, layouts_by_name = _first_names(tied), _layouts_by_first_name(layouts or {}, tied)
     parameters = {first_names.get(name, name): parameter for name, parameter in module.named_parameters()}
     template: State = {}
@@ -85,7 +88,8 @@ def optimizer_template(
 def restore_optimizer(
     module: nn.Module, optimizer: torch.optim.Optimizer, state: State, tied: Sequence[TiedLayout] = ()
 ) -> None:
-    """Puts loaded entries and options into an optimizer, whose groups may divide the parameters differently."""
+    """Puts loaded entries and group options into an optimizer. Its groups may differ from the saved ones, because they
+    are matched by parameter name."""
     saved_options = {name: group for group in state[GROUPS] for name in group["names"]}
     names = _names(module, tied)
     numbers: dict[str, int] = {}
@@ -99,7 +103,7 @@ def restore_optimizer(
             )
         for name in group_names:
             numbers[name] = len(numbers)
-        # A pipeline stage may have no parameter of a group: it keeps the options that it has.
+        # A pipeline stage may hold no parameter of a group. Then the group keeps its current options.
         saved = saved_options[group_names[0]] if group_names else group
         options = {k: v for k, v in saved.items() if k not in ("names", "params")}
         groups.append({**options, "params": [numbers[name] for name in group_names]})
@@ -115,8 +119,8 @@ def restore_optimizer(
 def check_model(
     module: nn.Module, metadata: Metadata, layouts: Layouts | None = None, mesh: DeviceMesh | None = None
 ) -> None:
-    """Raises an error that names the first tensor in which the checkpoint differs from the model with all its stages
-    and branches. Where these are on different ranks, all of them call it together."""
+    """Raises a `CheckpointError` that names the first tensor in which the checkpoint and the whole model differ. If
+    pipeline stages or branches of the model are on different ranks, these ranks must call this together."""
     saved = {
         key.removeprefix("model/"): entry
         for key, entry in metadata.state_dict_metadata.items()
@@ -141,7 +145,7 @@ def check_model(
 
 
 def _entry(name: str, key: str, value: Any, parameter: Tensor, layout: ParameterLayout | None) -> Any:
-    """What DCP gets for one entry of the optimizer's state of a parameter."""
+    """Returns one entry of a parameter's optimizer state in the form in which DCP saves it."""
     if not isinstance(value, Tensor) or value.shape == parameter.shape:
         return as_chunked(value, layout)
     if value.dim() and (layout is not None or isinstance(parameter, DTensor)):
@@ -156,7 +160,8 @@ def _entry(name: str, key: str, value: Any, parameter: Tensor, layout: Parameter
 def _groups_of_all_ranks(
     groups: list[dict[str, Any]], layouts: Layouts, mesh: DeviceMesh | None
 ) -> list[dict[str, Any]]:
-    """The groups with the parameter names of all ranks. Every rank has the same groups, some of them empty."""
+    """Returns the groups with the parameter names of all ranks. Every rank has the same groups, but may hold no
+    parameter of some."""
     groups_of_ranks = _gather_from_ranks(groups, layouts, mesh)
     combined = []
     for number, group in enumerate(groups):
@@ -166,8 +171,9 @@ def _groups_of_all_ranks(
 
 
 def _gather_from_ranks(value: Any, layouts: Layouts, mesh: DeviceMesh | None) -> list[Any]:
-    """The values of all ranks of the pipeline axis, or of the tensor axis where branches are on different ranks; of
-    this rank alone where all ranks have the same parameters."""
+    """Returns the values of all ranks of the axis whose ranks have different parameters: the pipeline axis, or the
+    tensor axis if branches of the model are on different ranks, or the servers. If there is no such axis, returns only
+    this rank's value."""
     axis = axis_with_different_names(layouts, mesh)
     if axis is None or mesh is None:
         return [value]

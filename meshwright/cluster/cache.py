@@ -1,4 +1,5 @@
-"""Stores measurements of this machine between runs, in one file per machine in the user's cache folder (XDG)."""
+"""Stores measurements between runs in the user's cache folder: one file per machine that was measured, and one file per
+device that was calibrated."""
 
 import hashlib
 import json
@@ -13,7 +14,7 @@ from meshwright.cluster.cluster import Cluster, Device
 from meshwright.errors import InputError
 from meshwright.yaml_file import read_mapping, validate
 
-MEASURED = "rates, curves, operators"  # part of the fingerprint: change it when other things are measured
+MEASURED = "rates, curves, operators"  # part of the fingerprint: change this text when other things are measured
 
 
 def fingerprint(cluster: Cluster) -> str:
@@ -26,7 +27,8 @@ def fingerprint(cluster: Cluster) -> str:
 
 
 def load_measured(detected: Cluster) -> Cluster | None:
-    """Returns the earlier measurements of this machine; None where there are none or the file is not valid."""
+    """Returns the measurements of this machine from an earlier run. None if there are none, if the file is not valid,
+    or if it has another number or kind of devices than were detected."""
     file = _machine_file(detected)
     try:
         measured = validate(Cluster, read_mapping(file, "cluster"), str(file))
@@ -44,7 +46,8 @@ def calibrated_file(device: str) -> Path:
 
 
 def calibrated_device(name: str) -> Device | None:
-    """Returns the device that `doctor --calibrate` saved; None where it saved none or the file is not valid."""
+    """Returns the device with this name that `doctor --calibrate` saved; None if there is none or its file is not
+    valid."""
     file = calibrated_file(name)
     if not file.exists():
         return None

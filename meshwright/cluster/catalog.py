@@ -15,11 +15,11 @@ CATALOG = Path(__file__).parent / "catalog"
 
 @dataclass(frozen=True)
 class CatalogEntry:
-    """A device and the machine it usually is part of.
+    """A device and the machine that it is usually part of.
 
     `within` names the link between the devices of a machine, `between` the network between machines, and `cores` is the
-    number of CPU cores per device. `aliases` are other names of the device, `reported` the names by which drivers and
-    the operating system report it."""
+    number of CPU cores per device. `aliases` are other names of the device, `reported` the names that drivers and the
+    operating system report for the device."""
 
     device: Device
     within: str
@@ -31,7 +31,7 @@ class CatalogEntry:
 
 @lru_cache
 def entries() -> dict[str, CatalogEntry]:
-    """Returns all devices of the catalog by name."""
+    """Returns all entries of the catalog by the name of their device."""
     by_name: dict[str, CatalogEntry] = {}
     for file in (CATALOG / "nvidia.yaml", CATALOG / "cpus.yaml"):
         for name, raw in read_mapping(file, "catalog").items():
@@ -52,7 +52,8 @@ def _entry(name: str, raw: dict[str, Any], source: str) -> CatalogEntry:
 
 
 def find_entry(name: str) -> CatalogEntry:
-    """Returns the device with this name or alias, in upper or lower case."""
+    """Returns the entry of the device with this name or alias, in upper or lower case; raises `InputError` if there is
+    none."""
     by_name = {word.lower(): entry for key, entry in entries().items() for word in (key, *entry.aliases)}
     entry = by_name.get(name.lower())
     if entry is None:
@@ -61,8 +62,8 @@ def find_entry(name: str) -> CatalogEntry:
 
 
 def nearest_device(name: str, *others: str) -> str:
-    """Returns the end of an error message, such as `: did you mean 'A100-80GB'?`. `others` are names that are valid in
-    addition to those of the catalog. Upper and lower case do not matter."""
+    """Returns the end of an error message about an unknown device, such as `: did you mean 'A100-80GB'?`. `others` are
+    names that are valid in addition to those of the catalog. Upper and lower case do not matter."""
     spellings = {word.lower(): word for key, entry in entries().items() for word in (key, *entry.aliases)}
     spellings |= {word.lower(): word for word in others}
     hint = did_you_mean(name.lower(), spellings)
@@ -72,7 +73,7 @@ def nearest_device(name: str, *others: str) -> str:
 
 
 def entry_reported_as(name: str) -> CatalogEntry | None:
-    """Returns the catalog's entry for a name that a driver reports; None where the catalog has none."""
+    """Returns the catalog's entry for a name that a driver or the operating system reports; None if there is none."""
     return next((entry for entry in entries().values() if name in entry.reported), None)
 
 
@@ -91,7 +92,8 @@ def links_within() -> list[str]:
 
 
 def links_between() -> list[str]:
-    """Returns the names of network links: those with a fixed name, and common rates of families that have any rate."""
+    """Returns the names of network links: the links with a fixed name (`InfiniBand-NDR`), and common rates of the
+    families that exist at any rate (`Ethernet-25G`)."""
     named = [f"{_prefix(family)}-{name}" for family, raw in _families() for name in raw.get("names", {})]
     rates = (10, 25, 40, 50, 100, 200, 400, 800)
     return named + [f"{family}-{rate}G" for family, raw in _families() for rate in rates if "names" not in raw]

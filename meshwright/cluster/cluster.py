@@ -1,7 +1,8 @@
 """`Cluster`: the devices and links to train on, as frozen values. Each constant carries its source.
 
-Units are bytes, seconds and operations per second. A constant of 0 is unknown. Only clusters that are based on
-detection alone (`detected`) have unknown constants: ranks can be started on them, but nothing can be predicted.
+Units are bytes, seconds and operations per second. A constant of 0 is unknown. The memory, bandwidths and fp32 rate
+that every prediction needs are known, except in clusters that were only detected (`based_on: detected`): ranks can be
+started on those, but nothing can be predicted for them.
 """
 
 from collections.abc import Iterator
@@ -61,8 +62,8 @@ class _FrozenValue(BaseModel):
 
 
 class OperatorTime(_FrozenValue):
-    """The measured time of one operator and shape. `seconds` is how long the device is busy; the time in which the host
-    launches the operator is `Device.launch_s`. The meaning of `shape` depends on the operator:
+    """The measured time of one operator and shape. `seconds` is how long the device is busy; the time that the host
+    needs to launch the operator is not part of it (`Device.launch_s`). The meaning of `shape` depends on the operator:
 
     matmul                              m n k, of a linear layer
     input_gradient, weight_gradient     m n k, of products whose second operand, or both, are not contiguous along k
@@ -93,14 +94,15 @@ class OperatorTime(_FrozenValue):
 class Device(_FrozenValue):
     """One GPU, or one CPU core. A rank with several cores has the rates of that number of devices.
 
-    `rates` are dense peaks in operations per second. `launch_s` is the time in which the host launches one operator.
-    `instructions` end in the dtype that they speed up (`tensor-bf16`, `amx-bf16`). `context_bytes` is the memory that a
-    process takes before any tensor. A GPU has `multiprocessors`, which run at `clock_hz` at most.
-    `sustained_shares` are, by dtype and by who published it, the share of a rate that matrix products hold during
-    training; with `tf32_needs_inner_contiguous` products in tf32 are slower unless both operands are contiguous along
+    `rates` are the operations per second of dense matrix products: the datasheet's peak, or measured. `launch_s` is the
+    time that the host needs to launch one operator. `instructions` end in the dtype that they speed up (`tensor-bf16`,
+    `amx-bf16`). `context_bytes` is the memory that a process takes before it creates any tensor. A GPU has
+    `multiprocessors`, which run at `clock_hz` at most. `operators` are the measured operators, empty if there are none.
+    `sustained_shares` maps a dtype, then a publisher, to the share of the rate that matrix products reach during
+    training. With `tf32_needs_inner_contiguous`, products in tf32 are slower unless both operands are contiguous along
     the dimension that is summed over.
-    The memory and bandwidth of a CPU device are its share of the machine's. `sources` says where each constant
-    comes from, by field, or by `rates.bf16` for one of several.
+    The memory and bandwidth of a CPU device are its share of the machine's memory and bandwidth. `sources` says where
+    each constant comes from; its keys are the names of fields, or `rates.bf16` for the rate of one dtype.
     """
 
     name: str
@@ -130,7 +132,7 @@ class Device(_FrozenValue):
 
 
 class Curve(_FrozenValue):
-    """Measured times of one collective over the size of the whole tensor, for one number of ranks and nodes."""
+    """Measured times of one collective for several sizes of the whole tensor, on one number of ranks and nodes."""
 
     ranks: int = Field(ge=2)
     nodes: PositiveInt = 1
@@ -151,8 +153,9 @@ class Curve(_FrozenValue):
 
 
 class Link(_FrozenValue):
-    """One tier of links. `bandwidth_bytes_per_s` is per device and direction, `latency_s` the time of a message whose
-    size does not matter."""
+    """The links between the devices of a node, or between nodes. `bandwidth_bytes_per_s` is per device and direction.
+    `latency_s` is the time of a message so small that its size does not matter. `curves` are measured times of
+    collectives."""
 
     name: str
     bandwidth_bytes_per_s: NonNegativeFloat = 0
@@ -182,7 +185,8 @@ class Node(_FrozenValue):
 
 
 class Cluster(_FrozenValue):
-    """Nodes, which may differ, and the link between them. `price_per_hour` is that of the whole cluster."""
+    """Nodes, which may differ, and the link between them (None for one node). `based_on` says where the constants come
+    from. `price_per_hour` is the price of the whole cluster."""
 
     name: str
     nodes: tuple[Node, ...]

@@ -33,8 +33,8 @@ def curve_time(link: Link, collective: Collective, size_bytes: float, ranks: int
 
 
 def smallest_measured_bytes(link: Link, collective: Collective, ranks: int, nodes: int = 1) -> int | None:
-    """Returns the smallest size for which `curve_time` interpolates between measured points; None where it has no
-    answer."""
+    """Returns the smallest size for which `curve_time` interpolates between measured points; None where `curve_time`
+    returns None."""
     curves = _neighbouring_curves(link, collective, ranks, nodes)
     return None if curves is None else max(curve.points[0][0] for curve in curves)
 
@@ -48,8 +48,8 @@ def rising(points: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]
 
 
 def _neighbouring_curves(link: Link, collective: Collective, ranks: int, nodes: int) -> tuple[Curve, Curve] | None:
-    """Returns the curves of the next fewer and the next more ranks, or the same curve twice where one has exactly this
-    number. None where ranks are fewer or more than were measured."""
+    """Returns the curve with the next smaller and the curve with the next larger number of ranks. If a curve has
+    exactly this number, it is returned twice. None if every curve has fewer ranks, or every curve has more."""
     curves = sorted(_comparable(link.curves.get(collective, ()), ranks, nodes), key=lambda curve: curve.ranks)
     below = [curve for curve in curves if curve.ranks <= ranks]
     above = [curve for curve in curves if curve.ranks >= ranks]
@@ -57,7 +57,8 @@ def _neighbouring_curves(link: Link, collective: Collective, ranks: int, nodes: 
 
 
 def _comparable(curves: Iterable[Curve], ranks: int, nodes: int) -> list[Curve]:
-    """Returns the curves of one node, or for several nodes those with the same number of ranks per node."""
+    """Returns the curves that were measured on one node or, if `nodes` is above 1, those that were measured on several
+    nodes with the same number of ranks per node."""
     if nodes == 1:
         return [curve for curve in curves if curve.nodes == 1]
     return [curve for curve in curves if curve.nodes > 1 and curve.ranks * nodes == ranks * curve.nodes]

@@ -1,4 +1,4 @@
-"""Finds the cluster that a name describes: this machine, some of its CPU cores, catalog devices, or a file."""
+"""Finds the cluster that a name describes: this machine, CPU ranks on it, devices of the catalog, or a file."""
 
 from collections.abc import Callable
 
@@ -18,11 +18,13 @@ Measure = Callable[[Cluster], Cluster]
 
 
 def find_cluster(name: str, measure: Measure | None = None) -> Cluster:
-    """Returns the cluster with this name. `local` is every GPU of this machine, or one CPU device per usable core;
-    `3xcpu` is three CPU devices that share the cores; other names are catalog devices or YAML files.
+    """Returns the cluster with this name. `local` is every GPU of this machine or, without GPUs, one CPU device per
+    usable core; `3xcpu` is three CPU devices that share all usable cores; other names are catalog devices or YAML
+    files.
 
-    With `measure` (`probe.measure_machine`), this machine is measured unless it was before. Without it, earlier
-    measurements are used where there are some, and otherwise it is only detected.
+    With `measure` (`probe.measure_machine`), this machine is measured if the cache has no earlier measurement. Without
+    `measure`, an earlier measurement is used if there is one; otherwise the cluster has only the constants that can be
+    detected or are in the catalog.
     """
     if is_file(name):
         return load_cluster(name)
@@ -42,7 +44,7 @@ def detect() -> Cluster:
 
 
 def detect_cpu() -> Cluster:
-    """Returns this machine's cores, each as a device with its share of the memory."""
+    """Returns this machine's usable cores, each as a device with its share of the memory, without any measurement."""
     cores = usable_cores()
     processor = read_processor()
     device = Device(
@@ -57,8 +59,8 @@ def detect_cpu() -> Cluster:
 
 
 def _detect_gpus(count: int) -> Cluster:
-    """Returns this machine's GPUs. Where the catalog has the name that the driver reports, they have its constants;
-    otherwise they have none until they are measured."""
+    """Returns this machine's GPUs. If the catalog has the name that the driver reports, the GPUs have the catalog's
+    constants; otherwise only their memory is known until they are measured."""
     gpus = list_gpus()
     gpu = min(gpus, key=lambda gpu: gpu.memory_bytes) if gpus else None
     entry = entry_reported_as(gpu.name) if gpu else None
@@ -86,8 +88,8 @@ def _measured(detected: Cluster, measure: Measure | None) -> Cluster:
 
 
 def _calibrated(cluster: Cluster) -> Cluster:
-    """Returns the cluster with the device that `doctor --calibrate` saved, or the same cluster where there is none. The
-    device keeps its share of this machine's memory."""
+    """Returns the cluster with its device replaced by the one that `doctor --calibrate` saved, or the same cluster if
+    none was saved. The memory of the device is not replaced, because it is the device's share of this machine's."""
     (node,) = cluster.nodes
     calibrated = calibrated_device(node.device.name)
     if calibrated is None or calibrated.kind != node.device.kind:
@@ -110,7 +112,8 @@ def _with_shared_cores(cluster: Cluster, count: int, name: str) -> Cluster:
 
 
 def check_is_local(cluster: Cluster) -> None:
-    """Raises where the cluster is not this machine: it can be planned for, but ranks cannot be started on it here."""
+    """Raises `InputError` if the ranks of the cluster cannot be started on this machine: the cluster has several nodes,
+    more GPUs than this machine, or CPU ranks that share more cores than this machine has."""
     nodes = sum(node.number for node in cluster.nodes)
     devices = f"{cluster.device_count} GPUs" if cluster.kind == "cuda" else "other CPUs"
     hardware = f"{nodes} nodes" if nodes > 1 else devices

@@ -1,4 +1,5 @@
-"""Reads clusters and devices from YAML files, in which devices and links are catalog names, files, or written out."""
+"""Reads clusters and devices from YAML files. In a cluster's file, a device is a name of the catalog, a file or written
+out; a link is a name of the catalog or written out."""
 
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ def load_device(path: str | Path) -> Device:
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """Reads a cluster. A node without `count` has one device; without `link` or `cores` it has those that the catalog
-    gives for the usual machine of its device."""
+    """Reads a cluster. A node without `count` has one device. A node without `link` or `cores` gets the link or the
+    cores of the machine that its device is usually part of, if the catalog has the device."""
     file = Path(path)
     raw = {"name": file.stem, **read_mapping(file, "cluster")}
     nodes = raw.get("nodes")

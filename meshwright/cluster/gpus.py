@@ -13,7 +13,7 @@ class Gpu:
 
 
 def list_gpus() -> list[Gpu]:
-    """Returns the GPUs in the order of nvidia-smi; none where it is missing or cannot reach a driver."""
+    """Returns the GPUs in the order of nvidia-smi; an empty list if nvidia-smi is missing or reaches no driver."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []

@@ -23,10 +23,11 @@ CLUSTER_NAME_HINT = "write 'local' for this machine, a name such as 8xH100 or 4x
 
 
 def cluster_from_name(name: str) -> Cluster:
-    """Returns a cluster of catalog devices with the links that the catalog gives for the usual machine of the device.
+    """Returns a cluster of catalog devices. Its links are those of the machine that the device is usually part of,
+    according to the catalog.
 
-    A part after `@` replaces one of the links: that within nodes (`@PCIe3-x16`), or the network between them, whose
-    rate is per device.
+    A link after `@` replaces the link within nodes (`@PCIe3-x16`) or the network between nodes (`@400G`, the rate per
+    device).
     """
     counts, word, links = parse_cluster_name(name)
     nodes, devices = [1, 1, *counts][-2:]
@@ -51,5 +52,6 @@ def cluster_from_name(name: str) -> Cluster:
 
 
 def basis(*devices: Device) -> BasedOn:
-    """Returns what a cluster of these devices is based on: it is calibrated if all of them are."""
+    """Returns `Cluster.based_on` for a cluster of these devices: `calibrated` if all of them have measured operators,
+    else `datasheet`."""
     return "calibrated" if all(device.operators for device in devices) else "datasheet"

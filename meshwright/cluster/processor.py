@@ -13,7 +13,8 @@ from meshwright.yaml_file import read_mapping
 
 @dataclass(frozen=True)
 class Processor:
-    """`name` is the catalog's name where the catalog has this processor, and otherwise what the processor reports."""
+    """This machine's processor. `name` is the catalog's name if the catalog has this processor, and otherwise the name
+    that the processor reports. `instructions` are those that speed up training (catalog/instructions.yaml)."""
 
     name: str
     instructions: tuple[str, ...]
@@ -34,7 +35,7 @@ def read_processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> Processor:
 
 
 def memory_bytes() -> int:
-    """Returns the memory of this machine, or the limit of its container where that is lower."""
+    """Returns the bytes of memory of this machine, or the limit of its container if the limit is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
@@ -50,7 +51,8 @@ def _field(text: str, name: str) -> str:
 
 
 def _arm_part(text: str) -> str:
-    """Returns implementer and part number, such as `ARM 0x41 0xd0c`, because Arm processors report no model name."""
+    """Returns implementer and part number, such as `ARM 0x41 0xd0c`, because Arm processors report no model name; an
+    empty string for other processors."""
     implementer, part = _field(text, "CPU implementer"), _field(text, "CPU part")
     return f"ARM {implementer} {part}" if implementer and part else ""
 

@@ -1,5 +1,5 @@
-"""Runs a schedule on the ranks of a group with point-to-point operations, in place. The order of additions is that of
-the schedule, so the result has the same bits as the sequential reference in the tests."""
+"""Runs an all-reduce schedule on the ranks of a process group with point-to-point operations, in place. The schedule
+fixes the order of additions, therefore the result has the same bits as the sequential reference in the tests."""
 
 import torch
 import torch.distributed as dist
@@ -8,23 +8,25 @@ from torch import Tensor
 from meshwright.collectives.schedules.program import RankProgram, SegmentMessage, build_program, rank_transfers
 from meshwright.collectives.schedules.schedule import Schedule
 
-# Measured on two busy ARM cores (load 5), Gloo over loopback, ring and tree of 8 and 32 MiB, 2 and 4 ranks, median of 7
-# rounds: a message costs about 0.5 ms there, so segments of 256 KiB took 2 to 3 times as long as 4 MiB, 1 MiB 1.1 to
-# 1.5 times. 8 MiB and whole chunks were up to 1.2 times faster still, but overlap less where links are the slower part.
+# The size of one message. Measured on two busy ARM cores (load 5), Gloo over loopback, ring and tree of 8 and 32 MiB, 2
+# and 4 ranks, median of 7 runs: a message costs about 0.5 ms there, therefore segments of 256 KiB took 2 to 3 times as
+# long as segments of 4 MiB, and segments of 1 MiB 1.1 to 1.5 times. Segments of 8 MiB and whole chunks were up to 1.2
+# times faster than 4 MiB, but they overlap less, which costs time where links are slower than cores.
 SEGMENT_BYTES = 4 * 2**20
 
 # Number of receives that are posted before the first one is awaited, each with a buffer for one segment. With four
-# ranks in a ring and 64 KiB, 2 took 1.6 times as long as 8, 4 took 1.25 times as long, and 16 took the same time.
+# ranks in a ring and 64 KiB, 2 receives took 1.6 times as long as 8, 4 took 1.25 times as long, 16 took the same time.
 AHEAD = 8
 
-# Tags number the messages of a stream from one rank to another. Stream 0 is for sends without a tag.
+# A tag is stream * _TAGS_PER_STREAM + the number of the message between its two ranks. Stream 0 is left to sends of
+# other code, which have no tag.
 _TAGS_PER_STREAM = 2**20
 STREAMS = 2**31 // _TAGS_PER_STREAM - 1
 _CACHED_PROGRAMS = 64
 
 
 class UnansweredError(Exception):
-    """A rank did not receive or send a message. `peer` is its rank in the group."""
+    """A message to or from another rank failed. `peer` is the rank of that other rank in the group."""
 
     def __init__(self, peer: int, reason: str) -> None:
         super().__init__(reason)
@@ -32,7 +34,7 @@ class UnansweredError(Exception):
 
 
 class Execution:
-    """A schedule on the ranks of a group. One thread at a time may run it."""
+    """Runs one schedule on the ranks of a group, for tensors of any size. Only one thread at a time may call `run`."""
 
     def __init__(self, schedule: Schedule, group: dist.ProcessGroup, segment_bytes: int = SEGMENT_BYTES) -> None:
         assert schedule.ranks == group.size(), f"{schedule.name} of {schedule.ranks} ranks on {group.size()}"
@@ -43,8 +45,9 @@ class Execution:
         self._programs: dict[tuple[int, torch.dtype], RankProgram] = {}
 
     def run(self, flat: Tensor, stream: int = 1) -> None:
-        """Replaces the tensor by the sum over all ranks. Executions that run on one group at the same time need
-        different streams, and all ranks give them the same numbers."""
+        """Replaces the tensor, in place, by the sum over all ranks; all ranks call this. Calls that run on one group at
+        the same time need different `stream` numbers, and each of them has the same number on all ranks. Raises
+        `UnansweredError` if a message fails."""
         assert flat.is_contiguous(), "the flat tensor is not contiguous"
         assert (flat.dim(), flat.device.type) == (1, "cpu"), f"{flat.dim()} dimensions on {flat.device}"
         assert 0 < stream <= STREAMS, f"stream {stream} of 1 to {STREAMS}"
@@ -61,7 +64,7 @@ class Execution:
 
 
 class _TensorExecution:
-    """The execution of a program on one tensor."""
+    """Runs a `RankProgram` once, on one tensor."""
 
     def __init__(
         self, program: RankProgram, flat: Tensor, staging: Tensor, group: dist.ProcessGroup, stream: int
@@ -71,7 +74,7 @@ class _TensorExecution:
         self._buffers = staging.view(flat.dtype).unbind()
         self._group = group
         self._tag = stream * _TAGS_PER_STREAM
-        self._peer = -1  # of the operation under way: Gloo's errors do not name the rank whose connection broke
+        self._peer = -1  # of the operation under way, because Gloo's errors do not name the rank whose connection broke
         self._pending_sends: list[dist.Work | None] = [None] * len(program.sends)
         self._posted_receives: list[tuple[dist.Work | None, Tensor]] = []
 
@@ -120,7 +123,7 @@ class _TensorExecution:
         self._pending_sends[send] = dist.isend(self._slice(message), group=self._group, group_dst=self._peer, tag=tag)
 
     def _finish_send(self, send: int) -> None:
-        """Waits until the message is sent. It is waited for only once, because a second wait on a send of Gloo never
+        """Waits until the send has finished, unless that was waited for before: a second wait on a Gloo send never
         returns."""
         if (work := self._pending_sends[send]) is not None:
             self._wait(work, self._program.sends[send])

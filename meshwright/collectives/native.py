@@ -1,4 +1,4 @@
-"""`NativeReducer`: the all-reduce of the backend, as DDP uses it."""
+"""`NativeReducer`: averages gradients with the all-reduce of the backend (Gloo, NCCL), as DDP does by default."""
 
 import torch.distributed as dist
 from torch import Tensor
@@ -7,7 +7,7 @@ from meshwright.errors import CollectiveError
 
 
 class NativeReducer:
-    """A `Reducer` over any group. Each rank divides its tensor by the number of ranks, then the tensors are added."""
+    """A `Reducer` for any backend. Each rank divides its tensor by the number of ranks, then the tensors are added."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

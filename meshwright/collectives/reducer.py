@@ -1,4 +1,4 @@
-"""`Reducer`: the interface through which training averages gradients, for every algorithm."""
+"""`Reducer`: the interface through which training averages gradients; each algorithm implements it."""
 
 from typing import Protocol
 
@@ -7,14 +7,15 @@ from torch import Tensor
 
 class Reducer(Protocol):
     """Averages flat tensors over a group of ranks, in place, while other work continues. Every rank of the group starts
-    the same buckets in the same order. When a rank dies or does not call, the others raise `CollectiveError` within the
-    timeout of the group."""
+    the same buckets in the same order. If a rank dies, or does not start a bucket that the other ranks have started,
+    the other ranks raise `CollectiveError` within the timeout of the group."""
 
     def start(self, flat: Tensor, bucket: int) -> None:
-        """Starts to average bucket number `bucket` of a step, and returns without waiting for the result."""
+        """Starts to average `flat`, which is bucket number `bucket` of the step, in place. Returns without waiting for
+        the result."""
 
     def finish(self) -> None:
-        """Waits until all buckets that were started are averaged. Every rank then has the same bits."""
+        """Waits until all buckets that were started are averaged. Their results are bitwise equal on all ranks."""
 
     def close(self) -> None:
         """Releases memory and threads."""

@@ -1,4 +1,4 @@
-"""Makes the reducer that a plan names, and chooses one for `auto` from where the ranks run."""
+"""Makes the reducer that a plan names. For `auto` it chooses one by the devices and machines that the ranks run on."""
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,8 @@ from meshwright.plan import Algorithm
 def make_reducer(
     algorithm: Algorithm, group: dist.ProcessGroup, device: torch.device, size_bytes: int = 0
 ) -> tuple[Reducer, str | None]:
-    """Returns the reducer for gradients of `size_bytes` in total. All ranks of the group call this together. The second
-    value is the reason why `auto` did not use shared memory, and None otherwise."""
+    """Returns (reducer, reason). The reason says why `auto` cannot use the shared memory of CPU ranks; it is None in
+    all other cases. `size_bytes` is the size of all gradients. All ranks of the group call this together."""
     if algorithm == "native" or group.size() == 1:
         return NativeReducer(group), None
     if device.type != "cpu":
@@ -57,8 +57,8 @@ def _shared_memory_reducer(group: dist.ProcessGroup, machines: list[list[int]], 
 
 
 def _ranks_per_machine(machines: list[list[int]], algorithm: str) -> list[int]:
-    """Returns the number of ranks of each machine. Raises where `two_level` is asked for and ranks are not numbered
-    machine by machine."""
+    """Returns the number of ranks of each machine. Raises `InputError` if the algorithm is `two_level` and the ranks
+    are not numbered machine by machine."""
     ranks = [rank for machine in machines for rank in machine]
     if algorithm == "two_level" and ranks != sorted(ranks):
         raise InputError(

@@ -1,4 +1,4 @@
-"""`ScheduledReducer`: a reducer that runs a schedule, and names the missing rank when one is missing."""
+"""`ScheduledReducer`: averages gradients by a schedule (ring, tree, …). If a rank is missing, its errors name it."""
 
 from datetime import timedelta
 
@@ -10,13 +10,15 @@ from meshwright.collectives.schedules.schedule import Schedule
 from meshwright.collectives.threaded import ThreadedReducer
 from meshwright.errors import CollectiveError
 
-# How long a rank waits for the report of a rank that did not answer, which may have lost another rank itself.
+# How long `MissingRankFinder` waits for the report of a rank that did not answer: that rank may itself be waiting for
+# another rank, and reports this when it gives up.
 _REPORT_S = 0.5
 
 
 class ScheduledReducer(ThreadedReducer):
-    """Divides by the number of ranks first, as DDP does, and then sums in the order of the schedule. Reducers that use
-    the same group at the same time need different bucket numbers, because messages are tagged with the bucket."""
+    """A `Reducer` that runs a schedule in a thread. It divides each tensor by the number of ranks first, as DDP does,
+    and then sums in the order of the schedule. Reducers that use the same group at the same time need different bucket
+    numbers, because messages are tagged with the bucket."""
 
     def __init__(self, group: dist.ProcessGroup, schedule: Schedule) -> None:
         execution, missing_ranks = Execution(schedule, group), MissingRankFinder(group)
@@ -34,16 +36,18 @@ class ScheduledReducer(ThreadedReducer):
 
 
 class MissingRankFinder:
-    """Finds the rank that is really missing. When a rank is gone, its neighbors fail, and then their neighbors do. So
-    each rank that fails reports in the group's store which rank did not answer it, and these reports are followed."""
+    """Finds the rank that caused a failure. When a rank is gone, its neighbors fail, then the neighbors of these. Each
+    rank that fails therefore reports in the group's store which rank did not answer it, and follows the reports of the
+    other ranks to the first cause."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._store: dist.Store = group.get_group_store()
-        self._store.delete_key(self._key(group.rank()))  # a report of an earlier attempt
+        self._store.delete_key(self._key(group.rank()))  # removes a report of an earlier attempt
 
     def describe(self, peer: int) -> str:
-        """Returns which rank is missing. `peer` is the rank in the group that did not answer this rank."""
+        """Reports that the group's rank `peer` did not answer this rank. Returns a sentence that names the missing rank
+        by its global rank."""
         chain = [peer]
         try:
             self._store.set(self._key(self._group.rank()), str(peer))
@@ -57,7 +61,7 @@ class MissingRankFinder:
         return f"rank {self._global(chain[-1])} is gone or does not answer{reporter}"
 
     def _reported_by(self, rank: int) -> int | None:
-        """Returns the rank that did not answer this rank; None where it reported nothing."""
+        """Returns the rank that, by the report of `rank`, did not answer `rank`; None if `rank` reported nothing."""
         try:
             self._store.wait([self._key(rank)], timedelta(seconds=_REPORT_S))
         except dist.DistStoreError:

@@ -1,8 +1,9 @@
 """`SmallSums`: all-reduces of a few numbers while training continues, such as losses, counts, and which parameters a
 step used.
 
-They cost latency, not bandwidth. A backend has to wake its threads for them while the ranks keep all cores busy. In
-shared memory a rank only writes its numbers, and every rank that needs the sum reads those of all ranks.
+Such sums cost latency, not bandwidth. A backend such as Gloo has to wake its threads for each of them, while the ranks
+keep all cores busy. In shared memory each rank only writes its numbers, and then reads and adds the numbers of all
+ranks.
 """
 
 from collections.abc import Callable
@@ -22,15 +23,15 @@ class SmallSums(Protocol):
     """Sums small tensors over the ranks of a group."""
 
     def start(self, numbers: Tensor) -> Callable[[], Tensor]:
-        """Starts to replace `numbers` by the sum over all ranks, and returns a function that waits for it and returns
-        it. Every rank starts the same sums in the same order, and waits for them in the same order."""
+        """Starts to replace `numbers`, in place, by the sum over all ranks. Returns a function that waits for the sum
+        and returns it. Every rank starts the same sums in the same order, and waits for them in the same order."""
         ...
 
     def close(self) -> None: ...
 
 
 class NativeSmallSums:
-    """Sums through the backend of the process group."""
+    """`SmallSums` through the backend of the process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -49,7 +50,7 @@ class NativeSmallSums:
 
 
 class SharedMemorySums:
-    """Sums in shared memory, for ranks on one machine and tensors of at most `LARGEST_BYTES`."""
+    """`SmallSums` in shared memory, for ranks on one machine and CPU tensors of at most `LARGEST_BYTES`."""
 
     LARGEST_BYTES = STAGE_UP_TO_BYTES  # the storage of a larger tensor would have to move into shared memory each time
 
@@ -75,11 +76,11 @@ class SharedMemorySums:
 def make_small_sums(
     algorithm: Algorithm, group: dist.ProcessGroup, device: torch.device
 ) -> NativeSmallSums | SharedMemorySums:
-    """Returns sums in shared memory where gradients are combined there, and sums through the backend otherwise. All
-    ranks of the group call this together."""
+    """Returns `SharedMemorySums` for CPU ranks that can share memory, if `algorithm` is `auto` or `shared_memory`, and
+    `NativeSmallSums` otherwise. All ranks of the group call this together."""
     if device.type == "cpu" and group.size() > 1 and algorithm in ("auto", "shared_memory"):
         try:
             return SharedMemorySums(group)
-        except InputError:  # raised on all ranks alike; `make_reducer` reports the reason
+        except InputError:  # all ranks raise it or none does; `make_reducer` reports the reason
             pass
     return NativeSmallSums(group)

@@ -12,9 +12,9 @@ from meshwright.errors import CollectiveError
 
 
 class ThreadedReducer:
-    """`reduce` replaces a flat tensor by the mean over the ranks. It receives the tensor and the number of its bucket,
-    and raises where ranks are missing. After an error the ranks no longer agree which bucket is next, so all later
-    calls raise, too."""
+    """A `Reducer` that calls `reduce(flat, bucket)` in a thread, for one bucket after another. `reduce` replaces a flat
+    tensor, in place, by the mean over the ranks, and raises if a rank is missing. After an error all later calls raise
+    too, because the ranks no longer agree on which bucket is next."""
 
     def __init__(self, name: str, group: dist.ProcessGroup, reduce: Callable[[Tensor, int], None]) -> None:
         self.ranks = dist.get_process_group_ranks(group)
@@ -45,7 +45,7 @@ class ThreadedReducer:
     def close(self) -> None:
         """Ends the thread after it has finished all buckets that were started."""
         self._queue.put(None)
-        if threading.current_thread() is not self._thread:  # the thread itself may drop the last reference
+        if threading.current_thread() is not self._thread:  # it is, if the thread dropped the reducer's last reference
             self._thread.join()
 
     def _raise_error(self) -> None:

@@ -1,4 +1,4 @@
-"""The private interfaces of torch that collectives use. They were seen to work on torch 2.11 and 2.13."""
+"""The private interfaces of torch that `meshwright/collectives` uses. They work on torch 2.11 and 2.13."""
 
 import torch
 import torch.distributed as dist
@@ -6,7 +6,7 @@ from torch import UntypedStorage
 
 
 def group_timeout_s(group: dist.ProcessGroup) -> float:
-    """Returns the timeout of the group's CPU backend."""
+    """Returns the timeout of the group's CPU backend, in seconds."""
     seconds: float = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
     return seconds
 
@@ -18,9 +18,9 @@ def storage_key(storage: UntypedStorage) -> int:
 
 
 def move_to_shared_memory(storage: UntypedStorage) -> tuple[int, int]:
-    """Moves the storage into a shared memory file without a name, and returns its file descriptor and size in bytes.
+    """Moves the storage into a shared memory file without a name. Returns the file's descriptor and size in bytes.
 
-    `share_memory_` does the same, but only where the process has chosen the strategy `file_descriptor`: the other
-    strategy creates files with names."""
+    The public `share_memory_` does this only if the process has chosen the sharing strategy `file_descriptor`. With the
+    other strategy it creates a file with a name."""
     file_descriptor, file_bytes = storage._share_fd_cpu_()
     return file_descriptor, file_bytes

@@ -9,9 +9,10 @@ from typing import Any, Literal
 class Microbatch:
     """The collated data of one microbatch.
 
-    `samples` is the number of samples in it. It is 0 where a short batch leaves nothing for a rank: the data is then
-    one sample borrowed from another rank, so that the rank can take part in the step, and must get no weight. `width`
-    is the number of features of the whole input where the data holds only this rank's columns of it, otherwise None.
+    `samples` is the number of samples that count. It is 0 if a short batch leaves no sample for this rank. The data is
+    then one sample borrowed from elsewhere in the data set, with which the rank can take part in the step; it must get
+    no weight. `width` is the number of features of the whole input if the data holds only this rank's columns of the
+    input, otherwise None.
     """
 
     data: Any
@@ -32,8 +33,8 @@ class Batch:
 
 @dataclass(frozen=True)
 class LoadingOptions:
-    """How batches are loaded. `collate` None means torch's default. `parts` is the number of parts that a data set is
-    divided into by `sample`; None means one per rank."""
+    """How batches are loaded. If `collate` is None, torch's default is used. `parts` is the number of parts into which
+    a data set is divided if `partition` is `sample`; None means one part per rank."""
 
     workers: int = 0
     pin_memory: bool = False
@@ -44,9 +45,9 @@ class LoadingOptions:
 
 @dataclass(frozen=True)
 class SampleShare:
-    """Which part of every global batch a rank receives: the share number `rank` of `ranks` equal shares of the samples.
-    Where the ranks of a tensor axis receive the same samples and divide their columns, this rank receives the columns
-    number `column_part` of `column_parts`."""
+    """Which part of every global batch a rank receives: share number `rank` of `ranks` equal shares of the samples. If
+    the ranks of a tensor axis receive the same samples and divide the columns of the input among them, this rank
+    receives part number `column_part` of `column_parts` of the columns."""
 
     rank: int = 0
     ranks: int = 1

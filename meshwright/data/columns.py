@@ -1,5 +1,5 @@
-"""Which features of a sample's input a rank reads where `data.partition` is `dimension`: ranks then divide the columns
-of the input instead of the batch."""
+"""Which features of a sample's input a rank reads if `data.partition` is `dimension`. Ranks then divide the columns of
+the input among them instead of the samples of the batch."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ from meshwright.errors import InputError
 
 
 def column_range(width: int, part: int, parts: int) -> range:
-    """The columns of one of `parts` ranks. They are divided as the rows of a weight are (`shard_ranges` in
-    parallel/weights/layout.py): in equal chunks, of which the last ones may be shorter or empty."""
+    """Returns the columns of rank number `part` of `parts` ranks. Columns are divided as the rows of a weight are
+    (`shard_ranges` in parallel/weights/layout.py): in equal chunks, of which the last ones may be shorter or empty."""
     chunk = -(-width // parts)
     return range(min(part * chunk, width), min((part + 1) * chunk, width))
 
@@ -21,8 +21,8 @@ class ColumnDataset(Dataset[Any]):
     """A data set whose samples hold only this rank's columns of the input. Columns are the last dimension of a sample's
     first tensor.
 
-    Where the data set has a method `columns(begin, end)`, which returns the same data set with these columns only, the
-    other columns are never read. Otherwise whole samples are read and the other columns dropped.
+    If `dataset` has a method `columns(begin, end)`, which returns the same data set with these columns only, other
+    columns are never read. Otherwise whole samples are read, and the other columns are dropped.
     """
 
     def __init__(self, dataset: Any, part: int, parts: int) -> None:
@@ -56,7 +56,8 @@ class ColumnDataset(Dataset[Any]):
 
 
 def input_width(dataset: Any) -> int:
-    """The number of features of a sample's first tensor: the data set's `width`, or what its first sample has."""
+    """Returns the number of features of a sample's first tensor: the data set's attribute `width` if it has one,
+    otherwise the last dimension of the first tensor of sample 0."""
     width = getattr(dataset, "width", None)
     if isinstance(width, int):
         return width

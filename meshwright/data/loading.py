@@ -29,8 +29,9 @@ def train_batches(
     epochs: int | None = None,
     drop_last: bool = False,
 ) -> Iterator[Batch]:
-    """Yields this rank's part of every global batch, from `start` = (epoch, index of the batch) to the end of epoch
-    `epochs` - 1; without end where `epochs` is None. Close the iterator to end its workers at once."""
+    """Yields this rank's part of every global batch. Batches go from `start` = (epoch, index of the batch) to the end
+    of epoch `epochs` - 1; they never end if `epochs` is None. Close the iterator to end its worker processes at
+    once."""
     train = train_stream if _is_stream(dataset) else train_mapped
     return train(
         dataset,
@@ -48,8 +49,8 @@ def train_batches(
 def eval_batches(
     dataset: Any, *, batch: int, share: SampleShare, loading: LoadingOptions, seed: int = 0
 ) -> Iterator[Microbatch]:
-    """Yields every sample exactly once over all ranks, `batch` samples at a time on each. Nothing is padded or
-    borrowed, so a rank may get one batch fewer than another, or none."""
+    """Yields this rank's part of a data set, `batch` samples at a time. All ranks together get every sample exactly
+    once. Nothing is padded or borrowed, so a rank may get one batch fewer than another rank, or none."""
     evaluate = eval_stream if _is_stream(dataset) else eval_mapped
     return evaluate(dataset, batch=batch, share=share, loading=loading, seed=seed)
 

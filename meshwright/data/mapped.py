@@ -1,5 +1,5 @@
-"""Batches of a data set with random access. One loader serves all epochs and is given the sample indices of one
-microbatch at a time, so that there is no stall between epochs."""
+"""Batches of a data set with random access. One loader serves all epochs, and gets the sample indices of one microbatch
+at a time. Therefore there is no stall between epochs."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -19,19 +19,21 @@ from meshwright.errors import InputError
 
 
 class MicrobatchKeys(NamedTuple):
-    """One microbatch to load: samples of one epoch, by index."""
+    """Names the samples of one microbatch to load, by the epoch and their indices."""
 
     epoch: int
     indices: np.ndarray
 
 
 class MicrobatchDataset(Dataset[Any]):
-    """Returns the collated data for `MicrobatchKeys`, with the random generators seeded for each sample.
+    """A data set whose items are collated microbatches, with `MicrobatchKeys` as keys. The random generators are seeded
+    for each sample.
 
-    A data set with `__getitems__` is called once for the whole list of indices, and one with `batch_of` for the whole
-    collated batch, which is faster for rows that are cheap to read. For both, the generators are seeded by the first
-    sample of the list only: such data sets are expected to be deterministic, or to seed themselves. The collate
-    function draws from the generators as the last sample leaves them.
+    If the wrapped data set has `__getitems__`, it is called once for the whole list of indices. If it has `batch_of`,
+    that is called instead and returns the collated batch, which is faster for rows that are cheap to read. In both
+    cases, the generators are seeded by the first sample of the list only: such data sets are expected to be
+    deterministic, or to seed themselves. The collate function draws from the generators in the state in which the last
+    sample left them.
     """
 
     def __init__(self, dataset: Any, seed: int, use: str, loading: LoadingOptions) -> None:
@@ -64,7 +66,8 @@ class MicrobatchDataset(Dataset[Any]):
 
 @dataclass(frozen=True)
 class _PendingBatch:
-    """A batch whose microbatches, of `counts` samples, are being loaded. The other fields are those of `Batch`."""
+    """A batch whose microbatches are being loaded. `counts` is the number of samples of each microbatch. The other
+    fields are those of `Batch`."""
 
     counts: list[int]
     samples: int
@@ -85,7 +88,8 @@ def train_mapped(
     epochs: int | None,
     drop_last: bool,
 ) -> Iterator[Batch]:
-    """`train_batches` of a data set with random access."""
+    """Yields this rank's part of every global batch of a data set with random access. `loading.train_batches` explains
+    the arguments."""
     size = _size(dataset)
     dataset, width = _select_columns(dataset, share, loading)
     partition = make_partition(size, global_batch, share.ranks, loading, seed, drop_last)
@@ -136,8 +140,9 @@ def _check_start(batches: int, size: int, global_batch: int, start: tuple[int, i
 def eval_mapped(
     dataset: Any, *, batch: int, share: SampleShare, loading: LoadingOptions, seed: int
 ) -> Iterator[Microbatch]:
-    """`eval_batches` of a data set with random access: rounds of `batch` samples per rank, of which a short last one is
-    shared evenly."""
+    """Yields this rank's part of a data set with random access, for evaluation. In each round, `batch` samples per rank
+    are read; if the last round has fewer samples, ranks share them evenly. `loading.eval_batches` explains the
+    arguments."""
     dataset, width = _select_columns(dataset, share, loading)
     batches = [positions for positions in _eval_positions(_size(dataset), batch, share) if positions]
     keys = (MicrobatchKeys(0, np.arange(positions.start, positions.stop)) for positions in batches)
@@ -147,15 +152,16 @@ def eval_mapped(
 
 
 def _eval_positions(size: int, batch: int, share: SampleShare) -> Iterator[range]:
-    """This rank's positions in each round of evaluation; empty where a short last round leaves it none."""
+    """Yields this rank's positions in each round of evaluation; an empty range if a short last round leaves none for
+    this rank."""
     for begin in range(0, size, batch * share.ranks):
         positions_of_all_ranks = range(size)[begin : begin + batch * share.ranks]
         yield even_shares(positions_of_all_ranks, share.ranks)[share.rank]
 
 
 def _select_columns(dataset: Any, share: SampleShare, loading: LoadingOptions) -> tuple[Any, int | None]:
-    """The data set with this rank's columns and the width of its whole input; unchanged and None where columns are not
-    divided."""
+    """Returns the data set with this rank's columns only, and the number of columns of the whole input. If columns are
+    not divided, returns the unchanged data set and None."""
     if loading.partition != "dimension" or share.column_parts == 1:
         return dataset, None
     columns = ColumnDataset(dataset, share.column_part, share.column_parts)
@@ -165,14 +171,14 @@ def _select_columns(dataset: Any, share: SampleShare, loading: LoadingOptions) -
 def make_partition(
     size: int, global_batch: int, ranks: int, loading: LoadingOptions, seed: int = 0, drop_last: bool = False
 ) -> Partition:
-    """How `size` samples are divided into global batches and ranks under these options."""
+    """Returns the partition that divides `size` samples into global batches and ranks, as `loading` says."""
     if loading.partition == "sample":
         return PartPartition(size, global_batch, ranks, seed, loading.parts or ranks)
     return BatchPartition(size, global_batch, ranks, seed, drop_last)
 
 
 def _reads_lists(dataset: Any) -> bool:
-    # A Subset has __getitems__ whatever is inside, and would then draw all samples from one seed.
+    # A Subset has __getitems__ even if the data set inside has not. Its samples would then share one seed.
     if isinstance(dataset, Subset):
         return _reads_lists(dataset.dataset)
     return callable(getattr(dataset, "__getitems__", None))

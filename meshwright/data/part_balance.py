@@ -6,12 +6,12 @@ from typing import Any
 
 from meshwright.data.partition import PartPartition
 
-SKEWED = 0.1  # share of a part's samples whose labels exceed their frequency in the whole data set
+SKEWED = 0.1  # users are warned if `PartPartition.skew` is above this value
 
 
 def labels_of(dataset: Any) -> list[int] | None:
-    """The integer labels of all samples where the data set has them in an attribute, as torchvision's data sets have.
-    None if only reading the samples would tell them, or if they are not integers."""
+    """Returns the integer labels of all samples if the data set has them in an attribute `labels` or `targets`, as
+    torchvision's data sets have. Returns None if it does not, or if the labels are not integers."""
     for name in ("labels", "targets"):
         labels = getattr(dataset, name, None)
         if labels is not None and not callable(labels) and len(labels) == len(dataset):
@@ -23,8 +23,8 @@ def labels_of(dataset: Any) -> list[int] | None:
 
 
 def describe_parts(partition: PartPartition, labels: Sequence[int] | None) -> list[str]:
-    """Lines for the log: sizes of parts and batches, and a warning where the labels are skewed. `labels` is None where
-    they are not known."""
+    """Returns lines for the log: the sizes of parts and batches, and a warning if the labels are skewed. `labels` is
+    None if they are not known."""
     sizes = partition.sizes
     size_difference = (max(sizes) - min(sizes)) / max(sizes)
     lines = [

@@ -1,10 +1,10 @@
-"""Which samples of an epoch form each global batch, which share of it each rank gets, and how shares are cut into
-microbatches.
+"""Which samples of an epoch form each global batch, which share of a batch each rank gets, and how shares are cut into
+microbatches. The job's `data.partition` chooses between two ways:
 
-batch     BatchPartition: batch k is the positions [kb, (k+1)b) of one order of all samples, and each rank gets an even
-          share of it
-sample    PartPartition: the data set is divided into fixed parts, each with its own order, and batch k has an even
-          slice of every part, so that all parts end together: slice k of part p is even_share(size of p, k, batches)
+batch     `BatchPartition`: all samples are put in one order. Batch k is the positions [kb, (k+1)b) of this order, and
+          each rank gets an even share of the batch.
+sample    `PartPartition`: the data set is divided into fixed parts, each with its own order. Batch k takes an even
+          slice of every part, so all parts end together: slice k of part p is even_share(size of p, k, batches).
 """
 
 from collections.abc import Sequence
@@ -19,15 +19,15 @@ from meshwright.errors import InputError
 
 
 def even_share(count: int, rank: int, ranks: int) -> range:
-    """The positions of one rank among `count`: contiguous, with sizes that differ by at most one between ranks. Rank 0
-    always has one where `count` is not 0."""
+    """Returns the positions that one rank gets of `count` positions. They are contiguous, and the ranks' numbers of
+    positions differ by at most one. Rank 0 always gets a position, unless `count` is 0."""
     smallest, remainder = divmod(count, ranks)
     start = rank * smallest + min(rank, remainder)
     return range(start, start + smallest + (rank < remainder))
 
 
 def even_shares(positions: range, ranks: int) -> list[range]:
-    """The positions of every rank, in the order of ranks."""
+    """Divides positions evenly. Returns those of every rank, in the order of ranks."""
     shares = (even_share(len(positions), rank, ranks) for rank in range(ranks))
     return [positions[share.start : share.stop] for share in shares]
 
@@ -38,10 +38,11 @@ def microbatches(positions: range, accumulation: int) -> list[range]:
 
 
 def padded_microbatches(shares: Sequence[range], rank: int, accumulation: int) -> list[range]:
-    """A rank's microbatches of a global batch that is divided into these shares, as many as the rank with the most has.
+    """Returns a rank's microbatches of a global batch that is divided into these shares. All ranks get the same number
+    of microbatches: as many as the rank with the most samples needs.
 
-    Ranks of a sharded model communicate in every forward pass, so a rank with fewer microbatches would leave the others
-    waiting. The missing ones are empty ranges at the end, for which the loader borrows a sample.
+    Ranks of a sharded model communicate in every forward pass, so a rank with fewer microbatches would leave the other
+    ranks waiting. Missing microbatches are empty ranges at the end, for which the loader borrows a sample.
     """
     local = microbatches(shares[rank], accumulation)
     count = max(min(accumulation, len(share)) for share in shares)
@@ -49,7 +50,7 @@ def padded_microbatches(shares: Sequence[range], rank: int, accumulation: int) -
 
 
 class Partition(Protocol):
-    """How the samples of an epoch are divided into global batches and ranks."""
+    """How the samples of an epoch are divided into global batches, and each global batch among ranks."""
 
     @property
     def batches(self) -> int:
@@ -57,15 +58,16 @@ class Partition(Protocol):
         ...
 
     def order(self, epoch: int) -> np.ndarray:
-        """The indices of all samples in the order in which batches take them."""
+        """Returns the indices of all samples, in the order in which batches take them."""
         ...
 
     def shares(self, index: int) -> list[range]:
-        """For one global batch, the positions in the order that each rank gets; they follow one another."""
+        """Returns, for global batch number `index`, the positions in `order` that each rank gets. The ranges of the
+        ranks follow one another."""
         ...
 
     def borrowed_sample(self, order: np.ndarray, index: int, rank: int) -> int:
-        """The index of a sample for a rank that has no sample of this batch; it gets no weight."""
+        """Returns the index of a sample for a rank that has no sample of this batch. The sample gets no weight."""
         ...
 
 
@@ -96,9 +98,9 @@ class BatchPartition:
 
 @dataclass(frozen=True)
 class PartPartition:
-    """Divides the data set into `parts` of equal size, and the parts evenly among ranks, so that a rank never reads
-    samples of another one. The order is a function of seed, epoch, sizes and the number of parts, so a run may be
-    resumed on fewer ranks that have several parts each."""
+    """Divides the data set into `parts` parts of nearly equal size, and the parts evenly among ranks. A rank reads
+    samples of its own parts only. The order is a function of seed, epoch, sizes and the number of parts, so a run may
+    be resumed on fewer ranks, each of which then has several parts."""
 
     size: int
     batch: int
@@ -120,7 +122,7 @@ class PartPartition:
 
     @cached_property
     def batches(self) -> int:
-        """The smallest number of batches of which none is larger than the global batch."""
+        """The smallest number of batches for which no batch is larger than the global batch."""
         count = -(-self.size // self.batch)
         while sum(-(-len(part) // count) for part in self._parts) > self.batch:
             count += 1
@@ -148,7 +150,8 @@ class PartPartition:
 
     def shares(self, index: int) -> list[range]:
         slices = self._slices(index)
-        # The order begins with the slices of all earlier batches, and a slice begins after those of its part.
+        # The order begins with the slices of all earlier batches. A slice's start is the number of samples that earlier
+        # batches take of its part.
         begin = sum(positions.start for positions in slices)
         ends = np.cumsum([0, *(len(positions) for positions in slices)])
         parts_of_ranks = even_shares(range(self.parts), self.ranks)
@@ -159,13 +162,13 @@ class PartPartition:
         return self._parts[first_part].start
 
     def _slices(self, index: int) -> list[range]:
-        """For one global batch, the positions that it takes of each part's order."""
+        """Returns, for global batch number `index`, the positions that the batch takes of each part's order."""
         return [even_share(len(part), index, self.batches) for part in self._parts]
 
     def skew(self, labels: Sequence[int]) -> tuple[float, int]:
-        """How far the labels of a part are from those of all samples, in the part where that is most, and the number of
-        that part. The distance is half the sum of the absolute differences of label frequencies, less the distance
-        that chance alone gives to parts of that size."""
+        """Returns how far the labels of the most skewed part are from those of all samples (at least 0), and the number
+        of that part. The distance is half the sum of the absolute differences of label frequencies, minus the distance
+        that chance alone causes in parts of that size."""
         all_labels = np.asarray(labels)
         classes, counts = np.unique(all_labels, return_counts=True)
         expected = counts / len(all_labels)

@@ -1,5 +1,5 @@
-"""Makes random augmentation a function of (seed, epoch, sample): the generators that data sets draw from are seeded
-for each sample, and afterwards restored to the state they had in the rank."""
+"""Makes random augmentation a function of (seed, epoch, sample). The generators that data sets draw from are seeded for
+each sample, and afterwards restored to the state that they had in the rank."""
 
 import random
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ from meshwright.data.order import derive_seed
 
 
 def seed_generators(seed: int, *parts: int | str) -> None:
-    """Seeds the generators of Python, of numpy's `np.random` functions and of torch on the CPU. Generators of GPUs are
-    left alone: they belong to the model."""
+    """Seeds the generators of Python, of numpy's `np.random` functions and of torch on the CPU. The generators of GPUs
+    are left alone, because they belong to the model."""
     derived = derive_seed(seed, *parts)
     random.seed(derived)
     np.random.seed(derived & 0xFFFFFFFF)
@@ -23,7 +23,8 @@ def seed_generators(seed: int, *parts: int | str) -> None:
 
 @contextmanager
 def preserve_generators() -> Iterator[None]:
-    """Restores a rank's generators at the end. In a worker process it does nothing: only data sets draw there."""
+    """Restores a rank's generators at the end of the context. In a worker process it does nothing, because only data
+    sets draw random numbers there."""
     if get_worker_info() is not None:
         yield
         return

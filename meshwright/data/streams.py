@@ -4,8 +4,9 @@ positions [kB, (k+1)B), and ranks divide each batch by position.
 A stream must yield the same items on every rank and in every worker: it must not split itself. It may have
 
 - `set_epoch(epoch)`, which is called before every epoch;
-- `seek(position)`, which is called before every epoch: the next `iter()` must begin with that sample of the epoch (0
-  unless a run is resumed inside the epoch). Without it, a resumed run reads and drops the samples before it.
+- `seek(position)`, which is called before every epoch: the next `iter()` must begin with the sample at this position of
+  the epoch (0 unless a run is resumed inside the epoch). If a stream has no `seek`, a resumed run reads and drops all
+  samples before this position.
 """
 
 import logging
@@ -29,9 +30,9 @@ _log = logging.getLogger("meshwright.data")
 
 @dataclass(frozen=True)
 class _StreamEpoch:
-    """Which batches of one epoch to read: from batch `first` on, `batch` samples each over all ranks. `use` separates
-    the random numbers of training and evaluation. With `borrow`, a rank without samples of a batch gets one of another
-    rank."""
+    """Which batches of one epoch to read: from batch number `first` on, each of `batch` samples over all ranks. `use`
+    is part of the random seeds; training and evaluation have different ones. With `borrow`, a rank that gets no sample
+    of a batch gets a copy of the batch's first sample."""
 
     seed: int
     use: str
@@ -45,8 +46,8 @@ class _StreamEpoch:
 
 
 class _StreamBatches(IterableDataset[Any]):
-    """Yields, for each global batch, its number of samples and this rank's microbatches. Worker w of n yields batches
-    w, w + n, ...: the loader takes one from each worker in turn, so they arrive in order."""
+    """Yields, for each global batch, its number of samples and this rank's collated microbatches. Worker w of n yields
+    batches w, w + n, ...; the loader takes one batch from each worker in turn, so batches arrive in order."""
 
     def __init__(self, dataset: Any, reading: _StreamEpoch, loading: LoadingOptions) -> None:
         self._dataset = dataset
@@ -84,7 +85,7 @@ class _StreamBatches(IterableDataset[Any]):
                 yield sample
 
     def _microbatches(self, index: int, global_batch: list[Any]) -> list[tuple[Any, int]]:
-        """This rank's microbatches, collated, each with its number of samples."""
+        """Returns this rank's microbatches as pairs (collated data, number of samples that count)."""
         reading = self._reading
         collated = []
         shares = even_shares(range(len(global_batch)), reading.share.ranks)
@@ -101,8 +102,9 @@ class _StreamBatches(IterableDataset[Any]):
 
 @contextmanager
 def _worker_info_hidden() -> Iterator[None]:
-    """Makes `get_worker_info()` return None, so that a data set does not notice that it runs in a worker. Many data
-    sets yield only every n-th sample in a worker; the rest would be lost, since here every worker reads all samples."""
+    """Within this context, `get_worker_info()` returns None, so that a data set does not notice that it runs in a
+    worker. Many data sets yield only every n-th sample in a worker. Here every worker reads all samples, so the other
+    samples would be lost."""
     info = torch_worker._worker_info
     torch_worker._worker_info = None
     try:
@@ -123,7 +125,7 @@ def train_stream(
     epochs: int | None,
     drop_last: bool,
 ) -> Iterator[Batch]:
-    """`train_batches` of a stream."""
+    """Yields this rank's part of every global batch of a stream. `loading.train_batches` explains the arguments."""
     if loading.partition != "batch":
         raise InputError(
             f"data.partition is {loading.partition}, which needs random access to samples, but"
@@ -152,7 +154,8 @@ def train_stream(
 def eval_stream(
     dataset: Any, *, batch: int, share: SampleShare, loading: LoadingOptions, seed: int
 ) -> Iterator[Microbatch]:
-    """`eval_batches` of a stream: rounds of `batch` samples per rank, of which a short last one is shared evenly."""
+    """Yields this rank's part of a stream, for evaluation. In each round, `batch` samples per rank are read; if the
+    last round has fewer samples, ranks share them evenly. `loading.eval_batches` explains the arguments."""
     reading = _StreamEpoch(seed, "eval", 0, batch * share.ranks, share, borrow=False)
     is_empty = True
     for _, data in _read(dataset, reading, loading):

@@ -1,5 +1,6 @@
-"""Starts and ends the worker processes of a loader. Workers ignore signals that are sent to the whole process group, so
-that a rank that receives a stop signal can still finish its step and save; and they exit when their rank has ended."""
+"""Starts and ends the worker processes of a loader. Workers ignore signals that are sent to the whole process group.
+Therefore a rank that receives a stop signal can still load data, finish its step and save. Workers exit when their rank
+has ended."""
 
 import os
 import signal
@@ -19,9 +20,8 @@ _WATCH_S = 0.5
 
 
 def load_items(dataset: Dataset[Any], loading: LoadingOptions, keys: Iterable[Any] | None = None) -> Iterator[Any]:
-    """Yields `dataset[key]` for each of `keys`, or where they are None the items of an iterable data set. Both must be
-    collated already. Closing the iterator, or dropping it, ends the workers.
-    """
+    """Yields `dataset[key]` for each of `keys`, or the items of an iterable data set if `keys` is None. Items are not
+    collated, so they must be batches already. Closing or dropping the iterator ends the workers."""
     loader = DataLoader(
         dataset,
         batch_size=None,
@@ -53,14 +53,16 @@ def _unchanged(data: Any) -> Any:
 
 
 def _original_message(error: MeshwrightError) -> str:
-    """The message that a worker raised. Torch puts the worker's whole traceback before it; it is in the last line."""
+    """Returns the message of the exception that a worker raised. Torch puts the worker's whole traceback before this
+    message, which is in the last line."""
     text = str(error).strip()
     return text.rpartition("\n")[2].partition(": ")[2] if "Original Traceback" in text else text
 
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Blocks signals while workers start. Workers inherit the block, so none can be ended before it ignores signals."""
+    """Blocks signals while workers start. Workers inherit the block, so no signal can end a worker before it ignores
+    signals."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
@@ -81,10 +83,10 @@ def _start_worker(worker: int) -> None:
 
 
 def _watch_rank(rank: int | None) -> None:
-    """Ends the worker when its rank is gone or sends SIGTERM. SIGTERM from any other process is ignored.
+    """Ends the worker when its rank is gone, or when the rank sends SIGTERM. SIGTERM from any other process is ignored.
 
     Torch and multiprocessing send SIGTERM to a busy worker, and to every worker when the rank exits, and then wait for
-    it: a worker that ignored that too would keep its rank from ending.
+    the worker. A worker that ignored this SIGTERM, too, would keep its rank from ending.
     """
     while os.getppid() == rank:
         if hasattr(signal, "sigtimedwait"):

@@ -29,8 +29,8 @@ SUFFIXES = {
 
 @dataclass(frozen=True)
 class ExportResult:
-    """The file that was written, and how the size and the metrics changed. `bytes_before` is the size of the model's
-    weights before the export. `metrics` is empty when nothing was evaluated."""
+    """The file that was written, and how size and metrics changed. `bytes` is the size of the file, `bytes_before` that
+    of the model's weights before the export. `metrics` is empty if nothing was evaluated."""
 
     run: Path
     format: str
@@ -42,7 +42,7 @@ class ExportResult:
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON object that `meshwright export --json` prints."""
+        """Returns the JSON object that `meshwright export --json` prints."""
         return {
             "file": str(self.file),
             "bytes": self.bytes,
@@ -73,9 +73,10 @@ def export(
     limit: int | None = None,
     settings: Sequence[str] = (),
 ) -> ExportResult:
-    """Exports a run in the format `to`, evaluates the result, and returns the sizes and metrics.
+    """Writes a run's model in the format `to` (a key of `SUFFIXES`), evaluates the model before and after, and returns
+    the sizes and metrics.
 
-    `limit` is the largest number of samples to evaluate; None means all of them, 0 means none. `step` selects the
+    `limit` is the largest number of samples to evaluate; None means all samples, 0 means none. `step` selects the
     checkpoint as in `read_run`, and `settings` override fields of the job (`data.root=...`).
     """
     if to not in SUFFIXES:
@@ -105,8 +106,9 @@ def export(
 
 
 def _write(trained: TrainedModel, to: str, dynamic: bool, example_set: Any, file: Path) -> _Written:
-    """Writes the model in the format `to`. The file is written under a temporary name and then renamed, so that it
-    exists complete or not at all."""
+    """Writes the model in the format `to`. The file is first written under a temporary name and then renamed, so that
+    it is either complete or does not exist. A quantized model that torch.export cannot export is written as a state
+    dict."""
     temporary = file.with_name(f".writing-{file.name}")
     if to in ("safetensors", "bf16"):
         metadata = {"format": "pt", "job": trained.job.name, "step": str(trained.step)}
@@ -141,8 +143,8 @@ def _write_state(trained: TrainedModel, width: Width, file: Path) -> _Written:
 
 
 def _data_sets(trained: TrainedModel, to: str, limit: int | None) -> tuple[Any, Any]:
-    """The data set to evaluate, or None when nothing is to be evaluated; and the data set that provides example batches
-    for a program, or None when neither is needed."""
+    """Returns two data sets. The first is the one to evaluate, or None if nothing is to be evaluated. The second
+    provides example batches for a program, or is None if neither is needed."""
     if limit == 0 and SUFFIXES[to] == ".safetensors":
         return None, None
     train_set, eval_set = build_data(trained.job)

@@ -1,4 +1,5 @@
-"""How an export changes the metrics: evaluates a model on the job's evaluation set, before and after."""
+"""Measures how an export changes the metrics: evaluates a model on the job's evaluation set, before and after the
+export."""
 
 import math
 from collections.abc import Iterator
@@ -22,14 +23,14 @@ ONE_PROCESS = World(rank=0, local_rank=0, size=1, local_size=1, attempt=0, devic
 
 @dataclass(frozen=True)
 class MetricChange:
-    """The value of one metric before and after the export; None when the value is not finite."""
+    """The value of one metric before and after the export. A value that is not finite is None."""
 
     before: float | None
     after: float | None
 
     @property
     def change(self) -> float | None:
-        """The difference; None when either value is."""
+        """`after` minus `before`; None if either value is None."""
         return None if self.before is None or self.after is None else self.after - self.before
 
     def to_dict(self) -> dict[str, float | None]:
@@ -37,7 +38,8 @@ class MetricChange:
 
 
 def measure(model: nn.Module, job: Job, dataset: Any) -> dict[str, float]:
-    """The loss and the job's metrics on a data set, evaluated as in training, in one process and in fp32."""
+    """Returns the loss and the job's metrics on a data set, by name. They are evaluated as in training, in one process
+    and in fp32."""
     session = Session(
         model,
         lambda parameters: torch.optim.SGD([torch.zeros(1)]),  # never stepped; an exported program has no parameters
@@ -58,7 +60,7 @@ def metric_changes(before: dict[str, float], after: dict[str, float]) -> dict[st
 
 
 def first_samples(dataset: Any, limit: int | None) -> Any:
-    """The first `limit` samples of a data set; the whole data set when `limit` is None."""
+    """Returns a data set of the first `limit` samples of `dataset`, or `dataset` itself if `limit` is None."""
     if limit is None:
         return dataset
     if hasattr(dataset, "__getitem__"):
@@ -67,7 +69,7 @@ def first_samples(dataset: Any, limit: int | None) -> Any:
 
 
 class _FirstSamples(IterableDataset[Any]):
-    """The first samples of a stream."""
+    """A stream of the first `limit` samples of another stream."""
 
     def __init__(self, stream: Any, limit: int) -> None:
         self._stream = stream

@@ -39,8 +39,8 @@ class LoadedProgram(nn.Module):
 
 
 def write_program(model: nn.Module, job: Job, dataset: Any, file: Path) -> None:
-    """Exports the model to a file. Sizes that differ between two batches of `dataset` are dynamic in the program, which
-    is then run on a third batch as a check. Raises an `InputError` when torch cannot export the model."""
+    """Exports the model to a file. Sizes that differ between two batches of `dataset` are dynamic in the program. The
+    program is then run on a third batch as a check. Raises an `InputError` if torch cannot export the model."""
     model.eval()
     sample_counts = (TRACED_SAMPLES, COMPARED_SAMPLES, CHECKED_SAMPLES)
     traced, compared, checked = (example_batch(job, dataset, samples) for samples in sample_counts)
@@ -57,7 +57,8 @@ def write_program(model: nn.Module, job: Job, dataset: Any, file: Path) -> None:
 
 
 def example_batch(job: Job, dataset: Any, samples: int) -> ModelBatch:
-    """A batch of `samples` samples as the model receives it. Samples of a small data set are repeated."""
+    """Returns a batch of `samples` samples in the form in which the model receives it. Samples of a small data set are
+    repeated."""
     if hasattr(dataset, "__getitem__"):
         dataset = Subset(dataset, [index % len(dataset) for index in range(samples)])
     loading = LoadingOptions(collate=build_loading(job, torch.device("cpu")).collate)
@@ -80,8 +81,8 @@ def quiet() -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """Torch's error message in one line, without its advice for torch developers, and with the line of the model's code
-    when it is known."""
+    """Returns torch's error message in one line, without its advice for torch developers. If the line of the model's
+    code is known, it is added."""
     message = re.sub(r"For more information, run with \S+", "", str(error) or type(error).__name__)
     message = " ".join(message.split())
     message = message if len(message) <= LONGEST_REASON else f"{message[:LONGEST_REASON]}…"

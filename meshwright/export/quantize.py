@@ -1,4 +1,4 @@
-"""Quantizes the weights of a model: torchao quantizes linear layers, `rows.py` the others.
+"""Quantizes the weights of a model. torchao quantizes linear layers, and `rows.py` all others:
 
 | layers | int8 | int16 |
 | --- | --- | --- |
@@ -33,7 +33,7 @@ ROWS, SCALE = ".rows", ".scale"
 
 
 def quantizable_parameters(model: nn.Module, width: Width) -> list[ParameterUses]:
-    """The parameters that are stored as integers."""
+    """Returns the parameters that `quantize` stores as integers of this width."""
     kinds = EMBEDDINGS if width == "int16" else (*EMBEDDINGS, *CONVOLUTIONS, nn.Linear, nn.MultiheadAttention)
     return [
         uses
@@ -43,8 +43,8 @@ def quantizable_parameters(model: nn.Module, width: Width) -> list[ParameterUses
 
 
 def quantize(model: nn.Module, width: Width, dynamic: bool = False) -> nn.Module:
-    """A copy of the model with integer weights. They are plain tensors, so torch.export accepts it like any model.
-    With `dynamic` the inputs of linear layers are quantized as well."""
+    """Returns a copy of the model with integer weights. They are plain tensors, so torch.export accepts the copy like
+    any model. With `dynamic`, the inputs of linear layers are quantized as well."""
     copy = deepcopy(model)
     parameters = quantizable_parameters(copy, width)
     linears = {id(module) for uses in parameters if _is_linear_weight(uses) for module, _ in uses.holders}
@@ -56,8 +56,8 @@ def quantize(model: nn.Module, width: Width, dynamic: bool = False) -> nn.Module
 
 
 def quantized_state(model: nn.Module, width: Width) -> dict[str, Tensor]:
-    """A state dict for models that torch.export cannot export: ordinary weights by name, and for each quantized one
-    `name.rows` and `name.scale`, whose product it is."""
+    """Returns a state dict for models that torch.export cannot export. Weights that are not quantized stand under their
+    names. A quantized weight is replaced by `name.rows` (integers) and `name.scale`; the weight is their product."""
     parameters = quantizable_parameters(model, width)
     integers = {id(uses.weight): quantize_rows(uses.weight, DTYPES[width]) for uses in parameters}
     state: dict[str, Tensor] = {}
@@ -81,8 +81,8 @@ def read_quantized_state(model: nn.Module, state: dict[str, Tensor]) -> nn.Modul
 
 
 def _is_linear_weight(uses: ParameterUses) -> bool:
-    """Whether the parameter is the weight of exactly one linear layer. Of a tied weight torchao would store a second
-    copy, so `rows.py` quantizes it."""
+    """Whether the parameter is the weight of exactly one linear layer. A tied weight is not, because torchao would
+    store a second copy of it; `rows.py` quantizes it instead."""
     (module, _), *others = uses.holders
     return isinstance(module, nn.Linear) and not isinstance(module, NonDynamicallyQuantizableLinear) and not others
 

@@ -18,14 +18,16 @@ from torch.nn.utils import parametrize
 
 @dataclass(frozen=True)
 class ParameterUses:
-    """A parameter, and the modules that hold it with the name that each gives it. A tied parameter has several."""
+    """A parameter and its uses. `holders` are pairs of a module that holds the parameter and the parameter's name in
+    this module; a tied parameter has several."""
 
     weight: nn.Parameter
     holders: tuple[tuple[nn.Module, str], ...]
 
 
 def quantize_rows(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The integer rows of a weight and their scale, which is fp32 and has as many dimensions as the weight."""
+    """Returns the integer rows of a weight, and their scale. The scale is fp32 and has as many dimensions as the
+    weight."""
     largest = torch.iinfo(dtype).max
     wide = weight.detach().float()
     scale = wide.abs().amax(dim=tuple(range(1, wide.dim())), keepdim=True) / largest
@@ -34,12 +36,12 @@ def quantize_rows(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_rows(rows: Tensor, scale: Tensor) -> Tensor:
-    """The weight that integer rows and their scale stand for, in fp32."""
+    """Returns the weight that integer rows and their scale represent, in fp32."""
     return rows.float() * scale
 
 
 def parameters_with_uses(model: nn.Module) -> list[ParameterUses]:
-    """All parameters of a model, tied ones once."""
+    """Returns all parameters of a model. Each tied parameter occurs once."""
     uses: dict[int, ParameterUses] = {}
     for module in model.modules():
         for name, weight in module.named_parameters(recurse=False):
@@ -49,7 +51,8 @@ def parameters_with_uses(model: nn.Module) -> list[ParameterUses]:
 
 
 def store_as_integer_rows(model: nn.Module, parameters: Iterable[ParameterUses], dtype: torch.dtype) -> None:
-    """Replaces parameters of the model by integer rows. The modules that hold a tied parameter share its rows."""
+    """Replaces these parameters of the model by integer rows, in place. The modules that hold a tied parameter share
+    its rows."""
     for uses in parameters:
         rows, scale = quantize_rows(uses.weight, dtype)
         for module, name in uses.holders:
@@ -74,7 +77,7 @@ class RowEmbedding(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dequantized table, for models that multiply by an embedding's weight."""
+        """The dequantized table, for models that multiply by the weight of an embedding."""
         return dequantize_rows(self.rows, self.scale).to(self._dtype)
 
     def forward(self, indices: Tensor) -> Tensor:
@@ -83,7 +86,8 @@ class RowEmbedding(nn.Module):
 
 
 class _Dequantized(nn.Module):
-    """A parametrization: reading the parameter returns the dequantized weight."""
+    """A torch parametrization that stores a parameter as integer rows. Reading the parameter returns the dequantized
+    weight."""
 
     rows: Tensor
     scale: Tensor
@@ -102,7 +106,7 @@ class _Dequantized(nn.Module):
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Replaces a submodule wherever the model holds it."""
+    """Replaces a submodule everywhere in the model, in place."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if child is old:

@@ -1,4 +1,4 @@
-"""Reads what an export starts from: the job of a run folder, and its model with the weights of one checkpoint."""
+"""Reads what an export starts from: the job of a run folder, and the job's model with the weights of one checkpoint."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ from meshwright.train.output.folder import RunFolder
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """The whole model with the weights of a run's checkpoint, in evaluation mode, whatever plan the run used. `notes`
-    are for the user."""
+    """A run's whole model with the weights of a checkpoint, in evaluation mode. It does not depend on the plan of the
+    run. `notes` are sentences for the user."""
 
     folder: RunFolder
     job: Job
@@ -27,13 +27,13 @@ class TrainedModel:
     notes: tuple[str, ...]
 
     def initial_model(self) -> nn.Module:
-        """The job's model with its initial weights, to load an exported file into."""
+        """Returns the job's model with its initial weights, for loading an exported file into it."""
         return initialize_model(lambda: construct_model(self.job), self.job.train.seed).eval()
 
 
 def read_run(path: Path, step: str | None = None, settings: Sequence[str] = ()) -> TrainedModel:
-    """The model of a run folder. `step` selects the checkpoint: a number, `best` or `last`; None means the best one if
-    there is one, and the last one otherwise. `settings` override fields of the job."""
+    """Returns the trained model of a run folder. `step` selects the checkpoint: a step number, `best` or `last`. None
+    selects the best checkpoint, or the last one if there is no best. `settings` override fields of the job."""
     folder = RunFolder(path)
     for part in (folder.job, folder.plan, folder.checkpoints):
         if not part.exists():
@@ -46,7 +46,8 @@ def read_run(path: Path, step: str | None = None, settings: Sequence[str] = ()) 
 
 
 def _checkpoint(folder: RunFolder, step: str | None) -> tuple[Path, Manifest, tuple[str, ...]]:
-    """The checkpoint that `step` selects, its verified manifest, and notes about damaged ones."""
+    """Returns the path of the checkpoint that `step` selects, its verified manifest, and notes about damaged
+    checkpoints."""
     best = folder.checkpoints / "best"
     if step == "best" and not best.exists():
         raise InputError(f"--step best: {folder.path} has no best checkpoint, as its job names no checkpoint.best")
@@ -61,7 +62,8 @@ def _checkpoint(folder: RunFolder, step: str | None) -> tuple[Path, Manifest, tu
 
 
 def _checkpoint_at(folder: RunFolder, step: str) -> Path:
-    """The checkpoint of a step number; an `InputError` lists the existing ones when there is none."""
+    """Returns the checkpoint of a step number. If there is none, raises an `InputError` that lists the existing
+    ones."""
     checkpoint = folder.checkpoints / f"step-{int(step):08d}" if step.isdecimal() else None
     if checkpoint is None or not checkpoint.is_dir():
         steps = [str(int(path.name.removeprefix("step-"))) for path in sorted(folder.checkpoints.glob("step-*"))]

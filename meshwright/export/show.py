@@ -7,7 +7,7 @@ from meshwright.export.measure import MetricChange
 
 
 def describe_export(exported: ExportResult) -> list[str]:
-    """The lines that `meshwright export` prints."""
+    """Returns the lines that `meshwright export` prints."""
     rows = [("", "before", "after", "change"), ("size", *_sizes(exported))]
     rows += [(name, *_values(name, change)) for name, change in exported.metrics.items()]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]

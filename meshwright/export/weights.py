@@ -11,8 +11,8 @@ from meshwright.errors import InputError
 
 
 def write_weights(model: nn.Module, file: Path, metadata: dict[str, str]) -> None:
-    """Writes all weights and buffers. A tied weight is written once, and the file's metadata map its other names to the
-    one that is stored."""
+    """Writes all weights and buffers. A tied weight is written once; the metadata of the file map its other names to
+    the name under which it is stored."""
     objects = [name for name, value in model.state_dict().items() if not isinstance(value, Tensor)]
     if objects:
         raise InputError(f"{objects[0]} is no tensor, and a safetensors file holds tensors only: use --to program")
@@ -23,14 +23,14 @@ def write_weights(model: nn.Module, file: Path, metadata: dict[str, str]) -> Non
 
 
 def read_weights(model: nn.Module, file: Path) -> nn.Module:
-    """Loads a file into a model, converting to the model's dtypes, and returns the model."""
+    """Loads a file into a model, converting values to the model's dtypes, and returns the model."""
     load_model(model, file)
     return model
 
 
 def copy_in_bf16(model: nn.Module) -> nn.Module:
-    """A copy of the model with its floating-point parameters in bf16. Buffers are not rounded: a running variance or a
-    table of frequencies is small, and rounding it changes every output."""
+    """Returns a copy of the model with its floating-point parameters in bf16. Buffers are not rounded, because a
+    running variance or a table of frequencies is small, but rounding it changes every output."""
     copy = deepcopy(model)
     with torch.no_grad():
         for parameter in copy.parameters():  # yields a tied parameter once, so that it stays tied
@@ -40,6 +40,6 @@ def copy_in_bf16(model: nn.Module) -> nn.Module:
 
 
 def size_bytes(model: nn.Module) -> int:
-    """Size of all parameters and saved buffers; tied ones are counted once."""
+    """Returns the size of all parameters and saved buffers in bytes. Tied ones are counted once."""
     tensors = [value for value in model.state_dict().values() if isinstance(value, Tensor)]
     return sum({value.data_ptr(): value.numel() * value.element_size() for value in tensors}.values())

@@ -24,7 +24,7 @@ _MOST_NAMED = 3
 def explain_communication_error(
     error: BaseException, world: World, heartbeat: Heartbeat, timeout_s: float, folder: Path | None
 ) -> CollectiveError | None:
-    """Returns an error that says which operation failed and which ranks are missing or late. None where the error has
+    """Returns an error that says which operation failed and which ranks are missing or late; None if the error has
     nothing to do with communication."""
     if isinstance(error, CollectiveError):
         return error
@@ -41,8 +41,8 @@ def explain_communication_error(
 
 
 def _communication_error(error: BaseException) -> BaseException | None:
-    """Returns the first communication error among this error and those it was raised from; None where there is none.
-    Exceptions of users that only mention Gloo or NCCL are of other types."""
+    """Returns the first communication error among this error and its causes; None if there is none. Errors of other
+    types are never communication errors, even if their message mentions Gloo or NCCL."""
     current: BaseException | None = error
     while current is not None:
         if isinstance(current, dist.DistError):
@@ -55,8 +55,8 @@ def _communication_error(error: BaseException) -> BaseException | None:
 
 
 def _operation(error: BaseException, activity: str) -> str:
-    """Returns the name of the collective, from the innermost frame in torch.distributed. Calls from autograd have no
-    such frame."""
+    """Returns the name of the collective that failed, from the innermost frame in torch.distributed. Calls from
+    autograd have no such frame; their name is derived from `activity`."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         file = Path(frame.filename).name
         if file == "distributed_c10d.py" and frame.name != "wrapper" and not frame.name.startswith("_"):
@@ -66,8 +66,8 @@ def _operation(error: BaseException, activity: str) -> str:
 
 
 def _others(world: World, heartbeat: Heartbeat, folder: Path | None) -> str:
-    """Returns the end of the message: which ranks are gone, or else have not started, or else are at another step. It
-    is empty where their heartbeats cannot be read on this machine."""
+    """Returns the end of the message: which ranks are gone; if none is, which have not started; if all have, which are
+    at another step. Empty if this machine does not have the heartbeats of all ranks."""
     if folder is None or world.size == 1 or world.local_size < world.size:
         return ""
     gone: list[str] = []
@@ -93,6 +93,7 @@ def _where(peer: HeartbeatRecord) -> str:
 
 
 def _is_alive(peer: HeartbeatRecord) -> bool:
+    """Whether the process of a rank on this machine is running."""
     try:
         os.kill(peer.pid, 0)
         state = Path(f"/proc/{peer.pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -13,9 +13,9 @@ AGENT = "MESHWRIGHT_AGENT"  # the id of the process that forked this rank
 
 @dataclass(frozen=True)
 class Environment:
-    """A rank as its launcher describes it. A process that no launcher started is rank 0 of 1. `attempt` counts the
-    restarts before, `agent` is the id of the process that forked the rank if meshwright's launcher started it, and
-    `speaker` the rank that prints to the terminal."""
+    """A rank as its launcher's environment variables describe it. A process that no launcher started is rank 0 of 1.
+    `attempt` is how often the ranks were restarted before. `agent` is the id of the fork server that forked the rank,
+    or None if another launcher than meshwright's started it. `speaker` is the rank that prints to the terminal."""
 
     launched: bool
     rank: int
@@ -53,7 +53,7 @@ def store_address() -> tuple[str, int]:
 
 @contextmanager
 def environment_variables(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables for the processes that are started within the context, and restores the old values after it."""
+    """Sets variables within the context, for processes that are started there, and restores the old values after it."""
     previous = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -33,9 +33,9 @@ _LIBRARY_FOLDERS = (Path(errors.__file__).parent, *map(Path, _INSTALLED))
 
 @dataclass(frozen=True)
 class Failure:
-    """One rank's failure, as it is written to the rank's record file. `kind` is the class name of the exception, or
-    SIGNAL or EXIT. `step` and `doing` are those of the last heartbeat. `final` means that a restart would only repeat
-    the failure."""
+    """Why one rank failed, as it is written to the rank's record file. `kind` is the class name of the exception, or
+    SIGNAL or EXIT. `step` and `doing` are the step and activity of the last heartbeat. `final` means that a restart
+    would only repeat the failure."""
 
     rank: int
     attempt: int
@@ -49,6 +49,7 @@ class Failure:
 
     @property
     def line(self) -> str:
+        """The failure in one line, for the user."""
         where = describe_progress(self.step, self.doing)
         if self.kind == CollectiveError.__name__:
             return self.message  # this message names rank, step and operation already
@@ -88,7 +89,7 @@ def write_record(folder: Path, failure: Failure) -> None:
 
 
 def read_record(folder: Path, rank: int, attempt: int) -> Failure | None:
-    """Returns the rank's failure of this attempt; None where there is no record of it."""
+    """Returns the rank's failure in this attempt; None if none was recorded."""
     try:
         failure = Failure(**json.loads(record_file(folder, rank).read_text()))
     except (OSError, ValueError, TypeError):
@@ -97,8 +98,8 @@ def read_record(folder: Path, rank: int, attempt: int) -> Failure | None:
 
 
 def first_cause(folder: Path, attempt: int, exits: Mapping[int, int]) -> Failure | None:
-    """Returns the failure that explains the others; None where no rank failed. `exits` are the exit codes by rank,
-    negative for signals."""
+    """Returns the failure that most likely caused the failures of the other ranks; None if no rank failed. `exits` are
+    the exit codes by rank, negative for signals."""
     failures = [_failure_from_exit(folder, rank, attempt, code) for rank, code in exits.items() if code != 0]
     return min(failures, key=lambda failure: (_cause_order(failure), failure.time), default=None)
 
@@ -109,7 +110,8 @@ def is_consequence(failure: Failure) -> bool:
 
 
 def repeats(failure: Failure, previous: Failure | None) -> bool:
-    """Whether a restart led to the same exception or the same timeout at the same step. Another restart would, too."""
+    """Whether a restart led to the same exception or the same timeout at the same step as `previous`. If so, another
+    restart would fail again."""
     if previous is None or failure.kind == SIGNAL or (failure.kind, failure.step) != (previous.kind, previous.step):
         return False
     if is_consequence(failure):  # a connection can break for any reason, but a repeated timeout is a hang
@@ -130,8 +132,8 @@ def to_error(failure: Failure, folder: Path) -> MeshwrightError:
 
 
 def _cause_order(failure: Failure) -> int:
-    """Returns the lowest number for the most likely first cause. A killed rank makes others raise exceptions, but an
-    exception kills no other rank."""
+    """Returns a number that is lower the more likely the failure is the first cause. Killed ranks come before
+    exceptions, because a killed rank makes other ranks raise exceptions, but an exception kills no other rank."""
     if failure.kind == InputError.__name__:
         return 0
     if failure.kind == SIGNAL:
@@ -140,6 +142,8 @@ def _cause_order(failure: Failure) -> int:
 
 
 def _failure_from_exit(folder: Path, rank: int, attempt: int, code: int) -> Failure:
+    """Returns the failure that the rank recorded or, if it recorded none, one derived from its exit code and
+    heartbeat."""
     record = read_record(folder, rank, attempt)
     if record is not None:
         return record
@@ -157,8 +161,8 @@ def _failure_from_exit(folder: Path, rank: int, attempt: int, code: int) -> Fail
 
 
 def _nccl_timeout(log: Path, rank: int, last_heartbeat: HeartbeatRecord) -> str | None:
-    """Returns the message of a timeout in NCCL; None where the log has none. NCCL's watchdog aborts the process instead
-    of raising, so the operation it waited for is only in the log."""
+    """Returns the message for a timeout in NCCL; None if the log has none. NCCL's watchdog aborts the process instead
+    of raising an exception, so the operation that timed out is named only in the log."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - 200_000))
@@ -181,8 +185,8 @@ def _signal_name(number: int) -> str:
 
 
 def _original_message(error: BaseException) -> str:
-    """Returns the message of the exception. An exception from a worker of a data loader carries the worker's whole
-    traceback as its message; of that, only the original message is returned."""
+    """Returns the message of the exception. If it comes from a worker of a data loader, its message is the worker's
+    whole traceback; then only the message of the worker's exception is returned."""
     text = str(error)
     _, worker, original = text.partition("Original Traceback (most recent call last):\n")
     if not worker:
@@ -193,8 +197,8 @@ def _original_message(error: BaseException) -> str:
 
 
 def _where_raised(error: BaseException) -> str:
-    """Returns ` (my_model.py, line 12)` for the innermost line of the user's own code, neither of meshwright nor of
-    installed libraries; empty where there is none."""
+    """Returns the innermost line of the user's own code, such as ` (my_model.py, line 12)`. Code of meshwright and of
+    installed libraries does not count. Empty if there is no such line."""
     if isinstance(error, MeshwrightError):
         return ""
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]

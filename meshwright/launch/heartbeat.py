@@ -1,4 +1,4 @@
-"""`Heartbeat`: which step a rank is at and what it does there, in a small memory-mapped file. Other processes can read
+"""`Heartbeat`: which step a rank is at and what it is doing, in a small memory-mapped file. Other processes can read
 the file even after the rank was killed."""
 
 import mmap
@@ -9,7 +9,7 @@ from pathlib import Path
 
 START_UP = "start-up"
 
-# A sequence number is written before and after the body. Where the two differ, a write was under way.
+# The same sequence number is written before and after the body. If a reader sees two numbers, it read during a write.
 _NUMBER = struct.Struct("<Q")
 _BODY = struct.Struct("<qqqq48s")  # pid, attempt, step, completed, activity
 _WHOLE = struct.Struct("<Qqqqq48sQ")
@@ -18,7 +18,7 @@ _WHOLE = struct.Struct("<Qqqqq48sQ")
 @dataclass(frozen=True)
 class HeartbeatRecord:
     """A rank's heartbeat as another process reads it. `step` is -1 before the first step, `activity` is a word such as
-    `backward`, and `completed` counts the steps completed in this attempt."""
+    `backward`, and `completed` is the number of steps completed in this attempt."""
 
     pid: int
     attempt: int
@@ -44,6 +44,7 @@ class Heartbeat:
 
     @classmethod
     def in_folder(cls, folder: Path, rank: int, attempt: int) -> "Heartbeat":
+        """Returns a heartbeat that is written to a file in this folder."""
         heartbeat = cls.in_memory(attempt)
         heartbeat.move_to(folder, rank)
         return heartbeat
@@ -54,14 +55,14 @@ class Heartbeat:
         return cls(bytearray(_WHOLE.size), attempt)
 
     def move_to(self, folder: Path, rank: int) -> None:
-        """Writes the heartbeat to a file in this folder from now on. The ranks of torchrun agree on a folder only after
-        they joined."""
+        """Writes the heartbeat to a file in this folder from now on. Ranks that torchrun has started need this, because
+        they choose a folder only after they have joined the process group."""
         folder.mkdir(parents=True, exist_ok=True)
         path = heartbeat_file(folder, rank)
         new = path.with_suffix(f".{os.getpid()}")
-        # A new file replaces that of a rank that was killed: if the old one were shortened, a process that is reading
-        # it through mapped memory would get SIGBUS. Its bytes are written, not left as a hole, for the same reason: a
-        # full disk is then an error here and not SIGBUS in a step.
+        # The file of a killed rank is replaced by a new one: if it were truncated, a process that has it mapped would
+        # get SIGBUS. The new file's bytes are written, not left as a hole, so that a full disk raises an error here,
+        # instead of SIGBUS in a later step.
         with new.open("w+b") as file:
             file.write(bytes(_WHOLE.size))
             file.flush()
@@ -76,7 +77,8 @@ class Heartbeat:
         self._write()
 
     def finish_step(self) -> None:
-        """Counts one more completed step of this attempt. After the first one, a failure is worth a restart."""
+        """Counts one more completed step of this attempt. Before the first one, an exception other than a communication
+        error ends the run without a restart."""
         self.completed += 1
         self._write()
 
@@ -101,15 +103,15 @@ def heartbeat_file(folder: Path, rank: int) -> Path:
 
 
 def read_heartbeat(path: Path) -> HeartbeatRecord | None:
-    """Returns the latest heartbeat in the file; None where there is no file or nothing was written yet."""
+    """Returns the latest heartbeat in the file; None if there is no file or nothing was written yet."""
     try:
         with (
             path.open("rb") as file,
             mmap.mmap(file.fileno(), _WHOLE.size, access=mmap.ACCESS_READ) as memory,
         ):
             for _ in range(100):
-                # The writer writes front to back, so this reads back to front: where both numbers are equal, no write
-                # came between.
+                # The writer writes front to back, and this reads back to front. Therefore, if both numbers are equal,
+                # no write happened in between.
                 (after,) = _NUMBER.unpack_from(memory, _NUMBER.size + _BODY.size)
                 pid, attempt, step, completed, activity = _BODY.unpack_from(memory, _NUMBER.size)
                 (before,) = _NUMBER.unpack_from(memory, 0)

@@ -1,5 +1,5 @@
-"""A store on the loopback address, through which the ranks of one machine find each other while no other machine can
-reach them."""
+"""A store on the loopback address, through which the ranks of one machine find each other. No other machine can reach
+it."""
 
 import socket
 from datetime import timedelta
@@ -12,7 +12,7 @@ _IFF_LOOPBACK = 0x8
 
 
 def interface() -> str:
-    """Returns the name of the loopback interface, which Gloo and NCCL need."""
+    """Returns the name of the loopback interface, which Gloo and NCCL need instead of its address."""
     for _, name in socket.if_nameindex():
         try:
             flags = int(Path("/sys/class/net", name, "flags").read_text(), 16)
@@ -24,8 +24,8 @@ def interface() -> str:
 
 
 def serve_store() -> tuple[dist.TCPStore, int]:
-    """Returns a store for local ranks and its port. The socket is bound here, because a TCPStore would listen on every
-    interface."""
+    """Starts a store for local ranks, and returns it and its port. The listening socket is created here, because a
+    TCPStore would listen on every interface."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.bind((ADDRESS, 0))
     listener.listen(socket.SOMAXCONN)

@@ -57,15 +57,16 @@ def print_to_user(text: str) -> None:
 
 
 def terminal() -> TextIO:
-    """Returns the stream that the user sees on the speaker, its original stderr, and the log on other ranks."""
+    """Returns the stream for messages to the user: the original stderr on the speaker, and the log on other ranks."""
     return _terminal or sys.stderr
 
 
 def stderr() -> TextIO:
-    """Returns the original stderr of this rank, for failures that no launcher of meshwright prints."""
+    """Returns the original stderr of this rank. Failures are printed there if another launcher than meshwright's runs
+    it."""
     return _stderr or sys.stderr
 
 
 def log() -> TextIO | None:
-    """Returns the log of this rank; None where it has none."""
+    """Returns the log of this rank; None before `redirect`."""
     return _log

@@ -1,5 +1,5 @@
 """`PeerConnection`: a process group of exactly two processes. When one of them dies, only this connection breaks, and
-its replacement opens a new one."""
+the process that replaces the dead one opens a new connection."""
 
 import re
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from meshwright.launch.heartbeat import describe_progress, heartbeat_file, read_
 from meshwright.launch.loopback import connect_store
 from meshwright.launch.torch_private import gloo_group, set_default_timeout
 
-# Opens a new connection to the store, so that waiting on it blocks no other user of the store.
+# Opens a new connection to the store. A wait on a connection blocks all its users, so each thread has its own.
 ConnectToStore = Callable[[], dist.Store]
 
 _CONNECT_S = 30.0  # both processes run already when they connect
@@ -32,12 +32,14 @@ class PeerTimeoutError(CollectiveError):
 
 
 class PeerConnection:
-    """One end of the connection. `peer` is the name of the other process in error messages."""
+    """One end of a connection between two processes. `peer` is the name of the other process in error messages."""
 
     def __init__(
         self, store: dist.Store, first: bool, peer: str, timeout_s: float, wait_s: float | None = None
     ) -> None:
-        """Waits until the other process connects. `wait_s` is for a process that is still to be started."""
+        """Waits until the other process connects, at most `wait_s` seconds. None means a default for a process that is
+        running already. Exactly one of the two processes passes `first`. `timeout_s` limits each later send and
+        receive."""
         self._peer = peer
         self._timeout_s = timeout_s
         self._peer_rank = 1 if first else 0
@@ -64,7 +66,7 @@ class PeerConnection:
         self.start_receive(message)()
 
     def close(self) -> None:
-        """Closes the connection; the other process notices at once."""
+        """Closes the connection. The other process notices this at once."""
         self._group = None
 
     def _waiter(self, start: Callable[[], dist.Work], operation: str) -> Callable[[], None]:
@@ -88,7 +90,7 @@ class PeerConnection:
 
 
 def store_connector(attempt: int, timeout_s: float) -> ConnectToStore:
-    """Returns a function that opens connections to the launcher's store. Keys are prefixed with the attempt, so that no
+    """Returns a function that opens connections to the launcher's store. Keys get a prefix with the attempt, so that no
     rank reads keys of an earlier attempt."""
     address = environment.store_address()
 
@@ -100,7 +102,7 @@ def store_connector(attempt: int, timeout_s: float) -> ConnectToStore:
 
 
 def describe_last_heartbeat(folder: Path | None, rank: int) -> str:
-    """Returns the end of a sentence, `, last seen at step 7 (backward)`; empty where this machine has no heartbeat of
-    the rank."""
+    """Returns the end of a sentence, such as `, last seen at step 7 (backward)`; empty if this machine has no heartbeat
+    of the rank."""
     heartbeat = read_heartbeat(heartbeat_file(folder, rank)) if folder is not None else None
     return f", last seen{describe_progress(heartbeat.step, heartbeat.activity)}" if heartbeat else ""

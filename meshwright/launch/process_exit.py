@@ -24,14 +24,15 @@ def exit_with_parent(parent: int) -> None:
     """Makes the kernel kill this process when its parent, the process with this id, dies for any reason."""
     with suppress(OSError, AttributeError):  # without prctl, ranks end when the store is gone
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call above
+    if os.getppid() != parent:  # the parent died before the call above
         os._exit(1)
 
 
 def exit_forked_process(code: object) -> NoReturn:
-    """Ends a forked process as Python ends: it joins threads, calls the functions registered with `atexit`, and writes
-    out streams. But it skips the teardown of C++ libraries, where threads of torch sometimes abort the process; the
-    launcher would then restart all ranks. `code` is that of `sys.exit`: a text is printed, and means 1."""
+    """Ends a forked process as Python ends a program: joins threads, calls the functions registered with `atexit`, and
+    flushes streams. But it skips the teardown of C++ libraries, because threads of torch sometimes abort the process
+    there, and the launcher would then restart all ranks. `code` is the argument of `sys.exit`: a text is printed, and
+    the exit code is then 1."""
     if code is not None and not isinstance(code, int):
         print(code, file=sys.stderr)
     threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing ends its forked processes

@@ -18,8 +18,9 @@ def run_rank(
     timeout_s: float,
     join: Callable[[str, float], World] = join,
 ) -> None:
-    """Runs `main` as the rank that the environment variables describe. A failure is recorded and ends the process. In a
-    process that no launcher started, it is raised instead. `join` connects to the other ranks."""
+    """Runs `main` as the rank that the environment variables describe. `join` connects to the other ranks. If `main`
+    fails, the failure is recorded and the process ends; in a process that no launcher started, the exception is raised
+    instead."""
     env = environment.read_environment()
     if not env.launched:
         main(join(device, timeout_s), Heartbeat.in_memory())

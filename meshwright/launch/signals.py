@@ -14,10 +14,10 @@ _DUPLICATE_SIGNAL_S = 0.3
 
 
 class StopRequest:
-    """While the context lasts, a signal sets `requested` and a second Ctrl-C sets `insisted`.
+    """Within this context, a signal sets `requested`, and a second signal that is Ctrl-C sets `insisted`.
 
-    In a rank it belongs after `join`. Before, a rank may wait inside C++ code, where no Python handler runs, and the
-    default action of SIGTERM is the right one. Outside the main thread it does nothing.
+    A rank should enter the context after `join`. During `join` it may wait inside C++ code, where no Python handler
+    runs, and the default action of SIGTERM is the right one. Outside the main thread the context does nothing.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT)) -> None:

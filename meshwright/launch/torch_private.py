@@ -1,6 +1,6 @@
 """The private functions of torch that launching calls. They were seen to work on torch 2.11 and 2.13.
 
-`local/agent.py` and `local/replacing_agent.py` also override private methods of torch elastic's agent; they name them.
+`local/agent.py` and `local/replacing_agent.py` also override private methods of elastic's agent, listed in agent.py.
 """
 
 import os
@@ -26,7 +26,7 @@ def set_default_timeout(group: Any, timeout: timedelta) -> None:
 
 
 class Process(Protocol):
-    """What torch elastic uses of a `subprocess.Popen`."""
+    """The part of `subprocess.Popen` that torch elastic uses."""
 
     pid: int
     returncode: int | None
@@ -37,7 +37,7 @@ class Process(Protocol):
 
 
 class _ProcessHandler:
-    """Stands in for elastic's handler of one process of a worker group."""
+    """Replaces elastic's handler of one process of a worker group."""
 
     def __init__(self, process: Process, local_rank: int) -> None:
         self.proc = process
@@ -65,5 +65,5 @@ def elastic_starts_ranks_with(start: Callable[[tuple[str, ...], Mapping[str, str
 
 
 def elastic_processes_of(context: Any) -> dict[int, Any]:
-    """Returns the processes of elastic's process context by local rank; empty where it has started none."""
+    """Returns the processes of elastic's process context by local rank; empty if it has started none."""
     return {} if context is None else {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}

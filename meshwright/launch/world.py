@@ -13,7 +13,8 @@ from meshwright.launch.loopback import connect_store
 
 @dataclass(frozen=True)
 class World:
-    """One rank. `attempt` counts the restarts before; `store` is None for a rank without process group."""
+    """Which rank this process is, of how many, and on which device. `attempt` is how often the ranks were restarted
+    before. `store` is None for a rank without process group."""
 
     rank: int
     local_rank: int
@@ -25,7 +26,7 @@ class World:
 
 
 def is_launched() -> bool:
-    """Whether this process was started as a rank, by torchrun or by meshwright's own agent."""
+    """Whether a launcher, such as torchrun or meshwright's own, started this process as a rank."""
     return environment.read_environment().launched
 
 
@@ -57,7 +58,7 @@ def world_without_group(device: str) -> World:
 
 
 def leave() -> None:
-    """Leaves the process group; does nothing where this process is in none."""
+    """Leaves the process group, if this process is in one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -1,7 +1,8 @@
-"""Applies a plan to a model, step by step. Every choice is the plan's; this file only says in which order.
+"""Applies a plan to a model, step by step. Every choice is made by the plan; this file only fixes the order of the
+steps.
 
-`apply`, and the functions that it calls in turn, read as a list: one line for each step, which calls one file, with a
-comment on why it comes at this point.
+`apply` and the functions of this file that it calls read as a list: one line for each step, which calls one file, with
+a comment on why the step comes at this point.
 """
 
 import warnings
@@ -47,14 +48,16 @@ from meshwright.profile.structure.dataflow import Dataflow, record_dataflow
 from meshwright.profile.structure.structure import Structure, find_structure
 
 T = TypeVar("T")
+# Allocates and initializes the weights of a module that is on the meta device, given the layouts of split parameters.
 FillWeights = Callable[[nn.Module, Mapping[str, ParameterLayout]], None]
 
 
 @dataclass(frozen=True)
 class _LocalModel:
-    """What this rank has of the model. `module` holds all of it: the user's model, or that of the rank's pipeline
-    stages. `models` are the modules whose layers are split and wrapped: the model, or each stage's. `layouts` has the
-    layouts of split parameters by name."""
+    """This rank's part of the model. `module` contains all of its modules: the user's model, or with a pipeline those
+    of the rank's stages. `models` are the modules whose layers are split and wrapped: the user's model, or with a
+    pipeline the model of each stage. `layouts` has, by name, the layouts of parameters that are split or lie in a
+    branch."""
 
     module: nn.Module
     models: list[nn.Module]
@@ -72,11 +75,11 @@ def apply(
     target: str | None = None,
     fill: FillWeights | None = None,
 ) -> ParallelModel:
-    """Applies the plan to the module, in place, and returns what this rank has of it.
+    """Applies the plan to the module, in place, and returns this rank's part of the model.
 
-    `sample` is a batch as the model gets it. A plan that splits the model or cuts it into stages needs it, to find out
-    how the model can be split. `fill` allocates and initializes the weights of a module that is on the meta device, as
-    the given layouts say; without it the module has its weights already.
+    `sample` is a batch as the model gets it; a plan that splits the model or cuts it into stages needs it to find out
+    how the model can be divided. `target` is the key of the target in a batch that is a dict. `fill` allocates
+    and initializes the weights of a module that is on the meta device; None if the module has its weights already.
     """
     # A plan that cannot run is refused before anything is changed.
     check_runnable(plan)
@@ -89,15 +92,16 @@ def apply(
     # Divide the model before anything wraps it: later steps see the shard of a weight as an ordinary parameter.
     stages = _cut_stages(plan, module, structure, position.pipeline, sample, target)
     local = _divide(plan, module, stages, structure, mesh, device, move=fill is None)
-    # Forward passes are replaced before DDP and FSDP2, whose hooks go around them.
+    # Replace forward passes before DDP and FSDP2 register their hooks, which then run around the replaced passes.
     _replace_forward_passes(plan, module, local, mesh, device)
     sums = _small_sums(plan, device, local.module) if world_size > 1 else None
-    # Shard or replicate last, because both take hold of the parameters as they are now.
+    # Shard or replicate after everything that replaces parameters, because DDP and FSDP2 keep the parameters that they
+    # find.
     runner, averager = _shard_or_replicate(plan, local, structure, mesh, sums, device, fill)
-    # The hooks of branches after all others, so that branches exchange tensors outside of these.
+    # The hooks of branches after all other hooks: branches exchange tensors outside of what those hooks do.
     if local.branches:
         connect_branches(local.branches, module)
-    # What runs steps in another way than calling the runner.
+    # Last, what runs a step in another way than by calling `runner`.
     local_steps = None
     if plan.gradients.local_steps > 1 and isinstance(runner, DistributedDataParallel):
         local_steps = LocalSteps(runner, _required(mesh).get_group("replicate"), plan)
@@ -138,9 +142,10 @@ def _divide(
     *,
     move: bool,
 ) -> _LocalModel:
-    """Places branches on ranks and splits layers. With `move` the weights that stay on this rank move to the device:
-    stages are cut and branches are placed before, so that the weights of other ranks are not even moved."""
-    # The layouts of branches are known on the ranks that do not hold them too.
+    """Assigns branches to ranks and splits layers. Returns this rank's part of the model. With `move`, the weights that
+    stay on this rank move to the device. They move after stages are cut and branches are assigned, so that weights of
+    other ranks are never moved."""
+    # Ranks know the layouts of all branches, also of those that lie on other ranks.
     branches = assign_branches(module, plan, _required(mesh), device) if has_assigned_branches(plan) else None
     local_module = stages.module if stages else module
     models: list[nn.Module] = [stage.model for stage in stages.stages] if stages else [module]
@@ -157,12 +162,12 @@ def _divide(
 def _replace_forward_passes(
     plan: Plan, module: nn.Module, local: _LocalModel, mesh: DeviceMesh | None, device: torch.device
 ) -> None:
-    """Synchronized BatchNorm, recomputation, fp8 and compilation."""
-    # Synchronized BatchNorm replaces the forward pass of layers before recomputing wraps that of the blocks.
+    """Installs synchronized BatchNorm, recomputation, fp8 and compilation, where the plan has them."""
+    # Synchronized BatchNorm replaces the forward pass of layers before recomputing wraps the forward pass of blocks.
     if plan.numerics.batch_norm == "synchronized" and (group := data_group(mesh, plan)) is not None:
         for model in local.models:
             synchronize_batch_norm(model, group)
-    # Recomputing before DDP and FSDP2: these look for the parameters that the forward pass of whole blocks has used.
+    # Recomputing before DDP and FSDP2, because both look for the parameters that the forward pass of whole blocks used.
     _recompute(plan, module, local.stages, local.branches)
     # fp8 before compiling, so that the casts are compiled together with the layers.
     if plan.numerics.precision == "fp8":
@@ -181,14 +186,16 @@ def _shard_or_replicate(
     fill: FillWeights | None,
 ) -> tuple[nn.Module, GradientAverager | None]:
     """Shards or replicates the parameters, and fills the weights of a module that is on the meta device. Returns the
-    module that is called in training, and what averages its gradients: None where DDP, FSDP2 or nothing does."""
-    # Weights are filled before they are replicated, but after they are sharded: before, each rank would allocate them
-    # in full.
+    module that is called in training, and the `GradientAverager` that averages its gradients. The averager is None if
+    DDP or FSDP2 averages them, or if there is nothing to average."""
+    # Weights are filled before they are replicated, but after they are sharded: filled earlier, each rank would have to
+    # allocate them in full.
     if fill is not None and plan.axes.shard == 1:
         fill(local.module, local.layouts)
     if plan.axes.shard > 1:
-        # PyTorch's pipeline looks for FSDP2 on the module that it calls, the stage. If random numbers or data decide
-        # which blocks run, the model is one unit, because all ranks have to gather in the same order.
+        # With a pipeline the stages are sharded, because PyTorch's schedules look for FSDP2 on the module that they
+        # call. If random numbers or data decide which blocks run, the model is one unit, because all ranks have to
+        # gather in the same order.
         for model in local.stages.stages if local.stages else local.models:
             shard(model, _required(mesh), plan, per_block=not (structure and structure.found_in_evaluation))
         if fill is not None:
@@ -208,10 +215,10 @@ def _recompute(plan: Plan, module: nn.Module, stages: LocalStages | None, branch
 
 
 def _small_sums(plan: Plan, device: torch.device, module: nn.Module) -> SmallSums:
-    """Sums of a few numbers over all ranks, closed together with the module.
+    """Returns the `SmallSums` over all ranks, which are closed when the module is freed.
 
-    A pipeline uses the backend. Sums in shared memory need all ranks at the same time, but the last stage asks for one
-    before its backward pass, which the other stages wait for.
+    A pipeline uses the backend. A sum in shared memory would need all ranks at the same time, but the last stage needs
+    one before its backward pass, and the ranks of the other stages wait for that backward pass.
     """
     assert dist.group.WORLD is not None
     algorithm = "native" if plan.axes.pipeline > 1 else plan.gradients.algorithm
@@ -228,14 +235,15 @@ def _replicate(
     sums: SmallSums,
     device: torch.device,
 ) -> tuple[nn.Module, GradientAverager | None]:
-    """Returns the module that is called in training, and what averages its gradients.
+    """Returns the module that is called in training, and the `GradientAverager` that averages its gradients.
 
-    If the replicate axis is the only one, that is DDP and None. Otherwise each rank of the mesh holds different
-    parameters, for which DDP would form different buckets; then it is the module itself and a `GradientAverager`.
+    If the replicate axis is the only one, these are DDP around the module, and None, because DDP averages. Otherwise
+    they are the module itself and a `GradientAverager`: ranks along the other axes hold different parameters, for which
+    DDP would form different buckets.
     """
     split_names = [name for name, layout in layouts.items() if layout.axis == "replicate"]
     gradient_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-    # PowerSGD and local steps are torch's communication hooks, which always use the backend.
+    # PowerSGD and local steps are communication hooks of torch, which always use the backend.
     uses_torch_hook = plan.gradients.powersgd_rank > 0 or plan.gradients.local_steps > 1
     algorithm = "native" if uses_torch_hook else plan.gradients.algorithm
     reducer, reason = make_reducer(algorithm, mesh.get_group("replicate"), device, gradient_bytes)
@@ -260,7 +268,8 @@ def _move(module: nn.Module, plan: Plan, device: torch.device) -> None:
 
 
 def _checked_structure(plan: Plan, module: nn.Module, sample: Any, target: str | None) -> Structure | None:
-    """How the model can be split and cut. None if the plan does neither."""
+    """Returns how the model can be split and cut, without splits inside of branches; None if the plan neither splits
+    nor cuts. Raises an `InputError` if the plan cannot run on the model."""
     if not needs_structure(plan):
         return None
     if sample is None:

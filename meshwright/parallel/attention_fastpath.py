@@ -1,8 +1,8 @@
 """Disables the fast path that PyTorch's transformer layers take in evaluation.
 
 The fast path turns padded batches into nested tensors, which cannot be sent from one pipeline stage to the next. On a
-GPU its GELU is an approximation: the logits of a small encoder in fp64 differ by 0.0025. Without it every plan and
-every device evaluates the function that was trained.
+GPU its GELU is an approximation, by which the logits of a small encoder in fp64 differ by 0.0025. With the fast path
+disabled, every plan and every device evaluates the same function that was trained.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,5 @@
-"""Checks before ranks start that a plan can run, alone and on a given model. Errors say what can run instead."""
+"""Checks, before ranks start, whether a plan can run at all, and whether it can run on a given model. Errors say what
+can run instead."""
 
 from bisect import bisect_left
 from collections.abc import Callable
@@ -25,12 +26,14 @@ def check_plan(plan: Plan, model: nn.Module, sample: Any, target: str | None = N
 
 
 def plan_checker(model: nn.Module, sample: Any, target: str | None = None) -> Callable[[Plan], None]:
-    """A function that does `check_plan` for many plans of one model; the model's structure is found once."""
+    """Returns a function that raises an `InputError` if a plan cannot run on the model, which may be on the meta
+    device. To check many plans of one model this is faster than `check_plan`: the model's structure is found only
+    once."""
     return checker_of_structure(ModelStructure(model, sample, target))
 
 
 def checker_of_structure(structure: ModelStructure) -> Callable[[Plan], None]:
-    """As `plan_checker`, for a model whose structure the caller has."""
+    """Returns a function that raises an `InputError` if a plan cannot run on the model of this structure."""
     model = structure.model
 
     def flow() -> Dataflow:
@@ -53,12 +56,12 @@ def checker_of_structure(structure: ModelStructure) -> Callable[[Plan], None]:
 
 
 def needs_structure(plan: Plan) -> bool:
-    """Whether the plan splits the model or cuts it into stages, for which the model's structure is needed."""
+    """Whether the plan splits layers of the model or cuts it into stages. Both need the model's structure."""
     return plan.axes.tensor > 1 or plan.axes.pipeline > 1 or bool(plan.modules.splits)
 
 
 def check_runnable(plan: Plan) -> None:
-    """Raises an `InputError` if the plan cannot run on any model."""
+    """Raises an `InputError` if the plan contradicts itself, so that no model can run with it."""
     _check_precision(plan)
     over_replicate = [
         name for name, split in plan.modules.splits.items() if split.axis == "replicate" and split.kind != "none"
@@ -97,8 +100,8 @@ def _check_precision(plan: Plan) -> None:
 
 
 def check_cast(plan: Plan, model: nn.Module) -> None:
-    """Raises an `InputError` if the plan casts weights that BatchNorm needs in fp32: PyTorch's BatchNorm takes weights
-    in half precision only with statistics in half precision."""
+    """Raises an `InputError` if `numerics.cast` is `weights` and the model has a BatchNorm. PyTorch's BatchNorm accepts
+    weights in half precision only together with running statistics in half precision, and these stay in fp32."""
     if plan.numerics.cast != "weights":
         return
     name = next((name for name, module in model.named_modules() if isinstance(module, AnyBatchNorm)), None)
@@ -110,8 +113,9 @@ def check_cast(plan: Plan, model: nn.Module) -> None:
 
 
 def check_sparse(plan: Plan, model: nn.Module, clip_norm: float | None = None) -> None:
-    """Raises an `InputError` if the plan needs dense gradients but the model has sparse ones. Only the replicate axis
-    averages sparse gradients; axes that divide weights, gradient norms and loss scaling need dense ones."""
+    """Raises an `InputError` if the plan or `clip_norm` needs dense gradients but the model has sparse ones. Only the
+    replicate axis can average sparse gradients. Axes that divide weights, clipping and loss scaling (fp16) need dense
+    gradients."""
     name = _first_sparse_module(model)
     if name is None:
         return
@@ -142,7 +146,8 @@ def check_structure(plan: Plan, model: nn.Module, structure: Structure) -> None:
 
 
 def _check_groups_are_whole(plan: Plan, structure: Structure) -> None:
-    """Modules that are split together must lie in one pipeline stage."""
+    """Raises an `InputError` if a cut of the pipeline separates modules that are split along the tensor axis
+    together."""
     piece_numbers = {name: number for number, name in enumerate(structure.pieces)}
     stage_ends = sorted(piece_numbers[cut.after] for cut in cuts_of_plan(plan, structure))
     for group, (begin, end) in zip(structure.splits, structure.piece_ranges, strict=True):

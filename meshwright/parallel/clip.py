@@ -27,7 +27,8 @@ def global_norm(
     tied: Sequence[TiedLayout],
     mesh: DeviceMesh | None,
 ) -> Tensor:
-    """The norm in fp64, the same on every rank. Every rank has to call it. Gradients that are None are left out."""
+    """The 2-norm of the whole model's gradient, in fp64 and the same on every rank. Every rank has to call it.
+    Gradients that are None are left out."""
     gradients = [(name, gradient) for name, gradient in named_gradients if gradient is not None]
     device = _device(gradients, mesh)
     counted = [
@@ -52,8 +53,8 @@ def clip_(
     mesh: DeviceMesh | None,
     max_norm: float,
 ) -> Tensor:
-    """Scales the gradients in place so that their norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does
-    on one process. Returns the norm that they had."""
+    """Scales the gradients in place so that the norm of the whole model's gradient is at most `max_norm`, as
+    `torch.nn.utils.clip_grad_norm_` does on one process. Returns the norm before scaling."""
     gradients = list(named_gradients)
     norm = global_norm(gradients, layouts, tied, mesh)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -82,13 +83,13 @@ def _is_counted_here(
 
 
 def _norm_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype in which squares are summed. The CPU adds them one after the other: in fp32 the norm of a large tensor
-    would be wrong by parts in a thousand, and differently for a shard than for the full tensor."""
+    """The dtype in which squares are summed. On the CPU it is fp64, because the CPU adds squares one after the other:
+    in fp32 the norm of a large tensor would be wrong by parts in a thousand, and by another amount for its shards."""
     return torch.float64 if tensor.device.type == "cpu" or tensor.dtype == torch.float64 else torch.float32
 
 
 def group_by_dtype_and_device(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Lists of tensors of one dtype and device, as torch's `_foreach_` functions want them."""
+    """The tensors in lists, one list for each dtype and device, as torch's `_foreach_` functions want them."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -96,7 +97,8 @@ def group_by_dtype_and_device(tensors: Iterable[Tensor]) -> Iterable[list[Tensor
 
 
 def _device(gradients: Sequence[tuple[str, Tensor]], mesh: DeviceMesh | None) -> torch.device:
-    """The device of the sum. A pipeline stage may have no gradient at all, but takes part in the all-reduce."""
+    """The device on which the squared norm is all-reduced. A pipeline stage without any gradient needs one too, because
+    it takes part in the all-reduce."""
     if gradients:
         return local_tensor(gradients[0][1]).device
     if mesh is None or mesh.device_type == "cpu":

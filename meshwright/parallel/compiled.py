@@ -1,8 +1,7 @@
-"""Compiles the blocks of a model in place. Their modules and parameter names stay the same, so wrappers and checkpoints
-are not affected.
+"""Compiles the blocks of a model in place with `torch.compile`. Modules and parameter names stay the same, therefore
+wrappers and checkpoints are not affected.
 
-If the blocks cannot be compiled, the model runs uncompiled and one warning says why: a missing compiler costs speed,
-not the run.
+If the blocks cannot be compiled, the model runs uncompiled and a warning says why.
 """
 
 import importlib.util
@@ -18,7 +17,7 @@ from meshwright.plan import Plan
 
 
 def compile_blocks(module: nn.Module, plan: Plan, device: torch.device) -> None:
-    """The blocks are compiled at their next call. A model without blocks is compiled as a whole."""
+    """Sets the blocks up to be compiled at their next call. A model without blocks is compiled as a whole."""
     if plan.compute.compile == "none":
         return
     reason = _reason_not_to_compile(plan, device.type)
@@ -31,7 +30,7 @@ def compile_blocks(module: nn.Module, plan: Plan, device: torch.device) -> None:
 
 
 def _mode(plan: Plan, device_type: str) -> str | None:
-    """The `mode` of `torch.compile`, which also says whether CUDA graphs are used. None stands for the default."""
+    """The `mode` argument of `torch.compile`, which also decides whether CUDA graphs are used; None for the default."""
     uses_graphs = plan.compute.cuda_graphs and device_type == "cuda"
     if plan.compute.compile == "max-autotune":
         return "max-autotune" if uses_graphs else "max-autotune-no-cudagraphs"
@@ -39,7 +38,7 @@ def _mode(plan: Plan, device_type: str) -> str | None:
 
 
 def _reason_not_to_compile(plan: Plan, device_type: str) -> str | None:
-    """Why the blocks cannot be compiled. None if they can."""
+    """Returns why the blocks cannot be compiled, or None if they can."""
     if plan.axes.tensor > 1 or plan.axes.pipeline > 1 or plan.modules.splits:
         return f"layers that are split or cut ({plan.summary()}) are not compiled yet"
     if device_type == "cuda" and importlib.util.find_spec("triton") is None:

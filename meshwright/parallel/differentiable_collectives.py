@@ -1,22 +1,24 @@
 """Collectives between the ranks of one mesh axis, each with the collective that its gradient needs.
 
-A tensor is *replicated* where every rank holds the same values and goes on with the same computation: its gradient is
-then the same on every rank too. It is *sharded* where each rank holds some index ranges of one dimension. It is a
-*partial sum* where the result is the sum over the ranks' tensors. The tensor-parallel layers are built from these:
+A tensor is *replicated* if every rank holds the same values. *Replicated work* is computation that every rank repeats
+on replicated tensors; its gradients are the same on every rank too. A tensor is *sharded* if each rank holds some index
+ranges of one dimension. *Sharded work* is computation on shards, such as a layer with a sharded weight; each rank then
+has only a part of the gradient of a replicated input, and the parts have to be summed. A tensor is a *partial sum* if
+the result is the sum over the ranks' tensors. The tensor-parallel layers are built from these functions:
 
     forward                 backward                function
-    identity                all-reduce              all_reduce_gradient             replicated, used by sharded work
+    identity                all-reduce              all_reduce_gradient             replicated → for sharded work
     all-reduce              identity                all_reduce                      partial sum → replicated
     slice                   all-gather              slice_own_shard                 replicated → sharded
     all-gather              slice                   all_gather_for_replicated_work  sharded → replicated
-    all-gather              reduce-scatter          all_gather_for_sharded_work     sharded → replicated, as above
+    all-gather              reduce-scatter          all_gather_for_sharded_work     sharded → full, for sharded work
     reduce-scatter          all-gather              reduce_scatter                  partial sum → sharded
     all-to-all              all-to-all              all_to_all                      sharded by one dim → by another
 
 The functions whose names end in `_tensor` are the same collectives without autograd.
 
-Gloo has neither reduce-scatter nor all-to-all for CUDA tensors. There they are replaced by an all-reduce or an
-all-gather of the whole tensor, of which each rank keeps its shard.
+Gloo has neither reduce-scatter nor all-to-all for CUDA tensors. For these, an all-reduce replaces the reduce-scatter
+and an all-gather of the whole tensor replaces the all-to-all; each rank keeps its shard of the result.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,19 +53,21 @@ class AxisGroup:
 
 @dataclass(frozen=True)
 class ShardRanges:
-    """The index ranges of dimension `dim`, which has `size` indices in all, that each rank holds."""
+    """How dimension `dim` of a tensor is sharded: `by_rank` has the index ranges that each rank holds of its `size`
+    indices."""
 
     dim: int
     size: int
     by_rank: tuple[IndexRanges, ...]
 
     def length(self, rank: int) -> int:
-        """Number of indices that the rank holds."""
+        """The number of indices that the rank holds."""
         return sum(length for _, length in self.by_rank[rank])
 
 
 def consecutive_ranges(dim: int, lengths: Sequence[int]) -> ShardRanges:
-    """Rank 0 holds the first `lengths[0]` indices, rank 1 the next `lengths[1]`, and so on."""
+    """Returns the sharding in which rank 0 holds the first `lengths[0]` indices, rank 1 the next `lengths[1]`, and so
+    on."""
     by_rank, first = [], 0
     for length in lengths:
         by_rank.append(((first, length),))
@@ -96,12 +100,14 @@ def reduce_scatter(x: Tensor, ranges: ShardRanges, group: AxisGroup) -> Tensor:
 
 
 def all_to_all(x: Tensor, source: ShardRanges, target: ShardRanges, group: AxisGroup) -> Tensor:
-    """`x` is sharded along `source.dim`; the result is sharded along `target.dim` and complete along `source.dim`."""
+    """Returns a tensor that is sharded along `target.dim` and complete along `source.dim`, from `x`, which is sharded
+    along `source.dim` and complete along `target.dim`."""
     return _apply(_AllToAll, x, source, target, group)
 
 
 def average_gradient(x: Tensor, group: AxisGroup) -> Tensor:
-    """Returns `x`; its gradient, which is a sum over the samples of all ranks, is divided by the number of ranks."""
+    """Returns `x`. In the backward pass, the gradient, which is a sum over the samples of all ranks, is divided by the
+    number of ranks."""
     return _apply(_ScaleGradient, x, 1 / group.size) if _needs_gradient(x) else x
 
 
@@ -120,7 +126,7 @@ def _needs_gradient(x: Tensor) -> bool:
 def slice_of_rank(x: Tensor, ranges: ShardRanges, rank: int) -> Tensor:
     """The shard of `x` that the rank holds, as a contiguous copy."""
     slices = [x.narrow(ranges.dim, first, length) for first, length in ranges.by_rank[rank]]
-    # Never a view: the model may write to the shard in place.
+    # Never a view, because the model may write to the shard in place.
     return torch.cat(slices, ranges.dim) if len(slices) > 1 else slices[0].clone(memory_format=torch.contiguous_format)
 
 
@@ -136,7 +142,8 @@ def all_reduce_tensor(x: Tensor, group: AxisGroup) -> Tensor:
 
 
 def all_gather_tensor(x: Tensor, ranges: ShardRanges, group: AxisGroup) -> Tensor:
-    """The full tensor. Shorter shards are padded to the longest one, because backends want equal sizes."""
+    """The full tensor, gathered from the shards of all ranks. Shorter shards are padded to the longest one, because
+    backends want equal sizes."""
     longest = max(ranges.length(rank) for rank in range(group.size))
     shard = _padded(x, ranges.dim, longest)
     received = [torch.empty_like(shard) for _ in range(group.size)]
@@ -145,7 +152,7 @@ def all_gather_tensor(x: Tensor, ranges: ShardRanges, group: AxisGroup) -> Tenso
 
 
 def concatenate_shards(shards: Sequence[Tensor], ranges: ShardRanges) -> Tensor:
-    """The full tensor, of the (possibly padded) shards of all ranks."""
+    """The full tensor, put together from the (possibly padded) shards of all ranks."""
     slices: list[tuple[int, Tensor]] = []
     for index_ranges, shard in zip(ranges.by_rank, shards, strict=True):
         begin = 0

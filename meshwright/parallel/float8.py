@@ -13,8 +13,8 @@ _FIRST_CAPABILITY = (8, 9)  # the compute capability of the first GPUs with fp8 
 
 
 def convert_linears_to_float8(module: nn.Module, device: torch.device, *, emulate: bool = False) -> None:
-    """Replaces the layers in place; the weights keep their values, dtypes and names. `emulate` computes the same
-    rounding without fp8 instructions, slowly."""
+    """Replaces the linear layers of the module in place. Weights keep their values, dtypes and names. `emulate`
+    computes the same rounding without fp8 instructions, slowly, on any device."""
     if not emulate:
         _check_hardware(device)
     try:
@@ -36,8 +36,8 @@ def convert_linears_to_float8(module: nn.Module, device: torch.device, *, emulat
 
 
 def _convertible_layers(module: nn.Module) -> Iterator[nn.Linear]:
-    """The linear layers of suitable sizes, except those with a tied weight: that weight is an embedding too, and fp8
-    costs most accuracy in the logits."""
+    """The linear layers whose sizes allow fp8. Layers with a tied weight are left out: they share it with an embedding
+    and compute the logits, where fp8 costs most accuracy."""
     owners = Counter(id(p) for child in module.modules() for p in child._parameters.values() if p is not None)
     for layer in module.modules():
         if (

@@ -1,4 +1,4 @@
-"""Gathers the samples of all data ranks for a loss or a metric that compares samples with each other."""
+"""Gathers the samples of all data ranks, for a loss or metric that compares samples with each other."""
 
 import torch
 import torch.distributed as dist
@@ -8,10 +8,11 @@ from meshwright.parallel.differentiable_collectives import AxisGroup, all_gather
 
 
 class GatherSamples:
-    """Called with this rank's rows, returns the rows of all data ranks in the order of the ranks, and the index of this
-    rank's first row among them.
+    """A callable that takes this rank's rows (one per sample) and returns the rows of all data ranks, in the order of
+    the ranks, and the index of this rank's first row among them. All data ranks call it together.
 
-    The gradient is exact: the gradients of a row in the losses of all ranks are summed on the rank that has the row.
+    Gradients flow back through it: the gradients that a row gets from the losses of all ranks are summed on the rank
+    that the row came from.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -23,7 +24,7 @@ class GatherSamples:
         return gathered, sum(counts[: self._group.rank])
 
     def _row_counts(self, row_count: int) -> list[int]:
-        """Number of rows of each rank. A short batch does not divide evenly, and some ranks may have no row of it."""
+        """The number of rows of each rank. They differ if the batch does not divide evenly; some may be 0."""
         counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self._group.size)]
         dist.all_gather(counts, torch.tensor([row_count]), group=self._group.process_group)
         return [int(count) for count in counts]

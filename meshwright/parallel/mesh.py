@@ -1,4 +1,4 @@
-"""Which ranks form which axis: the plan's axes as a named DeviceMesh, and this rank's position in it."""
+"""The plan's axes as a `DeviceMesh` with named dimensions, and this rank's position in it."""
 
 from dataclasses import dataclass
 
@@ -16,8 +16,8 @@ _DATA_AXES = ("replicate", "shard")  # the axes whose ranks have different sampl
 class MeshPosition:
     """The coordinates of a rank in the mesh.
 
-    All ranks of one `data_rank` have the same samples. Exactly one of them is `first_of_data_rank`, and exactly one
-    `reports_loss`: one that runs the last pipeline stage, where the loss is computed.
+    All ranks with the same `data_rank` have the same samples. For exactly one of them `first_of_data_rank` is true, and
+    for exactly one `reports_loss`: a rank that runs the last pipeline stage, where the loss is computed.
     """
 
     data_rank: int
@@ -28,7 +28,7 @@ class MeshPosition:
 
 
 def build_mesh(plan: Plan, device_type: str, world_size: int) -> DeviceMesh | None:
-    """A mesh of the axes that are larger than one; None on a single rank, which needs no communication."""
+    """Returns a mesh of the axes that are larger than one; None if there is only one rank."""
     if plan.world_size != world_size:
         raise InputError(f"the plan ({plan.summary()}) is for {plan.world_size} ranks, but there are {world_size}")
     axes = {name: size for name in MESH_ORDER if (size := getattr(plan.axes, name)) > 1}
@@ -52,12 +52,14 @@ def position_in_mesh(mesh: DeviceMesh | None, plan: Plan) -> MeshPosition:
 
 
 def last_stage(plan: Plan) -> int:
-    """The pipeline rank that runs the last stage. Schedule `zbv` with two stages per rank ends on the first rank."""
+    """The coordinate along the pipeline axis of the rank that runs the last stage: 0 for schedule `zbv` with two stages
+    per rank, otherwise the largest."""
     return 0 if plan.pipeline.schedule == "zbv" and plan.stages_per_rank == 2 else plan.axes.pipeline - 1
 
 
 def data_group(mesh: DeviceMesh | None, plan: Plan) -> dist.ProcessGroup | None:
-    """The group of ranks that hold the same part of the model and have different samples. None if this is one rank."""
+    """The group of the ranks that hold the same part of the model as this rank and have different samples; None if
+    there is no other such rank."""
     axes = tuple(axis for axis in _DATA_AXES if getattr(plan.axes, axis) > 1)
     if mesh is None or not axes:
         return None

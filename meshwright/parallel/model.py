@@ -28,16 +28,17 @@ from meshwright.parallel.weights.state import full_gradients, full_state
 from meshwright.plan import Plan
 
 Examples = Sequence[tuple[ModelBatch, int]]  # microbatches, with their numbers of samples
-MicrobatchLoss = Callable[[int, Any], Tensor]  # (number of the microbatch, model output) → the loss to differentiate
+MicrobatchLoss = Callable[[int, Any], Tensor]  # (index of the microbatch, model output) → the loss to differentiate
 
 
 @dataclass(frozen=True)
 class ParallelModel:
-    """What one rank has of the user's model.
+    """One rank's part of the user's model, with the methods that train, evaluate and save it.
 
-    `module` has the rank's parameters under their names in the user's model, and `runner` is what is called in training
-    (DDP around `module`, or `module` itself). `layouts` say which part of a split parameter this rank holds, `tied`
-    which parameters other pipeline stages hold too. `state_names` are all names of the user's model's `state_dict`.
+    `module` has this rank's parameters under their names in the user's model. `runner` is the module that is called in
+    training: DDP around `module`, or `module` itself. `layouts` has, by parameter name, which part of each split
+    parameter this rank holds; `tied` are the parameters that other pipeline ranks hold too. `state_names` are all names
+    in the `state_dict` of the user's model.
     """
 
     plan: Plan
@@ -56,26 +57,28 @@ class ParallelModel:
 
     @property
     def needs_equal_batch_counts(self) -> bool:
-        """Whether data ranks communicate in a forward pass. All of them then have to run equally many batches."""
+        """Whether data ranks communicate in a forward pass. If they do, all of them have to run equally many
+        batches."""
         split_over_replicate = any(layout.axis == "replicate" for layout in self.layouts.values())
         return self.plan.axes.shard > 1 or split_over_replicate
 
     @property
     def weight_division(self) -> tuple[dict[str, ParameterLayout], tuple[TiedLayout, ...], DeviceMesh | None]:
-        """How the plan has divided the weights: `layouts`, `tied` and `mesh`, as the checkpoint functions take them."""
+        """(`layouts`, `tied`, `mesh`): how the plan has divided the weights, as the checkpoint functions take it."""
         return self.layouts, self.tied, self.mesh
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters of this rank under their names in the user's model."""
+        """The parameters (or shards) that this rank holds, by their names in the user's model's `named_parameters`."""
         canonical = {tie.local_name: tie.name for tie in self.tied}
         return {canonical.get(name, name): parameter for name, parameter in self.module.named_parameters()}
 
     # ---- training
 
     def run_microbatches(self, examples: Examples, loss_of: MicrobatchLoss) -> None:
-        """Runs forward and backward passes, and leaves the mean of the data ranks' gradients in the parameters.
-        `loss_of` is called on ranks that have the model's output. A pipeline needs all microbatches of the plan, also
-        those without samples."""
+        """Runs the forward and backward passes of one step, and leaves the mean of the data ranks' gradients in the
+        parameters (with `local_steps`, after the first `local_after` steps, this rank's own gradients). `loss_of` is
+        called on the ranks that have the model's output. A pipeline needs all microbatches of the plan, also those
+        without samples."""
         with fp32_product_precision(self.plan, self.device.type):
             if self.pipeline is not None:
                 self._run_stages(self.pipeline, examples, loss_of)
@@ -95,7 +98,8 @@ class ParallelModel:
             self.gradient_averager.finish()
 
     def _gradient_synchronization(self, first: bool, last: bool) -> AbstractContextManager[Any]:
-        """Ranks reduce gradients in the backward pass of a step's last microbatch only."""
+        """Returns the context for the forward and backward pass of one microbatch. Gradients are averaged over the data
+        ranks in the last microbatch of a step only; FSDP2 may reduce-scatter them in earlier ones too (shard.py)."""
         if self.plan.axes.shard > 1:
             return shard.gradient_synchronization(self.module, self.plan, first, last)
         if isinstance(self.runner, DistributedDataParallel):
@@ -112,14 +116,15 @@ class ParallelModel:
         return at_least_fp32(output)
 
     def with_input_columns(self, example: ModelBatch, width: int) -> ModelBatch:
-        """An example whose first input, which holds this rank's columns, is presented as the full input."""
+        """Returns the example with its first input wrapped in a `ShardView`: the input has only this rank's columns,
+        and the model sees a tensor of all `width` columns."""
         assert self.mesh is not None, "columns are divided over the tensor axis"
         first, *others = example.arguments
         return replace(example, arguments=(shard_input_columns(first, width, self.mesh), *others))
 
     def clip_(self, max_norm: float) -> Tensor:
-        """Scales the gradients so that the norm of the whole model's gradient is at most `max_norm`. Returns the norm
-        that it had."""
+        """Scales the gradients in place so that the norm of the whole model's gradient is at most `max_norm`. Returns
+        the norm before scaling, the same on every rank."""
         return clip_(self._gradients(), self.layouts, self.tied, self.mesh, max_norm)
 
     def _gradients(self) -> list[tuple[str, Tensor | None]]:
@@ -128,11 +133,13 @@ class ParallelModel:
     # ---- evaluation
 
     def evaluate(self, example: ModelBatch) -> Any:
-        """The full output on ranks that run the last pipeline stage, and None on the others."""
+        """Runs a forward pass. Returns the model's full output, or None on ranks that do not run the last pipeline
+        stage."""
         with without_attention_fastpath(), fp32_product_precision(self.plan, self.device.type):
             if self.pipeline is not None:
                 return gather_shard_views(self.pipeline.evaluate(example))
-            # `module` rather than `runner`: data ranks that do not communicate may have different numbers of batches.
+            # Not `runner`, because DDP may communicate in a forward pass, and data ranks may have different numbers of
+            # batches.
             return gather_shard_views(self._forward(self.module, example))
 
     def train(self, mode: bool = True) -> None:
@@ -148,16 +155,20 @@ class ParallelModel:
             broadcast_buffers(self.module, self.mesh)
 
     def reshard(self) -> None:
-        """Frees the weights that an evaluation has left gathered, so that the parameters are the shards."""
+        """Frees the full weights that FSDP2 gathered for an evaluation. The module's parameters are then the shards."""
         for module in self.pipeline.local_stages.stages if self.pipeline else (self.module,):
             shard.reshard(module)
 
     def full_state(self) -> dict[str, Any]:
-        """The `state_dict` of the user's model with full tensors, on every rank. All ranks have to call it."""
+        """Returns the `state_dict` of the user's model with full tensors, on every rank. All ranks have to call it. On
+        one rank, or if all axes but replicate are 1 and nothing is split, the tensors are the module's own; otherwise
+        they are copies on the CPU."""
         if self.mesh is None or (self.plan.world_size == self.plan.axes.replicate and not self.layouts):
             return self.module.state_dict()
         self.reshard()
         return full_state(self.module, self.layouts, self.mesh, order=self.state_names)
 
     def full_gradients(self) -> dict[str, Tensor]:
+        """Returns the full gradients on the CPU, by their parameters' names in the user's model, without those that are
+        None. All ranks have to call it."""
         return full_gradients(self.module, self.layouts, self.mesh, tied=self.tied, order=self.state_names)

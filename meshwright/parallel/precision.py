@@ -6,7 +6,7 @@
     bf16, fp16  bf16 or fp16         autocast         model dtypes           "
     fp8         8 bits (linear)      bf16 autocast    model dtypes           "
 
-With `cast: weights` FSDP2 gathers weights that are already rounded; the shards keep the dtype of the model.
+With `cast: weights` FSDP2 rounds weights before it gathers them; the shards keep the dtype of the model.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from meshwright.plan import Plan
 
 
 def forward_precision(plan: Plan, device_type: str) -> AbstractContextManager[Any]:
-    """The context in which a model's forward pass runs. Each pass needs a new one."""
+    """The context in which a model's forward pass runs. Each forward pass needs a new one."""
     if plan.numerics.precision in AUTOCAST_DTYPES:
         return torch.autocast(device_type, dtype=AUTOCAST_DTYPES[plan.numerics.precision])
     return nullcontext()
@@ -29,8 +29,9 @@ def forward_precision(plan: Plan, device_type: str) -> AbstractContextManager[An
 
 @contextmanager
 def fp32_product_precision(plan: Plan, device_type: str) -> Iterator[None]:
-    """Sets how fp32 matrix products are computed, forward and backward: by PyTorch's default, convolutions on a GPU
-    round to tf32."""
+    """The context in which forward and backward passes run. On a GPU it makes fp32 matrix products and convolutions
+    compute in tf32 if that is the plan's precision, otherwise in fp32 (PyTorch's default rounds convolutions to
+    tf32)."""
     if device_type != "cuda":
         yield
         return
@@ -39,12 +40,12 @@ def fp32_product_precision(plan: Plan, device_type: str) -> Iterator[None]:
 
 
 def gathered_weight_dtype(plan: Plan) -> torch.dtype | None:
-    """The dtype in which the shard axis gathers weights. None stands for the weights' own dtype."""
+    """The dtype in which the shard axis gathers weights; None for the weights' own dtype."""
     return AUTOCAST_DTYPES[plan.numerics.precision] if plan.numerics.cast == "weights" else None
 
 
 def gradient_reduce_dtype(plan: Plan) -> torch.dtype | None:
-    """The dtype in which gradients are reduced over the data ranks. None stands for the gradients' own dtype."""
+    """The dtype in which gradients are reduced over the data ranks; None for the gradients' own dtype."""
     return HALF_DTYPES.get(plan.gradients.precision)
 
 

@@ -1,7 +1,7 @@
-"""The shard axis: FSDP2 over the ranks that share one copy of the model, with one unit for each block and one for the
-rest.
+"""The shard axis: FSDP2 over the ranks that share one copy of the model. Each block is an FSDP2 unit, whose weights are
+gathered together; the weights outside of blocks form one more unit.
 
-`plan.memory.sharding` says what is sharded; each level includes those before it (for a step of several microbatches):
+`plan.memory.sharding` says what is sharded; each level includes the levels above it. In a step of several microbatches:
 
     optimizer     weights are all-gathered once per step, gradients are reduce-scattered after the last microbatch
     gradients     weights are all-gathered once per step, gradients are reduce-scattered after every microbatch
@@ -9,10 +9,10 @@ rest.
 
 If there is a replicate axis too, the gradients of a shard are averaged over it after the last microbatch.
 
-FSDP2 expects that every rank uses every weight in every step. Here a weight that a rank did not use gets a gradient of
-zero, and a weight that no rank used gets none, as on one process (`finish_step`). Weights that FSDP2 cannot shard (a
-single number, or another dtype than the rest of its block) stay whole on every rank, and their gradients are averaged
-by `finish_step`.
+FSDP2 expects that every rank uses every weight in every step. This file lifts that: if a rank did not use a weight, its
+gradient counts as zero on that rank (`_PostBackward`); if no rank used it, its gradient is None, as on one process
+(`finish_step`). Weights that FSDP2 cannot shard (a single number, or a weight of another dtype than most of its unit)
+stay whole on every rank, and `finish_step` averages their gradients.
 """
 
 from collections import Counter
@@ -39,8 +39,8 @@ from meshwright.plan import Plan
 
 
 def shard(module: nn.Module, mesh: DeviceMesh, plan: Plan, *, per_block: bool = True) -> None:
-    """Shards the module's weights in place. Without `per_block` the whole module is gathered at once. A model whose
-    ranks may run different blocks needs that, because all ranks have to call collectives in the same order."""
+    """Shards the module's weights in place. Without `per_block` the whole module is one unit. This is needed if ranks
+    may run different blocks, because all ranks have to call collectives in the same order."""
     over_replicate = [
         name for name, split in plan.modules.splits.items() if split.axis == "replicate" and split.kind != "none"
     ]
@@ -67,8 +67,8 @@ def shard(module: nn.Module, mesh: DeviceMesh, plan: Plan, *, per_block: bool = 
             ignored_params=_unshardable(block.parameters()),
         )
     in_blocks = {p for block in module.modules() if isinstance(block, FSDPModule) for p in block.parameters()}
-    # The root unit is the last of the forward pass and the first of the backward pass: FSDP2's default leaves it
-    # gathered in between.
+    # The root unit is needed at the end of the forward pass and again at the beginning of the backward pass. Therefore
+    # FSDP2's default (None) leaves it gathered in between.
     fully_shard(
         module,
         mesh=data_mesh,
@@ -82,8 +82,9 @@ def shard(module: nn.Module, mesh: DeviceMesh, plan: Plan, *, per_block: bool = 
 
 @contextmanager
 def gradient_synchronization(module: nn.Module, plan: Plan, first: bool, last: bool) -> Iterator[None]:
-    """The context of the forward and backward pass of one microbatch of a step. After the last one the sharded
-    parameters have the mean of the data ranks' gradients."""
+    """The context in which the forward and backward pass of one microbatch runs. `first` and `last` say whether it is
+    the first or last microbatch of its step. After the last one, the gradients of the parameters (which are shards) are
+    the mean over the data ranks."""
     assert isinstance(module, FSDPModule)
     level = plan.memory.sharding
     if first:
@@ -93,8 +94,8 @@ def gradient_synchronization(module: nn.Module, plan: Plan, first: bool, last: b
     module.set_reshard_after_backward(last or level == "parameters")
     module.set_is_last_backward(last)
     for group in () if first else _parameter_groups(module):
-        # FSDP2 prefetches in the order of all forward passes that it has seen. With those of earlier microbatches it
-        # would gather, after the first unit, the last unit of the microbatch before.
+        # In the backward pass FSDP2 prefetches units in the reverse order of all forward passes that it has seen. If it
+        # remembered earlier microbatches, it would go on from this one's first unit to the last unit of the one before.
         forget_forward_order(group)
     yield
     if last:
@@ -102,8 +103,8 @@ def gradient_synchronization(module: nn.Module, plan: Plan, first: bool, last: b
 
 
 def finish_step(module: nn.Module) -> None:
-    """Every data rank calls it after a step's last backward pass. It averages the gradients that FSDP2 does not shard,
-    and removes the gradient of weights that no rank has used."""
+    """Averages the gradients of weights that FSDP2 does not shard, and sets the gradients of weights that no rank has
+    used to None. Every data rank calls this after a step's last backward pass."""
     groups = _data_groups(module)
     sharded = [parameter for group in _parameter_groups(module) for parameter in group.fsdp_params]
     sharded = [parameter for parameter in sharded if parameter.sharded_param.requires_grad]
@@ -125,15 +126,16 @@ def finish_step(module: nn.Module) -> None:
 
 
 def reshard(module: nn.Module) -> None:
-    """Frees gathered weights, so that the module's parameters are the shards. The next forward pass gathers again."""
+    """Frees gathered weights; the module's parameters are then the shards. The next forward pass gathers again."""
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()
 
 
 class _PostBackward:
-    """Replaces the `post_backward` of a unit and calls it at the end. Before that it records the weights that have a
-    gradient, and gives the others one of zero, because all ranks have to reduce the same gradients."""
+    """Replaces the `post_backward` method of an FSDP2 unit. It records in `used` the weights that have a gradient,
+    gives the other weights a gradient of zeros, because all ranks have to reduce the same gradients, and then calls the
+    original method."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -153,9 +155,10 @@ class _PostBackward:
 
 
 def _unit_blocks(module: nn.Module) -> list[nn.Module]:
-    """The blocks that become units of their own: those that own all of their weights, because a weight that is tied to
-    one outside has to be gathered with that. A block of which only a part runs on this stage is left out: FSDP2 starts
-    its backward pass from the block's output, which then is not what leaves the stage."""
+    """The blocks that become FSDP2 units of their own. A block with a weight that is tied to a module outside of it is
+    left out, because both uses of the weight have to be gathered together. A block of which only a part runs in this
+    pipeline stage is left out too: FSDP2 starts a unit's backward pass at the block's output, and that is not what
+    leaves the stage."""
     owners: dict[nn.Parameter, set[nn.Module]] = {}
     for child in module.modules():
         for parameter in child._parameters.values():
@@ -168,7 +171,8 @@ def _unit_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def _unshardable(parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
-    """The weights that FSDP2 refuses in one unit: single numbers, and trainable weights of another dtype than most."""
+    """The weights of a unit that FSDP2 refuses to shard: single numbers, and trainable weights whose dtype is not the
+    one that most of the unit's trainable elements have."""
     candidates = list(parameters)
     sizes: Counter[torch.dtype] = Counter()
     for parameter in candidates:
@@ -179,14 +183,14 @@ def _unshardable(parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
 
 
 def _parameter_groups(module: nn.Module) -> Iterator[Any]:
-    """FSDP2's record of the parameters of each unit."""
+    """Yields FSDP2's records (`FSDPParamGroup`) of the parameters that are gathered together."""
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             yield from fsdp_parameter_groups(unit)
 
 
 def _data_groups(module: nn.Module) -> list[dist.ProcessGroup]:
-    """The process groups of all data axes, taken from the mesh that FSDP2 was given."""
+    """The process groups of the data axes (replicate, shard) that FSDP2 was given; empty if nothing is sharded."""
     for group in _parameter_groups(module):
         mesh: DeviceMesh = group.mesh_info.mesh
         return [mesh.get_group(axis) for axis in range(mesh.ndim)]

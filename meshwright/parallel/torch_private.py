@@ -1,7 +1,7 @@
 """Every private interface of torch that meshwright/parallel uses, in one file, with what it is used for.
 
-All of them were seen to work on torch 2.11 and 2.13. Where the two versions differ, the function here hides it. When a
-new torch version breaks something, this is the first file to look at; nothing else in the folder reaches into torch.
+All of them work on torch 2.11 and 2.13. Where the two versions differ, a function of this file hides the difference.
+When a new torch version breaks something, look at this file first; no other file of the folder uses private interfaces.
 """
 
 from typing import Any
@@ -32,19 +32,19 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 #
 # `DisableTorchFunctionSubclass` calls a torch function on a subclass without entering its `__torch_function__` again.
 
-# A context without the user's dispatch modes, in which a function is tried on fake tensors.
+# A context in which the user's dispatch modes are disabled. In it, functions are tried on fake tensors.
 disable_dispatch_modes = _python_dispatch._disable_current_modes
 
 # Creates a tensor that has a shape, dtype and device but no storage.
 make_wrapper_subclass = Tensor._make_wrapper_subclass
 
-# The functions that `torch.nn.functional` calls for linear layers, attention and cross-entropy: these objects arrive in
-# `__torch_function__`, so the rules of tensor/products.py and tensor/vocabulary.py are registered under them.
+# The functions that `torch.nn.functional` calls for linear layers, attention and cross-entropy. `__torch_function__` is
+# given these objects, therefore the rules of tensor/products.py and tensor/vocabulary.py are registered under them.
 linear_function = torch._C._nn.linear
 attention_function = torch._C._nn.scaled_dot_product_attention
 cross_entropy_function = torch._C._nn.cross_entropy_loss
 
-# Checks a condition on the device without waiting for it (tensor/vocabulary.py).
+# Checks a condition on the device without making the host wait for the device (tensor/vocabulary.py).
 assert_async = torch._assert_async
 
 # The base class of all of torch's BatchNorm modules (check.py).
@@ -60,7 +60,7 @@ foreach_mul_ = torch._foreach_mul_
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """One axis called `name` that holds all ranks of the mesh."""
+    """Returns a mesh with a single axis, called `name`, of all ranks of the given mesh."""
     return mesh._flatten(name)
 
 
@@ -68,8 +68,8 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def fsdp_parameter_groups(unit: FSDPModule) -> list[Any]:
-    """FSDP2's record (`FSDPParamGroup`) of the parameters that a module gathers together. Torch before 2.12 has one or
-    none for each module, later versions have a list."""
+    """FSDP2's records (`FSDPParamGroup`) of the parameters that a module gathers together. Torch before 2.12 keeps one
+    record or None for each module, later versions keep a list."""
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
@@ -79,7 +79,7 @@ def fsdp_parameter_groups(unit: FSDPModule) -> list[Any]:
 
 
 def forget_forward_order(group: Any) -> None:
-    """Clears the order of forward passes by which FSDP2 prefetches the next all-gather in the backward pass."""
+    """Clears the order of forward passes, which FSDP2 records in order to prefetch all-gathers in the backward pass."""
     group.comm_ctx.post_forward_order.clear()
     group._post_forward_indices.clear()
 
@@ -91,16 +91,16 @@ def was_gathered(parameter: Any) -> bool:
 
 # ---- initial weights (weights/initialize.py, weights/deferred.py)
 #
-# `TorchDispatchMode` records the operators that build a model, `OpOverload` tells them from Python functions.
+# A `TorchDispatchMode` records the operators that build a model. `OpOverload` tells operators from Python functions.
 
 
 def operator_schema(operator: Any) -> Any:
-    """The name and arguments of an operator, with which of them it writes to."""
+    """The schema of an operator: its name and arguments, and which of the arguments it writes to."""
     return operator._schema
 
 
 def storage_id(tensor: Tensor) -> int:
-    """A number that tells the memory of tensors apart as long as it is not freed; views have that of their base."""
+    """A number that identifies the tensor's storage until the storage is freed. A view has the number of its base."""
     return tensor.untyped_storage()._cdata
 
 
@@ -108,7 +108,7 @@ def storage_id(tensor: Tensor) -> int:
 
 
 def local_shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape of a rank's shard, and where it begins in the whole tensor."""
+    """The shape of this rank's shard, and the shard's offset in the whole tensor, for each dimension."""
     shape, offset = dtensor_utils.compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
@@ -119,12 +119,14 @@ def local_shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int,
 
 
 def broadcast_coalesced(group: dist.ProcessGroup, tensors: list[Tensor], bucket_bytes: int) -> None:
-    """Overwrites tensors by those of the group's first rank, many small ones in one message, as DDP does."""
+    """Overwrites the tensors by those of the group's first rank. As in DDP, small tensors share messages of up to
+    `bucket_bytes`."""
     dist._broadcast_coalesced(group, tensors, bucket_bytes, 0)
 
 
 def ignore_in_ddp(module: nn.Module, names: list[str]) -> None:
-    """DDP neither averages nor broadcasts the parameters and buffers of these names."""
+    """Makes a DDP that is later put around the module neither average nor broadcast the parameters and buffers of these
+    names."""
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
 
 
@@ -135,6 +137,6 @@ def ignore_in_ddp(module: nn.Module, names: list[str]) -> None:
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Whether autograd knows the tensor as a view of another one, which cannot be detached in place
+    """Whether autograd tracks the tensor as a view of another tensor. Such a view cannot be detached in place
     (pipeline/pipeline.py)."""
     return tensor._is_view()

@@ -1,25 +1,29 @@
-"""Lower bounds of the memory and the step time of a candidate. A candidate that they exclude is never simulated.
+"""Lower bounds ("floors") of the memory and the step time of a candidate, and a guess of its step time. A candidate
+that the floors exclude is never simulated.
 
-Memory, of the first and the last rank of a pipeline, and at least the weights of a mean rank:
+Memory: the maximum over the first and the last rank of a pipeline (`floor`), and at least `states` of a mean rank:
 
     states  = (1 + state) · W / n + max(W' + G', gradients and temporaries of the optimizer)        _states_bytes
-              W: weights after the tensor axis. n: size of the shard axis. W', G': weights and gradients that this
-              level of sharding leaves whole
+              state: bytes of optimizer state per byte of weights. W: bytes of a rank's weights, divided by the tensor
+              axis. n: size of the shard axis. W', G': bytes of weights and gradients that a rank needs in full during
+              the backward pass at this level of sharding
     floor   = states + saved activations · microbatches in flight                                   memory_floor
 
-Time, with c the seconds of a stage (forward f, backward b) after the tensor axis, and m microbatches:
+Time, with c = f + b the seconds of a stage (forward f, backward b), divided by the tensor axis, and m microbatches:
 
-    span    = max over ranks k of  m · c_k + Σ before k of (c, or f where weight gradients wait)    _pipeline_span
-    floor   = span, without the wide layers that are split: larger products of thinner weights
-              are faster                                                                            _wide_layers_s
+    span    = max over ranks k of  m · c_k + Σ over ranks before k of (c, or f if weight gradients
+              are delayed)                                                                          _pipeline_span
+    floor   = span, without the wide layers that are split, because splitting makes them faster by
+              an unknown factor (larger products of thinner weights)                                _wide_layers_s
     guess   = span + all-reduces of the tensor axis + transfers between stages + exposed gradient
               communication + optimizer                                                             _communication_s
 
-With branches on different ranks, both are those of the rank with most (branch_placement.py):
+With branches on different ranks, both floors are maxima over the ranks of the tensor axis (branch_placement.py):
 
     floor   = max over ranks of (states + saved);  m · max over ranks of c         memory_floor, _placed_branches_bounds
 
-The guess decides in which order candidates are simulated. Only the floors exclude candidates.
+The guess decides in which order candidates are simulated and when the search ends (search.py). Before that, only the
+floors exclude candidates.
 """
 
 from collections.abc import Sequence
@@ -36,8 +40,9 @@ from meshwright.planner.model_summary import ModelSummary, PieceSummary
 from meshwright.simulator.communication.collectives import collective_s, overlap
 from meshwright.simulator.communication.placement import RankGroup, group_of_axes
 
-# The share of a backward pass that gradient communication overlaps in a guess: less than all of it, because the last
-# bucket is ready only at its end. Chosen; it changes the order in which candidates are simulated, and no prediction.
+# The share of a backward pass that gradient communication overlaps in a guess. It is less than 1, because the last
+# bucket is ready only at the end of the pass. This chosen value affects which candidates are simulated and in which
+# order, but no prediction.
 _OVERLAPPED = 0.8
 
 _Stages = list[tuple[int, int]]  # [begin, end): the pieces of each stage
@@ -46,7 +51,8 @@ _StageSeconds = list[tuple[float, float]]  # forward and backward pass of each s
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds of one candidate: it needs at least `memory_bytes` and `floor_s`, and probably `guess_s`."""
+    """Bounds of one candidate. It needs at least `memory_bytes` of memory and `floor_s` seconds per step. `guess_s` is
+    a guess of its seconds per step."""
 
     memory_bytes: float
     floor_s: float
@@ -55,7 +61,8 @@ class Bounds:
 
 @dataclass(frozen=True)
 class _PassSeconds:
-    """The seconds of all passes of a step (`span_s`), and of one microbatch on a mean rank."""
+    """The seconds of all forward and backward passes of a step (`span_s`), and the seconds of the passes of one
+    microbatch on a mean pipeline rank."""
 
     span_s: float
     forward_s: float
@@ -63,7 +70,7 @@ class _PassSeconds:
 
 
 class PrefixSums:
-    """Sums over consecutive pieces, each in one subtraction."""
+    """Sums over ranges of a sequence, each computed by one subtraction."""
 
     def __init__(self, values: Sequence[float]) -> None:
         self._sums = [0.0, *accumulate(values)]
@@ -74,7 +81,8 @@ class PrefixSums:
 
 @dataclass(frozen=True)
 class _PieceSums:
-    """Of a rank's pieces: the bytes of weights, and of activations that one sample leaves for the backward pass."""
+    """The pieces of one rank, with sums over consecutive pieces: `weights` are bytes of weights, `saved` are bytes of
+    activations per sample that are saved for the backward pass."""
 
     pieces: tuple[PieceSummary, ...]
     weights: PrefixSums
@@ -99,7 +107,8 @@ class BoundCalculator:
         self._median_sent_bytes = sent[len(sent) // 2] if sent else 0.0
 
     def bounds(self, candidate: Candidate) -> Bounds | None:
-        """The bounds of a candidate; None where the model cannot be cut into so many stages."""
+        """Returns the bounds of a candidate, or None if the model cannot be cut into the candidate's number of
+        stages."""
         if candidate.sizes.placed_branches:
             return self._placed_branches_bounds(candidate)
         stages = self._stages(candidate)
@@ -123,7 +132,8 @@ class BoundCalculator:
     # ---- memory
 
     def states_bytes(self, sizes: AxisSizes) -> float:
-        """Weights, gradients and optimizer state of a mean rank, whatever else a candidate chooses."""
+        """Bytes of weights, gradients and optimizer state of a mean pipeline rank or, if branches are placed, of the
+        rank with most. They depend only on the axis sizes."""
         if sizes.placed_branches:
             return max(
                 self._states_bytes(sizes, _weight_bytes(pieces), pieces) for pieces in self._rank_pieces(sizes, "none")
@@ -131,8 +141,9 @@ class BoundCalculator:
         return self._states_bytes(sizes, self._rank_weights(sizes, [(0, len(self.summary.pieces))]) / sizes.pipeline)
 
     def _states_bytes(self, sizes: AxisSizes, weights: float, pieces: tuple[PieceSummary, ...] | None = None) -> float:
-        """The same for a rank with so many bytes of weights. The peak is in the backward pass, with gathered weights
-        and whole gradients, or in the optimizer's step, with its temporaries."""
+        """Bytes of weights, gradients and optimizer state of a rank with `weights` bytes of weights. Their peak is in
+        the backward pass, with gathered weights and unsharded gradients, or in the optimizer's step, with its
+        temporaries."""
         optimizer = self.inputs.optimizer
         shard = weights / sizes.shard
         weights_and_state = shard * (1 + optimizer.state_ratio)
@@ -144,7 +155,8 @@ class BoundCalculator:
         return weights_and_state + max(gathered + gradients, in_optimizer)
 
     def _gathered_bytes(self, tensor: int, pieces: tuple[PieceSummary, ...] | None = None) -> float:
-        """The weights of one block, the flat buffer that the next block's are gathered into, and their copy."""
+        """A lower bound of the bytes of gathered weights if parameters are sharded: the weights of one block, the flat
+        buffer into which the weights of the next block are gathered, and the copy of that buffer."""
         blocks = set(self.summary.profile.blocks)
         rank_pieces = pieces or self.summary.rank_pieces(tensor, "none")
         block_bytes = [piece.weight_bytes for piece in rank_pieces if piece.name in blocks and piece.weight_bytes]
@@ -153,14 +165,14 @@ class BoundCalculator:
     def _sums(self, tensor: int, recompute: str) -> _PieceSums:
         pieces = self.summary.rank_pieces(tensor, recompute)
         sums = self._piece_sums.get((tensor, recompute))
-        if sums is None or sums.pieces is not pieces:  # a profile was added, and the pieces are new ones
+        if sums is None or sums.pieces is not pieces:  # a profile was added since, which changed the pieces
             weights = PrefixSums([piece.weight_bytes for piece in pieces])
             sums = _PieceSums(pieces, weights, PrefixSums([piece.saved_bytes for piece in pieces]))
             self._piece_sums[tensor, recompute] = sums
         return sums
 
     def _rank_weights(self, sizes: AxisSizes, stages: _Stages) -> float:
-        """The bytes of weights of a rank with these stages."""
+        """The bytes of weights of a rank that has these pipeline stages, before sharding."""
         weights = self._sums(sizes.tensor, "none").weights
         total = sum(weights.of(*stage) for stage in stages)
         if not sizes.splits_wide_layers or self.summary.wide_layers is None:
@@ -168,7 +180,7 @@ class BoundCalculator:
         return total * (1 - self.summary.wide_layers.weight_share * (1 - 1 / sizes.replicate))
 
     def _largest_rank_weights(self, candidate: Candidate, stages: _Stages) -> float:
-        """The bytes of weights of the pipeline rank that has most of them."""
+        """The bytes of weights of the pipeline rank that has most, before sharding."""
         sizes = candidate.sizes
         replicate = sizes.splits_wide_layers and sizes.replicate
         key = (sizes.tensor, replicate, sizes.pipeline, candidate.stages, candidate.recompute)
@@ -179,13 +191,13 @@ class BoundCalculator:
         return self._largest_weights[key]
 
     def _rank_pieces(self, sizes: AxisSizes, recompute: str) -> list[tuple[PieceSummary, ...]]:
-        """The pieces of each rank of a tensor axis with branches on it."""
+        """The pieces of each rank of the tensor axis if branches are placed on it."""
         ranks = branch_ranks(self.summary, self.inputs, sizes.axes, sizes.placed_branches)
         return rank_pieces(self.summary, ranks, sizes.tensor, sizes.splits_shared_layers, recompute)
 
     def memory_floor(self, candidate: Candidate, stages: _Stages | None = None) -> float:
-        """A lower bound of the memory of the first rank of a pipeline and of the last, which keeps the model's
-        outputs."""
+        """A lower bound of the candidate's memory: that of the first or the last rank of the pipeline, whichever is
+        larger (the last one keeps the model's outputs), or of the rank with most if branches are placed."""
         sizes, ranks = candidate.sizes, candidate.sizes.pipeline
         if sizes.placed_branches:
             return max(
@@ -243,7 +255,8 @@ class BoundCalculator:
         ]
 
     def _passes(self, candidate: Candidate, stages: _Stages) -> _PassSeconds:
-        """The same for every arrangement of replicas and shards."""
+        """Returns the seconds of the candidate's passes. They are cached without the replicate and shard axes, because
+        they do not depend on these."""
         sizes = candidate.sizes
         key = replace(candidate, sizes=AxisSizes(sizes.tensor, sizes.pipeline))
         if key not in self._pass_seconds:
@@ -253,7 +266,7 @@ class BoundCalculator:
         return self._pass_seconds[key]
 
     def _wide_layers_s(self, candidate: Candidate) -> float:
-        """All passes of the pieces with wide layers, not split."""
+        """The seconds of all passes of the pieces that contain wide layers, if these are not split."""
         assert self.summary.wide_layers is not None
         modules = self.summary.wide_layers.modules
         piece_seconds = self.summary.piece_seconds(candidate.microbatch_samples)
@@ -265,7 +278,8 @@ class BoundCalculator:
         return candidate.microbatches * one_microbatch
 
     def _communication_s(self, candidate: Candidate, stages: _Stages, passes: _PassSeconds) -> float:
-        """The optimizer's step and the communication that the passes do not hide."""
+        """The guessed seconds of the optimizer's step and of the communication that does not overlap with the
+        passes."""
         sizes = candidate.sizes
         weights = self._largest_rank_weights(candidate, stages)
         seconds = self._optimizer_s(sizes, weights)
@@ -284,12 +298,13 @@ class BoundCalculator:
         return seconds
 
     def _optimizer_s(self, sizes: AxisSizes, weights: float) -> float:
-        """The optimizer reads weights, gradients and state, and writes weights and state."""
+        """The seconds of the optimizer's step, which is limited by memory bandwidth: it reads weights, gradients and
+        state, and writes weights and state."""
         moved_bytes = weights / sizes.shard * (3 + 2 * self.inputs.optimizer.state_ratio)
         return moved_bytes / max(self.summary.device.bandwidth_bytes_per_s, 1.0)
 
     def _gradients_s(self, candidate: Candidate, weights: float, passes: _PassSeconds) -> float:
-        """Combining gradients and gathering weights, as far as a rank's passes do not hide it."""
+        """The seconds of averaging gradients and gathering sharded weights that do not overlap with a rank's passes."""
         sizes, kind = candidate.sizes, self.inputs.cluster.kind
         forward, backward = passes.forward_s, passes.backward_s
         all_reduce = self._collective_s("all_reduce", weights / sizes.shard, sizes, "replicate")
@@ -308,7 +323,7 @@ class BoundCalculator:
         return exposed + candidate.microbatches * both_passes
 
     def _wide_layers_communication_s(self, candidate: Candidate) -> float:
-        """The inputs of split wide layers are gathered, and the gradients of these inputs are scattered back."""
+        """The seconds of gathering the inputs of split wide layers, and of scattering the gradients of these inputs."""
         assert self.summary.wide_layers is not None
         shapes = {name: p.shape for p in self.summary.profile.parameters for name in p.names}
         item_bytes = 2 if self.summary.profile.precision in ("bf16", "fp16") else 4
@@ -331,7 +346,8 @@ def _weight_bytes(pieces: tuple[PieceSummary, ...]) -> float:
 
 
 def _in_flight(candidate: Candidate, rank: int) -> int:
-    """The number of microbatches, counted for each stage of a rank, whose activations the rank holds at once."""
+    """The number of microbatches whose activations a rank stores at once. A microbatch counts once for each stage of
+    the rank."""
     ranks, count, stages = candidate.sizes.pipeline, candidate.microbatches, candidate.stages_per_rank
     if ranks == 1:
         return 1
@@ -339,14 +355,15 @@ def _in_flight(candidate: Candidate, rank: int) -> int:
         return count
     warm_up = (2 if candidate.schedule == "interleaved_1f1b" else 1) * (ranks - 1 - rank)
     if candidate.schedule == "zero_bubble":
-        warm_up += rank  # activations stay until the gradients of the weights are computed
+        warm_up += rank  # activations are kept until the weight gradients are computed
     return min((stages - 1) * ranks + warm_up + 1, stages * count)
 
 
 def _pipeline_span(candidate: Candidate, seconds: _StageSeconds) -> float:
-    """The seconds from the first forward pass to the last backward pass."""
+    """A lower bound of the seconds from the first forward pass to the last backward pass. `seconds` are those of each
+    stage."""
     ranks, count = candidate.sizes.pipeline, candidate.microbatches
-    delays_weight_gradients = candidate.schedule == "zero_bubble"  # they fill the bubble
+    delays_weight_gradients = candidate.schedule == "zero_bubble"  # weight gradients fill the bubble
     span = delay = 0.0
     for rank in range(ranks):
         busy = sum(forward + backward for forward, backward in seconds[rank::ranks])

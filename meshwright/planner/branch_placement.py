@@ -1,4 +1,4 @@
-"""Which branches of a model can be placed on different ranks of the tensor axis, and on which rank each of them is.
+"""Decides which branches of a model can be placed on different ranks of the tensor axis, and on which rank each is.
 
     a branch can be placed    if its modules are called once, are in no other branch and share no weight
                                                                                                    find_branch_groups
@@ -8,7 +8,7 @@
     recomputation             only where no recomputed block contains a branch               lie_in_recomputed_blocks
     layers outside branches   are replicated, or split over the same tensor axis                   shared_layer_splits
 
-A plan places towers or heads, not both. Whether the executor can run such a plan, `PlanningInputs.check_plan` tells.
+A plan places towers or heads, not both. `PlanningInputs.check_plan` decides whether the executor can run such a plan.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,8 +30,8 @@ _WHOLE = Split(kind="none")
 def find_branch_groups(
     structure: Structure, parameters: Iterable[Parameter], calls: Mapping[str, int]
 ) -> tuple[BranchGroup, ...]:
-    """The groups of at least two branches that can be placed. `calls` says how often each module is called in a forward
-    pass."""
+    """Returns the groups of at least two branches that can be placed on different ranks; empty if there are none.
+    `calls` says how often each module is called in a forward pass."""
     owners = [name.rpartition(".")[0] for parameter in parameters for name in parameter.names]
     groups = []
     for found in structure.branches:
@@ -51,14 +51,16 @@ def find_branch_groups(
 
 
 def _is_independent(module: str, names: Sequence[str], structure: Structure) -> bool:
-    """Whether the module contains no other of the branches' modules, lies in none, and shares no weight."""
+    """Whether the module neither contains nor lies in another of `names`, the modules of all branches, and shares no
+    weight with modules outside of it."""
     is_single = sum(is_inside(module, other) or is_inside(other, module) for other in names) == 1
     is_tied = any(len({is_inside(name, module) for name in tie.parameters}) > 1 for tie in structure.ties)
     return bool(module) and is_single and not is_tied
 
 
 def lie_in_recomputed_blocks(summary: ModelSummary, kind: str) -> bool:
-    """Whether one of the branches lies inside a block that is recomputed as a whole."""
+    """Whether a module of the branches of this kind ("towers" or "heads") lies inside a larger block that is recomputed
+    as a whole."""
     branches = next(group.branches for group in summary.branch_groups if group.kind == kind)
     modules = [module for branch in branches for module in branch]
     return any(block != module and is_inside(module, block) for block in summary.profile.blocks for module in modules)
@@ -68,7 +70,8 @@ def lie_in_recomputed_blocks(summary: ModelSummary, kind: str) -> bool:
 
 
 def branch_ranks(summary: ModelSummary, inputs: PlanningInputs, axes: Axes, kind: str) -> dict[str, int]:
-    """The rank of the tensor axis that each module of the branches is placed on."""
+    """Returns, for each module of the branches of this kind ("towers" or "heads"), the rank of the tensor axis that it
+    is placed on."""
     key = (axes, kind)
     if key not in summary.branch_ranks:
         branches = next(group.branches for group in summary.branch_groups if group.kind == kind)
@@ -81,7 +84,8 @@ def branch_ranks(summary: ModelSummary, inputs: PlanningInputs, axes: Axes, kind
 
 
 def assign_ranks(costs: Sequence[float], ranks: int) -> list[int]:
-    """The rank of each branch. Branches of equal cost keep their order, so that equal inputs give equal plans."""
+    """Returns the rank of each branch, given the costs of the branches: the most expensive first, each to the rank with
+    the lowest cost so far. Branches of equal cost keep their order, which makes the result deterministic."""
     rank_costs = [0.0] * ranks
     assigned = [0] * len(costs)
     for branch in sorted(range(len(costs)), key=lambda branch: -costs[branch]):
@@ -91,7 +95,8 @@ def assign_ranks(costs: Sequence[float], ranks: int) -> list[int]:
 
 
 def branch_seconds(branch: Sequence[str], summary: ModelSummary, inputs: PlanningInputs, axes: Axes) -> float:
-    """The seconds of a step that the rank with this branch spends on it."""
+    """The predicted seconds per step that a rank spends on this branch: forward and backward pass, optimizer and
+    all-reduce."""
     local_batch = -(-inputs.global_batch // (axes.replicate * axes.shard))
     passes = sum(
         forward + backward
@@ -109,15 +114,16 @@ def branch_seconds(branch: Sequence[str], summary: ModelSummary, inputs: Plannin
 
 
 def _branch_of(piece: PieceSummary, modules: Iterable[str]) -> str | None:
-    """The branch module that the piece lies in; None for a piece outside of them."""
+    """The one of the branch modules that contains the piece; None if no branch contains it."""
     return next((module for module in modules if is_inside(piece.name, module)), None)
 
 
 def rank_pieces(
     summary: ModelSummary, ranks: Mapping[str, int], tensor: int, split: bool, recompute: str
 ) -> list[tuple[PieceSummary, ...]]:
-    """For each rank of the tensor axis, the part of every piece that it has: the branches that `ranks` places on it,
-    nothing of other branches, and all other pieces, whole or with `split` its share of them."""
+    """For each rank of the tensor axis, the pieces of the model with the bytes that this rank stores. A branch is
+    complete on the rank that `ranks` assigns it to and has zero bytes on all other ranks. Pieces outside of the
+    branches are complete on every rank or, if `split` is True, divided among the ranks."""
     whole_pieces = summary.rank_pieces(1, recompute)
     shared_pieces = summary.rank_pieces(tensor if split else 1, recompute)
     branches = [_branch_of(piece, ranks) for piece in whole_pieces]
@@ -137,7 +143,9 @@ def rank_pieces(
 def rank_seconds(
     summary: ModelSummary, ranks: Mapping[str, int], tensor: int, split: bool, recompute: str, batch: int
 ) -> list[tuple[float, float]]:
-    """For each rank of the tensor axis, a lower bound of the seconds of a microbatch, as pairs (forward, backward)."""
+    """For each rank of the tensor axis, lower bounds of the seconds of a microbatch of `batch` samples, as a pair
+    (forward, backward). `ranks` gives the rank of each branch module. If `split` is True, pieces outside of the
+    branches are divided among the ranks."""
     shared_part, recomputed = (1 / tensor if split else 1.0), summary.recomputed_share(recompute)
     rank_seconds = [[0.0, 0.0] for _ in range(tensor)]
     for piece, (forward, backward) in zip(summary.pieces, summary.piece_seconds(batch), strict=True):
@@ -153,21 +161,22 @@ def rank_seconds(
 
 
 def shared_groups(summary: ModelSummary, branches: Iterable[str]) -> list[SplitGroup]:
-    """The split groups without a module inside of the branches."""
+    """The split groups that contain no module of the branches."""
     groups = summary.structure.splits if summary.structure else ()
     modules = tuple(branches)
     return [g for g in groups if not any(is_inside(s.module, module) for s in g.splits for module in modules)]
 
 
 def shared_layer_splits(summary: ModelSummary, branches: Iterable[str], tensor: int, split: bool) -> dict[str, Split]:
-    """The `modules.splits` of a plan for layers outside of the branches. Layers that are not named there are split, so
-    this names the others, which stay whole: all of them, or with `split` those that the tensor axis does not divide."""
+    """Returns the `modules.splits` of a plan for layers outside of the branches. A plan splits all layers that it does
+    not name there, therefore the result names the layers that are not split: all of them or, if `split` is True, those
+    that cannot be divided among `tensor` ranks."""
     whole = [g.splits[0].module for g in shared_groups(summary, branches) if not (split and _divides(tensor, g))]
     return dict.fromkeys(dict.fromkeys(map(_pattern, whole)), _WHOLE)
 
 
 def can_be_split(summary: ModelSummary, branches: Iterable[str], tensor: int) -> bool:
-    """Whether so many ranks can split any layer outside of the branches."""
+    """Whether at least one layer outside of the branches can be split over `tensor` ranks."""
     return any(_divides(tensor, group) for group in shared_groups(summary, branches))
 
 
@@ -176,5 +185,5 @@ def _divides(ranks: int, group: SplitGroup) -> bool:
 
 
 def _pattern(module: str) -> str:
-    """The module's name with numbers replaced by `*`: one pattern for the same module of all blocks in a list."""
+    """The module's name with numbers replaced by `*`. It matches the same module of all blocks in a list."""
     return ".".join("*" if part.isdigit() else part for part in module.split("."))

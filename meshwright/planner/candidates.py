@@ -1,13 +1,13 @@
-"""Which plans there are for a model on a cluster: factorizations of the ranks, and the choices within each.
+"""Lists the plans that are possible for a model on a cluster: factorizations of the ranks, and the choices within each.
 
     ranks  = pipeline × replicate × shard × tensor                                              possible_axis_sizes
-             The tensor axis lies within a node and divides every split group; or it holds branches on
-             different ranks, 2 to as many as there are branches, without a pipeline            _with_placed_branches
+             The tensor axis lies within a node, and its size divides the degree of every split group; or it
+             has at most as many ranks as there are branches, which are placed on different ranks, and there
+             is no pipeline                                                                     _with_placed_branches
     batch  = (replicate × shard) × microbatches × samples of a microbatch                       candidate_series
     stages = pipeline × stages of a rank, at most as many as the model can be cut into
 
-A `Candidate` holds the few numbers in which plans differ. The complete plan is made (`plan_of`) only for candidates
-that no bound excludes.
+A `Candidate` has the few numbers in which plans differ. The complete plan is created (`plan_of`) only if it is needed.
 """
 
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ _SCHEDULES: tuple[tuple[Schedule, int], ...] = (
     ("interleaved_1f1b", 4),
     ("gpipe", 1),
 )
-_LEAST_USED = 0.75  # the share of the devices that a plan which cannot use all of them must use; chosen
+_LEAST_USED = 0.75  # chosen: if no plan can use all devices, plans with at least this share of them are tried
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,8 @@ class AxisSizes:
 
     @property
     def family(self) -> tuple[str, ...]:
-        """The kind of plan: the names of the axes that it uses, wide layers that it splits, branches that it places."""
+        """The kind of plan, as a tuple of names: the axes with more than one rank, whether wide layers are split, and
+        which branches are placed."""
         axes = [name for name in ("replicate", "shard", "tensor", "pipeline") if getattr(self, name) > 1]
         wide = ["wide layers"] * self.splits_wide_layers
         placed = [self.placed_branches] * bool(self.placed_branches) + ["shared layers"] * self.splits_shared_layers
@@ -87,7 +88,8 @@ class AxisSizes:
 
 @dataclass(frozen=True)
 class Candidate:
-    """The choices of one plan. In a step, a rank runs `microbatches` of `microbatch_samples` samples each."""
+    """The choices of one plan. In a step, a rank processes `microbatches` microbatches of `microbatch_samples` samples
+    each."""
 
     sizes: AxisSizes
     precision: str
@@ -103,21 +105,21 @@ class Candidate:
 
     @property
     def without_microbatch(self) -> tuple[Any, ...]:
-        """Everything except the size of microbatches. Of candidates that are equal in this, the one with larger
+        """All choices except those about microbatches. Of two candidates that are equal in these, the one with larger
         microbatches needs more memory."""
         return self.sizes, self.precision, self.recompute, self.schedule, self.stages_per_rank
 
     @property
     def with_less_recompute(self) -> "Candidate | None":
-        """The same candidate with the next lower level of recomputation, which is faster where it fits. None where
-        nothing is recomputed."""
+        """The same candidate with the next lower level of recomputation, which is faster if it fits; None if nothing is
+        recomputed."""
         level = RECOMPUTES.index(self.recompute)
         return replace(self, recompute=RECOMPUTES[level - 1]) if level else None
 
 
 def possible_axis_sizes(summary: ModelSummary, inputs: PlanningInputs) -> list[AxisSizes]:
-    """Every way to divide the devices into axes. Some devices stay unused where the batch is smaller than their number,
-    or where no axis over all of them divides it. Raises an `InputError` where there is no way."""
+    """Returns every way to divide the devices into axes. Some devices stay unused if the batch has fewer samples than
+    there are devices, or if no axes over all devices divide the batch. Raises an `InputError` if there is no way."""
     devices, batch = inputs.cluster.device_count, inputs.global_batch
     all_sizes = list(_sizes_for(summary, inputs, devices))
     if batch < devices:
@@ -136,7 +138,7 @@ def possible_axis_sizes(summary: ModelSummary, inputs: PlanningInputs) -> list[A
 def _sizes_for(summary: ModelSummary, inputs: PlanningInputs, ranks: int) -> Iterator[AxisSizes]:
     batch = inputs.global_batch
     if inputs.even_shares and 1 < ranks <= batch and gcd(ranks, batch) == 1:
-        return  # only stages and splits are left, and every rank would process the whole batch
+        return  # without a common divisor there is no data axis: every rank would process the whole batch
     yield from _with_placed_branches(summary, inputs, ranks)
     cuts = sum(piece.cuttable for piece in summary.pieces)
     for tensor in divisors(gcd(inputs.devices_per_node, summary.tensor_degree, ranks)):
@@ -148,7 +150,8 @@ def _sizes_for(summary: ModelSummary, inputs: PlanningInputs, ranks: int) -> Ite
 
 
 def _with_placed_branches(summary: ModelSummary, inputs: PlanningInputs, ranks: int) -> Iterator[AxisSizes]:
-    """Branches on the ranks of a node, at most as many ranks as branches; the other ranks are replicas and shards."""
+    """Yields sizes with branches on a tensor axis within a node, of at most as many ranks as there are branches. The
+    other axes are replicas and shards."""
     for group in summary.branch_groups:
         modules = [module for branch in group.branches for module in branch]
         for tensor in divisors(gcd(inputs.devices_per_node, ranks)):
@@ -166,8 +169,8 @@ def _with_placed_branches(summary: ModelSummary, inputs: PlanningInputs, ranks: 
 def _with_data_axes(
     summary: ModelSummary, inputs: PlanningInputs, sizes: AxisSizes, data_ranks: int
 ) -> Iterator[AxisSizes]:
-    """The data ranks as replicas, as replicas with the wide layers split, or as shards: over all of them or within
-    nodes."""
+    """Yields `sizes` with the data ranks as replicas, as replicas with the wide layers split, or as shards. Shards
+    extend over all data ranks, or over those within a node."""
     yield replace(sizes, replicate=data_ranks)
     if data_ranks == 1:
         return
@@ -192,8 +195,9 @@ def _indivisible_message(inputs: PlanningInputs) -> str:
 def candidate_series(
     summary: ModelSummary, sizes: AxisSizes, inputs: PlanningInputs, precision: str
 ) -> Iterator[list[Candidate]]:
-    """One list of candidates for each schedule and recomputation. The candidates of a list differ in the size of
-    microbatches alone, and need more memory from one to the next. Without a pipeline the last is the fastest."""
+    """Yields one list of candidates for each schedule and level of recomputation. The candidates of a list differ only
+    in the size of their microbatches, and each needs more memory than the one before. Without a pipeline the last is
+    the fastest."""
     local_batch = -(-inputs.global_batch // sizes.data_ranks)
     batches = [local_batch] if inputs.compares_samples else _microbatch_sizes(local_batch, inputs.even_shares)
     for schedule, stages_per_rank in _SCHEDULES if sizes.pipeline > 1 else _SCHEDULES[:1]:
@@ -216,16 +220,17 @@ def _recompute_levels(summary: ModelSummary, sizes: AxisSizes) -> tuple[Recomput
 
 
 def _microbatch_sizes(local_batch: int, even: bool) -> list[int]:
-    """Powers of two, and the whole local batch. With `even` only those that divide it."""
+    """Powers of two up to the local batch, and the local batch itself. If `even` is True, only powers that divide the
+    local batch."""
     powers = [1 << power for power in range(local_batch.bit_length())]
     return sorted({size for size in powers if not even or local_batch % size == 0} | {local_batch})
 
 
 def _is_useful(schedule: str, ranks: int, stages_per_rank: int, count: int) -> bool:
-    """Whether a schedule can run so many microbatches, and is not worse in every respect than another."""
+    """Whether a schedule can run `count` microbatches, and is not in all respects worse than another schedule."""
     if schedule == "gpipe" and count >= 4 * ranks:
-        # It keeps the activations of all microbatches, and 1f1b has the same span except for transfers
-        # (`pipeline_span`). That it is tried with up to four microbatches per rank is a choice, not a measurement.
+        # GPipe keeps the activations of all microbatches, and 1f1b takes as long except for transfers
+        # (`pipeline_span`). The limit of four microbatches per rank is chosen, not measured.
         return False
     try:
         check_schedule(schedule, ranks, stages_per_rank, count)
@@ -235,7 +240,7 @@ def _is_useful(schedule: str, ranks: int, stages_per_rank: int, count: int) -> b
 
 
 def plan_of(candidate: Candidate, summary: ModelSummary, inputs: PlanningInputs) -> Plan:
-    """The complete plan. The model must have the cuts for the candidate's stages."""
+    """Returns the complete plan of a candidate. The model must be cuttable into the candidate's number of stages."""
     sizes = candidate.sizes
     pipelined = sizes.pipeline > 1
     cuts = summary.cuts(candidate.stages, candidate.recompute) if pipelined else ()

@@ -1,12 +1,12 @@
 """Where to cut a model into pipeline stages, so that the slowest stage is as fast as possible.
 
     slowest(S) = min over cuts of max over stages of the stage's cost                          balanced
-    B is at least slowest(S) if stages filled up to B, from the last piece to the first,
-    are at most S                                                                              _fill_stages
+    B is at least slowest(S) if filling stages up to a cost of B, from the last piece to the
+    first, takes at most S stages                                                              _fill_stages
     of all cuts with that slowest stage, those with the smallest sum of squared costs win      _most_even
 
-Pieces keep their order and cuts lie only where the model can be cut, so the smallest B is found by bisection. Where a
-rank has several stages, even stages wait less for each other.
+Pieces keep their order, and cuts lie only where the model can be cut. The smallest B is found by bisection. The sum of
+squares matters if a rank has several stages, because stages of equal cost wait less for each other.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,9 @@ _HALVINGS = 24
 
 
 def balanced(costs: Sequence[float], cuttable: Sequence[bool], stages: int) -> tuple[int, ...] | None:
-    """The indices of the pieces that end a stage, `stages` - 1 of them. None where there are too few places to cut.
-    `cuttable[i]` says whether the model can be cut behind piece i."""
+    """Returns the indices of the `stages` - 1 pieces that end a stage other than the last. Returns None if the model
+    can be cut at too few places. `costs` are the costs of the pieces, and `cuttable[i]` says whether the model can be
+    cut behind piece i."""
     units = _units(costs, cuttable)
     if len(units) < stages:
         return None
@@ -47,7 +48,8 @@ def _units(costs: Sequence[float], cuttable: Sequence[bool]) -> list[_Unit]:
 
 
 def _fill_stages(units: Sequence[_Unit], bound: float) -> list[int]:
-    """The last piece of each stage, in order, where every stage takes as many units as the bound allows."""
+    """Fills stages from the last unit to the first, each with as many units as the bound on its cost allows. Returns
+    the index of the last piece of each stage, in order."""
     ends: list[int] = []
     stage_cost = float("inf")
     for piece, cost in reversed(units):
@@ -59,10 +61,10 @@ def _fill_stages(units: Sequence[_Unit], bound: float) -> list[int]:
 
 
 def _most_even(units: Sequence[_Unit], bound: float, stages: int) -> tuple[int, ...]:
-    """The last pieces of all stages but the last one. No stage costs more than the bound, and the sum of the squared
-    costs of all stages is as small as possible."""
+    """Returns the index of the last piece of every stage but the last. No stage costs more than the bound, and the sum
+    of the squared costs of all stages is as small as possible."""
     sums = [0.0, *accumulate(cost for _, cost in units)]
-    least = [0.0] + [inf] * len(units)  # least[n]: smallest sum of squares of the first n units in so many stages
+    least = [0.0] + [inf] * len(units)  # least[n]: smallest sum of squares if the first n units fill `stage` stages
     begins_by_stage: list[list[int]] = []
     for stage in range(1, stages + 1):
         squares, begins = [inf] * (len(units) + 1), [0] * (len(units) + 1)

@@ -1,4 +1,4 @@
-"""Sentences that say why the best plan wins and others do not, with numbers from the profile and the predictions."""
+"""Sentences that say why the best plan was chosen and others were not, with numbers from profile and predictions."""
 
 from meshwright.cluster.cluster import Link
 from meshwright.plan import Plan
@@ -11,7 +11,7 @@ from meshwright.simulator.tensor.branches import branch_rank_profiles, plan_outs
 from meshwright.simulator.tensor.split_profile import replicate_split_parameters, split_profile
 
 _GIB = 2**30
-_NOTABLE = 0.02  # the share of a step from which communication is explained
+_NOTABLE = 0.02  # communication with at least this share of the step is explained
 _COMMUNICATION = ("tensor", "pipeline", "replicate", "shard")
 _TERMS = {
     "compute": "computing",
@@ -31,7 +31,7 @@ _TERMS_WITH_BRANCHES = {
 
 
 def explain(result: SearchResult, inputs: PlanningInputs) -> list[str]:
-    """Sentences about the best plan, the most important first."""
+    """Returns sentences about the best plan, the most important first."""
     best = result.ranked[0]
     sentences = [
         _headline(best, result, inputs),
@@ -59,7 +59,8 @@ def _headline(best: PricedPlan, result: SearchResult, inputs: PlanningInputs) ->
 
 
 def step_shares(plan: Plan, prediction: Prediction) -> str:
-    """What the step consists of: the largest term first, and all of them add up to 100%."""
+    """Returns a sentence with the shares of the step by term (computing, communication, ...), the largest first. They
+    add up to 100%."""
     terms = sorted(prediction.breakdown.items(), key=lambda term: -term[1])
     shares = _rounded_shares([value for _, value in terms])
     parts = [
@@ -71,7 +72,7 @@ def step_shares(plan: Plan, prediction: Prediction) -> str:
 
 
 def _rounded_shares(values: list[float]) -> list[int]:
-    """The share of each value in tenths of a percent, rounded so that they add up to 1,000."""
+    """The share of each value in tenths of a percent, rounded such that all shares add up to 1,000."""
     total = sum(values) or 1.0
     exact = [1000 * value / total for value in values]
     shares = [int(share) for share in exact]
@@ -92,7 +93,8 @@ def _share(priced: PricedPlan, name: str) -> float:
 
 
 def _memory(best: PricedPlan, summary: ModelSummary, inputs: PlanningInputs) -> list[str]:
-    """Whether one device could hold what every replica needs."""
+    """Says whether weights, gradients and optimizer state of the whole model fit on one device, and how much memory the
+    plan uses."""
     states_bytes = summary.profile.parameter_bytes * (2 + inputs.optimizer.state_ratio)
     memory_bytes, device = inputs.device.memory_bytes, inputs.device.name
     axes = best.plan.axes
@@ -112,7 +114,8 @@ def _memory(best: PricedPlan, summary: ModelSummary, inputs: PlanningInputs) -> 
 
 
 def _wide_layers(best: PricedPlan, result: SearchResult, inputs: PlanningInputs) -> list[str]:
-    """For models with a few layers that hold much and compute little: what splitting them saves, or would save."""
+    """For models with a few layers that have many weights and compute little, says how much time splitting them saves
+    or costs; empty for other models."""
     summary = result.summary
     if summary.wide_layers is None or best.plan.axes.replicate * best.plan.axes.shard == 1:
         return []
@@ -140,13 +143,14 @@ def _wide_layers(best: PricedPlan, result: SearchResult, inputs: PlanningInputs)
 
 
 def _saved_bytes(priced: PricedPlan, summary: ModelSummary) -> int:
-    """The bytes of gradients that the plan does not combine, which the simulator leaves out, too."""
+    """The bytes of gradients that need no all-reduce because the plan splits their parameters over the replicate
+    axis."""
     not_combined = replicate_split_parameters(summary.profile, priced.plan)
     return sum(parameter.bytes for parameter in summary.profile.parameters if parameter.names[0] in not_combined)
 
 
 def _layer_shares(modules: tuple[str, ...], summary: ModelSummary) -> str:
-    """The share of the weights and of the multiplications that these layers have."""
+    """The beginning of a sentence that states the shares of these layers in the model's weights and multiplications."""
     profile = summary.profile
     weights = sum(p.bytes for p in profile.parameters if p.names[0].rpartition(".")[0] in modules)
     flops = sum(
@@ -167,7 +171,8 @@ def _layer_names(modules: tuple[str, ...]) -> str:
 
 
 def _branches(best: PricedPlan, result: SearchResult, inputs: PlanningInputs) -> list[str]:
-    """For models with towers or heads: what placing them on different ranks saves and costs, or would."""
+    """For models with towers or heads, says what placing them on different ranks saves and costs; empty if no such plan
+    was simulated."""
     plans = (*result.ranked, *result.family_bests)
     fitting = [priced for priced in plans if priced.needed_bytes <= inputs.capacity_bytes]
     placed = [priced for priced in fitting if priced.candidate.sizes.placed_branches]
@@ -199,7 +204,7 @@ def _branches(best: PricedPlan, result: SearchResult, inputs: PlanningInputs) ->
 
 
 def _branch_names(priced: PricedPlan) -> str:
-    """The branches of every rank, such as `document | query`."""
+    """The names of the branches on every rank, such as `document | query`."""
     ranks = priced.plan.modules.branches
     by_rank = [[name for name, rank in ranks.items() if rank == number] for number in range(priced.plan.axes.tensor)]
     return " | ".join(", ".join(names) for names in by_rank)
@@ -237,7 +242,7 @@ def _term_cost(priced: PricedPlan, name: str) -> str:
 
 
 def _communication(best: PricedPlan, inputs: PlanningInputs) -> list[str]:
-    """Which link costs the most, if communication costs anything."""
+    """Says which link costs the most time, or that communication costs almost none."""
     exposed = {name: _share(best, name) for name in _COMMUNICATION}
     axis = max(exposed, key=exposed.__getitem__)
     if exposed[axis] < _NOTABLE:
@@ -250,7 +255,8 @@ def _communication(best: PricedPlan, inputs: PlanningInputs) -> list[str]:
 
 
 def _link_of(priced: PricedPlan, axis: str, inputs: PlanningInputs) -> Link:
-    """The slowest link that the axis uses. Split wide layers communicate over the replicate axis."""
+    """The slowest link that the axis uses. If wide layers are split, the term `tensor` is their communication, over the
+    replicate axis."""
     cluster = inputs.cluster
     mesh_axis = "replicate" if priced.candidate.sizes.splits_wide_layers and axis == "tensor" else axis
     group = axis_groups(priced.plan.axes, cluster)[mesh_axis]
@@ -264,7 +270,8 @@ def _link_words(link: Link) -> str:
 
 
 def _runner_up(best: PricedPlan, result: SearchResult, inputs: PlanningInputs) -> list[str]:
-    """The fastest plan of another family. Plans that differ in placed branches are explained by `_branches`."""
+    """Names the fastest plan of another family; empty if there is none. Plans that place branches are only compared
+    with each other, because `_branches` explains the difference to other plans."""
     sizes = best.candidate.sizes
     others = [
         priced
@@ -280,7 +287,8 @@ def _runner_up(best: PricedPlan, result: SearchResult, inputs: PlanningInputs) -
 
 
 def reason(priced: PricedPlan, best: PricedPlan, inputs: PlanningInputs) -> str:
-    """Why a plan was not chosen: it does not fit, or it is slower, and by which term."""
+    """Why a plan was not chosen: it does not fit, or it is slower. In the latter case, names the term that takes the
+    most additional time."""
     if priced.needed_bytes > inputs.capacity_bytes:
         return too_large(priced.needed_bytes, inputs)
     best_terms, terms = best.prediction.breakdown, priced.prediction.breakdown
@@ -304,7 +312,7 @@ def too_large(needed_bytes: float, inputs: PlanningInputs, at_least: bool = Fals
 
 
 def cost(priced: PricedPlan, inputs: PlanningInputs) -> str:
-    """The price of an epoch where its length is known, otherwise of a thousand steps."""
+    """A sentence with the price of an epoch if its length is known, otherwise of a thousand steps."""
     price = inputs.cluster.price_per_hour
     assert price is not None
     steps, duration = 1000.0, "1,000 steps"

@@ -1,5 +1,5 @@
-"""`PlanningInputs`: the cluster, the batch, the optimizer and the conditions that a plan is searched for. The model is
-given by its `Profiles`."""
+"""`PlanningInputs`: the inputs of a search for plans, such as the cluster, the batch and the optimizer. The model is
+given separately, by its `Profiles`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,11 +13,11 @@ from meshwright.planner.profiles import Profiles
 from meshwright.profile.optimizer import OptimizerCost
 
 # The share of a device's memory that a plan leaves free for what is not simulated, such as fragmentation and the
-# workspaces of convolutions. Chosen; `python -m validation` prints, with this margin, how many published runs are
-# wrongly predicted not to fit, and how many of those that ran out of memory are predicted not to fit.
+# workspaces of convolutions. This is a chosen value. `python -m validation` prints how many published runs are, with
+# this margin, wrongly predicted not to fit, and how many runs that ran out of memory are predicted not to fit.
 MARGIN = 0.08
 TOP = 5
-_LOWER_PRECISIONS: tuple[Dtype, ...] = ("bf16", "fp16")  # in the order they are preferred
+_LOWER_PRECISIONS: tuple[Dtype, ...] = ("bf16", "fp16")  # the preferred one first
 _EXACT = "fp32"
 
 CheckPlan = Callable[[Plan], None]
@@ -25,12 +25,12 @@ CheckPlan = Callable[[Plan], None]
 
 
 def accept_every_plan(_: Plan) -> None:
-    """The `check_plan` of a search that asks no executor."""
+    """Accepts every plan. This is the default `check_plan`, for searches without an executor."""
 
 
 @dataclass(frozen=True)
 class PlanningInputs:
-    """What a plan is searched for, apart from the model.
+    """The inputs of a search for plans, apart from the model.
 
     exact             only plans that do not change the numerics
     even_shares       every data rank gets equally many samples of a batch; if False, some may get one more than others
@@ -38,7 +38,7 @@ class PlanningInputs:
     top               how many plans are ranked
     precisions        the precisions to try, instead of those that suit the device
     check_plan        raises an `InputError` for a plan that the executor cannot run
-    compares_samples  the loss compares all samples of the global batch, so a rank's share of it stays one microbatch
+    compares_samples  the loss compares all samples of the global batch; a rank's share is therefore one microbatch
     epoch_samples     the number of samples in an epoch; None where it is not known
     """
 
@@ -56,21 +56,23 @@ class PlanningInputs:
 
     @property
     def device(self) -> Device:
-        """The device with the least memory: ranks wait for each other and hold equal shares, so it decides."""
+        """The device with the least memory. It decides which plans fit, because all ranks have equal shares."""
         return min((node.device for node in self.cluster.nodes), key=lambda device: device.memory_bytes)
 
     @property
     def capacity_bytes(self) -> int:
-        """How much of a device's memory a plan may use."""
+        """How many bytes of a device's memory a plan may use."""
         return int(self.device.memory_bytes * (1 - self.memory_margin))
 
     @property
     def devices_per_node(self) -> int:
-        """The largest number that divides the device count of every node: the tensor axis stays within nodes."""
+        """The largest number that divides the device count of every node. A tensor axis of this size, or of a divisor
+        of it, stays within nodes."""
         return gcd(*(node.count for node in self.cluster.nodes))
 
     def precisions_to_try(self) -> tuple[str, ...]:
-        """The lowest precision that the device has instructions for. On CPUs also fp32, which may be faster."""
+        """With `exact`, only fp32; else `precisions` if given. Otherwise the first of bf16 and fp16 that the device
+        computes faster than fp32 (on CPUs also fp32, which may be faster for this model), or else tf32 or fp32."""
         if self.exact:
             return (_EXACT,)
         if self.precisions:
@@ -86,8 +88,8 @@ class PlanningInputs:
 
 
 def with_measured_operators(inputs: PlanningInputs, profiles: Profiles) -> PlanningInputs:
-    """The inputs with the model's operators measured on this machine, as one of as many replicas as there are devices
-    runs them. Returns the same inputs where the cluster is not this machine."""
+    """Returns the inputs with a cluster in which the model's operators have been measured on this machine, with the
+    batch that a rank gets if every device is a replica. Returns the same inputs if the cluster is not this machine."""
     cluster, devices = inputs.cluster, inputs.cluster.device_count
     if not is_this_machine(cluster):
         return inputs

@@ -1,6 +1,6 @@
-"""`ModelSummary`: what the bounds (bounds.py) need to know of a model, piece by piece: the bytes of its weights and of
-the activations that it saves for the backward pass, which layers can be split, and where the model can be cut. It is
-computed from one profile, so that plans which cannot win are not simulated."""
+"""`ModelSummary`: the properties of a model from which bounds.py computes the bounds of plans without a simulation: for
+every piece the bytes of its weights and of the activations that it saves for the backward pass, which layers can be
+split, and where the model can be cut. The summary is computed from a profile."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ from meshwright.simulator.compute.passes import product_dtype
 from meshwright.simulator.tensor.split_profile import split_profile
 
 _SIXTEEN_BITS = ("bf16", "fp16")
-_NOT_RECOMPUTED = ("matmul", "convolution", "attention")  # whose results selective recomputation keeps
+_NOT_RECOMPUTED = ("matmul", "convolution", "attention")  # selective recomputation saves the results of these
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class WideLayers:
 
 @dataclass(frozen=True)
 class BranchGroup:
-    """Branches of one kind that can be placed on different ranks. Each branch is given by the modules that hold its
+    """Branches of one kind that can be placed on different ranks. Each branch is a tuple of the modules that have its
     weights."""
 
     kind: Literal["towers", "heads"]
@@ -63,9 +63,10 @@ class BranchGroup:
 
 @dataclass
 class ModelSummary:
-    """A model on one kind of device. `profile` is the profile without recomputation. Seconds are those of a whole piece
-    on one device; a CPU device has so many `cores`. `memory_layout` is the layout of image tensors, `branch_ranks` the
-    placements that branch_placement.py has computed so far."""
+    """The properties of a model on one kind of device that the planner needs. `profile` is the profile without
+    recomputation. Seconds are those of a piece that is not split, on one device (on a CPU, with `cores` cores).
+    `memory_layout` is the layout of image tensors. `branch_ranks` caches the placements that branch_placement.py
+    computes."""
 
     profile: ModelProfile
     device: Device
@@ -87,8 +88,9 @@ class ModelSummary:
         return _summarize_pieces(self.profile)
 
     def rank_pieces(self, tensor: int, recompute: str) -> tuple[PieceSummary, ...]:
-        """The part of every piece that one rank of the tensor axis has. As long as no profile with this recomputation
-        is known (`add_profile`), recomputed blocks are assumed to save their inputs only, which is the least."""
+        """The pieces of the model with the bytes that one rank of the tensor axis has of each. Until a profile with
+        this level of recomputation is added (`add_profile`), a recomputed piece is assumed to save no more than the
+        activations that it sends to the next piece."""
         key = (tensor, recompute)
         if key not in self._rank_pieces:
             profile = self._recompute_profiles.get(recompute, self.profile)
@@ -102,14 +104,16 @@ class ModelSummary:
         return self._rank_pieces[key]
 
     def add_profile(self, recompute: str, profile: ModelProfile) -> None:
-        """Adds the profile with this recomputation, once it has been traced."""
+        """Adds the profile with this level of recomputation after it has been traced. It replaces the assumption of
+        `rank_pieces`."""
         if recompute not in self._recompute_profiles:
             self._recompute_profiles[recompute] = profile
             self._rank_pieces = {key: pieces for key, pieces in self._rank_pieces.items() if key[1] != recompute}
 
     @cached_property
     def has_sequence(self) -> bool:
-        """Whether activations between split layers can be divided along the sequence: in models with attention."""
+        """Whether activations between split layers can be divided along the sequence. True for models with
+        attention."""
         return any(group.heads for group in self._groups)
 
     @cached_property
@@ -122,13 +126,13 @@ class ModelSummary:
 
     @cached_property
     def tensor_degree(self) -> int:
-        """The largest size of the tensor axis: each of its divisors can split every group. It is 1 where no group can
-        be split."""
+        """The largest possible size of the tensor axis. Every divisor of it can split every group, groups split by
+        vocabulary aside, which any size can split. It is 1 if no group can be split."""
         return gcd(*(group.degree for group in self._groups if not _by_vocabulary(group)), 0) or 1
 
     @cached_property
     def split_flop_share(self) -> float:
-        """The share of the FLOPs that the tensor axis divides."""
+        """The share of the model's FLOPs in operators that the tensor axis divides."""
         total = split = 0.0
         for segment in self.profile.segments:
             for operator in segment.operators:
@@ -139,8 +143,8 @@ class ModelSummary:
 
     @property
     def split_group_count(self) -> int:
-        """The number of groups of split modules, each of which needs one all-reduce in the forward pass and one in the
-        backward pass."""
+        """The number of split groups. Each of them needs one all-reduce in the forward pass and one in the backward
+        pass."""
         return len(self._groups)
 
     @property
@@ -149,7 +153,7 @@ class ModelSummary:
 
     @cached_property
     def wide_layers(self) -> WideLayers | None:
-        """The layers that a plan can split over the replicate axis; None where the model has none."""
+        """The layers that a plan can split over the replicate axis; None if the model has none."""
         chains = self.structure.wide_chains if self.structure else ()
         split = {split.module for group in self._groups for split in group.splits}
         chains = tuple(chain for chain in chains if split & set(chain.modules))
@@ -162,9 +166,9 @@ class ModelSummary:
         )
 
     def wide_splits(self, ranks: int) -> dict[str, Split]:
-        """How the plan splits the wide layers over so many ranks, by module. Modules in a split group are split as in
-        the group, and others by columns if the ranks divide their rows. A chain is left out if the ranks do not divide
-        one of its groups."""
+        """Returns how a plan splits the wide layers over `ranks` ranks, by module. Modules in a split group are split
+        as in the group. Other modules are split by columns if `ranks` divides their number of output features. A chain
+        of wide layers is left out if `ranks` does not divide the degree of one of its groups."""
         assert self.structure is not None
         splits: dict[str, Split] = {}
         shapes = {name: parameter.shape for parameter in self.profile.parameters for name in parameter.names}
@@ -191,8 +195,8 @@ class ModelSummary:
 
     @cached_property
     def selective_share(self) -> float:
-        """The share of a forward pass, in seconds, that selective recomputation repeats: everything except matrix
-        products, convolutions and attention."""
+        """The share of a forward pass, in seconds, that selective recomputation repeats, which is everything except
+        matrix products, convolutions and attention."""
         device_speeds = self._speeds
         total = recomputed = 0.0
         for segment in self.profile.segments:
@@ -206,12 +210,12 @@ class ModelSummary:
         return recomputed / total if total else 0.0
 
     def recomputed_share(self, recompute: str) -> float:
-        """The share of a block's forward pass that its backward pass repeats."""
+        """The share of a block's forward pass that its backward pass repeats at this level of recomputation."""
         return {"none": 0.0, "selective": self.selective_share, "full": 1.0}[recompute]
 
     def cuts(self, stages: int, recompute: str) -> tuple[int, ...] | None:
-        """The indices of the pieces that end a stage, so that the slowest stage is as fast as possible. None where the
-        model cannot be cut into so many stages."""
+        """The indices of the pieces that end a stage (except the last stage) if the slowest stage is to be as fast as
+        possible. None if the model cannot be cut into so many stages."""
         key = (stages, recompute)
         if key not in self._cuts:
             recomputed = self.recomputed_share(recompute)
@@ -226,8 +230,8 @@ class ModelSummary:
 def _piece_seconds(
     profile: ModelProfile, pieces: tuple[PieceSummary, ...], batch: int, device_speeds: DeviceSpeeds
 ) -> list[tuple[float, float]]:
-    """The seconds of every piece as pairs (forward, backward). Equal blocks are priced once, and operators outside of
-    all pieces count as part of the first."""
+    """The seconds of every piece as pairs (forward, backward). Equal blocks are priced once. Operators outside of all
+    pieces count as part of the first piece."""
     piece_index = _PieceIndex({piece.name: index for index, piece in enumerate(pieces)})
     pass_seconds = [[0.0, 0.0] for _ in pieces]
     tf32 = profile.precision == "tf32"
@@ -254,7 +258,7 @@ def _summarize_pieces(profile: ModelProfile) -> tuple[PieceSummary, ...]:
     piece_index = _PieceIndex({name: index for index, name in enumerate(names)})
     weights = [0] * len(names)
     for parameter in profile.parameters:
-        # A tied weight lies in every piece that uses it.
+        # A tied weight counts in every piece that has one of its names.
         for index in {piece_index.of(name.rpartition(".")[0]) for name in parameter.names}:
             weights[index] += parameter.bytes
     saved = [0.0] * len(names)
@@ -284,7 +288,8 @@ def _summarize_pieces(profile: ModelProfile) -> tuple[PieceSummary, ...]:
 
 
 class _PieceIndex:
-    """The index of the piece that a module lies in. A module outside of all pieces counts as part of the first."""
+    """Maps a module's name to the index of the piece that contains it. A module outside of all pieces counts as part of
+    the first piece."""
 
     def __init__(self, indices: dict[str, int]) -> None:
         self._indices = dict(indices)
@@ -297,7 +302,7 @@ class _PieceIndex:
 
 
 def _saved(segment: TraceSegment) -> Iterable[tuple[str, float]]:
-    """The bytes of one sample that each layer saves for the backward pass, as pairs (layer, bytes)."""
+    """For each tensor that the segment saves for the backward pass, a pair of its layer and its bytes per sample."""
     return [
         (change.layer, change.bytes.linear * change.tensor_count)
         for change in segment.changes
@@ -306,5 +311,5 @@ def _saved(segment: TraceSegment) -> Iterable[tuple[str, float]]:
 
 
 def _renamed(layer: str, unit: str, block: str) -> str:
-    """The name that a layer of the traced block `unit` has in an equal block."""
+    """The name of a layer in `block`, given its name in the equal block `unit`, which was traced."""
     return block + layer[len(unit) :] if is_inside(layer, unit) else layer

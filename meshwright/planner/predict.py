@@ -28,9 +28,10 @@ def predict(
     cluster: str | Cluster = "local",
     target: str | None = None,
 ) -> Prediction:
-    """The prediction for training this model. The model and the batch may lie on the meta device. A model whose shapes
-    depend on its data is run for a step on its device. `optimizer` is a template; without one it is plain SGD. Without
-    a plan every device is a replica."""
+    """Returns the predicted step time and memory of training this model. The model and the batch may be on the meta
+    device. A model that cannot be traced, because its shapes depend on its data, is run for one or two steps on its
+    device. `optimizer` is a template for the optimizer; without it, the prediction is for plain SGD. Without a plan,
+    every device is a replica."""
     machines = find_cluster(cluster) if isinstance(cluster, str) else cluster
     run_plan = plan or Plan(axes=Axes(replicate=min(machines.device_count, global_batch)))
     check_size(run_plan, machines, global_batch)

@@ -1,5 +1,5 @@
-"""The profiles of one model, each traced when it is first needed. Tracing one of the largest models takes seconds, so a
-search traces only the profiles that its bounds leave."""
+"""`Profiles`: the profiles of one model in several precisions and levels of recomputation. Each is traced when it is
+first needed, because tracing a large model takes seconds and a search needs only some of them."""
 
 from collections import Counter
 from dataclasses import InitVar, dataclass, field
@@ -16,8 +16,9 @@ from meshwright.profile.values import ModelProfile
 
 @dataclass
 class Profiles:
-    """The model may lie on the meta device; it is left as it is. `method` says how the last profile was obtained. A
-    `known_structure` is that of the same model and sample, shared with others who need it."""
+    """Traces and caches the profiles of one model. The model may be on the meta device; it is not changed. `method` is
+    a phrase that says how the latest profile was obtained. `known_structure` is the `ModelStructure` of the same model
+    and sample, if the caller has one to share."""
 
     model: nn.Module
     sample: Any
@@ -32,11 +33,13 @@ class Profiles:
         self.structure = known_structure or ModelStructure(self.model, self.sample, self.target)
 
     def module_calls(self, *, evaluating: bool = False) -> Counter[str]:
-        """How often each module is called in a forward pass."""
+        """How often each module is called in a forward pass, by name. The pass is in evaluation mode if `evaluating` is
+        True."""
         return Counter(call.module for call in self.structure.dataflow(evaluating).calls)
 
     def get(self, precision: str, recompute: Recompute) -> ModelProfile:
-        """The profile in this precision, with this recomputation."""
+        """Returns the profile in this precision, with this level of recomputation. It includes the model's structure if
+        it could be traced."""
         key = (precision, recompute)
         if key not in self._profiles:
             self._profiles[key], self.method = trace_or_measure_profile(

@@ -1,4 +1,4 @@
-"""The report of `meshwright plan`: one JSON object for scripts, a table and sentences for people."""
+"""`PlanReport`: the output of `meshwright plan`, as JSON for scripts, or as a table and sentences for people."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +18,9 @@ from meshwright.simulator.predict import Prediction, predict_plan
 
 @dataclass(frozen=True)
 class PlanReport:
-    """The best plans with their predictions, sentences about the best one, and the rejected plans with the reasons."""
+    """The result of a search, or of one given plan: the best plans with their predictions (the fastest first),
+    sentences about the best plan, and rejected plans with the reasons. `candidate_count` is the number of plans that
+    were considered."""
 
     ranked: tuple[tuple[Plan, Prediction], ...]
     explanation: tuple[str, ...]
@@ -37,7 +39,8 @@ class PlanReport:
 
 
 def report_search(result: SearchResult, inputs: PlanningInputs, profiles: Profiles) -> PlanReport:
-    """The report of a search."""
+    """Returns the report of a search. Rejected are the best plans of families that are not ranked, and plans that need
+    too much memory."""
     best = result.ranked[0]
     ranked = {priced.candidate for priced in result.ranked}
     rejected = [
@@ -55,7 +58,8 @@ def report_search(result: SearchResult, inputs: PlanningInputs, profiles: Profil
 
 
 def predict_given_plan(plan: Plan, inputs: PlanningInputs, profiles: Profiles) -> PlanReport:
-    """The report of one plan that the user gave, without a search."""
+    """Returns the report of one plan that the user gave, without a search. Raises an `InputError` if the plan does not
+    suit the number of devices."""
     cluster, devices = inputs.cluster, inputs.cluster.device_count
     is_small_batch = plan.world_size < devices and inputs.global_batch < devices
     if plan.world_size != devices and not is_small_batch:
@@ -96,7 +100,8 @@ def _plan_dict(plan: Plan) -> dict[str, Any]:
 
 
 def show(report: PlanReport, inputs: PlanningInputs, console: Console, took_s: float) -> None:
-    """Prints the ranked plans, the sentences, the rejected plans, and the best plan as a file."""
+    """Prints the ranked plans, the sentences, the rejected plans, and the best plan in the format of a plan file.
+    `took_s` is the time that the search took."""
     console.print(_ranked_table(report, inputs))
     for line in report.explanation:
         console.print(line, markup=False, highlight=False, soft_wrap=True)

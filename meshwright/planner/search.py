@@ -1,15 +1,18 @@
 """The search for the fastest plans. Candidates are ordered by a guess of their step time and simulated in this order,
-until bounds exclude all that remain.
+until a limit is reached or bounds exclude all remaining candidates. A plan fits if it needs no more memory than a plan
+may use of a device. Ranked plans are the fastest simulated plans that fit. A family is all plans with the same axes.
 
-    order       by the guess (bounds.py)
-    excluded    a memory floor above the capacity of a device, or a time floor above the slowest plan that is ranked
-    skipped     larger microbatches, or less recomputation, than a candidate that did not fit;
-                more recomputation than a candidate that did fit, which is only slower;
-                candidates that do not fit together with the temporaries that similar plans turned out to have
-    branches    the best guess of each family that places branches is simulated in any case, `_MOST_PLACED_FAMILIES` at
-                most: the guess does not know that their ranks launch fewer operators
-    end         when the guess, divided by `_GUESS_TOLERANCE`, is slower than all ranked plans; or when
-                `_MOST_PRICED` candidates were simulated of which some fit, or `_MOST_FITTING` that fit
+    order       by the guess (bounds.py), the fastest first
+    excluded    candidates with a lower bound of memory above the capacity of a device, or with a lower bound of time
+                above the slowest ranked plan
+    skipped     candidates that differ from one that did not fit only by larger microbatches;
+                candidates that differ from one that fit only by more recomputation, because they are slower;
+                candidates that do not fit if they have temporary tensors as large as those of simulated plans
+    branches    the candidate with the fastest guess of each family that places branches on different ranks is always
+                simulated, for up to `_MOST_PLACED_FAMILIES` families, because the guess does not take into account that
+                the ranks of such a plan launch fewer operators
+    end         when the guess of the next candidate is more than `_GUESS_TOLERANCE` times as slow as the slowest ranked
+                plan; or when `_MOST_PRICED` candidates were simulated and some fit; or when `_MOST_FITTING` fit
 
 All times are for the same global batch, so the fastest step is the best plan.
 """
@@ -40,12 +43,12 @@ _MOST_FITTING = 10
 _MOST_PLACED_FAMILIES = 6
 _MOST_EXPLAINED_FAMILIES = 4  # families that are simulated only to say why they were not chosen
 _GUESS_TOLERANCE = 1.1
-_SHARED_TEMPORARIES = 0.8  # the share of the smallest temporaries so far that every other candidate is assumed to have
+_SHARED_TEMPORARIES = 0.8  # other candidates are assumed to have this share of the smallest temporaries so far
 
 
 @dataclass(frozen=True)
 class PricedPlan:
-    """A plan whose step was simulated. It fits where `needed_bytes` is at most the inputs' `capacity_bytes`."""
+    """A plan whose step was simulated. The plan fits if `needed_bytes` is at most `PlanningInputs.capacity_bytes`."""
 
     candidate: Candidate
     plan: Plan
@@ -58,7 +61,8 @@ class PricedPlan:
 
 @dataclass(frozen=True)
 class ExcludedPlan:
-    """A plan that a bound excluded, because it needs at least `needed_bytes`."""
+    """A plan that was not simulated because a lower bound of its memory, `needed_bytes`, exceeds the capacity of a
+    device."""
 
     candidate: Candidate
     plan: Plan
@@ -67,11 +71,12 @@ class ExcludedPlan:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The plans that were found.
+    """The result of a search, which took `seconds`. `summary` describes the model.
 
     ranked           plans that fit, the fastest first
-    family_bests     the best plan of every family (plans that use the same axes), whether it fits or not
-    excluded         of every other family, the plan that needs the least memory
+    family_bests     the best simulated plan of every family (plans that use the same axes): the fastest that fits, or
+                     if none fits, the plan that needs the least memory
+    excluded         of every family that needs too much memory according to its bounds, the plan that needs the least
     candidate_count  the number of candidates, of which `priced_count` were simulated
     """
 
@@ -90,9 +95,10 @@ class _PlanSearch:
 
     priced                  the candidates that were simulated
     failed_recompute        levels of recomputation that the model cannot be traced with
-    temporary_bytes         by recomputation, the smallest temporaries of a sample that a simulated plan had
-    smallest_not_fitting    by everything except the microbatch, the smallest microbatch that did not fit
-    accepted_placements     whether the executor accepts a placement of branches
+    temporary_bytes         by level of recomputation, the fewest bytes of temporary tensors per sample in a simulated
+                            plan, before division by the tensor axis
+    smallest_not_fitting    by `Candidate.without_microbatch`, the smallest microbatch size that did not fit
+    accepted_placements     by placement of branches, whether the executor accepts it
     """
 
     inputs: PlanningInputs
@@ -106,8 +112,8 @@ class _PlanSearch:
     accepted_placements: dict[tuple[Any, ...], bool] = field(default_factory=dict)
 
     def price(self, candidate: Candidate) -> PricedPlan | None:
-        """Simulates the candidate. Returns None where the executor cannot run its plan, or the model cannot be traced
-        with its recomputation."""
+        """Simulates the candidate. Returns None if the executor cannot run its plan, or if the model cannot be traced
+        with its level of recomputation."""
         if candidate not in self.priced:
             plan = plan_of(candidate, self.summary, self.inputs)
             try:
@@ -136,7 +142,7 @@ class _PlanSearch:
     def _update_temporaries(self, priced: PricedPlan) -> None:
         candidate = priced.candidate
         if candidate.sizes.placed_branches:
-            return  # its ranks do not divide the temporaries equally
+            return  # the ranks of such a plan do not divide the temporaries equally
         temporary = max(0.0, priced.needed_bytes - self.calculator.memory_floor(candidate))
         of_sample = temporary * candidate.sizes.tensor / candidate.microbatch_samples
         smallest = self.temporary_bytes.get(candidate.recompute, of_sample)
@@ -146,7 +152,9 @@ class _PlanSearch:
         return priced.needed_bytes <= self.inputs.capacity_bytes
 
     def is_hopeless(self, candidate: Candidate) -> bool:
-        """Whether the candidate needs more memory than one that did not fit, or recomputes more than one that did."""
+        """Whether simulating the candidate is useless: the model cannot be traced with its recomputation, it needs at
+        least as much memory as a candidate that did not fit, its memory including expected temporaries exceeds the
+        capacity, or it recomputes more than an otherwise equal candidate that fits."""
         if candidate.recompute in self.failed_recompute:
             return True
         batch = candidate.microbatch_samples
@@ -175,7 +183,8 @@ def _step_s(priced: PricedPlan) -> float:
 
 
 def search(inputs: PlanningInputs, profiles: Profiles) -> SearchResult:
-    """The best plans, the fastest first. Raises an `InputError` where none fits."""
+    """Returns the best plans, the fastest first. Raises an `InputError` if no plan fits. `family_bests`, `excluded` and
+    `summary` are those of the precision of the best plan."""
     begin = perf_counter()
     compares_samples = inputs.compares_samples or hasattr(profiles.loss, "joined")
     inputs = replace(inputs, compares_samples=compares_samples)
@@ -219,7 +228,8 @@ def _search_precision(inputs: PlanningInputs, profiles: Profiles, precision: str
 
 
 def _price_placements(state: _PlanSearch, candidates: Iterable[Candidate]) -> None:
-    """Simulates the first candidate of each family, of those that place branches."""
+    """Simulates the first candidate of each family. `candidates` are those that place branches, in the order of their
+    guess."""
     families: dict[tuple[str, ...], Candidate] = {}
     for candidate in candidates:
         if not state.is_hopeless(candidate):
@@ -229,7 +239,7 @@ def _price_placements(state: _PlanSearch, candidates: Iterable[Candidate]) -> No
 
 
 def summarize_model(inputs: PlanningInputs, profiles: Profiles, precision: str) -> ModelSummary:
-    """The model in this precision, on the device of the inputs."""
+    """Returns the summary of the model in this precision, on the device of the inputs."""
     profile = profiles.get(precision, "none")
     summary = ModelSummary(profile, inputs.device, inputs.cluster.cores if inputs.cluster.kind == "cpu" else 1)
     if summary.has_convolutions and not inputs.exact:
@@ -245,8 +255,8 @@ _Bounded = list[tuple[Candidate, Bounds]]
 
 
 def _candidates(state: _PlanSearch, precision: str) -> tuple[_Bounded, list[ExcludedPlan], int]:
-    """The candidates that no bound excludes; of every family that has none left, the plan that needs the least memory;
-    and the number of all candidates."""
+    """Returns the candidates that their memory bound does not exclude, with their bounds; for every family that has
+    none left, the plan that needs the least memory; and the number of all candidates."""
     inputs, summary, calculator = state.inputs, state.summary, state.calculator
     bounded: _Bounded = []
     excluded: dict[tuple[str, ...], tuple[float, Candidate]] = {}
@@ -285,7 +295,8 @@ def _candidates(state: _PlanSearch, precision: str) -> tuple[_Bounded, list[Excl
 
 
 def _is_accepted(state: _PlanSearch, candidate: Candidate) -> bool:
-    """Whether the executor accepts plans that differ from this candidate's in the microbatches alone."""
+    """Whether the executor accepts the candidate's plan. The result also applies to candidates that differ only in
+    their microbatches."""
     if candidate.sizes.pipeline > 1 and state.summary.cuts(candidate.stages, candidate.recompute) is None:
         return False
     if state.inputs.check_plan is accept_every_plan:
@@ -305,7 +316,8 @@ def _is_accepted(state: _PlanSearch, candidate: Candidate) -> bool:
 
 
 def _family_bests(state: _PlanSearch, bounded: _Bounded) -> tuple[PricedPlan, ...]:
-    """The best plan of every family, so that the report can say why it was not chosen."""
+    """Returns the best simulated plan of every family, for the report to say why it was not chosen. A few families of
+    which no plan was simulated yet are simulated for this purpose."""
     families: dict[tuple[str, ...], list[Candidate]] = {}
     for candidate, _ in bounded:
         families.setdefault(candidate.sizes.family, []).append(candidate)
@@ -333,7 +345,8 @@ def _family_bests(state: _PlanSearch, bounded: _Bounded) -> tuple[PricedPlan, ..
 
 
 def with_gradient_algorithm(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:
-    """The plan with the algorithm that is predicted to combine its gradients fastest. On GPUs the plan is unchanged."""
+    """Returns the plan with the algorithm that is predicted to average the gradients of replicas fastest. On GPUs, and
+    without replicas, the plan is unchanged."""
     if plan.axes.replicate == 1 or cluster.kind != "cpu":
         return plan
     weights = sum(parameter.bytes for parameter in profile.parameters if parameter.trainable)
@@ -343,7 +356,8 @@ def with_gradient_algorithm(plan: Plan, profile: ModelProfile, cluster: Cluster)
 
 
 def _no_plan_fits(inputs: PlanningInputs, results: Iterable[SearchResult]) -> str:
-    """The message for a model that fits no plan: which plan needs the least memory, and how much is missing."""
+    """The error message for a model that fits under no plan: which plan needs the least memory, and how much is
+    missing."""
     options: list[tuple[float, Plan, str]] = []
     for result in results:
         options += [(priced.needed_bytes, priced.plan, "") for priced in result.family_bests]

@@ -1,7 +1,7 @@
-"""Which blocks of a model are equal, so that tracing one of them is enough for all.
+"""Finds consecutive blocks of a model that are equal. Tracing some of them is then enough to know the cost of all.
 
-Of equal blocks in a row three are traced: the first, one in the middle and the last. What the middle one does between
-its two neighbours is what every other block in the middle does.
+Three of them are traced: the first, one in the middle and the last. The traced middle block stands for all blocks
+between the first and the last, because each of these lies between two equal neighbours as well.
 """
 
 from collections.abc import Iterator
@@ -10,14 +10,14 @@ from typing import Any
 
 from torch import nn
 
-_FEWEST = 5  # with fewer equal blocks in a row, skipping some is not worth it
-# Attributes in which a block keeps its own position: they may differ between equal blocks.
+_FEWEST = 5  # with fewer consecutive equal blocks, skipping some is not worth it
+# Attributes in which a block stores its own position. Equal blocks may differ in them.
 _POSITION_ATTRIBUTES = ("layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "index", "idx")
 
 
 @dataclass(frozen=True)
 class EqualBlocks:
-    """Equal children of the module `container`, in a row; `blocks` are their full names."""
+    """At least five consecutive children of the module `container` that are equal. `blocks` are their full names."""
 
     container: str
     blocks: tuple[str, ...]
@@ -28,7 +28,7 @@ class EqualBlocks:
 
     @property
     def middle(self) -> str:
-        """The block that is traced for all between the first and the last."""
+        """The block that is traced in place of all blocks between the first and the last."""
         return self.blocks[1]
 
     @property
@@ -37,12 +37,13 @@ class EqualBlocks:
 
     @property
     def skipped(self) -> tuple[str, ...]:
-        """The blocks that are not traced because the middle one stands for them."""
+        """The blocks that are not traced because the middle block stands for them."""
         return self.blocks[2:-1]
 
 
 def find_equal_blocks(model: nn.Module) -> tuple[EqualBlocks, ...]:
-    """All rows of at least five equal blocks, without those inside of other such blocks."""
+    """Returns every series of at least five consecutive equal children of a `ModuleList` or `Sequential`. Containers
+    that lie inside of a container with such a series are not searched."""
     rows: list[EqualBlocks] = []
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential) or any(_is_in_container(name, row) for row in rows):
@@ -54,12 +55,12 @@ def find_equal_blocks(model: nn.Module) -> tuple[EqualBlocks, ...]:
 
 
 def skipped_blocks(equal_blocks: tuple[EqualBlocks, ...]) -> tuple[str, ...]:
-    """The names of all blocks that are not traced."""
+    """The names of all blocks in `equal_blocks` that are not traced."""
     return tuple(name for row in equal_blocks for name in row.skipped)
 
 
 def remove_skipped_blocks(model: nn.Module, equal_blocks: tuple[EqualBlocks, ...]) -> None:
-    """Removes the skipped blocks from the model, in place. Children named by numbers are numbered anew."""
+    """Removes the skipped blocks from the model, in place. Children whose names are numbers are renumbered."""
     for row in equal_blocks:
         container = model.get_submodule(row.container)
         skipped = {name.rpartition(".")[2] for name in row.skipped}
@@ -75,7 +76,7 @@ def _is_in_container(name: str, row: EqualBlocks) -> bool:
 
 
 def _equal_children(children: list[nn.Module]) -> Iterator[tuple[int, int]]:
-    """The ranges [begin, end) of children that are equal."""
+    """Yields the ranges [begin, end) of at least `_FEWEST` consecutive children that are equal."""
     seen: set[int] = set()
     start = 0
     signatures = [_signature(child, seen) for child in children]
@@ -87,8 +88,9 @@ def _equal_children(children: list[nn.Module]) -> Iterator[tuple[int, int]]:
 
 
 def _signature(block: nn.Module, seen: set[int]) -> Any:
-    """A value that is equal for two blocks of equal cost. A block that shares a parameter with an earlier one equals no
-    other block; `seen` holds the ids of the parameters of earlier blocks."""
+    """Returns a value that is equal for blocks with the same modules, settings and shapes, which therefore cost the
+    same. A block that shares a parameter with an earlier block equals no other block. `seen` contains the ids of the
+    parameters of earlier blocks, and this function adds those of `block`."""
     shares_parameter = any(id(parameter) in seen for parameter in block.parameters())
     seen.update(id(parameter) for parameter in block.parameters())
     if shares_parameter:

@@ -1,4 +1,4 @@
-"""Copies of a model and of a batch on fake tensors: shapes and dtypes without memory. Tracing runs on them."""
+"""Copies of a model and of a batch on fake tensors, which have shapes and dtypes but no memory. Tracing uses them."""
 
 import copy
 import sys
@@ -31,7 +31,7 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, skipped: Iterable[str] = 
 
 
 def batch_size(sample: Any) -> int:
-    """Number of samples in a batch: the leading size that most of its tensors have."""
+    """Number of samples in a batch: the most frequent size of dimension 0 among its tensors."""
     sizes = [leaf.shape[0] for leaf in tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.dim() > 0]
     if not sizes:
         raise InputError("the sample batch holds no tensor with a batch dimension")
@@ -39,7 +39,8 @@ def batch_size(sample: Any) -> int:
 
 
 def fake_batch(sample: Any, size: int, mode: FakeTensorMode) -> Any:
-    """The sample batch on fake tensors, with `size` samples."""
+    """Returns the sample batch on fake tensors, with `size` samples. Tensors whose dimension 0 is not the batch keep
+    their shape."""
     sample_size = batch_size(sample)
 
     def fake(value: Any) -> Any:
@@ -54,11 +55,12 @@ def fake_batch(sample: Any, size: int, mode: FakeTensorMode) -> Any:
 
 @contextmanager
 def one_sequence_per_row(sample: Any) -> Iterator[None]:
-    """Within this context, the transformers library takes every row of tokens for one sequence.
+    """Within this context, the transformers library treats every row of tokens as one sequence.
 
-    The library looks for several sequences in a row by their positions. On fake tensors, whose positions have no
-    values, it assumes that there are several and masks attention that would have been causal: twice the work of the
-    real step. A batch that contains positions may well have several, so it is left alone.
+    The library uses the position ids to detect rows into which several sequences were packed. Fake tensors have no
+    values, so the library assumes packed sequences and masks attention that would have been causal, which is twice the
+    work of the real step. If the sample batch contains position ids, it may be packed, and this context changes
+    nothing.
     """
     masks: Any = sys.modules.get("transformers.masking_utils")
     find_packed = getattr(masks, "find_packed_sequence_indices", None)

@@ -1,10 +1,11 @@
-"""Makes a forward pass on fake CPU tensors run the operators, and save the tensors, that it would on a GPU.
+"""`GpuRules`: makes a forward pass on fake CPU tensors run the operators, and save the tensors, of a pass on a GPU.
 
-Where the two differ:
+GPU and CPU differ in these points:
 
 - Autocast on CUDA computes a list of operators in fp32 (powers, norms, softmax, sums, losses) that autocast on the CPU
-  computes in the dtype of their inputs. Both lower the same matrix products and convolutions.
+  computes in the dtype of their inputs. Both compute the same matrix products and convolutions in half precision.
 - Attention with dropout is one fused operator on a GPU; the CPU falls back to matrix products that save every score.
+  Attention is therefore run without dropout.
 - Dropout is one fused operator on a GPU that saves a mask of one byte per element; the CPU draws, divides and saves
   noise in the dtype of the input.
 - RMS norm is one fused operator on a GPU that saves its input; the CPU runs several operators and saves their results.
@@ -51,19 +52,21 @@ class GpuRules(TorchFunctionMode):
 
 
 def _attention_flags(args: tuple[Any, ...]) -> dict[str, Any]:
-    """The flags that follow `dropout_p` where attention is called with positional arguments."""
+    """The keyword arguments that replace positional arguments after `dropout_p` in a call of attention; empty if there
+    are none."""
     return {"is_causal": args[5]} if len(args) > 5 else {}
 
 
 def _dropout(func: Any, input: Tensor, p: float = 0.5, train: bool = True, inplace: bool = False, **named: bool) -> Any:
-    """Replaces both `torch.dropout` (argument `train`) and `torch.nn.functional.dropout` (argument `training`)."""
+    """Runs dropout as on a GPU. `func` is `torch.dropout` (argument `train`) or `torch.nn.functional.dropout` (argument
+    `training`)."""
     training = named.get("training", train)
     if training and not inplace and 0 < p < 1:
         return torch.native_dropout(input, p, True)[0]
     return func(input, p, training, *([True] if inplace else []))
 
 
-# ---- the fused RMS norm: an operator with shapes and a gradient but no kernel, so it runs on fake tensors only
+# ---- the fused RMS norm: an operator with shapes and a gradient but without a kernel, for fake tensors only
 
 
 def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:

@@ -1,7 +1,8 @@
 """What one operator costs: its FLOPs, the bytes it moves, the shape that decides its speed, and its workspace.
 
-FLOPs count a multiplication and an addition as two. They come from torch's formulas (`torch.utils.flop_counter`)
-where it has one; all operators other than these count as zero (`operator_flops`):
+FLOPs count a multiplication and an addition as two (`operator_flops`). Convolutions, attention and grouped matmul have
+their formula in this file. Every other operator has the formula of torch (`torch.utils.flop_counter`), or counts as
+zero if torch has none for it:
 
     matmul (m×k)·(k×n)          2·m·n·k
     convolution                 2·outputs·weights of a filter; each gradient costs as much again
@@ -9,7 +10,8 @@ where it has one; all operators other than these count as zero (`operator_flops`
     attention, backward         10·batch·heads·queries·keys·dim      (five matrix products)
     grouped matmul              2·tokens·n·k: each token is multiplied with one of the matrices
 
-Bytes are those of every distinct tensor read or written; a view moves none (`operator_bytes`).
+The bytes of an operator are those of every distinct tensor that it reads or writes. A view moves no bytes
+(`operator_bytes`).
 """
 
 from collections.abc import Callable, Iterable
@@ -28,9 +30,9 @@ _TORCH_FORMULAS: dict[Any, Callable[..., int]] = dict(flop_registry)
 
 
 def is_checkpoint_artifact(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether `torch.utils.checkpoint` itself adds this operator to a forward pass that will be recomputed: `detach` of
-    saved tensors and, before torch 2.12, two tensors of no size per block. Such operators are skipped where the
-    operators of two passes are matched one to one."""
+    """Whether `torch.utils.checkpoint` itself adds this operator to a forward pass that will be recomputed. It adds
+    `detach` of saved tensors and, before torch 2.12, two tensors without elements per block. Code that matches the
+    operators of two passes one to one skips such operators."""
     return name == "detach" or (name == "empty" and bool(args) and 0 in args[0])
 
 
@@ -40,7 +42,7 @@ def operator_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], res
     if "attention" in name:
         return _attention_flops(name, args)
     if packet is aten.convolution_backward:
-        gradient_count = sum(bool(flag) for flag in args[10][:2])  # of the input and of the weight
+        gradient_count = sum(bool(flag) for flag in args[10][:2])  # the gradients of the input and of the weight
         return gradient_count * _convolution_flops(args[1], args[2], args[0], transposed=args[7])
     if packet is aten.convolution:
         return _convolution_flops(args[0], args[1], result, transposed=args[6])
@@ -52,12 +54,12 @@ def operator_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], res
 
 
 def operator_shape(kind: OperatorKind, func: Any, args: tuple[Any, ...], result: Any) -> tuple[int, ...]:
-    """The sizes that decide an operator's speed.
+    """Returns the sizes that decide an operator's speed.
 
     - matmul: (batch, m, n, k)
     - attention: (batch, heads, queries, keys, dim, 1 if it is causal else 0)
     - convolution: (n, c_in, h, w, c_out, kernel, stride, groups)
-    - anything else: (number of elements of the first result,), or () where it returns no tensor
+    - anything else: (number of elements of the first result,), or () if the operator returns no tensor
     """
     if kind == "matmul":
         left, right = [value for value in args if isinstance(value, Tensor)][-2:]
@@ -72,10 +74,11 @@ def operator_shape(kind: OperatorKind, func: Any, args: tuple[Any, ...], result:
 
 
 def operator_workspace_bytes(kind: OperatorKind, func: Any, args: tuple[Any, ...], result: Any) -> int:
-    """Bytes that an operator allocates on a GPU while it runs. Only convolutions do: they copy images, filters and
-    result to the channels-last layout of the tensor cores (validation/memory/convolution_workspaces.json). No copy is
-    needed for images that are channels-last already, for 1×1 filters where a channel's pixels fill whole 16 bytes, and
-    for depthwise convolutions."""
+    """Bytes that an operator allocates on a GPU while it runs; 0 for every operator other than a convolution. A
+    convolution copies image, filters and result to the channels-last layout of the tensor cores
+    (validation/memory/convolution_workspaces.json). It needs no copy if the image is channels-last already, if the
+    filter is 1×1 with stride 1 and the bytes of a channel are a multiple of 16, if the convolution is depthwise, or if
+    it has only one spatial dimension."""
     if kind != "convolution":
         return 0
     is_backward = operator_packet(func) is aten.convolution_backward
@@ -108,8 +111,8 @@ def _is_causal(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _convolution_shape(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
-    """The shape of a convolution. One in other than two dimensions counts as a convolution of images with as many
-    pixels and filters with as many weights."""
+    """The `operator_shape` of a convolution. A convolution with one or three spatial dimensions counts as a
+    two-dimensional one with as many pixels per image and about as many weights per filter."""
     is_backward = operator_packet(func) is aten.convolution_backward
     image, weight = args[1:3] if is_backward else args[:2]
     stride, groups = (args[4], args[9]) if is_backward else (args[3], args[8])
@@ -119,8 +122,8 @@ def _convolution_shape(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _attention_shape(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """(batch, heads, queries, keys, dim). Query and key are the first two four-dimensional arguments, in the backward
-    pass after the gradient of the output."""
+    """Returns (batch, heads, queries, keys, dim). In the forward pass, query and key are the first two four-dimensional
+    arguments; in the backward pass they follow the gradient of the output."""
     tensors = [value for value in args if isinstance(value, Tensor) and value.dim() == 4]
     query, key = tensors[-3:-1] if len(tensors) == 3 else tensors[1:3]
     batch, heads, queries, dim = query.shape
@@ -128,8 +131,8 @@ def _attention_shape(args: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _convolution_flops(input: Tensor, weight: Tensor, output: Tensor, transposed: bool) -> int:
-    """Two FLOPs per weight of a filter and position. torch's own formula is not used because it ignores groups in the
-    backward pass."""
+    """Two FLOPs per weight of a filter and per position where the filter is applied. Torch's own formula is not used
+    because it ignores groups in the backward pass."""
     positions = input.numel() if transposed else output.numel()
     return 2 * positions * prod(weight.shape[1:])
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from meshwright.dtypes import ITEM_BYTES
 from meshwright.profile.tracing.recorder import RecordedOperator, TraceRecorder
 
-_ELEMENTS = 4096  # of each test parameter; smaller tensors are step counts and the like, whose size never grows
+_ELEMENTS = 4096  # elements of each test parameter; smaller tensors are step counts and the like, of constant size
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -25,10 +25,11 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 class OptimizerCost:
     """The cost of one optimizer step. Ratios are bytes per byte of fp32 parameters.
 
-    `temporary_ratio` is relative to all parameters together with `multi_tensor`, else to the largest parameter.
-    `operators_per_parameter` and `traffic_ratio` (bytes read and written) belong to a single-tensor step; they are 0
-    where they were not measured. With `waits_for_device` the host launches these operators only after the device has
-    finished everything before, because it has read a gradient's value; otherwise it launches them ahead of time.
+    If `multi_tensor` is True, `temporary_ratio` is relative to the bytes of all parameters; otherwise it is relative to
+    the bytes of the largest parameter. `operators_per_parameter` and `traffic_ratio` (bytes read and written) describe
+    a single-tensor step; they are 0 if that was not measured. If `waits_for_device` is True, the host reads the value
+    of a gradient before the step. It therefore launches the operators of the step only after the device has finished
+    all earlier work. Otherwise it launches them ahead of time.
     """
 
     state_ratio: float
@@ -40,8 +41,8 @@ class OptimizerCost:
 
 
 def measure_optimizer_cost(make_optimizer: OptimizerFactory, multi_tensor: bool) -> OptimizerCost:
-    """The cost of the optimizer that `make_optimizer` builds. With `multi_tensor`, its multi-tensor implementation is
-    measured if it has one."""
+    """Returns the cost of the optimizer that `make_optimizer` builds. If `multi_tensor` is True and the optimizer has a
+    multi-tensor implementation, that one is measured."""
     parameters = [nn.Parameter(torch.zeros(_ELEMENTS)) for _ in range(2)]
     optimizer = make_optimizer(parameters)
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
@@ -85,7 +86,8 @@ def _peak_bytes(recorder: TraceRecorder) -> int:
 
 
 def _traffic_bytes(operator: RecordedOperator) -> int:
-    """Bytes that an operator reads and writes: the tensor that it changes in place counts twice."""
+    """Bytes that an operator reads and writes. A tensor that it changes in place counts twice. Operators on small
+    tensors (step counts and the like) count as 0."""
     written_in_place = operator.shape[0] * ITEM_BYTES.get(operator.dtype, 4) if operator.name.endswith("_") else 0
     return operator.bytes + written_in_place if operator.bytes >= _ELEMENTS else 0
 
@@ -95,7 +97,8 @@ def _is_large(value: Any) -> bool:
 
 
 def optimizer_cost(template: torch.optim.Optimizer | None, on_gpu: bool) -> OptimizerCost:
-    """The cost of an optimizer with the class and options of `template`; zero where that is None."""
+    """Returns the cost of an optimizer with the class and options of `template`, or zero cost if `template` is None. On
+    a GPU, the multi-tensor implementation is measured unless the options contain `foreach=False`."""
     if template is None:
         return OptimizerCost(state_ratio=0.0, temporary_ratio=0.0, multi_tensor=False)
     optimizer_class = type(template)

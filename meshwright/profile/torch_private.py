@@ -42,25 +42,27 @@ def operator_arguments(func: Any) -> Sequence[Any]:
 
 
 def answer_tensor_query(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of `func`, an operator of torch's namespace `prim` such as the query for a tensor's device. Autograd
-    queries the device several times per operator, and a fake tensor has it as an attribute."""
+    """Returns the result of `func`, an operator of torch's namespace `prim` such as the query for a tensor's device.
+    The device of a fake tensor is read from its attribute, which is faster: autograd queries it several times per
+    operator."""
     if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
         return args[0].fake_device
     return func(*args, **kwargs)
 
 
 def forward_node_number() -> int:
-    """Sequence number of the autograd node of the forward operator that is being dispatched: below autograd the node
-    exists already, and it was the last to be numbered."""
+    """Sequence number of the autograd node of the forward operator that is being dispatched. A dispatch mode runs after
+    autograd has created this node, so it is the node that was numbered last."""
     return torch.autograd._get_sequence_nr() - 1
 
 
 def backward_node_number() -> int | None:
-    """Sequence number of the autograd node whose backward function runs now, or None if none runs."""
+    """Sequence number of the autograd node whose backward function runs now, or None if no backward function runs."""
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
 
 
 def storage_address(storage: torch.UntypedStorage) -> int:
-    """A number that identifies a storage as long as it is referenced, also for fake tensors."""
+    """A number that identifies a storage as long as something references the storage. It exists for fake tensors,
+    too."""
     return storage._cdata

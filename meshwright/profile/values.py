@@ -2,7 +2,8 @@
 
 A step is a list of segments: the forward pass in order, then the backward pass. Each segment belongs to one unit of the
 model (a block that repeats, or the code before, between and after blocks) and lists its operators and its changes of
-memory. Equal blocks in a row are one segment with a count. The simulator prices and replays these segments.
+memory. Consecutive equal blocks share one segment, which names all of them. The simulator prices and replays these
+segments.
 """
 
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ MemoryRole = Literal["saved", "gradient", "temporary"]
 
 @dataclass(frozen=True)
 class BatchPolynomial:
-    """A quantity as a function of the batch size: constant + linear · batch + square · batch². The square is zero
-    except in models that compare the samples of a batch with each other."""
+    """A quantity as a function of the batch size: constant + linear · batch + square · batch². `square` is zero except
+    in models that compare the samples of a batch with each other."""
 
     constant: float
     linear: float
@@ -36,12 +37,14 @@ class BatchPolynomial:
 
 @dataclass(frozen=True)
 class SplitMark:
-    """How an operator or a tensor takes part when the group of modules named `group` is split along the tensor axis.
+    """Says how an operator or a tensor is affected when the group of modules named `group` is split along the tensor
+    axis.
 
-    - `divided`: each rank computes or holds its part.
-    - `divided_with_loss`: the same, but only where the scores stay divided up to the loss.
-    - `whole_input`: the tensor is a whole input of the group, also where the tensors around the group are divided along
-      the sequence.
+    - `divided`: each rank computes or stores only its part.
+    - `divided_with_loss`: the same, but only in plans that keep the scores divided up to the loss (loss parallel). In
+      other plans, every rank computes or stores the full operator or tensor.
+    - `whole_input`: the tensor is an input of the group that every rank stores in full, even in plans that divide the
+      tensors before and after the group along the sequence.
     """
 
     group: str
@@ -50,12 +53,13 @@ class SplitMark:
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator of a step.
+    """One operator of a step, with its costs as functions of the batch size.
 
-    `layer` is the module that ran it; in the backward pass, the module whose gradient it computes. `dtype` is torch's
-    name ("float32", ...), empty where no tensor is floating-point. `split` is None for an operator that no split
-    divides. `workspace_bytes` is the memory that it takes on a GPU while it runs. `computes_gradient` is False in the
-    forward pass and for operators that the backward pass only recomputes.
+    `layer` is the module that ran the operator; in the backward pass, the module whose gradient it computes. `dtype` is
+    torch's name of the dtype ("float32", ...), empty if no tensor of the operator is floating-point. `shape` is
+    described in `operator_costs.operator_shape`. `split` is None for an operator that no split divides.
+    `workspace_bytes` is the memory that the operator allocates on a GPU while it runs. `computes_gradient` is False in
+    the forward pass and for operators of the forward pass that the backward pass runs again (recomputation).
     """
 
     layer: str
@@ -72,10 +76,12 @@ class Operator:
 
 @dataclass(frozen=True)
 class MemoryChange:
-    """Memory that is allocated (or, where `bytes` is negative, freed) after `after_operators` operators of the segment.
+    """Memory that is allocated (or, if `bytes` is negative, freed) after the first `after_operators` operators of a
+    segment.
 
-    A `saved` tensor is kept from the forward pass for the backward pass, a `gradient` is that of a parameter, and a
-    `temporary` tensor is allocated and freed within one pass. `tensor_count` equal tensors change at once.
+    A `saved` tensor is kept from the forward pass for the backward pass, a `gradient` is the gradient of a parameter,
+    and a `temporary` tensor is allocated and freed within one pass. `layer` is the module whose operator allocated the
+    tensor. `tensor_count` tensors of `bytes` each change at once. `split` is None for a tensor that no split divides.
     """
 
     after_operators: int
@@ -90,8 +96,8 @@ class MemoryChange:
 class TraceSegment:
     """Consecutive operators of one pass, with their changes of memory.
 
-    `blocks` are the equal blocks in a row that the segment stands for, in the order of the forward pass; it is empty
-    for a segment between blocks. `unit` is the first of these blocks, or empty.
+    `blocks` are the consecutive equal blocks that the segment stands for, in the order of the forward pass; it is empty
+    for a segment outside of these blocks. `unit` is the first of `blocks`, or empty.
     """
 
     unit: str
@@ -102,13 +108,14 @@ class TraceSegment:
 
     @property
     def block_count(self) -> int:
-        """How often the segment runs in a step."""
+        """How often the segment runs in a step: once per block, or once if it lies outside of blocks."""
         return len(self.blocks) or 1
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of the model. `names` are all names of a tied weight; it is trained under the first of them."""
+    """One parameter of the model. `names` has more than one entry for a tied weight; the optimizer knows it by the
+    first."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -121,8 +128,8 @@ class Parameter:
 class ModelProfile:
     """The cost of one training step of a model.
 
-    `blocks` are the modules that are recomputed, or whose weights are gathered, one after another. `structure` is None
-    unless it was requested; splits along the tensor axis and pipeline stages need it.
+    `blocks` are the modules that are recomputed, or whose sharded weights are gathered, one after another. `structure`
+    is None unless the caller of `trace_profile` requested it; splits along the tensor axis and pipeline stages need it.
     """
 
     precision: str

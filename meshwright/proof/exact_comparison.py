@@ -1,5 +1,5 @@
-"""The comparison in fp64 or fp32: the reference trains alongside, and each recorded step must equal its own within the
-tolerance of reordered sums (`compare/tolerance.py`)."""
+"""The comparison in fp64 or fp32. The one-device reference computes each recorded step again, and both must agree
+within the tolerance for sums that are added in another order (`compare/tolerance.py`)."""
 
 import math
 from dataclasses import replace
@@ -23,12 +23,14 @@ from meshwright.proof.request import ProofRequest
 from meshwright.train.output.recording import RecordedStep, read_start, read_step
 
 Tensors = dict[str, Tensor]
-# Shifts of a weight below this part of what is allowed are ignored: they cannot add up to it within a few steps.
+# A shift of a weight below this share of the allowed error is not adopted, because such shifts cannot add up to the
+# allowed error within a few steps.
 _SMALLEST_SHIFT = 0.01
 
 
 def compare_exactly(request: ProofRequest, folder: Path, device: torch.device) -> Proof:
-    """The proof, from what `record` left in the folder. If something differs, it names the cause."""
+    """Returns the proof for the steps that `record` wrote to the folder. If something differs, the proof names the
+    cause."""
     proof, evidence = compare_with_evidence(request, folder, device)
     if evidence is None:
         return proof
@@ -36,13 +38,16 @@ def compare_exactly(request: ProofRequest, folder: Path, device: torch.device) -
 
 
 def compare_with_evidence(request: ProofRequest, folder: Path, device: torch.device) -> tuple[Proof, Evidence | None]:
-    """The proof without a cause, and the evidence on the step that differs, or None if none does."""
+    """Returns the proof without a cause, and the evidence on the step that differs, or None if no step differs."""
     with preserve_generators(device):
         comparison = _ExactComparison(request, device)
         return comparison.run(folder), comparison.evidence
 
 
 class _ExactComparison(ReferenceComparison[Reference]):
+    """Compares recorded steps with those of the one-device reference, up to the first step that differs. `evidence` is
+    then what is known of that step; it is None as long as nothing differs."""
+
     def __init__(self, request: ProofRequest, device: torch.device) -> None:
         setup = build_setup(request)
         setup.model.train()
@@ -72,7 +77,8 @@ class _ExactComparison(ReferenceComparison[Reference]):
         return self.make_proof(self.request.dtype, self._tolerance_text())
 
     def _step(self, step: int, recorded: RecordedStep, start: RecordedStep | None) -> None:
-        """Computes the reference's step and compares it with the recorded one; `start` is compared before it."""
+        """Computes the reference's step and compares it with the recorded one. `start` is the recorded state before
+        step 1, which is compared first; it is None for later steps."""
         reference, comparator = self.reference, self.comparator
         before = self.before = self.before or self.reference_state()
         batch = reference.next_batch()
@@ -125,7 +131,8 @@ class _ExactComparison(ReferenceComparison[Reference]):
         )
 
     def _adopt_rounded_weights(self, recorded: Tensors, after: Tensors, weight_bounds: Tensors) -> None:
-        """Continues with the plan's values of the weights that rounding alone decides (equation 5 of `tolerance`)."""
+        """Where rounding alone decides the value of a weight (equation 5 of `compare/tolerance.py`), moves the
+        reference's weight to the plan's value."""
         shifts: Tensors = {}
         scales = layer_scales({name: after[name] for name in self.comparator.parameters if name in after})
         for name, scale in scales.items():

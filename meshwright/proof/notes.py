@@ -1,11 +1,12 @@
-"""The notes of a proof: what a reader must know about how it was compared."""
+"""The notes of a proof: sentences that tell its reader how the comparison was made."""
 
 from meshwright.proof.reference.reference_setup import ReferenceSetup
 from meshwright.proof.request import COMPARED_GRADIENT_OPTIONS, ProofRequest
 
 
 def comparison_notes(request: ProofRequest, setup: ReferenceSetup, grouping_note: str | None) -> tuple[str, ...]:
-    """The notes that are known before the comparison; `grouping_note` is that of `describe_grouping`."""
+    """Returns the notes that are known before the comparison. `grouping_note` is what `describe_grouping` returned, or
+    None."""
     notes = []
     plan = request.plan
     if plan.world_size == 1:

@@ -13,11 +13,12 @@ from meshwright.train.output.metrics_log import finite_or_none
 
 @dataclass(frozen=True)
 class Proof:
-    """The result of comparing `steps` steps.
+    """The result of comparing `steps` training steps under a plan with a reference: one device, or another run.
 
-    `plan` is the plan that ran, on `ranks` ranks; `shrunk` says from which axes it was shrunk to them, or is None.
-    `tolerance_is` is the formula of the tolerance with its numbers. `against` is the folder of the run that it was
-    compared with, or None if that was the one-device reference.
+    `plan` is the plan that ran, on `ranks` ranks. If it is a shrunk version of the user's plan, `shrunk` is a sentence
+    that says how its axes were changed; otherwise None. `tolerance_is` is the formula of the tolerance with its
+    numbers, as text. `against` is the folder of the run that was taken as right, or None if the one-device reference
+    was.
     """
 
     plan: Plan
@@ -38,7 +39,7 @@ class Proof:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of the command line."""
+        """The exit code of `meshwright prove`: 0 if the plan and the reference are equal, otherwise 3."""
         return 0 if self.equal else 3
 
     @property
@@ -55,7 +56,7 @@ class Proof:
 
     @property
     def checked(self) -> dict[str, int]:
-        """How many losses and tensors were compared, over all steps."""
+        """The number of losses, gradients, gradient norms, buffers and weights that were compared, over all steps."""
         counts = self.comparison
         return {
             "losses": counts.losses,
@@ -98,8 +99,8 @@ class Proof:
 
 
 def save_proof(proof: Proof, output: Path, name: str) -> Path:
-    """Writes the proof to a new numbered file in the folder of the runs, such as `runs/mnist-proof-0001.json`. Returns
-    its path."""
+    """Writes the proof to a new numbered file in the folder `output`, such as `runs/mnist-proof-0001.json`. Returns the
+    path of the file."""
     text = json.dumps(proof.to_dict(), indent=1)
     number = 1
     try:

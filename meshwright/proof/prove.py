@@ -30,12 +30,12 @@ from meshwright.train.job_parts import JobParts
 from meshwright.train.session import Session
 
 EXACT_DTYPE = "fp64"  # the precision in which causes are looked for
-_FEWEST_CPU_RANKS = 8  # for a few small steps, processes may share cores
+_FEWEST_CPU_RANKS = 8  # also on fewer cores: for a few small steps, processes may share cores
 
 
 @dataclass(frozen=True)
 class AvailableRanks:
-    """The type of the devices that ranks will run on (cpu or cuda), and how many ranks may be started."""
+    """The type of device that ranks will run on (cpu or cuda), and the largest number of ranks that may be started."""
 
     device: str
     count: int
@@ -53,10 +53,11 @@ def prove(
     prepare_session: Callable[[Session], None] | None = None,
     parts: JobParts | None = None,
 ) -> Proof:
-    """Compares a job's training under a plan with that on one device.
+    """Compares a job's training under a plan with its training on one device.
 
-    `ranks` is the largest number of ranks to start; `device` is cpu or cuda; `prepare_session` is that of
-    `ProofRequest`; `parts` are those that planning the job has built, which are released.
+    `ranks` is the largest number of ranks to start; a plan for more ranks is shrunk. `device` is cpu or cuda; None
+    chooses. `prepare_session` is explained in `ProofRequest`. `parts` are the job's parts if planning the job has
+    already built them; their memory is released before the ranks start.
     """
     parts = parts or JobParts(job)
     available = available_ranks(plan, ranks, device)
@@ -70,8 +71,8 @@ def prove(
 
 
 def with_fixed_precision(plan: Plan, dtype: str) -> Plan:
-    """The plan with fp32 in place of `auto`, which only a run resolves. Raises InputError if the comparison shall run
-    in the plan's own precision, which must then be known."""
+    """Returns the plan with fp32 in place of the precision `auto`, which only a training run resolves. Other plans are
+    returned unchanged. If `dtype` is `plan` (compare in the plan's own precision), `auto` raises InputError."""
     if plan.numerics.precision != "auto":
         return plan
     if dtype == "plan":
@@ -82,8 +83,8 @@ def with_fixed_precision(plan: Plan, dtype: str) -> Plan:
 
 
 def available_ranks(plan: Plan, ranks: int | None, device: str | None) -> AvailableRanks:
-    """The devices to compare on: GPUs if there are at least two, or one for a plan of one rank; otherwise the CPU,
-    where several ranks can run."""
+    """Returns the type of device to compare on, and how many ranks may be started. GPUs are chosen if there are at
+    least two, or at least one for a plan of one rank. Otherwise the CPU is chosen, on which several ranks can run."""
     if ranks is not None and ranks < 1:
         raise InputError(f"--ranks {ranks}: take at least one")
     gpus = torch.cuda.device_count()
@@ -96,7 +97,8 @@ def available_ranks(plan: Plan, ranks: int | None, device: str | None) -> Availa
 
 
 def prove_in_new_ranks(request: ProofRequest, device: str, folder: Path) -> Proof:
-    """Starts ranks for a request whose plan fits on this machine, and compares what they recorded."""
+    """Starts ranks for a request whose plan fits on this machine, and compares what they recorded with the reference.
+    If a comparison in the plan's own precision finds a difference, it is repeated in fp64 to find the cause."""
     check_request(request)
     check_main_guard()
     if is_launched():
@@ -125,8 +127,8 @@ def _compare_records(request: ProofRequest, folder: Path, device: torch.device) 
 
 
 def prove_in_running_ranks(request: ProofRequest, world: World, folder: Path) -> Proof | None:
-    """Compares in ranks that are already running. All of them call it, with a folder that they share. Returns the proof
-    on rank 0 and None on the others."""
+    """Compares in ranks that are already running. All ranks call this function, with a folder that they share. Returns
+    the proof on rank 0, and None on all other ranks."""
     check_request(request)
     if request.plan.gradients.servers:
         raise InputError("prove starts parameter servers itself: call it without torchrun, mpirun or srun")
@@ -147,7 +149,7 @@ def _broadcast_from_rank_0(value: bool, world: World) -> bool:
 
 
 def check_request(request: ProofRequest) -> None:
-    """Raises InputError if the request cannot be compared."""
+    """Raises InputError if the request is invalid, or if no single device trains as its plan does."""
     if request.steps < 1:
         raise InputError(f"{request.steps} steps prove nothing: take at least one")
     gradients = request.plan.gradients
@@ -162,8 +164,10 @@ def check_request(request: ProofRequest) -> None:
 
 @contextmanager
 def work_folder(parent: Path | None) -> Iterator[Path]:
-    """A temporary folder for what ranks record, which is several times the model's size: hence in the folder of runs
-    and checkpoints, if there is one, and not in /tmp. If a rank fails, its log stays there for the user to read."""
+    """Yields a temporary folder for the files that ranks record, and deletes it at the end. The files are several times
+    as large as the model, so the folder is created inside `parent` (the folder of runs) and not in /tmp, unless
+    `parent` is None. If a rank fails, only the recorded files are deleted, and the ranks' logs stay for the user to
+    read."""
     created = [path for path in (parent, *parent.parents) if not path.exists()] if parent else []
     try:
         if parent:

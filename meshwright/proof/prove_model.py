@@ -1,4 +1,5 @@
-"""`mw.prove`: the same comparison for a user's model, without a job."""
+"""`mw.prove`: compares the training of a user's model under a plan with its training on one device. `prove.py` does the
+same for a job."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -43,14 +44,15 @@ def prove(
     prepare_session: Callable[[Session], None] | None = None,
     timeout_s: float = 600,
 ) -> Proof:
-    """Compares a model's training under a plan with that on one device, from the weights that the model has. Neither
-    the model nor the optimizer, which is a template, is changed.
+    """Compares a model's training under a plan with its training on one device. Both start from the weights that the
+    model has. The model is not changed. The optimizer is only a template, and is not changed either.
 
-    Global batches come from `dataset`, or are made of the samples in `sample_batch`. Model, optimizer, loss and data
-    are pickled for the ranks, and a script calls this below `if __name__ == "__main__":`. `ranks` is the largest number
-    of ranks to start; a plan for more is shrunk. The proof is saved in the folder `output`, if there is one.
-    `prepare_session` is a picklable function that every rank calls with its session before the first step; the
-    reference does not call it. A test can use it to make the ranks train differently from one device.
+    Global batches come from `dataset`, or are made of the samples in `sample_batch` if `dataset` is None. Model,
+    optimizer, loss and data are pickled for the ranks, so a script must call this function below `if __name__ ==
+    "__main__":`. `ranks` is the largest number of ranks to start; a plan for more ranks is shrunk. The proof is saved
+    in the folder `output`, unless that is None. `prepare_session` is a picklable function that every rank calls with
+    its session before the first step; the reference does not call it. A test can use it to make the ranks train
+    differently from one device.
     """
     available = available_ranks(plan, ranks, device)
     smaller, shrunk = shrink(with_fixed_precision(plan, dtype), available.count)

@@ -1,6 +1,7 @@
-"""`ReferenceComparison`: what the exact and the rounded comparison with the one-device reference have in common.
+"""`ReferenceComparison`: the common part of the exact and the rounded comparison with the one-device reference.
 
-The reference trains alongside while recorded steps are read, so that only one step is in memory.
+Recorded steps are read one at a time, and the reference takes each step when it is read. Therefore only one step is in
+memory.
 """
 
 from typing import Generic, TypeVar
@@ -19,7 +20,8 @@ ReferenceType = TypeVar("ReferenceType", bound=Reference)
 
 
 class ReferenceComparison(Generic[ReferenceType]):
-    """The reference, the comparison so far, and the notes for its reader."""
+    """Base class of both comparisons. It holds the one-device reference, a `StepComparator` with the result so far, and
+    notes for the reader of the proof."""
 
     def __init__(
         self, request: ProofRequest, setup: ReferenceSetup, reference: ReferenceType, grouping_note: str | None
@@ -31,7 +33,7 @@ class ReferenceComparison(Generic[ReferenceType]):
 
     @property
     def differs(self) -> bool:
-        """Whether a difference was found: the steps after it would only show its consequences."""
+        """Whether a difference was found. Callers stop then, because later steps would only show its consequences."""
         return self.comparator.comparison.first_difference is not None
 
     def reference_state(self) -> Tensors:
@@ -40,7 +42,7 @@ class ReferenceComparison(Generic[ReferenceType]):
         return {name: value.detach().cpu().clone() for name, value in state.items() if isinstance(value, Tensor)}
 
     def make_proof(self, dtype: str, tolerance_is: str) -> Proof:
-        """The proof so far, without a cause."""
+        """Returns the proof of what was compared so far, without a cause."""
         return Proof(
             plan=self.request.plan,
             ranks=self.request.plan.world_size,

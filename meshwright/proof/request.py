@@ -1,4 +1,4 @@
-"""`ProofRequest`: what shall be compared, as both the ranks and the one-device reference receive it."""
+"""`ProofRequest`: describes what to compare. The ranks and the one-device reference receive the same request."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,17 +12,18 @@ from meshwright.plan import Plan
 from meshwright.train.session import MakeSchedule, Session
 from meshwright.train.step.loss import LossFunction
 
-# The dtype of weights by the name of the comparison. `plan` means: in the plan's own precision, whose weights are fp32
-# and whose products are rounded as the plan says.
+# The dtype of the weights, by the precision of the comparison. `plan` is a comparison in the plan's own precision, in
+# which weights are fp32 and products are rounded as the plan says.
 COMPARISON_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "plan": torch.float32}
-# Options of `plan.gradients` as they are set for a comparison: without low-rank compression and without local steps,
-# which train differently from one device by design.
+# Values of `plan.gradients` that every comparison uses. They switch off low-rank compression and local steps, because
+# with these a plan trains differently from one device by design.
 COMPARED_GRADIENT_OPTIONS = {"powersgd_rank": 0, "local_steps": 1}
 
 
 @dataclass(frozen=True)
 class UserModel:
-    """A user's model with its data, for a proof without a job. `optimizer` is a template, as for `parallelize`."""
+    """A user's model with its data, for a proof without a job. `optimizer` is a template: each rank builds an optimizer
+    of the same kind for its own parameters."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -39,11 +40,11 @@ class UserModel:
 
 @dataclass(frozen=True)
 class ProofRequest:
-    """A plan to compare with one device.
+    """What to train (`subject`), under which plan, and how to compare it with one device.
 
-    `plan` fits on the ranks that will run it. `dtype` is a key of `COMPARISON_DTYPES`. `dropout` leaves dropout on.
-    `prepare_session` is called in every rank with its session before the first step, so that a test can break the
-    training on purpose; it must be picklable.
+    `plan` fits on the ranks that will run it. `dtype` is a key of `COMPARISON_DTYPES`. With `dropout`, dropout stays
+    on. Every rank calls `prepare_session` with its session before the first step, so that a test can break the training
+    on purpose; the function must be picklable.
     """
 
     subject: Job | UserModel
@@ -60,8 +61,9 @@ class ProofRequest:
 
     @property
     def executed_plan(self) -> Plan:
-        """The plan as the ranks run it: with `COMPARED_GRADIENT_OPTIONS` and, unless the comparison runs in the plan's
-        own precision, without its precision, so that the model runs in the dtype of its weights."""
+        """The plan as the ranks run it: with `COMPARED_GRADIENT_OPTIONS`. Unless the comparison runs in the plan's own
+        precision, the plan's precision is replaced by fp32, which means no casts: the model runs in the dtype of its
+        weights."""
         plan = self.plan.model_copy(
             update={"gradients": self.plan.gradients.model_copy(update=COMPARED_GRADIENT_OPTIONS)}
         )

@@ -1,9 +1,9 @@
 """The comparison in a plan's own precision, step by step from the same weights.
 
-Gradients are compared as far as rounding allows (`compare/rounding.py`). What follows from them is not rounded any
-more: the reference's optimizer takes the step with the plan's gradients, and its weights must equal the plan's within
-the tolerance of fp32 sums. The next step starts from the plan's weights and buffers, as otherwise two trainings that
-round differently would drift apart.
+Gradients must be equal up to what rounding may change (`compare/rounding.py`). The update is then compared more
+strictly, because it is computed in fp32: the reference's optimizer takes its step with the plan's gradients, and its
+weights must equal the plan's within the tolerance of fp32 sums. The next step starts from the plan's weights and
+buffers, because otherwise two trainings that round differently would drift apart.
 """
 
 import math
@@ -54,8 +54,9 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class StepNoise:
-    """The noise that is injected into a step: that of a layer by its fan-in, that of the gradients of weights, and the
-    layers that add up partial sums."""
+    """The noise that is injected into a step. `of_fan_in` returns the noise of a layer, given its fan-in.
+    `of_gradients` is the noise of the gradients of weights. `partial_sums` are the layers in which ranks add up partial
+    sums."""
 
     of_fan_in: Callable[[int], RoundingNoise]
     of_gradients: RoundingNoise
@@ -63,19 +64,21 @@ class StepNoise:
 
 
 def compare_rounded(request: ProofRequest, folder: Path, device: torch.device) -> Proof:
-    """The proof without a cause, from what `record` left in the folder."""
+    """Returns the proof for the steps that `record` wrote to the folder, without a cause."""
     with preserve_generators(device):
         return _RoundedComparison(request, device).run(folder)
 
 
 class _RoundedComparison(ReferenceComparison[RoundedReference]):
+    """Compares recorded steps with those of a `RoundedReference`, up to the first step that differs."""
+
     def __init__(self, request: ProofRequest, device: torch.device) -> None:
         setup = build_setup(request)
         setup.model.train()
         plan = request.plan
         grouping = choose_grouping(setup.model, plan, request.dropout, setup.loss)
         if grouping == "whole" and plan.shares > 1 and not compares_samples(setup.loss):
-            grouping = "local"  # the same microbatches are rounded in the same way
+            grouping = "local"  # so that the reference rounds the same microbatches as the ranks do
         reference = RoundedReference(setup, request, grouping, device)
         batch_statistics = any(uses_batch_statistics(module) for module in setup.model.modules())
         is_worth_a_note = batch_statistics or request.dropout
@@ -104,7 +107,8 @@ class _RoundedComparison(ReferenceComparison[RoundedReference]):
         return self.make_proof(precision, tolerance_is)
 
     def _compare_start(self, recorded: RecordedStep) -> None:
-        """Compares the initial weights, which are a function of the seed: they must be equal to the last bit."""
+        """Compares the initial weights and buffers. They must be equal to the last bit, because both sides build the
+        same model."""
         for name, expected in self.reference_state().items():
             for rank, state in _states_by_rank(recorded, name):
                 self._add(0, "initial weight", name, scaled_error(state.get(name), expected, 1.0), rank)
@@ -118,8 +122,8 @@ class _RoundedComparison(ReferenceComparison[RoundedReference]):
             loss = reference.compute(batch)
         is_finite = bool(recorded.gradients)
         if reference.gradients_are_finite != is_finite:
-            # Near the largest number of fp16, rounding decides whether it overflows; with half or twice the loss scale
-            # it does not.
+            # Near the largest number of fp16, rounding decides whether a gradient overflows. With half or twice the
+            # loss scale, rounding does not decide it any more.
             self._load(before)
             reference.loss_scale_factor = 0.5 if is_finite else 2.0
             loss = reference.compute(batch)
@@ -142,7 +146,7 @@ class _RoundedComparison(ReferenceComparison[RoundedReference]):
     def _compare_values(
         self, step: int, recorded: RecordedStep, batch: GlobalBatch, loss: Tensor, before: Tensors, noise: StepNoise
     ) -> None:
-        """Compares loss, gradients and buffers within what rounding allows."""
+        """Compares loss, gradients and buffers with the reference's, up to what rounding may change."""
         gradients, buffers = self.reference.gradients(), self._buffers()
         allowance = self._measure_allowance(batch, loss, {**gradients, **buffers}, before, noise)
         self.comparator.raise_tolerance(allowance.typical_projection)
@@ -166,7 +170,7 @@ class _RoundedComparison(ReferenceComparison[RoundedReference]):
         self.reference.skip_update(batch.last_of_epoch)
 
     def _step_noise(self, terms: int, partial_sums: PartialSumLayers) -> StepNoise:
-        """The noise of a step whose longest sum has this number of terms."""
+        """Returns the noise of a step whose gradients of weights are sums of `terms` terms."""
         plan, device_type = self.request.plan, self.reference.device.type
         return StepNoise(
             lambda fan_in: rounding_noise(plan, fan_in, device_type),
@@ -177,7 +181,8 @@ class _RoundedComparison(ReferenceComparison[RoundedReference]):
     def _measure_allowance(
         self, batch: GlobalBatch, loss: Tensor, expected: Tensors, before: Tensors, noise: StepNoise
     ) -> RoundingAllowance:
-        """Computes the step again with noise, and leaves the reference as it was."""
+        """Computes the step again several times with noise, and returns the errors that rounding explains. Afterwards
+        the reference has the same weights, buffers and gradients as before."""
         reference, after = self.reference, self.reference_state()
         gradients = {name: parameter.grad for name, parameter in reference.model.named_parameters()}
         scales, part_sizes = rms_scales(expected), reference.part_sizes
@@ -210,14 +215,16 @@ class _RoundedComparison(ReferenceComparison[RoundedReference]):
         allowance: RoundingAllowance,
         rank: int = 0,
     ) -> None:
-        """Compares from the last tensor to the first. An error is the share of its allowance times the tolerance."""
+        """Compares from the last tensor to the first. The error that is noted for a tensor is its error divided by the
+        allowed one, times the comparison's tolerance. Therefore it is above the tolerance if it is more than
+        allowed."""
         scales = rms_scales(expected)
         for name in reversed(expected):
             share = allowance.used_share(name, tensor_error(actual.get(name), expected[name], scales[name]))
             self._add(step, what, name, share * self.comparator.comparison.tolerance, rank)
 
     def _compare_integers(self, step: int, recorded: RecordedStep) -> None:
-        """Compares integer buffers (counters), which must be equal."""
+        """Compares integer buffers (such as counters), which must be equal."""
         for name, expected in self.reference_state().items():
             if not expected.is_floating_point():
                 for rank, state in _states_by_rank(recorded, name):
@@ -231,7 +238,8 @@ class _RoundedComparison(ReferenceComparison[RoundedReference]):
         self._add(step, what, None, share * self.comparator.comparison.tolerance if error else 0.0, rank)
 
     def _compare_update(self, step: int, recorded: RecordedStep, batch: GlobalBatch) -> None:
-        """Takes the optimizer step with the plan's gradients, compares the weights, and continues with the plan's."""
+        """Takes the reference's optimizer step with the plan's gradients, compares the resulting weights with the
+        plan's, and then loads the plan's weights and buffers into the reference."""
         reference, eps = self.reference, SPACING["fp32"]
         for name, parameter in reference.model.named_parameters():
             gradient = recorded.gradients.get(name)
@@ -246,7 +254,7 @@ class _RoundedComparison(ReferenceComparison[RoundedReference]):
         tolerance = self.comparator.comparison.tolerance
         for name, scale in layer_scales({name: after[name] for name in self.comparator.parameters}).items():
             change = float((after[name] - before[name]).abs().max())
-            # Where an optimizer divides small numbers by each other, the norm's rounding enters the whole update.
+            # Where an optimizer divides small numbers by each other, the rounding of the norm affects the whole update.
             allowed = LAMBDA * eps * (scale + math.sqrt(elements) * change)
             for rank, state in _states_by_rank(recorded, name):
                 error = scaled_error(state.get(name), after[name], 1.0)
@@ -271,7 +279,8 @@ class _RoundedComparison(ReferenceComparison[RoundedReference]):
 
 
 def _states_by_rank(recorded: RecordedStep, name: str) -> list[tuple[int, Tensors]]:
-    """Rank 0's weights and buffers, and those of the ranks that have another value under this name."""
+    """Returns pairs (rank, weights and buffers by name): rank 0's, and those of the ranks that have a different value
+    under `name`."""
     differing = [(rank, state) for rank, state in recorded.differing_states.items() if name in state]
     return [(0, recorded.state), *differing]
 
@@ -288,8 +297,8 @@ def _relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def with_exact_cause(proof: Proof, exact: Proof) -> Proof:
-    """The proof with the cause that the same comparison in fp64 has found. If that found no difference, the cause is
-    the precision."""
+    """Returns the proof with the cause that `exact`, the same comparison in fp64, has found. If `exact` has no
+    difference, the cause is the precision."""
     first, exact_first = proof.first_difference, exact.first_difference
     assert first is not None
     if exact_first is None:

@@ -1,9 +1,9 @@
 """Compares two recorded runs, `meshwright prove --against A B`: run A is taken as right, and B is compared with it.
 
-Both ran in their own precision, so rounding may change more than in a proof. In addition to (1) to (4) of
-`compare/tolerance.py`, for runs whose products are rounded to a shorter type than fp32:
+Each run used its own precision, so rounding may change more than in a proof. The tolerance is that of equations (1) to
+(4) of `compare/tolerance.py`. If products or gradients of a run were rounded to a type shorter than fp32, a term is
+added for one independent rounding per layer and direction, each by eps of that type:
 
-    one independent rounding per layer and direction, each by eps of that type:
         + λ · √(2 · depth) · eps                                                              → `RunTolerance`
 """
 
@@ -51,14 +51,15 @@ class RecordedRun:
 
     @property
     def rounding_dtypes(self) -> list[torch.dtype]:
-        """The types shorter than fp32 that products or gradients were rounded to."""
+        """The types shorter than fp32 that products or gradients were rounded to; empty if there are none."""
         precisions = (self.plan.numerics.precision, self.plan.gradients.precision)
         return [ROUNDING_DTYPES[precision] for precision in precisions if precision in ROUNDING_DTYPES]
 
 
 @dataclass(frozen=True)
 class RunTolerance:
-    """The tolerance of fp32 sums, plus that of roundings to the shortest type of both runs; None if both were fp32."""
+    """The tolerance of fp32 sums, plus that of roundings to `rounding_dtype`, the shortest type of both runs.
+    `rounding_dtype` is None if both runs were in fp32."""
 
     sums: SumTolerance
     rounding_dtype: torch.dtype | None
@@ -81,7 +82,8 @@ class RunTolerance:
 
 
 def compare_runs(reference_path: Path, compared_path: Path) -> Proof:
-    """Compares the second run's recorded steps with the first one's; if they differ, the proof says where and why."""
+    """Compares the recorded steps of the run in `compared_path` with those of the run in `reference_path`. If they
+    differ, the proof says where and why."""
     reference, compared = _open_run(reference_path), _open_run(compared_path)
     _check_same_job(reference, compared)
     with preserve_generators(_CPU):
@@ -89,12 +91,14 @@ def compare_runs(reference_path: Path, compared_path: Path) -> Proof:
 
 
 class _RunComparison:
-    """The reference run's gradients are given to an optimizer once more, and to a second one with the changes that
-    rounding may make: how far its weights move away is how far the compared run's weights may."""
+    """Compares two recorded runs, up to the first step that differs. An optimizer takes the reference run's steps again
+    with the recorded gradients, and a second optimizer takes them with gradients that are changed as much as rounding
+    may change them. The distance between the weights of both optimizers determines how far the compared run's weights
+    may differ."""
 
     def __init__(self, reference: RecordedRun, compared: RecordedRun) -> None:
         self.reference, self.compared = reference, compared
-        # Runs train with dropout. Experiments divide a batch as the compared run did.
+        # Dropout stays on, because runs train with it. Experiments divide a batch as the compared run did.
         steps = min(reference.steps, compared.steps)
         self.request = ProofRequest(reference.job, compared.plan, steps, "fp32", dropout=True)
         self.replayed = PlainTraining(build_setup(self.request), _CPU)
@@ -133,8 +137,8 @@ class _RunComparison:
         )
 
     def _step(self, step: int, before: RecordedStep) -> tuple[Evidence | None, RecordedStep]:
-        """Compares one step, which starts from `before` in the reference run. Returns the evidence if it differs, and
-        the reference run's step."""
+        """Compares one step, which the reference run started from `before`. Returns the evidence if the step differs,
+        otherwise None; and the reference run's recorded step."""
         expected = read_step(self.reference.record, step, keep=True)
         recorded = read_step(self.compared.record, step, keep=True)
         comparator = self.comparator
@@ -156,8 +160,8 @@ class _RunComparison:
     def _replay_update(
         self, step: int, expected: RecordedStep, norm: Tensor, perturbations: dict[str, float]
     ) -> dict[str, Tensor]:
-        """Takes the reference run's optimizer step again, with and without perturbations. Returns how far weights may
-        differ after it; nothing for a step that fp16 skipped."""
+        """Takes the reference run's optimizer step again, with and without perturbations. Returns, by name, how far
+        each element of the weights may differ afterwards; an empty dict for a step that fp16 skipped."""
         if not expected.gradients:
             return {}
         factor = clip_factor(norm, self.setup.clip_norm)
@@ -199,7 +203,8 @@ class _RunComparison:
         return step % partition.batches == 0
 
     def _measure_sums(self) -> SumTolerance:
-        """The tolerance of sums, counted while one device computes the first batch."""
+        """Returns the tolerance of fp32 sums. The terms of sums are counted while one device computes the first
+        batch."""
         setup = build_setup(self.request)
         grouping = choose_grouping(setup.model.train(), self.request.plan, self.request.dropout, setup.loss)
         reference = Reference(setup, self.request, grouping, _CPU)
@@ -221,7 +226,8 @@ def _open_run(path: Path) -> RecordedRun:
 
 
 def _check_same_job(reference: RecordedRun, compared: RecordedRun) -> None:
-    """Raises InputError if the runs have trained something different, apart from the plan."""
+    """Raises InputError if the two runs differ in anything but their plans, or in the shapes of their models'
+    tensors."""
     paths = reference.folder.path, compared.folder.path
     changes = job_differences(compared.job, reference.folder)
     if changes:
@@ -237,7 +243,7 @@ def _check_same_job(reference: RecordedRun, compared: RecordedRun) -> None:
 
 
 def _shortest(dtypes: list[torch.dtype]) -> torch.dtype | None:
-    """The type with the largest eps; None if there is none."""
+    """Returns the type with the largest eps; None if the list is empty."""
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
 
 

@@ -1,4 +1,4 @@
-"""A data set made of a sample batch, for a user's model without a data set."""
+"""`SampleDataset`: a data set made from one sample batch, for proofs of a user's model that come without a data set."""
 
 from typing import Any
 
@@ -12,10 +12,12 @@ from meshwright.train.step.batch import samples_in
 
 
 class SampleDataset(Dataset[Any]):
-    """The samples of a batch, followed by further ones up to `size`.
+    """A data set of at least `size` samples: first the samples of a batch, then further samples that are made from
+    them.
 
-    Repeated samples would be equal on all ranks, and hide that ranks do not exchange what they should. So the parts of
-    a further sample (input, target) come from different rows of the batch, and floating-point ones get some noise.
+    Plain repetitions would give all ranks equal samples, and hide it if ranks fail to exchange something. Therefore the
+    leaves of a further sample (input, target) come from different rows of the batch, and floating-point leaves get some
+    noise.
     """
 
     def __init__(self, batch: Any, size: int) -> None:
@@ -32,7 +34,9 @@ class SampleDataset(Dataset[Any]):
         return tree_unflatten(parts, self.structure)
 
     def _part(self, leaf: Any, number: int, row: int, repeat: int) -> Any:
-        """One sample's part of a leaf; the whole leaf if it is the same for all samples."""
+        """Returns one sample's row of a leaf of the batch, or the leaf itself if it is the same for all samples.
+        `number` is the index of the leaf; `repeat` is 0 for the samples of the batch, and above 0 for further
+        samples."""
         if not self._has_row_per_sample(leaf):
             return leaf
         part = leaf[(row + repeat * number) % self.rows]
@@ -43,7 +47,8 @@ class SampleDataset(Dataset[Any]):
         return part + 0.1 * part.abs().mean() * noise
 
     def collate(self, samples: list[Any]) -> Any:
-        """Stacks the leaves that have a row per sample, and takes the others as they are in the batch."""
+        """Returns the batch of these samples. Leaves with one row per sample are stacked; other leaves are taken
+        unchanged from the original batch."""
         columns = list(zip(*(tree_flatten(sample)[0] for sample in samples), strict=True))
         stacked = [
             torch.stack(column) if self._has_row_per_sample(leaf) else leaf

@@ -3,14 +3,14 @@ while another can still be divided."""
 
 from meshwright.plan import Axes, Pipeline, Plan
 
-# The order in which axes are reduced to one rank: first those whose arithmetic is simplest, so that least is left
-# unproven.
+# The order in which axes are reduced to one rank. Axes with the simplest arithmetic come first, because the proof then
+# leaves out the least.
 _REMOVAL_ORDER = ("replicate", "shard", "tensor", "pipeline")
 
 
 def shrink(plan: Plan, ranks: int) -> tuple[Plan, str | None]:
-    """A plan of at most `ranks` ranks, and a sentence that says how it was shrunk. If the plan fits, it is returned
-    unchanged with None."""
+    """Returns a plan of at most `ranks` ranks, and a sentence that says how it was shrunk. A plan that fits is returned
+    unchanged, with None instead of the sentence."""
     sizes = plan.axes.model_dump()
     while _product(sizes) > ranks:
         axis = _axis_to_divide(sizes)
@@ -23,7 +23,8 @@ def shrink(plan: Plan, ranks: int) -> tuple[Plan, str | None]:
 
 
 def _axis_to_divide(sizes: dict[str, int]) -> str:
-    """The largest axis that still has more than one rank when it is divided; if there is none, the first to remove."""
+    """Returns the name of the largest axis that keeps more than one rank when it is divided. If there is no such axis,
+    returns the first axis of `_REMOVAL_ORDER` with more than one rank, which is then reduced to one."""
     divisible = [axis for axis in _REMOVAL_ORDER if _smaller(axis, sizes[axis]) > 1]
     if divisible:
         return max(divisible, key=lambda axis: sizes[axis])
@@ -31,8 +32,9 @@ def _axis_to_divide(sizes: dict[str, int]) -> str:
 
 
 def _smaller(axis: str, size: int) -> int:
-    """The size divided by its smallest factor: whatever 8 ranks can divide, 4 can. A prime number of data ranks becomes
-    2, as samples can be divided by any number."""
+    """Returns the size divided by its smallest prime factor, because what 8 ranks can divide, 4 ranks can divide, too.
+    A prime size becomes 1; on the axes replicate and shard a prime size above 2 becomes 2, because samples can be
+    divided by any number."""
     factor = next((factor for factor in range(2, size) if size % factor == 0), size)
     return 2 if factor == size > 2 and axis in ("replicate", "shard") else max(1, size // factor)
 
@@ -46,11 +48,12 @@ def _with_axes(plan: Plan, axes: Axes) -> Plan:
     branches = {name: rank % axes.tensor for name, rank in modules.branches.items()} if axes.tensor > 1 else {}
     modules = modules.model_copy(update={"branches": branches})
     smaller = plan.model_copy(update={"axes": axes, "modules": modules, "pipeline": _pipeline(plan, axes.pipeline)})
-    return Plan.model_validate(smaller.model_dump())  # raises if the groups do not fit together
+    return Plan.model_validate(smaller.model_dump())  # raises if the plan's settings do not fit together
 
 
 def _pipeline(plan: Plan, ranks: int) -> Pipeline:
-    """The pipeline with every n-th cut kept, so that a rank keeps its number of stages."""
+    """Returns the pipeline settings for fewer pipeline ranks. Every n-th cut is kept, where n is the factor by which
+    the number of ranks shrinks. Therefore each rank keeps its number of stages."""
     if ranks == plan.axes.pipeline:
         return plan.pipeline
     if ranks == 1:

@@ -1,5 +1,5 @@
-"""Every private interface of torch that meshwright/proof uses, in one file. All of them were seen to work on torch 2.11
-and 2.13."""
+"""All private interfaces of torch that meshwright/proof uses, in one file. They were seen to work on torch 2.11 and
+2.13."""
 
 from collections.abc import Callable
 from typing import TypeVar

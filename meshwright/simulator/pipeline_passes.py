@@ -17,15 +17,16 @@ from meshwright.simulator.stage_time import StageTime
 from meshwright.simulator.step_inputs import StepInputs
 
 # Share of a backward pass that computes the gradient of the stage's input, in schedules that compute it separately from
-# the gradients of weights (Qi et al. 2023, Zero Bubble Pipeline Parallelism, arXiv 2401.10241): of the two products of
-# a linear layer's backward pass, which have equally many FLOPs, it is one.
+# the gradients of weights (Qi et al. 2023, Zero Bubble Pipeline Parallelism, arXiv 2401.10241). It is a half, because
+# the backward pass of a linear layer has one product for each, with equally many FLOPs.
 _INPUT_GRADIENT_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class PassesTime:
-    """`breakdown` has the seconds of the busiest pipeline rank. `slack_s` says, for each pipeline rank, how long before
-    the end of all passes it has finished its passes."""
+    """The time of all passes of a step. `breakdown` has the seconds of the busiest pipeline rank. `slack_s` has, for
+    each pipeline rank, the seconds between the end of the rank's own passes and the end of the last rank's. `timeline`
+    is None without a pipeline."""
 
     breakdown: dict[str, float]
     slack_s: list[float]
@@ -33,7 +34,7 @@ class PassesTime:
 
 
 def passes_time(times: Sequence[StageTime], stages: Sequence[StageProfile], inputs: StepInputs) -> PassesTime:
-    """The time of all passes of a step. `times` are those of one microbatch on each stage."""
+    """The time of all passes of a step. `times` has the time of one microbatch on each stage."""
     plan = inputs.plan
     if plan.axes.pipeline == 1:
         microbatches = plan.pipeline.microbatches * plan.memory.accumulation
@@ -63,7 +64,8 @@ def _pipeline_time(times: Sequence[StageTime], stages: Sequence[StageProfile], i
 
 @dataclass(frozen=True)
 class _ActionTimes:
-    """Seconds of the actions of a pipeline: `transfers_s` are those from each stage to the one behind it."""
+    """Computes the seconds of a pipeline's actions and transfers. `times` are the times of one microbatch on each
+    stage, `transfers_s` the seconds of a message from each stage to the next stage."""
 
     times: Sequence[StageTime]
     transfers_s: Sequence[float]
@@ -74,12 +76,12 @@ class _ActionTimes:
             return time.forward_pass_s
         if action.kind == "backward":
             return time.backward_pass_s
-        # The first stage sends no gradient on: its whole backward pass is for the weights.
+        # The first stage sends no gradient, so its whole backward pass computes gradients of weights.
         share = _INPUT_GRADIENT_SHARE if action.stage else 0.0
         return time.backward_pass_s * (share if action.kind == "input_backward" else 1 - share)
 
     def action_and_send_s(self, action: Action) -> float:
-        """Seconds until the result of the action has arrived at the other stage."""
+        """Seconds of the action and of sending its result to the stage that needs it."""
         if action.kind == "forward":
             return self.action_s(action) + self.transfers_s[action.stage]
         sends_gradient = action.stage and action.kind in ("backward", "input_backward")
@@ -94,8 +96,9 @@ def _no_transfer_s(source: int, target: int) -> float:
 
 
 def _transfers_s(stages: Sequence[StageProfile], numbers: Sequence[Sequence[int]], inputs: StepInputs) -> list[float]:
-    """Seconds of a message from each stage to the one behind it; 0 where both are on the same rank. In a schedule that
-    folds the chain of stages, the stage behind may be on the rank before."""
+    """For each stage, the seconds of a message to the next stage; 0 if both are on the same rank, and for the last
+    stage. `numbers` has the stages of each rank. In schedules that fold the chain of stages (zbv), the next stage may
+    be on the previous rank."""
     ranks = inputs.plan.axes.pipeline
     rank_of = {stage: rank for rank, rank_stages in enumerate(numbers) for stage in rank_stages}
     seconds = []
@@ -111,7 +114,7 @@ def _transfers_s(stages: Sequence[StageProfile], numbers: Sequence[Sequence[int]
 
 
 def _stages_breakdown(times: Sequence[StageTime], microbatches: int) -> dict[str, float]:
-    """Seconds of a rank with these stages, in so many microbatches."""
+    """The breakdown of the seconds of a rank with these stages, for this number of microbatches."""
     return {
         "compute": sum(time.forward_s + time.backward_s for time in times) * microbatches,
         "launch": sum(time.launch_s for time in times) * microbatches,
@@ -142,8 +145,9 @@ def _order(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -
 def _span(
     shape: _PipelineShape, action_s: Callable[[Action], float], transfer_s: Callable[[int, int], float]
 ) -> tuple[float, Timeline]:
-    """The seconds of all microbatches, and the longest timeline that was run. Once a pipeline is full, every further
-    round takes equally long: a long pipeline is a short one and so many more rounds."""
+    """The seconds of all microbatches, and the longest timeline that was computed. Once a pipeline is full, every
+    further round (one microbatch per rank) takes equally long. The seconds of many microbatches are therefore
+    extrapolated from two timelines with fewer microbatches, one round apart; the longer of the two is returned."""
     full = shape.ranks * (2 * shape.stages_per_rank + 2)
     rounds = (shape.microbatches - full) // shape.ranks if shape.schedule != "gpipe" else 0
     if rounds <= 2:

@@ -16,8 +16,10 @@ from meshwright.simulator.step import predict_step
 
 @dataclass(frozen=True)
 class Prediction:
-    """`breakdown` has the seconds that add up to `step_s`. `memory_bytes` is the allocated peak of the rank that
-    needs most, and `memory` its parts. `timeline` is None without a pipeline."""
+    """The predicted time and memory of a plan. `breakdown` has the seconds that add up to `step_s`. `memory_bytes` is
+    the peak of allocated memory on the rank that needs most, and `memory` says what it consists of. `batch_per_rank` is
+    the number of samples in the largest microbatch of a rank. `based_on` is that of the cluster. `timeline` is None
+    without a pipeline."""
 
     step_s: float
     breakdown: dict[str, float]
@@ -37,8 +39,8 @@ def predict_plan(
     *,
     runtime: Runtime = OUR_RUNTIME,
 ) -> Prediction:
-    """The prediction of a plan on a cluster; InputError where the cluster has too few devices, or the batch too few
-    samples."""
+    """The prediction of a plan on a cluster; raises `InputError` if the cluster has too few devices for the plan, or
+    the batch too few samples."""
     check_size(plan, cluster, global_batch)
     memory = plan_memory(cluster, profile, plan, global_batch, optimizer, runtime)
     step = predict_step(cluster, profile, plan, global_batch / plan.shares, optimizer, runtime)
@@ -56,7 +58,7 @@ def predict_plan(
 def plan_memory(
     cluster: Cluster, profile: ModelProfile, plan: Plan, global_batch: int, optimizer: OptimizerCost, runtime: Runtime
 ) -> MemoryPrediction:
-    """The peak memory of the rank that needs most, without predicting time."""
+    """The peak memory of the rank that needs most. Time is not predicted."""
     inputs = runtime.memory_inputs(profile, plan, optimizer, device_memory(cluster))
     return predict_memory(
         inputs.profile, plan, _microbatch_samples(plan, global_batch), inputs.optimizer, inputs.device
@@ -69,7 +71,8 @@ def _microbatch_samples(plan: Plan, global_batch: int) -> int:
 
 
 def device_memory(cluster: Cluster) -> DeviceMemory:
-    """The allocator and libraries of the cluster's kind of device, and the context of the device where it is known."""
+    """The memory properties of the cluster's kind of device. `context_bytes` is that of the cluster's first device if
+    it is known."""
     if cluster.kind != "cuda":
         return CPU_MEMORY
     context = cluster.nodes[0].device.context_bytes

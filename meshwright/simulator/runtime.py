@@ -1,7 +1,7 @@
-"""`Runtime`: what the program that executes a plan does in addition to the arithmetic of the model. The values here are
-those of this package; other modules of the simulator call a `Runtime` wherever another program could act differently.
+"""`Runtime`: how the program that executes a plan behaves, as far as it affects time and memory. The defaults describe
+this package. Other modules of the simulator call a `Runtime` wherever another training program could act differently.
 
-A validation that predicts measurements of another program passes a subclass which overrides these methods.
+To predict measurements of another program, validation passes a subclass that overrides these methods.
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,9 @@ from meshwright.simulator.memory.device_memory import DeviceMemory
 
 
 class Orchestration(BaseModel):
-    """Work of a CPU rank in every microbatch in addition to computing, counted in operators that the core could launch
-    in that time: for each unit of sharded parameters, for each tensor-parallel message, and for a pipeline stage."""
+    """Work of a CPU rank in every microbatch beside the operators of the model, counted in operators that the core
+    could launch in that time: per `unit` of sharded parameters (a block, or all parameters outside of blocks), per
+    tensor-parallel `message`, and per pipeline `stage`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -30,9 +31,10 @@ class Orchestration(BaseModel):
 
 @dataclass(frozen=True)
 class ParameterExchange:
-    """How gradients and weights are communicated under a plan. `gradient_share` and `weight_share` are the bytes sent
-    for each byte of an fp32 parameter. Gradients of a parameter that several pipeline stages use are summed as
-    1 / `tied_parts` of the tensor on each rank."""
+    """How gradients and weights are communicated under a plan. `gradient_share` and `weight_share` are the bytes of a
+    gradient or weight in the dtype in which it is sent, per byte of the fp32 parameter. When the gradients of a
+    parameter that several pipeline stages use are summed, each rank sums 1 / `tied_parts` of the tensor.
+    `replicate_algorithm` combines gradients over the replicate axis, `shard_collective` over the shard axis."""
 
     gradient_share: float
     weight_share: float
@@ -43,8 +45,8 @@ class ParameterExchange:
 
 @dataclass(frozen=True)
 class CutTransfer:
-    """Bytes that one tensor rank sends over a pipeline cut, and the bytes of the tensor that the ranks of the tensor
-    axis all-gather before they send it or after they received it (0 where none is gathered)."""
+    """The bytes that one rank of the tensor axis sends over a pipeline cut, and the bytes of the whole tensor that the
+    ranks of the tensor axis all-gather before the cut or behind it (0 if it is not gathered there)."""
 
     sent_bytes: float
     gathered_before_bytes: float
@@ -52,7 +54,7 @@ class CutTransfer:
 
 
 class MemoryInputs(NamedTuple):
-    """What the memory of a rank is predicted from."""
+    """The profile, the optimizer's cost and the device's memory properties from which `predict_memory` predicts."""
 
     profile: ModelProfile
     optimizer: OptimizerCost
@@ -60,17 +62,20 @@ class MemoryInputs(NamedTuple):
 
 
 class Runtime(BaseModel):
-    """Our runtime. The three `..._overlap` values are the share of a pass behind which communication can hide: that of
-    gradients, of all-gathered weights, and of tensor-parallel messages. Adding up the gradients of one more microbatch
-    moves `accumulate_bytes_per_weight` (12: two fp32 numbers are read, one is written). With `waits_for_sends` a stage
-    continues only when the tensor that it sent has arrived. `tf32_convolutions`: fp32 convolutions run in tf32."""
+    """How a training program executes plans; the defaults are those of this package. `gradient_overlap` and
+    `gather_overlap` are the shares of a pass behind which the communication of gradients and of all-gathered weights
+    can hide; `tensor_overlap` is the share of tensor-parallel messages that is hidden. Adding the gradients of one more
+    microbatch moves `accumulate_bytes_per_weight` (12: two fp32 numbers are read, one is written). With
+    `waits_for_sends` a stage continues only when the tensor that it sent has arrived. `tf32_convolutions`: fp32
+    convolutions run in tf32."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    # Seconds of the process of steps under each plan, less those of one rank, divided by the 20 µs in which a core
-    # launched an operator: 180 to 330 a unit, 55 to 80 a message and 150 to 250 a stage, for tests/zoo.py's gpt and
-    # multitask models on two Neoverse cores. `python -m validation.host_costs` measures them again; on 16 x86 cores
-    # (12 µs an operator) it printed 390 a unit, 71 a message and 170 a stage, for a decoder of four blocks.
+    # Measured as the CPU seconds of a process in steps under a plan with the axis, less those of a plan with one rank,
+    # divided by the 20 µs in which a core launched an operator: 180 to 330 per unit, 55 to 80 per message and 150 to
+    # 250 per stage, for tests/zoo.py's gpt and multitask models on two Neoverse cores. `python -m
+    # validation.host_costs` measures them again; on 16 x86 cores (12 µs per operator) it printed 390 per unit, 71 per
+    # message and 170 per stage, for a decoder of four blocks.
     orchestration: Orchestration = Orchestration(unit=200, message=70, stage=170)
     tf32_convolutions: bool = False  # parallel/precision.py turns them off
     accumulate_bytes_per_weight: NonNegativeFloat = 12.0
@@ -80,17 +85,17 @@ class Runtime(BaseModel):
     waits_for_sends: bool = False
 
     def executed_profile(self, profile: ModelProfile) -> ModelProfile:
-        """The profile with the operators that are executed, whose time is to be predicted."""
+        """The profile with only those operators that this program executes, from which time is predicted."""
         return executed_profile(profile)
 
     def padded_profile(self, profile: ModelProfile) -> ModelProfile:
-        """The profile of one rank with the sizes that its products are padded to."""
+        """The profile of one rank with the sizes to which the program pads matrix products; ours pads none."""
         return profile
 
     def memory_inputs(
         self, profile: ModelProfile, plan: Plan, optimizer: OptimizerCost, device: DeviceMemory
     ) -> MemoryInputs:
-        """The profile, optimizer and device that say which bytes are in memory."""
+        """The inputs of the memory prediction for this program; for ours, the arguments unchanged."""
         return MemoryInputs(profile, optimizer, device)
 
     def parameter_exchange(self, plan: Plan) -> ParameterExchange:
@@ -98,19 +103,20 @@ class Runtime(BaseModel):
         return ParameterExchange(1.0, 1.0, plan.axes.shard, plan.gradients.algorithm, "reduce_scatter")
 
     def cut_transfer(self, size_bytes: float, plan: Plan) -> CutTransfer:
-        """What a tensor of `size_bytes` that crosses a pipeline cut costs: every tensor rank sends all of it. A tensor
-        that is divided along the sequence is all-gathered before."""
+        """What ranks send and gather for a tensor of `size_bytes` that crosses a pipeline cut. Every rank of the tensor
+        axis sends the whole tensor. A tensor that is divided along the sequence is all-gathered before the cut."""
         gathers = plan.modules.sequence and plan.axes.tensor > 1
         return CutTransfer(size_bytes, size_bytes if gathers else 0.0, 0.0)
 
     def resends_messages(self, plan: Plan) -> bool:
         """Whether the backward pass of a recomputed block sends the tensor-parallel messages of its forward pass again.
-        Ours does, since selective recomputation too recomputes everything between the products."""
+        Ours does, also with selective recomputation, which recomputes everything between the products."""
         return plan.memory.recompute != "none"
 
     def host_wait_s(self, launch_s: float, device_s: float = 0.0) -> float:
-        """Seconds that a device waits for its host, which needs `launch_s` to start work that takes the device
-        `device_s`: the host runs ahead of the device."""
+        """Seconds that a device waits for its host in total. The host needs `launch_s` to launch work that keeps the
+        device busy for `device_s`. Because the host launches ahead of the device, the device waits only for the
+        excess."""
         return max(0.0, launch_s - device_s)
 
 

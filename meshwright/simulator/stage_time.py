@@ -3,8 +3,8 @@
 compute     = operators of both passes + adding the gradients to those of earlier microbatches   _accumulate_s
 tensor      = tensor-parallel messages, less the part that hides behind compute                  _stage_time
 shard       = what gathering weights and scattering gradients adds to both passes                _shard_s
-launch      = what the host needs beyond all of the device's work; on CPU ranks, the runtime's
-              orchestration                                                              _orchestration_s
+launch      = on GPUs, the seconds by which the host's launches take longer than the device      _stage_time
+              on CPU ranks, the work of the runtime beside the operators                         _orchestration_s
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,9 @@ _FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of one microbatch on one stage, by what they are spent on."""
+    """Seconds of one microbatch on one stage. `forward_s` and `backward_s` are compute, `launch_s` is waiting for the
+    host, `tensor_forward_s` and `tensor_backward_s` are tensor-parallel messages, and `shard_s` is what gathering
+    weights and scattering gradients adds to both passes."""
 
     forward_s: float
     backward_s: float
@@ -35,8 +37,9 @@ class StageTime:
 
     @property
     def forward_pass_s(self) -> float:
-        """Compute and communication of the forward pass. A backward pass has twice as many products, so a third of the
-        seconds that are predicted for both passes together belong to the forward pass."""
+        """Seconds of compute, launches and communication of the forward pass. `launch_s` and `shard_s` are predicted
+        for both passes together. A third of them is counted as the forward pass's, because a backward pass has twice as
+        many products."""
         return self.forward_s + self.tensor_forward_s + self.launch_s / 3 + self.shard_s / 3
 
     @property
@@ -47,8 +50,8 @@ class StageTime:
 def stage_times(
     whole_stages: Sequence[StageProfile], rank_stages: Sequence[StageProfile], inputs: StepInputs
 ) -> list[StageTime]:
-    """The time of each stage: `whole_stages` are those of the whole model, `rank_stages` one rank's share of them.
-    Equal stages are priced once."""
+    """The time of each stage. `whole_stages` are the stages of the whole model, `rank_stages` the share of each stage
+    that one rank of the tensor axis computes. The time of equal stages is computed once."""
     priced: dict[object, StageTime] = {}
     times = []
     for whole, local in zip(whole_stages, rank_stages, strict=True):
@@ -94,10 +97,11 @@ def _stage_time(whole: ModelProfile, local: ModelProfile, weights_bytes: float, 
 
 
 def _accumulate_s(local: ModelProfile, inputs: StepInputs) -> float:
-    """Seconds of adding up gradients, averaged over the microbatches: the gradients of the first one are not added to
-    anything. Where gradients are scattered after each microbatch, a rank adds up its shard of them."""
+    """Seconds of adding up gradients in one microbatch, averaged over all microbatches of a step, because the gradients
+    of the first one are not added to anything. If gradients are scattered after each microbatch, a rank adds up only
+    its shard of them."""
     plan = inputs.plan
-    # A pipeline scatters them after the last microbatch.
+    # A pipeline scatters gradients once, after the last microbatch.
     scatters_each = plan.memory.sharding != "optimizer" and plan.axes.pipeline == 1
     parts = plan.axes.shard if scatters_each else 1
     weights = sum(p.bytes for p in local.parameters if p.trainable) / _FP32_BYTES / parts
@@ -106,8 +110,8 @@ def _accumulate_s(local: ModelProfile, inputs: StepInputs) -> float:
 
 
 def _orchestration_s(local: ModelProfile, messages: Sequence[TensorMessage], inputs: StepInputs) -> float:
-    """Seconds that a CPU rank spends in a microbatch on units of sharded weights, messages and stages; 0 on a GPU,
-    whose host does this while the device computes."""
+    """Seconds that a CPU rank spends in a microbatch on managing sharded weights (one unit per block, and one for the
+    rest), messages and the stage, see `Orchestration`; 0 on a GPU, whose host does this while the device computes."""
     if inputs.device.kind != "cpu":
         return 0.0
     plan, work = inputs.plan, inputs.runtime.orchestration
@@ -117,8 +121,9 @@ def _orchestration_s(local: ModelProfile, messages: Sequence[TensorMessage], inp
 
 
 def _shard_s(weights_bytes: float, blocks: int, forward_s: float, backward_s: float, inputs: StepInputs) -> float:
-    """Seconds that the shard axis adds to both passes of a microbatch: of each pass the first piece in full, and what
-    does not hide behind compute of the others."""
+    """Seconds that gathering weights and scattering gradients adds to both passes of a microbatch. A pass exchanges
+    weights and gradients block by block: the first block is added in full, of the other blocks only what does not hide
+    behind compute."""
     plan, runtime = inputs.plan, inputs.runtime
     if plan.axes.shard == 1 or plan.memory.sharding == "optimizer":
         return 0.0

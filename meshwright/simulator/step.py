@@ -6,9 +6,10 @@
     step       = passes + end of the pipeline rank whose end takes longest                         _step_of_equal_ranks
     branches   = the slowest of the ranks that branches are placed on, and its waiting for others  _step_with_branches
 
-The breakdown is that of the busiest pipeline rank: compute, launch, tensor, pipeline, shard, replicate, bubble, input
-and optimizer add up to the step. Where branches of the model are placed on different ranks of the tensor axis
-(branches.py), it is that of the rank that works longest, and its bubble is the time that it waits for the others.
+In the breakdown, compute, launch, tensor, pipeline, shard, replicate, bubble, input and optimizer add up to the step.
+The passes are those of the busiest pipeline rank, the end is that of the pipeline rank whose end takes longest; the two
+may be different ranks. If branches of the model are placed on different ranks of the tensor axis (branches.py), the
+breakdown is that of the rank that works longest, whose bubble is the time that it waits for other ranks.
 """
 
 from dataclasses import dataclass, replace
@@ -40,7 +41,8 @@ from meshwright.simulator.tensor.standalone_splits import with_standalone_splits
 
 @dataclass(frozen=True)
 class StepTime:
-    """`breakdown` has the seconds that add up to `step_s`. `timeline` is None without a pipeline."""
+    """The predicted time of a step. `breakdown` has the seconds that add up to `step_s`. `timeline` is None without a
+    pipeline."""
 
     step_s: float
     breakdown: dict[str, float]
@@ -65,7 +67,8 @@ def predict_step(
 
 
 def _step_of_equal_ranks(profile: ModelProfile, inputs: StepInputs) -> tuple[StepTime, list[StageTime]]:
-    """The step of a model that all ranks of the tensor axis hold equal shares of, and the time of its stages."""
+    """The time of a step in which all ranks of the tensor axis have equal shares of the model, and the time of one
+    microbatch on each stage."""
     plan, runtime = inputs.plan, inputs.runtime
     whole_stages = stage_profiles(profile, plan.pipeline.cuts)
     rank_stages = stage_profiles(runtime.padded_profile(split_profile(profile, plan)), plan.pipeline.cuts)
@@ -89,7 +92,8 @@ def _step_of_equal_ranks(profile: ModelProfile, inputs: StepInputs) -> tuple[Ste
 
 
 def _step_with_branches(profile: ModelProfile, inputs: StepInputs) -> StepTime:
-    """The step of ranks that hold different branches: each as if it were alone, then what the slowest waits for."""
+    """The time of a step in which ranks hold different branches. Each rank's step is predicted as if the rank were
+    alone; the bubble is the time that the slowest of them waits for other ranks."""
     messages = tuple(branch_messages(profile, inputs.plan, inputs.batch))
     rank_inputs = replace(inputs, plan=plan_outside_branches(profile, inputs.plan), branch_messages=messages)
     microbatches = inputs.plan.microbatches

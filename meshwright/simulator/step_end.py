@@ -1,5 +1,5 @@
-"""Seconds of what follows the passes of a pipeline rank: gradients that are not yet combined, weights that are gathered
-once a step, gradients of tied weights, and the optimizer."""
+"""Seconds of what follows the passes of a pipeline rank: combining the remaining gradients, gathering weights if they
+are gathered once a step, summing the gradients of tied weights, and the optimizer step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,8 @@ from meshwright.simulator.tensor.split_profile import replicate_split_parameters
 
 @dataclass(frozen=True)
 class StepEnd:
-    """Seconds after the passes of one pipeline rank."""
+    """Seconds after the passes of one pipeline rank: summing the gradients of tied weights, combining gradients over
+    the replicate axis, scattering gradients and gathering weights over the shard axis, and the optimizer step."""
 
     tied_s: float
     replicate_s: float
@@ -36,9 +37,10 @@ def step_end(
     slack_s: float,
     tied_s: float,
 ) -> StepEnd:
-    """Gradients hide behind the last backward pass, except the last bucket, which is ready only when the pass ends, and
-    behind `slack_s`, in which other ranks still compute. Weights that are gathered once a step hide behind the next
-    forward pass."""
+    """The seconds after the passes of a pipeline rank, without communication that hides behind compute. Combining
+    gradients hides behind the last backward pass, except for the last bucket, which is ready only when the pass ends.
+    It also hides behind `slack_s`, in which other pipeline ranks still compute. Gathering weights once a step hides
+    behind the next forward pass."""
     plan, runtime, kind = inputs.plan, inputs.runtime, inputs.device.kind
     numbers: tuple[int, ...] = (0,)
     if plan.axes.pipeline > 1:
@@ -50,7 +52,8 @@ def step_end(
     blocks = sum(len(profile.blocks) for profile in profiles)
     exchange = gradient_exchange(combined_bytes, blocks, plan, inputs.cluster, runtime)
     scatter_s = exchange.scatter_s if plan.memory.sharding == "optimizer" else 0.0
-    # A rank with several stages combines those that are done while the microbatches of a round pass the others.
+    # A rank with several stages combines the gradients of a finished stage while a round of microbatches (one per rank)
+    # passes its other stages.
     passes = plan.axes.pipeline if len(numbers) > 1 else 1
     backward_s = passes * sum(times[number].backward_s for number in numbers)
     forward_s = passes * sum(times[number].forward_s for number in numbers)

@@ -1,4 +1,4 @@
-"""`StepInputs`: what the time of a step is predicted from, with the device and speeds of one rank."""
+"""`StepInputs`: everything that the prediction of a step's time depends on, except the profile of the model."""
 
 from dataclasses import dataclass
 
@@ -13,8 +13,9 @@ from meshwright.simulator.tensor.messages import TensorMessage
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Every microbatch has `batch` samples. `branch_messages` are sent along the tensor axis in every microbatch where
-    branches of the model are placed on different ranks."""
+    """The inputs of a step's prediction. Every microbatch of a rank has `batch` samples. `device` is the slowest device
+    of the cluster, and `speeds` are those of one rank on it. `branch_messages` are sent along the tensor axis in every
+    microbatch; they are empty unless branches of the model are placed on different ranks."""
 
     cluster: Cluster
     plan: Plan
@@ -35,6 +36,6 @@ def slowest_device(cluster: Cluster, plan: Plan, runtime: Runtime) -> tuple[Devi
         cores = plan.compute.threads or max(1, node.cores // min(plan.world_size, node.count))
     device = node.device
     if device.rates.get(dtype, 0.0) < device.rates["fp32"] and device.kind == "cuda":
-        # The device only emulates this dtype: libraries store it, and compute in fp32.
+        # The device only emulates this dtype: libraries store tensors in it, but compute in fp32.
         device = device.model_copy(update={"rates": {**device.rates, dtype: device.rates["fp32"]}})
     return device, device_speeds(device, dtype, cores, plan.compute.layout, runtime.tf32_convolutions)

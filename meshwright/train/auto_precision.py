@@ -1,6 +1,6 @@
-"""`numerics.precision: auto`: chooses the fastest precision that the hardware has instructions for, by measuring steps
-of the job. A lower precision is not always faster: rounding the inputs of small operators can cost more than it
-saves."""
+"""Chooses the precision of plans with `numerics.precision: auto`: measures steps of the job in fp32 and in the lower
+precisions that the device has instructions for, and takes the fastest. A lower precision is not always faster, because
+rounding the inputs of small operators can take more time than the faster products save."""
 
 import time
 from dataclasses import dataclass
@@ -23,15 +23,17 @@ _WARM_UP_STEPS, _MEASURED_STEPS = 2, 3
 
 @dataclass(frozen=True)
 class PrecisionChoice:
-    """The plan with a precision, and a sentence that gives the reason; the reason is empty when nothing was chosen."""
+    """A plan that names its precision, and a sentence that says why this precision was chosen. `reason` is empty if the
+    plan named its precision before."""
 
     plan: Plan
     reason: str
 
 
 def choose_precision(plan: Plan, job: Job, cluster: Cluster, parts: JobParts | None = None) -> PrecisionChoice:
-    """The plan with the fastest precision in the place of `auto`. A plan that names a precision is returned
-    unchanged."""
+    """Returns the plan with `auto` replaced by the fastest precision. A plan that names a precision is returned
+    unchanged. If the model is too large to be measured on one device, the lowest precision that the device has
+    instructions for is chosen. `parts` caches what was built of the job before."""
     if plan.numerics.precision != "auto":
         return PrecisionChoice(plan, "")
     # Checked before measuring, so that a mistake in the job is reported in one line.
@@ -57,7 +59,8 @@ def choose_precision(plan: Plan, job: Job, cluster: Cluster, parts: JobParts | N
 
 
 def instructions_for(device: Device, dtype: str) -> str:
-    """The device's matrix instructions for a dtype, or a note that products in it are emulated."""
+    """Returns the names of the device's matrix instructions for a dtype, joined by commas, or a note that starts with
+    `emulated` if it has none."""
     names = [name for name in device.instructions if name.endswith(f"-{dtype}")]
     return ", ".join(names) or f"emulated: {device.name} has no instructions for {dtype}"
 
@@ -67,11 +70,10 @@ def _with_precision(plan: Plan, precision: str) -> Plan:
 
 
 def _measure(plan: Plan, job: Job, cluster: Cluster) -> float:
-    """Seconds per step on one rank's microbatch, on one rank. Communication is left out, since it is the same in every
-    precision."""
-    from meshwright.train.job_session import (
-        build_session,  # imported here, since it takes a second and only `auto` needs it
-    )
+    """Returns the median seconds per step of a single rank, on batches of the size of one microbatch of the plan.
+    Communication is not measured, because its time does not depend on the precision."""
+    # Imported here, because the import takes a second and only `auto` needs it.
+    from meshwright.train.job_session import build_session
 
     one_rank = Plan(numerics=plan.numerics.model_copy(update={"cast": "operators"}), compute=plan.compute)
     samples = max(1, job.train.global_batch // plan.shares)

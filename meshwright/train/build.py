@@ -18,7 +18,7 @@ from meshwright.train.step.optimizer import matches
 
 
 def build_data(job: Job) -> tuple[Any, Any]:
-    """The training set, and the evaluation set or None when the job has none."""
+    """Returns the training set and the evaluation set. The latter is None if the job has none."""
     offered: dict[str, Any] = {
         "synthetic": job.data.synthetic,
         "damaged": job.data.damaged,
@@ -50,7 +50,7 @@ def _build_dataset(call: Call, offered: dict[str, Any], role: str) -> Any:
 
 
 def build_loading(job: Job, device: torch.device) -> LoadingOptions:
-    """How the job's data is loaded for a device."""
+    """Returns the job's loading options for ranks on this kind of device. Memory is pinned for CUDA devices only."""
     pin = job.data.pin_memory if job.data.pin_memory is not None else device.type == "cuda"
     collate = bind(job.data.collate, "data.collate") if job.data.collate else None
     return LoadingOptions(
@@ -63,12 +63,13 @@ def build_loading(job: Job, device: torch.device) -> LoadingOptions:
 
 
 def build_metrics(job: Job) -> dict[str, Metric]:
+    """Returns the job's metric functions by name."""
     return {name: bind(call, f"metrics.{name}") for name, call in job.metrics.items()}
 
 
 def build_initialized_model(job: Job) -> nn.Module:
-    """The job's model as training starts with it: with its initial or pretrained weights, and with the parameters
-    frozen that the job names."""
+    """Returns the job's model as training starts with it: with weights initialized from the seed or loaded from
+    `train.weights`, and with the parameters frozen that match `train.freeze`."""
     model = initialize_model(lambda: construct_model(job), job.train.seed)
     if job.train.weights:
         load_weights(model, job.train.weights)
@@ -77,7 +78,7 @@ def build_initialized_model(job: Job) -> nn.Module:
 
 
 def construct_model(job: Job) -> nn.Module:
-    """The job's model as its constructor returns it."""
+    """Calls the job's model constructor and returns the model, without seeding, loading or freezing anything."""
     model = build(job.model, role="model")
     if not isinstance(model, nn.Module):
         raise InputError(f"model: {job.model.call} makes a {type(model).__name__}, not an nn.Module")
@@ -85,7 +86,8 @@ def construct_model(job: Job) -> nn.Module:
 
 
 def freeze(model: nn.Module, patterns: list[str]) -> tuple[str, ...]:
-    """Freezes the parameters that match the patterns. Returns the names of modules whose parameters are all frozen."""
+    """Freezes the parameters that match the patterns. Returns the names of modules whose parameters are all frozen;
+    empty if there are no patterns."""
     parameters = dict(model.named_parameters())
     for pattern in patterns:
         names = [name for name in parameters if matches(name, pattern)]
@@ -98,7 +100,7 @@ def freeze(model: nn.Module, patterns: list[str]) -> tuple[str, ...]:
 
 
 def frozen_modules(model: nn.Module) -> tuple[str, ...]:
-    """The names of modules that have parameters, all of which are frozen."""
+    """The names of modules that have at least one parameter and whose parameters are all frozen."""
     return tuple(
         name
         for name, module in model.named_modules()
@@ -107,8 +109,9 @@ def frozen_modules(model: nn.Module) -> tuple[str, ...]:
 
 
 def load_weights(model: nn.Module, weights: Weights) -> None:
-    """Loads pretrained weights by name. The names in the file and in the model must be the same, except for those that
-    the job skips."""
+    """Loads pretrained weights into the model by name. Names that match `train.weights.skip` are ignored in the file
+    and keep their initial values in the model. All other names and shapes must be the same in the file and in the
+    model."""
     file_state = {name: v for name, v in _read_weights(Path(weights.path)).items() if not _is_skipped(name, weights)}
     model_state = model.state_dict()
     names = [name for name in model_state if not _is_skipped(name, weights)]
@@ -134,7 +137,7 @@ def load_weights(model: nn.Module, weights: Weights) -> None:
 
 
 def sample_batch(job: Job, dataset: Any) -> Any:
-    """A batch of two samples, which shows what batches of the data set look like."""
+    """Returns a batch of the data set's first two samples, from which the structure of its batches can be seen."""
     if hasattr(dataset, "__getitem__"):
         samples = [dataset[index % len(dataset)] for index in range(2)]
     else:
@@ -143,7 +146,7 @@ def sample_batch(job: Job, dataset: Any) -> Any:
 
 
 def schedule_unit(job: Job) -> Any:
-    """Whether the learning-rate schedule is stepped after every `step` or after every `epoch`."""
+    """Returns `step` or `epoch`: the unit after which the learning-rate schedule is stepped."""
     if job.schedule and job.schedule.per:
         return job.schedule.per
     return "epoch" if job.train.epochs else "step"

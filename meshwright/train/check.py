@@ -22,8 +22,8 @@ from meshwright.train.step.optimizer import build_optimizer
 
 
 def check_job(job: Job, plan: Plan, cluster: Cluster, parts: JobParts | None = None) -> None:
-    """Raises an `InputError` that says in one line what is wrong with the job or the plan. `parts` are the parts of the
-    job that are built already."""
+    """Raises an `InputError` of one line if the job cannot run under the plan on the cluster. `parts` caches what was
+    built of the job before."""
     parts = parts or JobParts(job)
     check_runnable(plan)
     check_servers(plan)
@@ -46,7 +46,8 @@ def check_job(job: Job, plan: Plan, cluster: Cluster, parts: JobParts | None = N
 
 
 def check_servers(plan: Plan) -> None:
-    """Refuses what cannot be combined with parameter servers, since workers do not communicate with each other."""
+    """Raises an `InputError` if the plan has parameter servers and an option that does not work with them. Workers
+    communicate with the servers only, not with each other."""
     if not plan.gradients.servers:
         return
     if plan.numerics.batch_norm == "synchronized":
@@ -87,15 +88,15 @@ def check_batch(job: Job, plan: Plan) -> None:
 
 
 def _check_model(job: Job, parts: JobParts) -> nn.Module | None:
-    """Builds the model on the meta device, and checks the names and options in the job against it. Returns None when
-    the model can be built only with memory."""
+    """Builds the model on the meta device, checks the names and options in the job against it, and returns it. Returns
+    None if the model cannot be built on the meta device."""
     target = load(job.model.call)
     check_arguments(target, (), job.model.arguments, f"model: {job.model.call}")
     load(job.optimizer.call)
     if job.schedule:
         load(job.schedule.call)
     model = parts.meta_model
-    if model is None:  # the ranks will build and check it
+    if model is None:  # the ranks will build it in memory and check it
         return None
     if job.train.weights:
         with warnings.catch_warnings():

@@ -1,5 +1,6 @@
-"""`JobParts`: what a job's data sets, model and structure are, each built when it is first needed and kept for the next
-reader. Planning a job and checking it before ranks start share one."""
+"""`JobParts`: the data sets, the sample batch, the model and the model structure of a job, each built when it is first
+read and then cached. Planning a job and checking it before ranks start share one `JobParts`, so that nothing is built
+twice."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -16,26 +17,27 @@ Part = TypeVar("Part")
 
 
 class JobParts:
-    """The parts of one job in one process. Parts whose construction fails are tried again by the next reader, who gets
-    the same error."""
+    """Builds and caches the parts of one job: its data sets, sample batch, model and model structure. A part whose
+    construction raises an error is not cached: the next access builds it again, and gets the same error."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self._parts: dict[str, Any] = {}
 
     def once(self, name: str, build: Callable[[], Part]) -> Part:
-        """What `build` returned when it was first called with this name."""
+        """Returns the part that is cached under this name. The first call builds it with `build`."""
         if name not in self._parts:
             self._parts[name] = build()
         return cast(Part, self._parts[name])
 
     def release(self) -> None:
-        """Frees the memory of all parts: a launcher has no use for them while its ranks train."""
+        """Drops all cached parts. A launcher does this to free their memory, because it does not need them while its
+        ranks train."""
         self._parts.clear()
 
     @property
     def data(self) -> tuple[Any, Any]:
-        """The training set and the evaluation set; the latter is None where the job has none."""
+        """The training set and the evaluation set. The latter is None if the job has none."""
         return self.once("data", lambda: build_data(self.job))
 
     @property
@@ -45,7 +47,8 @@ class JobParts:
 
     @property
     def meta_model(self) -> nn.Module | None:
-        """The model on the meta device; None where it can only be built with memory."""
+        """The model on the meta device. None if its constructor fails there, for example because it reads values of
+        tensors."""
         return self.once("meta_model", self._build_meta_model)
 
     def _build_meta_model(self) -> nn.Module | None:
@@ -59,7 +62,8 @@ class JobParts:
 
     @property
     def model(self) -> nn.Module:
-        """The model, on the meta device where that is possible. Parameters that the job freezes are frozen."""
+        """The model, on the meta device if it can be built there, otherwise in memory. Parameters that the job freezes
+        are frozen."""
         return self.once("model", self._build_model)
 
     def _build_model(self) -> nn.Module:
@@ -71,7 +75,8 @@ class JobParts:
 
     @property
     def structure(self) -> ModelStructure:
-        """How the model can be split and cut, on a batch like `sample`."""
+        """The structure of the model (which layers can be split, where it can be cut into stages), found with `sample`
+        as input."""
         return self.once("structure", self._build_structure)
 
     def _build_structure(self) -> ModelStructure:

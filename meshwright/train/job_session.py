@@ -27,12 +27,13 @@ from meshwright.train.build import (
 from meshwright.train.session import Report, Session
 from meshwright.train.step.optimizer import optimizer_for_parameters, optimizer_groups
 
-# Size of the weights above which a rank that holds a part of a model does not build the whole model in memory.
+# If the model's weights are larger than this, a rank that needs only a part of them does not allocate all of them.
 LARGE_BYTES = 2**30
 
 
 def build_session(job: Job, plan: Plan, world: World, report: Report) -> Session:
-    """The session of this rank. `report` is called with what the rank is doing, for its heartbeat."""
+    """Builds the session in which this rank trains the job. `report` is called with the rank's current activity, such
+    as `forward`, which is written to its heartbeat."""
     model, fill = _build_model(job, plan, world.device)
     groups = optimizer_groups(job.optimizer, model)
     make_schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None
@@ -61,8 +62,8 @@ def build_session(job: Job, plan: Plan, world: World, report: Report) -> Session
 
 
 def _build_model(job: Job, plan: Plan, device: torch.device) -> tuple[nn.Module, FillWeights | None]:
-    """The model and None; or, for a large model that the plan divides, the model on the meta device and a function that
-    fills in the weights of this rank's part once the plan has divided it."""
+    """Returns the initialized model and None. For a model above `LARGE_BYTES` that the plan divides among ranks, it
+    returns the model on the meta device, and a function that creates this rank's weights after the plan was applied."""
     is_divided = plan.world_size > plan.axes.replicate and plan.stages_per_rank == 1
     if not is_divided or plan.compute.layout != "contiguous" or job.train.weights:
         return build_initialized_model(job), None

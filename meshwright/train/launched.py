@@ -1,5 +1,5 @@
-"""Training as a rank that torchrun, mpirun or srun has launched: the ranks are running already, and agree on a run
-folder among themselves."""
+"""Training in ranks that another launcher has started, such as torchrun, or mpirun or srun with torchrun's environment
+variables. The ranks are running already, and rank 0 chooses the run folder for all."""
 
 from typing import Any
 
@@ -22,8 +22,9 @@ from meshwright.train.rank import train_rank
 def train_as_launched_rank(
     job: Job, plan: Plan | None, cluster: Cluster, resume: str, recorded_steps: int = 0
 ) -> dict[str, Any] | None:
-    """Trains as this rank of a launched run. Returns the result on rank 0, and None on the other ranks and when the run
-    was stopped before its end."""
+    """Trains as this rank of a launched run. Without a plan, every rank is a replica. `resume` and `recorded_steps` are
+    those of `run.train`. Returns the result on rank 0, and None on other ranks or if the run was stopped before its
+    end."""
     results: list[dict[str, Any] | None] = []
 
     def main(world: World, heartbeat: Heartbeat) -> None:
@@ -52,8 +53,8 @@ def _train(
 def _agree_on_folder(
     job: Job, plan: Plan, cluster: Cluster, resume: str, world: World
 ) -> tuple[RunFolder, LockedRun | None]:
-    """The run folder of all ranks. Rank 0 checks the job and locks the folder; the lock is None on the other ranks. An
-    error on rank 0 is raised on every rank."""
+    """Returns the run folder, which is the same on all ranks, and the locked run (None on ranks other than 0). Rank 0
+    checks the job, then chooses and locks the folder. If this raises a `MeshwrightError`, every rank raises it."""
     locked_run: LockedRun | None = None
     outcome: list[Any] = [None]  # rank 0's folder or error
     if world.rank == 0:

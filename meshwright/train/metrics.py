@@ -7,9 +7,9 @@ A metric is called as `metric(output, target)` for every evaluated batch and ret
 - a tensor, if the metric also has a method `finish(total) -> float`: the tensors of all batches are added up, and
   `finish` turns the total into the value (a confusion matrix into mean IoU, for example).
 
-A metric that compares the samples of a batch with each other has a method `joined(across)`, as a loss may (loss.py).
+A metric that compares the samples of a batch with each other has a method `joined(across)`, see step/loss.py.
 
-Everything is added up in fp64 over batches and ranks, so the value is that of the whole evaluation set.
+All sums are taken in fp64 over all batches and ranks. Therefore the value is that of the whole evaluation set.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,19 +25,20 @@ Metric = Callable[[Any, Any], Any]
 
 
 def accuracy(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The fraction of samples whose largest output is at the target class. A negative target marks a sample that was
-    skipped, and is not counted."""
+    """Returns the number of samples whose largest output is at the target class, and the number of samples. A negative
+    target marks a sample that was skipped, and is not counted."""
     return (output.argmax(dim=1) == target).sum(), (target >= 0).sum()
 
 
 def top_k(output: Tensor, target: Tensor, k: int = 5) -> tuple[Tensor, Tensor]:
-    """The fraction of samples whose target class is among the k largest outputs, or among all when there are fewer."""
+    """Returns the number of samples whose target class is among the `k` largest outputs (or all outputs, if there are
+    fewer), and the number of samples. Samples with a negative target are not counted."""
     largest = output.topk(min(k, output.shape[1]), dim=1).indices
     return (largest == target.unsqueeze(1)).any(dim=1).sum(), (target >= 0).sum()
 
 
 def mean_error(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    """The mean absolute error."""
+    """Returns the sum of the absolute errors and the number of elements, whose quotient is the mean absolute error."""
     return (output - target).abs().double().sum(), target.numel()
 
 
@@ -48,12 +49,14 @@ def compares_samples(function: Any) -> bool:
 
 
 def without_rows(output: Any) -> Any:
-    """The output of a batch of no samples: the tensors in it without their rows."""
+    """Returns a model's output with each tensor cut to 0 rows (dimension 0), as it would be for a batch without
+    samples."""
     return tree_map(lambda value: value[:0] if isinstance(value, Tensor) else value, output)
 
 
 class MetricTotals:
-    """The running totals of the loss and the metrics of an evaluation, on one rank."""
+    """Adds up the loss and the metrics of an evaluation on one rank, and computes their values from the totals of all
+    ranks."""
 
     def __init__(self, metrics: Mapping[str, Metric], device: torch.device) -> None:
         self._metrics = metrics
@@ -61,8 +64,8 @@ class MetricTotals:
         self._totals: dict[str, Tensor] = {}
 
     def add(self, output: Any, target: Any, samples: int) -> None:
-        """Adds the metrics of a batch. For a batch without samples only those metrics are computed that compare samples
-        of all ranks, since the other ranks wait for this one."""
+        """Adds the metrics of a batch. If `samples` is 0, only metrics that compare samples are called, because they
+        communicate, and the other ranks wait for this one."""
         for name, metric in self._metrics.items():
             if samples:
                 self.add_value(name, metric(output, target), samples)
@@ -70,7 +73,7 @@ class MetricTotals:
                 self.add_value(name, metric(without_rows(output), target), samples)
 
     def add_value(self, name: str, value: Any, samples: float | Tensor) -> None:
-        """Adds what a metric returned for a batch of so many samples."""
+        """Adds `value`, which the metric `name` returned for a batch of `samples` samples."""
         if hasattr(self._metrics.get(name), "finish"):
             part = torch.as_tensor(value, device=self._device).double()
         elif isinstance(value, tuple | list) and len(value) == 2:
@@ -87,10 +90,12 @@ class MetricTotals:
         self._totals[name] = self._totals[name] + part if name in self._totals else part
 
     def totals(self) -> dict[str, Tensor]:
+        """The totals of this rank by the name of the metric: (sum, count) or, for a metric with `finish`, its summed
+        tensors."""
         return self._totals
 
     def finish(self, totals: Mapping[str, Tensor]) -> dict[str, float]:
-        """The values of the metrics, given the totals of all ranks."""
+        """Returns the value of each metric by name. `totals` are the `totals()` of all ranks, added up."""
         values: dict[str, float] = {}
         for name, total in totals.items():
             finish = getattr(self._metrics.get(name), "finish", None)

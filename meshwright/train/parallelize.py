@@ -1,5 +1,5 @@
-"""`parallelize`: a session for a training loop of one's own, in ranks that torchrun, mpirun or srun started, or in a
-single process."""
+"""`parallelize`: returns a session for a user's own training loop, in ranks that torchrun has started (or mpirun or
+srun with torchrun's environment variables), or in a single process."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -29,17 +29,18 @@ def parallelize(
     timeout_s: float = 600,
     sample_batch: Any = None,
 ) -> Session:
-    """A session that trains the model under a plan; without a plan, every rank is a replica.
+    """Returns a session that trains the model under a plan. Without a plan, every rank is a replica.
 
-    `optimizer` is a template: the session rebuilds its class, groups and options, by parameter name, for the parallel
-    model, and the given object can no longer be stepped. `schedule` is called with the new optimizer and returns its
-    learning-rate schedule. `loss` is None for models that return their loss. `target` is the key of the target in
-    batches that are dicts. `sample_batch`, a batch of any size, is needed for plans that split or cut the model.
-    `timeout_s` is how long a rank waits for the others.
+    `optimizer` is a template: the session builds a new optimizer of the same class, groups and options for the parallel
+    model, and matches parameters by name. Calling `step` of the given optimizer then raises an error. `schedule` is
+    called with the new optimizer and returns its learning-rate schedule. `loss` is None for models that return their
+    loss. `target` is the key of the target in batches that are dicts. `device` is `cuda` or `cpu`; None means `cuda` if
+    there is a GPU. `sample_batch`, a batch of any size, is needed for plans that split or cut the model. `timeout_s` is
+    how long a rank waits for other ranks before it fails.
     """
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     world = join(kind, timeout_s)
-    # The template is linked to the parallel model by names, since a plan may replace the parameters.
+    # Parameters are matched by name, because a plan may replace the parameter objects that the template refers to.
     names = {id(p): name for name, p in model.named_parameters()}
     session = Session(
         model,
@@ -58,7 +59,7 @@ def parallelize(
 
 
 def _mark_used(optimizer: torch.optim.Optimizer) -> None:
-    """Makes `step` of the template raise an error."""
+    """Makes `optimizer.step` raise an error, because stepping the template would not train the parallel model."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise RuntimeError("this optimizer was a template for parallelize(): call session.step(batch) instead")

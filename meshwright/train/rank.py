@@ -1,4 +1,5 @@
-"""One rank of a run: `python -m meshwright.train.rank RUN_FOLDER DEVICE STEPS_TO_RECORD`, which run.py starts."""
+"""One rank of a run that run.py starts. The launcher calls `main` with the arguments RUN_FOLDER, DEVICE and
+STEPS_TO_RECORD in `sys.argv`."""
 
 import sys
 from pathlib import Path
@@ -21,7 +22,8 @@ from meshwright.train.trainer import Trainer
 def train_rank(
     job: Job, plan: Plan, folder: RunFolder, world: World, heartbeat: Heartbeat, recorded_steps: int = 0
 ) -> bool:
-    """Trains as this rank of the world. Returns whether the run is finished."""
+    """Trains as this rank of the world. Returns True if the run is finished, and False if it was stopped before its
+    end."""
     if plan.gradients.servers:
         raise InputError(
             f"the plan ({plan.summary()}) has parameter servers, which `meshwright train` starts itself: run it without"

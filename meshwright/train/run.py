@@ -1,5 +1,5 @@
-"""`meshwright train`: checks the job, locks a run folder, starts the ranks, waits for them, and returns their
-result."""
+"""`train`, the work of `meshwright train`: checks the job, locks a run folder, starts the ranks, waits for them, and
+returns the result."""
 
 import shutil
 import sys
@@ -32,9 +32,12 @@ def train(
     note: str | None = None,
     parts: JobParts | None = None,
 ) -> dict[str, Any]:
-    """Trains on this machine, and returns the result that `meshwright train --json` prints. `resume` is as in
-    `lock_run_folder`. `recorded_steps` is the number of first steps to record for `prove --against`. `note` is printed
-    once the job is known to be able to start. `parts` are those that planning the job has built; they are released."""
+    """Trains on this machine, and returns the result that `meshwright train --json` prints.
+
+    `resume` is that of `lock_run_folder`. `predicted_step_s` is only copied into the result. `recorded_steps` is the
+    number of steps, from the first one on, to record for `prove --against`. `note` is printed after the job was
+    checked. `parts` caches what planning has built of the job; its memory is released before the ranks start.
+    """
     parts = parts or JobParts(job)
     check_is_local(cluster)
     choice = choose_precision(plan, job, cluster, parts)
@@ -56,7 +59,8 @@ def train(
         print(line, file=sys.stderr, flush=True)
     write_job_and_plan(folder, job, plan)
     threads = plan.compute.threads or max(1, cluster.cores // plan.world_size)
-    # Ranks below `workers` can be restarted alone, and rank `workers`, the first server, prints for all.
+    # With parameter servers, each worker (ranks below `workers`) can be restarted alone, and the first server, which is
+    # rank `workers`, prints to the terminal. Without them, no rank can be restarted alone, and rank 0 prints.
     workers = plan.world_size if plan.gradients.servers else 0
     ranks = RankSettings(plan.processes, cluster.kind, threads, job.train.restarts, job.train.grace_s, workers, workers)
     try:

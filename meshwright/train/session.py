@@ -43,31 +43,32 @@ from meshwright.train.step.loss_scale import LossScale
 from meshwright.train.step.optimizer import use_fused_kernels
 
 Report = Callable[[str], None]  # called with what the rank is doing, for its heartbeat
-Parameters = Mapping[str, nn.Parameter]  # those that this rank holds, by their names in the original model
+Parameters = Mapping[str, nn.Parameter]  # those that this rank holds, by their names in the user's model
 MakeOptimizer = Callable[[Parameters], torch.optim.Optimizer]
 MakeSchedule = Callable[[torch.optim.Optimizer], LRScheduler]
 
 
 class RemoteOptimizer(Protocol):
-    """An optimizer in another process, which replaces the session's own. `share` is this session's share of each global
-    batch."""
+    """An optimizer in another process, which the session uses instead of its own. `share` is this session's share of
+    each global batch."""
 
     share: SampleShare
 
     def update(self, session: "Session", loss_sum: Tensor) -> tuple[bool, Tensor]:
-        """Sends the session's gradients and puts the new weights into its model. Gradients and `loss_sum` are sums over
-        the session's samples, to be divided by `session.target_count`. Returns whether the optimizer made a step, and
-        the mean loss."""
+        """Sends the session's gradients and copies the new weights into its model. Gradients and `loss_sum` are sums
+        over the session's samples; the optimizer divides their sum over all sessions by the sum of
+        `session.target_count`. Returns whether the optimizer made a step, and the mean loss."""
         ...
 
 
 class Session:
-    """The state of a training: weights, optimizer, schedule, number of steps, and position in the data.
+    """Trains a model under a plan on this rank: makes steps, evaluates, saves and loads. Holds weights, optimizer and
+    schedule.
 
-    `steps` is the number of steps so far, and `position` the epoch and batch that come next. `parts` is the number of
-    fixed parts of a data set that is divided by sample, or None. `gradient_norm` is that of the last step before
-    clipping, or None when nothing clips. `on_gradients` is called in each step when the gradients are complete, before
-    they are clipped.
+    `steps` is the number of steps so far, and `position` the epoch and the index of the batch that come next. `parts`
+    is the number of fixed parts of the data set with `data.partition: sample`, otherwise None. `gradient_norm` is the
+    norm of the last step's gradients before clipping, or None without clipping. `on_gradients` is called in each step
+    when the gradients are complete, before they are clipped.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class Session:
         self.remote_optimizer: RemoteOptimizer | None = None
         self.on_gradients: Callable[[], None] | None = None
         self.gradient_norm: Tensor | None = None
-        # Captures whole steps of one rank; compiled blocks have CUDA graphs of their own.
+        # Captures forward and backward passes of a single rank. With `compile`, torch captures the blocks itself.
         captures = plan.compute.cuda_graphs and plan.compute.compile == "none" and world.device.type == "cuda"
         self._graphs = StepGraphs(self._run_forward_backward, list(self.module.parameters())) if captures else None
         self._forward_backward = ForwardBackward(self._parallel, self._loss, self.loss_scale, report)
@@ -131,7 +132,7 @@ class Session:
 
     @property
     def module(self) -> nn.Module:
-        """The caller's model with the trained weights, or this rank's part of it."""
+        """The user's model with the trained weights, or this rank's part of it."""
         return self._parallel.module
 
     @property
@@ -141,8 +142,8 @@ class Session:
 
     @property
     def target_count(self) -> Tensor | float:
-        """What a remote optimizer divides the last step's gradients by: the number of targets, or 0 for a sum that is
-        not divided."""
+        """What this rank adds to the number that a remote optimizer divides the last step's gradients by: its number of
+        targets or samples. 0 for a loss that is a sum and is not divided."""
         return self._forward_backward.count
 
     # ---- training
@@ -155,7 +156,7 @@ class Session:
         loading: LoadingOptions | None = None,
         drop_last: bool = False,
     ) -> Iterator[Batch]:
-        """This rank's share of every global batch, from the session's position on."""
+        """Yields this rank's share of every global batch, from `position` on; without end if `epochs` is None."""
         if global_batch < self.plan.shares:
             raise InputError(
                 f"train.global_batch is {global_batch}, fewer than the {self.plan.data_ranks} ranks × "
@@ -180,9 +181,8 @@ class Session:
     def step(self, batch: Any) -> Tensor:
         """Makes one optimizer step on a `Batch` that `batches` yielded, or on this rank's share of a global batch from
         another loader. Returns the mean loss of the global batch, which is the same on every rank."""
-        # Random numbers depend only on the seed, the step and the data rank: neither evaluations nor restarts change
-        # them,
-        # and ranks that hold copies of the same activations use the same dropout masks.
+        # Random numbers depend only on the seed, the step and the data rank. Therefore evaluations and restarts do not
+        # change them, and ranks that compute the same activations use the same dropout masks.
         _seed_all(derive_seed(self.seed, "step", self.steps, self._share().rank), self.world.device)
         if self._parallel.local_steps:
             self._parallel.local_steps.before_step(self.steps)
@@ -191,7 +191,7 @@ class Session:
         microbatches = batch.microbatches if has_position else self._microbatches(batch)
         examples = [(self._example(part.data, part.width), part.samples) for part in microbatches]
         if self.plan.axes.pipeline > 1:
-            # A short batch has fewer microbatches than the schedule needs: the last one is repeated with weight 0.
+            # A short batch may have too few microbatches for the schedule: its last one is repeated with weight 0.
             examples += [(examples[-1][0], 0)] * (self.plan.microbatches - len(examples))
         samples = batch.samples if has_position else None
         if self._graphs is not None:
@@ -208,7 +208,7 @@ class Session:
         self.steps += 1
         if has_position:
             self.position = (batch.epoch + 1, 0) if batch.last else (batch.epoch, batch.index + 1)
-        # A schedule per step counts the optimizer's steps, and not the ones that fp16 skipped.
+        # A schedule that is stepped per step is not stepped if the optimizer's step was skipped (in fp16).
         if self.schedule and (stepped if self._schedule_per == "step" else has_position and batch.last):
             self.schedule.step()
         return loss
@@ -237,9 +237,10 @@ class Session:
         loading: LoadingOptions | None = None,
         interrupted: Callable[[], bool] = lambda: False,
     ) -> dict[str, float] | None:
-        """The loss and the metrics over the whole data set, each sample counted once. They are the same on every rank.
+        """Returns the metrics by name, and the loss as `loss`, over the whole data set, with each sample counted once.
+        They are the same on every rank.
 
-        `interrupted` is called before each batch. When it returns True on any rank, all ranks stop and return None.
+        `interrupted` is called before each batch. If it returns True on any rank, all ranks return None.
         """
         totals, gave_up = self.evaluate_share(dataset, metrics, batch, loading, interrupted)
         self._report("evaluate (combining)")
@@ -254,7 +255,8 @@ class Session:
         interrupted: Callable[[], bool],
         share: SampleShare | None = None,
     ) -> tuple[MetricTotals, bool]:
-        """The totals of this rank's share of an evaluation, or of another `share`; and whether it was interrupted."""
+        """Evaluates this rank's share of the data set, or another `share`. Returns its totals, which are not combined
+        with those of other ranks, and whether the evaluation was interrupted."""
         self._report("evaluate")
         self._parallel.align_buffers()
         self._parallel.train(False)
@@ -289,16 +291,16 @@ class Session:
     # ---- weights and checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """The full weights, as plain tensors that load into the original model. All ranks must call this together."""
+        """The full weights, as plain tensors that load into the user's own model. All ranks must call this together."""
         self._parallel.align_buffers()
         return self._parallel.full_state()
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """The full gradients by name, to be called inside `on_gradients`, by all ranks together."""
+        """The full gradients by parameter name. All ranks must call this together, inside `on_gradients`."""
         return self._parallel.full_gradients()
 
     def state(self) -> State:
-        """What a checkpoint keeps of the model, the optimizer and the schedule."""
+        """The contents of a checkpoint by key: tensors of the model and the optimizer, `schedule` and `loss_scale`."""
         self._parallel.align_buffers()
         self._parallel.reshard()
         schedule = self.schedule.state_dict() if self.schedule else None
@@ -310,8 +312,8 @@ class Session:
         }
 
     def about(self) -> dict[str, Any]:
-        """What a checkpoint's manifest says: the step, the position, and the seed, which with the step determines all
-        random numbers."""
+        """What a checkpoint's manifest says about its position in the run: `step`, `position`, `seed`, and `parts` if
+        it is not None. Seed and step determine all random numbers."""
         about = {"step": self.steps, "position": list(self.position), "seed": self.seed}
         return about | ({"parts": self.parts} if self.parts else {})
 
@@ -320,12 +322,12 @@ class Session:
         return save_at(self.state(), Path(path), self.steps, self.about())
 
     def load(self, path: str | Path) -> None:
-        """Resumes from a checkpoint, which may have been written under another plan."""
+        """Verifies a checkpoint and resumes from it. It may have been written under another plan."""
         manifest = verify(Path(path))
         self.restore(Path(path), manifest.about)
 
     def restore(self, path: Path, about: Mapping[str, Any]) -> None:
-        """Resumes from a checkpoint that has been verified, and whose manifest says `about`."""
+        """Resumes from a checkpoint that is verified already. `about` is the field of that name in its manifest."""
         self._parallel.reshard()
         objects = load(path, self.module, self.optimizer, *self._parallel.weight_division)
         if self.schedule and objects["schedule"] is not None:
@@ -348,29 +350,29 @@ class Session:
         return SampleShare(place.data_rank, self.plan.data_ranks, place.tensor, self.plan.axes.tensor)
 
     def _example(self, data: Any, width: int | None) -> ModelBatch:
-        """The batch on the device, as the model takes it. `width` is that of the whole input when the data has only
-        this rank's columns of it, and None otherwise."""
+        """Moves a batch to the device, and splits it into the model's arguments and the target. `width` is the number
+        of columns of the full input if `data` holds only this rank's columns of it, otherwise None."""
         channels_last = self.plan.compute.layout == "channels_last"
         moved = move_to_device(data, self.world.device, channels_last=channels_last)
         example = split_batch(moved, self._target)
         return example if width is None else self._parallel.with_input_columns(example, width)
 
     def _microbatches(self, data: Any) -> list[Microbatch]:
-        """A batch from another loader, cut into the microbatches of the plan."""
+        """Cuts a batch from another loader into the plan's number of microbatches."""
         microbatches = split_into_microbatches(data, self.plan.microbatches)
         return [Microbatch(microbatch, samples_in(microbatch)) for microbatch in microbatches]
 
     def _train_mode(self) -> None:
-        """Puts the model into training mode. Frozen modules stay in evaluation mode, so that neither their weights nor
-        their running statistics change."""
+        """Puts the model into training mode. Frozen modules stay in evaluation mode, so that their running statistics
+        do not change."""
         self._parallel.train()
         for name in self._frozen:
             self.module.get_submodule(name).eval()
 
 
 def _seed_all(seed: int, device: torch.device) -> None:
-    """Seeds all random generators of this process. Unlike `torch.manual_seed`, which on a CUDA device that is not
-    initialized stores every call with its stack, it seeds only the device in use."""
+    """Seeds the generators of torch, `random` and NumPy. It does not call `torch.manual_seed`, because that stores
+    every call with its stack as long as CUDA is not initialized."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)

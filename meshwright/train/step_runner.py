@@ -1,5 +1,5 @@
-"""`StepRunner`: what the trainer needs to run the steps of a job. `Session` implements it, and `Server` for runs with
-parameter servers."""
+"""`StepRunner`: the interface through which the trainer runs the steps of a job. `Session` implements it, and so does
+`Server` for runs with parameter servers."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ from meshwright.train.metrics import Metric
 
 
 class StepRunner(Protocol):
-    """See `Session` for what each member means."""
+    """The members of `Session` that the trainer uses. They mean the same as in `Session`."""
 
     @property
     def plan(self) -> Plan: ...

@@ -7,8 +7,9 @@ import torch.distributed as dist
 
 
 class StopAgreement:
-    """An all-reduce that starts before a step and ends after it, so that it overlaps with the step. Its result is the
-    same on every rank: whether any of them had a stop request when it started."""
+    """Decides after each step whether all ranks stop: they do if any rank had a stop request when the step began.
+    `start` is called before the step and starts an all-reduce, which overlaps with the step; `result` is called after
+    the step."""
 
     def __init__(self, ranks: int, is_requested: Callable[[], bool]) -> None:
         self._ranks = ranks
@@ -22,7 +23,7 @@ class StopAgreement:
             self._work = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, async_op=True)
 
     def result(self) -> bool:
-        """Whether all ranks stop now."""
+        """Waits for the all-reduce. Returns whether to stop now, which is the same on all ranks."""
         if self._ranks == 1:
             return self._is_requested()
         assert self._work is not None

@@ -1,10 +1,12 @@
 """`Trainer`: runs a job on one rank, from its newest checkpoint to its end: steps, evaluations, checkpoints and logs.
 Every rank of a run has one.
 
-When a rank dies inside a save: checkpoint/save.py writes a checkpoint under a temporary name and renames it when it is
-complete, so the half-written one never counts (its docstring lists every case); launch/local stops the other ranks and
-starts all of them again; and `_resume` below removes the half-written one (`clear_unfinished`) and continues from the
-newest valid checkpoint.
+If a rank dies while a checkpoint is saved, the run repeats the steps since the previous checkpoint:
+
+- checkpoint/save.py writes a checkpoint under a temporary name and renames it when it is complete, so a half-written
+  checkpoint is never read (the docstring of save.py lists every case);
+- launch/local stops the other ranks and starts all of them again;
+- `_resume` below removes the half-written checkpoint (`clear_unfinished`) and continues from the newest valid one.
 """
 
 import json
@@ -44,7 +46,7 @@ LOWER_IS_BETTER = ("loss", "error", "perplexity")
 
 @dataclass(frozen=True)
 class BestCheckpoint:
-    """The step of the best checkpoint, and its value of the metric `checkpoint.best`."""
+    """The step at which the metric that `checkpoint.best` names was best so far, and its value there."""
 
     step: int
     value: float
@@ -63,7 +65,7 @@ class Trainer:
         heartbeat: Heartbeat,
         recorded_steps: int = 0,
     ) -> None:
-        """`recorded_steps` is the number of first steps to record for `prove --against`."""
+        """`recorded_steps` is the number of steps, from the first one on, to record for `prove --against`."""
         self.job = job
         self.session = session
         self.world = world
@@ -81,7 +83,8 @@ class Trainer:
         self.recorded_steps = recorded_steps
 
     def run(self, stop: StopRequest) -> bool:
-        """Trains to the end, or until a stop is requested. Returns whether the run is finished."""
+        """Trains to the end, or until a stop is requested. Returns True if the run is finished, and False if it was
+        stopped."""
         start_message = self._resume()
         self._open_outputs()
         try:
@@ -109,15 +112,15 @@ class Trainer:
             self.display = make_display(terminal(), self.total_steps(), steps)
 
     def _describe_data_parts(self) -> list[str]:
-        """Lines that say how evenly the fixed parts of the data set are filled; empty when it is not divided by
-        sample."""
+        """Lines that say how evenly the samples are distributed over the fixed parts of the data set. Empty unless
+        `data.partition` is `sample`."""
         if not hasattr(self.train_set, "__len__"):
             return []
         partition = self._partition(len(self.train_set))
         return describe_parts(partition, labels_of(self.train_set)) if isinstance(partition, PartPartition) else []
 
     def total_steps(self) -> int | None:
-        """Number of steps of the whole job; None for streams of unknown length when the job counts epochs only."""
+        """The number of steps of the whole job. None if it is unknown, because the job counts epochs of a stream."""
         train = self.job.train
         if train.epochs is None or not hasattr(self.train_set, "__len__"):
             return train.steps
@@ -143,7 +146,7 @@ class Trainer:
         batches = self.session.batches(
             self.train_set, train.epochs, train.global_batch, self.loading, self.job.data.drop_last
         )
-        recorded = self.recorded_steps if self.session.steps == 0 else 0  # a resumed run has had its first steps
+        recorded = self.recorded_steps if self.session.steps == 0 else 0  # the first steps of a resumed run are over
         with closing(batches), record_steps(self.session, self.folder.record, recorded) as step:  # type: ignore[type-var]
             self.heartbeat.update(self.session.steps, "data")
             for batch in batches:
@@ -216,8 +219,9 @@ class Trainer:
     # ---- evaluation
 
     def _evaluation_due(self, batch: Batch | None) -> bool:
-        """Whether to evaluate now: after every `eval_every_steps` steps or every epoch, and at the end. `batch` is None
-        when a run is resumed, since the evaluation of the step that was saved may have been interrupted."""
+        """Whether to evaluate now: after every `eval_every_steps` steps or every epoch, and at the end. `batch` is the
+        batch of the step just made. It is None before the loop: a resumed run evaluates there if its last step should
+        have been evaluated but the evaluation was interrupted."""
         if self.eval_set is None or self._is_evaluated() or self.session.steps == 0:
             return False
         if self._at_end():
@@ -232,7 +236,8 @@ class Trainer:
         return self.last_evaluation is not None and self.last_evaluation[0] == self.session.steps
 
     def _evaluate(self, stop: StopRequest | None) -> bool:
-        """Evaluates. Returns False when a stop request interrupted it."""
+        """Evaluates, logs the metrics, and saves a checkpoint if it is the best so far. Returns False if `stop`
+        interrupted the evaluation; None for `stop` means that nothing can interrupt it."""
         self.meter.pause()
         values = self.session.evaluate(
             self.eval_set,
@@ -256,7 +261,8 @@ class Trainer:
         return True
 
     def _is_better(self, value: float) -> bool:
-        """Whether a value of the metric `checkpoint.best` is better than that of the best checkpoint."""
+        """Whether `value` of the metric that `checkpoint.best` names is better than its value at the best
+        checkpoint."""
         if math.isnan(value):
             return False
         if self.best is None:
@@ -272,7 +278,8 @@ class Trainer:
         return every is not None and self.session.steps % every == 0
 
     def _save(self) -> None:
-        """Saves a checkpoint of the current step, unless there is one, and removes old ones."""
+        """Saves a checkpoint of the current step unless this step is saved already, and deletes old checkpoints. All
+        ranks call this together."""
         step = self.session.steps
         if self.saved_step == step:
             return

@@ -1,4 +1,5 @@
-"""Reads IDX, the file format of MNIST. The error for a file of another format or a damaged one is a single line."""
+"""Reads IDX, the file format of MNIST. For a damaged file or one of another format, raises an error of a single
+line."""
 
 import gzip
 import struct

@@ -1,5 +1,5 @@
-"""In-batch softmax: a query should have a larger score with its document than with all other documents of the global
-batch, on whichever rank these are.
+"""In-batch softmax: a query should have a larger score with its own document than with all other documents of the
+global batch, no matter on which rank those are.
 
 With queries q and documents d of the global batch and the temperature τ:
 
@@ -16,26 +16,26 @@ from torch import Tensor
 
 from meshwright.errors import InputError
 
-# Local rows → the rows of all ranks, and the index of the first local row among them.
+# Maps this rank's rows to the rows of all ranks, and the index of this rank's first row among them.
 GatherRows = Callable[[Tensor], tuple[Tensor, int]]
 Vectors = tuple[Tensor, Tensor]  # queries and documents, (batch, dim) each; row i of both is a pair
 
 
 class _InBatchComparison:
-    """Scores of the queries of this rank with the documents of all ranks."""
+    """Base class that computes the scores of this rank's queries with the documents of all ranks."""
 
     def __init__(self) -> None:
         self._across: GatherRows | None = None
 
     def joined(self, across: GatherRows) -> Self:
-        """Returns a copy that is called with the rows of one rank and compares them with the rows of all ranks, which
-        `across` gathers."""
+        """Returns a copy for one rank of many. The copy is called with the rows of this rank, and compares them with
+        the rows of all ranks, which `across` gathers."""
         copy_over_ranks = copy(self)
         copy_over_ranks._across = across
         return copy_over_ranks
 
     def _scores(self, queries: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the scores (local queries, all documents), and for each query the index of its document."""
+        """Returns the scores (this rank's queries, all documents), and for each query the index of its own document."""
         if queries.dim() != 2 or queries.shape != documents.shape:
             raise InputError(
                 f"in-batch softmax takes two vectors per sample, but the model returned {tuple(queries.shape)} and"
@@ -46,8 +46,8 @@ class _InBatchComparison:
 
 
 class InBatchSoftmax(_InBatchComparison):
-    """The loss above, summed over the queries of this rank. With `symmetric` it is the mean of this loss and of the
-    same loss with queries and documents exchanged."""
+    """The loss in the module's docstring, summed over the queries of this rank. With `symmetric`, it is the mean of
+    this loss and of the same loss with queries and documents exchanged."""
 
     def __init__(self, temperature: float = 0.05, symmetric: bool = False) -> None:
         super().__init__()
@@ -67,7 +67,8 @@ class InBatchSoftmax(_InBatchComparison):
 
 
 class InBatchAccuracy(_InBatchComparison):
-    """The share of queries whose document has the largest score of all documents in the global batch."""
+    """A metric: the share of queries whose own document has the largest score of all documents in the global batch. A
+    call returns (number of such queries, number of queries) of this rank."""
 
     def __call__(self, output: Vectors, target: object) -> tuple[Tensor, int]:
         scores, matches = self._scores(*output)

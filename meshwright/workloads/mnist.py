@@ -59,9 +59,9 @@ def digits(
 ) -> Dataset[tuple[Tensor, int]]:
     """Returns a data set of (image, label): normalized floats (1, 28, 28) and a class from 0 to 9.
 
-    The digits come from the folder `root`, in the layout that torchvision's MNIST writes. Without a `root` they are
-    the 12,000 digits that come with the package; with `synthetic` they are generated. `limit` takes the first ones
-    only.
+    The digits are read from the folder `root`, in the layout that torchvision's MNIST writes. If `root` is None, they
+    are the 12,000 digits that come with the package. With `synthetic`, they are generated instead. `limit` keeps only
+    the first digits.
     """
     if split not in SPLITS:
         raise InputError(f"split is {split!r}: MNIST has {' and '.join(SPLITS)}")
@@ -120,8 +120,8 @@ _SEGMENTS_OF_DIGIT = ["abcdef", "bc", "abdeg", "abcdg", "bcfg", "acdfg", "acdefg
 
 
 def _generate(split: str) -> tuple[np.ndarray, np.ndarray]:
-    """Images and labels of seven-segment digits with random shifts and noise. There are as many as in the packaged
-    subset, and every call returns the same ones."""
+    """Returns images and labels of seven-segment digits with random shifts and noise. There are as many as in the
+    packaged subset, and every call returns the same ones."""
     size, seed = {"train": (10_000, 1), "test": (2_000, 2)}[split]
     random = np.random.RandomState(seed)
     clean = np.zeros((10, SIDE, SIDE), np.uint8)

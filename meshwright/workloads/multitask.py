@@ -18,8 +18,8 @@ from meshwright.workloads.text.json_lines import PADDING
 
 
 class Multitask(nn.Module):
-    """Maps token numbers (batch, texts, length) to the outputs of all tasks by name: class scores (batch, classes), or
-    one number per sample (batch,). The encoder is BERT-base by default."""
+    """Maps token numbers (batch, texts, length) to a dict of all tasks' outputs: class scores (batch, classes) for a
+    classification, one number per sample (batch,) for other tasks. The encoder is BERT-base by default."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ def _head(task: Task, hidden: int) -> nn.Module:
 
 
 class Classify(nn.Module):
-    """The scores of the classes of the first text."""
+    """A head that returns class scores for the first text."""
 
     def __init__(self, hidden: int, classes: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Classify(nn.Module):
 
 
 class Estimate(nn.Module):
-    """A number estimated from the first text."""
+    """A head that returns a number estimated from the first text."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Estimate(nn.Module):
 
 
 class Compare(nn.Module):
-    """The similarity of the first two texts, from -1 to 1: the cosine of their projections."""
+    """A head that returns the similarity of the first two texts, from -1 to 1: the cosine of their projections."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -88,7 +88,8 @@ class Compare(nn.Module):
 
 
 class Rank(nn.Module):
-    """The score of the better document (second text) for the query (first text), minus that of the worse (third)."""
+    """A head that returns a margin: the score of the better document (second text) for the query (first text), minus
+    the score of the worse document (third text)."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -102,7 +103,8 @@ class Rank(nn.Module):
 
 class MultitaskLoss(nn.Module):
     """The mean over all samples of the loss of each sample's task: cross entropy for classifications, the logistic loss
-    of the margin for rankings, the squared error otherwise. `weights` are by task, 1 for tasks without one."""
+    of the margin for rankings, the squared error otherwise. `weights` multiplies the losses of a task, by its name;
+    tasks that it does not name have weight 1."""
 
     def __init__(self, tasks: Tasks, weights: Mapping[str, float] | None = None) -> None:
         super().__init__()
@@ -131,7 +133,7 @@ def _sample_losses(task: Task, output: Tensor, value: Tensor) -> Tensor:
     return (output - value).square()
 
 
-# ---- metrics of one task, over the samples of this task: each returns (sum, number of samples)
+# ---- metrics over the samples of one task: each returns (sum, number of samples), whose ratio is the metric
 
 
 def task_accuracy(output: Mapping[str, Tensor], target: Tensor, task: str) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Pairs of a query and a matching document, from JSON lines: `{"query": …, "document": …}`.
 
-Each of both is a text, whose words are numbered by hashing, or a list of token numbers of at least 1. The splits are
-the files `train.jsonl` and `val.jsonl`.
+Query and document are texts, whose words are numbered by hashing, or lists of token numbers of at least 1. The splits
+are the files `train.jsonl` and `val.jsonl`.
 """
 
 import json
@@ -40,9 +40,9 @@ def pairs(
     limit: int | None = None,
     damaged: DamagePolicy = "fatal",
 ) -> "Pairs":
-    """Returns a data set of (query, document, index of the pair): token numbers, cut or padded to `query_length` and
-    `document_length`. The index is in the place of the target. The in-batch softmax needs no target: its
-    negatives are the other pairs of the batch."""
+    """Returns a data set of (query, document, index of the pair). Query and document are token numbers, cut or padded
+    to `query_length` and `document_length`. The index stands in the place of the target. The in-batch softmax needs no
+    target, because the other pairs of the batch are its negatives."""
     if synthetic:
         folder = generated_pairs()
     elif root is not None:
@@ -60,7 +60,7 @@ def pairs(
 
 
 class Pairs(Dataset[tuple[Tensor, Tensor, int]]):
-    """(query, document, index) samples. `vocabularies` and `lengths` are those of "query" and "document"."""
+    """(query, document, index) samples. `vocabularies` and `lengths` have the keys "query" and "document"."""
 
     def __init__(
         self, lines: JsonLines, vocabularies: dict[str, int], lengths: dict[str, int], limit: int | None
@@ -83,8 +83,8 @@ class Pairs(Dataset[tuple[Tensor, Tensor, int]]):
 
 
 def generated_pairs() -> Path:
-    """Returns the folder of the generated pairs, and writes them if they are not in the cache. The words of a document
-    are those that follow the words of its query in the generated language."""
+    """Returns the folder of the generated pairs, and writes them if they are not in the cache. The generated language
+    determines which word follows a word; a document consists of the words that follow the words of its query."""
     return fill_once(cache_folder() / "synthetic" / f"pairs-{VERSION}", _write)
 
 

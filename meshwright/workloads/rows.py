@@ -23,7 +23,7 @@ NOISE = 0.01  # standard deviation of the noise in generated targets
 
 
 class Rows(Dataset[tuple[Tensor, Tensor]]):
-    """(features, targets) samples, one per row. `columns` are the features that are read, None for all."""
+    """(features, targets) samples, one per row. `columns` is the range of features that are read; None reads all."""
 
     def __init__(self, features: Path, targets: Path, columns: range | None = None) -> None:
         self._files = features, targets
@@ -51,7 +51,8 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
         return features[0], targets[0]
 
     def batch_of(self, indices: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
-        """Returns the collated batch. Collating row by row would take longer than training on them."""
+        """Returns the features and targets of these rows as one collated batch. Collating them row by row would take
+        longer than training on them."""
         features = (
             self._features if self._columns is None else self._features[:, self._columns.start : self._columns.stop]
         )
@@ -75,8 +76,8 @@ def rows(
     count: int = 10_000_000,
     seed: int = 0,
 ) -> Rows:
-    """Returns the rows of a split in the folder `root`. With `synthetic`, they are generated, `count` for `train` and a
-    tenth as many for `val`; their targets are a fixed linear function of the features plus noise."""
+    """Returns the rows of a split in the folder `root`. With `synthetic`, rows are generated instead: `count` rows for
+    `train`, and a tenth as many for `val`. Their targets are a fixed linear function of the features plus noise."""
     if split not in SPLITS:
         raise InputError(f"split is {split!r}: rows have {' and '.join(SPLITS)}")
     if root is None and not synthetic:

@@ -9,9 +9,9 @@ from meshwright.errors import InputError
 
 
 def warmup_cosine(optimizer: Optimizer, warmup: int, total: int, floor: float = 0.0) -> LambdaLR:
-    """Returns a schedule that rises linearly to the optimizer's learning rate over `warmup` steps, then falls along
-    half a cosine to the share `floor` of it at step `total`, and stays there. With the job's `per: epoch` both are
-    epochs. The first step is taken at 1/`warmup` of the learning rate, not at zero."""
+    """Returns a schedule that rises linearly to the optimizer's learning rate over `warmup` steps. It then falls along
+    half a cosine to `floor` times this learning rate at step `total`, and stays there. If the job sets `per: epoch`,
+    `warmup` and `total` count epochs. The first step is taken at 1/`warmup` of the learning rate, not at zero."""
     if not 0 <= warmup < total:
         raise InputError(f"schedule: warmup is {warmup} and total is {total}: warmup must end before total does")
     if not 0 <= floor <= 1:

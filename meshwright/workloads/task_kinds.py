@@ -1,4 +1,4 @@
-"""The tasks of a multi-task job, which its model, data and loss all take as a mapping: `{name: {kind: …}, …}`."""
+"""The tasks of a multi-task job. Its model, data and loss all take them as a mapping: `{name: {kind: …}, …}`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +7,8 @@ from typing import Any, Literal, get_args
 from meshwright.errors import InputError, did_you_mean
 
 TaskKind = Literal["classification", "regression", "similarity", "ranking"]
-# The keys of the texts in a line. For a ranking `text` is the query, and the document `better` belongs before `worse`.
+# The keys of the texts in a line of data, by the kind of task. For a ranking, `text` is the query, and the document
+# `better` should be ranked before the document `worse`.
 TEXTS: dict[str, tuple[str, ...]] = {
     "classification": ("text",),
     "regression": ("text",),
@@ -19,7 +20,8 @@ Tasks = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Task:
-    """`number` is the task's index in the mapping. `classes` is 0 for all kinds but classifications."""
+    """One task of a multi-task job. `number` is the task's index in the mapping. `classes` is 0 for all kinds but
+    classifications."""
 
     name: str
     number: int
@@ -35,7 +37,8 @@ def read_tasks(tasks: Tasks) -> tuple[Task, ...]:
 
 
 def texts_per_sample(tasks: tuple[Task, ...]) -> int:
-    """Returns the number of texts of every sample, the largest of all tasks: all samples have the same shape."""
+    """Returns the number of texts of every sample. It is the largest number of all tasks, because all samples must have
+    the same shape."""
     return max(len(TEXTS[task.kind]) for task in tasks)
 
 

@@ -44,8 +44,8 @@ def tasks(
 ) -> "TaskSamples":
     """Returns a data set of (token numbers (texts, length), (number of the task, value)).
 
-    An epoch has every line of every task once, so tasks occur in proportion to their sizes. With `proportions` by task,
-    the task of each sample is drawn by them, and then one of its lines.
+    An epoch has every line of every task once, so tasks occur in proportion to their sizes. With `proportions` (by name
+    of the task), each sample's task is drawn at random with these proportions, and then one of the task's lines.
     """
     parsed_tasks = read_tasks(tasks)
     if synthetic:
@@ -68,8 +68,8 @@ def tasks(
 
 
 class TaskSamples(Dataset[tuple[Tensor, Tensor]]):
-    """Samples of all tasks, as `tasks` describes them. `shares` are the proportions in the order of `tasks`, or None to
-    read every line once."""
+    """Samples of all tasks, in the form that `tasks` describes. `shares` are the proportions in the order of `tasks`;
+    None reads every line once per epoch."""
 
     def __init__(
         self,
@@ -99,8 +99,8 @@ class TaskSamples(Dataset[tuple[Tensor, Tensor]]):
         return torch.from_numpy(texts), torch.tensor([task_number, value], dtype=torch.float32)
 
     def _choose_line(self, index: int) -> tuple[int, int]:
-        """Returns the number of the task and of the line in its file. Random numbers come from Python's generator,
-        which the loader seeds by epoch and sample."""
+        """Returns the number of a task, and the number of a line in that task's file. Random numbers come from Python's
+        generator, which the loader seeds by epoch and sample."""
         if self.shares is None:
             number = bisect(self.ends, index)
             return number, index - (self.ends[number] - len(self.files[number]))

@@ -1,5 +1,5 @@
-"""Generated data for multi-task jobs, in the language of `text_generated`. Each word has a topic and a value, and all
-labels and values of a text follow from its words."""
+"""Generated data for multi-task jobs, in the language of `text_generated`. Each word has a topic and a value, and the
+words of a text determine all its labels and values."""
 
 import json
 from pathlib import Path

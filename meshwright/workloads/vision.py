@@ -27,7 +27,8 @@ OBJECTS = 3  # in a generated picture for segmentation
 
 def vgg16(classes: int = 1000, hidden: int = HIDDEN, **options: Any) -> nn.Module:
     """Returns torchvision's VGG16 without pretrained weights. `hidden` is the number of features between its fully
-    connected layers; small machines take fewer. `options` are keywords of torchvision, such as `dropout`."""
+    connected layers, which can be lowered for small machines. `options` are keywords of torchvision, such as
+    `dropout`."""
     return _vgg("vgg16", classes, hidden, **options)
 
 
@@ -45,7 +46,7 @@ def resnet50(classes: int = 1000, **options: Any) -> nn.Module:
 
 def deeplab(classes: int = 21, auxiliary: bool = False, zero_init_residual: bool = False) -> nn.Module:
     """Returns DeepLabV3 on ResNet-101. With `auxiliary`, a second head learns from an earlier layer (see
-    `SegmentationLoss`). With `zero_init_residual`, the last BatchNorm weight of every residual block starts at zero:
+    `SegmentationLoss`). With `zero_init_residual`, the last BatchNorm weight of every residual block starts at zero;
     torchvision has this keyword for its ResNets, but not for DeepLabV3."""
     model: Any = _torchvision("segmentation.deeplabv3_resnet101", classes, weights_backbone=None, aux_loss=auxiliary)
     if zero_init_residual:
@@ -57,7 +58,7 @@ def deeplab(classes: int = 21, auxiliary: bool = False, zero_init_residual: bool
 
 class DeepLab(nn.Module):
     """torchvision's DeepLabV3 with the same parameter names. It returns the scores (batch, classes, height, width)
-    instead of a dict; in training with an auxiliary head, the pair of both heads' scores."""
+    instead of a dict. In training with an auxiliary head, it returns the pair of both heads' scores."""
 
     def __init__(self, torchvision_model: Any) -> None:
         super().__init__()
@@ -81,9 +82,9 @@ def _torchvision(name: str, classes: int, **options: Any) -> nn.Module:
 
 
 def _vgg(name: str, classes: int, hidden: int, **options: Any) -> nn.Module:
-    """Returns torchvision's VGG. If `hidden` is not VGG's number of features, it has new fully connected layers with
-    the same names, which are initialized like the convolutions (He et al. 2015): with the constant standard deviation
-    that torchvision uses, the outputs of narrow layers would vanish."""
+    """Returns torchvision's VGG. If `hidden` is not VGG's number of features, the fully connected layers are replaced
+    by new ones with the same names. These are initialized like the convolutions (He et al. 2015), because with the
+    constant standard deviation that torchvision uses, the outputs of narrow layers would vanish."""
     if hidden < 1:
         raise InputError(f"model: hidden is {hidden}: write a number of features of at least 1; VGG has {HIDDEN}")
     model: Any = _torchvision(name, classes, **options)
@@ -106,8 +107,8 @@ def _resize_scores(scores: Tensor, size: torch.Size) -> Tensor:
 
 
 class SegmentationLoss(nn.CrossEntropyLoss):
-    """The mean cross entropy over the pixels whose class is not `ignore_index`. If the model returns a pair, the loss
-    of its auxiliary head is added, multiplied by `auxiliary_weight`."""
+    """The mean cross entropy over the pixels whose class is not `ignore_index`. If the model returns a pair of scores,
+    the loss of the second one (the auxiliary head) is added, multiplied by `auxiliary_weight`."""
 
     def __init__(self, ignore_index: int = IGNORED, auxiliary_weight: float = 0.5) -> None:
         super().__init__(ignore_index=ignore_index)
@@ -160,8 +161,8 @@ def images(
     noise: float = 1.0,
     seed: int = 0,
 ) -> Dataset[tuple[Tensor, int]]:
-    """Returns a data set of (image, label): normalized floats (3, size, size), which are the pattern of the class plus
-    noise, and the class number."""
+    """Returns a data set of (image, label). An image is normalized floats (3, size, size): the pattern of its class
+    plus noise. A label is the class number."""
     return Images(split, size, classes, samples, noise, seed)
 
 
@@ -180,8 +181,8 @@ def segmentation(
 
 @dataclass(frozen=True)
 class _GeneratedPictures:
-    """Checked keywords and random numbers of a generated data set. Seeds are derived from the name of the subclass:
-    renaming `Images` or `Scenes` would change their pictures."""
+    """Base of the generated data sets: checks the keywords, and provides seeded random numbers. Seeds are derived from
+    the name of the subclass, so renaming `Images` or `Scenes` would change their pictures."""
 
     split: str
     size: int
@@ -225,7 +226,8 @@ class Images(_GeneratedPictures, Dataset[tuple[Tensor, int]]):
 
 
 class Scenes(_GeneratedPictures, Dataset[tuple[Tensor, Tensor]]):
-    """Generated pictures for segmentation: rectangles in the colors of their classes, later ones over earlier ones."""
+    """Generated pictures for segmentation: rectangles in the colors of their classes. Later rectangles cover earlier
+    ones."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         random = self._sample_generator(index)

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,44 @@ def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
     flip(tmp_path / "step-00000001")
     save_steps(tmp_path, 1)
+    verify(tmp_path / "step-00000001")
+    assert names(tmp_path) == ["step-00000001"]
+
+
+@pytest.mark.parametrize("dies_at", range(6))
+def test_replacing_a_checkpoint_always_leaves_a_complete_one_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: int
+) -> None:
+    """Whichever rename or deletion it dies at: the names of the old and the new one are exchanged at once."""
+    save_steps(tmp_path, 1)
+    monkeypatch.setattr(save_module, "_publish", lambda *_: None)
+    save_steps(tmp_path, 1)
+    monkeypatch.undo()
+    calls = iter(range(6))
+
+    def dying(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            if next(calls) == dies_at:
+                raise KeyboardInterrupt
+            return function(*arguments, **keywords)
+
+        return call
+
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr(Path, "rename", dying(Path.rename))
+        patch.setattr(save_module.shutil, "rmtree", dying(shutil.rmtree))
+        patch.setattr(save_module, "_sync_folder", dying(lambda _: None))
+        save_module._publish(tmp_path / ".writing-step-00000001", tmp_path / "step-00000001")
+    verify(tmp_path / "step-00000001")
+    clear_unfinished(tmp_path)
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_a_checkpoint_is_replaced_where_the_system_cannot_exchange_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(save_module, "_exchange", lambda *_: False)
+    save_steps(tmp_path, 1, 1)
     verify(tmp_path / "step-00000001")
     assert names(tmp_path) == ["step-00000001"]
 

@@ -1,5 +1,8 @@
 """The catalog: every device and link loads, and every constant in it says where it comes from."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from meshwright.cluster.catalog import (
@@ -23,12 +26,22 @@ LINKS = [
     *("InfiniBand-EDR", "InfiniBand-HDR", "InfiniBand-NDR", "RoCE-100G", "Ethernet-10G", "Ethernet-800G"),
     "OmniPath-100G",
 ]
+DOCUMENT = Path(__file__).parents[2] / "docs" / "cluster.md"
 CONSTANTS = ["memory_bytes", "bandwidth_bytes_per_s", "rates", "launch_s", "instructions", "context_bytes", "cores"]
 
 
 def test_the_catalog_has_common_devices_and_links() -> None:
     assert set(DEVICES) <= set(entries())
     assert set(LINKS) <= {*links_within(), *links_between()}
+
+
+@pytest.mark.parametrize(("title", "kind"), [("GPUs", "cuda"), ("CPU cores", "cpu")])
+def test_docs_cluster_md_lists_the_devices_of_the_catalog(title: str, kind: str) -> None:
+    text = " ".join(DOCUMENT.read_text().partition(f"**{title}:**")[2].partition("\n\n")[0].split())
+    listed = re.sub(r" \([^)]*\)", "", text).removesuffix(".").split(", ")  # without remarks such as `(also V100)`
+    assert set(listed) == {name for name, entry in entries().items() if entry.device.kind == kind}
+    for name, alias in re.findall(r"(\S+) \(also ([^)]*)\)", text):
+        assert find_entry(alias) is entries()[name]
 
 
 @pytest.mark.parametrize("name", entries())

@@ -1,5 +1,6 @@
-"""`meshwright bench collectives`: how long an all-reduce takes, by algorithm and size, compared with the backend's own,
-and how well that was predicted from the cost of single messages, which is measured first."""
+"""`meshwright bench collectives`: how long an all-reduce takes, by algorithm and size, compared with the backend's own
+all-reduce. It also shows how well these times are predicted from the cost of single messages, which is measured
+first."""
 
 import json
 import tempfile
@@ -37,8 +38,8 @@ class CollectiveRow:
     time_s                 the median of the rounds
     spread                 the shortest and the longest round
     bandwidth_bytes_per_s  the bytes of the tensor divided by `time_s`
-    ratio_to_native        `time_s` divided by that of the backend; None where that makes no sense
-    predicted_s            None where there is no prediction
+    ratio_to_native        `time_s` divided by that of the backend; None for `memory_limit`, which is no all-reduce
+    predicted_s            the predicted time; None if there is no prediction
     """
 
     algorithm: str
@@ -52,7 +53,8 @@ class CollectiveRow:
 
 
 def parse_sizes(text: str | None) -> tuple[int, ...]:
-    """The sizes of a text such as `1K,256K,4M` or `4096`; the default sizes for None."""
+    """Returns the sizes in bytes that a text such as `1K,256K,4M` or `4096` names; the default sizes if the text is
+    None."""
     if text is None:
         return SIZES
     sizes = []
@@ -66,7 +68,7 @@ def parse_sizes(text: str | None) -> tuple[int, ...]:
 
 
 def measure_in_new_ranks(request: MeasurementRequest, ranks: int) -> CollectiveMeasurements:
-    """Starts so many ranks on this machine, which measure."""
+    """Starts `ranks` ranks on this machine, and returns what they measured."""
     if ranks < 2:
         raise InputError(f"--ranks {ranks}: an all-reduce needs several ranks, start at least two")
     if request.nodes and ranks % request.nodes:
@@ -85,7 +87,8 @@ def measure_in_new_ranks(request: MeasurementRequest, ranks: int) -> CollectiveM
 
 
 def measure_in_launched_ranks(request: MeasurementRequest) -> CollectiveMeasurements | None:
-    """Measures as one of the ranks that a launcher has started. Returns None on all ranks but the first."""
+    """Measures in the ranks that a launcher has started; each of them calls this function. Returns the measurements on
+    rank 0, and None on all other ranks."""
     results: list[CollectiveMeasurements] = []
 
     def measure_as_rank(world: World, _: object) -> None:
@@ -98,7 +101,7 @@ def measure_in_launched_ranks(request: MeasurementRequest) -> CollectiveMeasurem
 
 
 def make_rows(measured: CollectiveMeasurements) -> list[CollectiveRow]:
-    """The rows, ordered by size, and within a size in the order of measuring."""
+    """Returns the rows, ordered by size, and within a size in the order in which the algorithms were measured."""
     ranks = sum(measured.nodes)
     rows = []
     for size in measured.times[REFERENCE]:
@@ -124,7 +127,8 @@ def make_rows(measured: CollectiveMeasurements) -> list[CollectiveRow]:
 
 
 def predictions(measured: CollectiveMeasurements, size: int) -> dict[str, float]:
-    """The predicted seconds by algorithm. `auto` has those of the algorithm that it is on these ranks."""
+    """Returns the predicted seconds of an all-reduce of `size` bytes, by algorithm. `auto` gets the prediction of the
+    algorithm that `auto` selects on these ranks."""
     ranks = sum(measured.nodes)
     seconds = algorithm_prices(size, ranks, measured.nodes, measured.network)
     if measured.auto_algorithm in seconds:
@@ -136,8 +140,9 @@ def predictions(measured: CollectiveMeasurements, size: int) -> dict[str, float]
 
 
 def summary(rows: Sequence[CollectiveRow], measured: CollectiveMeasurements) -> dict[str, Any]:
-    """How good the predictions are, and how much slower `auto` and the predicted choice are than the fastest algorithm.
-    Only algorithms that could be chosen on these nodes count; nodes do not share memory, even on one machine."""
+    """Returns how good the predictions are, and how much slower than the fastest algorithm two choices are: `auto`, and
+    the algorithm that is predicted to be the fastest (`chosen`). Only algorithms that could be chosen on these nodes
+    count; several nodes do not share memory, even if they are simulated on one machine."""
     selectable = [row for row in rows if row.algorithm in _selectable_algorithms(rows, measured)]
     sizes = sorted({row.bytes for row in selectable})
     by_size = {size: [row for row in selectable if row.bytes == size] for size in sizes}
@@ -173,7 +178,7 @@ def _predicted(row: CollectiveRow) -> float:
 
 
 def _regret(row: CollectiveRow, fastest: CollectiveRow) -> float:
-    """How much longer a row took than the fastest, as a share of the fastest's time."""
+    """Returns how much longer a row took than the fastest row, as a share of the fastest row's time."""
     return round(max(0.0, row.time_s / fastest.time_s - 1), 4)
 
 
@@ -182,8 +187,9 @@ def _crossovers(
     seconds: Callable[[CollectiveRow], float],
     spread: Callable[[CollectiveRow], tuple[float, float]],
 ) -> list[dict[str, Any]]:
-    """The sizes from which another algorithm is the fastest. To exclude chance, all rounds of the previous fastest one
-    must be slower than all rounds of the new one."""
+    """Returns the sizes from which on another algorithm is the fastest, as dicts with `bytes`, `from` and `to`. A
+    change counts only if all rounds of the previous fastest algorithm were slower than all rounds of the new one, to
+    exclude chance."""
     crossovers: list[dict[str, Any]] = []
     previous = None
     for size, rows in by_size.items():
@@ -197,26 +203,27 @@ def _crossovers(
 
 
 def _ranked_wrongly(rows: Sequence[CollectiveRow]) -> list[tuple[str, str]]:
-    """Pairs whose order is predicted wrongly although their rounds do not overlap."""
+    """Returns the pairs (faster, slower) of algorithms whose rounds do not overlap, but whose order is predicted
+    wrongly."""
     wrong = [(faster, slower) for faster, slower in _separate_pairs(rows) if _predicted(faster) > _predicted(slower)]
     return [(faster.algorithm, slower.algorithm) for faster, slower in wrong]
 
 
 def _separate_pairs(rows: Sequence[CollectiveRow]) -> list[tuple[CollectiveRow, CollectiveRow]]:
-    """Pairs (faster, slower) whose rounds do not overlap."""
+    """Returns the pairs (faster, slower) of rows whose rounds do not overlap."""
     pairs = combinations(sorted(rows, key=lambda row: row.time_s), 2)
     return [(faster, slower) for faster, slower in pairs if faster.spread[1] < slower.spread[0]]
 
 
 def _median_errors(rows: Sequence[CollectiveRow]) -> dict[str, float]:
-    """The median absolute error of each algorithm, as a share of the measured time."""
+    """Returns the median absolute error of each algorithm's predictions, as a share of the measured time."""
     names = dict.fromkeys(row.algorithm for row in rows)
     errors = {name: [abs(_predicted(row) / row.time_s - 1) for row in rows if row.algorithm == name] for name in names}
     return {name: round(median(values), 4) for name, values in errors.items()}
 
 
 def json_report(rows: Sequence[CollectiveRow], measured: CollectiveMeasurements) -> dict[str, Any]:
-    """The JSON object that `--json` prints."""
+    """Returns the JSON object that `--json` prints."""
     report: dict[str, Any] = {
         "rows": [asdict(row) for row in rows],
         "summary": summary(rows, measured),

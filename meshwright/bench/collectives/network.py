@@ -1,10 +1,10 @@
 """Measures the network between ranks, for predicting all-reduces on it: single messages, bursts of messages, and memory
 that ranks share.
 
-All ranks call these functions together. Nothing is taken from the all-reduces that are to be predicted: links are
-measured with messages from one rank to another, and hosts by the CPU time of their cores. Only the call of the backend,
-the CPU time of a schedule's message and the rates of shared memory come from collectives, at sizes that the benchmark
-does not have.
+All ranks call these functions together. The all-reduces that are to be predicted are not used: links are measured with
+messages from one rank to another, and hosts by the CPU time of their cores. Only three quantities come from
+collectives, at sizes that the benchmark does not have: the time of a call of the backend, the CPU time of a message
+within a schedule, and the rates of shared memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +38,8 @@ _TAG = 7
 
 
 class _Ring:
-    """Ranks that all send messages to the next one at once. `ranks` are those of this rank's ring."""
+    """A ring of ranks, in which all ranks send messages to the next rank at the same time. `ranks` are the ranks of the
+    ring that this rank is in."""
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
         index = list(ranks).index(group.rank())
@@ -46,7 +47,8 @@ class _Ring:
         self._next, self._previous = ranks[(index + 1) % len(ranks)], ranks[index - 1]
 
     def send_burst(self, size: int, count: int) -> RunTime:
-        """The time of one message of a burst: each rank sends `count` messages before it waits for any."""
+        """Returns the time per message of a burst, in which each rank sends `count` messages of `size` bytes before it
+        waits for any."""
         sent, received = ([torch.ones(size // 4) for _ in range(count)] for _ in range(2))
 
         def run() -> None:
@@ -62,8 +64,8 @@ class _Ring:
         return RunTime(burst.wall_s / count, burst.core_s / count)
 
     def send_in_turn(self, count: int) -> float:
-        """The seconds of `count` small messages, each sent when the previous one has arrived. They are sent from the
-        thread of a reducer, as those of a schedule are."""
+        """Returns the seconds of `count` small messages, each of which is sent when the previous one has arrived. They
+        are sent from the thread of a reducer, as the messages of a schedule are."""
         sent, received = torch.ones(SMALL_BYTES // 4), torch.empty(SMALL_BYTES // 4)
 
         def reduce(flat: torch.Tensor, bucket: int) -> None:
@@ -81,8 +83,8 @@ class _Ring:
 
 
 def measure_network(group: dist.ProcessGroup, nodes: Sequence[int], machines: int) -> CpuNetwork:
-    """The network between so many ranks of each node. Several nodes may be on one of the `machines` and share its
-    cores."""
+    """Returns the speed of the network between ranks. `nodes` is the number of ranks on each node. Several nodes may be
+    on one of the `machines` machines, and then share its cores."""
     rank, node_count = group.rank(), len(nodes)
     first_ranks = [sum(nodes[:node]) for node in range(node_count)]
     node = max(index for index, first in enumerate(first_ranks) if first <= rank)
@@ -103,8 +105,8 @@ def measure_network(group: dist.ProcessGroup, nodes: Sequence[int], machines: in
 
 
 def _host_speed(group: dist.ProcessGroup, ring_ranks: _Ring, cores: float) -> tuple[HostSpeed, float]:
-    """The speed of the host, with the CPU seconds of a plain message, which are returned too, for every kind of
-    message."""
+    """Returns the speed of the host, and the CPU seconds of a plain message. In the former, every kind of message has
+    the CPU seconds of a plain message; other functions replace them."""
     message_s = ring_ranks.send_burst(SMALL_BYTES, BURST).core_s
     large_s = ring_ranks.send_burst(LARGE_BYTES, LARGE_BURST).core_s
     first, second = torch.ones(LARGE_BYTES // 4), torch.zeros(LARGE_BYTES // 4)
@@ -123,7 +125,7 @@ def _host_speed(group: dist.ProcessGroup, ring_ranks: _Ring, cores: float) -> tu
 
 
 def _idle_thread_s(group: dist.ProcessGroup) -> float:
-    """The seconds that a reducer's thread takes to do nothing."""
+    """Returns the seconds of a call of a reducer whose thread does nothing."""
     idle = ThreadedReducer("idle", group, lambda flat, bucket: None)
     wall_s = time_run(group, partial(_reduce, idle, torch.ones(1)), 50).wall_s
     idle.close()
@@ -131,7 +133,7 @@ def _idle_thread_s(group: dist.ProcessGroup) -> float:
 
 
 def _with_schedule_costs(network: CpuNetwork, group: dist.ProcessGroup, nodes: Sequence[int]) -> CpuNetwork:
-    """The network with the cost of a message while a schedule runs."""
+    """Returns the network with the measured CPU seconds of a message while a schedule runs."""
     small_bytes = _SMALL_SHARE_BYTES * group.size()
     reducer = ScheduledReducer(group, ring(group.size()))
     ring_time = time_run(group, partial(_reduce, reducer, torch.ones(small_bytes // 4)), MANY_REPEATS)
@@ -141,9 +143,9 @@ def _with_schedule_costs(network: CpuNetwork, group: dist.ProcessGroup, nodes: S
 
 
 def fit_message_cost(network: CpuNetwork, ring_time: RunTime, small_bytes: int, nodes: Sequence[int]) -> CpuNetwork:
-    """The network with the CPU seconds of a message that predict the measured time of a small ring all-reduce. Several
-    cores work for a rank, and what they do in parallel delays nobody, so a message takes at most the CPU time
-    that was measured."""
+    """Returns the network with the CPU seconds per message with which the predicted time of a small ring all-reduce
+    equals the measured time. They are at most the measured CPU time per message. They may be less, because several
+    cores work for a rank, and what they do in parallel delays nothing."""
     schedule = ring(sum(nodes))
     low, high = 0.0, ring_time.core_s / (2 * (sum(nodes) - 1))
 
@@ -162,9 +164,10 @@ def fit_message_cost(network: CpuNetwork, ring_time: RunTime, small_bytes: int, 
 def _link_tier(
     group: dist.ProcessGroup, ring_ranks: _Ring, pair: tuple[int, int], count: int, host_s: float
 ) -> LinkTier:
-    """The speed of the links. The latency is that of a message that waits for the previous one: Gloo sends it when the
-    receiver has reported that it is ready. The bandwidth is that of a single message, and of `count` ranks of a node
-    together. The credit is how much less time a medium message takes than this predicts."""
+    """Returns the speed of the links. The latency is that of a message that is sent when the previous one has arrived,
+    because Gloo sends a message when the receiver has reported that it is ready. There are two bandwidths: that of a
+    single message, and that of all `count` ranks of a node together. The credit is how much less time a medium message
+    takes than latency and bandwidth predict."""
     small, medium, large = (_ping_pong(group, pair, size) for size in (SMALL_BYTES, MEDIUM_BYTES, LARGE_BYTES))
     together = count * LARGE_BYTES / ring_ranks.send_burst(LARGE_BYTES, LARGE_BURST).wall_s
     alone = (LARGE_BYTES - MEDIUM_BYTES) / max(large - medium, large / 10)
@@ -174,14 +177,15 @@ def _link_tier(
 
 
 def _turn_seconds(ring_ranks: _Ring) -> tuple[float, float]:
-    """The seconds of one message in turn, and of the thread that sends them."""
+    """Returns the seconds of one message of `send_in_turn`, and the seconds of passing the work to the thread that
+    sends them."""
     single_s, several_s = ring_ranks.send_in_turn(1), ring_ranks.send_in_turn(TURNS)
     message_s = max(several_s - single_s, single_s / 10) / (TURNS - 1)
     return message_s, max(0.0, single_s - message_s)
 
 
 def _ping_pong(group: dist.ProcessGroup, pair: tuple[int, int], size: int) -> float:
-    """The seconds of a message from one rank of the pair to the other, while no other rank sends."""
+    """Returns the seconds of a message from one rank of the pair to the other, while no other rank sends."""
     rank, flat = group.rank(), torch.ones(size // 4)
 
     def run() -> None:
@@ -196,9 +200,9 @@ def _ping_pong(group: dist.ProcessGroup, pair: tuple[int, int], size: int) -> fl
 
 
 def _with_native_costs(network: CpuNetwork, group: dist.ProcessGroup, nodes: Sequence[int]) -> CpuNetwork:
-    """The network with the cost of the backend's call and messages, which are all of a very small all-reduce. The call
-    is timed alone. The rest of the time is divided among the rounds, since larger messages hide the latency of a
-    round."""
+    """Returns the network with the costs of the backend's call and of its messages. A very small all-reduce consists of
+    these costs only. The call is timed alone. The remaining CPU time is divided by the number of messages, and the
+    remaining wall time determines the latency of the backend's rounds (`fit_native_latency`)."""
     ranks = group.size()
     call = _native_call(group)
     reduced = time_run(
@@ -211,8 +215,9 @@ def _with_native_costs(network: CpuNetwork, group: dist.ProcessGroup, nodes: Seq
 
 
 def fit_native_latency(network: CpuNetwork, small_s: float, nodes: Sequence[int]) -> CpuNetwork:
-    """The network with the share of a link's latency in each round of the backend that predicts the measured time of a
-    small all-reduce. What the latency cannot explain is added to the backend's call."""
+    """Returns the network with the `native_latency` that best predicts `small_s`, the measured time of a small
+    all-reduce. `native_latency` is the factor by which a link's latency is multiplied in each round of the backend's
+    all-reduce. Time that the latency cannot explain is added to the backend's call."""
     ranks = sum(nodes)
 
     def with_share(share: float) -> CpuNetwork:
@@ -226,7 +231,8 @@ def fit_native_latency(network: CpuNetwork, small_s: float, nodes: Sequence[int]
 
 
 def _native_call(group: dist.ProcessGroup) -> RunTime:
-    """The time of the backend's all-reduce in a group of one rank, which only goes to its thread and back."""
+    """Returns the time of the backend's all-reduce in a group of one rank, which only passes the tensor to the
+    backend's thread and back."""
     rank = dist.get_global_rank(group, group.rank())
     single_rank = dist.new_group([rank], backend="gloo", use_local_synchronization=True)
     flat = torch.ones(1)
@@ -236,7 +242,7 @@ def _native_call(group: dist.ProcessGroup) -> RunTime:
 
 
 def _shared_memory_speed(group: dist.ProcessGroup, node_ranks: range) -> SharedMemorySpeed | None:
-    """The speed of memory that the ranks of a node share. None where they cannot share any."""
+    """Returns the speed of memory that the ranks of a node share; None if they cannot share memory."""
     if len(node_ranks) == 1:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The same all-reduces by OpenMPI, if `mpirun` and mpi4py are installed: `mpirun -n N python -m
+"""Measures the same all-reduces with OpenMPI, if `mpirun` and mpi4py are installed: `mpirun -n N python -m
 meshwright.bench.collectives.openmpi ROUNDS SIZES...`."""
 
 import importlib.util
@@ -23,7 +23,8 @@ TIME_LIMIT_S = 600
 
 
 def openmpi_rows(rows: Sequence[CollectiveRow], rounds: int) -> list[CollectiveRow]:
-    """The rows, with a row of OpenMPI on as many ranks of this machine after those of each size."""
+    """Returns the rows with one more row at the end of each size: OpenMPI with the same number of ranks on this
+    machine."""
     times = _measure(rows[0].ranks, sorted({row.bytes for row in rows}), rounds)
     native = {row.bytes: row.time_s for row in rows if row.algorithm == REFERENCE}
     all_rows: list[CollectiveRow] = []
@@ -63,7 +64,7 @@ def _measure(ranks: int, sizes: Sequence[int], rounds: int) -> dict[int, list[fl
         raise InputError(
             "--openmpi needs mpirun and mpi4py, and one of them is missing: install both, or leave the option out"
         )
-    # Without the option, a rank that has a core of its own does not yield it while it waits.
+    # The option is left out if each rank has a core of its own, because with it a waiting rank yields its core.
     oversubscribe = ["--oversubscribe"] if ranks > usable_cores() else []
     command = [mpirun, "--allow-run-as-root", *oversubscribe, "-n", str(ranks), sys.executable, "-m", _MODULE]
     command += [str(rounds), *map(str, sizes)]
@@ -96,7 +97,8 @@ def main() -> None:
 
 
 def _time_round(world: Any, maximum: Any, run: Any) -> float:
-    """The mean seconds of a run on the slowest rank, over about `_BUDGET_S`."""
+    """Returns the mean seconds of one call of `run` on the slowest rank, over as many calls as take about
+    `_BUDGET_S`."""
     world.Barrier()
     begin = perf_counter()
     run()

@@ -1,5 +1,5 @@
-"""What each rank of the collectives benchmark measures: as `python -m meshwright.bench.collectives.rank REQUEST FILE`,
-or in ranks that another launcher has started."""
+"""What each rank of the collectives benchmark measures. A rank runs `python -m meshwright.bench.collectives.rank
+REQUEST FILE`, or was started by another launcher and calls `measure`."""
 
 import os
 import sys
@@ -30,12 +30,13 @@ from meshwright.launch.world import World
 from meshwright.simulator.communication.cpu_network import CpuNetwork
 
 TIMEOUT_S = 300.0
-MEMORY_LIMIT = "memory_limit"
+MEMORY_LIMIT = "memory_limit"  # no all-reduce: copies within memory, for comparison
 
 
 @dataclass(frozen=True)
 class MeasurementRequest:
-    """What to measure. The ranks are treated as so many `nodes` of equal size; None: as the machines they run on."""
+    """What to measure. `nodes` is the number of nodes of equal size that the ranks are treated as; None takes the
+    number of machines that they run on. `sizes` are in bytes."""
 
     nodes: int | None
     sizes: tuple[int, ...]
@@ -49,12 +50,12 @@ class CollectiveMeasurements:
     """What the ranks measured.
 
     nodes           the number of ranks of each node
-    auto_algorithm  the algorithm that `auto` is on these ranks
-    times           the seconds of every round, by algorithm and size
-    unavailable     the algorithms that cannot run on these ranks, with the reason
-    load            the load of the machine before and after
-    stolen_cores    cores that the host of a virtual machine gave to others, on average
-    training        the result of training.py, if it was requested
+    auto_algorithm  the algorithm that `auto` selects on these ranks
+    times           the seconds of every round, by algorithm and size in bytes
+    unavailable     the reasons why some algorithms cannot run on these ranks, by algorithm
+    load            the load average of this rank's machine before and after
+    stolen_cores    the number of cores, on average, that the host of a virtual machine gave to other machines
+    training        the result of `measure_training`; None if it was not requested
     """
 
     nodes: tuple[int, ...]
@@ -71,7 +72,8 @@ class CollectiveMeasurements:
 
 
 def measure(request: MeasurementRequest, world: World) -> CollectiveMeasurements:
-    """Measures every algorithm. All ranks of the world call this together, and get the same result."""
+    """Measures every algorithm. All ranks of the world call this function together, and get the same times; `cores`,
+    `load` and `stolen_cores` are those of each rank's own machine."""
     group = dist.group.WORLD
     if group is None or world.size < 2:
         raise InputError("an all-reduce needs several ranks: start at least two (--ranks 2)")
@@ -87,7 +89,7 @@ def measure(request: MeasurementRequest, world: World) -> CollectiveMeasurements
         runs[MEMORY_LIMIT] = _copy_run(size)
         for name, rounds_s in time_alternating(runs, group, request.rounds, request.budget_s).items():
             times[name][size] = rounds_s
-        # This is the same reducer: measuring it twice would only show noise.
+        # `auto` is the same reducer, so measuring it again would only show noise.
         times["auto"][size] = times[auto_algorithm][size]
     training = measure_training(group, world, reducers, request.rounds) if request.in_training else None
     dist.barrier(group)
@@ -116,7 +118,8 @@ def _nodes(ranks: int, nodes: int) -> tuple[int, ...]:
 
 
 def _reducers(group: dist.ProcessGroup, nodes: tuple[int, ...]) -> tuple[dict[str, Reducer], str, dict[str, str]]:
-    """A reducer of every algorithm, the name of the one that `auto` is here, and why other algorithms cannot run."""
+    """Returns a reducer of every algorithm that can run, by name; the name of the one that `auto` selects; and the
+    reasons why other algorithms cannot run, by name."""
     ranks = group.size()
     reducers: dict[str, Reducer] = {"native": NativeReducer(group)}
     for name in SCHEDULES:
@@ -133,7 +136,7 @@ def _reducers(group: dist.ProcessGroup, nodes: tuple[int, ...]) -> tuple[dict[st
             reducers[name] = make()
         except InputError as reason:
             unavailable[name] = str(reason)
-    # The choice of `make_reducer` on machines that are these nodes.
+    # What `make_reducer` would choose for `auto` if each of these nodes were a machine.
     preferred = "shared_memory" if len(nodes) == 1 else "two_level_memory"
     return reducers, preferred if preferred in reducers else "native", unavailable
 
@@ -147,7 +150,8 @@ def _all_reduce_run(reducer: Reducer, flat: Tensor) -> Callable[[], None]:
 
 
 def _copy_run(size: int) -> Callable[[], None]:
-    """Copies as many bytes within a rank's memory as an all-reduce in shared memory reads and writes."""
+    """Returns a function that copies as many bytes within a rank's memory as an all-reduce in shared memory reads and
+    writes."""
     first, second = torch.ones(max(1, size // 8)), torch.zeros(max(1, size // 8))
 
     def run() -> None:

@@ -44,7 +44,7 @@ def _cells(row: CollectiveRow, measured: CollectiveMeasurements) -> list[str]:
 
 
 def summary_lines(findings: dict[str, Any]) -> list[str]:
-    """The summary, one line for each of its findings."""
+    """Returns the findings of `compare.summary` as lines of text."""
     lines = [f"auto is {findings['auto']}: {_regrets(findings['auto_regret'])}"]
     lines.append(f"the algorithm predicted to be the fastest is {_regrets(findings['chosen_regret'])}")
     for kind in ("measured", "predicted"):

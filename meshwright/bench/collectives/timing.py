@@ -1,9 +1,10 @@
-"""The time that ranks take together. All ranks call these functions together, and get the same result.
+"""Measures how long a function takes that all ranks run together. All ranks call the `time_` functions together, and
+get the same result.
 
-The host of a virtual machine may give its cores to others for a while, and then all ranks wait for the one without a
-core. The kernel counts that time. Rounds with much of it are repeated, up to twice as many rounds as requested, and
-those with the least are kept (`undisturbed_rounds`). Two functions that are timed directly after each other
-(`time_against_reference`) are disturbed alike.
+The host of a virtual machine may give its cores to other machines for a while, and then all ranks wait for the rank
+without a core. The kernel counts this stolen time. Rounds with much stolen time are repeated, up to twice as many
+rounds as requested, and the rounds with the least stolen time are kept (`undisturbed_rounds`). Two functions that are
+timed directly after each other (`time_against_reference`) are disturbed alike.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,21 +26,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RunTime:
-    """The time of one run: `wall_s` on the slowest rank, and `core_s`, the CPU time of a rank on average."""
+    """The time of one run: `wall_s` is the wall time on the slowest rank, `core_s` the CPU time of a rank, averaged
+    over ranks."""
 
     wall_s: float
     core_s: float
 
 
 def slowest_rank(group: dist.ProcessGroup, seconds: float) -> float:
-    """The largest value of all ranks."""
+    """Returns the largest value of `seconds` over all ranks."""
     maximum = torch.tensor([seconds], dtype=torch.float64)
     dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
     return float(maximum.item())
 
 
 def time_run(group: dist.ProcessGroup, run: Callable[[], object], repeats: int, rounds: int = ROUNDS) -> RunTime:
-    """The median of several rounds, which all ranks begin together."""
+    """Returns the time of one run: the median over several rounds of `repeats` runs, which all ranks begin together."""
     run()
     times = undisturbed_rounds(group, lambda: _time_repeats(group, run, repeats), rounds)
     core_s = torch.tensor([median(core_s for _, core_s in times)], dtype=torch.float64)
@@ -48,7 +50,8 @@ def time_run(group: dist.ProcessGroup, run: Callable[[], object], repeats: int, 
 
 
 def undisturbed_rounds(group: dist.ProcessGroup, run: Callable[[], T], rounds: int) -> list[T]:
-    """The results of so many rounds, in their order: those during which the fewest cores were taken away."""
+    """Calls `run` once per round, and returns the results of the `rounds` rounds with the least stolen time, in the
+    order in which they ran."""
     results: list[tuple[float, int, T]] = []  # stolen cores, number of the round, result
     while len(results) < 2 * rounds:
         begin, stolen_before_s = perf_counter(), stolen_s()
@@ -62,8 +65,8 @@ def undisturbed_rounds(group: dist.ProcessGroup, run: Callable[[], T], rounds: i
 
 
 def stolen_s(file: Path = Path("/proc/stat")) -> float:
-    """The core seconds that the host of this virtual machine has given to others since its start; 0 where the kernel
-    does not count them."""
+    """Returns the core seconds that the host of this virtual machine has given to other machines since the start; 0 if
+    the kernel does not count them."""
     try:
         counts = file.read_text().split("\n", 1)[0].split()
         return int(counts[8]) / sysconf("SC_CLK_TCK")
@@ -74,8 +77,8 @@ def stolen_s(file: Path = Path("/proc/stat")) -> float:
 def time_alternating(
     functions: Mapping[str, Callable[[], object]], group: dist.ProcessGroup, rounds: int, budget_s: float
 ) -> dict[str, list[float]]:
-    """The seconds of every round on the slowest rank, by function. A round runs each function for about `budget_s`, so
-    that a machine that slows down slows all of them."""
+    """Returns the seconds of one call on the slowest rank in every round, by function. A round runs each function for
+    about `budget_s`, so that a machine that slows down slows all of them."""
     repeats = {}
     for name, run in functions.items():
         run()  # the first call opens shared memory and builds programs
@@ -89,7 +92,7 @@ def time_alternating(
 
 
 def _repeats(group: dist.ProcessGroup, run: Callable[[], object], budget_s: float) -> int:
-    """How often a function runs in about `budget_s`."""
+    """Returns how often a function can run in about `budget_s`."""
     return max(1, min(1000, int(budget_s / _time_repeats(group, run, 1)[0])))
 
 
@@ -100,9 +103,9 @@ def time_against_reference(
     rounds: int,
     budget_s: float,
 ) -> dict[str, list[tuple[float, float]]]:
-    """The seconds of every round by function, as pairs (function, reference). The reference runs directly before the
-    function in one round and directly after it in the next, so that disturbances of the machine do not show in their
-    difference."""
+    """Returns the seconds of one call in every round, by function, as pairs (function, reference). The reference runs
+    directly before the function in one round and directly after it in the next, so that disturbances of the machine do
+    not show in the difference of both."""
     reference()
     repeats = {}
     for name, run in functions.items():
@@ -118,8 +121,8 @@ def time_against_reference(
 
 
 def _time_repeats(group: dist.ProcessGroup, run: Callable[[], object], repeats: int) -> tuple[float, float]:
-    """The seconds of a run on the slowest rank, and its CPU seconds on this one. The median of the repeats, because a
-    machine that takes a rank's core away makes only a few of them long."""
+    """Returns the seconds of one run on the slowest rank, and its CPU seconds on this rank. The seconds are the median
+    of the repeats, because a machine that takes a rank's core away makes only a few repeats long."""
     dist.barrier(group)
     run()  # ranks leave a barrier one after the other
     wall_times = []

@@ -1,5 +1,6 @@
-"""What combining gradients costs in training: forward and backward pass of the MNIST net in stock DDP with the hook of
-each algorithm, and whole steps of a `Session` compared with ranks that train without communication."""
+"""What combining gradients costs in training. Two things are measured: forward and backward pass of the MNIST net in
+stock DDP with the communication hook of each algorithm; and whole steps of a `Session`, compared with ranks that train
+without communication."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -23,15 +24,16 @@ from meshwright.workloads.mnist import Net, digits
 
 BATCH = 64
 _BUDGET_S = 0.2  # short, so that the compared runs are close in time
-_ROUND_FACTOR = 4  # how many more rounds than collectives alone get
+_ROUND_FACTOR = 4  # times as many rounds as for single collectives
 _BATCHES = 4
 
 
 def measure_training(
     group: dist.ProcessGroup, world: World, reducers: Mapping[str, Reducer], rounds: int
 ) -> dict[str, Any]:
-    """The measurement as a JSON object. All ranks call this together. `lost_s` is how much longer forward and backward
-    pass take than without communication."""
+    """Returns the measurement as a JSON object. All ranks call this function together. In its rows, `alone_s` is the
+    time of forward and backward pass without communication, and `lost_s` is how much longer they take with
+    communication."""
     functions = {"native": _passes(group, None, exchange=True)}
     for name, reducer in reducers.items():
         if name != "native":
@@ -74,7 +76,8 @@ def _passes(group: dist.ProcessGroup, reducer: Reducer | None, *, exchange: bool
 
 
 def _sessions(group: dist.ProcessGroup, world: World, rounds: int) -> list[dict[str, Any]]:
-    """Samples per second of all ranks, and their ratio to ranks that each train a model alone."""
+    """Returns, for the algorithms `native` and `auto`, the samples per second of all ranks together, and the ratio to
+    ranks that each train a model alone."""
     ranks = group.size()
     single_rank = replace(world, rank=0, size=1, store=None)
     functions = {}

@@ -18,8 +18,8 @@ SCHEDULES = (*_FLAT, "two_level")
 
 
 def build(name: str, ranks: int, nodes: Sequence[int]) -> Schedule:
-    """Returns the schedule with this name. `nodes` are the numbers of ranks per node, in the order of the ranks; only
-    `two_level` uses them."""
+    """Returns the schedule called `name` for `ranks` ranks. `nodes` has the number of ranks of each node, in the order
+    of the ranks; only `two_level` uses it."""
     if name not in SCHEDULES:
         raise InputError(f"there is no schedule '{name}'{did_you_mean(name, SCHEDULES)}")
     if name != "two_level":

@@ -1,10 +1,10 @@
-"""Recursive halving and doubling. Partners at distance 1, 2, ... n/2 exchange half of the chunks they still sum, and
-then gather the chunks in the reverse order. It sends as few bytes as the ring, in 2 log2(n) rounds; most of them go to
-near ranks, a small share to far ones.
+"""Recursive halving and doubling, an all-reduce of n ranks. In the rounds of halving, partners at distance 1, 2, ...
+n/2 exchange half of the chunks that they still sum. In the rounds of doubling they gather the summed chunks in the
+reverse order. It sends as few bytes as the ring, in 2 log2(n) rounds; most of the bytes go to near ranks.
 
-Where n is not a power of two, let p be the power of two below n. Each of the first n - p odd ranks first sends its
-whole tensor to the even rank before it, is idle, and receives the result at the end. The even ranks of those pairs and
-all ranks after them are the p ranks that halve and double. This costs two more rounds of the whole tensor.
+If n is not a power of two, let p be the largest power of two below n. Each of the first n - p odd ranks sends its whole
+tensor to the even rank before it, is idle while the p other ranks halve and double, and receives the result at the end.
+This costs two more rounds of the whole tensor.
 """
 
 from meshwright.collectives.schedules.schedule import Operation, Round, Schedule, Send
@@ -25,16 +25,18 @@ def halving_doubling(ranks: int) -> Schedule:
 
 
 def _near_first(ranks: list[int]) -> list[int]:
-    """Returns the ranks in bit-reversed order, in which partners half the list apart are neighboring ranks. So each
-    rank keeps one contiguous part of the tensor, and the first and largest exchanges are between near ranks."""
+    """Returns the ranks in bit-reversed order, in which partners that are half the list apart are neighboring ranks.
+    With this order each rank keeps one contiguous part of the tensor, and the first exchanges, which are the largest,
+    are between near ranks."""
     if len(ranks) <= 1:
         return ranks
     return _near_first(ranks[::2]) + _near_first(ranks[1::2])
 
 
 def _exchange(active: list[int], distance: int, operation: Operation) -> Round:
-    """The rank at index i works on the aligned block of `2 * distance` chunks that contains i. When halving, it sends
-    the half of the block that contains its partner's index; when doubling, the half that contains its own index."""
+    """Returns the round in which ranks at indices of `active` that are `distance` apart exchange chunks. The rank at
+    index i works on the aligned block of `2 * distance` chunks that contains chunk i. When halving ("add"), it sends
+    the half of the block that contains its partner's index; when doubling ("copy"), the half that contains its own."""
     sends = []
     for index, rank in enumerate(active):
         partner = index ^ distance

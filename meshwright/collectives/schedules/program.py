@@ -1,13 +1,14 @@
-"""`RankProgram`: the sends and receives of one rank when a schedule runs on a tensor of some size, and what each of
+"""`RankProgram`: the sends and receives of one rank when a schedule runs on a tensor of a given size, and what each of
 them waits for. `execute.py` runs it, and the simulator prices it.
 
-Chunks are cut into segments, and each segment passes through the rounds independently: it is sent on as soon as it has
-arrived, while later segments are still under way. A rank waits for its receives in the order of (round + segment,
-round), the diagonals of the pipeline. This cannot deadlock: of all awaited segments, the first one in that order
-depends on none that is still awaited, so its sender has sent it.
+Chunks are cut into segments, and each segment passes through the rounds independently: a rank sends a segment on as
+soon as it has arrived, while later segments are still under way. A rank waits for its receives in the order of (round +
+segment number, round). This cannot deadlock, because the first of all awaited segments in that order depends on no
+segment that is still awaited, therefore its sender has sent it.
 
-Segments to add are received into a buffer and then added. Copies are received in place where that is safe, which means
-that the arriving data depends on everything this rank sent of the same chunk, so those sends must have left before.
+Segments to add are received into a buffer and then added. Segments to copy are received directly into the tensor where
+that is safe. It is safe if the arriving data depends on everything that this rank sent of the same chunk, because those
+sends must then have left before the data arrives.
 """
 
 from collections import Counter, defaultdict
@@ -20,7 +21,7 @@ from meshwright.collectives.schedules.schedule import Operation, Round, Schedule
 
 
 class SendId(NamedTuple):
-    """Identifies one of this rank's sends of a chunk."""
+    """Identifies one of this rank's sends of a given chunk, by its round and target rank."""
 
     round: int
     target: int
@@ -28,8 +29,11 @@ class SendId(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Consecutive chunks that this rank sends to another rank, or receives from it, in one round. `unsafe` are this
-    rank's sends of the same chunks that may not have left when a received transfer arrives."""
+    """Consecutive chunks that this rank sends to `peer`, or receives from `peer`, in one round.
+
+    `in_place` and `unsafe` are set for receives only. `in_place`: the data can be received directly into the tensor.
+    `unsafe`: this rank's sends of the same chunks that may not have left when the data arrives.
+    """
 
     round: int
     peer: int
@@ -41,8 +45,8 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class SegmentMessage:
-    """One segment of a transfer: the elements from `begin` to `end`. Messages that share elements have the same `cell`,
-    the number of a group of chunks and of a segment in it."""
+    """One segment of a transfer: the tensor's elements from `begin` to `end`. `cell` is (number of a group of chunks,
+    number of the segment in it). Messages that share elements have the same cell."""
 
     transfer: Transfer
     cell: tuple[int, int]
@@ -55,14 +59,15 @@ class SegmentMessage:
         return (self.transfer.round + self.cell[1], self.transfer.round, self.begin)
 
     def follows(self, other: "SegmentMessage") -> bool:
-        """Whether `other` has elements of this message in an earlier round."""
+        """Whether `other` is of an earlier round and has elements of this message."""
         return other.transfer.round < self.transfer.round and self.begin < other.end and other.begin < self.end
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiveStep:
-    """One receive. Once it has arrived and the sends `after` have left, its data is added or copied into the tensor,
-    and the sends `then` start. Sends are indices into `RankProgram.sends`."""
+    """One receive and what follows it. Once the data has arrived and the sends in `after` have left, the data is added
+    or copied into the tensor, and then the sends in `then` start. `after` and `then` are indices into
+    `RankProgram.sends`."""
 
     receive: SegmentMessage
     after: tuple[int, ...]
@@ -71,7 +76,8 @@ class ReceiveStep:
 
 @dataclass(frozen=True, slots=True)
 class RankProgram:
-    """All sends and receives of one rank. The sends `first` wait for no receive."""
+    """All sends and receives of one rank. `first` are the indices of the sends that wait for no receive; `steps` are in
+    the order in which the receives are awaited."""
 
     sends: tuple[SegmentMessage, ...]
     first: tuple[int, ...]
@@ -87,7 +93,7 @@ def build_program(
     sends = list(_messages(transfers[0], chunk_bounds, segment))
     receives = sorted(_messages(transfers[1], chunk_bounds, segment), key=lambda message: message.receive_order)
     sends_of, receives_of = _by_cell(sends), _by_cell(receives)
-    then: dict[int, list[int]] = defaultdict(list)  # by receive: sends follow the last receive whose data they contain
+    then: dict[int, list[int]] = defaultdict(list)  # by receive, the sends that contain its data; -1: no receive
     for number, send in enumerate(sends):
         sources = (index for index in receives_of[send.cell] if send.follows(receives[index]))
         then[max(sources, default=-1)].append(number)
@@ -100,7 +106,7 @@ def build_program(
 
 
 def rank_transfers(schedule: Schedule, rank: int) -> tuple[list[Transfer], list[Transfer]]:
-    """Returns what a rank sends, and what it receives, in the order of rounds."""
+    """Returns (sends, receives) of a rank, each in the order of rounds."""
     outgoing: list[Transfer] = []
     incoming: list[Transfer] = []
     departures = _Departures(schedule.chunks, rank)
@@ -121,9 +127,12 @@ def _send_id(transfer: Transfer) -> SendId:
 
 
 class _Departures:
-    """Tracks which of one rank's sends must have left by the time that other ranks hold a chunk. A send has left when
-    its target received it, and when any rank received the chunk from a rank for which that is true. `unsent` marks
-    chunks that this rank has received and not sent since: no other rank can depend on that receive."""
+    """Tracks which of one rank's sends of a chunk must have left by the time that another rank has a copy of the chunk.
+
+    A rank knows that a send has left if it received that send, or if it received the chunk from a rank that knows this.
+    `unsent` has, for each chunk, whether this rank has received it and not sent it since. If so, no other rank can
+    depend on that receive.
+    """
 
     def __init__(self, chunks: int, rank: int) -> None:
         self._rank = rank
@@ -166,8 +175,8 @@ def _merged_chunks(sends: Round, rank: int) -> Iterator[tuple[tuple[int, int, Op
 def _messages(
     transfers: Iterable[Transfer], chunk_bounds: Sequence[tuple[int, int]], segment: int
 ) -> Iterator[SegmentMessage]:
-    """Yields the segments of transfers, which are the same for sender and receiver. A long chunk is cut into several
-    segments; several short chunks share one. Empty segments are not sent."""
+    """Yields the segments of the transfers. Sender and receiver cut them in the same way. A long chunk is cut into
+    several segments; several short chunks share one. Empty segments are left out."""
     longest = max(end - begin for begin, end in chunk_bounds)
     segments = max(1, -(-longest // segment))
     chunks_per_segment = 1 << max(0, (segment // max(1, longest)).bit_length() - 1)
@@ -185,7 +194,7 @@ def _messages(
 
 
 def _by_cell(messages: Sequence[SegmentMessage]) -> dict[tuple[int, int], list[int]]:
-    """Returns the indices of the messages by cell."""
+    """Returns, for each cell, the indices of its messages."""
     indices: dict[tuple[int, int], list[int]] = defaultdict(list)
     for index, message in enumerate(messages):
         indices[message.cell].append(index)

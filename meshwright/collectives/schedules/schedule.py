@@ -2,9 +2,10 @@
 and tests prove that it computes the sum.
 
 A tensor is cut into chunks, and rounds of sends move them. A send reads one chunk of its source and writes the same
-chunk of its target: `add` adds to it, `copy` replaces it. Within a round a rank's chunk is written at most once, and no
-chunk is both read and written, so the result does not depend on the order of the sends. A rank that adds the chunks of
-two others takes two rounds, which also fixes the order of the sum, and so its bits.
+chunk of its target: `add` adds to the target's chunk, `copy` replaces it. Within a round each chunk of a rank is
+written at most once, and none is both read and written; therefore the result does not depend on the order of the sends.
+A rank that adds the chunks of two other ranks needs two rounds, which fixes the order of additions and thereby the bits
+of the sum.
 """
 
 from collections.abc import Iterable
@@ -17,7 +18,7 @@ Operation = Literal["copy", "add"]
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """One chunk that `source` sends to `target`."""
+    """Rank `source` sends one chunk to rank `target`, which adds it to its own chunk or replaces that by it."""
 
     source: int
     target: int
@@ -71,23 +72,23 @@ def _check_round(sends: Round, ranks: int, chunks: int) -> None:
 
 
 def bounds(schedule: Schedule, size: int) -> list[tuple[int, int]]:
-    """Returns where each chunk of a tensor of `size` elements begins and ends. Lengths differ by one element at most,
-    and the longer chunks are spread evenly. Some chunks are empty where there are fewer elements than chunks."""
+    """Returns (begin, end) of each chunk of a tensor of `size` elements. Lengths differ by one element at most, and the
+    longer chunks are spread evenly. Some chunks are empty if there are fewer elements than chunks."""
     cuts = [chunk * size // schedule.chunks for chunk in range(schedule.chunks + 1)]
     return list(pairwise(cuts))
 
 
 def side_by_side(*parts: Iterable[Round]) -> list[Round]:
-    """Returns rounds that run several lists of rounds at the same time, all from the beginning. They must use different
-    chunks or ranks."""
+    """Returns one list of rounds that runs several lists at the same time: its round i joins the rounds i of all lists.
+    The lists must use different chunks or different ranks."""
     lists = [list(part) for part in parts]
     length = max((len(rounds) for rounds in lists), default=0)
     return [tuple(send for rounds in lists for send in (rounds[r] if r < len(rounds) else ())) for r in range(length)]
 
 
 def placed(schedule: Schedule, ranks: Iterable[int], first_chunk: int) -> list[Round]:
-    """Returns the rounds of a schedule that runs among some `ranks` of a larger group, on chunks from `first_chunk`
-    on."""
+    """Returns the rounds of `schedule`, moved to some ranks and chunks of a larger schedule: its rank i becomes
+    `ranks[i]`, and its chunk c becomes chunk `first_chunk` + c."""
     group_ranks = list(ranks)
     return [
         tuple(Send(group_ranks[s.source], group_ranks[s.target], first_chunk + s.chunk, s.operation) for s in sends)

@@ -1,11 +1,11 @@
-"""Trees: sums are sent up to a root and the total is sent down, in about 4 log2(n) rounds of long messages.
+"""Trees: sums are sent up to a root and the total is sent down, in about 4 log2(n) rounds of long messages (n ranks).
 
-The tree is the binary tree over the ranks in their order. Counted from 1, odd ranks are leaves, and the height of a
-rank is the lowest bit that is set. In a single tree the leaves send only half of the time. So `double_tree` uses two
-trees, each for half of the tensor. The second tree is the first one mirrored (even number of ranks) or shifted by one
-(odd number), so that the leaves of one are the inner ranks of the other. For an odd number, rank 0 is a leaf of both,
-since a binary tree has one leaf more than inner ranks. (These are the two trees of Sanders, Speck and Träff, 2009,
-which NCCL uses too.)
+The tree is the binary search tree over the ranks in their order. With ranks numbered from 1, odd ranks are leaves, and
+the height of a rank is the position of its lowest set bit. In a single tree the leaves send only half of the time.
+Therefore `double_tree` uses two trees, each for half of the tensor. The second tree is the first one mirrored (even
+number of ranks) or shifted by one (odd number), and thereby the leaves of one tree are the inner ranks of the other.
+For an odd number of ranks, rank 0 is a leaf of both, because a binary tree has one leaf more than inner ranks. (These
+are the two trees of Sanders, Speck and Träff, 2009, which NCCL uses too.)
 """
 
 from meshwright.collectives.schedules.schedule import Round, Schedule, Send, placed, side_by_side
@@ -25,7 +25,7 @@ def double_tree(ranks: int) -> Schedule:
 
 
 def parent(rank: int, ranks: int) -> int | None:
-    """Returns the parent of a rank in the tree; None for the root."""
+    """Returns the parent of a rank in the tree of `ranks` ranks; None for the root."""
     position = rank + 1
     bit = position & -position
     above = (position ^ bit) | (bit << 1)
@@ -35,8 +35,8 @@ def parent(rank: int, ranks: int) -> int | None:
 
 
 def _upwards(ranks: int) -> list[Round]:
-    """Returns the rounds towards the root. Each rank sends as soon as it has its children's sums; a parent of two
-    children receives them in different rounds."""
+    """Returns the rounds that send sums towards the root. Each rank sends as soon as it has the sums of its children; a
+    parent receives from its two children in different rounds."""
     children: list[list[int]] = [[] for _ in range(ranks)]
     for rank in range(ranks):
         above = parent(rank, ranks)

@@ -1,10 +1,12 @@
-"""Two levels: the ranks of a node first sum among themselves, so that each chunk leaves the node only once.
+"""Two levels: the ranks of a node first sum among themselves, so that only the node's sum is sent to other nodes.
 
-Reduce-scatter within each node (a ring), all-reduce of each chunk among the ranks that hold it, one per node, and
-all-gather within each node. With m nodes, each node sends 2(m - 1)/m of the tensor in total, spread over its ranks. A
-ring over all ranks sends nearly the same across nodes, but through one rank of each node and in 2(n - 1) rounds.
+In this order: a reduce-scatter within each node (a ring), an all-reduce of each part of the tensor among the ranks that
+then have its sum (one rank per node), and an all-gather within each node. With m nodes, each node sends 2(m - 1)/m of
+the tensor to other nodes in total, spread over its ranks. A ring over all n ranks sends nearly as many bytes between
+nodes, but through one rank of each node and in 2(n - 1) rounds.
 
-Nodes may have different numbers of ranks: the tensor is cut into so many parts that each node can divide it evenly.
+Nodes may have different numbers of ranks. The number of parts is therefore a multiple of each node's number of ranks,
+up to `MOST_PARTS`.
 """
 
 from collections.abc import Sequence
@@ -15,7 +17,8 @@ from meshwright.collectives.schedules.halving_doubling import halving_doubling
 from meshwright.collectives.schedules.ring import all_gather, reduce_scatter, ring
 from meshwright.collectives.schedules.schedule import Schedule, placed, side_by_side
 
-# Nodes of 7, 8 and 9 ranks would need 504 parts. Above this limit shares are only nearly even.
+# Nodes of 7, 8 and 9 ranks would need 504 parts. If more parts than this were needed, there are as many parts as the
+# largest node has ranks, and the ranks of smaller nodes get unequal numbers of parts.
 MOST_PARTS = 64
 
 
@@ -49,8 +52,8 @@ def two_level(ranks_per_node: Sequence[int]) -> Schedule:
 
 
 def across_nodes(nodes: int) -> Schedule:
-    """Returns the all-reduce between nodes. Halving and doubling sends as few bytes as a ring in fewer rounds, if the
-    number of nodes is a power of two."""
+    """Returns the all-reduce between nodes, with one rank for each node: halving and doubling if their number is a
+    power of two, because it then sends as few bytes as a ring in fewer rounds, and a ring otherwise."""
     return halving_doubling(nodes) if nodes & (nodes - 1) == 0 else ring(nodes)
 
 

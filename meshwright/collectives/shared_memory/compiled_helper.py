@@ -1,7 +1,8 @@
-"""Compiles and loads `shared_memory.c`, whose memory barriers order what one rank writes and another one reads. Without
-it, shared memory works only on processors that keep the order of writes.
+"""Compiles and loads `shared_memory.c`, which has the memory barriers between the writes of one rank and the reads of
+another. Without the compiled file, shared memory works only on processors that keep the order of writes.
 
-The compiled file is in the user's cache folder. Its name is a hash of everything that affects the compilation.
+The compiled file is stored in the user's cache folder. Its name contains a hash of everything that affects the
+compilation.
 """
 
 import ctypes
@@ -26,8 +27,8 @@ COMPILE_S = 120
 
 @cache
 def load_helper(folder: Path | None = None, path: str | None = None) -> ctypes.CDLL | str:
-    """Returns the compiled `shared_memory.c`, or the reason why there is none. `folder` is where compiled files are
-    stored, and `path` is searched for compilers; None stands for the cache folder and for PATH."""
+    """Returns the loaded library of `shared_memory.c`, or a string with the reason why there is none. `folder` is where
+    compiled files are stored (None: the user's cache folder). `path` is searched for compilers (None: PATH)."""
     reasons: list[str] = []
     for name in COMPILERS:
         compiler = shutil.which(name, path=path)
@@ -41,13 +42,15 @@ def load_helper(folder: Path | None = None, path: str | None = None) -> ctypes.C
 
 
 def has_total_store_order(machine: str | None = None) -> bool:
-    """Whether reads and writes without memory barriers are enough on this processor."""
+    """Whether the processor makes writes visible in program order, so that ranks can share memory without barriers.
+    `machine` is an architecture as `platform.machine()` names it (None: this machine's)."""
     return (machine or platform.machine()) in TOTAL_STORE_ORDER
 
 
 def _compiled(compiler: str, folder: Path) -> ctypes.CDLL | str:
-    """Returns the loaded library, or the reason why it could not be compiled. Each rank compiles into a folder of its
-    own and renames the file atomically, because many ranks may compile at the same time."""
+    """Returns the loaded library, or a string with the reason why it could not be compiled or loaded. Each rank
+    compiles into a folder of its own and renames the file atomically, because many ranks may compile at the same
+    time."""
     try:
         file = folder / f"shared_memory-{_key(compiler)}.so"
         if file.exists() and isinstance(library := _loaded(file), ctypes.CDLL):
@@ -66,7 +69,7 @@ def _compiled(compiler: str, folder: Path) -> ctypes.CDLL | str:
 
 
 def _compile(compiler: str, output: Path) -> str | None:
-    """Returns the error message of the compiler; None where it succeeded."""
+    """Returns the error message of the compiler; None if it succeeded."""
     message = ""
     for machine in (("-march=native",), ()):  # not every compiler knows the processor it runs on
         command = [compiler, *FLAGS, *machine, "-o", str(output), str(SOURCE)]

@@ -1,5 +1,5 @@
-"""`PythonSteps`: the steps of `shared_memory.c` in Python and torch, for machines without a C compiler. The processor
-has to keep the order of writes."""
+"""`PythonSteps`: the steps of `shared_memory.c` in Python and torch, for machines without a C compiler. Without memory
+barriers (`fence`), the processor has to keep the order of writes."""
 
 import mmap
 import os
@@ -21,15 +21,16 @@ from meshwright.collectives.shared_memory.steps import (
     slice_begin,
 )
 
-_BLOCK = 65536  # number of elements that stay in a cache while those of all ranks are added
+_BLOCK = 65536  # number of elements that are added at once, few enough for the cache
 _YIELDS, _LONGEST_WAIT_S, _SLEEP_S = 200, 0.1, 50e-6
 _FIELDS_THAT_AGREE = ("count", "type", "verb", "mean", "staged", "bucket")
 _DTYPES = {number: dtype for dtype, number in TYPES.items()}
 
 
 class PythonSteps:
-    """`fence` is called between writing memory and the counter that publishes it, and between reading the counter and
-    the memory. It may do nothing on a processor that keeps the order of writes."""
+    """Implements `CollectiveSteps` in Python. `fence` is a memory barrier. It is called after a tensor is written and
+    before the counter that publishes it, and after a counter is read and before the tensor. It may do nothing on a
+    processor that keeps the order of writes."""
 
     stage_up_to_bytes = 0
 
@@ -86,12 +87,13 @@ class PythonSteps:
         return FINISHED
 
     def _lagging(self, counter: str, sequence: int) -> int | None:
-        """Returns a rank whose counter is below this number; None where all have reached it."""
+        """Returns the first rank whose counter is below `sequence`; None if all counters have reached it."""
         late = (rank for rank, segment in enumerate(self._segments) if getattr(segment, counter) < sequence)
         return next(late, None)
 
     def _await(self, counter: str, sequence: int) -> int:
-        """Waits until the counters of all ranks have reached this number."""
+        """Waits until the counters of all ranks have reached `sequence`. Returns FINISHED, or WAITING if that takes
+        longer than a tenth of a second."""
         polls, deadline = 0, 0.0
         while (rank := self._lagging(counter, sequence)) is not None:
             polls += 1
@@ -108,7 +110,8 @@ class PythonSteps:
         return FINISHED
 
     def _combine(self, sequence: int) -> int:
-        """Combines the tensors of one collective, which all ranks have published."""
+        """Runs this rank's share of one collective, once all ranks have published their tensors for it. Returns
+        FINISHED, MISMATCH or UNREACHABLE."""
         rank, ranks = self._rank, len(self._segments)
         descriptors: list[Descriptor] = [segment.ring[sequence % RING] for segment in self._segments]
         mine = descriptors[rank]
@@ -150,7 +153,7 @@ class PythonSteps:
         return torch.frombuffer(memory, dtype=_DTYPES[theirs.type], count=theirs.count, offset=theirs.offset)
 
     def _unmap_retired(self, peer: int) -> None:
-        """Unmaps the storages that the peer no longer has."""
+        """Unmaps the storages of the peer that the peer itself no longer shares."""
         segment = self._segments[peer]
         if segment.retired != self._retired[peer]:
             self._retired[peer] = segment.retired
@@ -160,8 +163,8 @@ class PythonSteps:
 
 
 def _reduce(tensors: list[Tensor], targets: list[Tensor], begin: int, end: int, *, mean: bool) -> None:
-    """Writes the sum or mean of the elements from `begin` to `end` into the targets. It is added in the order of the
-    ranks; 16-bit types are added in fp32 and rounded once."""
+    """Writes the sum or mean of the elements from `begin` to `end` of all tensors into the targets. Tensors are added
+    in the order of the ranks; 16-bit types are added in fp32 and rounded once."""
     sum_dtype = torch.float32 if tensors[0].dtype in (torch.bfloat16, torch.float16) else tensors[0].dtype
     for block_begin in range(begin, end, _BLOCK):
         block = slice(block_begin, min(block_begin + _BLOCK, end))

@@ -1,4 +1,5 @@
-"""`SharedMemoryReducer`: averages tensors of ranks on one machine in place, without copies and without threads."""
+"""`SharedMemoryReducer`: averages the tensors of ranks on one machine in shared memory, in place and without threads.
+Only small tensors are copied."""
 
 import ctypes
 import os
@@ -39,18 +40,18 @@ _DYING_S = 1.0  # the memory of a process that is being killed becomes unreachab
 class SharedMemoryReducer:
     """A `Reducer` over a group of ranks on one machine. Every rank of the group creates it at the same time.
 
-    Tensors must be contiguous and on the CPU. The storage of a tensor that is not small moves into shared memory when
-    it is first started, so earlier addresses of its data are invalid. A started tensor must not be used before
-    `finish`.
+    Tensors must be contiguous and on the CPU. The first `start` of a tensor that is not small moves the tensor's
+    storage into shared memory, after which earlier addresses of its data are invalid. A started tensor must not be used
+    before `finish` returns.
 
     The result is the sum in the order of the ranks, divided by the number of ranks (not divided with
     `operation="sum"`); 16-bit types are added in fp32 and rounded once. It has the same bits on all ranks and in every
     run.
 
-    `among` are the ranks of the group that share memory with this one, where these are not all; the other ranks of the
-    group create theirs at the same time. Raises `InputError` on all ranks alike where some cannot share memory.
-    `implementation` is chosen automatically where it is None. `folder` is where compiled files are stored. `what` is
-    the word for a tensor in error messages.
+    `among` are the ranks of the group, including this one, that share memory with each other (None: all). The other
+    ranks of the group create their own reducers at the same time. If some ranks cannot share memory, all ranks raise
+    `InputError`. `timeout_s` is the timeout of the group if it is None. `implementation` is chosen automatically if it
+    is None. `folder` is where compiled files are stored. `what` is the word for a tensor in error messages.
     """
 
     def __init__(
@@ -84,25 +85,26 @@ class SharedMemoryReducer:
         self._wait(self._started)
 
     def reduce_scatter(self, flat: Tensor, bucket: int) -> Tensor:
-        """Replaces this rank's slice of the tensor by the sum (never the mean), and returns a view of it; the rest of
-        the tensor does not change. Returns when all ranks have finished."""
+        """Replaces this rank's slice of the tensor by the sum (never the mean), waits until all ranks have done so, and
+        returns a view of the slice. The rest of the tensor does not change."""
         self._start(flat, bucket, REDUCE_SCATTER, mean=False)
         self._wait(self._started)
         begin, end = self.bounds(flat)
         return flat.view(-1)[begin:end]
 
     def all_gather(self, flat: Tensor, bucket: int) -> None:
-        """Copies every other slice from the rank that owns it. Returns when all ranks have finished."""
+        """Copies each slice of the tensor except this rank's own from the rank that it belongs to, and waits until all
+        ranks have done so."""
         self._start(flat, bucket, ALL_GATHER, mean=False)
         self._wait(self._started)
 
     def bounds(self, flat: Tensor) -> tuple[int, int]:
-        """Returns where this rank's slice of such a tensor begins and ends."""
+        """Returns (begin, end) of this rank's slice of a tensor of this size and dtype."""
         count, item, ranks = flat.numel(), flat.element_size(), len(self.ranks)
         return slice_begin(count, item, self._rank, ranks), slice_begin(count, item, self._rank + 1, ranks)
 
     def close(self) -> None:
-        """Unmaps the memory of the peers. Peers that still wait for this rank raise an error."""
+        """Unmaps the memory of the other ranks. Ranks that still wait for this one raise `CollectiveError`."""
         if self._failure is None:
             self._segments[self._rank].stopped_by = self._rank + 1
             self._failure = CollectiveError("shared memory was used after it had been closed")
@@ -158,8 +160,8 @@ class SharedMemoryReducer:
             self._finished += 1
 
     def _missing_rank(self) -> tuple[int, str] | None:
-        """Returns a rank that the awaited collective needs and that has died or stopped, and what happened to it; None
-        where there is none."""
+        """Returns (rank, what happened to it) of a rank that has died or stopped, and without which the awaited
+        collective cannot finish; None if there is no such rank."""
         blamed, awaited, _ = self._steps.why()
         behind = [rank for rank, theirs in enumerate(self._segments) if theirs.done < awaited or rank == blamed]
         late = [rank for rank in behind if rank != self._rank]
@@ -193,8 +195,8 @@ class SharedMemoryReducer:
 
 @dataclass(frozen=True)
 class _RankOffer:
-    """What one rank tells the others before they connect: its process, the file descriptor of its segment, the
-    implementations that it can run, and why it has no compiled helper (empty where it has)."""
+    """What one rank tells the other ranks before they connect: its process, the file descriptor of its segment, the
+    implementations that it can run, and why it has no compiled helper (empty if it has one)."""
 
     process: ProcessIdentity
     segment_file: int
@@ -205,8 +207,8 @@ class _RankOffer:
 def _connect(
     group: dist.ProcessGroup, members: Sequence[int], implementation: Implementation | None, folder: Path | None
 ) -> tuple[list[ProcessIdentity], list[SharedSegment], CollectiveSteps]:
-    """Returns the processes and segments of the members, and the steps that they run. All ranks of the group decide by
-    the offers of all, so that they come to the same result."""
+    """Returns the processes and the segments of the members, and the `CollectiveSteps` of this rank. Each rank decides
+    by the offers of all ranks, therefore all ranks choose the same implementation, or all raise `InputError`."""
     helper = compiled_helper.load_helper(folder)
     can_run_python = compiled_helper.has_total_store_order() or not isinstance(helper, str)
     implementations = () if isinstance(helper, str) else ("compiled",)
@@ -250,7 +252,7 @@ def _make_steps(
 
 
 def _why_not_shareable(offers: list[_RankOffer], usable: list[str]) -> str:
-    """Returns why these ranks cannot share memory; empty where they can."""
+    """Returns why these ranks cannot share memory; an empty string if they can."""
     if reason := segment.why_not_shareable([offer.process for offer in offers]):
         return reason
     if usable:

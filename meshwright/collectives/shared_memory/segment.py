@@ -1,5 +1,6 @@
 """`SharedSegment`: the shared memory through which ranks on one machine see each other's progress. Each rank has one
-segment. It has no name: the other ranks open it through /proc, and it is freed when the last of them ends."""
+segment. A segment is a file without a name, which the other ranks open through /proc. It is freed when the last process
+that has it open ends."""
 
 import ctypes
 import mmap
@@ -13,11 +14,12 @@ from meshwright.errors import InputError
 RING = 64  # number of collectives that a rank may have started and not finished
 SLOTS = 256  # number of storages of a rank that its peers keep mapped
 STAGE_BYTES = 65536  # the largest tensor that can be copied into the segment
-LINE_WORDS = 16  # two cache lines, which a processor fetches at once: two ranks never write to the same pair
+LINE_WORDS = 16  # 128 bytes: two cache lines, which a processor fetches at once
 
 
 class Descriptor(ctypes.Structure):
-    """What a rank contributes to a collective: where its tensor is, its size and type, and the operation (`verb`)."""
+    """Describes a rank's contribution to a collective: where its tensor is, the tensor's size and type, and the
+    operation (`verb`)."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("slot", "generation", "file_descriptor", "file_bytes", "offset")),
@@ -27,8 +29,9 @@ class Descriptor(ctypes.Structure):
 
 
 class SharedSegment(ctypes.Structure):
-    """What one rank writes and the others read. `shared_memory.c` explains the counters. `stopped_by` is 0 while the
-    rank takes part. Afterwards it is 1 + the rank because of which it stopped, which is its own rank if it closed."""
+    """The memory that one rank writes and the other ranks read. `shared_memory.c` explains the counters. `stopped_by`
+    is 0 while the rank takes part. After the rank has stopped, it is 1 + the rank that caused this: the rank itself if
+    it closed its reducer, or the rank that it missed."""
 
     _fields_ = [
         ("published", ctypes.c_int64),
@@ -46,7 +49,8 @@ class SharedSegment(ctypes.Structure):
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """Identifies a process. Processes with the same `machine` and `namespace` can open each other's memory."""
+    """Identifies a process. Processes with the same `machine` and the same PID `namespace` can open each other's
+    memory."""
 
     host: str
     machine: str  # the boot id of the kernel
@@ -66,7 +70,7 @@ def this_process() -> ProcessIdentity:
 
 
 def why_not_shareable(processes: Sequence[ProcessIdentity]) -> str | None:
-    """Returns why these processes, in the order of ranks, cannot share memory; None where they can."""
+    """Returns why these processes (in the order of ranks) cannot share memory; None if they can."""
     first = processes[0]
     for rank, process in enumerate(processes):
         if process.machine != first.machine:
@@ -86,13 +90,14 @@ def is_alive(process: ProcessIdentity) -> bool:
 
 
 def _state_and_start_time(pid: int) -> tuple[str, str]:
-    """Parses /proc/PID/stat after the program's name, which may contain blanks and parentheses."""
+    """Returns the state letter and the start time from /proc/PID/stat. Only what follows the last parenthesis is
+    parsed, because the program's name before it may contain blanks and parentheses."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[0], fields[19]
 
 
 def create_segment() -> tuple[int, SharedSegment]:
-    """Returns a new segment of zeros, after the file descriptor by which other processes open it."""
+    """Returns (file descriptor, segment) of a new segment of zeros. Other processes open it by the descriptor."""
     file = os.memfd_create("meshwright", os.MFD_CLOEXEC)
     os.ftruncate(file, ctypes.sizeof(SharedSegment))
     return file, _mapped(file)
@@ -112,5 +117,5 @@ def open_segment(process: ProcessIdentity, file: int) -> SharedSegment:
 
 
 def _mapped(file: int) -> SharedSegment:
-    """Returns the mapped segment; the mapping ends with the returned object."""
+    """Maps the file as a segment. The mapping ends when the returned object is freed."""
     return SharedSegment.from_buffer(mmap.mmap(file, ctypes.sizeof(SharedSegment)))

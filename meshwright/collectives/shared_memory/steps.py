@@ -1,10 +1,10 @@
 """The steps in which ranks on one machine combine tensors in shared memory. `CompiledSteps` runs them in
 `shared_memory.c`, `python_steps.py` in Python.
 
-A rank publishes its tensor. Once all ranks have, each rank adds up its own slice of all tensors in the order of the
-ranks, writes the result into all of them, and publishes that it is done. So ranks wait for each other twice, whatever
-the size, and nothing is copied. Small tensors are copied into the segment instead, and every rank adds all of them up
-for itself, which needs one wait less.
+An all-reduce: each rank publishes where its tensor is. Once all ranks have done so, each rank adds up one slice of all
+ranks' tensors in the order of the ranks, writes the result into all of the tensors, and publishes that it is done.
+Ranks thus wait for each other twice, whatever the size, and no tensor is copied. Small tensors are copied into the
+segment instead, and every rank adds up all of them for itself, which needs one wait less.
 """
 
 import ctypes
@@ -21,8 +21,9 @@ VERBS = ("all-reduce", "reduce-scatter", "all-gather")
 FINISHED, WAITING, MISMATCH, UNREACHABLE = range(4)
 TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.int64: 4}
 
-# Measured with two ranks on two cores (Neoverse-N1): 1 KiB takes 6.8 µs copied and 9.1 µs in place, 8 KiB 9.1 and 9.4,
-# 16 KiB 11.2 and 9.8; on one core both take as long up to 8 KiB.
+# Tensors up to this size are copied into the segment. Measured with two ranks on two cores (Neoverse-N1): 1 KiB takes
+# 6.8 µs copied and 9.1 µs in place, 8 KiB 9.1 and 9.4, 16 KiB 11.2 and 9.8. With both ranks on one core, copied and in
+# place take equally long up to 8 KiB.
 STAGE_UP_TO_BYTES = 8192
 # How often a rank polls before it yields its core. 1 KiB takes 6.8 µs on two cores with any number from 50 to 3,000;
 # with both ranks on one core 42 µs with 50, 81 with 1,000, 161 with 3,000.
@@ -30,23 +31,27 @@ SPINS = 50
 
 
 class CollectiveSteps(Protocol):
-    """Runs the steps of a group's collectives. `start` and `wait` return FINISHED, WAITING, MISMATCH or UNREACHABLE;
-    after a result other than FINISHED, `why` says more. Tensors of up to `stage_up_to_bytes` are copied into the
-    segment."""
+    """Runs one rank's steps of a group's collectives. Tensors of up to `stage_up_to_bytes` are copied into the segment.
+
+    `start` and `wait` return FINISHED, WAITING (some rank is late), MISMATCH (ranks started different collectives) or
+    UNREACHABLE (a rank's memory cannot be opened). After a result other than FINISHED, `why` says more.
+    """
 
     stage_up_to_bytes: int
 
     def start(self, descriptor: Descriptor, tensor: Tensor) -> int:
-        """Publishes the next collective, and runs those steps of it and of earlier ones that need no waiting."""
+        """Publishes the next collective. Then runs the steps, of this collective and of earlier ones, that need no
+        waiting."""
 
     def wait(self, sequence: int) -> int:
-        """Finishes all collectives up to this one, or returns WAITING after a tenth of a second."""
+        """Finishes all collectives up to number `sequence`, or returns WAITING after a tenth of a second."""
 
     def why(self) -> tuple[int, int, int]:
-        """Returns the rank that is to blame, the number of the collective, and the error number of the system."""
+        """Returns (rank, sequence, errno) of the last result that was not FINISHED: the rank that is to blame, the
+        number of the collective, and the system's error number (0 if there is none)."""
 
     def mappings(self) -> int:
-        """Returns the number of storages of peers that are mapped."""
+        """Returns the number of storages of other ranks that this rank has mapped."""
 
     def close(self) -> None: ...
 
@@ -61,7 +66,7 @@ class _Group(ctypes.Structure):
 
 
 class CompiledSteps:
-    """Runs the steps in C, without holding the interpreter lock."""
+    """Implements `CollectiveSteps` in C (`shared_memory.c`), without holding the interpreter lock."""
 
     def __init__(self, helper: ctypes.CDLL, rank: int, segments: Sequence[SharedSegment], pids: Sequence[int]) -> None:
         ranks = len(segments)
@@ -101,7 +106,7 @@ class CompiledSteps:
 
 
 def slice_begin(count: int, item_bytes: int, rank: int, ranks: int) -> int:
-    """Returns where the slice of a rank begins, which is where that of the rank before it ends. Slices are whole lines
-    of `LINE_WORDS`, so that no two ranks write to the same line."""
+    """Returns the index at which a rank's slice of a tensor of `count` elements begins and the slice of the rank before
+    it ends. Slices begin at multiples of `LINE_WORDS` words, so that no two ranks write to the same cache line."""
     unit = LINE_WORDS * 8 // item_bytes
     return min(-(-count // unit) * rank // ranks * unit, count)

@@ -1,5 +1,5 @@
-"""`SharedStorages`: the storages of this rank's tensors that its peers have mapped. A storage moves into shared memory
-when it is first used, and the peers can see when it is gone."""
+"""`SharedStorages`: the storages of this rank's tensors that other ranks may map. A storage moves into shared memory
+when it is first used, and the other ranks can see when it is gone."""
 
 import os
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ SHARED = Path("/dev/shm")  # the file system of torch's shared memory files, whi
 
 
 def free_bytes(folder: Path = SHARED) -> int:
-    """Returns how much can be moved into shared memory. Containers often have 64 MiB, and a rank that writes more is
-    killed by a bus error without any message."""
+    """Returns the number of bytes that can still be moved into shared memory; 0 if there is no such folder. Containers
+    often have 64 MiB, and a rank that writes more is killed by a bus error without any message."""
     try:
         file_system = os.statvfs(folder)
     except OSError:
@@ -26,7 +26,8 @@ def free_bytes(folder: Path = SHARED) -> int:
 
 @dataclass(frozen=True)
 class SharedStorage:
-    """A storage in shared memory. A later storage in the same slot has another generation."""
+    """A storage in shared memory. `slot` is its index in `SharedSegment.generations`. `generation` tells it from
+    earlier and later storages in the same slot."""
 
     slot: int
     generation: int
@@ -38,7 +39,8 @@ class SharedStorage:
 
 
 class SharedStorages:
-    """The shared storages of a rank, the most recently used last. `segment` shows their generations to the peers."""
+    """The storages that a rank has moved into shared memory, at most `SLOTS`. If there are more, the least recently
+    used one is given up. `segment` shows the generations to the other ranks."""
 
     def __init__(self, segment: SharedSegment) -> None:
         self._segment = segment
@@ -50,8 +52,8 @@ class SharedStorages:
         return len(self._storages)
 
     def share(self, storage: UntypedStorage) -> SharedStorage:
-        """Returns where the storage is in shared memory. A new one is moved there, and the addresses of all tensors
-        that view it change."""
+        """Returns where the storage is in shared memory. A storage that is not there yet is moved, which changes the
+        addresses of all tensors that view it."""
         key = storage_key(storage)
         shared = self._storages.pop(key, None)
         if shared is not None and shared.address != storage.data_ptr():

@@ -1,8 +1,8 @@
 """`TwoLevelMemoryReducer`: shared memory within each machine, a schedule between machines.
 
-The ranks of a machine add up their tensors in shared memory, each rank one slice. The ranks that hold the same slice on
-different machines add it up between them. Then the slices of each machine are gathered in shared memory again. So every
-link between machines carries each number once in each direction.
+The ranks of a machine add up their tensors in shared memory, each rank one slice. The ranks that have the same slice on
+different machines sum it between them. Then the ranks of each machine gather all slices in shared memory. Each of m
+machines thus sends 2(m - 1)/m of the tensor to other machines, spread over its ranks.
 """
 
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ from meshwright.errors import CollectiveError, InputError
 
 
 class TwoLevelMemoryReducer(ThreadedReducer):
-    """A `Reducer` over a group with the same number of ranks on each machine, at least two. All ranks of the group
+    """A `Reducer` over a group with the same number of ranks, at least two, on each machine. All ranks of the group
     create it at the same time."""
 
     def __init__(self, group: dist.ProcessGroup, machines: Sequence[Sequence[int]]) -> None:
-        """`machines` are the ranks of the group on each machine (`machines_of`)."""
+        """`machines` lists, for each machine, its ranks in the group (`machines_of`)."""
         sizes = {len(machine) for machine in machines}
         if len(sizes) > 1 or min(sizes) < 2:
             raise InputError(
@@ -36,7 +36,8 @@ class TwoLevelMemoryReducer(ThreadedReducer):
         (local_ranks,) = [list(machine) for machine in machines if group.rank() in machine]
         (slice_holders,) = [list(ranks) for ranks in zip(*machines, strict=True) if group.rank() in ranks]
         memory = SharedMemoryReducer(group, among=local_ranks, operation="sum")
-        # It runs on the existing group, because a new group would need a name on which all its ranks agree.
+        # The schedule between machines runs on the existing group, because a new group would need a name on which all
+        # its ranks agree.
         schedule = across_nodes(len(slice_holders))
         rounds = tuple(placed(schedule, slice_holders, 0))
         across = Execution(Schedule("two-level", world_size, schedule.chunks, rounds), group)
@@ -60,7 +61,8 @@ class TwoLevelMemoryReducer(ThreadedReducer):
 
 
 def machines_of(group: dist.ProcessGroup) -> list[list[int]]:
-    """Returns the ranks of the group on each machine. All ranks of the group call this together."""
+    """Returns, for each machine, the list of its ranks in the group. Containers that cannot share memory count as
+    different machines. All ranks of the group call this together."""
     process = segment.this_process()
     machine_of_rank: list[object] = [None] * group.size()
     dist.all_gather_object(machine_of_rank, (process.machine, process.namespace), group=group)

@@ -1,4 +1,4 @@
-"""Starts the ranks of one machine and watches them. It is the agent of torch elastic with other rules for failures
+"""Starts the ranks of one machine and watches them. `Agent` is the agent of torch elastic with other rules for failures
 and stops.
 
 It overrides or uses these private members of torch's agent, seen to work on torch 2.11 and 2.13: `_monitor_workers`,
@@ -75,9 +75,9 @@ class NoLogs(LogsSpecs):
 class Agent(LocalElasticAgent):
     """Restarts all ranks when one fails, unless a restart would only repeat the failure, and stops them on request.
 
-    Elastic sends SIGTERM to the other ranks after a failure, and waits. But those ranks cannot go on, and a rank that
-    saves a checkpoint on SIGTERM would try to. So they are killed at once, after the exit codes that show the cause
-    were read.
+    After a failure, elastic would send SIGTERM to the other ranks, and wait. But these ranks cannot continue without
+    the failed one, and a rank that saves a checkpoint on SIGTERM would try to. Therefore they are killed at once, after
+    the exit codes that show the cause were read.
     """
 
     def __init__(self, spec: WorkerSpec, server: ForkServer, folder: Path, grace_s: float, stop: StopRequest) -> None:
@@ -123,10 +123,12 @@ class Agent(LocalElasticAgent):
         return elastic_processes_of(self._pcontext)
 
     def _exits(self) -> dict[int, int | None]:
-        """Returns the exit codes by rank, None for a rank that runs."""
+        """Returns the exit codes by rank. The code of a rank that is running is None."""
         return {rank: process.poll() for rank, process in self._processes().items()}
 
     def _find_cause(self) -> Failure | None:
+        """Returns the first cause of the failure, or None. If only consequences are known yet, it waits a moment for
+        the cause."""
         deadline = time.monotonic() + SETTLE_S
         while True:
             exits = self._exits()
@@ -141,7 +143,8 @@ class Agent(LocalElasticAgent):
         return first_cause(self._folder, self.restarts, codes)
 
     def _stop_ranks(self) -> None:
-        """Sends SIGTERM to the ranks, waits for them up to the grace period, and ends the launch."""
+        """Sends SIGTERM to the ranks, waits for them up to the grace period, kills those that still run, and raises
+        `Stopped`."""
         received = self._stop.received
         for process in self._processes().values():
             # The signal goes to the rank, not to its process group: its data loaders must run until it has saved.

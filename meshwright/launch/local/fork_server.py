@@ -1,12 +1,12 @@
-"""A process that has imported what ranks need, and forks them.
+"""The fork server: a process that has imported what ranks need, and forks the ranks.
 
 Importing torch and meshwright takes seconds of a core. The fork server does it once; a rank is forked from it in
-milliseconds, also after a restart. It has one thread and runs no operation of torch, which makes forking it safe.
+milliseconds, also after a restart. It starts no thread and runs no operation of torch, which makes forking it safe.
 `launch` starts all ranks through a fork server: through that of a surrounding `preloaded`, or else through a new one.
 
 Requests and answers are JSON on a pair of sockets. A request for a rank also passes the launcher's standard streams,
-which may have changed since the server was started. The ranks are children of the server, so the server tells their
-exit codes. The kernel kills the server when the launcher dies, and the ranks when the server dies.
+which may have changed since the server was started. The ranks are children of the server, so the launcher asks it for
+their exit codes. The kernel kills the server when the launcher dies, and the ranks when the server dies.
 """
 
 import importlib
@@ -34,7 +34,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 class ForkedRank:
-    """A process that the fork server has forked, with the interface of `subprocess.Popen` as far as it is used."""
+    """A process that the fork server has forked. It has the methods of `subprocess.Popen` that are needed."""
 
     def __init__(self, pid: int, server: "ForkServer") -> None:
         self.pid = pid
@@ -42,8 +42,8 @@ class ForkedRank:
         self._server = server
 
     def poll(self) -> int | None:
-        """Returns the exit code like `Popen.returncode`, None for a process that runs. The process is not reaped, so
-        that its id cannot belong to another process yet."""
+        """Returns the exit code as `Popen.poll` does; None if the process is running. The process is not reaped, so
+        that the system cannot give its id to another process yet."""
         return self._server.exit_code(self.pid) if self.returncode is None else self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -87,7 +87,8 @@ class ForkServer:
         return ForkedRank(answer["pid"], self)
 
     def exit_code(self, pid: int) -> int | None:
-        """Returns the exit code of a rank, None for one that runs. Ranks die with their server, by SIGKILL."""
+        """Returns the exit code of a rank; None if it is running. If the server died, the rank was killed with
+        SIGKILL."""
         answer = self._ask({"exit_code": pid})
         return -SIGKILL if answer is None else answer["code"]
 
@@ -101,7 +102,7 @@ class ForkServer:
             os.waitpid(self._end.pid, 0)
 
     def _ask(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any] | None:
-        """Returns the answer, None where the server has died."""
+        """Sends a request and returns the answer; None if the server has died."""
         with self._lock, suppress(OSError, EOFError):
             _send(self._end.connection, request, descriptors)
             return _receive(self._end.connection)[0]
@@ -127,9 +128,9 @@ def _spawn(module: str) -> _ServerEnd:
 
 
 def _fork(module: str) -> _ServerEnd:
-    """Imports the module, and forks the server from this process, which takes no time. That is safe only in a process
-    that has run nothing of torch yet, and has no threads but those of libraries that handle forks themselves, as
-    OpenBLAS does. In any other process the server is spawned instead."""
+    """Imports the module, and forks the server from this process, which is faster than starting a new one. That is safe
+    only in a process that has run nothing of torch yet, and has no threads but those of libraries that handle forks
+    themselves, such as OpenBLAS. In any other process the server is spawned instead."""
     is_fresh = "torch" not in sys.modules and threading.active_count() == 1 and sys.platform == "linux"
     importlib.import_module(module)
     if not is_fresh:
@@ -153,8 +154,8 @@ _preloaded: ForkServer | None = None
 
 @contextmanager
 def preloaded(module: str) -> Iterator[None]:
-    """Imports the module, and keeps a fork server for all launches within the context. A command opens it before it
-    imports torch, so that the server can be forked from the command's own process."""
+    """Imports the module, and keeps a fork server for all launches within the context. A command opens the context
+    before it imports torch, so that the server can be forked from the command's own process."""
     global _preloaded
     previous, _preloaded = _preloaded, ForkServer(module, _fork(module))
     try:
@@ -178,7 +179,7 @@ def fork_server(module: str) -> Iterator[ForkServer]:
 
 
 def _serve(connection: socket.socket) -> NoReturn:
-    """Answers the launcher's requests until it closes the connection."""
+    """Answers the launcher's requests until the launcher closes the connection."""
     signal(SIGINT, SIG_IGN)
     while True:
         try:
@@ -243,7 +244,7 @@ def _exit_code(pid: int) -> int | None:
     try:
         status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
-        return -SIGKILL  # a rank of the server before, and dead with it
+        return -SIGKILL  # a rank of an earlier server, killed when that server died
     if status is None:
         return None
     return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status

@@ -23,9 +23,10 @@ from meshwright.launch.signals import StopRequest
 
 @dataclass(frozen=True)
 class RankSettings:
-    """How ranks are started. `threads` is per rank. `restarts` is the number of restarts allowed. `grace_s` is how long
-    ranks may take to save and exit after a stop request. When one of the first `expendable` ranks dies, the others go
-    on and it alone is started again. `speaker` is the rank that prints to the terminal."""
+    """How ranks are started. `count` is their number, and `threads` the number of threads of each. `restarts` is the
+    number of restarts allowed. `grace_s` is how long ranks may take to save and exit after a stop request. When one of
+    the first `expendable` ranks dies, it alone is started again, and the other ranks go on. `speaker` is the rank that
+    prints to the terminal."""
 
     count: int
     device: str

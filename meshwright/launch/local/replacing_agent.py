@@ -1,6 +1,7 @@
-"""An agent whose first ranks are expendable: when one of them dies, the others go on and it alone is started again.
+"""`ReplacingAgent`: an agent whose first ranks are expendable. When one of them dies, it alone is started again, and
+the other ranks go on.
 
-`agent.py` lists the private members of torch's agent that are used here as well.
+`agent.py` lists the private members of torch's agent that are also used here.
 """
 
 import os
@@ -21,8 +22,8 @@ _LEAVE_S = 3.0  # how long expendable ranks may take to exit when all others hav
 
 
 class ReplacingAgent(Agent):
-    """The first `expendable` ranks may die. When one of the other ranks dies, all start again, as with `Agent`. The
-    spec's limit of restarts counts restarts of single ranks and of all ranks together."""
+    """An `Agent` whose first `expendable` ranks may die. When any other rank dies, all ranks are started again. The
+    spec's limit of restarts is for restarts of single ranks and of all ranks together."""
 
     def __init__(
         self, spec: WorkerSpec, server: ForkServer, folder: Path, grace_s: float, stop: StopRequest, expendable: int
@@ -32,7 +33,7 @@ class ReplacingAgent(Agent):
         self._replacement_count = 0
         self._replacements: dict[int, ForkedRank] = {}
         self._abandoned: set[int] = set()
-        self._failures: dict[int, Failure] = {}  # the last one of each rank
+        self._failures: dict[int, Failure] = {}  # the last failure of each rank
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         self._reap()
@@ -66,8 +67,8 @@ class ReplacingAgent(Agent):
         return super()._monitor_workers(worker_group)
 
     def _find_rank_cause(self, rank: int) -> Failure | None:
-        """Returns the failure of this rank; None where a rank that is not expendable has failed. A failure that looks
-        like a consequence waits a moment for its cause."""
+        """Returns the failure of this rank; None if a rank that is not expendable has failed. If the failure looks like
+        a consequence of another one, it waits a moment for that one."""
         deadline = time.monotonic() + SETTLE_S
         while True:
             exits = self._exits()
@@ -79,8 +80,8 @@ class ReplacingAgent(Agent):
             time.sleep(POLL_S)
 
     def _can_go_on_without(self, failure: Failure) -> bool:
-        """Whether the other ranks can go on. They would wait forever for a rank that never completed a step, unless it
-        is started again."""
+        """Whether the other ranks can go on. They can if the rank completed a step before or can be started again. For
+        a rank that never took part in a step they would wait forever."""
         if failure.final:
             return False
         heartbeat = read_heartbeat(heartbeat_file(self._folder, failure.rank))
@@ -122,7 +123,7 @@ class ReplacingAgent(Agent):
         return self._start_rank(arguments, {**os.environ, **variables})
 
     def _cause(self, exits: dict[int, int | None]) -> Failure | None:
-        """Ignores ranks that were abandoned before, unless no other rank has failed."""
+        """Returns the first cause. Ranks that were abandoned before are ignored, unless no other rank has failed."""
         others = {rank: code for rank, code in exits.items() if rank not in self._abandoned}
         return super()._cause(others) or super()._cause(exits)
 
@@ -130,7 +131,7 @@ class ReplacingAgent(Agent):
         return {**super()._processes(), **self._replacements}
 
     def _reap(self) -> None:
-        """Reaps the replacements, which elastic does not know, after all of them were killed."""
+        """Waits for the replacement processes, which elastic does not know, after all of them were killed."""
         for process in self._replacements.values():
             process.wait()
         self._replacements.clear()

@@ -1,5 +1,5 @@
-"""What a forked process does as a rank: it prepares itself before it imports the rank's module, so that a failing
-import is reported too, and calls the module's `main()`."""
+"""What a forked process does as a rank: it redirects its output and ties itself to its parent, then imports the rank's
+module and calls its `main()`. The import comes last, so that a failing import is reported too."""
 
 import importlib
 import signal

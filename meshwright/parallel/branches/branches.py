@@ -65,7 +65,7 @@ def assign_branches(module: nn.Module, plan: Plan, mesh: DeviceMesh, device: tor
 
 
 def recompute_branch_blocks(branches: AssignedBranches, module: nn.Module, kind: Recompute) -> None:
-    """`recompute_blocks` for those blocks of the whole model that this rank runs."""
+    """Applies `recompute_blocks` to the blocks of the whole model that this rank runs; does nothing if it runs none."""
     blocks = frozenset(find_blocks(module))
     if not branches.blocks or (blocks and blocks <= branches.blocks):
         recompute_blocks(module, kind)
@@ -92,7 +92,8 @@ class BranchExchange:
         self._entered: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def enter(self, inputs: Any, *, wait: bool) -> Any:
-        """The inputs of a branch as full tensors, whose gradients are summed over the ranks."""
+        """Returns the inputs of a branch as full tensors, whose gradients are summed over the ranks. Without `wait`,
+        the values of inputs that another rank still computes may be missing."""
         return tree_map(self._with_summed_gradient, gather_shard_views(resolve_pending(inputs, wait=wait)))
 
     def _with_summed_gradient(self, leaf: Any) -> Any:
@@ -126,7 +127,8 @@ class BranchExchange:
         return tree_unflatten(leaves, expected.tree)
 
     def receive(self, expected: BranchOutput, owner: int, inputs: Sequence[Tensor]) -> Any:
-        """The output with a pending tensor in the place of each tensor."""
+        """Begins to receive a branch's output from its owner. Returns the output with a `PendingTensor` in the place of
+        each tensor."""
         leaves = list(expected.leaves)
         for position, described in expected.tensors:
             received = described.empty(self.device)
@@ -200,7 +202,7 @@ class _ReceiveOutputs(torch.autograd.Function):
 
 
 class LocalBranch:
-    """A branch on the rank that owns it."""
+    """Runs a branch on the rank that owns it: hooks sum the gradients of its inputs and broadcast its output."""
 
     def __init__(self, branch: nn.Module, fake: FakeBranch, exchange: BranchExchange) -> None:
         self._branch = branch
@@ -228,7 +230,8 @@ class LocalBranch:
         return self._exchange.send(expected, output, inputs)
 
     def _check(self, expected: BranchOutput, output: Any) -> None:
-        """The other ranks have allocated memory for the expected output."""
+        """Raises an error if the output has another structure, shapes or dtypes than expected, because the other ranks
+        have allocated memory for the expected output."""
         leaves, tree = tree_flatten(output)
         is_expected = tree == expected.tree and all(
             isinstance(leaves[position], Tensor)

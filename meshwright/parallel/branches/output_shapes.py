@@ -53,7 +53,7 @@ class FakeBranch:
         self._outputs: dict[Hashable, BranchOutput] = {}
 
     def output(self, inputs: Any, training: bool) -> BranchOutput:
-        """What the branch returns for inputs (args, kwargs) of these shapes."""
+        """Returns a description of what the branch returns for inputs (args, kwargs) of these shapes."""
         key = _signature(inputs, self._device.type), training, torch.is_grad_enabled()
         if key not in self._outputs:
             if len(self._outputs) >= _CACHED_SIGNATURES:

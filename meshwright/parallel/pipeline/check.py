@@ -37,9 +37,10 @@ def check_pipeline(plan: Plan, structure: Structure) -> None:
 
 
 def _check_shared_parameters(plan: Plan, structure: Structure, cuts: tuple[Cut, ...]) -> None:
-    """FSDP2 can shard a parameter for only one of a rank's stages. This checks the stages that the structure says use
-    it: those at the first and the last cut it is shared over, and those with a module that holds it. Should stages
-    between them use it too, `shard` raises the same error later."""
+    """Raises an `InputError` if two stages of one rank use the same parameter, because FSDP2 can shard a parameter for
+    only one of a rank's stages. The users known here are the stage before the first cut across which the parameter is
+    shared, the stage after the last such cut, and stages with a module that holds it. If a stage between them uses it
+    too, `shard` raises the same error later."""
     last_pieces = [structure.pieces.index(cut.after) for cut in cuts]  # of each stage but the last
     rank_of_stage = pipeline_ranks_of_stages(plan)
     for name in sorted({name for cut in cuts for name in cut.shared}):

@@ -92,8 +92,8 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 class ActiveForward:
-    """The forward pass that runs on this rank now. It is None while a backward pass recomputes a block, so that
-    recomputed modules neither receive nor send."""
+    """Holds, in `current`, the stage's forward pass that is running on this rank, and None at other times. It is None
+    also while a backward pass recomputes a block; recomputed modules therefore neither receive nor send."""
 
     def __init__(self) -> None:
         self.current: StageForward | None = None
@@ -143,7 +143,8 @@ class ActiveForward:
 
 class RemoteModule(nn.Module):
     """Stands in a stage for a piece that runs in another stage. Its only parameters are those that the forward pass
-    between the pieces uses in this stage; all other attributes are read from `original`, which has no memory."""
+    between the pieces uses in this stage. All other attributes are read from `original`: the piece itself if another
+    stage of this rank runs it, otherwise a copy of the piece without memory (meta or fake tensors)."""
 
     def __init__(self, name: str, active_forward: ActiveForward, original: nn.Module) -> None:
         super().__init__()

@@ -35,14 +35,17 @@ _SPLIT_BACKWARD_MISCOUNTS = tuple(map(int, torch.__version__.split(".")[:2])) < 
 
 
 class ExecutedAction(NamedTuple):
+    """One pass of one microbatch through one stage. A backward pass is whole, or in two parts: the gradients of the
+    inputs first, those of the weights later."""
+
     stage: int
     microbatch: int
     kind: Literal["forward", "backward", "input_backward", "weight_backward"]
 
 
 class ScheduleRunner:
-    """The stages of this rank and their schedule. `buffers` are sent over each cut for every microbatch; every action
-    that runs is appended to `executed`."""
+    """Runs the stages of this rank by one schedule. `buffers` has the shapes that are sent over each cut for every
+    microbatch. Every action that runs is appended to `executed`."""
 
     def __init__(
         self,
@@ -66,8 +69,8 @@ class ScheduleRunner:
         )
 
     def run(self, is_last_round: bool) -> None:
-        """Runs forward and backward of one round of microbatches. FSDP2 reduces gradients in the last round of a step
-        only."""
+        """Runs the forward and backward passes of one accumulation round: of as many microbatches as the schedule runs
+        at once. FSDP2 reduces gradients in the last round of a step only."""
         for torch_stage in self._stages:
             torch_stage.reduces_gradients = is_last_round
             torch_stage.wrapped_stage.send_buffers = (
@@ -78,7 +81,8 @@ class ScheduleRunner:
 
 
 class _TorchStage(PipelineStage):
-    """PyTorch's stage around one of ours: it tells ours which microbatch runs, and records what runs."""
+    """PyTorch's pipeline stage, which runs one of our `Stage`s. It tells the `Stage` which microbatch runs, and appends
+    each action to `executed`."""
 
     def __init__(
         self,

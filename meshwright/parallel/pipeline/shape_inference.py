@@ -22,7 +22,8 @@ _MAX_CACHED = 64  # input signatures: batches of many sequence lengths would fil
 
 @dataclass(frozen=True)
 class InferredShapes:
-    """The fake tensors that each call of a piece returns, and the activation that crosses a cut under each value id."""
+    """`fake_outputs` has what each call of a piece returns, on fake tensors. `activations` has, by value id, the shape
+    and dtype of each tensor that crosses a cut."""
 
     fake_outputs: dict[CallKey, Any]
     activations: dict[int, ActivationSpec]
@@ -42,7 +43,7 @@ class ShapeInference:
     def infer(
         self, example: ModelBatch, training: bool, precision: Callable[[], AbstractContextManager[Any]]
     ) -> InferredShapes:
-        """The shapes for inputs like this example, from the cache where an example like it came before."""
+        """Returns the shapes for inputs of this example's structure, shapes and dtypes. Results are cached."""
         key = (_signature((example.arguments, example.keywords)), training, torch.is_grad_enabled())
         if key not in self._cache:
             if len(self._cache) >= _MAX_CACHED:

@@ -35,7 +35,7 @@ class Stage(nn.Module):
         self.precision: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.examples: list[ModelBatch] = []
         self.microbatch = 0
-        self.send_buffers: tuple[BufferSpec, ...] = ()  # empty: of just the size of the activations
+        self.send_buffers: tuple[BufferSpec, ...] = ()  # if empty, buffers have the sizes of the activations
         self.finish: Callable[[int, Any], Any] = lambda _, output: output
 
     def forward(self, *buffers: Tensor) -> Any:
@@ -76,10 +76,11 @@ class Stage(nn.Module):
     def mirror_outer_modules(
         self, local_module: nn.Module, outer: Iterable[str], with_parameters: Iterable[str], mutated: Iterable[str]
     ) -> None:
-        """For one of several stages of a rank: shares the buffers of the `outer` modules with the rank's
-        `local_module`, and follows their training mode. Modules in `with_parameters` share the parameter table as well,
-        so that a parameter replaced in one of them is replaced in both. Of the buffers called `mutated` this stage
-        gets a copy in every forward pass."""
+        """Connects this stage's copies of the `outer` modules with those of the rank's `local_module`, if a rank has
+        several stages. The copies share the buffers and follow the training mode. The modules in `with_parameters`
+        share the parameter table too: a parameter that is replaced in one is replaced in both. The buffers named in
+        `mutated` are copied for this stage in every forward pass, because only one stage may write to the shared
+        ones."""
         self.mirrored_modules = tuple(
             (self.model.get_submodule(name), local_module.get_submodule(name)) for name in outer
         )

@@ -73,7 +73,8 @@ class StageDataflow:
 
 
 def cuts_of_plan(plan: Plan, structure: Structure) -> tuple[Cut, ...]:
-    """The plan's cuts in the order of the stages. A name that the plan lists twice means the second call of it."""
+    """The plan's cuts in the order of the stages. If the plan lists a module several times, because the model calls it
+    several times, the n-th entry is the n-th possible cut behind it."""
     times_listed: Counter[str] = Counter()
     cuts = []
     for name in plan.pipeline.cuts:

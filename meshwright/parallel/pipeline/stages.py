@@ -1,8 +1,9 @@
 """Cuts a model into pipeline stages that run its original modules.
 
-A stage is a copy of the model's outer modules around the pieces. Pieces that run in the stage are the model's own
-module objects; those of other stages are replaced by a `RemoteModule`. The stage runs the model's own forward pass:
-`remote_modules.py` says how.
+A piece is a module that is never cut: it runs as a whole in one stage. The outer modules are those that contain pieces.
+A stage has a copy of the outer modules. The pieces that it runs are the model's own module objects; each piece of
+another stage is replaced by a `RemoteModule`. The stage runs the model's own forward pass, as remote_modules.py
+explains.
 """
 
 import copy
@@ -26,7 +27,8 @@ from meshwright.profile.structure.structure import Structure
 @dataclass(frozen=True)
 class TiedParameter:
     """A parameter that several pipeline ranks hold: its first name in the untouched model, its name in this rank's
-    module, and the coordinates along the pipeline axis that hold it. Its gradient is the sum of theirs."""
+    module, and the coordinates along the pipeline axis of the ranks that hold it. Its gradient is the sum of the
+    gradients on those ranks."""
 
     name: str
     local_name: str
@@ -41,6 +43,7 @@ class LocalStages:
     - `stages`: the rank's stages, which share modules and parameters with `module`.
     - `tied`: the parameters of `module` that other pipeline ranks hold too.
     - `pipeline_rank`: the rank's coordinate along the pipeline axis.
+    - `dataflow`: how the forward pass of the whole model is divided into stages.
     - `meta_model`: the whole model on the meta device.
     - `holders_by_parameter`: the pipeline ranks that hold each tied parameter of the whole model.
     """
@@ -66,8 +69,8 @@ def pipeline_ranks_of_stages(plan: Plan) -> tuple[int, ...]:
 def cut_stages(
     module: nn.Module, plan: Plan, structure: Structure, pipeline_rank: int, sample: Any, target: str | None = None
 ) -> LocalStages:
-    """The stages of one pipeline rank. Pieces are moved out of `module`, which must not be used afterwards; `sample`
-    is a batch like those that the structure was found with."""
+    """Returns the stages of one pipeline rank. They take over pieces of `module`, which must not be used afterwards.
+    `sample` is a batch like the one that the structure was found with."""
     dataflow = trace_stage_dataflow(module, plan, structure, sample, target)
     rank_of_stage = pipeline_ranks_of_stages(plan)
     local = tuple(stage for stage, rank in enumerate(rank_of_stage) if rank == pipeline_rank)
@@ -99,7 +102,7 @@ def _build_stages(
     local: tuple[int, ...],
     active_forward: ActiveForward,
 ) -> tuple[Stage, ...]:
-    """A rank's stages. With a single one, its model is the rank's whole module."""
+    """Returns the stages of this rank. If there is only one, its model is `local_module` itself."""
     if len(local) == 1:
         return (Stage(local[0], local_module, dataflow, active_forward),)
     used_by_stage = {
@@ -142,8 +145,8 @@ def _modules_holding(model: nn.Module, names: tuple[str, ...], parameters: set[n
 
 
 def _stages_by_parameter(module: nn.Module, dataflow: StageDataflow) -> dict[str, set[int]]:
-    """The stages that hold each parameter: one of their pieces has it, or the forward pass between pieces uses it
-    there. The first stage holds parameters that nothing uses."""
+    """By parameter name, the stages that hold the parameter. A stage holds it if one of the stage's pieces has it, or
+    if the forward pass between pieces uses it in that stage. The first stage holds parameters that nothing uses."""
     stages_with_piece: dict[int, set[int]] = {}
     for piece in dataflow.pieces:
         for parameter in module.get_submodule(piece).parameters():
@@ -198,7 +201,8 @@ def _local_module(
 def _copy_for_stage(
     local_module: nn.Module, dataflow: StageDataflow, stage: int, active_forward: ActiveForward, used: set[nn.Parameter]
 ) -> nn.Module:
-    """A copy of the rank's module for one of its several stages, which uses these parameters."""
+    """A copy of the rank's module for `stage`, one of several stages of the rank. `used` are the parameters that this
+    stage uses."""
     memo: dict[int, Any] = {id(tensor): tensor for tensor in (*local_module.parameters(), *local_module.buffers())}
     for piece in dataflow.pieces:
         original = local_module.get_submodule(piece)
@@ -244,8 +248,9 @@ def recompute_stages(local_stages: LocalStages, kind: Recompute) -> None:
 
 
 def install_transfers(local_stages: LocalStages, shape_inference: ShapeInference) -> None:
-    """Gives remote modules and parameters of other ranks a fake stand-in, and registers the hooks with which pieces
-    receive and send. Call it once, when parameters and all other hooks are in place."""
+    """Puts fake tensors in the place of outer modules' parameters that lie on other ranks, gives each `RemoteModule`
+    its copy on fake tensors, and registers the hooks with which pieces receive and send. Call it once, when parameters
+    and all other hooks are in place."""
     fake_model, dataflow = shape_inference.fake_model, local_stages.dataflow
     models = (local_stages.module, *(stage.model for stage in local_stages.stages))
     for model in {id(model): model for model in models}.values():

@@ -12,8 +12,8 @@ Holders = tuple[int, ...]  # coordinates along the pipeline axis
 
 
 class TiedGradients:
-    """Keeps a process group for every set of holders that this rank belongs to. All ranks of the mesh build one at
-    the same time."""
+    """Sums the gradients of tied parameters over the pipeline ranks that hold them. It has a process group for every
+    such set of ranks that this rank belongs to. All ranks of the mesh build it at the same time."""
 
     def __init__(self, local_stages: LocalStages, mesh: DeviceMesh) -> None:
         self._local_stages = local_stages

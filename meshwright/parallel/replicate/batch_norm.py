@@ -5,8 +5,9 @@ Rank r has n_r values per channel with mean m_r, and q_r is the sum of their squ
     mean = Σ n_r m_r / N        var = (Σ q_r + Σ n_r (m_r - mean)²) / N                    _statistics()
     dx   = w / σ · (dy - Σdy / N - x̂ · Σ(dy x̂) / N),  both sums over all ranks              _Normalize.backward()
 
-Ranks may have different numbers of samples. Each sample counts the same, also one that a rank borrowed for a short
-batch and that has no weight in the loss. Statistics are combined over ranks, not over microbatches.
+Ranks may have different numbers of samples. Each sample counts the same. This includes a sample that a rank without
+samples of a short batch borrows from another rank, and that has no weight in the loss. Statistics are combined over
+ranks, not over microbatches.
 """
 
 from typing import Any

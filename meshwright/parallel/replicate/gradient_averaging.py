@@ -20,7 +20,8 @@ from meshwright.collectives.reducer import Reducer
 
 
 class GradientAverager:
-    """Holds the gradient buckets of a run. Wrap each microbatch in `averaging`, or call `finish` after the last one."""
+    """Averages gradients over ranks, in buckets. Wrap each microbatch in `averaging`, or call `finish` after the last
+    one."""
 
     def __init__(self, buckets: "list[_Bucket]", reducer: Reducer, *, overlap: bool) -> None:
         self._buckets = buckets
@@ -135,7 +136,7 @@ def gradient_averager(
     overlap: bool = True,
     reduce_dtype: torch.dtype | None = None,
 ) -> GradientAverager:
-    """Averages the gradients of `module` over the reducer's ranks, without those of the parameters named in `skip`.
+    """Returns a `GradientAverager` of the module's gradients, without those of the parameters named in `skip`.
     With `overlap`, buckets are sent during the last backward pass, otherwise in `finish` only. Gradients are sent as
     `reduce_dtype`, or where that is None in their own type."""
     parameters = [p for name, p in module.named_parameters() if p.requires_grad and name not in skip]

@@ -1,5 +1,5 @@
-"""The process group that DDP gets where ranks share memory: it sums small tensors through shared memory and forwards
-all other collectives to the ordinary group.
+"""The process group that DDP gets if ranks share memory. It sums small int32 CPU tensors through shared memory, and
+forwards all other collectives to the ordinary group.
 
 With `find_unused_parameters`, DDP sums at the end of every backward pass which parameters each rank has used, and waits
 for the result. Through Gloo that wait takes longer than averaging all gradients through shared memory.
@@ -17,6 +17,8 @@ from meshwright.collectives.small_sums import SharedMemorySums
 
 
 class GroupWithSharedSums(dist.ProcessGroup):
+    """Wraps `group`: all-reduces of small int32 CPU tensors go through `sums`, everything else through `group`."""
+
     def __init__(self, group: dist.ProcessGroup, sums: SharedMemorySums) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
         self._group = group

@@ -90,8 +90,9 @@ def _is_nccl(group: dist.ProcessGroup) -> bool:
 
 
 class ReducerHook:
-    """A reducer as DDP's communication hook. Buckets are started when they are ready, in DDP's order, and the last one
-    waits for all. Gradients are sent as `reduce_dtype`, or where that is None in their own type."""
+    """A DDP communication hook that averages buckets with a `Reducer`. Each bucket is started when it is ready, in
+    DDP's order; the call for the last bucket waits for all of them. Gradients are sent as `reduce_dtype`, or in their
+    own dtype if that is None."""
 
     def __init__(
         self, reducer: Reducer, reduce_dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None

@@ -73,8 +73,8 @@ def _name(func: Any) -> str:
 
 @cache
 def _python_implementation(func: types.FunctionType) -> types.FunctionType:
-    """Runs torch's Python implementation with `__torch_function__` dispatch disabled for its outer call. The torch
-    functions that it calls are dispatched as usual."""
+    """Returns a copy of a torch function that is implemented in Python. The copy does not dispatch itself to
+    `__torch_function__`; the torch functions that it calls are dispatched as usual."""
     no_dispatch = {name: _return_false for name in func.__globals__ if name.startswith("has_torch_function")}
     implementation = types.FunctionType(
         func.__code__, {**func.__globals__, **no_dispatch}, func.__name__, func.__defaults__, func.__closure__
@@ -117,7 +117,7 @@ def _call_on_local_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _cached_local_call(func: Any, leaves: list[Any], tree: Any, view: ShardView) -> LocalCall | str:
-    """How the function runs on local tensors, or the reason why it cannot."""
+    """Returns how the function runs on local tensors, or a string with the reason why it cannot."""
     key = (func, tree, tuple(_cache_key(leaf) for leaf in leaves))
     local_calls = view.spec.group.local_calls
     local_call: LocalCall | str | None = local_calls.get(key)

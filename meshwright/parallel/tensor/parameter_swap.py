@@ -84,6 +84,6 @@ def disable_nested_tensors(module: nn.Module) -> None:
 
 
 def has_fused_path(module: nn.Module) -> bool:
-    """Whether the module passes its children's weights to a fused kernel in evaluation. It does so only if they are
-    plain tensors, so the weights have to be replaced while this module runs too."""
+    """Whether the module may pass its children's weights to a fused kernel in evaluation. It does so only if they are
+    plain tensors. To prevent it, split weights are replaced by shard views also while this module itself runs."""
     return isinstance(module, nn.TransformerEncoderLayer)

@@ -101,7 +101,7 @@ def addmm(bias: Tensor, x: Tensor, weight: Tensor, *, beta: float = 1, alpha: fl
 
 
 def _column(x: Tensor, weight: ShardView, output_dim: int, product: Callable[[Tensor], Tensor]) -> ShardView:
-    """A product whose output features are sharded: `output_dim` is the weight's dimension of these."""
+    """A product whose output features are sharded. `output_dim` is the weight's dimension of output features."""
     spec = weight.spec
     samples_by_rank: tuple[int, ...] = ()
     if isinstance(x, ShardView):
@@ -122,7 +122,7 @@ def _column(x: Tensor, weight: ShardView, output_dim: int, product: Callable[[Te
 def _row(
     x: Tensor, weight: ShardView, input_dim: int, product: Callable[[Tensor], Tensor], bias: Tensor | None
 ) -> Tensor:
-    """A product that sums over sharded input features: `input_dim` is the weight's dimension of these."""
+    """A product that sums over sharded input features. `input_dim` is the weight's dimension of input features."""
     spec, group = weight.spec, weight.spec.group
     input_spec = replace(spec, shard=replace(spec.shard, dim=x.dim() - 1))
     samples_by_rank: tuple[int, ...] = ()

@@ -10,10 +10,10 @@ from meshwright.data.order import derive_seed
 
 @contextmanager
 def rank_seeded_generator(rank: int, device: torch.device) -> Iterator[None]:
-    """Inside, the device's default generator is seeded for this rank; afterwards it is as before.
+    """A context in which the device's default generator has a seed of this rank. Its state is restored at the end.
 
-    The seed comes from one number that every rank draws alike from the CPU's generator, so that all ranks leave in the
-    same state.
+    The seed is derived from the rank and from a number drawn from the CPU's generator. All ranks draw this number, and
+    their generators therefore stay in the same state.
     """
     seed = int(torch.randint(2**62, ()))  # on the CPU, so that nothing waits for the device
     generator = torch.default_generator

@@ -73,7 +73,8 @@ class LocalCall:
 
 
 def derive_local_call(func: Any, leaves: Sequence[Any], tree: TreeSpec) -> LocalCall:
-    """`leaves` and `tree` are (args, kwargs), flattened. Raises `CannotSplit` where no rule covers the function."""
+    """Returns how the function runs on local tensors. `leaves` and `tree` are its (args, kwargs), flattened. Raises
+    `CannotSplit` if no rule covers the function."""
     with disable_dispatch_modes(), FakeTensorMode(), torch.no_grad():
         fakes = [_fake(leaf, tuple(leaf.shape)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         recorder = DataflowRecorder()
@@ -106,7 +107,8 @@ def derive_local_call(func: Any, leaves: Sequence[Any], tree: TreeSpec) -> Local
 
 
 def run_local_call(local_call: LocalCall, func: Any, leaves: list[Any], tree: TreeSpec) -> list[Any]:
-    """The results, flattened. `leaves` and `tree` are (args, kwargs) with local tensors."""
+    """Runs the function on local tensors and returns its results, flattened. `leaves` and `tree` are its (args, kwargs)
+    with local tensors, flattened."""
     if not local_call.operators:
         args, kwargs = tree_unflatten(leaves, tree)
         return tree_flatten(func(*args, **kwargs))[0]

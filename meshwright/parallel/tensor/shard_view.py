@@ -33,8 +33,8 @@ class ShardSpec:
     """How a tensor is sharded among the ranks of `group`.
 
     `fused_sizes` are the sizes of the slices of a fused layer's output (query, key, value), where these are not equal:
-    each slice is sharded by itself, and `shard.outer` is 0. `samples_by_rank` are set over the replicate axis, where
-    the tensor holds the samples of all ranks: so many of them belong to each rank.
+    each slice is sharded by itself, and `shard.outer` is 0. `samples_by_rank` is set over the replicate axis only,
+    where the tensor holds the samples of all ranks: the number of samples that belong to each rank.
     """
 
     shard: DividedDimension

@@ -1,4 +1,5 @@
-"""Splits the parameters of a model's layers over the tensor axis, so that the model's own code runs on them unmodified.
+"""Splits the parameters of a model's layers over the tensor axis, or over the replicate axis where the plan says so.
+The model's own code runs on them unmodified.
 
 Which layers are split together follows from the model's structure (`profile/structure`), unless the plan's
 `modules.splits` says otherwise. Parameters become plain local tensors under their own names; a `ParameterLayout` tells
@@ -72,8 +73,8 @@ def _axis_group(mesh: DeviceMesh, axis: str, plan: Plan) -> AxisGroup:
 
 
 def _coupled_splits(model: nn.Module, plan: Plan, structure: Structure) -> Iterator[CoupledSplits]:
-    """A group of the structure is split as such if the plan says nothing about its modules, or the same for all of
-    them. Other modules that the plan names are split each by itself."""
+    """Yields the splits that the plan makes. A group of the structure is split together if the plan says nothing about
+    its modules, or agrees with the structure on all of them. Other modules that the plan names are split one by one."""
     plan_splits = {
         name: split
         for name, module in (model.named_modules() if plan.modules.splits else ())
@@ -126,7 +127,8 @@ def _is_excluded(split: ParameterSplit, modules: Modules) -> bool:
 
 
 def _checked_group(group: SplitGroup, axis: str, plan: Plan) -> CoupledSplits:
-    """A vocabulary of any size can be split; heads and columns only if the ranks divide them evenly."""
+    """Returns the group's splits. Raises an `InputError` if the ranks of the tensor axis do not divide its heads or
+    columns evenly. A vocabulary of any size can be split."""
     ranks = getattr(plan.axes, axis)
     vocabulary = tuple(split.module for split in group.splits if split.kind == "vocabulary")
     if vocabulary or group.degree % ranks == 0 or axis == "replicate":

@@ -241,10 +241,10 @@ def _tensors_by_name(model: nn.Module) -> dict[str, tuple[str, Tensor]]:
 
 
 def _calls_to_replay(tensor: Tensor, recording: BuildRecording, before: int | None = None) -> list[_RecordedCall]:
-    """The calls that compute a tensor's value: those from the last random call that filled it on, as in
-    `initialize_model`, or all where there is none. It is empty for a tensor that was built in real memory and never
-    written to. `before` is the number of the call that reads the tensor; later calls do not count. Raises
-    `CannotReproduce` where the calls do not determine the value."""
+    """The recorded calls that compute a tensor's value: the last random call that filled the whole tensor and all calls
+    after it, as in `initialize_model`, or all calls if no random call filled it. Empty for a tensor that was built in
+    real memory and never written to. With `before`, only calls with a smaller number count: the value is then that
+    which call number `before` reads. Raises `CannotReproduce` if the calls do not determine the value."""
     storage = storage_id(tensor)
     history = [call for call in recording.calls.get(storage, ()) if before is None or call.number < before]
     if not history and not tensor.is_meta:

@@ -174,7 +174,8 @@ def _narrow(tensor: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) ->
 
 
 def _gather_rows(tensor: DTensor) -> Tensor:
-    """As `full_tensor` does; but that one crashes the process where CUDA tensors are sent over Gloo."""
+    """The whole tensor, gathered from FSDP2's shards. `DTensor.full_tensor` is not used, because it crashes the process
+    if CUDA tensors are sent over Gloo."""
     (axis,) = [number for number, placement in enumerate(tensor.placements) if placement.is_shard()]
     group = tensor.device_mesh.get_group(axis)
     rows, ranks = tensor.shape[0], group.size()

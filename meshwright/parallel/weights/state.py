@@ -34,8 +34,8 @@ def full_state(
     everywhere: bool = True,
 ) -> dict[str, Any]:
     """The untouched model's `state_dict` on the CPU, with buffers and all names of tied parameters. `order` lists its
-    names where they are known; otherwise names are sorted by pipeline stage. With `everywhere` all ranks return it,
-    otherwise only rank 0 does and the others return an empty dict."""
+    names; names that are not in it follow, in the order of the ranks that hold them. With `everywhere` all ranks return
+    the state, otherwise only rank 0 does and the other ranks return an empty dict."""
     reshard(module)
     return _gather_all(dict(module.state_dict()), layouts, mesh, order, everywhere)
 
@@ -49,7 +49,8 @@ def full_gradients(
     order: Sequence[str] = (),
     everywhere: bool = True,
 ) -> dict[str, Tensor]:
-    """The gradients under the names of the untouched model's `named_parameters`, without those that are None."""
+    """The full gradients on the CPU, by the names of the untouched model's `named_parameters`, without those that are
+    None. `order` and `everywhere` are those of `full_state`."""
     reshard(module)
     first_names = {tie.local_name: tie.name for tie in tied}
     gradients = {

@@ -1,5 +1,5 @@
-"""Which parts of a model are independent of each other, so that they can run on different ranks: towers that read
-different inputs, and heads on a common trunk."""
+"""Finds branches of a model: groups of modules that do not depend on each other and can therefore run on different
+ranks. Branches are towers, which read different inputs, or heads on a common trunk."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from meshwright.profile.structure.pieces import ModulePieces
 
 @dataclass(frozen=True)
 class Branch:
-    """One branch. `inputs` are the model's inputs that it reads itself, `consumes` the modules outside of it whose
-    results it uses."""
+    """One branch of a model. `inputs` are the names of the model's inputs that its modules read directly, `consumes`
+    the modules outside of the branch whose results it uses."""
 
     modules: tuple[str, ...]
     inputs: tuple[str, ...]
@@ -20,8 +20,9 @@ class Branch:
 
 @dataclass(frozen=True)
 class Branches:
-    """Branches that are independent of each other. `join` is the module in which towers meet, or behind which heads
-    begin. It is empty where towers meet in the model's own forward function or in the loss."""
+    """Branches that do not depend on each other. For towers, `join` is the first module that depends on two of them; it
+    is empty if the towers meet in the model's own forward function or in the loss. For heads, `join` is the last module
+    that two of them depend on."""
 
     kind: Literal["towers", "heads"]
     branches: tuple[Branch, ...]
@@ -29,12 +30,14 @@ class Branches:
 
 
 def find_branches(pieces: ModulePieces) -> tuple[Branches, ...]:
-    """The towers and the heads of a model, as far as it has any."""
+    """Returns the towers and the heads of a model: one `Branches` for each of the two kinds that the model has, or an
+    empty tuple."""
     return tuple(branches for branches in (_towers(pieces), _heads(pieces)) if branches is not None)
 
 
 def _towers(pieces: ModulePieces) -> Branches | None:
-    """The independent groups of pieces before the first piece that depends on two of them."""
+    """The independent groups of pieces before the first piece that depends on two of them, without groups that read no
+    input of the model. None if fewer than two groups remain, or if two of them read the same input."""
     groups, join = _independent_groups(range(len(pieces.calls)), pieces.dependencies, pieces.holds_parameters)
     branches = [branch for branch in (_branch(pieces, group) for group in groups) if branch.inputs]
     names = [name for branch in branches for name in branch.inputs]
@@ -44,7 +47,8 @@ def _towers(pieces: ModulePieces) -> Branches | None:
 
 
 def _heads(pieces: ModulePieces) -> Branches | None:
-    """The independent groups of pieces behind the last piece that two of them depend on."""
+    """The independent groups of pieces behind the last piece that two of them depend on. None if there is no such
+    piece."""
     order = range(len(pieces.calls) - 1, -1, -1)
     dependents: list[set[int]] = [set() for _ in pieces.calls]
     for piece, dependencies in enumerate(pieces.dependencies):
@@ -60,8 +64,8 @@ def _heads(pieces: ModulePieces) -> Branches | None:
 def _independent_groups(
     order: Iterable[int], edges: Sequence[set[int]], holds_parameters: Sequence[bool]
 ) -> tuple[list[set[int]], int | None]:
-    """Groups of pieces with parameters and without an edge between them. Pieces are added in order, until one would
-    join two groups; that piece is returned as well, or None if there is none."""
+    """Returns groups of pieces that have parameters and no edge between them, and the piece that would join two groups.
+    Pieces are added to the groups in the given order until there is such a piece; it is None if there is none."""
 
     def has_parameters(group: set[int]) -> bool:
         return any(holds_parameters[piece] for piece in group)
@@ -90,7 +94,7 @@ def _branch(pieces: ModulePieces, group: set[int]) -> Branch:
 
 
 def outermost_modules(names: Sequence[str], all_names: Iterable[str]) -> tuple[str, ...]:
-    """The outermost modules that contain these pieces and no others of `all_names`."""
+    """The outermost modules that contain the pieces `names` and none of the other pieces in `all_names`."""
     inside = set(names)
     others = [name for name in all_names if name not in inside]
     modules: dict[str, None] = {}

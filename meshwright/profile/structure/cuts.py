@@ -1,17 +1,19 @@
 """Where a model can be cut into pipeline stages that run its original modules, and which values cross each cut.
 
-A stage runs the original forward functions, with the modules of other stages replaced: a replaced module returns what
-was received for it, or a meaningless value (one that returns its argument unchanged still does). So a cut lies between
-two pieces (`pieces.py`), and every value that is produced before it and used behind it must be one of:
+A stage runs the original forward functions of the model, with the modules of other stages replaced. A replaced module
+returns the tensors that were received for it, or a meaningless value if none were (a module that returns its argument
+unchanged still does so). Therefore a cut lies between two consecutive pieces (`pieces.py`), and every value that is
+produced before the cut and used behind it must be one of:
 
 - a value that a piece returned, skip connections included: it is received as the output of that piece;
 - a value that code between the pieces computed from such values and only passes to later pieces: it is received as
   their argument;
 - a value that depends on no weight (positions, masks): each stage computes it again from the model's inputs.
 
-What code between the pieces goes on computing with is computed again from the outputs of the pieces. There is no cut
-where a module passes on a value that it does not return, where a module with weights runs on both sides, where a
-received value would be overwritten in place, or where both sides would need the same random numbers (`CutProblem`).
+If code between the pieces computes further with one of its own values, each stage computes that value again from the
+outputs of the pieces. There is no cut where a module passes on a value that it does not return, where a module with
+weights runs on both sides, where a received value would be overwritten in place, or where both sides would need the
+same random numbers (`CutProblem`).
 """
 
 from dataclasses import dataclass
@@ -24,7 +26,7 @@ from meshwright.profile.structure.pieces import ModulePieces, is_random
 
 @dataclass(frozen=True)
 class BatchDimension:
-    """A size that grows with the batch: per_sample · batch + fixed."""
+    """A size of a tensor that grows with the batch: per_sample · batch + fixed."""
 
     per_sample: int
     fixed: int = 0
@@ -41,9 +43,10 @@ class BatchDimension:
 
 @dataclass(frozen=True)
 class Crossing:
-    """A value that is sent over a cut.
+    """A value that is sent over a cut, with bytes_per_sample · batch + bytes_fixed bytes.
 
-    `role` says how it is received: in place of the output of `module`, or as an argument of the modules in `used_by`.
+    `role` says how the receiving stage uses the value: as the output of the replaced module `module`, or as an argument
+    of the modules in `used_by` (then `module` is empty). `used_by` are the pieces behind the cut that use the value.
     """
 
     module: str
@@ -53,14 +56,15 @@ class Crossing:
     dtype: str
     bytes_per_sample: int
     bytes_fixed: int = 0
-    call: int = 0  # which of the module's calls returned it, where the module runs more than once
+    call: int = 0  # which of the module's calls returned the value, counted from 0
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A possible cut between the pieces `after` and `before`. `inputs` are the model's inputs that are used behind it,
-    `shared` the parameters that are used on both sides. `call` says which call of the module `after` the cut follows,
-    where that runs more than once."""
+    """A possible cut between the consecutive pieces `after` and `before`. `crossing` are the values that are sent over
+    the cut, `inputs` the names of the model's inputs that are used behind it, and `shared` the parameters that are used
+    on both sides. If the module `after` runs more than once, `call` says which of its calls the cut follows, counted
+    from 0."""
 
     after: str
     before: str
@@ -71,7 +75,7 @@ class Cut:
 
     @property
     def bytes_per_sample(self) -> int:
-        """Bytes that cross the cut per sample of the batch."""
+        """Bytes that are sent over the cut per sample of the batch."""
         return sum(value.bytes_per_sample for value in self.crossing)
 
 
@@ -86,7 +90,8 @@ _PROBLEMS: dict[CutProblem, str] = {
 
 @dataclass(frozen=True)
 class NoCut:
-    """Why there is no cut between the pieces `after` and `before`: a problem, and the module that causes it."""
+    """Why the model cannot be cut between the consecutive pieces `after` and `before`: a problem, and the module that
+    causes it (empty if no module does)."""
 
     after: str
     before: str
@@ -95,7 +100,7 @@ class NoCut:
 
     @property
     def reason(self) -> str:
-        """The problem in words."""
+        """The problem as a phrase for users."""
         return _PROBLEMS[self.problem].format(module=self.module)
 
 
@@ -109,8 +114,9 @@ class _CannotCut(Exception):
 def find_cuts(
     pieces: ModulePieces, larger: Dataflow, sizes: tuple[int, int]
 ) -> tuple[tuple[Cut, ...], tuple[NoCut, ...]]:
-    """All cuts, and the reasons why there is none between other neighbours. `larger` is the dataflow for the second of
-    the two batch sizes; that of `pieces` is for the first."""
+    """Returns, for every two consecutive pieces, either the cut between them (first result) or the reason why there is
+    none (second result). `pieces` are those of the dataflow for the batch size `sizes[0]`, and `larger` is the dataflow
+    for `sizes[1]`."""
     cuts: list[Cut] = []
     no_cuts: list[NoCut] = []
     for piece in range(len(pieces.calls) - 1):
@@ -123,7 +129,8 @@ def find_cuts(
 
 
 def _cut(pieces: ModulePieces, larger: Dataflow, sizes: tuple[int, int], piece: int) -> Cut:
-    """The cut behind a piece. In this file, `boundary` is the number of the first operator behind the cut."""
+    """Returns the cut behind a piece, or raises `_CannotCut`. In this file, `boundary` is the number of the first
+    operator behind the cut."""
     boundary = pieces.flow.calls[pieces.calls[piece + 1]].begin
     _check_runs_on_one_side(pieces, piece)
     needed = _needed_behind(pieces, piece, boundary)
@@ -139,7 +146,8 @@ def _cut(pieces: ModulePieces, larger: Dataflow, sizes: tuple[int, int], piece: 
 
 @dataclass(frozen=True)
 class _Received:
-    """A value that is received: the piece that returned it, or None for an argument; and the number of the value."""
+    """A value that is sent over a cut: the number of the piece that returned it, or None for an argument of a later
+    piece; and the number of the value."""
 
     piece: int | None
     value: int
@@ -147,8 +155,8 @@ class _Received:
 
 @dataclass(frozen=True)
 class _NeededBehind:
-    """What the stages behind a cut need: values by their memory, inputs of the model, and weights that code between the
-    pieces uses."""
+    """The data that stages behind a cut need: values that are sent over the cut, by their root (`Dataflow.root`); names
+    of the model's inputs; and names of weights that code between the pieces uses."""
 
     received: dict[int, _Received]
     inputs: set[str]
@@ -168,7 +176,7 @@ def _needed_behind(pieces: ModulePieces, piece: int, boundary: int) -> _NeededBe
         else:
             todo.append(root)
     seen = set(todo)
-    while todo:  # from what code between the pieces needs, back to what can be received or computed from inputs
+    while todo:  # from values that code between pieces needs, back to values that are received or come from inputs
         root = todo.pop()
         value = flow.values[root]
         received.pop(root, None)  # a value that is computed again need not be received as an argument
@@ -192,7 +200,7 @@ def _needed_behind(pieces: ModulePieces, piece: int, boundary: int) -> _NeededBe
 
 
 def _live_values(pieces: ModulePieces, boundary: int) -> list[int]:
-    """Values other than parameters that exist before the boundary and are used behind it."""
+    """The roots of values other than parameters that exist before the boundary and are used behind it."""
     live = []
     for root in {*pieces.users, *pieces.model_outputs}:
         value = pieces.flow.values[root]
@@ -204,7 +212,8 @@ def _live_values(pieces: ModulePieces, boundary: int) -> list[int]:
 
 
 def _returned_value(pieces: ModulePieces, root: int, piece: int) -> _Received | None:
-    """The value as the earliest piece before the cut returned it; None if no piece did."""
+    """The value as the earliest piece before the cut returned it, or None if no piece returned it. `piece` is the last
+    piece before the cut."""
     for earlier in range(piece + 1):
         if root in pieces.outputs[earlier]:
             return _Received(earlier, pieces.outputs[earlier][root])
@@ -212,13 +221,14 @@ def _returned_value(pieces: ModulePieces, root: int, piece: int) -> _Received | 
 
 
 def _users_behind(pieces: ModulePieces, root: int, boundary: int) -> list[int]:
-    """The pieces behind the boundary that use a value; -1 stands for code between pieces."""
+    """The numbers of the pieces behind the boundary that use a value. The number -1 stands for code between pieces."""
     users = [user for user in pieces.users.get(root, ()) if user >= boundary]
     return list(dict.fromkeys(pieces.piece_of_operator[user] for user in users))
 
 
 def _is_only_argument(pieces: ModulePieces, root: int, piece: int, boundary: int) -> bool:
-    """Whether code between the pieces computed the value, and only passes it to pieces as their argument."""
+    """Whether code between the pieces computed the value, and everything behind the cut that uses it is a piece that
+    receives it as an argument."""
     producer = pieces.flow.values[root].producer
     if (
         producer is None
@@ -252,7 +262,8 @@ def _crossing(
 
 
 def _fit_size(small: int, large: int, batches: tuple[int, int]) -> int | BatchDimension:
-    """A size of a tensor as a function of the batch, given the size at two batches."""
+    """A size of a tensor as a function of the batch size, given the sizes `small` and `large` at the two batch
+    sizes."""
     if small == large:
         return small
     per_sample = (large - small) // (batches[1] - batches[0])
@@ -279,7 +290,7 @@ def _check_not_overwritten(pieces: ModulePieces, received: dict[int, _Received],
 
 
 def _used_on_both_sides(pieces: ModulePieces, boundary: int) -> set[str]:
-    """The parameters that operators before and behind the boundary use."""
+    """The names of the parameters that operators both before and behind the boundary use."""
     return {
         pieces.flow.values[root].name
         for root, users in pieces.users.items()

@@ -1,8 +1,9 @@
 """`Dataflow`: which operators and module calls read and produced which values, in one forward pass on fake tensors.
 
-A value is the content of a piece of memory under one layout (offset, shape, strides, dtype). A view is a value produced
-from another one. A tensor that a module returns unchanged is the same value. An operator that writes in place produces
-new values for every view of the memory it wrote to.
+A value is the content of a region of memory under one layout (offset, shape, strides, dtype). A view is a value that is
+produced from another value. A tensor that a module returns unchanged keeps its value. An operator that writes in place
+produces a new value for every view of the memory that it wrote to. Values, operators and module calls are referred to
+by number: their index in the lists of `Dataflow`.
 """
 
 import inspect
@@ -36,15 +37,16 @@ ValueSource = Literal["input", "parameter", "buffer", ""]
 
 @dataclass(frozen=True)
 class ValueRef:
-    """The number of a value, in place of the tensor among an operator's recorded arguments."""
+    """Replaces a tensor among an operator's recorded arguments. `value` is the number of the tensor's value."""
 
     value: int
 
 
 @dataclass(frozen=True)
 class Value:
-    """One value of the forward pass. `producer` is the number of the operator that produced it. Where that is None, the
-    value existed before: `source` says what it is, and `name` is its name in the model or among the model's inputs."""
+    """One value of the forward pass. `producer` is the number of the operator that produced the value. If `producer` is
+    None, the value existed before the pass: `source` says whether it is an input, a parameter or a buffer, and `name`
+    is its name in the model or among the arguments of the model's forward function."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -64,20 +66,20 @@ class TracedOperator:
 
     func: Any
     name: str
-    call: int  # number of the innermost module call that it ran in
+    call: int  # number of the innermost module call that the operator ran in
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    overwritten: tuple[int, ...]  # the values that it overwrote in place
-    replacements: tuple[int, ...]  # the values that took their place, in the same order
+    overwritten: tuple[int, ...]  # the values that the operator overwrote in place
+    replacements: tuple[int, ...]  # the new values of `overwritten`, in the same order
     flops: int
 
 
 @dataclass
 class ModuleCall:
-    """One call of a module. `parent` is the number of the enclosing call, -1 for the outermost; the operators of the
-    call are [begin, end)."""
+    """One call of a module. `parent` is the number of the enclosing call, or -1 for the call of the whole model. The
+    operators that ran during the call have the numbers [begin, end)."""
 
     module: str
     parent: int
@@ -103,7 +105,8 @@ class Dataflow:
         return self.calls[0].outputs
 
     def root(self, value: int) -> int:
-        """The value whose memory this one shows: the same for all views of one tensor."""
+        """Returns the value that stands for all views of the same memory: the one that is no view of another value.
+        After a write in place, it is one of the new values."""
         while (producer := self.values[value].producer) is not None:
             op = self.operators[producer]
             if op.replacements:
@@ -118,7 +121,8 @@ _LayoutKey = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]  # s
 
 
 class DataflowRecorder(TorchDispatchMode):
-    """The state of one recording: which value each piece of memory holds, and which module call runs."""
+    """Records every operator that runs within this mode, and every module call that `enter` and `leave` report, as a
+    `Dataflow`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,11 +130,12 @@ class DataflowRecorder(TorchDispatchMode):
         self._stack: list[int] = []
         self._values: dict[_LayoutKey, int] = {}
         self._in_storage: dict[int, dict[_LayoutKey, int]] = {}
-        self._storages: list[Any] = []  # keeps all storages alive, so that no address is used twice
+        self._storages: list[Any] = []  # references all storages: a freed address could be used again
 
     @property
     def running_module(self) -> str:
-        """The innermost module whose forward function runs now."""
+        """The name of the innermost module whose forward function runs now; empty for the model itself or if none
+        runs."""
         return self.flow.calls[self._stack[-1]].module if self._stack else ""
 
     def register(self, tensor: Tensor, source: ValueSource, name: str) -> None:
@@ -138,7 +143,7 @@ class DataflowRecorder(TorchDispatchMode):
         self._value(tensor, None, source, name)
 
     def register_all(self, tree: Any, source: ValueSource) -> None:
-        """Registers all tensors in a tree, named by their position."""
+        """Registers all tensors in a tree (nested lists, tuples and dicts), named by their position."""
         for position, leaf in enumerate(_leaves(tree)):
             self.register(leaf, source, str(position))
 
@@ -183,8 +188,8 @@ class DataflowRecorder(TorchDispatchMode):
         return ValueRef(self._value(leaf, None)) if isinstance(leaf, Tensor) else leaf
 
     def _value(self, tensor: Tensor, producer: int | None, source: ValueSource = "", name: str = "") -> int:
-        """The number of a tensor's value. The value is added if no tensor with this memory and layout was seen
-        before."""
+        """Returns the number of a tensor's value. A new value is added if no tensor with this memory and layout was
+        registered before."""
         storage = tensor.untyped_storage()
         key = (
             storage_address(storage),
@@ -206,7 +211,8 @@ class DataflowRecorder(TorchDispatchMode):
         return number
 
     def _overwrite(self, tensor: Tensor, producer: int) -> dict[int, int]:
-        """Gives every view of the tensor's memory a new value. Returns the new values by the old ones."""
+        """Gives every view of the tensor's memory a new value. Returns the numbers of the new values by those of the
+        old values."""
         replaced: dict[int, int] = {}
         for key, number in list(self._in_storage.get(storage_address(tensor.untyped_storage()), {}).items()):
             old = self.flow.values[number]
@@ -214,14 +220,14 @@ class DataflowRecorder(TorchDispatchMode):
         return replaced
 
     def enter(self, module: str, args: Any, kwargs: Any) -> None:
-        """A module is called with these arguments."""
+        """Records that the module of this name is called with these arguments."""
         flow = self.flow
         parent = self._stack[-1] if self._stack else -1
         flow.calls.append(ModuleCall(module, parent, self.values_in((args, kwargs)), len(flow.operators)))
         self._stack.append(len(flow.calls) - 1)
 
     def leave(self, output: Any) -> None:
-        """The module that was called last returns this output."""
+        """Records that the module that was entered last returns this output."""
         call = self.flow.calls[self._stack.pop()]
         call.end, call.outputs = len(self.flow.operators), self.values_in(output)
 
@@ -234,8 +240,8 @@ def record_dataflow(
     target: str | None = None,
     evaluating: bool = False,
 ) -> Dataflow:
-    """The dataflow of one forward pass with `size` samples. The skipped ones of `equal_blocks` are missing; the others
-    have their own names. With `evaluating`, the model is in evaluation mode."""
+    """Records one forward pass with `size` samples. The skipped blocks of `equal_blocks` do not run; all other modules
+    appear under their names in `model`. If `evaluating` is True, the model is in evaluation mode."""
     mode = FakeTensorMode()
     fake = fake_model(model, mode, skipped_blocks(equal_blocks))
     names = {module: name for name, module in fake.named_modules()}
@@ -257,10 +263,10 @@ def record_dataflow(
         for position, leaf in enumerate(leaves := _leaves(value)):
             recorder.register(leaf, "input", name if len(leaves) == 1 else f"{name}.{position}")
     try:
-        # With gradients, as in training: without them some modules run a fused fast path.
+        # With gradients enabled, as in training, because some modules run a fused fast path without them.
         with mode, torch.enable_grad(), GpuRules(), recorder, recording_module_calls(names, recorder):
             fake(*inputs.arguments, **inputs.keywords)
-    except (IndexError, InputError):  # a model that counts its blocks itself fails without the skipped ones
+    except (IndexError, InputError):  # a model that indexes its blocks by number fails without the skipped ones
         raise
     except Exception as error:
         name = recorder.running_module
@@ -271,7 +277,7 @@ def record_dataflow(
 
 @contextmanager
 def recording_module_calls(names: dict[nn.Module, str], recorder: DataflowRecorder) -> Iterator[None]:
-    """Within this context, the recorder receives every call of these modules."""
+    """Within this context, every call of the modules in `names` is reported to the recorder."""
     handles = []
     for module, name in names.items():
 
@@ -288,7 +294,7 @@ def recording_module_calls(names: dict[nn.Module, str], recorder: DataflowRecord
 
 
 def _named_arguments(model: nn.Module, inputs: ModelBatch) -> Iterator[tuple[str, Any]]:
-    """The model's arguments with the names of its forward function's parameters."""
+    """Yields the model's arguments with the names of its forward function's parameters."""
     names = [name for name, p in inspect.signature(model.forward).parameters.items() if p.kind != p.VAR_POSITIONAL]
     for position, value in enumerate(inputs.arguments):
         yield (names[position] if position < len(names) else str(position)), value
@@ -296,7 +302,7 @@ def _named_arguments(model: nn.Module, inputs: ModelBatch) -> Iterator[tuple[str
 
 
 def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The arguments that the operator writes to."""
+    """The tensors among the arguments that the operator writes to."""
     written: list[Tensor] = []
     for position, argument in enumerate(operator_arguments(func)):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -1,4 +1,5 @@
-"""The linear layers of a dataflow: every matrix product with a parameter, whichever module or function runs it."""
+"""Finds the linear layers of a dataflow: all matrix products with a parameter, no matter which module or function runs
+them."""
 
 from dataclasses import dataclass
 
@@ -12,8 +13,9 @@ _WEIGHT_VIEWS = ("t", "transpose", "expand", "unsqueeze", "view", "_unsafe_view"
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """A parameter that is multiplied as a matrix. `operators` are the products, by number; `inputs` and `outputs` are
-    the numbers of features; `dim` is the dimension of the parameter that holds the output features."""
+    """A two-dimensional parameter that is an operand of matrix products. `operators` are the numbers of these products,
+    `inputs` and `outputs` are the numbers of features, and `dim` is the dimension of the parameter that has the output
+    features."""
 
     parameter: str
     operators: tuple[int, ...]
@@ -28,7 +30,7 @@ class LinearLayer:
 
 
 def find_linear_layers(flow: Dataflow) -> dict[str, LinearLayer]:
-    """All linear layers by the name of their weight, in the order of their first use."""
+    """Returns all linear layers by the name of their weight, in the order of their first use."""
     layers: dict[str, LinearLayer] = {}
     for number, op in enumerate(flow.operators):
         weight = _weight_of_product(flow, op)
@@ -43,8 +45,8 @@ def find_linear_layers(flow: Dataflow) -> dict[str, LinearLayer]:
 
 
 def _weight_of_product(flow: Dataflow, op: TracedOperator) -> tuple[str, int] | None:
-    """The parameter that is the right operand of a matrix product, and its dimension of output features. None if the
-    operator is no such product."""
+    """Returns the name of the parameter that is the right operand of a matrix product, and its dimension of output
+    features. Returns None if the operator is no such product."""
     if op.name not in ("mm", "addmm", "bmm", "baddbmm"):
         return None
     value, is_transposed = matmul_operands(op)[1], False
@@ -65,14 +67,15 @@ def _weight_of_product(flow: Dataflow, op: TracedOperator) -> tuple[str, int] | 
 
 
 def matmul_operands(op: TracedOperator) -> tuple[int, int]:
-    """The values that a matrix product multiplies: its last two tensor arguments (the first of `addmm` is added)."""
+    """The numbers of the two values that a matrix product multiplies: its last two tensor arguments, because the first
+    argument of `addmm` and `baddbmm` is added."""
     left, right = [arg.value for arg in op.args if isinstance(arg, ValueRef)][-2:]
     return left, right
 
 
 def has_bias_of_same_module(flow: Dataflow, op: TracedOperator, layer: LinearLayer) -> bool:
-    """Whether all that is added to the product belongs to the layer's own module, so that it is divided together with
-    the weight. True also where nothing is added."""
+    """Whether everything that is added to the product belongs to the layer's own module and is therefore divided
+    together with the weight. True also if nothing is added."""
     added = [arg.value for arg in op.args if isinstance(arg, ValueRef)][:-2]
     owners = {name.rpartition(".")[0] for value in added for name in _source_names(flow, value)}
     return owners <= {layer.module} and (not added or bool(owners))
@@ -95,8 +98,8 @@ def _source_names(flow: Dataflow, value: int) -> set[str]:
 
 
 def lookup_tables(flow: Dataflow, layers: dict[str, LinearLayer], value: int) -> list[str]:
-    """The parameters, other than weights of linear layers, that a value is a view of, looks up rows in, or is computed
-    from element by element; the nearest first."""
+    """Returns the names of parameters, other than weights of linear layers, that a value is computed from by views,
+    copies, lookups and element-wise operators alone. The nearest are first."""
     tables: dict[str, None] = {}
     todo, seen = [value], {value}
     while todo:
@@ -116,7 +119,8 @@ def _keeps_elements(op: TracedOperator) -> bool:
 
 
 def producing_layers(flow: Dataflow, layers: dict[str, LinearLayer], value: int) -> list[str]:
-    """The linear layers whose outputs a value is computed from without another linear layer in between."""
+    """Returns the weights of the linear layers whose outputs a value is computed from, without another linear layer in
+    between."""
     layer_of_operator = {number: name for name, layer in layers.items() for number in layer.operators}
     producers: dict[str, None] = {}
     todo, seen = [value], {value}

@@ -1,5 +1,5 @@
-"""`ModelStructure`: the structure and the dataflow of one model, found when they are first needed and kept for the next
-reader: the profiles that a planner traces, the check of many plans, and the check of a job."""
+"""`ModelStructure`: the structure and the dataflow of one model, computed once. The profiles of the planner, the check
+of plans and the check of a job share it."""
 
 from typing import Any
 
@@ -12,7 +12,8 @@ _SAMPLES = 2
 
 
 class ModelStructure:
-    """The model may lie on the meta device; it is left as it is. `sample` is a batch of any size."""
+    """Finds the structure and the dataflow of a model when they are first requested, and caches them. The model may be
+    on the meta device; it is not changed. `sample` is a batch with any number of samples."""
 
     def __init__(self, model: nn.Module, sample: Any, target: str | None = None) -> None:
         self.model = model
@@ -22,7 +23,7 @@ class ModelStructure:
         self._dataflows: dict[bool, Dataflow] = {}
 
     def find(self, merge_equal_blocks: bool = True) -> Structure:
-        """The structure of the model. Without `merge_equal_blocks`, every block is traced."""
+        """Returns the structure of the model. If `merge_equal_blocks` is False, every block is traced."""
         if merge_equal_blocks not in self._structures:
             self._structures[merge_equal_blocks] = find_structure(
                 self.model, self.sample, target=self.target, merge_equal_blocks=merge_equal_blocks
@@ -30,7 +31,8 @@ class ModelStructure:
         return self._structures[merge_equal_blocks]
 
     def dataflow(self, evaluating: bool) -> Dataflow:
-        """The dataflow of a forward pass of two samples, in training or in evaluation."""
+        """Returns the dataflow of a forward pass with two samples, in evaluation mode if `evaluating`, else in training
+        mode."""
         if evaluating not in self._dataflows:
             flow = record_dataflow(self.model, self.sample, _SAMPLES, target=self.target, evaluating=evaluating)
             self._dataflows[evaluating] = flow

@@ -1,10 +1,11 @@
 """The pieces that pipeline stages and branches are made of: module calls that are never divided further, in the order
 in which they run.
 
-These are divided into the calls inside of them: the model itself; a module that only passes each child's result to the
-next child (as `nn.Sequential` does); and a module that contains several blocks, or has most of its parameters in chains
-(`ModuleList`, `Sequential`, `ModuleDict`). A block is a module of a type of which there are several next to each other;
-it is one piece, unless it only passes results on.
+Three kinds of module calls are divided into the calls inside of them: the model itself; a module that only passes each
+child's result to the next child (as `nn.Sequential` does); and a module that contains several blocks, or has most of
+its parameters in chains (`ModuleList`, `Sequential`, `ModuleDict`). Every other call is one piece. A block is a module
+whose parent has several children of the same type (`block_types`). A block is one piece, unless it only passes the
+result of each child to the next.
 """
 
 from collections import Counter
@@ -20,8 +21,8 @@ _CHAINS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def _contains_chain(model: nn.Module, name: str, blocks: frozenset[type[nn.Module]]) -> bool:
-    """Whether a module other than a block contains several blocks, or has most of its parameters in chains. True for
-    the model itself."""
+    """Whether the module contains several blocks, or has most of its parameters in chains. True for the model itself
+    (empty `name`), False for a block. `blocks` are the types of blocks."""
     module = model.get_submodule(name)
     if not name or type(module) in blocks:
         return not name
@@ -38,8 +39,9 @@ def _has_children(module: nn.Module) -> bool:
 
 
 def block_types(model: nn.Module) -> frozenset[type[nn.Module]]:
-    """The types of blocks: those of which a chain has two or more children, or any other module three or more (two may
-    be towers, or an encoder and a decoder)."""
+    """Returns the types of modules that count as blocks: those of which a chain (`ModuleList`, `Sequential`,
+    `ModuleDict`) has at least two children, or any other module at least three (two may be towers, or an encoder and a
+    decoder). Plain `nn.Sequential` children are not counted."""
     types: set[type[nn.Module]] = set()
     for module in model.modules():
         fewest = 2 if isinstance(module, _CHAINS) else 3
@@ -54,21 +56,22 @@ def _is_plain_sequential(module: nn.Module) -> bool:
 
 @dataclass
 class ModulePieces:
-    """The pieces of a dataflow; `calls` are their module calls in order. Values are given by their memory, as in
-    `Dataflow.root`. All lists are by piece or by operator, as their names say."""
+    """The pieces of a dataflow, numbered in the order in which they run; `calls` are the numbers of their module calls.
+    Unless said otherwise, a value is given by its root (`Dataflow.root`), so all views of one tensor are one value. The
+    lists `piece_of_operator` and `operator_inputs` are indexed by operator, all other lists by piece."""
 
     flow: Dataflow
     calls: tuple[int, ...]
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The module of each piece."""
+        """The name of each piece's module."""
         return tuple(self.flow.calls[call].module for call in self.calls)
 
     @cached_property
     def piece_of_operator(self) -> list[int]:
-        """The piece that each operator ran in; -1 for operators between pieces, in the forward function of a module
-        that is divided into pieces."""
+        """For each operator, the piece that it ran in. It is -1 for operators between pieces, which run in the forward
+        function of a module that is divided into pieces."""
         pieces = [-1] * len(self.flow.operators)
         for piece, call in enumerate(self.calls):
             begin, end = self.flow.calls[call].begin, self.flow.calls[call].end
@@ -77,28 +80,29 @@ class ModulePieces:
 
     @cached_property
     def operator_inputs(self) -> list[tuple[int, ...]]:
-        """The values that each operator reads or overwrites."""
+        """For each operator, the roots of the values that it reads or overwrites."""
         root = self.flow.root
         return [tuple(dict.fromkeys(root(v) for v in (*op.inputs, *op.overwritten))) for op in self.flow.operators]
 
     @cached_property
     def arguments(self) -> list[dict[int, int]]:
-        """The values that each piece is called with, by their memory."""
+        """For each piece, the values that it is called with, as {root: value}."""
         return [{self.flow.root(v): v for v in self.flow.calls[call].inputs} for call in self.calls]
 
     @cached_property
     def outputs(self) -> list[dict[int, int]]:
-        """The values that each piece returns, by their memory."""
+        """For each piece, the values that it returns, as {root: value}."""
         return [{self.flow.root(v): v for v in self.flow.calls[call].outputs} for call in self.calls]
 
     @cached_property
     def model_outputs(self) -> frozenset[int]:
-        """The values that the model returns."""
+        """The roots of the values that the model returns."""
         return frozenset(self.flow.root(v) for v in self.flow.outputs)
 
     @cached_property
     def users(self) -> dict[int, list[int]]:
-        """The operators, other than views, that use each value, in order."""
+        """For each value, the operators other than views that read or overwrite it, in order. Values without such
+        operators are missing."""
         users: dict[int, list[int]] = {}
         for number, op in enumerate(self.flow.operators):
             if not is_view(op):
@@ -108,13 +112,13 @@ class ModulePieces:
 
     @cached_property
     def depends_on_weights(self) -> dict[int, bool]:
-        """Whether each value depends on a parameter or on random numbers, so that another rank cannot compute it from
-        the model's inputs."""
+        """For each value, whether it depends on a parameter or on random numbers. If it does, another rank cannot
+        compute it from the model's inputs."""
         return self._dependencies_of_values[0]
 
     @cached_property
     def model_inputs(self) -> dict[int, frozenset[str]]:
-        """The model's inputs that each value depends on."""
+        """For each value, the names of the model's inputs that it depends on."""
         return self._dependencies_of_values[1]
 
     @cached_property
@@ -136,7 +140,7 @@ class ModulePieces:
 
     @cached_property
     def holds_parameters(self) -> list[bool]:
-        """Whether each piece uses a parameter."""
+        """For each piece, whether one of its operators uses a parameter."""
         uses_parameter = [False] * len(self.calls)
         for number, piece in enumerate(self.piece_of_operator):
             if piece >= 0 and any(self.flow.values[v].source == "parameter" for v in self.operator_inputs[number]):
@@ -145,8 +149,8 @@ class ModulePieces:
 
     @cached_property
     def dependencies(self) -> list[set[int]]:
-        """The earlier pieces whose results each piece uses, directly or through operators between pieces."""
-        origins: dict[int, frozenset[int]] = {}  # by value, the pieces that it comes from
+        """For each piece, the earlier pieces whose results it uses, directly or through operators between pieces."""
+        origins: dict[int, frozenset[int]] = {}  # by value, the pieces whose results the value was computed from
         dependencies: list[set[int]] = [set() for _ in self.calls]
         for number, op in enumerate(self.flow.operators):
             piece = self.piece_of_operator[number]
@@ -190,7 +194,8 @@ def find_pieces(model: nn.Module, flow: Dataflow) -> ModulePieces:
 
 
 def _only_passes_results_on(flow: Dataflow, number: int, children: list[int]) -> bool:
-    """Whether the call runs no operator itself, and each child uses only what the child before returned."""
+    """Whether the call runs no operator other than views outside of its `children`, each child uses only values that
+    the previous child returned, and the call returns only values that the last child returned."""
     call = flow.calls[number]
     in_children = {op for child in children for op in range(flow.calls[child].begin, flow.calls[child].end)}
     if any(op not in in_children and not is_view(flow.operators[op]) for op in range(call.begin, call.end)):
@@ -207,6 +212,7 @@ def _only_passes_results_on(flow: Dataflow, number: int, children: list[int]) ->
 
 
 def _exists_before(flow: Dataflow, number: int, begin: int) -> bool:
-    """Whether a value was passed to the call that begins here. Parameters and buffers are not: a module has its own."""
+    """Whether a value existed before operator `begin`, with which a module call begins. False for parameters and
+    buffers, because a module owns them rather than receiving them."""
     value = flow.values[number]
     return value.source == "input" if value.producer is None else value.producer < begin

@@ -1,8 +1,9 @@
 """Which operators and tensors of a training step are divided when a group of modules is split along the tensor axis.
 
-The groups are followed through a forward pass that runs exactly the operators of the traced step, loss and precision
-included, so operator n here is operator n there. In the backward pass, an operator is divided if the forward operator
-whose gradient it computes is, and its result is divided if the inputs of that forward operator are.
+The groups are followed through a recorded forward pass that runs exactly the operators of the traced step, including
+loss and precision. Therefore operator n of this forward pass is operator n of the step. In the backward pass, an
+operator is divided if the forward operator whose gradient it computes is divided, and its result is divided if the
+inputs of that forward operator are divided.
 """
 
 from collections.abc import Callable
@@ -24,8 +25,9 @@ from meshwright.profile.values import SplitMark
 
 @dataclass(frozen=True)
 class SplitMarks:
-    """The marks of a step. The first three are by the number of a forward operator: the mark of the operator itself, of
-    its result, and of its inputs. `parameters` is by the name of a parameter. What no split divides is missing."""
+    """The `SplitMark`s of a training step. Three dicts are indexed by the number of a forward operator: `operators` has
+    the mark of the operator itself, `results` of its result, `inputs` of its inputs. `parameters` is indexed by
+    parameter name. Operators, tensors and parameters that no split divides are missing."""
 
     operators: dict[int, SplitMark]
     results: dict[int, SplitMark]
@@ -40,11 +42,11 @@ def find_split_marks(
     size: int,
     equal_blocks: tuple[EqualBlocks, ...],
 ) -> SplitMarks:
-    """The marks of a step of `size` samples. `run` computes the loss of the model on a batch."""
+    """Returns the marks of a step with `size` samples. `run(model, batch)` computes the loss."""
     flow = _record_dataflow_of_step(model, sample, run, size, equal_blocks)
     divided: dict[int, SplitMark] = {}  # by value
     parameters: dict[str, SplitMark] = {}
-    heads: dict[int, SplitMark] = {}  # by operator: the products of output layers
+    heads: dict[int, SplitMark] = {}  # by operator: the matrix products of output layers
     groups = find_splits_with_values(flow)
     for group, values in groups:
         mark = SplitMark(group.name)
@@ -63,7 +65,8 @@ def find_split_marks(
 
 
 def _whole_inputs(flow: Dataflow, divided: dict[int, SplitMark]) -> dict[int, SplitMark]:
-    """The whole values that matrix products with a divided result read, with the mark of that result."""
+    """Returns the values that every rank needs in full because a matrix product with a divided result reads them, by
+    their root (`Dataflow.root`), with the mark of that result. Weights are left out."""
     whole: dict[int, SplitMark] = {}
     for op in flow.operators:
         mark = _first_mark(divided, op.outputs)
@@ -73,7 +76,7 @@ def _whole_inputs(flow: Dataflow, divided: dict[int, SplitMark]) -> dict[int, Sp
 
 
 def _mark_weight_copies(flow: Dataflow, divided: dict[int, SplitMark], parameters: dict[str, SplitMark]) -> None:
-    """The copies that autocast makes of a divided weight are divided like the weight."""
+    """Adds the copies that autocast makes of divided weights to `divided`, with the mark of the weight."""
     for op in flow.operators:
         mark = _first_mark(divided, (*op.outputs, *op.inputs))
         if not mark or "mm" not in op.name:
@@ -117,7 +120,7 @@ def _record_dataflow_of_step(
     size: int,
     equal_blocks: tuple[EqualBlocks, ...],
 ) -> Dataflow:
-    """The dataflow of the forward pass and of the loss."""
+    """Returns the dataflow of the forward pass including the loss."""
     mode = FakeTensorMode()
     fake = fake_model(model, mode, skipped_blocks(equal_blocks))
     names = {module: name for name, module in fake.named_modules()}
@@ -136,8 +139,8 @@ def _record_dataflow_of_step(
 
 
 def _scores(flow: Dataflow, weight: str, size: int) -> tuple[set[int], set[int]]:
-    """The operators that multiply with the weight of an output layer; and the scores that they return, with everything
-    computed from these that still has one element per score."""
+    """Returns the operators that multiply with the weight of an output layer, and the values with one element per
+    score: the scores themselves and values of that size that are computed from them."""
     products: set[int] = set()
     scores: set[int] = set()
     for number, op in enumerate(flow.operators):
@@ -151,7 +154,8 @@ def _scores(flow: Dataflow, weight: str, size: int) -> tuple[set[int], set[int]]
 
 
 def _shown_parameter(flow: Dataflow, value: int) -> str:
-    """The name of the parameter of which the value is a view or a copy in another dtype; empty if it is neither."""
+    """The name of the parameter of which the value is a view or a copy in another dtype; empty if the value is
+    neither."""
     while (producer := flow.values[value].producer) is not None:
         op = flow.operators[producer]
         if not op.func.is_view and op.name not in ("_to_copy", "_unsafe_view"):

@@ -1,8 +1,7 @@
-"""Decides, operator by operator, whether ranks that hold parts of the inputs can each compute their part of the output
-without communication, and which dimension of the output is then divided. `propagate_split` has the rule of every
-operator; an operator without a rule, or whose rule does not hold, raises `CannotSplit` with the reason. `splits.py`
-applies these rules to whole groups of layers, and `parallel/tensor/` to the operators that run.
-"""
+"""Decides for one operator whether ranks that each have a part of its inputs can compute their part of its output
+without communication, and which dimension of the output is then divided. `propagate_split` selects the rule of an
+operator. It raises `CannotSplit` with the reason if there is no rule, or if the rule does not allow the division.
+`splits.py` applies these rules to groups of layers, and `parallel/tensor/` to the operators of a running model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,9 +16,10 @@ from meshwright.profile.torch_private import operator_arguments, tree_leaves
 
 @dataclass(frozen=True)
 class DividedDimension:
-    """How a value is divided: its dimension `dim` is viewed as outer × count × inner, of which `count` is divided.
+    """How a value is divided among ranks: its dimension `dim` is viewed as outer × count × inner, and each rank has
+    some of the `count` entries.
 
-    `outer` is 0 for the output of a fused layer whose slices are divided separately.
+    `outer` is 0 for the output of a fused layer before it is sliced; each of its slices is then divided separately.
     """
 
     dim: int
@@ -29,12 +29,13 @@ class DividedDimension:
 
 
 class CannotSplit(Exception):
-    """The operator cannot run on parts. The message says why."""
+    """An operator cannot run on divided inputs. The message says why."""
 
 
 class NeedsDividedInput(Exception):
-    """The operator could run on parts if `value`, which is whole, were divided too. Where `dimension` is not None, no
-    layer has to be split for that: each rank can take its part of the whole value."""
+    """An operator could run on divided inputs if `value`, which every rank has in full, were divided too. If
+    `dimension` is not None, no layer has to be split for that, because each rank can slice `value` along this
+    dimension."""
 
     def __init__(self, value: int, dimension: DividedDimension | None = None) -> None:
         super().__init__(value)
@@ -42,8 +43,8 @@ class NeedsDividedInput(Exception):
         self.dimension = dimension
 
 
-# Names of torch's operators by their rule: those that keep the order of all elements, that permute or expand
-# dimensions, that take slices, and that reduce or normalize along dimensions.
+# Names of torch's operators by rule: operators that keep the order of all elements, that permute or expand dimensions,
+# that take slices, and that reduce or normalize along dimensions.
 _OPERATORS_BY_RULE = {
     "keeps_order": "view _unsafe_view reshape _reshape_alias unsqueeze squeeze flatten unflatten alias detach clone "
     "contiguous _to_copy lift_fresh rand_like randn_like empty_like zeros_like ones_like full_like bernoulli "
@@ -58,8 +59,8 @@ _RULES = {name: rule for rule, names in _OPERATORS_BY_RULE.items() for name in n
 def propagate_split(
     flow: Dataflow, op: TracedOperator, divided: dict[int, DividedDimension]
 ) -> dict[int, DividedDimension]:
-    """The divided outputs of an operator, given which of its inputs (at least one) are `divided` and how. Raises
-    `CannotSplit`, or `NeedsDividedInput` where another input must be divided as well."""
+    """Returns the divided outputs of an operator. `divided` contains at least one of its inputs. Raises `CannotSplit`,
+    or `NeedsDividedInput` if another input must be divided as well."""
     name, first = op.name, _first_tensor(op)
     rule = _RULES.get(name)
     if rule and first not in divided:
@@ -93,8 +94,8 @@ def propagate_split(
 
 
 def divided_after_reshape(dimension: DividedDimension, old: Sequence[int], new: Sequence[int]) -> DividedDimension:
-    """How a value is divided after a reshape from the shape `old` to `new`. A reshape keeps the order of the elements,
-    so the product of all sizes before the divided factor stays the same."""
+    """Returns how a value is divided after a reshape from the shape `old` to `new`. A reshape keeps the order of the
+    elements, therefore the product of all sizes before the divided factor stays the same."""
     if dimension.outer == 0:
         if new[-1] != old[-1] or dimension.dim != len(old) - 1:
             raise CannotSplit("a fused output is divided otherwise than by slices")
@@ -113,8 +114,8 @@ def divided_after_reshape(dimension: DividedDimension, old: Sequence[int], new: 
 
 
 def _place_in_dim(dim: int, outer: int, size: int, count: int) -> DividedDimension:
-    """`count` parts in a dimension of outer × size elements. Where they are more than `size`, the others are in later
-    dimensions."""
+    """Returns the division of a dimension of outer × size elements into `count` parts. If `count` is a multiple of
+    `size`, the dimension has only `size` parts, because the remaining factor of `count` lies in later dimensions."""
     if size % count == 0:
         return DividedDimension(dim, outer, count, size // count)
     if count % size == 0:
@@ -123,8 +124,8 @@ def _place_in_dim(dim: int, outer: int, size: int, count: int) -> DividedDimensi
 
 
 def merge_divided(left: DividedDimension, right: DividedDimension) -> DividedDimension:
-    """How the result of combining two divided values is divided: both must divide the same elements, into as many parts
-    as both counts have in common."""
+    """Returns how the result of combining two divided values is divided. Both must be divided along the same elements;
+    the number of parts is the greatest common divisor of their counts."""
     has_same_dim = (left.dim, left.outer) == (right.dim, right.outer)
     if not has_same_dim or left.count * left.inner != right.count * right.inner:
         raise CannotSplit("two split inputs do not fit together")
@@ -133,7 +134,8 @@ def merge_divided(left: DividedDimension, right: DividedDimension) -> DividedDim
 
 
 def _sliced(flow: Dataflow, op: TracedOperator, dimension: DividedDimension) -> dict[int, DividedDimension]:
-    """Slices along other dimensions keep the division. Along the divided one they must fall between whole parts."""
+    """Returns the divided outputs of a slicing operator. Slices along other dimensions do not change the division.
+    Along the divided dimension, a slice must begin and end at multiples of count · inner."""
     shape = _shape(flow, _first_tensor(op))
     dim = _argument(op, "dim", 0) % len(shape)
     drops_dim = op.name in ("select", "unbind")
@@ -162,7 +164,7 @@ def _sliced(flow: Dataflow, op: TracedOperator, dimension: DividedDimension) -> 
 
 
 def _permuted(flow: Dataflow, op: TracedOperator, dimension: DividedDimension) -> DividedDimension:
-    """The divided dimension changes its position. It must not be repeated."""
+    """Returns the divided dimension at its new position. Raises `CannotSplit` if the operator repeats it."""
     old, new = _shape(flow, _first_tensor(op)), _shape(flow, op.outputs[0])
     if op.name in ("expand", "repeat"):
         dim = dimension.dim + len(new) - len(old)
@@ -179,7 +181,8 @@ def _permuted(flow: Dataflow, op: TracedOperator, dimension: DividedDimension) -
 
 
 def _concatenated(flow: Dataflow, op: TracedOperator, divided: dict[int, DividedDimension]) -> DividedDimension:
-    """All tensors must be divided alike, along another dimension than the one they are concatenated along."""
+    """Returns the division of the result of `cat` or `stack`. All tensors must be divided in the same way, and not
+    along the dimension of the concatenation."""
     values = [ref.value for ref in op.args[0] if prod(_shape(flow, ref.value))]
     for value in values:
         if value not in divided:
@@ -199,8 +202,8 @@ def _concatenated(flow: Dataflow, op: TracedOperator, divided: dict[int, Divided
 
 
 def _pointwise(flow: Dataflow, op: TracedOperator, divided: dict[int, DividedDimension]) -> DividedDimension:
-    """All inputs must be divided alike, after broadcasting. A whole input may only be broadcast along the divided
-    dimension."""
+    """Returns the division of the result of an element-wise operator. After broadcasting, all inputs must be divided in
+    the same way, except inputs that are broadcast along the divided dimension."""
     output_shape = _shape(flow, op.outputs[0])
     result: DividedDimension | None = None
     for value in op.inputs:
@@ -218,7 +221,8 @@ def _pointwise(flow: Dataflow, op: TracedOperator, divided: dict[int, DividedDim
 
 
 def _reduced(flow: Dataflow, op: TracedOperator, dimension: DividedDimension) -> DividedDimension:
-    """The reduced dimensions must not include the divided one."""
+    """Returns the division of the result of a reduction. The reduced dimensions must not include the divided
+    dimension."""
     shape = _shape(flow, _first_tensor(op))
     dims = _argument(op, "dim", None)
     if dims is None or dims == []:
@@ -235,7 +239,8 @@ def _reduced(flow: Dataflow, op: TracedOperator, dimension: DividedDimension) ->
 def _normalized(
     flow: Dataflow, op: TracedOperator, divided: dict[int, DividedDimension]
 ) -> dict[int, DividedDimension]:
-    """The normalized dimensions, which are the last ones, must not include the divided one."""
+    """Returns the divided outputs of a normalization. The normalized dimensions, which are the last ones, must not
+    include the divided dimension."""
     first = _first_tensor(op)
     if first not in divided:
         raise CannotSplit(f"{op.name} has split weights")
@@ -247,8 +252,8 @@ def _normalized(
 
 
 def _product(flow: Dataflow, op: TracedOperator, divided: dict[int, DividedDimension]) -> DividedDimension:
-    """A matrix product may be divided by its batch (both operands alike), by the rows of the left operand or by the
-    columns of the right one."""
+    """Returns the division of a matrix product. It may be divided along its batch dimension (both operands in the same
+    way), along the rows of the left operand, or along the columns of the right operand."""
     left, right = op.inputs[0], op.inputs[1]
     dims = len(_shape(flow, left))
     for value, other in ((left, right), (right, left)):
@@ -266,7 +271,8 @@ def _product(flow: Dataflow, op: TracedOperator, divided: dict[int, DividedDimen
 
 
 def _attention(flow: Dataflow, op: TracedOperator, divided: dict[int, DividedDimension]) -> dict[int, DividedDimension]:
-    """Query, key and value must be divided by heads; so must a mask that has several heads."""
+    """Returns the divided outputs of attention: those with one entry per head. Query, key and value must be divided by
+    heads, and so must a mask that has more than one head."""
     query, *_ = query_key_value = op.inputs[:3]
     for value in query_key_value:
         if value not in divided:
@@ -289,7 +295,8 @@ def _attention(flow: Dataflow, op: TracedOperator, divided: dict[int, DividedDim
 
 
 def _lookup(flow: Dataflow, op: TracedOperator, dimension: DividedDimension) -> DividedDimension:
-    """The dimensions that indices look up must not include the divided one, which keeps its position from the end."""
+    """Returns the division of the result of `embedding` or `index`. The indexed dimensions must not include the divided
+    dimension. The divided dimension keeps its position counted from the last dimension."""
     indexed_dims = 1 if op.name == "embedding" else len(op.args[1])
     if dimension.dim < indexed_dims or (op.name == "index" and None in op.args[1]):
         raise CannotSplit(f"{op.name} looks the parts up")
@@ -299,7 +306,8 @@ def _lookup(flow: Dataflow, op: TracedOperator, dimension: DividedDimension) -> 
 
 
 def _first_tensor(op: TracedOperator) -> int:
-    """The first tensor among the operator's arguments, also inside of lists; -1 if there is none."""
+    """The number of the first tensor's value among the operator's arguments, including tensors inside of lists; -1 if
+    there is none."""
     return next((leaf.value for leaf in tree_leaves(op.args) if isinstance(leaf, ValueRef)), -1)
 
 
@@ -308,7 +316,8 @@ def _shape(flow: Dataflow, value: int) -> tuple[int, ...]:
 
 
 def _argument(op: TracedOperator, name: str, default: Any) -> Any:
-    """An operator's argument by name, whether it was passed by position, by name or not at all."""
+    """Returns an operator's argument by name, whether it was passed by position or by name. If it was not passed,
+    returns the operator's default value for it, or else `default`."""
     for position, argument in enumerate(operator_arguments(op.func)):
         if argument.name == name or (name == "dims" and argument.name == "dim"):
             if position < len(op.args):

@@ -1,15 +1,15 @@
 """Decides which linear layers can be split along the tensor axis, which of them must be split together, into how many
-parts, and which communication that needs. The rule of every single operator is in `split_rules.py`.
+parts, and which communication the split needs. The rule of every single operator is in `split_rules.py`.
 
-A group starts at a linear layer whose output features are divided among ranks (`column`). The divided dimension is
-followed from operator to operator, as long as every rank can compute its part from its parts of the inputs, until
-linear layers sum over it (`row`). Whatever else an operator combines with the divided value must be divided in the same
-way: gate layers join the group where they are multiplied, queries, keys and values join at attention, and so do tables
-with one entry per head (a bias by relative position). If the divided dimension ends anywhere else, the layer is not
-split.
+A group of layers that are split together starts at a linear layer whose output features are divided among ranks
+(`column`). The divided dimension is followed from operator to operator, as long as every rank can compute its part of
+the output from its parts of the inputs, until linear layers sum over it (`row`). Every other value that an operator
+combines with the divided value must be divided in the same way. Its layer therefore joins the group: gate layers where
+they are multiplied, queries, keys and values at attention, and tables with one entry per head (a bias by relative
+position). If the divided dimension ends anywhere else, the layer is not split.
 
-Layers split by vocabulary are found by `vocabulary_splits.py`; `transformers_plans.py` adds what the transformers
-library says about its models.
+`vocabulary_splits.py` finds the layers that are split by vocabulary. `transformers_plans.py` adds the splits that the
+transformers library publishes for its models.
 """
 
 from dataclasses import dataclass, field
@@ -30,17 +30,18 @@ from meshwright.profile.structure.split_rules import CannotSplit, DividedDimensi
 
 SplitKind = Literal["column", "row", "heads", "vocabulary"]
 SplitSource = Literal["derived", "published"]
-_SLICED = 0  # a fused layer whose parts are the slices that the model takes of its output
-_FUSED_PARTS = (1, 2, 3, _SLICED)  # how many equal parts a fused layer (queries, keys and values, say) may have
+_SLICED = 0  # for a fused layer whose parts are the slices, of any size, that the model takes of its output
+_FUSED_PARTS = (1, 2, 3, _SLICED)  # numbers of equal parts to try for a layer (3: fused queries, keys, values)
 
 
 @dataclass(frozen=True)
 class ParameterSplit:
     """How one parameter is split: the `size` elements of its dimension `dim` are divided among ranks.
 
-    `parts` are the sizes of the parts of a fused layer, each of which is divided by itself. `communication` is what
-    follows the module in the forward pass, empty for none. `source` is `published` where the split comes from the
-    model's own tensor-parallel plan.
+    `group` is the name of the `SplitGroup`. `parts` are the sizes of the parts of a fused layer, each of which is
+    divided among the ranks separately; it is empty for other layers. `communication` is the collective that follows the
+    module in the forward pass, empty if none does. `source` is `published` if the split comes from the model's own
+    tensor-parallel plan.
     """
 
     module: str
@@ -56,8 +57,9 @@ class ParameterSplit:
 
 @dataclass(frozen=True)
 class SplitGroup:
-    """Parameters that are split together or not at all. The number of ranks must divide `degree`. `heads` and
-    `kv_heads` are those of attention, None for other layers."""
+    """Parameters that are split together or not at all. The number of ranks must divide `degree`, except for groups
+    that are split by vocabulary, whose parts may be uneven. `heads` and `kv_heads` are the numbers of attention heads
+    and of key-value heads, None for layers other than attention."""
 
     name: str
     degree: int
@@ -67,12 +69,14 @@ class SplitGroup:
 
 
 def find_splits(flow: Dataflow) -> tuple[SplitGroup, ...]:
-    """All groups of column and row layers, attention by heads included, in the order of their first layer."""
+    """Returns all groups of column and row layers, including attention split by heads, in the order of their first
+    layer."""
     return tuple(group for group, _ in find_splits_with_values(flow))
 
 
 def find_splits_with_values(flow: Dataflow) -> tuple[tuple[SplitGroup, frozenset[int]], ...]:
-    """All groups as in `find_splits`, each with the values that are divided when the group is split."""
+    """Returns the groups of `find_splits`, each with the numbers of the values that are divided if the group is
+    split."""
     search = _SplitSearch(flow, find_linear_layers(flow))
     groups: list[tuple[SplitGroup, frozenset[int]]] = []
     for name in search.layers:
@@ -86,7 +90,8 @@ def find_splits_with_values(flow: Dataflow) -> tuple[tuple[SplitGroup, frozenset
 
 @dataclass
 class _SplitSearch:
-    """What the search works on: the dataflow, its linear layers, and the parameters that groups found so far use."""
+    """The state of the search for groups: the dataflow, its linear layers by weight, and the parameters (`used`) of the
+    groups that were found so far."""
 
     flow: Dataflow
     layers: dict[str, LinearLayer]
@@ -99,13 +104,13 @@ class _SplitSearch:
 
 @dataclass
 class _GroupCandidate:
-    """A group that is being built, from its column layers and tables: the rest follows from how their outputs are
-    used."""
+    """A group that is being built. It starts with column layers and tables; the other fields follow from how their
+    outputs are used."""
 
-    columns: dict[str, int]  # weight -> of how many equal layers it is fused
+    columns: dict[str, int]  # weight -> number of equal layers that are fused in it (or `_SLICED`)
     tables: dict[str, int]  # parameter that is no layer's weight -> its divided dimension
     rows: dict[str, int] = field(default_factory=dict)  # weight -> its number of input features
-    slices: dict[str, tuple[int, ...]] = field(default_factory=dict)  # weight -> sizes of its parts
+    slices: dict[str, tuple[int, ...]] = field(default_factory=dict)  # weight of a sliced layer -> sizes of its parts
     values: frozenset[int] = frozenset()
     degree: int = 0
     heads: int | None = None
@@ -133,7 +138,7 @@ class _GroupCandidate:
 
 
 def _group_from(search: _SplitSearch, column: str) -> _GroupCandidate | None:
-    """The group that starts at a column layer, or None if that cannot be split."""
+    """Returns the group that starts at the layer with the weight `column`, or None if that layer cannot be split."""
     for fused in _FUSED_PARTS:
         if fused > 1 and search.layers[column].outputs % fused:
             continue
@@ -144,11 +149,11 @@ def _group_from(search: _SplitSearch, column: str) -> _GroupCandidate | None:
 
 
 def _complete_group(search: _SplitSearch, columns: dict[str, int], tables: dict[str, int]) -> _GroupCandidate | None:
-    """Follows the divided layers and tables, and adds whatever must be divided with them, until the group is complete.
-    None if there is no such group."""
+    """Follows the outputs of the divided layers and tables, and adds layers and tables that must be divided with them,
+    until the group is complete. Returns None if no such group exists."""
     flow, layers = search.flow, search.layers
     first, fused = next(iter(columns.items()))
-    masks: dict[int, DividedDimension] = {}  # values that no layer and no table is behind: each rank takes its heads
+    masks: dict[int, DividedDimension] = {}  # values that depend on no layer or table: a rank slices its heads
     while True:
         try:
             return _follow(search, columns, tables, masks)
@@ -169,7 +174,7 @@ def _complete_group(search: _SplitSearch, columns: dict[str, int], tables: dict[
     if table is None or table in search.used:
         return None
     shape = flow.values[search.value_of(table)].shape
-    for dim in reversed([dim for dim, size in enumerate(shape) if size > 1]):  # tables have their heads last
+    for dim in reversed([dim for dim, size in enumerate(shape) if size > 1]):  # heads are the last
         candidate = _complete_group(search, dict(columns), {**tables, table: dim})
         if candidate is not None:
             return candidate
@@ -179,8 +184,8 @@ def _complete_group(search: _SplitSearch, columns: dict[str, int], tables: dict[
 def _follow(
     search: _SplitSearch, columns: dict[str, int], tables: dict[str, int], masks: dict[int, DividedDimension]
 ) -> _GroupCandidate:
-    """Follows the divided values in the order of the operators, until row layers sum over them. Raises `CannotSplit`,
-    or `NeedsDividedInput` for a value that must be divided too."""
+    """Follows the divided values in the order of the operators, until row layers sum over them, and returns the group.
+    Raises `CannotSplit`, or `NeedsDividedInput` if another value must be divided too."""
     flow, layers = search.flow, search.layers
     candidate = _GroupCandidate(columns, tables)
     divided: dict[int, DividedDimension] = dict(masks)
@@ -225,7 +230,8 @@ def _divided_outputs(
     layer: LinearLayer | None,
     divided: dict[int, DividedDimension],
 ) -> dict[int, DividedDimension]:
-    """The divided outputs of an operator: of a column layer (`layer`), or of any operator with a divided input."""
+    """Returns the divided outputs of `op`. It is an operator of a column layer if `layer` is not None, else any
+    operator with a divided input."""
     flow = search.flow
     if layer is not None:
         if matmul_operands(op)[0] in divided:
@@ -245,7 +251,8 @@ def _divided_outputs(
 
 
 def _row_inputs(flow: Dataflow, op: TracedOperator, dimension: DividedDimension | None) -> int:
-    """The number of input features of a row layer, whose last dimension must be the divided one."""
+    """Returns the number of input features of a row layer. Raises `CannotSplit` unless `dimension`, the divided
+    dimension of the layer's input, is the last one."""
     shape = flow.values[matmul_operands(op)[0]].shape
     if dimension is None or dimension.outer != 1 or dimension.dim != len(shape) - 1:
         raise CannotSplit("a linear layer uses the parts otherwise than by summing them")
@@ -253,14 +260,16 @@ def _row_inputs(flow: Dataflow, op: TracedOperator, dimension: DividedDimension 
 
 
 def _check_rows(search: _SplitSearch, candidate: _GroupCandidate, row_operators: set[int]) -> None:
-    """There must be row layers, in no other group, and all their products must have a divided input."""
+    """Raises `CannotSplit` unless the candidate has row layers, none of them is in another group, and all their
+    products (`row_operators`) have a divided input."""
     operators = {number for name in candidate.rows for number in search.layers[name].operators}
     if not candidate.rows or operators != row_operators or search.used & candidate.rows.keys():
         raise CannotSplit("the parts are not summed up by layers of their own")
 
 
 def _overwrites_other_views(flow: Dataflow, op: TracedOperator) -> bool:
-    """Whether other views of the memory that the operator writes to are used later: they would not be followed."""
+    """Whether views other than the operator's output show the memory that it writes to and are used later. The division
+    of such views would not be known."""
     others = set(op.replacements) - set(op.outputs)
     return any(flow.consumers.get(value) or value in flow.outputs for value in others)
 
@@ -281,7 +290,8 @@ def _adds_bias(
 
 
 def _note_heads(op: TracedOperator, divided: dict[int, DividedDimension], candidate: _GroupCandidate) -> None:
-    """The first operator that multiplies two divided values is where queries meet keys: it tells the heads."""
+    """Sets the numbers of heads of the candidate at its first matrix product or attention of two divided values, which
+    is where queries meet keys."""
     is_attention = "scaled_dot_product" in op.name or op.name == "bmm"
     if is_attention and candidate.heads is None and all(value in divided for value in op.inputs[:2]):
         counts = [divided[value].count for value in op.inputs[:2]]
@@ -289,7 +299,8 @@ def _note_heads(op: TracedOperator, divided: dict[int, DividedDimension], candid
 
 
 def _note_slices(search: _SplitSearch, divided: dict[int, DividedDimension], candidate: _GroupCandidate) -> None:
-    """Notes the parts of fused layers that the model slices. The slices must cover the output without overlapping."""
+    """Sets the sizes of the parts of fused layers that the model slices. Raises `CannotSplit` unless the slices cover
+    the output without overlapping."""
     flow, layers = search.flow, search.layers
     for name, fused in candidate.columns.items():
         if fused != _SLICED:

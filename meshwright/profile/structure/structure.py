@@ -2,8 +2,9 @@
 (`cuts.py`), which of its branches are independent (`branches.py`), and which of its weights are tied. Planner and
 runtime use the same structure.
 
-Two forward passes on fake tensors tell which module uses which values. Of equal blocks in a row three are traced, and
-what is found in the middle one is repeated for all between the first and the last.
+Two forward passes on fake tensors, with different batch sizes, tell which module uses which values. Of consecutive
+equal blocks only three are traced (`equal_blocks.py`), and the findings of the middle block are repeated for all blocks
+between the first and the last.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -32,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Tie:
-    """All names of one parameter, and the modules that hold it."""
+    """A tied weight: all names of one parameter, and the modules that it belongs to."""
 
     parameters: tuple[str, ...]
     modules: tuple[str, ...]
@@ -42,9 +43,10 @@ class Tie:
 class Structure:
     """How a model can be divided among ranks.
 
-    `pieces` are the modules that stages are made of, in the order in which they run. `no_cut_reason` says why there are
-    no cuts, and is empty where there are. `found_in_evaluation` is True where the forward pass in training could not be
-    traced, because random numbers or data decide what runs; the structure is then that of the pass in evaluation.
+    `pieces` are the names of the modules that pipeline stages are made of, in the order in which they run.
+    `no_cut_reason` says why there are no cuts; it is empty if there are any. `found_in_evaluation` is True if the
+    forward pass in training mode could not be traced, for example because random numbers or data decide which layers
+    run. The structure then describes the forward pass in evaluation mode.
     """
 
     splits: tuple[SplitGroup, ...]
@@ -59,7 +61,8 @@ class Structure:
 
     @cached_property
     def piece_ranges(self) -> tuple[tuple[int, int], ...]:
-        """For each group of `splits`, the numbers of the first and the last of the `pieces` that its modules are in."""
+        """For each group of `splits`, the indices of the first and the last of the `pieces` that contain a module of
+        the group. A module outside of all pieces counts as part of piece 0."""
         numbers = {name: number for number, name in enumerate(self.pieces)}
 
         def piece_of(module: str) -> int:
@@ -77,12 +80,12 @@ class Structure:
 def find_structure(
     model: nn.Module, sample: Any, *, target: str | None = None, merge_equal_blocks: bool = True
 ) -> Structure:
-    """The structure of a model on batches like `sample`. Without `merge_equal_blocks`, every block is traced. The model
-    may be on the meta device; it is not changed."""
+    """Returns the structure of a model on batches like `sample`. If `merge_equal_blocks` is False, every block is
+    traced. The model may be on the meta device; it is not changed."""
     equal_blocks = find_equal_blocks(model) if merge_equal_blocks else ()
     try:
         flow, larger, is_evaluation = _record_dataflows(model, sample, equal_blocks, target)
-    except IndexError as error:  # a model that counts its blocks itself fails without the skipped ones
+    except IndexError as error:  # a model that indexes its blocks by number fails without the skipped ones
         if not equal_blocks:
             raise InputError(f"the model cannot be traced: {error}") from error
         return find_structure(model, sample, target=target, merge_equal_blocks=False)
@@ -121,8 +124,8 @@ def find_structure(
 def _record_dataflows(
     model: nn.Module, sample: Any, equal_blocks: tuple[EqualBlocks, ...], target: str | None
 ) -> tuple[Dataflow, Dataflow, bool]:
-    """The dataflows for the two batch sizes, in training mode (False) or, where random numbers decide what runs (layers
-    dropped at random), in evaluation mode (True)."""
+    """Returns the dataflows for the two batch sizes of `_BATCHES`, and whether the model was in evaluation mode. It is
+    in training mode unless that pass cannot be traced (for example because layers are dropped at random)."""
 
     def record_both(evaluating: bool) -> tuple[Dataflow, Dataflow, bool]:
         small, large = (record_dataflow(model, sample, size, equal_blocks, target, evaluating) for size in _BATCHES)
@@ -164,13 +167,15 @@ def _ties(model: nn.Module) -> Iterator[Tie]:
 
 
 def _spans_blocks(group: SplitGroup, row: EqualBlocks) -> bool:
-    """Whether modules of several blocks are split together: then the skipped blocks would belong to the group, too."""
+    """Whether a group splits modules of several blocks together. The skipped blocks would then belong to the group,
+    too."""
     blocks = {next((b for b in row.blocks if is_inside(split.module, b)), None) for split in group.splits}
     return len(blocks) > 1
 
 
 def _skips_neighbour(cut: Cut, row: EqualBlocks) -> bool:
-    """Whether a block's result is used behind the next block: then results of skipped blocks would cross, too."""
+    """Whether the result of a block is used after the next block. Results of skipped blocks would then cross the cut,
+    too."""
     traced = (row.first, row.middle, row.last)
     for value in cut.crossing:
         block = next((block for block in traced if is_inside(value.module, block)), None)
@@ -180,14 +185,16 @@ def _skips_neighbour(cut: Cut, row: EqualBlocks) -> bool:
 
 
 def _runs_between(name: str, order: tuple[str, ...], row: EqualBlocks) -> bool:
-    """Whether a module outside of the blocks runs between them, as often as there are blocks."""
+    """Whether a module outside of the blocks runs both before and after the middle block. It may then run between any
+    two blocks, so the trace without the skipped blocks does not show all its calls. `order` has the names of all pieces
+    in the order in which they run."""
     if any(is_inside(name, block) for block in row.blocks):
         return False
     positions = [position for position, other in enumerate(order) if is_inside(other, row.middle)]
     return bool(positions) and name in order[: positions[0]] and name in order[positions[-1] + 1 :]
 
 
-# ---- repeating what was found in the middle block for the skipped blocks
+# ---- repeating the findings of the middle block for the skipped blocks
 
 
 def _repeat(
@@ -196,8 +203,9 @@ def _repeat(
     name_of: Callable[[T], str],
     rename: Callable[[T, dict[str, str]], T],
 ) -> tuple[T, ...]:
-    """The items, those of a middle block once for every block that it stands for, in the order in which blocks run.
-    `rename` copies an item with other names of blocks."""
+    """Returns the items in the order in which the model runs. Items of a middle block (their module is `name_of(item)`)
+    are repeated for every block between the first and the last. `rename` copies an item; its dict maps the names of
+    traced blocks to the names in the copy."""
 
     def row_of(item: T) -> EqualBlocks | None:
         return next((row for row in equal_blocks if is_inside(name_of(item), row.middle)), None)
@@ -208,7 +216,7 @@ def _repeat(
         if row is None:
             repeated += members
             continue
-        # The traced middle block is followed by the last one; each of the others by its neighbour.
+        # In the trace, the last block follows the middle block. Every other block is followed by its neighbour.
         for block, following in zip(row.blocks[1:-1], row.blocks[2:], strict=True):
             repeated += [rename(item, {row.middle: block, row.last: following}) for item in members]
     return tuple(repeated)

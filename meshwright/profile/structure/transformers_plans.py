@@ -1,7 +1,7 @@
 """Splits from the tensor-parallel plans of the transformers library, which its models publish as `tp_plan`.
 
-A plan is a mapping from module names with wildcards to "colwise", "rowwise" and the like. Where a model has one, it is
-compared with the splits that `splits.py` derives, and it wins where the two disagree.
+Such a plan maps module names with wildcards to "colwise", "rowwise" and the like. If a model has a plan, it is compared
+with the splits that `splits.py` derives, and it replaces derived splits that disagree with it.
 """
 
 import re
@@ -18,8 +18,10 @@ _KINDS: dict[str, SplitKind] = {"colwise": "column", "rowwise": "row", "embeddin
 
 
 def with_transformers_splits(model: nn.Module, groups: tuple[SplitGroup, ...]) -> tuple[SplitGroup, ...]:
-    """The derived `groups`, those that the model's plan confirms marked as published. A group that the plan contradicts
-    is replaced by groups of the plan, and modules that only the plan splits are added."""
+    """Returns `groups`, which were derived from the model, combined with the model's plan. A group that agrees with the
+    plan is kept, and its splits that are in the plan are marked as `published`. A group that contradicts the plan is
+    replaced by groups from the plan. Modules that only the plan splits are added. Without a plan, `groups` is returned
+    unchanged."""
     published = _published_kinds(model)
     if not published:
         return groups
@@ -37,7 +39,8 @@ def with_transformers_splits(model: nn.Module, groups: tuple[SplitGroup, ...]) -
 
 
 def _published_kinds(model: nn.Module) -> dict[str, SplitKind]:
-    """The kinds of split in the model's plan, by module. Modules without a two-dimensional weight are skipped."""
+    """Returns the kind of split in the model's plan for each module name. Modules without a two-dimensional weight are
+    skipped."""
     kinds: dict[str, SplitKind] = {}
     for pattern, word in _plan_entries(model):
         kind = next((kind for start, kind in _KINDS.items() if str(word).startswith(start)), None)
@@ -50,7 +53,8 @@ def _published_kinds(model: nn.Module) -> dict[str, SplitKind]:
 
 
 def _plan_entries(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The entries of the outermost plan in the model, which includes those of the modules inside."""
+    """Yields the entries of the outermost plan in the model as (name pattern, word). That plan includes the plans of
+    inner modules."""
     for name, module in model.named_modules():
         plan = getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None)
         if isinstance(plan, Mapping) and plan:
@@ -64,7 +68,8 @@ def _agrees(derived: SplitKind, published: SplitKind) -> bool:
 
 
 def _published_groups(model: nn.Module, published: dict[str, SplitKind]) -> Iterator[SplitGroup]:
-    """Groups of modules that only the plan splits: those with the same parent module are split together."""
+    """Yields groups of the modules in `published`, which only the plan splits. Modules with the same parent are one
+    group."""
     children: dict[str, list[str]] = {}
     for name in published:
         children.setdefault(name.rpartition(".")[0], []).append(name)
@@ -80,7 +85,7 @@ def _published_split(model: nn.Module, name: str, kind: SplitKind, group: str) -
     module = model.get_submodule(name)
     weight = module.weight
     assert isinstance(weight, nn.Parameter)
-    # An embedding's rows and a linear layer's outputs are dimension 0; in the library's `Conv1D`, outputs are the last.
+    # An embedding's rows and a linear layer's outputs are dimension 0. The library's `Conv1D` has its outputs last.
     output_dim = 0 if isinstance(module, nn.Linear | nn.Embedding) else 1
     dim = 1 - output_dim if kind == "row" else output_dim
     communication = "" if kind == "column" else "all_reduce"
@@ -90,7 +95,8 @@ def _published_split(model: nn.Module, name: str, kind: SplitKind, group: str) -
 
 
 def _configured_heads(parent: nn.Module) -> tuple[int, ...]:
-    """The numbers of heads and key-value heads in the configuration of an attention module; empty for other modules."""
+    """The numbers of heads and of key-value heads in the configuration of an attention module; empty for other
+    modules."""
     config = getattr(parent, "config", None)
     heads = getattr(config, "num_attention_heads", None)
     if "Attention" not in type(parent).__name__ or not isinstance(heads, int):

@@ -1,4 +1,5 @@
-"""Splits by vocabulary: embedding tables that the model's inputs index, and output layers with one score per entry."""
+"""Finds layers that can be split by vocabulary: embedding tables that the model's inputs index, and output layers with
+one score per entry of the vocabulary."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,8 +10,8 @@ from meshwright.profile.structure.splits import ParameterSplit, SplitGroup
 
 
 def find_vocabulary_splits(flow: Dataflow, other_groups: tuple[SplitGroup, ...]) -> Iterator[SplitGroup]:
-    """The groups that are split by vocabulary. A table and an output layer that share their weight are one group.
-    Layers that are in one of `other_groups` are skipped."""
+    """Yields the groups that are split by vocabulary. An embedding table and an output layer that share their weight
+    are one group. Output layers that are in one of `other_groups` are skipped."""
     used = {split.parameter for group in other_groups for split in group.splits}
     splits: dict[str, list[ParameterSplit]] = {}  # by parameter
     vocabulary_sizes: set[int] = set()
@@ -45,8 +46,8 @@ def find_vocabulary_splits(flow: Dataflow, other_groups: tuple[SplitGroup, ...])
 
 
 def _is_model_input(flow: Dataflow, value: int) -> bool:
-    """Whether a value is an input of the model, at most reshaped or cast. Computed indices are positions and the
-    like."""
+    """Whether a value is an input of the model, possibly reshaped or cast. Indices that the model computes are not:
+    they are positions and the like."""
     while (producer := flow.values[value].producer) is not None:
         op = flow.operators[producer]
         if not op.func.is_view and op.name not in ("_to_copy", "clone"):
@@ -56,7 +57,7 @@ def _is_model_input(flow: Dataflow, value: int) -> bool:
 
 
 def _is_model_output(flow: Dataflow, layer: LinearLayer) -> bool:
-    """Whether the layer's output is an output of the model, at most reshaped, cast or with a bias added."""
+    """Whether the layer's output is an output of the model, possibly reshaped, cast or with a bias added."""
     if len(layer.operators) != 1:
         return False
     product = layer.operators[0]

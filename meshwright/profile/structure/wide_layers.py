@@ -1,4 +1,4 @@
-"""Finds the few linear layers that hold many of a model's weights and do little of its work.
+"""Finds chains of a few linear layers that have many of a model's weights and do little of its work.
 
 Splitting them over the replicate axis saves the all-reduce of their gradients. VGG16's classifier is an example.
 """
@@ -11,15 +11,15 @@ import torch
 from meshwright.profile.structure.dataflow import Dataflow
 from meshwright.profile.structure.linear_layers import LinearLayer, find_linear_layers
 
-# Which chains are proposed, a choice; the simulator predicts whether a split of one of them is faster.
-_LEAST_PARAMETER_SHARE = 0.05  # of the model's parameters, that a chain has at least
-_MOST_FLOP_SHARE = 0.25  # of the model's FLOPs, as a share of the chain's share of parameters
+# Chosen limits of the chains that are proposed. The simulator predicts whether splitting a chain is faster.
+_LEAST_PARAMETER_SHARE = 0.05  # a chain has at least this share of the model's parameters
+_MOST_FLOP_SHARE = 0.25  # a chain's share of the FLOPs is at most this fraction of its share of the parameters
 
 
 @dataclass(frozen=True)
 class WideChain:
-    """Linear layers in a row with only element-wise operators between them, and their shares of the whole model's
-    parameters and FLOPs."""
+    """Consecutive linear layers with only element-wise operators and views between them, and their shares of the
+    model's parameters and FLOPs."""
 
     modules: tuple[str, ...]
     parameter_share: float
@@ -27,8 +27,8 @@ class WideChain:
 
 
 def find_wide_chains(flow: Dataflow, parameters: int, count: Callable[[str], int]) -> tuple[WideChain, ...]:
-    """The wide chains of a model with this number of `parameters`. `count` says for how many equal modules a traced one
-    stands; a chain never includes such a module."""
+    """Returns the wide chains of a model with this number of `parameters`. `count` returns how many equal modules a
+    traced module stands for (1 for most). A chain never includes a module that stands for several."""
     layers = find_linear_layers(flow)
     total_flops = sum(op.flops * count(flow.calls[op.call].module) for op in flow.operators)
     wide_chains = []
@@ -45,7 +45,7 @@ def find_wide_chains(flow: Dataflow, parameters: int, count: Callable[[str], int
 
 
 def _chains(flow: Dataflow, layers: dict[str, LinearLayer]) -> list[list[LinearLayer]]:
-    """All linear layers, those in a row together."""
+    """Returns all linear layers, grouped into chains of consecutive layers (`_previous_layer`)."""
     layer_of_operator = {number: layer for layer in layers.values() for number in layer.operators}
     chains: list[list[LinearLayer]] = []
     for layer in layers.values():
@@ -61,8 +61,8 @@ def _chains(flow: Dataflow, layers: dict[str, LinearLayer]) -> list[list[LinearL
 def _previous_layer(
     flow: Dataflow, layer_of_operator: dict[int, LinearLayer], layer: LinearLayer
 ) -> LinearLayer | None:
-    """The layer whose output reaches this one through element-wise operators and views only; None if there is none or
-    more than one."""
+    """The layer whose output reaches this layer through element-wise operators and views only; None if there is no such
+    layer or more than one."""
     todo = list(flow.operators[layer.operators[0]].inputs)
     seen = set(todo)
     previous: set[str] = set()

@@ -1,8 +1,9 @@
 """The profile of a model whose shapes depend on its data, from real steps on the device that the model is on.
 
-A step is recorded with all samples of the sample batch and, where that has more than one, with half of them. A quantity
-that is equal in both does not grow with the batch. One that differs lies on the line through both. One that only one of
-the steps has, or has more often (a loop over samples, an expert that received no token), is proportional to the batch.
+A step is recorded with all samples of the sample batch and, if there is more than one, with half of them. Operators of
+the two steps are matched by pass, module and name. Each quantity of a matched operator becomes the line through its two
+values. An operator that one of the steps runs more often (a loop over samples, an expert that received no token) has no
+match, and its quantities are taken as proportional to the batch.
 """
 
 import copy
@@ -49,8 +50,8 @@ def trace_or_measure_profile(
     with_structure: bool = False,
     model_structure: ModelStructure | None = None,
 ) -> tuple[ModelProfile, str]:
-    """The profile of a model, and a phrase for the user that says how: traced where that works, else
-    measured, which finds no structure. The arguments are those of `trace_profile`."""
+    """Returns the profile of a model, and a phrase for the user that says how the profile was obtained. It is traced if
+    that is possible, else measured; a measured profile has no structure. The arguments are those of `trace_profile`."""
     try:
         profile = trace_profile(
             model,
@@ -71,7 +72,7 @@ def trace_or_measure_profile(
                 model, sample, loss, precision=precision, on_gpu=on_gpu, target=target, recompute=recompute
             )
         except InputError:
-            raise error from None  # it names the module, and a batch that does not fit the model fails in both
+            raise error from None  # the first error names the module, and a batch that does not fit fails in both
         return profile, f"measured steps at {_batches(profile)}"
     return profile, f"traced steps at {_batches(profile)}"
 
@@ -91,8 +92,9 @@ def measure_profile(
     target: str | None = None,
     recompute: Recompute = "none",
 ) -> ModelProfile:
-    """The profile of a model from real steps of a copy: neither the model nor the state of the random generators
-    changes. On a CPU, `on_gpu` selects the attention and the dtypes of a GPU; its fused RMS norm is not imitated."""
+    """Returns the profile of a model from real steps of a copy. Neither the model nor the state of the random
+    generators changes. If `on_gpu` is True and the model is on a CPU, attention, dropout and dtypes are those of a GPU,
+    but the fused RMS norm of a GPU is not imitated."""
     if not has_values(model, sample):
         raise InputError(f"the model cannot be measured: {_NO_DEVICE}")
     size = sample_count(sample)
@@ -127,7 +129,7 @@ def _record_real_step(
     device = model_device(model)
     model_copy = copy.deepcopy(model)
     names = {module: name for name, module in model_copy.named_modules()}
-    loss_copy = copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss  # it may have buffers and weights, too
+    loss_copy = copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss  # it may have buffers and weights
     rules = GpuRulesForRealTensors() if on_gpu and device.type == "cpu" else nullcontext()
     autocast_model = _UnderAutocast(model_copy, device, precision)
 
@@ -144,7 +146,7 @@ def _record_real_step(
 
 
 class _UnderAutocast(nn.Module):
-    """Runs the model under the autocast of its own device, in the plan's precision."""
+    """Runs the model under autocast for the device that it is on, in the plan's precision."""
 
     def __init__(self, model: nn.Module, device: torch.device, precision: str) -> None:
         super().__init__()
@@ -162,15 +164,16 @@ _OperatorKey = tuple[Phase, str, str]  # pass, module, name of the operator
 
 @dataclass(frozen=True)
 class _HalfBatch:
-    """The step with half of the samples."""
+    """The recorded step with half of the samples. `size` is their number."""
 
     size: int
     trace: StepTrace
 
 
 def _fit_line(value: float, size: int, at_half: float | None, half: _HalfBatch | None) -> BatchPolynomial:
-    """The line through the value at `size` and the value at half of it. Where there is no second value, or the line is
-    negative somewhere (the data decided), a line through zero."""
+    """Returns the line through `value` at the batch size `size` and `at_half` at half of it. Returns a line through
+    zero if there is no second value, or if the slope or the constant would be negative, which happens if the data
+    influence the quantity."""
     if half is None or at_half is None:
         return BatchPolynomial(0, value / size)
     slope = (value - at_half) / (size - half.size)
@@ -179,7 +182,7 @@ def _fit_line(value: float, size: int, at_half: float | None, half: _HalfBatch |
 
 
 def _segments(trace: StepTrace, size: int, half: _HalfBatch | None) -> tuple[TraceSegment, ...]:
-    """The forward and the backward pass, each as one segment."""
+    """Returns two segments: the forward pass and the backward pass."""
     begin = trace.backward_begin
     matches = _matches(_operator_keys(trace), _operator_keys(half.trace) if half else [])
     operators = [
@@ -207,8 +210,8 @@ def _operator_keys(trace: StepTrace) -> list[_OperatorKey]:
 
 
 def _matches(keys: list[Any], others: list[Any]) -> list[int | None]:
-    """For each of `keys`, the index of the matching one in `others`: the n-th occurrence of a key matches the n-th of
-    the same key. None for keys that do not occur equally often in both."""
+    """For each of `keys`, the index of the matching entry of `others`: the n-th occurrence of a key matches its n-th
+    occurrence there. None for a key that does not occur equally often in both."""
     counts, other_counts = Counter(keys), Counter(others)
     occurrences: Counter[Any] = Counter()
     indices = {}
@@ -222,7 +225,8 @@ def _matches(keys: list[Any], others: list[Any]) -> list[int | None]:
 def _combine_operator(
     operator: RecordedOperator, size: int, at_half: RecordedOperator | None, half: _HalfBatch | None
 ) -> Operator:
-    """One operator, given how it was recorded at the whole batch and, if it was, at half of it."""
+    """Returns one operator with its costs as functions of the batch size, given its recording at the whole batch and,
+    unless None, at half of the batch."""
     has_same_dims = at_half is not None and len(at_half.shape) == len(operator.shape)
     half_shape = at_half.shape if at_half and has_same_dims else (None,) * len(operator.shape)
     return Operator(
@@ -262,7 +266,7 @@ def _changes(trace: StepTrace, size: int, half: _HalfBatch | None) -> list[Memor
 
 
 def _allocating_operators(trace: StepTrace) -> dict[int, _OperatorKey]:
-    """For each allocation, the operator that allocated it."""
+    """For each event that is an allocation, by its index: the key of the operator that allocated the memory."""
     keys: list[_OperatorKey] = [("forward", "", ""), *_operator_keys(trace)]
     return {
         number: keys[event.after_operators] for number, event in enumerate(trace.memory) if event.allocation is None

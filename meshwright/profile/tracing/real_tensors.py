@@ -1,5 +1,5 @@
-"""Helpers for real steps, of models that cannot be traced: the model's device, batches of real tensors, and the state
-of the random generators."""
+"""Helpers for running real training steps of models that cannot be traced on fake tensors: the model's device, batches
+of real tensors, and the state of the random generators."""
 
 import random
 from collections import Counter
@@ -17,19 +17,20 @@ from meshwright.profile.torch_private import FakeTensor, tree_leaves, tree_map
 
 
 def has_values(model: nn.Module, sample: Any) -> bool:
-    """Whether all tensors of the model and of the sample have values: none is fake or on the meta device."""
+    """Whether all tensors of the model and of the sample have values, which fake tensors and tensors on the meta device
+    do not have."""
     tensors = [*model.parameters(), *model.buffers(), *tree_leaves(sample)]
     return not any(isinstance(t, FakeTensor) or (isinstance(t, Tensor) and t.is_meta) for t in tensors)
 
 
 def model_device(model: nn.Module) -> torch.device:
-    """The device of the model's first parameter or buffer; the CPU for a model without any."""
+    """The device of the model's first parameter or buffer; the CPU for a model that has neither."""
     return next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
 
 
 def sample_count(sample: Any) -> int:
-    """Number of samples in a batch: the leading size that most of its tensors have. Where the tensors are in lists
-    (images of different sizes, say), the length that most of the lists have."""
+    """Number of samples in a batch: the most frequent size of dimension 0 among its tensors. If the tensors are in
+    lists (images of different sizes, say), the most frequent length of the lists."""
     entries = _entries(sample)
     if any(isinstance(entry, Tensor) for entry in entries):
         return batch_size([entry for entry in entries if isinstance(entry, Tensor)])
@@ -38,8 +39,8 @@ def sample_count(sample: Any) -> int:
 
 
 def batch_of_samples(sample: Any, number: int, device: torch.device) -> Any:
-    """A copy of the first `number` samples on the device. Where the batch has fewer, they are repeated from the first
-    on."""
+    """Returns a copy of the first `number` samples on the device. If the batch has fewer samples, they are repeated in
+    order."""
     size = sample_count(sample)
 
     def pick(entry: Any) -> Any:
@@ -64,7 +65,7 @@ def _entries(sample: Any) -> list[Any]:
 
 @contextmanager
 def preserved_random_state(device: torch.device) -> Iterator[None]:
-    """Restores the random generators of Python, numpy and torch on leaving the context."""
+    """On leaving this context, the random generators of Python, numpy and torch get their previous states back."""
     python_state, numpy_state = random.getstate(), numpy.random.get_state()
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -75,7 +76,7 @@ def preserved_random_state(device: torch.device) -> Iterator[None]:
 
 
 class GpuRulesForRealTensors(GpuRules):
-    """`GpuRules` for real tensors on a CPU: RMS norm runs as on the CPU, because the fused one has no kernel."""
+    """`GpuRules` for real tensors on a CPU. RMS norm runs as on the CPU, because the fused RMS norm has no kernel."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,9 +1,9 @@
-"""Records one training step on fake tensors: every operator and every change of memory.
+"""Records one training step, on fake or on real tensors: every operator and every change of memory.
 
-An operator of the backward pass belongs to the forward operator that made its autograd node: both carry the same
-sequence number. A recomputed operator belongs to the forward operator that it repeats. The memory of a tensor is
-followed through its storage: the operator that returns a storage not seen before allocates it, and it is freed when
-nothing references the storage any more.
+An operator of the backward pass belongs to the forward operator that created its autograd node; the two are matched by
+the sequence number of the node. A recomputed operator belongs to the forward operator that it repeats. The memory of a
+tensor is followed through its storage. A storage is allocated by the operator that first returns it, and freed when
+nothing references it any more.
 """
 
 import weakref
@@ -35,16 +35,17 @@ from meshwright.profile.torch_private import (
     tree_leaves,
 )
 
-# Makes the context under which a pass runs, such as `GpuRules`.
+# Returns a context for the forward pass, such as `GpuRules`.
 RulesContext = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
 class OperatorOrigin:
-    """To which forward operator a recorded operator belongs.
+    """The forward operator that a recorded operator belongs to.
 
-    `forward_number` is the number of the forward operator that it is, recomputes or differentiates; -1 if unknown.
-    `layer` is the module that ran the forward operator.
+    `forward_number` is the number of that forward operator. The recorded operator is the forward operator itself, its
+    recomputation, or part of its backward function. It is -1 if unknown. `layer` is the module that ran the forward
+    operator. `computes_gradient` is True for operators of backward functions.
     """
 
     forward_number: int
@@ -54,7 +55,7 @@ class OperatorOrigin:
 
 @dataclass
 class RecordedOperator:
-    """One operator as it ran, with its costs."""
+    """One operator as it ran, with its costs at the batch size of the recorded step."""
 
     name: str
     kind: OperatorKind
@@ -68,9 +69,10 @@ class RecordedOperator:
 
 @dataclass
 class StorageEvent:
-    """A storage that was allocated, or freed (then `bytes` is negative), after `after_operators` operators.
+    """The allocation of a storage, or its release (then `bytes` is negative), after the first `after_operators`
+    operators.
 
-    `allocation` is None for an allocation; for a freed storage it is the index of the event that allocated it.
+    `allocation` is None for an allocation. For a release, it is the index of the event that allocated the storage.
     """
 
     after_operators: int
@@ -86,14 +88,16 @@ class StepTrace:
     operators: list[RecordedOperator] = field(default_factory=list)
     memory: list[StorageEvent] = field(default_factory=list)
     backward_begin: int = 0  # number of operators before the backward pass
-    blocks_begin: dict[str, int] = field(default_factory=dict)  # by block, operators before its forward pass
-    blocks_end: dict[str, int] = field(default_factory=dict)  # by block, operators until its forward pass ended
+    blocks_begin: dict[str, int] = field(default_factory=dict)  # by block, number of operators before its forward pass
+    blocks_end: dict[str, int] = field(default_factory=dict)  # by block, number of operators until its end
     saved: set[int] = field(default_factory=set)  # allocations that autograd keeps for the backward pass
     gradients: dict[int, str] = field(default_factory=dict)  # allocation -> the parameter whose gradient it became
 
 
 class TraceRecorder(TorchDispatchMode):
-    """The state of one recording: which module runs, and which allocation each storage belongs to."""
+    """Records all operators and allocations that happen within this mode as a `StepTrace` (`trace`). `names` are the
+    modules' names, `blocks` the names of modules for which the trace says where they begin and end, and `rules` the
+    context in which recomputations run."""
 
     def __init__(self, names: Mapping[nn.Module, str], blocks: Set[str], rules: RulesContext = nullcontext) -> None:
         super().__init__()
@@ -106,20 +110,21 @@ class TraceRecorder(TorchDispatchMode):
         self._forward_names: list[str] = []
         self._node_origins: dict[int, OperatorOrigin] = {}
         self._next_recomputed: int | None = None  # while a block is recomputed: number of the next forward operator
-        self._allocations: dict[int, int] = {}  # storage id -> index of its allocation; -1 if older than the step
+        self._allocations: dict[int, int] = {}  # storage id -> index of its allocation; -1 if it existed before
         self._storages: dict[int, weakref.ref[Any]] = {}
         self.in_backward = False
         self.is_finished = False
 
     def register_existing(self, tensors: Any) -> None:
-        """Registers tensors that exist before the step (parameters, buffers, inputs), so that they are not counted."""
+        """Registers tensors that exist before the step (parameters, buffers, inputs). Their memory is not recorded as
+        an allocation of the step."""
         for leaf in tree_leaves(tensors):
             if isinstance(leaf, Tensor):
                 self._allocations[id(leaf.untyped_storage())] = -1
                 self._storages[id(leaf.untyped_storage())] = weakref.ref(leaf.untyped_storage())
 
     def allocation_of(self, tensor: Tensor) -> int | None:
-        """The index of the event that allocated the tensor's storage; None if the storage is older than the step."""
+        """The index of the event that allocated the tensor's storage; None if the storage existed before the step."""
         allocation = self._allocations.get(id(tensor.untyped_storage()))
         return None if allocation is None or allocation < 0 else allocation
 
@@ -168,7 +173,9 @@ class TraceRecorder(TorchDispatchMode):
         return origin
 
     def _recomputed_origin(self, name: str) -> OperatorOrigin:
-        """A recomputation runs the forward operators in order, without those whose results were saved."""
+        """Returns the forward operator that a recomputed operator with this name repeats: the next one with the same
+        name, because a recomputation runs the forward operators in order and leaves out those whose results were
+        saved."""
         number = self._next_recomputed or 0
         while number < len(self._forward) and self._forward_names[number] != name:
             number += 1
@@ -178,7 +185,8 @@ class TraceRecorder(TorchDispatchMode):
         return self._forward[number]
 
     def pass_contexts(self, _: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """The contexts of a block's first forward pass and of its recomputation."""
+        """Returns the contexts of a block's first forward pass and of its recomputation, as `torch.utils.checkpoint`
+        needs them."""
         begin = 0
 
         @contextmanager
@@ -220,12 +228,12 @@ class TraceRecorder(TorchDispatchMode):
         self._storages[key] = weakref.ref(storage, on_freed)
 
     def note_all_saved(self) -> None:
-        """Counts everything that is allocated now as saved: autograd's hooks do not see what blocks keep in order to
-        start their recomputation."""
+        """Marks everything that is allocated now as saved. This is needed with recomputation because autograd's hooks
+        do not see the tensors from which blocks start their recomputation."""
         self.trace.saved.update(allocation for allocation in self._allocations.values() if allocation >= 0)
 
     def note_saved(self, tensor: Tensor) -> Tensor:
-        """Counts a tensor as saved. Autograd calls it for every tensor that it saves."""
+        """Marks a tensor as saved and returns it. Autograd calls this function for every tensor that it saves."""
         allocation = self.allocation_of(tensor)
         if allocation is not None:
             self.trace.saved.add(allocation)
@@ -249,7 +257,8 @@ _UNKNOWN_GRADIENT = OperatorOrigin(-1, "", True)
 
 @contextmanager
 def recording_hooks(recorder: TraceRecorder) -> Iterator[None]:
-    """Within this context, the recorder receives which module runs and which tensors autograd saves."""
+    """Within this context, the recorder is notified of every module that is entered or left and of every tensor that
+    autograd saves."""
     pre_hook = hooks.register_module_forward_pre_hook(recorder.enter_module)
     hook = hooks.register_module_forward_hook(recorder.leave_module, always_call=True)
     try:
@@ -269,8 +278,9 @@ def record_step(
     recompute: Recompute = "none",
     rules: RulesContext = nullcontext,
 ) -> StepTrace:
-    """Records one forward and backward pass of a model. `run` computes the loss, within the context of `rules`. For the
-    modules in `blocks` the trace says where their forward pass begins and ends."""
+    """Records one forward and backward pass of a model. `run` computes the loss, within the context that `rules`
+    returns. `inputs` are tensors that exist before the step. For the modules in `blocks`, the trace says where their
+    forward pass begins and ends."""
     recorder = TraceRecorder(names, blocks, rules)
     recorder.register_existing([*model.parameters(), *model.buffers(), inputs])
     recompute_blocks(model, recompute, preserve_rng_state=False, pass_contexts=recorder.pass_contexts)
@@ -294,9 +304,9 @@ def record_step(
 
 
 def _sort_freed_storages(trace: StepTrace) -> None:
-    """Sorts storages that are freed between the same two operators by their allocation: they are freed in no certain
-    order (when a cache is emptied, say), and traces must be comparable event by event. Allocations keep their index,
-    because other events refer to it."""
+    """Sorts storages that are freed between the same two operators by the index of their allocation. Their order is not
+    deterministic (when a cache is emptied, say), and traces must be comparable event by event. Allocations keep their
+    index, because other events refer to it."""
     memory, begin = trace.memory, 0
     while begin < len(memory):
         end = begin + 1
@@ -311,7 +321,8 @@ def _freed_with(event: StorageEvent, other: StorageEvent) -> bool:
 
 
 def _dtype_name(args: tuple[Any, ...], result: Any) -> str:
-    """The dtype of the first floating-point tensor among arguments and results, or "" where there is none."""
+    """The torch name of the dtype of the first floating-point tensor among arguments and results, or "" if there is
+    none."""
     for leaf in (*tree_leaves(args), *tree_leaves(result)):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             return torch_name(leaf.dtype)

@@ -1,4 +1,4 @@
-"""How a training step computes its loss. Tracing uses this file in place of the session's code and does the same."""
+"""`compute_loss`: the loss of a training step. Tracing uses it in place of the training session's code."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,8 +14,9 @@ LossFunction = Callable[[Any, Any], Any]
 
 
 def compute_loss(model: nn.Module, batch: Any, loss: LossFunction | None, precision: str, target: str | None) -> Tensor:
-    """The loss of one microbatch: the forward pass in the plan's precision, the loss in at least fp32. Where `loss` is
-    None, the model returns its own loss."""
+    """Returns the loss of one microbatch, as a tensor with one element. The forward pass runs in the plan's precision,
+    the loss in at least fp32. If `loss` is None, the loss is taken from the model's output. If the loss is a pair (sum,
+    count), the sum is returned."""
     inputs = split_batch(batch, target)
     with torch.autocast("cpu", dtype=HALF_DTYPES.get(precision), enabled=precision in HALF_DTYPES):
         output = model(*inputs.arguments, **inputs.keywords)

@@ -1,9 +1,10 @@
-"""The profile of any model, from a few training steps on fake tensors: no memory is allocated, and of equal blocks in a
-row only three are traced.
+"""`trace_profile`: the profile of a model, from a few training steps on fake tensors. No memory is allocated, and of
+consecutive equal blocks only three are traced.
 
-The step is traced at three batch sizes. Every quantity is the straight line through the first two if the third lies on
-it. Otherwise the model compares samples with each other: the quantity is the parabola through all three, and a fourth
-batch size must lie on it (`fit_batch_polynomial`, `_check_fourth_batch`).
+The step is traced at three batch sizes. Every quantity (FLOPs, bytes, sizes) becomes the straight line through its
+first two values if the third value lies on that line (`fit_batch_polynomial`). Otherwise the model compares samples
+with each other, and the quantity becomes the parabola through all three values. The step is then traced at a fourth
+batch size, where the bytes of every operator must lie on their parabola (`_check_fourth_batch`).
 """
 
 import traceback
@@ -43,7 +44,7 @@ CHECK_BATCH = 7
 
 @dataclass(frozen=True)
 class _SegmentRange:
-    """Operators [begin, end) of a trace, which stand for all of `blocks`."""
+    """The operators [begin, end) of a trace that become one `TraceSegment`, which stands for all of `blocks`."""
 
     unit: str
     phase: Phase
@@ -56,8 +57,9 @@ class _SegmentRange:
         return len(self.blocks) or 1
 
     def contains(self, event: StorageEvent) -> bool:
-        """Whether the event happened in this range. What an operator allocates is recorded after it, and what is freed
-        before the next operator belongs to it too."""
+        """Whether the event belongs to an operator of this range. An event that is recorded after an operator and
+        before the next one belongs to the former. Events before the first operator of the step belong to the first
+        range."""
         after = event.after_operators
         return self.begin < after <= self.end or (after == 0 and self.begin == 0)
 
@@ -75,19 +77,19 @@ def trace_profile(
     merge_equal_blocks: bool = True,
     model_structure: ModelStructure | None = None,
 ) -> ModelProfile:
-    """The profile of a model on batches like `sample`, which may have any number of samples.
+    """Returns the profile of a model on batches like `sample`, which may have any number of samples.
 
-    With `with_structure`, the profile says how the model can be split and cut; profiles of the same model share that
-    structure through `model_structure`. Without `merge_equal_blocks`, every block is traced. The model may be on the
-    meta device; it is not changed.
+    If `with_structure` is True, the profile includes the `Structure` of the model, which says how it can be split and
+    cut; it is taken from `model_structure` if that is given. If `merge_equal_blocks` is False, every block is traced.
+    `target` is the key of the targets in the batch. The model may be on the meta device; it is not changed.
     """
     step = _FakeStep(model, sample, loss, precision, target, recompute, GpuRules if on_gpu else nullcontext)
     equal_blocks = find_equal_blocks(model) if merge_equal_blocks else ()
     try:
         traces, ranges = _trace_all_batches(step, equal_blocks)
     except (InputError, LookupError):
-        # A model that counts its blocks itself fails without the skipped ones, and blocks that are never called, or
-        # frozen, do not appear in both passes: such a model is traced with all its blocks.
+        # A model that indexes its blocks by number fails without the skipped ones, and blocks that are never called,
+        # or frozen, do not appear in both passes. Such a model is traced with all its blocks.
         if not equal_blocks:
             raise
         merge_equal_blocks, equal_blocks = False, ()
@@ -117,8 +119,8 @@ def trace_profile(
 
 @dataclass(frozen=True)
 class _FakeStep:
-    """A training step that can be traced on fake tensors at any batch size. `rules` is the context in which operators
-    are recorded as a device of the target kind runs them."""
+    """A training step that can be traced on fake tensors at any batch size. `rules` makes the context in which the
+    forward pass runs the operators of the target device (`GpuRules`, or nothing for a CPU)."""
 
     model: nn.Module
     sample: Any
@@ -132,7 +134,7 @@ class _FakeStep:
         return compute_loss(module, batch, self.loss, self.precision, self.target)
 
     def trace(self, size: int, equal_blocks: tuple[EqualBlocks, ...]) -> StepTrace:
-        """Records one step of a fake copy of the model, with `size` samples and without the skipped blocks."""
+        """Records one step of a fake copy of the model without the skipped blocks, with `size` samples."""
         with one_sequence_per_row(self.sample):
             return self._trace(size, equal_blocks)
 
@@ -159,13 +161,14 @@ class _FakeStep:
 def _trace_all_batches(
     step: _FakeStep, equal_blocks: tuple[EqualBlocks, ...]
 ) -> tuple[list[StepTrace], list[_SegmentRange]]:
-    """Returns the traces of the step at all `BATCHES`, and the segments that they are divided into."""
+    """Returns the traces of the step at all `BATCHES`, and the ranges of operators that become segments."""
     traces = [step.trace(size, equal_blocks) for size in BATCHES]
     return traces, _segment_ranges(traces[0], equal_blocks)
 
 
 def _failing_module(error: Exception, names: dict[nn.Module, str]) -> str:
-    """Says which module could not be traced: the innermost one whose forward function is in the error's traceback."""
+    """Returns the beginning of an error message that names the module which could not be traced: the innermost module
+    whose forward function is in the error's traceback."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for frame in reversed(frames):
         module = frame.f_locals.get("self")
@@ -178,11 +181,11 @@ def _failing_module(error: Exception, names: dict[nn.Module, str]) -> str:
 # ---- dividing a step into segments
 
 
-_Edge = tuple[int, tuple[str, ...]]  # the first operator of a segment, and its blocks
+_Edge = tuple[int, tuple[str, ...]]  # the number of a segment's first operator, and the segment's blocks
 
 
 def _segment_ranges(trace: StepTrace, equal_blocks: tuple[EqualBlocks, ...]) -> list[_SegmentRange]:
-    """The segments of both passes. Raises LookupError if a block does not appear in one of them."""
+    """Returns the ranges of both passes. Raises a LookupError if one of the passes does not contain a block."""
     begins, ends, backward_begin = trace.blocks_begin, trace.blocks_end, trace.backward_begin
     rows = [(begins[row.first], row) for row in equal_blocks]
     forward: list[_Edge] = [(0, ())]
@@ -215,7 +218,7 @@ def _ranges_between(edges: list[_Edge], end: int, phase: Phase) -> list[_Segment
 
 
 def _backward_operators(trace: StepTrace, block: str) -> list[int]:
-    """The numbers of the operators that the backward pass runs for a block."""
+    """The numbers of the operators in the backward pass that belong to a block."""
     numbers = range(trace.backward_begin, len(trace.operators))
     return [number for number in numbers if is_inside(trace.operators[number].origin.layer, block)]
 
@@ -241,7 +244,8 @@ def _combine(
     event_ranges = [next(candidate for candidate in ranges if candidate.contains(event)) for event in first.memory]
     changes: dict[_SegmentRange, list[MemoryChange]] = {segment: [] for segment in ranges}
     for number, (event, segment) in enumerate(zip(first.memory, event_ranges, strict=True)):
-        # What every block allocated and is freed outside of blocks (a cache of weights, say) is freed once per block.
+        # Memory that every block allocates, but that is freed outside of blocks (a cache of weights, say), is freed
+        # once per block.
         is_freed_outside = not segment.unit and event.allocation is not None
         count = event_ranges[event.allocation or 0].block_count if is_freed_outside else 1
         change = _combine_change(first, number, [trace.memory[number].bytes for trace in traces], sizes, marks)
@@ -261,7 +265,7 @@ def _combine(
 
 
 def _combine_operator(recorded: list[RecordedOperator], sizes: tuple[int, ...], marks: SplitMarks) -> Operator:
-    """One operator, given how it was recorded at each batch size."""
+    """Returns one operator with its costs as functions of the batch size, given its recordings at each batch size."""
     first = recorded[0]
     shapes = zip(*(operator.shape for operator in recorded), strict=True)
     return Operator(
@@ -281,7 +285,8 @@ def _combine_operator(recorded: list[RecordedOperator], sizes: tuple[int, ...], 
 def _combine_change(
     trace: StepTrace, number: int, bytes_by_size: list[int], sizes: tuple[int, ...], marks: SplitMarks
 ) -> MemoryChange:
-    """One change of memory, given the bytes of the event `number` at each batch size."""
+    """Returns one change of memory as a function of the batch size, given the bytes of the event `number` at each batch
+    size."""
     event = trace.memory[number]
     allocation = number if event.allocation is None else event.allocation
     role = memory_role(trace, allocation)
@@ -295,14 +300,15 @@ def _combine_change(
 
 
 def memory_role(trace: StepTrace, allocation: int) -> MemoryRole:
-    """The role of an allocated tensor in the step."""
+    """The role of the tensor that the event with the index `allocation` allocated."""
     if allocation in trace.gradients:
         return "gradient"
     return "saved" if allocation in trace.saved else "temporary"
 
 
 def fit_batch_polynomial(values: list[int], sizes: tuple[int, ...]) -> BatchPolynomial:
-    """The line through the first two points if the third lies on it, else the parabola through all three."""
+    """Returns the line through the first two points if the third point lies on it, else the parabola through all three
+    points. `values` are the values at the batch sizes `sizes`."""
     (a, b, c), (x, y, z) = values[:3], sizes[:3]
     slope, next_slope = (b - a) / (y - x), (c - b) / (z - y)
     square = (next_slope - slope) / (z - x)
@@ -331,7 +337,7 @@ def _check_fourth_batch(profile: ModelProfile, trace: StepTrace, ranges: list[_S
 
 
 def model_parameters(model: nn.Module) -> tuple[Parameter, ...]:
-    """All parameters of a model, each tied weight once with all its names."""
+    """All parameters of a model. A tied weight is listed once, with all its names."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -1,4 +1,5 @@
-"""BatchNorm statistics: over other samples than the plan says, or running ones that were updated from others."""
+"""The cause `batch_norm`: BatchNorm normalized over other samples than the plan says, or its running statistics were
+updated from other samples."""
 
 from meshwright.proof.causes.evidence import Evidence, Verdict
 from meshwright.proof.compare.errors import layer_name, layer_scales, scaled_error
@@ -13,8 +14,9 @@ _GROUPING_TEXT: dict[Grouping, str] = {
 
 
 def batch_norm(evidence: Evidence) -> Verdict | None:
-    """One device that normalizes over other groups of samples, or by its running statistics, computes what the ranks
-    have. Or everything is right except the buffers of such a layer."""
+    """Returns a verdict if one device gets the ranks' gradients when it normalizes over other groups of samples, or by
+    its running statistics. There is also one if loss and gradients are right, but a buffer of a BatchNorm layer
+    differs."""
     layers = evidence.experiments.batch_statistics_layers
     if not layers:
         return None
@@ -34,7 +36,8 @@ def _other_groups(evidence: Evidence) -> Verdict | None:
         expected = _GROUPING_TEXT["whole"]
     results: dict[str, ExperimentResult] = {}
     if evidence.plan.shares > 1:
-        # The reference run grouped by its own plan, so that every grouping under this plan is another one.
+        # When two runs are compared, the reference run grouped samples by its own plan, so every grouping under this
+        # plan is a different one.
         groupings = [grouping for grouping in _GROUPING_TEXT if grouping != experiments.grouping or not is_proof]
         results = {_GROUPING_TEXT[grouping]: experiments.run(grouping) for grouping in groupings}
     results["nothing, but by its running statistics"] = experiments.run(frozen_statistics=True)
@@ -47,7 +50,8 @@ def _other_groups(evidence: Evidence) -> Verdict | None:
 
 
 def _running_statistics(evidence: Evidence) -> Verdict:
-    """Names the data rank whose samples they were updated from, if that explains them."""
+    """Returns a verdict, which names the data rank whose samples updated the running statistics, if one explains
+    them."""
     first = evidence.difference
     explanation = (
         f"loss and gradients of step {evidence.step} are right, but {first.parameter} is {first.error:.2e} off"

@@ -1,17 +1,18 @@
-"""Clipping by a norm that is not the global one: that of a rank's part of the gradients, or of its own samples'."""
+"""The cause `local_clip`: gradients were clipped by a norm that is not the global one, but that of a rank's part of the
+gradients, or of the gradients of a rank's own samples."""
 
 import math
 
 from meshwright.proof.causes.evidence import Evidence, Verdict, weighted_sum
 from meshwright.proof.reference.experiments import Tensors, add_scaled
 
-_CLIP_EPSILON = 1e-6  # that torch adds to the norm
+_CLIP_EPSILON = 1e-6  # torch adds it to the norm
 
 
 def local_clip(evidence: Evidence) -> Verdict | None:
-    """Gradients are right, but the factor by which a rank then clipped its part of them follows from that part's norm
-    and not from the global one. Or gradients are what results if each data rank clips its own before they are averaged.
-    """
+    """Returns a verdict in two cases. Either the gradients are right, but a rank clipped its part of them by the factor
+    that follows from the norm of that part. Or the gradients are those that result if each data rank clips its own
+    gradients before they are averaged."""
     if evidence.clip_norm is None:
         return None
     if evidence.gradients_differ:

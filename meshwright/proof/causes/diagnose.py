@@ -1,4 +1,5 @@
-"""Why a step differs: hypotheses are checked one after the other, each a function of the evidence."""
+"""Finds out why a step differs. Hypotheses are checked one after the other; each is a function that gets the evidence
+and returns a verdict, or None if it does not explain the difference."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -19,11 +20,13 @@ from meshwright.proof.compare.errors import Difference
 
 Hypothesis = Callable[[Evidence], Verdict | None]
 
-# These causes exist before anything is computed, and explain all differences that come after them.
+# Causes that exist before anything is computed. If one of them holds, it explains all later differences, and `THEN` is
+# not checked.
 FIRST: Mapping[Cause, Hypothesis] = {"different_start": different_start, "wrong_samples": wrong_samples}
 
-# Of these, the one with the smallest residual is named; if several leave nothing but rounding, the first of them. A
-# reduction made twice is also a scale, and tied copies may drift apart for any of the reasons before.
+# Of these causes, the one with the smallest residual is named. If several leave nothing but rounding, the first of
+# these is named. The order matters, because a reduction made twice also scales gradients, and tied copies may
+# drift apart for any of the causes before `tied_drift`.
 THEN: Mapping[Cause, Hypothesis] = {
     "not_optimized": not_optimized,
     "local_clip": local_clip,
@@ -39,8 +42,8 @@ THEN: Mapping[Cause, Hypothesis] = {
 
 
 def diagnose(evidence: Evidence, without: Cause | None = None) -> Difference:
-    """The first difference with its cause, or `unknown` and everything that it is not. `without` leaves out one
-    hypothesis."""
+    """Returns the first difference with its cause, or with the cause `unknown` if no hypothesis fits. Its `ruled_out`
+    names the hypotheses that do not fit. `without` is a hypothesis that is not checked."""
     ruled_out: list[str] = []
     verdicts: list[Verdict] = []
     for group in (FIRST, THEN):

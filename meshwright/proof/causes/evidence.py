@@ -1,4 +1,4 @@
-"""`Evidence`: what is known of a step that differs, and how well a hypothesis explains it."""
+"""`Evidence`: what is known of the step that differs, and how well a hypothesis explains the difference."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -30,12 +30,12 @@ Cause = Literal[
     "low_precision",
     "unknown",
 ]
-_SLACK = 4  # times the tolerance: an experiment adds up in another order than the reference
+_SLACK = 4  # times the tolerance, because an experiment adds up in another order than the reference
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A cause that explains the difference. `residual` is the error that remains when it is taken into account."""
+    """A cause that explains the difference. `residual` is the error that this cause leaves unexplained."""
 
     cause: Cause
     explanation: str
@@ -44,7 +44,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class ExpectedStep:
-    """The step as it should have been. `before` and `after` are weights and buffers."""
+    """The step as it should have been. `before` and `after` are the weights and buffers before and after the step."""
 
     loss: Tensor
     norm: Tensor
@@ -58,8 +58,8 @@ class Evidence:
     """The first difference, with the recorded and the expected step.
 
     `step` is the step of the difference, or 1 if weights differed before the first step. `dtype` is the shortest type
-    that either side was meant to compute in. `reference_plan` and `reference_observations` are those of the run that
-    was expected; None and empty if that was the one-device reference.
+    that either side was meant to compute in. When two runs are compared, `reference_plan` and `reference_observations`
+    belong to the run that was taken as right. When a plan is compared with one device, they are None and empty.
     """
 
     plan: Plan
@@ -78,21 +78,21 @@ class Evidence:
 
     @cached_property
     def scales(self) -> dict[str, float]:
-        """The scale that each gradient's error is measured by."""
+        """The number that each gradient's error is divided by, by name."""
         return layer_scales(self.expected.gradients, SMALLEST_SCALE)
 
     def gradients_on(self, rank: int) -> Tensors:
-        """The gradients as that rank had them."""
+        """Returns the gradients that this rank had, by name."""
         return {**self.recorded.gradients, **self.recorded.differing_gradients.get(rank, {})}
 
     @cached_property
     def gradients(self) -> Tensors:
-        """The gradients to be explained: those of the rank that differs."""
+        """The gradients to be explained: those of the rank that the first difference was found on."""
         return self.gradients_on(self.difference.rank)
 
     @cached_property
     def differing_names(self) -> tuple[str, ...]:
-        """The parameters whose gradient differs on that rank."""
+        """The parameters whose gradient in `gradients` differs from the expected one, sorted."""
         names = {*self.gradients, *self.expected.gradients}
         expected = self.expected.gradients
         return tuple(
@@ -101,18 +101,19 @@ class Evidence:
 
     @property
     def parameter(self) -> str | None:
-        """The parameter of the first difference, by the first of its names."""
+        """The first name of the parameter of the first difference (tied parameters have several); None if that has no
+        parameter."""
         name = self.difference.parameter
         return None if name is None else self.experiments.canonical_names.get(name, name)
 
     @property
     def gradients_differ(self) -> bool:
-        """Whether the first difference lies in the gradients or in what depends on them."""
+        """Whether the first difference is in the loss, a gradient or the gradient norm, and some gradient differs."""
         first = self.difference
         return first.step > 0 and first.what in ("loss", "gradient", "gradient norm") and bool(self.differing_names)
 
     def gradient_error(self, gradients: Mapping[str, Tensor], candidate: Mapping[str, Tensor], name: str) -> float:
-        """The error of one gradient if the candidate were right."""
+        """Returns the error that `gradients[name]` would have if the candidate's gradient were the right one."""
         right = candidate.get(name)
         largest = 0.0 if right is None or not right.numel() else float(right.abs().max())
         scale = max(self.scales.get(name, 0.0), largest)
@@ -121,19 +122,21 @@ class Evidence:
     def misfit(
         self, candidate: Mapping[str, Tensor], names: Iterable[str] | None = None, gradients: Tensors | None = None
     ) -> float:
-        """The largest error if the candidate were right: of all gradients or of those named, and of the rank that
-        differs unless others are given."""
+        """Returns the largest error that gradients would have if the candidate's were the right ones. It is taken over
+        the gradients in `names`, or over all of them. The gradients are those of the rank that differs, unless
+        `gradients` are given."""
         compared = self.gradients if gradients is None else gradients
         names = {*compared, *candidate} if names is None else names
         return max((self.gradient_error(compared, candidate, name) for name in names), default=0.0)
 
     def fits(self, misfit: float) -> bool:
-        """Whether an error is small enough to be rounding."""
+        """Whether an error is small enough to be due to rounding."""
         return misfit <= _SLACK * self.tolerance
 
     def is_distinguishable(self, candidate: Tensors) -> bool:
-        """Whether a rule gives other gradients than the right rule. When two runs are compared, gradients may differ
-        though the rule is the same."""
+        """Whether `candidate`, the gradients by some wrong rule, differs from the gradients that one device computes by
+        the right rule. If it does not, the rule explains nothing: gradients of two runs may differ although both follow
+        the right rule."""
         return not self.fits(self.misfit(candidate, gradients=self.experiments.reference_step.gradients))
 
     # ---- loss
@@ -143,7 +146,7 @@ class Evidence:
         return self.observations[self.difference.rank].loss
 
     def loss_error(self, loss: float) -> float:
-        """The error of the recorded loss if this one were right."""
+        """Returns the error that the recorded loss would have if this loss were right."""
         scale = max(abs(float(self.expected.loss)), abs(loss)) or 1.0
         return abs(self.recorded_loss - loss) / scale
 
@@ -162,23 +165,25 @@ class Evidence:
         return self.recorded.observations
 
     def ranks_along(self, axis: str, rank: int) -> tuple[RankObservation, ...]:
-        """The ranks whose coordinates differ from this rank's along the axis only, in its order."""
+        """Returns the observations of the ranks whose coordinates equal those of `rank` except along this axis. They
+        are sorted by their coordinate along the axis, and include `rank`."""
         others = _without(axis, self.observations[rank].coordinates)
         line = [observation for observation in self.observations if _without(axis, observation.coordinates) == others]
         return tuple(sorted(line, key=lambda observation: observation.coordinates.get(axis, 0)))
 
     def used_axes(self) -> dict[str, int]:
-        """The sizes of the axes with more than one rank."""
+        """Returns the sizes of the axes with more than one rank, by name."""
         return {name: size for name, size in self.plan.axes.model_dump().items() if size > 1}
 
     @cached_property
     def split_axes(self) -> dict[str, str]:
-        """The axis that each split parameter is split along. Those that FSDP2 shards by rows are not among them."""
+        """For each split parameter, the axis along which it is split. Parameters that only FSDP2 shards are not
+        included."""
         return {name: axis for observation in self.observations for name, axis in observation.split_axes.items()}
 
     @cached_property
     def tied_stages(self) -> dict[str, tuple[int, ...]]:
-        """The pipeline stages that hold a copy of each tied parameter."""
+        """For each tied parameter, the pipeline stages that hold a copy of it."""
         observed = [item for observation in self.observations for item in observation.tied_stages.items()]
         return {name: tuple(stages) for name, stages in observed}
 
@@ -188,7 +193,7 @@ def _without(axis: str, coordinates: Mapping[str, int]) -> dict[str, int]:
 
 
 def weighted_sum(gradients: Iterable[Tensors], weight: float) -> Tensors:
-    """The sum over several sets of gradients, each times the weight."""
+    """Returns the sum of several sets of gradients, by name, times the weight."""
     total: Tensors = {}
     for addends in gradients:
         total = add_scaled(total, addends, weight)
@@ -196,7 +201,7 @@ def weighted_sum(gradients: Iterable[Tensors], weight: float) -> Tensors:
 
 
 def join_names(names: Iterable[str], most: int = 3) -> str:
-    """The first names, and how many more there are."""
+    """Returns the first `most` names as text, with the number of further names."""
     listed = list(names)
     rest = f" and {len(listed) - most} more" if len(listed) > most else ""
     return ", ".join(listed[:most]) + rest

@@ -1,11 +1,11 @@
-"""A parameter that is missing in an optimizer."""
+"""The cause `not_optimized`: a parameter is missing in a rank's optimizer."""
 
 from meshwright.proof.causes.evidence import Evidence, Verdict, join_names
 
 
 def not_optimized(evidence: Evidence) -> Verdict | None:
-    """Gradients are right and a weight is not, and a rank that holds it, or a part of it, does not have it in its
-    optimizer, although one device has."""
+    """Returns a verdict if the gradients are right, but a weight differs that is missing in the optimizer of a rank
+    that holds it or a part of it, although one device's optimizer has it."""
     if evidence.difference.what != "weight":
         return None
     optimized = evidence.experiments.optimized_names

@@ -1,18 +1,20 @@
-"""A precision below that of the comparison: in a layer, when gradients are combined, or in the weights themselves."""
+"""The cause `low_precision`: a layer, the combination of gradients, or the weights have a lower precision than the
+comparison."""
 
 from collections.abc import Sequence
 
 from meshwright.proof.causes.evidence import Evidence, Tensors, Verdict, join_names
 from meshwright.train.output.observation import MANTISSA_BITS, mantissa_bits
 
-_MOST_ROUNDINGS = 1000  # that a difference may add up from; a larger one is no rounding
-_LARGEST_RESIDUAL = 0.5  # in the shortest types, too, most of a gradient is right
+_MOST_ROUNDINGS = 1000  # a difference larger than so many roundings has another cause
+_LARGEST_RESIDUAL = 0.5  # a larger error is no rounding: even in the shortest types, most of a gradient is right
 
 
 def low_precision(evidence: Evidence) -> Verdict | None:
-    """Numbers carry fewer mantissa bits than on one device: a layer's output on some rank, the combined gradients, or
-    the weights after an update with right gradients. Or the model casts to a shorter type on one device, too, and then
-    no two plans round alike. The error is no larger than roundings to that number of bits make."""
+    """Returns a verdict if numbers carry fewer mantissa bits than on one device: a layer's output on some rank, the
+    combined gradients, or the weights after an update with right gradients. There is also one if the model itself casts
+    to a shorter type on one device, because then no two plans round alike. In each case, the error must be no larger
+    than roundings to that number of bits may cause."""
     first = evidence.difference
     if first.step and first.what in ("weight", "buffer"):
         state = {**evidence.recorded.state, **evidence.recorded.differing_states.get(first.rank, {})}
@@ -30,7 +32,7 @@ def low_precision(evidence: Evidence) -> Verdict | None:
 
 
 def _in_layer(evidence: Evidence, residual: float) -> Verdict | None:
-    """Whether a layer's output on some rank has fewer bits than on one device."""
+    """Returns a verdict if a layer's output on some rank has fewer bits than on one device."""
     for layer, bits in evidence.experiments.reference_step.bits.items():
         for observation in evidence.observations:
             rank_bits = (observation.output_bits or {}).get(layer, 0)
@@ -47,7 +49,7 @@ def _in_layer(evidence: Evidence, residual: float) -> Verdict | None:
 def _in_tensors(
     evidence: Evidence, names: Sequence[str], tensors: Tensors, expected: Tensors, residual: float, values: str
 ) -> Verdict | None:
-    """Whether all of the named tensors have fewer bits than the expected ones."""
+    """Returns a verdict if each of the named tensors has fewer bits than the expected one."""
     full_bits = MANTISSA_BITS[evidence.dtype]
     bits_by_name = {name: mantissa_bits(tensors[name]) for name in names if name in tensors and name in expected}
     short = {
@@ -64,7 +66,7 @@ def _in_tensors(
 
 
 def _in_model_code(evidence: Evidence, residual: float) -> Verdict | None:
-    """Whether the model casts to a shorter type itself, on one device, too."""
+    """Returns a verdict if the model's own code casts to a shorter type, which it does on one device, too."""
     bits = evidence.experiments.fewest_cast_bits
     if bits >= MANTISSA_BITS[evidence.dtype] or not _explains(bits, residual):
         return None

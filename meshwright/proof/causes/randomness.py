@@ -1,4 +1,4 @@
-"""Dropout or other randomness."""
+"""The cause `randomness`: dropout, or other random numbers that the ranks and one device drew differently."""
 
 import math
 
@@ -9,9 +9,13 @@ _SIMILAR_FACTOR = 10.0  # within this factor, two differences of gradients count
 
 
 def randomness(evidence: Evidence) -> Verdict | None:
-    """Random numbers were drawn in the step, and one of these holds: one device that draws what each data rank draws
-    has the ranks' gradients; only the ranks drew; other random numbers change one device's gradients by about as much
-    as the ranks' differ. Or one device does not get the same gradients twice."""
+    """Returns a verdict if one device does not get the same gradients twice, or if random numbers were drawn in the
+    step and one of these holds, otherwise None:
+
+    - one device that draws the random numbers of each data rank gets the ranks' gradients;
+    - only the ranks drew random numbers;
+    - other random numbers change one device's gradients by about as much as the ranks' gradients differ.
+    """
     if not evidence.gradients_differ:
         return None
     experiments = evidence.experiments
@@ -46,8 +50,8 @@ def randomness(evidence: Evidence) -> Verdict | None:
 
 
 def _with_draws_of_ranks(evidence: Evidence) -> Verdict | None:
-    """Whether one device gets the ranks' gradients if it draws each data rank's random numbers, with dropout or
-    without."""
+    """Returns a verdict if one device gets the ranks' gradients when it draws each data rank's random numbers. This is
+    tried with dropout off and on."""
     for dropout in (False, True):
         result = evidence.experiments.run("local", dropout=dropout)
         misfit = evidence.misfit(result.gradients)
@@ -63,7 +67,8 @@ def _with_draws_of_ranks(evidence: Evidence) -> Verdict | None:
 
 
 def _distance(gradients: Tensors, others: Tensors) -> float:
-    """The root of the sum of squared differences; a gradient that one side does not have counts as zero."""
+    """Returns the root of the sum of squared differences. A gradient that is on one side only counts as zero on the
+    other side."""
     zeros = {name: value.new_zeros(()) for name, value in {**gradients, **others}.items()}
     pairs = [(gradients.get(name, zero), others.get(name, zero)) for name, zero in zeros.items()]
     return math.sqrt(sum(float((a.double() - b.double()).square().sum()) for a, b in pairs))

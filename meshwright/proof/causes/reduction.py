@@ -1,4 +1,5 @@
-"""A reduction over an axis that is missing, or made twice."""
+"""The causes `missing_reduction` and `doubled_reduction`: gradients (or the loss) are not reduced over an axis of the
+mesh, or are reduced twice."""
 
 import torch
 
@@ -6,15 +7,17 @@ from meshwright.proof.causes.evidence import Evidence, Tensors, Verdict, join_na
 from meshwright.proof.causes.scale import common_factor
 from meshwright.proof.reference.experiments import add_scaled
 
-# Along these axes, ranks compute parts of a sum of the gradients that the axis does not split; along the others, means
-# over different samples.
+# Ranks along these axes compute gradients that must be summed, if the axis does not split the parameter. Ranks along
+# the other axes compute means over different samples, which must be averaged.
 _SUMMED = ("tensor", "pipeline")
 
 
 def missing_reduction(evidence: Evidence) -> Verdict | None:
-    """Ranks along an axis have different copies of gradients that they should have in common, and the copies combined
-    are right: their mean over the replicate axis, their sum over the others. With FSDP2, each rank of the shard axis
-    has its own rows: here those of its own samples' gradients. The same for the loss, if the gradients are right."""
+    """Returns a verdict if the ranks along an axis have different copies of gradients that should be equal, and the
+    copies combined are right. Copies are combined by the mean over the replicate axis, and by the sum over the tensor
+    and pipeline axes. On the shard axis, where FSDP2 gives each rank its own rows, a reduction is missing if a rank's
+    rows are those of the gradients of its own samples only. If only the loss differs, the ranks' losses are checked
+    instead."""
     if evidence.difference.what == "loss" and not evidence.differing_names:
         return _missing_for_loss(evidence)
     if not evidence.gradients_differ:
@@ -47,13 +50,14 @@ def _missing_along(evidence: Evidence, axis: str, size: int) -> Verdict | None:
 
 
 def _missing_for_rows(evidence: Evidence, size: int) -> Verdict | None:
-    """Whether each rank of the shard axis has the rows of its own samples' gradients."""
+    """Returns a verdict if each rank of the shard axis has its rows of the gradients of its own samples only."""
     contributions = evidence.experiments.rank_contributions
     count = sum(contribution.target_count for contribution in contributions)
     names = [name for name in evidence.differing_names if name not in evidence.split_axes]
     if not contributions or not count or not names:
         return None
-    # Data rank = coordinate along replicate × size of shard + coordinate along shard. Over replicate they are averaged.
+    # Data rank = coordinate along replicate × size of shard + coordinate along shard. Over replicate, gradients are
+    # averaged.
     replicas = len(contributions) // size
     scaled = [add_scaled({}, contribution.gradient_sums, len(contributions) / count) for contribution in contributions]
     own_gradients: list[Tensors] = [
@@ -75,7 +79,8 @@ def _missing_for_rows(evidence: Evidence, size: int) -> Verdict | None:
 
 
 def _own_rows(gradients: list[torch.Tensor | None], size: int) -> torch.Tensor | None:
-    """One tensor of which each rank's rows, as FSDP2 divides them, come from that rank's gradient."""
+    """Returns one tensor in which each rank's rows, as FSDP2 divides them, come from that rank's gradient. Returns None
+    if a rank has no gradient, or if the gradient is a scalar."""
     present = [gradient for gradient in gradients if gradient is not None]
     if len(present) < size or not present[0].dim():
         return None
@@ -105,9 +110,9 @@ def _missing_for_loss(evidence: Evidence) -> Verdict | None:
 
 
 def doubled_reduction(evidence: Evidence) -> Verdict | None:
-    """All gradients that the ranks of an axis have in common, and no others, are multiplied or divided by its size (for
-    tied parameters: by the number of stages that hold them). An axis that reduces all gradients is not meant: there it
-    is a scale, and named so."""
+    """Returns a verdict if exactly those gradients of which the ranks of an axis have copies are multiplied or divided
+    by the size of the axis (for tied parameters: by the number of stages that hold them). If the axis reduces all
+    gradients, there is no verdict here, because `scaled` explains this."""
     if not evidence.gradients_differ or not evidence.loss_is_right:
         return None
     factor = common_factor(evidence)
@@ -134,7 +139,7 @@ def doubled_reduction(evidence: Evidence) -> Verdict | None:
 
 
 def _reduced_ranks(evidence: Evidence, axis: str, size: int) -> int:
-    """The number of ranks whose gradients a reduction over the axis adds up."""
+    """Returns the number of ranks whose gradients a reduction over the axis adds up."""
     name = evidence.differing_names[0]
     return len(evidence.tied_stages[name]) if axis == "pipeline" and name in evidence.tied_stages else size
 
@@ -145,7 +150,7 @@ def _is(evidence: Evidence, factor: float, times: int) -> bool:
 
 
 def _is_common(evidence: Evidence, name: str, axis: str) -> bool:
-    """Whether ranks along an axis have copies of the gradient."""
+    """Whether the ranks along the axis should have equal copies of this gradient."""
     if axis == "pipeline":
         return name in evidence.tied_stages
     return evidence.split_axes.get(name) != axis

@@ -1,4 +1,4 @@
-"""Ranks that computed on the wrong samples."""
+"""The cause `wrong_samples`: ranks computed on other samples than they should have."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -8,8 +8,9 @@ from meshwright.train.output.observation import RankObservation
 
 
 def wrong_samples(evidence: Evidence) -> Verdict | None:
-    """A rank's samples, which are recorded as digests, are not those of its data rank in the order of samples,
-    microbatch by microbatch. Of two runs, all samples of a step are compared, whichever rank computed on them."""
+    """Returns a verdict if a rank's samples, of which digests were recorded, are not those that its data rank should
+    get, microbatch by microbatch and in order. When two runs are compared, all samples of a step are compared instead,
+    regardless of which rank computed on them."""
     if evidence.reference_plan is not None:
         return _differ_from_run(evidence)
     expected = evidence.experiments.expected_samples
@@ -51,7 +52,8 @@ def _differ_from_run(evidence: Evidence) -> Verdict | None:
 
 
 def _counted_samples(observations: Iterable[RankObservation]) -> Counter[str]:
-    """Every sample that counts in the loss, once for each data rank that computed on it."""
+    """Counts the digests of all samples that have weight in the loss, once for each data rank that computed on the
+    sample."""
     by_data_rank = {observation.data_rank: observation for observation in observations}.values()
     return Counter(
         sample

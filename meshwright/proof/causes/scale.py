@@ -1,4 +1,4 @@
-"""Gradients scaled by a constant, and which of the plan's sizes that constant is."""
+"""The cause `scaled`: gradients are multiplied by a constant. Says which of the plan's sizes the constant equals."""
 
 from meshwright.plan import Plan
 from meshwright.proof.causes.evidence import Evidence, Verdict, join_names
@@ -6,8 +6,8 @@ from meshwright.proof.reference.experiments import add_scaled
 
 
 def scaled(evidence: Evidence) -> Verdict | None:
-    """All gradients that differ are one constant times the right ones: a least-squares fit over all their elements
-    leaves nothing. The loss is right, or is multiplied by that constant, too."""
+    """Returns a verdict if all gradients that differ equal the right ones times one constant, which is found by least
+    squares over all their elements. The loss must be right, or multiplied by the same constant."""
     if not evidence.gradients_differ:
         return None
     factor = common_factor(evidence)
@@ -29,8 +29,8 @@ def scaled(evidence: Evidence) -> Verdict | None:
 
 
 def common_factor(evidence: Evidence) -> float | None:
-    """The constant that all differing gradients are multiplied by. None if there is none, or if there is only a single
-    number to compare, which is always some constant times another."""
+    """Returns the constant that all differing gradients are multiplied by; None if there is no such constant. Also None
+    if the differing gradients have a single element in all, because one number is always a multiple of another."""
     expected = evidence.expected.gradients
     names = [name for name in evidence.differing_names if name in evidence.gradients and name in expected]
     if len(names) < len(evidence.differing_names):
@@ -48,7 +48,8 @@ def common_factor(evidence: Evidence) -> float | None:
 
 
 def _describe_factor(factor: float, evidence: Evidence) -> str:
-    """The sizes of the plan that equal the factor or its inverse, alone or as a product of two."""
+    """Returns a text that names the sizes of the plan, or products of two sizes, that equal the factor or its
+    inverse."""
     sizes = _plan_sizes(evidence.plan)
     products = {
         f"{name} × {other_name}": size * other_size
@@ -68,7 +69,8 @@ def _describe_factor(factor: float, evidence: Evidence) -> str:
 
 
 def _plan_sizes(plan: Plan) -> dict[str, int]:
-    """The numbers of a plan that gradients may be multiplied or divided by, with what they are."""
+    """Returns the numbers of a plan that gradients may be multiplied or divided by, each under a text that describes
+    it."""
     axes = {f"the size of the {name} axis": size for name, size in plan.axes.model_dump().items() if size > 1}
     pipelined, accumulated = plan.pipeline.microbatches, plan.memory.accumulation
     sizes = dict(axes)

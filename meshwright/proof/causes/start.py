@@ -1,10 +1,11 @@
-"""Weights or buffers that differed before the first step."""
+"""The cause `different_start`: weights or buffers differed before the first step."""
 
 from meshwright.proof.causes.evidence import Evidence, Verdict
 
 
 def different_start(evidence: Evidence) -> Verdict | None:
-    """The first difference lies before the first step, so whatever follows may follow from it."""
+    """Returns a verdict if the first difference was found before the first step. All later differences may follow from
+    it."""
     first = evidence.difference
     if first.step > 0:
         return None

@@ -1,12 +1,14 @@
-"""Targets weighted unevenly: a mean of means, where ranks or microbatches have different numbers of targets."""
+"""The cause `uneven_targets`: a mean of means was taken although ranks or microbatches have different numbers of
+targets, so targets have uneven weights."""
 
 from meshwright.proof.causes.evidence import Evidence, Tensors, Verdict, weighted_sum
 from meshwright.proof.reference.experiments import RankContribution, add_scaled
 
 
 def uneven_targets(evidence: Evidence) -> Verdict | None:
-    """One device that takes the mean over data ranks, over microbatches or over samples of their own means gets what
-    the ranks have: the gradients, or only the loss."""
+    """Returns a verdict if one device gets the ranks' gradients (or their loss, if only that differs) when it averages
+    the means of data ranks, or the means of microbatches, with equal weights or weighted by their numbers of
+    samples."""
     contributions = evidence.experiments.rank_contributions
     only_loss = evidence.difference.what == "loss" and not evidence.differing_names
     if not contributions or not (evidence.gradients_differ or only_loss):
@@ -30,7 +32,7 @@ def uneven_targets(evidence: Evidence) -> Verdict | None:
 
 
 def _rules(contributions: list[RankContribution]) -> dict[str, tuple[Tensors, float]]:
-    """The gradients and the loss that each wrong mean gives."""
+    """Returns the gradients and the loss that each wrong mean gives, by a text that names the mean."""
     ranks = len(contributions)
     microbatches = sum(rank.microbatches for rank in contributions) or 1
     samples = sum(rank.samples for rank in contributions) or 1

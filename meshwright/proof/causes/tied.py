@@ -1,11 +1,11 @@
-"""Copies of a tied parameter that drifted apart on the stages that hold them."""
+"""The cause `tied_drift`: copies of a tied parameter drifted apart on the pipeline stages that hold them."""
 
 from meshwright.proof.causes.evidence import Evidence, Verdict
 
 
 def tied_drift(evidence: Evidence) -> Verdict | None:
-    """The first difference is in a copy of a tied parameter, or in its gradient, and the stages that hold a copy have
-    different values."""
+    """Returns a verdict if the first difference is in a tied parameter or its gradient, and the pipeline stages that
+    hold a copy have different values."""
     first, name = evidence.difference, evidence.parameter
     if name not in evidence.tied_stages or first.what not in ("gradient", "weight"):
         return None

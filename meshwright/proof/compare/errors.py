@@ -1,8 +1,10 @@
 """How large the difference between two tensors is, and where two trainings first differ by more than the tolerance.
 
-An error is a difference divided by a scale: for a gradient or a buffer, the largest value in its layer; for a weight,
-that too, or how far the optimizer may have carried a rounding error. The bias of a convolution before BatchNorm has a
-gradient of zero in exact arithmetic: relative to its own largest value it would be nothing but error.
+An error is a difference divided by a scale. For a gradient or a buffer, the scale is the largest value in its layer.
+For a weight, it is also the largest value in its layer, or larger where the optimizer may have enlarged a rounding
+error. The scale is not taken from the tensor alone, because some tensors are zero in exact arithmetic: the gradient of
+a convolution's bias before BatchNorm, for example. Relative to its own largest value, such a tensor consists of errors
+only.
 """
 
 import math
@@ -13,9 +15,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# The smallest scale of a gradient, relative to the largest gradient in the model. Rounding errors come from sums as
-# large as that one: a gradient that is smaller by more than this factor is what is left after large terms have
-# cancelled (a layer before BatchNorm over few samples), so its own size says nothing about its errors.
+# The smallest scale of a gradient, relative to the largest gradient in the model. Rounding errors come from sums that
+# are as large as the largest gradient. A gradient that is smaller by more than this factor is what is left after large
+# terms have cancelled (a layer before BatchNorm over few samples), so its own size says nothing about its errors.
 SMALLEST_SCALE = 1e-3
 
 ComparedKind = Literal["initial weight", "loss", "gradient", "gradient norm", "buffer", "weight"]
@@ -35,9 +37,9 @@ class Difference:
     """The first value that differs by more than the tolerance.
 
     `parameter` is the name of the tensor. For a loss it is the first parameter in backward order whose gradient differs
-    as well; for a gradient norm it is None. `rank` is the rank whose value differs (0 unless rank 0's is right).
-    `cause`, `explanation` and `ruled_out` are empty until `diagnose` has looked for the cause: then they are the
-    cause's name, a sentence with the numbers, and the names of the causes that do not fit.
+    as well (None if none does); for a gradient norm it is None. `rank` is the rank whose value differs: 0, unless rank
+    0's value is right. `cause`, `explanation` and `ruled_out` are empty until `diagnose` has looked for the cause. Then
+    they are the cause's name, a sentence with the numbers, and the names of the causes that do not fit.
     """
 
     step: int
@@ -54,7 +56,8 @@ class Difference:
 class Comparison:
     """The result of a comparison so far: the largest error, how many values were compared, and the first difference.
 
-    `tolerance` is that of the last step compared, which is also the one of the first difference.
+    `tolerance` is the tolerance of the last step that was compared. Callers stop at the first step with a difference,
+    so it is also the tolerance of the first difference.
     """
 
     tolerance: float = 0.0
@@ -67,13 +70,13 @@ class Comparison:
     first_difference: Difference | None = None
 
     def with_tolerance(self, tolerance: float) -> "Comparison":
-        """The same comparison with at least this tolerance."""
+        """Returns the same comparison with its tolerance raised to at least this one."""
         return replace(self, tolerance=max(self.tolerance, tolerance))
 
     def with_error(
         self, step: int, what: ComparedKind, parameter: str | None, error: float, rank: int = 0
     ) -> "Comparison":
-        """The comparison after one more value, which has this error."""
+        """Returns the comparison with one more compared value, which has this error."""
         first = self.first_difference
         if not error <= self.tolerance:
             if first is None:
@@ -91,8 +94,8 @@ def layer_name(name: str) -> str:
 
 
 def layer_scales(tensors: Mapping[str, Tensor], floor: float = 0.0) -> dict[str, float]:
-    """The scale of each tensor: the largest absolute value in its layer, and at least `floor` times the largest of all
-    layers."""
+    """Returns the scale of each tensor, by name: the largest absolute value in its layer, and at least `floor` times
+    the largest absolute value in all layers."""
     largest: dict[str, float] = {}
     for name, tensor in tensors.items():
         layer = layer_name(name)
@@ -124,8 +127,8 @@ def scaled_error(actual: Tensor | None, expected: Tensor | None, scale: float | 
 
 
 def weight_drift(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """The relative difference of the weights in the layer where it is largest, as a ratio of root mean squares: a few
-    elements that differ hardly change what a layer computes."""
+    """Returns the relative difference of the weights in the layer where it is largest. It is a ratio of root mean
+    squares, because a few elements that differ hardly change what a layer computes."""
     sums: dict[str, tuple[float, float]] = {}
     for name, reference in expected.items():
         if name not in actual or not reference.is_floating_point():
@@ -140,7 +143,7 @@ def weight_drift(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -
 
 
 def _largest_magnitude(tensor: Tensor) -> float:
-    """The largest finite absolute value; 0 where there is none, or where the tensor holds integers."""
+    """The largest finite absolute value; 0 if the tensor has none, or if it holds integers."""
     if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
         return 0.0
     magnitudes = tensor.abs().double()

@@ -1,19 +1,19 @@
-"""How far rounding in a plan's own precision may change a number: measured on the model at hand.
+"""How far rounding in a plan's own precision may change a number. This is measured on the model at hand.
 
 (1) Noise. The reference computes the same step again, `NOISE_PASSES` times, with noise added to the output of every
     layer, to the gradient that comes back to it, and at the end to the gradients of the weights. Products are summed in
-    fp32, in another order on other ranks: sums of n terms then differ by √n · eps32 / 2. A value that is rounded to the
-    spacing s goes the other way if a rounding boundary lies within that distance, which has the probability
-    √n · eps32 / 2s, and is then off by s. That share of the elements, drawn at random and at least `MIN_FLIPPED` per
-    layer, is changed by s. n is the layer's fan-in (layers without weights sum nothing); for gradients of weights it is
-    samples × positions. Where a layer is split, its t ranks round partial sums that one device does not round: there
-    every element is off by up to √(1 + t) · s / 2.                                                 → `RoundingNoise`
+    fp32, in another order on other ranks: sums of n terms then differ by √n · eps32 / 2. Such a sum is rounded to a
+    type whose numbers have the spacing s. Both sums are rounded to different numbers, s apart, if a rounding boundary
+    lies between them, which has the probability √n · eps32 / 2s. That share of the elements, drawn at random and at
+    least `MIN_FLIPPED` per layer, is changed by s. n is the layer's fan-in (layers without weights sum nothing); for
+    gradients of weights it is samples × positions. Where a layer is split, its t ranks round partial sums that one
+    device does not round: there every element is off by up to √(1 + t) · s / 2.                    → `RoundingNoise`
 (2) Two measures of a tensor that differs from the reference's tensor r by d. `spread` is the root mean square of d
-    relative to its layer's. `projection` is the part of d in the direction of r, ⟨d, r⟩ / ⟨r, r⟩: a wrong factor shows
-    there in full, while independent roundings mostly cancel.                                         → `TensorError`
-(3) Allowed is `SAFETY_FACTOR` times the largest error of the noise passes. The allowed projection is never less than
-    independent roundings of all elements would leave, spread · √Σr⁴ / Σr², nor than the median over all tensors: a few
-    passes may happen to leave one tensor almost unchanged.                                     → `rounding_allowance`
+    divided by that of the layer of r. `projection` is the part of d in the direction of r, ⟨d, r⟩ / ⟨r, r⟩: a wrong
+    factor shows there in full, while independent roundings mostly cancel.                            → `TensorError`
+(3) Allowed is `SAFETY_FACTOR` times the largest error of the noise passes. Because a few passes may happen to leave one
+    tensor almost unchanged, the allowed projection has two lower bounds: what independent roundings of all elements
+    would leave, spread · √Σr⁴ / Σr², and the median over all tensors.                          → `rounding_allowance`
 """
 
 import math
@@ -33,7 +33,7 @@ from meshwright.proof.torch_private import tree_map
 
 NOISE_PASSES = 8  # enough that rare events (a ReLU input that changes its sign) happen in one of them
 SAFETY_FACTOR = 3.0
-MIN_FLIPPED = 8  # an event that is rare in many elements may still happen twice in a few
+MIN_FLIPPED = 8  # an event that is rare per element may still happen several times in a small tensor
 # The distance between 1.0 and the next number of the type that products are rounded to.
 SPACING = {"fp32": 2.0**-23, "tf32": 2.0**-10, "bf16": 2.0**-7, "fp16": 2.0**-10, "fp8": 2.0**-3}
 
@@ -42,7 +42,8 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class TensorError:
-    """The two measures of (2). Both are infinite where only one side has the tensor or a number in it is not finite."""
+    """The two measures of (2) in the module's docstring. Both are infinite if the shapes differ, if only one side has
+    the tensor and it is not all zeros, or if numbers are not finite and the two sides are not equal."""
 
     spread: float
     projection: float
@@ -50,27 +51,30 @@ class TensorError:
 
 @dataclass(frozen=True)
 class RoundingAllowance:
-    """The largest errors that rounding explains, for every tensor and for single numbers (the loss, a norm)."""
+    """The largest errors that rounding explains, by name: `tensors` for gradients and buffers, `numbers` for single
+    numbers (the loss)."""
 
     tensors: Mapping[str, TensorError]
     numbers: Mapping[str, float]
 
     @property
     def typical_projection(self) -> float:
-        """The median over all tensors: a wrong factor that is off by more is seen in at least half of them."""
+        """The median of the allowed projections of all tensors. A factor that is wrong by more than this is noticed in
+        at least half of the tensors."""
         return median([error.projection for error in self.tensors.values()] or [0.0])
 
     def used_share(self, name: str, error: TensorError) -> float:
-        """The error of a tensor divided by what is allowed for it: above 1 it is too large."""
+        """The error of a tensor divided by the allowed error of that tensor. An error with a share above 1 is too
+        large."""
         allowed = self.tensors[name]
         return max(_ratio(error.spread, allowed.spread), _ratio(error.projection, allowed.projection))
 
 
 @dataclass(frozen=True)
 class RoundingNoise:
-    """How ranks round differently from one device, relative to a value: every element by up to `sum_error`, the share
-    `flipped_share` of them by `spacing`; where partial sums are added up, every element by up to `partial_sum_error`.
-    """
+    """How differently ranks and one device round a value, relative to the value. Every element differs by up to
+    `sum_error`, and the share `flipped_share` of the elements by `spacing`. Where ranks add up partial sums, every
+    element differs by up to `partial_sum_error` as well."""
 
     sum_error: float
     spacing: float
@@ -94,7 +98,7 @@ class RoundingNoise:
 
 
 def rounding_noise(plan: Plan, terms: int, device_type: str) -> RoundingNoise:
-    """The noise of values that are sums of this number of terms."""
+    """Returns the noise of values that are sums of `terms` terms, in the plan's precision."""
     precision = "fp32" if plan.numerics.precision == "tf32" and device_type != "cuda" else plan.numerics.precision
     spacing, sum_error = SPACING[precision], math.sqrt(terms) * SPACING["fp32"] / 2
     if precision == "fp32":
@@ -106,16 +110,17 @@ def rounding_noise(plan: Plan, terms: int, device_type: str) -> RoundingNoise:
 
 @dataclass(frozen=True)
 class PartialSumLayers:
-    """The names of layers whose outputs (`forward`) or input gradients (`backward`) are sums of the ranks' parts."""
+    """The names of layers whose outputs (`forward`) or input gradients (`backward`) are sums to which each rank
+    contributes a part."""
 
     forward: frozenset[str]
     backward: frozenset[str]
 
 
 def partial_sum_layers(model: nn.Module, split_dims: Mapping[str, int]) -> PartialSumLayers:
-    """The layers that sum parts, from the dimension along which each weight is split. A linear layer that is split by
-    rows sums in the forward pass, one that is split by columns in the backward pass; of any other layer either may be.
-    """
+    """Returns the layers in which ranks add up partial sums. `split_dims` is the dimension along which each weight is
+    split, by name. A linear layer that is split along its input features (dim 1) does so in the forward pass, one that
+    is split along its output features (dim 0) in the backward pass. Any other split layer is listed for both passes."""
     forward, backward = set(), set()
     for name, dim in split_dims.items():
         layer = layer_name(name)
@@ -128,8 +133,9 @@ def partial_sum_layers(model: nn.Module, split_dims: Mapping[str, int]) -> Parti
 
 
 def communication_rounding(plan: Plan) -> float:
-    """The root mean square of what gradients lose when they are all-reduced in a shorter type, relative to the size of
-    the ranks' parts: these are rounded on every rank, and so is every sum of two."""
+    """Returns the root mean square of what gradients lose when they are all-reduced in a type shorter than fp32,
+    relative to the size of the single ranks' gradients. Those are rounded on every rank, and so is every sum of two.
+    Returns 0 if they are all-reduced in fp32, or if there is one data rank."""
     if plan.gradients.precision == "fp32" or plan.data_ranks == 1:
         return 0.0
     return SPACING[plan.gradients.precision] / 2 * math.sqrt(2 * plan.data_ranks / 3)
@@ -139,8 +145,9 @@ def communication_rounding(plan: Plan) -> float:
 def inject_rounding_noise(
     model: nn.Module, noise_of_terms: Callable[[int], RoundingNoise], partial_sums: PartialSumLayers, seed: int
 ) -> Iterator[None]:
-    """Within this context, adds noise to the output of every layer with weights and to the gradient that comes back to
-    it. `noise_of_terms` gives the noise of a sum by its number of terms."""
+    """Within this context, adds noise to the output of every layer with weights, and to the gradient that comes back to
+    this output. Layers of `partial_sums.backward` also get noise in the gradient of their inputs. `noise_of_terms`
+    returns the noise of a sum, given its number of terms."""
     generators: dict[torch.device, torch.Generator] = {}
 
     def add_noise(terms: int, value: Tensor, is_partial_sum: bool) -> Tensor:
@@ -165,8 +172,8 @@ def inject_rounding_noise(
 
 
 def _fan_in(module: nn.Module) -> int:
-    """The number of terms in a module's sums; 0 if it has no weights of its own. A row of an embedding table is not
-    summed, but rounded: 1."""
+    """Returns the number of terms in a module's sums; 0 if it has no weights of its own, and 1 for an embedding table,
+    whose rows are rounded but not summed."""
     weights = list(module.parameters(recurse=False))
     if not weights:
         return 0
@@ -202,8 +209,8 @@ def _change_input_gradient(add_noise: AddNoise, module: nn.Module, arguments: An
 
 
 def rms_scales(expected: Tensors) -> dict[str, float]:
-    """The scale of each tensor: the largest root mean square in its layer, and at least `SMALLEST_SCALE` times the
-    largest of all layers."""
+    """Returns the scale of each tensor, by name: the largest root mean square in its layer, and at least
+    `SMALLEST_SCALE` times the largest root mean square in all layers."""
     layers: dict[str, float] = {}
     for name, tensor in expected.items():
         layers[layer_name(name)] = max(layers.get(layer_name(name), 0.0), _rms(tensor))
@@ -212,7 +219,8 @@ def rms_scales(expected: Tensors) -> dict[str, float]:
 
 
 def tensor_error(actual: Tensor | None, expected: Tensor | None, scale: float) -> TensorError:
-    """The two measures of (2). A tensor that is None counts as zeros."""
+    """Returns the two measures of (2) in the module's docstring. If one tensor is None, both measures are 0 if the
+    other is None or all zeros, and infinite otherwise."""
     none, infinite = TensorError(0.0, 0.0), TensorError(math.inf, math.inf)
     if actual is None or expected is None:
         present = actual if actual is not None else expected
@@ -224,7 +232,8 @@ def tensor_error(actual: Tensor | None, expected: Tensor | None, scale: float) -
         same_nan = torch.equal(actual.isnan(), expected.isnan())
         return none if same_nan and torch.equal(actual.nan_to_num(), expected.nan_to_num()) else infinite
     squared_size = float(reference.square().sum())
-    # What is left after large terms have cancelled is all rounding: its direction means nothing.
+    # A tensor this small is what is left after large terms have cancelled. It is all rounding: its direction means
+    # nothing.
     has_direction = squared_size > 0 and _rms(reference) >= SMALLEST_SCALE * scale
     projection = abs(float((difference * reference).sum())) / squared_size if has_direction else 0.0
     spread = _rms(difference)
@@ -237,8 +246,9 @@ def rounding_allowance(
     expected: Tensors,
     smallest_spreads: Mapping[str, float],
 ) -> RoundingAllowance:
-    """The allowance of (3), from the errors of the noise passes. `smallest_spreads` is a lower bound for each tensor:
-    what is computed is rounded at least once."""
+    """Returns the allowance of (3) in the module's docstring. `passes` and `numbers` hold the errors of each noise
+    pass, by name. `smallest_spreads` is a lower bound of each tensor's spread: every computed tensor is rounded at
+    least once."""
     spreads = {name: max(smallest_spreads[name], *(errors[name].spread for errors in passes)) for name in expected}
     projections = {name: max(errors[name].projection for errors in passes) for name in expected}
     typical = median([projection for projection in projections.values() if projection > 0] or [0.0])
@@ -261,8 +271,8 @@ def _ratio(error: float, allowed: float) -> float:
 
 
 def _effective_elements(tensor: Tensor) -> float:
-    """The number of equally large elements whose direction would be as sensitive as this tensor's, which a few large
-    elements may dominate."""
+    """Returns (Σr²)² / Σr⁴: the number of equally large elements that a tensor would need for its direction to be as
+    sensitive to rounding as that of this tensor, which a few large elements may dominate."""
     squares = tensor.double().square()
     fourth_powers = float(squares.square().sum())
     return max(1.0, float(squares.sum()) ** 2 / fourth_powers) if fourth_powers else 1.0

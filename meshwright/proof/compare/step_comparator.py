@@ -14,7 +14,8 @@ Tensors = dict[str, Tensor]
 
 
 class StepComparator:
-    """Holds the comparison so far. Rank 0's values are compared, and those of other ranks that differ from rank 0's."""
+    """Compares recorded steps with expected ones, and collects the result in `comparison`. It compares rank 0's values,
+    and the values of other ranks that differ from rank 0's."""
 
     def __init__(self, model: nn.Module) -> None:
         self.parameters = [name for name, _ in model.named_parameters()]
@@ -31,10 +32,11 @@ class StepComparator:
             self.add(step, "loss", None, scaled_error(loss, expected.cpu(), self._largest_loss), rank)
 
     def compare_gradients(self, step: int, recorded: RecordedStep, expected: Tensors) -> dict[str, float]:
-        """Compares from the last layer to the first, as backward computes them, so that the first difference is where
-        an error begins. Returns the scale that each gradient was measured by."""
+        """Compares the gradients in the order in which backward computes them, from the last layer to the first.
+        Therefore the first difference is where an error begins. Returns, by name, the scale that each gradient's error
+        was divided by."""
         scales = layer_scales(expected, SMALLEST_SCALE)
-        smallest = min(scales.values(), default=0.0)  # for a layer that the reference did not reach
+        smallest = min(scales.values(), default=0.0)  # the scale of gradients that the reference does not have
         for name in reversed(self.parameters):
             error = scaled_error(recorded.gradients.get(name), expected.get(name), scales.get(name, smallest))
             self.add(step, "gradient", name, error)
@@ -49,15 +51,17 @@ class StepComparator:
         self.add(step, "gradient norm", None, scaled_error(norm, expected.cpu(), float(expected)))
 
     def compare_states(self, step: int, recorded: RecordedStep, expected: Tensors, weight_bounds: Tensors) -> None:
-        """Compares buffers and weights after a step; step 0 stands for those before the first step. `weight_bounds`
-        says how far elements of a weight may differ, if that is more than the tolerance allows."""
+        """Compares buffers and weights after a step. Step 0 stands for those before the first step. `weight_bounds`
+        holds, by name, how far each element of a weight may differ; it counts where it is larger than what the
+        tolerance allows."""
         self._compare_state(step, recorded.state, expected, weight_bounds, 0)
         for rank, state in recorded.differing_states.items():
             expected_on_rank = {name: value for name, value in expected.items() if name in state}
             self._compare_state(step, state, expected_on_rank, weight_bounds, rank)
 
     def _compare_state(self, step: int, state: Tensors, expected: Tensors, weight_bounds: Tensors, rank: int) -> None:
-        """Compares buffers first: they were updated before the optimizer step."""
+        """Compares one rank's buffers and weights. Buffers come first, because they were updated before the optimizer
+        step."""
         buffers = {name: value for name, value in expected.items() if name not in self.weights}
         weights = {name: value for name, value in expected.items() if name in self.weights}
         for name, scale in layer_scales(buffers).items():
@@ -75,7 +79,7 @@ class StepComparator:
 
 
 def losses_by_rank(recorded: RecordedStep) -> list[tuple[int, Tensor]]:
-    """The loss that rank 0 reported, and those of the ranks that reported another one."""
+    """Returns pairs (rank, loss): rank 0's loss, and the losses of the ranks that reported a different one."""
     others = [observation for observation in recorded.observations if observation.loss != float(recorded.loss)]
     return [
         (0, recorded.loss),
@@ -90,7 +94,7 @@ def global_norm(gradients: Iterable[Tensor]) -> Tensor:
 
 
 def clip_factor(norm: Tensor, limit: float | None) -> float:
-    """The factor by which clipping to the limit shortens gradients of this norm; 1 without a limit."""
+    """The factor by which clipping to the limit multiplies gradients of this norm; 1 without a limit."""
     return 1.0 if limit is None or not float(norm) else min(1.0, limit / float(norm))
 
 

@@ -2,7 +2,7 @@
 
 (1) One sum. Two orders of summing n rounded terms differ by at most λ·√n·eps of the terms' scale, except with
     probability 2·exp(-λ²/2) (Higham and Mary, 2019): with λ = 10 never, for any number of elements a model has.
-    n is the length of the step's longest sum: samples × positions for gradients, fan-in for activations.
+    Gradients are sums of samples × positions terms, activations of fan-in terms; n is the sum of the largest of both.
 (2) One step. A gradient has passed `depth` layers forward and `depth` layers backward, each of which adds (1):
 
         tolerance = 2 · depth · λ · √n · eps                                    → `SumTolerance.first_step`
@@ -10,13 +10,14 @@
 (3) Later steps. Once the weights differ by the relative amount ρ, which was found to be rounding, each layer that a
     gradient passes adds ρ: the tolerance of the next step is (2) + 2 · depth · ρ.   → `SumTolerance.with_drift`
 (4) The optimizer. It may enlarge a small difference of a gradient: Adam divides by √v, so in its first step the sign
-    of a gradient near zero decides a whole ±lr. How much is measured: a second optimizer gets gradients that differ by
-    the tolerance, towards zero, from the first step on. How far its weights move away, element by element, is how far
-    the weights of a correct plan may; twice that, as the plan's gradients may differ in the other direction.
+    of a gradient near zero decides a whole ±lr. How much it enlarges one is measured: a second optimizer gets gradients
+    that are moved towards zero by the tolerance, from the first step on. The weights of a correct plan may differ,
+    element by element, by twice the distance between the weights of both optimizers: twice, because the plan's
+    gradients may differ in the other direction.
                                                                                 → `PerturbedTraining`
-(5) Weights whose bound by (4) is larger than (2) are decided by rounding alone: a convolution's bias before BatchNorm,
-    under Adam. Once they were found within the bound, the reference continues with the plan's values, as otherwise all
-    that depends on them would drift apart.                                     → `PerturbedTraining.shift_weights`
+(5) Weights whose bound by (4) is larger than (2) are decided by rounding alone: for example, under Adam, the bias of a
+    convolution before BatchNorm. If they are within the bound, the reference continues with the plan's values, because
+    otherwise everything that depends on them would drift apart.                → `PerturbedTraining.shift_weights`
 """
 
 import math
@@ -36,8 +37,8 @@ _BOTH_DIRECTIONS = 2.0
 
 @dataclass(frozen=True)
 class SumTolerance:
-    """The tolerance of equations (2) and (3). `terms` is the length of a step's longest sum, `depth` the number of
-    layers with weights that a forward pass calls."""
+    """The tolerance of equations (2) and (3). `terms` is n. `depth` is the number of layers with weights that a forward
+    pass calls."""
 
     terms: int
     depth: int
@@ -58,7 +59,9 @@ class SumTolerance:
 
 
 class ReductionCounter:
-    """The lengths of sums, counted while forward passes run inside `count_reductions`."""
+    """Counts the terms of sums while forward passes run inside `count_reductions`. `rows` is, for each module, the
+    number of samples × positions that the gradient of its weight is summed over. `calls` is the number of calls of
+    modules with parameters. `fan_in` is the largest number of terms of an activation."""
 
     def __init__(self) -> None:
         self.rows: dict[nn.Module, int] = {}
@@ -66,14 +69,14 @@ class ReductionCounter:
         self.fan_in = 1
 
     def tolerance(self, passes: int, dtype: torch.dtype) -> SumTolerance:
-        """The tolerance of a step that made this number of forward passes."""
+        """Returns the tolerance of a step that made `passes` forward passes."""
         terms = max(self.rows.values(), default=1) + self.fan_in
         return SumTolerance(terms, max(1, round(self.calls / passes)), dtype)
 
 
 @contextmanager
 def count_reductions(model: nn.Module) -> Iterator[ReductionCounter]:
-    """Within this context, counts how many terms the modules that have parameters of their own sum."""
+    """Within this context, counts how many terms are summed by the modules that have parameters of their own."""
     counter = ReductionCounter()
 
     def count_call(module: nn.Module, arguments: object, output: object) -> None:
@@ -100,11 +103,13 @@ def count_reductions(model: nn.Module) -> Iterator[ReductionCounter]:
 
 
 class PerturbedTraining(PlainTraining):
-    """The second optimizer of (4), with a model of its own."""
+    """The second optimizer of equation (4), with its own copy of the model. It trains with the reference's gradients,
+    each moved towards zero by the tolerance."""
 
     @torch.no_grad()
     def take_perturbed_gradients(self, model: nn.Module, perturbations: Mapping[str, float]) -> None:
-        """Copies a model's gradients, each moved towards zero by the perturbation under its name."""
+        """Copies the gradients of `model`, each moved towards zero by the number that `perturbations` has under its
+        name."""
         parameters = dict(self.model.named_parameters())
         for name, parameter in model.named_parameters():
             gradient = parameter.grad
@@ -123,14 +128,16 @@ class PerturbedTraining(PlainTraining):
 
     @torch.no_grad()
     def weight_bounds(self, model: nn.Module) -> dict[str, Tensor]:
-        """How far each element of each weight may differ by now, under every name that a tied weight has."""
+        """Returns, by name, how far each element of each weight may differ from that of `model` by now. A tied weight
+        has an entry under each of its names."""
         perturbed = dict(self.model.named_parameters(remove_duplicate=False))
         parameters = model.named_parameters(remove_duplicate=False)
         return {name: _BOTH_DIRECTIONS * (perturbed[name] - weight).abs().cpu() for name, weight in parameters}
 
 
 def _towards_zero(gradient: Tensor, distance: float) -> Tensor:
-    """The gradient with every element moved towards zero; of a sparse gradient, the rows that it holds."""
+    """Returns the gradient with every element moved by `distance` in the direction of zero. Of a sparse gradient, only
+    the stored rows are moved."""
     if gradient.layout != torch.strided:
         rows = gradient.coalesce()
         moved = _towards_zero(rows.values(), distance)

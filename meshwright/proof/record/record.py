@@ -1,4 +1,5 @@
-"""What each rank of a proof does: it trains the steps under the plan, while a recorder writes what will be compared."""
+"""What each rank of a proof does: it trains the steps under the plan, while a `StepRecorder` writes the values that
+will be compared."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +15,12 @@ from meshwright.proof.request import ProofRequest
 from meshwright.train.output.recording import StepRecorder
 from meshwright.train.session import Session
 
-_MOST_SKIPPED_STEPS = 20  # after which a loss scale is a millionth of what it was
+_MOST_SKIPPED_STEPS = 20  # so many halvings make the loss scale a millionth of its first value
 
 
 def record(request: ProofRequest, world: World, folder: Path, heartbeat: Heartbeat | None = None) -> None:
-    """Trains and records the steps. All ranks of the world call it; rank 0 writes a file for the initial state and one
-    for each step."""
+    """Trains and records the steps. All ranks of the world call this function. Rank 0 writes one file for the initial
+    state and one for each step."""
     heartbeat = heartbeat or Heartbeat.in_memory()
     if request.plan.gradients.servers:
         record_with_servers(request, world, folder, heartbeat)
@@ -40,7 +41,7 @@ def record(request: ProofRequest, world: World, folder: Path, heartbeat: Heartbe
     with default_dtype(setup.dtype):
         for step in _steps(session, request.steps):
             heartbeat.update(step, "data")
-            with default_dtype(torch.float32):  # random numbers that samples use are the same in every precision
+            with default_dtype(torch.float32):  # samples then draw the same random numbers in every precision
                 loaded_batch = next(batches)
             batch = batch_in_dtype(loaded_batch, setup.dtype)
             recorder.note_batch(batch)
@@ -52,7 +53,8 @@ def record(request: ProofRequest, world: World, folder: Path, heartbeat: Heartbe
 
 
 def _steps(session: Session, count: int) -> Iterator[int]:
-    """Step numbers from 1: `count` of them, and one more for each step that the loss scale skips, up to a limit."""
+    """Yields step numbers from 1: `count` of them, and one more for each step that the loss scale has skipped, up to
+    `_MOST_SKIPPED_STEPS` more."""
     step = 0
     while step < count + min(_MOST_SKIPPED_STEPS, session.loss_scale.skipped if session.loss_scale else 0):
         step += 1
@@ -60,7 +62,7 @@ def _steps(session: Session, count: int) -> Iterator[int]:
 
 
 def make_session(setup: ReferenceSetup, request: ProofRequest, world: World, heartbeat: Heartbeat) -> Session:
-    """The session in which one rank trains the request's model under its plan."""
+    """Returns the session in which this rank trains the request's model under its plan."""
     return Session(
         setup.model,
         setup.make_optimizer,

@@ -22,7 +22,8 @@ from meshwright.train.session import Session
 
 
 def record_with_servers(request: ProofRequest, world: World, folder: Path, heartbeat: Heartbeat) -> None:
-    """Runs this rank as a worker, or as a server if its rank is above the workers'."""
+    """Runs this rank as a worker, or as a server: the first `plan.world_size` ranks are workers, the ranks after them
+    are servers."""
     setup = build_setup(request)
     with default_dtype(setup.dtype):
         if world.rank < request.plan.world_size:
@@ -54,7 +55,7 @@ def _run_server(request: ProofRequest, setup: ReferenceSetup, world: World, hear
 
 
 def _run_worker(request: ProofRequest, setup: ReferenceSetup, world: World, folder: Path, heartbeat: Heartbeat) -> None:
-    """Trains in a session of one rank, whose gradients go to the servers. The first worker records the steps."""
+    """Trains in a session of one rank, which sends its gradients to the servers. The first worker records the steps."""
     plan = request.executed_plan
     session = Session(
         setup.model,

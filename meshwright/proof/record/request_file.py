@@ -1,5 +1,5 @@
-"""Sends a proof request to the ranks: it is pickled into a file. A user's model may be defined in the script that is
-running, so a rank first imports that script under another name, as multiprocessing does."""
+"""Sends a proof request to the ranks as a pickle file. A user's model may be defined in the script that is running, so
+a rank first imports that script under another name, as multiprocessing does."""
 
 import pickle
 from dataclasses import fields
@@ -49,8 +49,8 @@ def read_request(file: Path) -> ProofRequest:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Imports classes as a job does: with the preparation that some libraries need, and an error that names what is
-    missing."""
+    """An unpickler that imports classes with `load`, as jobs do. `load` makes the preparations that some libraries
+    need, and its error names what is missing."""
 
     def find_class(self, module: str, name: str) -> Any:
         return load(f"{module}:{name}")
@@ -62,12 +62,12 @@ def check_main_guard() -> None:
         raise InputError('ranks import the script that calls prove(): put the call below `if __name__ == "__main__":`')
 
 
-# What a rank needs of multiprocessing's data about the parent process.
+# The keys of multiprocessing's data about the parent process that a rank needs.
 _PREPARATION_KEYS = ("sys_path", "init_main_from_name", "init_main_from_path")
 
 
 def _describe_pickling_error(subject: Job | UserModel, error: Exception) -> str:
-    """A message that names the part which cannot be pickled."""
+    """Returns a message that names the field of the subject that cannot be pickled."""
     for field in fields(subject) if isinstance(subject, UserModel) else ():
         try:
             pickle.dumps(getattr(subject, field.name))

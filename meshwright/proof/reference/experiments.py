@@ -1,5 +1,5 @@
-"""Experiments: the reference computes one step again by another rule, from the weights before the first difference. If
-it then gets the ranks' gradients, the ranks have followed that rule."""
+"""Experiments: the reference computes one step again by another rule, starting from the weights before that step. If it
+then gets the same gradients as the ranks, the ranks have followed that rule."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -20,14 +20,14 @@ from meshwright.train.output.observation import MANTISSA_BITS, digest_samples, d
 
 T = TypeVar("T")
 Tensors = dict[str, Tensor]
-_OTHER_SEED_STEPS = 1_000_003  # added to the step number for other random numbers
+_OTHER_SEED_STEPS = 1_000_003  # added to the step number, from which seeds are derived, to draw other random numbers
 
 
 @dataclass(frozen=True)
 class ExperimentResult:
-    """What one device computed in an experiment. Gradients are those before clipping, buffers those after the step.
-    `drew_random_numbers` says whether the step used a random generator; `bits` is the number of mantissa bits that each
-    layer's output carried."""
+    """What one device computed in an experiment. `gradients` are those before clipping, `buffers` those after the step.
+    `drew_random_numbers` says whether the step used a random generator. `bits` is the number of mantissa bits that each
+    layer's output carried, by the layer's name."""
 
     loss: Tensor
     gradients: Tensors
@@ -40,9 +40,10 @@ class ExperimentResult:
 class RankContribution:
     """What the samples of one data rank contribute to a step.
 
-    `gradient_sums`, `loss_sum` and `target_count` belong to the loss's sum over all of its targets. `mean_gradients`
-    and `mean_losses` are sums over its microbatches of each microbatch's mean; `sample_weighted_gradients` and
-    `sample_weighted_losses` are the same with each mean multiplied by the microbatch's number of samples.
+    `loss_sum` is the loss summed over all `target_count` targets of the rank, and `gradient_sums` are the gradients of
+    this sum. `mean_losses` and `mean_gradients` are sums, over the rank's microbatches, of each microbatch's mean loss
+    and of its gradients. `sample_weighted_losses` and `sample_weighted_gradients` are the same sums with each mean
+    multiplied by the microbatch's number of samples.
     """
 
     gradient_sums: Tensors = field(default_factory=dict)
@@ -57,7 +58,8 @@ class RankContribution:
 
 
 class Experiments:
-    """Experiments on one step of a proof request, all of which start from the state `before`."""
+    """Runs experiments on one step of a proof request. All of them start from `before`, the weights and buffers before
+    the step."""
 
     def __init__(self, request: ProofRequest, device: torch.device, step: int, before: Tensors) -> None:
         self.request = request
@@ -79,21 +81,22 @@ class Experiments:
 
     @cached_property
     def canonical_names(self) -> dict[str, str]:
-        """The first name of the parameter under each of its names: tied parameters have several."""
+        """Maps each name of each parameter to the parameter's first name. Tied parameters have several names."""
         model = build_setup(self.request).model
         first: dict[int, str] = {}
         return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
 
     @cached_property
     def expected_samples(self) -> list[tuple[tuple[str, ...], ...]]:
-        """For each data rank, the digests of the samples that it should have computed on, by microbatch."""
+        """For each data rank, digests of the samples that it should have computed on: one tuple of digests per
+        microbatch."""
         plan, setup = self.request.plan, build_setup(self.request)
         shares = [SampleShare(rank, plan.data_ranks) for rank in range(plan.data_ranks)]
         return [digest_samples(self._batch_of_step(setup.batches(share, plan.microbatches))) for share in shares]
 
     @cached_property
     def reference_step(self) -> ExperimentResult:
-        """The step as the reference computed it."""
+        """The step by the reference's own rule."""
         return self.run()
 
     def run(
@@ -105,11 +108,11 @@ class Experiments:
         frozen_statistics: bool = False,
         random_draw: int = 0,
     ) -> ExperimentResult:
-        """Computes the step with some things changed.
+        """Computes the step with the given changes.
 
         `grouping` and `dropout` replace those of the reference. `statistics_rank` is the data rank whose samples update
-        running statistics; `frozen_statistics` normalizes by the running statistics instead. Each `random_draw` above 0
-        uses other random numbers.
+        running statistics. With `frozen_statistics`, BatchNorm normalizes by its running statistics instead of those of
+        the batch. Each `random_draw` above 0 uses other random numbers.
         """
         request = self.request if dropout is None else replace(self.request, dropout=dropout)
         with preserve_generators(self.device):
@@ -130,7 +133,7 @@ class Experiments:
 
     @cached_property
     def fewest_cast_bits(self) -> int:
-        """The fewest mantissa bits that the model's own code casts any tensor to on one device."""
+        """The smallest number of mantissa bits that the model's own code casts a tensor to, on one device."""
         with preserve_generators(self.device):
             reference = self._reference(self.request, self.grouping)
             batch = self._batch_of_step(global_batches(reference.setup, self.request.plan, self.grouping))
@@ -140,8 +143,8 @@ class Experiments:
 
     @cached_property
     def rank_contributions(self) -> list[RankContribution]:
-        """What each data rank contributes by itself. Empty where a rank's gradients depend on other ranks' samples,
-        where the loss is a sum, and where there is one microbatch in all."""
+        """What each data rank contributes by itself. The list is empty if a rank's gradients depend on other ranks'
+        samples, if the loss is a sum, or if the step has only one microbatch over all ranks."""
         request = self.request
         with preserve_generators(self.device):
             reference = self._reference(request, "local")
@@ -179,7 +182,8 @@ class Experiments:
 
 
 class _CastObserver(TorchDispatchMode):
-    """Notes the shortest type that floating-point tensors are cast to."""
+    """While it is active, records in `fewest_bits` the mantissa bits of the shortest type that floating-point tensors
+    are cast to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +201,8 @@ class _CastObserver(TorchDispatchMode):
 def _with_microbatch(
     contribution: RankContribution, gradients: Tensors, loss_sum: float, target_count: float, samples: int
 ) -> RankContribution:
-    """The contribution with one more microbatch, given the gradients of its loss's sum."""
+    """Returns the contribution with one more microbatch. `gradients` are those of `loss_sum`, the sum of the
+    microbatch's loss."""
     mean = 1 / target_count if target_count else 0.0  # a microbatch without targets contributes nothing
     return RankContribution(
         gradient_sums=add_scaled(contribution.gradient_sums, gradients),
@@ -213,7 +218,8 @@ def _with_microbatch(
 
 
 def add_scaled(tensors: Tensors, addends: Tensors, weight: float = 1.0) -> Tensors:
-    """tensors + weight × addends, by name. A tensor that one side does not have counts as zero there."""
+    """Returns tensors + weight × addends, by name. A tensor that is on one side only counts as zero on the other
+    side."""
     result = dict(tensors)
     for name, value in addends.items():
         result[name] = result[name] + weight * value if name in result else weight * value

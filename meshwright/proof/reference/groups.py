@@ -1,4 +1,4 @@
-"""Over which samples the one-device reference runs one forward pass.
+"""Decides which samples the one-device reference puts into one forward pass.
 
 A model without batch statistics gets the whole global batch at once. Where a forward pass depends on the batch as a
 whole (BatchNorm) or draws random numbers for it (dropout, if it is left on), it runs over the groups of samples that
@@ -8,9 +8,9 @@ the plan makes:
   all of the plan's ranks take over;
 - synchronized BatchNorm: microbatch k of all data ranks together.
 
-A short last batch may have fewer samples than the ranks have microbatches. The samples borrowed to fill it have no
-weight in the loss, but BatchNorm sees them: synchronized statistics include them, and so do running statistics where a
-pipeline runs a microbatch again.
+A short last batch may have fewer samples than all ranks together have microbatches. A microbatch that would be empty
+then holds a sample borrowed from elsewhere in the data set. Borrowed samples have no weight in the loss, but BatchNorm
+sees them: synchronized statistics include them, and so do running statistics where a pipeline runs a microbatch again.
 """
 
 from collections.abc import Iterator
@@ -35,9 +35,9 @@ Grouping = Literal["whole", "local", "synchronized"]
 class SampleGroup:
     """Samples that go through the model in one forward pass.
 
-    The data holds `samples` samples that count in the loss, followed by `borrowed` ones that do not. `rank` is the data
-    rank whose random seed is used, and `seeds_rank` is True for the first group of that rank in a step. Running
-    statistics are updated from this group only if `updates_statistics`.
+    `data` holds `samples` samples that count in the loss, followed by `borrowed` samples that do not. `rank` is the
+    data rank whose random seed is used, and `seeds_rank` is True for the first group of that rank in a step.
+    BatchNorm's running statistics are updated from this group only if `updates_statistics`.
     """
 
     data: Any
@@ -50,13 +50,15 @@ class SampleGroup:
 
 @dataclass(frozen=True)
 class GlobalBatch:
+    """One global batch, divided into the groups of samples that go through the model together."""
+
     groups: tuple[SampleGroup, ...]
     last_of_epoch: bool
 
 
 def choose_grouping(model: nn.Module, plan: Plan, dropout: bool, loss: LossFunction | None = None) -> Grouping:
-    """How the reference must group samples. It is `whole` if the plan makes a single group, if nothing in the model
-    depends on the grouping, and if the loss compares all samples with each other."""
+    """Returns how the reference must group samples. It is `whole` in each of three cases: the plan makes a single
+    group, nothing in the model depends on the grouping, or the loss compares all samples with each other."""
     if plan.shares == 1:
         return "whole"
     if compares_samples(loss):
@@ -78,15 +80,16 @@ def compares_samples(loss: LossFunction | None) -> bool:
 
 
 def uses_batch_statistics(module: nn.Module) -> bool:
-    """Whether the output depends on the batch as a whole: BatchNorm in training mode, and any other module in training
-    mode with running statistics. In eval mode they only use the statistics that they have."""
+    """Whether the module's output depends on the batch as a whole. This is the case for BatchNorm and for any other
+    module with running statistics, if it is in training mode. In eval mode such modules only use the running
+    statistics."""
     if not module.training:
         return False
     return isinstance(module, AnyBatchNorm) or isinstance(getattr(module, "running_mean", None), Tensor)
 
 
 def describe_grouping(grouping: Grouping, plan: Plan, batch_statistics: bool) -> str | None:
-    """A note for the proof on how the reference grouped samples; None if it took the whole batch."""
+    """Returns a note for the proof on how the reference grouped samples; None if it took the whole batch at once."""
     if grouping == "whole":
         return None
     shape = f"{plan.data_ranks} data ranks × {plan.microbatches} microbatches"
@@ -104,14 +107,15 @@ def describe_grouping(grouping: Grouping, plan: Plan, batch_statistics: bool) ->
 
 
 def global_batches(setup: ReferenceSetup, plan: Plan, grouping: Grouping) -> Iterator[GlobalBatch]:
-    """The global batches of the training in order, each divided into groups."""
+    """Yields the global batches of the training in order, each divided into groups."""
     if grouping == "whole":
         for batch in setup.batches(SampleShare(0, 1), 1):
             (microbatch,) = batch.microbatches
             yield GlobalBatch((SampleGroup(microbatch.data, microbatch.samples),), batch.last)
         return
     ranks = plan.data_ranks
-    # Loaded as each rank loads it: what a collate function makes of a microbatch may depend on its samples.
+    # Microbatches are loaded as each rank loads them, because a collate function's result may depend on which samples
+    # it gets.
     batches_by_rank = [setup.batches(SampleShare(rank, ranks), plan.microbatches) for rank in range(ranks)]
     for rank_batches in zip(*batches_by_rank, strict=False):
         batches = tuple(_with_repeated_microbatches(batch, plan) for batch in rank_batches)
@@ -120,7 +124,8 @@ def global_batches(setup: ReferenceSetup, plan: Plan, grouping: Grouping) -> Ite
 
 
 def _with_repeated_microbatches(batch: Batch, plan: Plan) -> Batch:
-    """A pipeline's schedule has a fixed number of microbatches: if a batch has fewer, its last one runs again."""
+    """Returns the batch with as many microbatches as the pipeline's schedule has, which is a fixed number. If the batch
+    has fewer, its last microbatch is repeated, with no samples that count."""
     missing = plan.microbatches - len(batch.microbatches) if plan.axes.pipeline > 1 else 0
     repeated = (replace(batch.microbatches[-1], samples=0),) * missing
     return replace(batch, microbatches=(*batch.microbatches, *repeated))
@@ -129,7 +134,7 @@ def _with_repeated_microbatches(batch: Batch, plan: Plan) -> Batch:
 def _local_groups(batches: tuple[Batch, ...]) -> Iterator[SampleGroup]:
     for rank, batch in enumerate(batches):
         for number, microbatch in enumerate(batch.microbatches):
-            if microbatch.samples or rank == 0:  # borrowed samples of another rank affect nothing
+            if microbatch.samples or rank == 0:  # borrowed samples matter only on rank 0, for running statistics
                 borrowed = 0 if microbatch.samples else samples_in(microbatch.data)
                 yield SampleGroup(
                     microbatch.data,
@@ -150,14 +155,15 @@ def _synchronized_groups(batches: tuple[Batch, ...]) -> Iterator[SampleGroup]:
 
 
 def _concatenate(microbatches: list[Microbatch]) -> Any:
-    """The data of several microbatches as that of one."""
+    """Returns the data of several microbatches, joined to that of one microbatch."""
     flat = [tree_flatten(microbatch.data) for microbatch in microbatches]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     return tree_unflatten([_concatenate_leaf(list(column), microbatches) for column in columns], flat[0][1])
 
 
 def _concatenate_leaf(leaves: list[Any], microbatches: list[Microbatch]) -> Any:
-    """One tensor if each leaf has a row per sample; the first leaf if it is the same for all samples."""
+    """Returns the concatenated leaves if each has one row per sample; otherwise the first leaf, which is the same for
+    all samples."""
     per_sample = all(
         isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == samples_in(microbatch.data)
         for leaf, microbatch in zip(leaves, microbatches, strict=True)

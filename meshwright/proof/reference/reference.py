@@ -1,5 +1,5 @@
-"""The reference: a plain PyTorch training loop on one device. Of the plan it uses only the groups of samples that
-BatchNorm normalizes over."""
+"""The reference: a plain PyTorch training loop on one device. The only thing that it takes from the plan is how
+BatchNorm groups samples."""
 
 import random
 from collections.abc import Iterator
@@ -23,7 +23,8 @@ from meshwright.train.step.loss import Loss, classify_loss, loss_from_model
 
 
 class PlainTraining:
-    """A model with its optimizer and schedule."""
+    """A model in training mode on one device, with its optimizer and learning-rate schedule. Someone else computes the
+    gradients."""
 
     def __init__(self, setup: ReferenceSetup, device: torch.device) -> None:
         self.setup = setup
@@ -42,15 +43,15 @@ class PlainTraining:
 
 
 class Reference(PlainTraining):
-    """Trains step by step: `next_batch`, `compute`, `clip` and `update` are one step. Between them, loss, gradients and
-    weights can be read."""
+    """Trains on one device, step by step. A step consists of `next_batch`, `compute`, `clip` and `update`, between
+    which loss, gradients and weights can be read."""
 
     def __init__(self, setup: ReferenceSetup, request: ProofRequest, grouping: Grouping, device: torch.device) -> None:
         super().__init__(setup, device)
         self.device = device
         self.steps = 0
         self._plan = request.executed_plan
-        self._backward_factor: float | Tensor = 1.0  # on the loss that backward starts from
+        self._backward_factor: float | Tensor = 1.0  # multiplies the loss before backward
         self._zero = torch.zeros((), dtype=torch.float64, device=device)
         self._loss: Loss = classify_loss(setup.loss) if setup.loss else loss_from_model()
         self._batches = global_batches(setup, request.plan, grouping)
@@ -59,8 +60,8 @@ class Reference(PlainTraining):
         return next(self._batches)
 
     def compute(self, batch: GlobalBatch) -> Tensor:
-        """Computes the gradients of the mean loss over the valid targets of the global batch, into the model. Returns
-        that loss."""
+        """Computes the gradients of the mean loss over the valid targets of the global batch, and leaves them in the
+        model's `.grad`. Returns the mean loss."""
         loss_sum, count = self._accumulate(batch)
         divisor = self._divisor(count)
         for parameter in self.model.parameters():
@@ -69,7 +70,8 @@ class Reference(PlainTraining):
         return loss_sum / divisor
 
     def _accumulate(self, batch: GlobalBatch) -> tuple[Tensor, Tensor]:
-        """Accumulates the gradients of the loss's sum over the global batch. Returns the sum and its count."""
+        """Accumulates in the model the gradients of the loss summed over the global batch. Returns this sum, and the
+        number to divide it by for the mean (of samples or valid targets, or the sum of their class weights)."""
         self.optimizer.zero_grad(set_to_none=True)
         loss_sum, count = self._zero, self._zero
         for group in batch.groups:
@@ -82,14 +84,16 @@ class Reference(PlainTraining):
         return loss_sum, count
 
     def _after_group(self, group: SampleGroup) -> None:
-        """Called when a group's gradients have been added to the model's."""
+        """A hook for subclasses. It is called when a group's gradients have been added to the model's."""
 
     def _divisor(self, count: Tensor) -> Tensor:
-        """What the loss's sum is divided by: 1 if the job wants the sum, or if there is no valid target."""
+        """Returns what the sum of the loss is divided by: `count`, or 1 if the job's loss is a sum, or if there is no
+        valid target."""
         return torch.ones_like(count) if self._loss.kind == "sum" or count == 0 else count
 
     def compute_group(self, group: SampleGroup) -> tuple[dict[str, Tensor], float, float]:
-        """Computes one group alone. Returns the gradients of its loss's sum, the sum, and its count."""
+        """Computes one group alone. Returns the gradients of the loss summed over the group, this sum, and the number
+        to divide it by for the mean."""
         self.optimizer.zero_grad(set_to_none=True)
         if group.seeds_rank:
             self._seed(group.rank)
@@ -102,7 +106,7 @@ class Reference(PlainTraining):
         return self._loss.kind
 
     def clip(self) -> Tensor:
-        """Clips the gradients if the setup says so. Returns their global norm before that."""
+        """Clips the gradients if the setup has a `clip_norm`. Returns their global norm before clipping."""
         limit = self.setup.clip_norm
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         if limit is None and any(gradient.layout != torch.strided for gradient in gradients):
@@ -111,7 +115,7 @@ class Reference(PlainTraining):
         return nn.utils.clip_grad_norm_(self.model.parameters(), float("inf") if limit is None else limit)
 
     def gradients(self) -> dict[str, Tensor]:
-        """Copies of the gradients by name, on the CPU. Parameters that the step did not reach are left out."""
+        """Returns copies of the gradients by name, on the CPU. Parameters without a gradient are left out."""
         return {name: dense(p.grad).cpu().clone() for name, p in self.model.named_parameters() if p.grad is not None}
 
     def update(self, last_of_epoch: bool) -> None:
@@ -125,11 +129,13 @@ class Reference(PlainTraining):
             self.schedule.step()
 
     def _backward(self, group: SampleGroup) -> tuple[Tensor, Tensor]:
-        """Adds the gradients of a group's part of the loss's sum. Returns that part and its count."""
+        """Runs a group forward and backward, which adds its gradients to the model's. Returns the sum of the loss over
+        the group, and the number to divide it by for the mean; both are 0 for a group that has only borrowed
+        samples."""
         model_batch = self._model_batch(group)
         with torch.set_grad_enabled(group.samples > 0):
             output = at_least_fp32(self._forward(model_batch))
-        if not group.samples:  # only running statistics see these samples
+        if not group.samples:  # the group has only borrowed samples: the forward pass was for running statistics
             return self._zero, self._zero
         if group.borrowed:
             output = _without_borrowed(output, group)
@@ -159,7 +165,7 @@ class Reference(PlainTraining):
 
 
 def _without_borrowed(data: Any, group: SampleGroup) -> Any:
-    """The rows of the samples that count in the loss."""
+    """Returns the data without the rows of borrowed samples, which do not count in the loss."""
     size = group.samples + group.borrowed
 
     def cut(value: Any) -> Any:

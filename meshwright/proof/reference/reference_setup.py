@@ -1,6 +1,7 @@
 """`ReferenceSetup`: the model, loss, optimizer and data of a proof request, built in the precision of the comparison.
 
-Every rank and the reference build their own. Initial weights are a function of (seed, name), so they are the same.
+Every rank and the reference build their own setup. All of them have the same initial weights: those of a job are a
+function of (seed, parameter name), and a user's model is copied with its weights.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,7 +31,7 @@ from meshwright.train.step.optimizer import optimizer_for_parameters, optimizer_
 @dataclass(frozen=True)
 class ReferenceSetup:
     """Everything that a training loop needs. `disabled_dropouts` is the number of dropout probabilities that were set
-    to zero; `frozen` names the modules that stay in eval mode."""
+    to zero. `frozen` holds the names of the modules that stay in eval mode."""
 
     model: nn.Module
     make_optimizer: MakeOptimizer
@@ -49,13 +50,13 @@ class ReferenceSetup:
     disabled_dropouts: int
 
     def sample(self) -> Any:
-        """A batch of two samples, for plans that trace the model before they split or cut it."""
+        """Returns a batch of two samples, for plans that trace the model before they split or cut it."""
         samples = islice(self.data, 2) if isinstance(self.data, IterableDataset) else [self.data[0]] * 2
         data = (self.loading.collate or default_collate)(list(samples))
         return tree_map(lambda value: _cast(value, self.dtype) if isinstance(value, Tensor) else value, data)
 
     def batches(self, share: SampleShare, microbatches: int) -> Iterator[Batch]:
-        """The batches that one data rank receives, in the precision of the comparison."""
+        """Yields the batches that one data rank receives, in the precision of the comparison."""
         batches = train_batches(
             self.data,
             seed=self.seed,
@@ -69,13 +70,14 @@ class ReferenceSetup:
 
 
 def build_setup(request: ProofRequest) -> ReferenceSetup:
-    """Builds model, loss, optimizer and data anew; the request's own objects are not changed."""
+    """Builds new model, loss, optimizer and data objects for a request. The objects that the request holds are not
+    changed."""
     subject = request.subject
     setup = _setup_from_job(subject, request) if isinstance(subject, Job) else _setup_from_user_model(subject, request)
     dtype = COMPARISON_DTYPES[request.dtype]
     apply_to_tensors(setup.model, lambda tensor: _cast(tensor, dtype))
     disabled_dropouts = 0 if request.dropout else disable_dropout(setup.model)
-    if setup.loading.partition == "sample":  # one device reads the parts that the ranks have, in the same order
+    if setup.loading.partition == "sample":  # one device reads the same parts as the ranks, in the same order
         parts = setup.loading.parts or request.plan.data_ranks
         setup = replace(setup, loading=replace(setup.loading, parts=parts))
     return replace(setup, loss=_loss_in_dtype(setup.loss, dtype), dtype=dtype, disabled_dropouts=disabled_dropouts)
@@ -93,8 +95,8 @@ def batch_in_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Within this context, tensors that a model creates while it runs (positions, masks) have the dtype of its
-    weights."""
+    """Within this context, `dtype` is torch's default. Tensors that a model creates while it runs (positions, masks)
+    then have the dtype of its weights."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -152,7 +154,7 @@ def _setup_from_user_model(user_model: UserModel, request: ProofRequest) -> Refe
 
 
 def _loss_in_dtype(loss: LossFunction | None, dtype: torch.dtype) -> LossFunction | None:
-    """The loss with the tensors that it holds (class weights) converted to the dtype."""
+    """Returns the loss with the tensors that it holds (such as class weights) converted to the dtype."""
     if isinstance(loss, nn.Module):
         return apply_to_tensors(deepcopy(loss), lambda tensor: _cast(tensor, dtype))
     if isinstance(loss, partial):

@@ -27,11 +27,11 @@ from meshwright.train.step.loss_scale import LossScale
 
 
 class RoundedReference(Reference):
-    """`compute` may be called several times for one batch.
+    """A reference that rounds as the plan does. `compute` may be called several times for one batch.
 
-    `part_sizes`: for each gradient, if the plan all-reduces them in a shorter type, the root of the sum of the mean
-    squares of the ranks' parts. `loss_scale_factor` multiplies fp16's loss scale, to see whether a slightly different
-    one would still overflow.
+    `part_sizes` is filled if the plan all-reduces gradients in a type shorter than fp32. For each gradient, it is √(Σ
+    m), where m is the mean square of what one group of samples contributes to the gradient. `loss_scale_factor`
+    multiplies the loss scale of fp16. It serves to see whether a slightly different loss scale would still overflow.
     """
 
     def __init__(self, setup: ReferenceSetup, request: ProofRequest, grouping: Grouping, device: torch.device) -> None:
@@ -63,18 +63,19 @@ class RoundedReference(Reference):
         return loss_sum / divisor
 
     def update_loss_scale(self, gradients_were_finite: bool) -> None:
-        """Sets the loss scale of the next step, as a session does after each step."""
+        """Sets the loss scale for the next step, as a session does after each step."""
         self.loss_scale_factor = 1.0
         if self._scale:
             self._scale.update(gradients_were_finite)
 
     @property
     def gradients_are_finite(self) -> bool:
-        """Whether fp16 could hold the gradients that `compute` left in the model."""
+        """Whether all gradients that `compute` left in the model are finite. If not, fp16 has overflowed."""
         return all(bool(p.grad.isfinite().all()) for p in self.model.parameters() if p.grad is not None)
 
     def _after_group(self, group: SampleGroup) -> None:
-        """Measures each rank's part of the gradients: parts are rounded before they are added, and may then cancel."""
+        """Measures what this group contributed to each gradient. The size of the sum would not do, because
+        contributions are rounded before they are added, and may then cancel."""
         if not self._rounds_all_reduce:
             return
         for name, gradient in self.gradients().items():
@@ -83,7 +84,8 @@ class RoundedReference(Reference):
             self._accumulated[name] = gradient
 
     def _expected_count(self, batch: GlobalBatch) -> Tensor:
-        """The count that a session divides by, which is known before the forward pass."""
+        """Returns what a session divides the sum of the loss by (the number of samples or valid targets), as far as it
+        is known before the forward pass."""
         if self._loss.kind == "sum":
             return torch.ones_like(self._zero)
         counts = [self._loss.count(self._model_batch(group).target, group.samples) for group in batch.groups]

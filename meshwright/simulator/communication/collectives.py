@@ -1,7 +1,8 @@
-"""Seconds of a collective on a cluster, by the cheapest algorithm; and how much of it is not hidden behind compute.
+"""Seconds of a collective on a cluster with the cheapest algorithm, and how much of them is not hidden behind compute.
 
-A tensor of S bytes, n ranks, m nodes with k ranks each. Of the link within nodes (in) and between them (out): b the
-bandwidth reached, h the seconds of one more hop, p the softness of the outermost one. Measured curves come first:
+A tensor has S bytes; there are n ranks on m nodes with k ranks each. For the link within nodes (in) and the link
+between nodes (out), b is the bandwidth that collectives reach and h the seconds of one more hop; p is the softness of
+the outermost link that is used. Measured curves are preferred to the formulas:
 
     curve       = what was measured for this collective, these ranks and nodes                      _measured_s
     blend       = (L^p + W^p)^(1/p), L seconds of latency, W seconds of transmission                blend_s
@@ -51,8 +52,8 @@ CORE_SHARE = 1.0
 
 
 class LinkEfficiency(BaseModel):
-    """The share of the datasheet's figures that collectives reach on a family of links: the fields are described in
-    catalog/link_efficiency.yaml."""
+    """The share of the datasheet's bandwidth and latency that collectives reach on a family of links. The fields are
+    described in catalog/link_efficiency.yaml."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -71,7 +72,8 @@ class LinkEfficiency(BaseModel):
 
 
 class LinkEfficiencies(BaseModel):
-    """The efficiencies of all families of links, and what does not depend on the link."""
+    """The efficiencies of all families of links, and the values that do not depend on the link. The fields are
+    described in catalog/link_efficiency.yaml."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -82,7 +84,8 @@ class LinkEfficiencies(BaseModel):
     sources: dict[str, str]
 
     def family(self, link: Link) -> str:
-        """The family with the longest name of a link, or beginning of one, that this link's name begins with."""
+        """The name of the link's family. A family lists beginnings of link names; the longest one with which this
+        link's name begins decides."""
         matches = [
             (len(prefix), name)
             for name, efficiency in self.families.items()
@@ -97,7 +100,7 @@ class LinkEfficiencies(BaseModel):
 
 @lru_cache
 def link_efficiencies() -> LinkEfficiencies:
-    """The efficiencies of the catalog."""
+    """The efficiencies in catalog/link_efficiency.yaml."""
     raw = read_mapping(CATALOG / "link_efficiency.yaml", "catalog")
     raw.pop("_shared")
     return validate(LinkEfficiencies, raw, "catalog: link_efficiency.yaml")
@@ -105,8 +108,8 @@ def link_efficiencies() -> LinkEfficiencies:
 
 @dataclass(frozen=True)
 class CollectivePrice:
-    """The seconds of a collective. `based_on` is `measured` where a curve was measured for the same ranks and nodes,
-    else `fitted`: the link's figures times its efficiency."""
+    """The seconds of a collective and the algorithm that takes them. `based_on` is `measured` if they come from a
+    measured curve, and `fitted` if they come from the link's datasheet figures times its efficiency."""
 
     seconds: float
     algorithm: Algorithm
@@ -115,8 +118,8 @@ class CollectivePrice:
 
 @dataclass(frozen=True)
 class _Tier:
-    """The bandwidth and latency of a link for one rank of a collective; `multicast` is 0 where switches do not
-    reduce."""
+    """The bandwidth and latency that one rank of a collective gets from the link within nodes, or from the link between
+    nodes. `multicast` is the bandwidth of reductions in the switches, 0 if switches cannot reduce."""
 
     bandwidth: float
     start_s: float
@@ -128,12 +131,14 @@ class _Tier:
 def collective_s(
     kind: Collective, size_bytes: float, group: RankGroup, cluster: Cluster, algorithm: Algorithm | None = None
 ) -> float:
-    """Seconds on the device, with `algorithm` or, if that is None, with the cheapest one."""
+    """Seconds of a collective on the device, with `algorithm` or, if that is None, from a measured curve or with the
+    cheapest algorithm."""
     return collective_price(kind, size_bytes, group, cluster, algorithm).seconds
 
 
 def collective_launch_s(cluster: Cluster) -> float:
-    """Seconds that the host needs to start one collective: hidden where the host runs ahead, else to be added."""
+    """Seconds that the host needs to launch one collective. `collective_s` does not include them, because they are
+    hidden while the host runs ahead of the device."""
     return link_efficiencies().launch_s[cluster.kind]
 
 
@@ -145,7 +150,9 @@ def collective_price(
     algorithm: Algorithm | None = None,
     efficiencies: LinkEfficiencies | None = None,
 ) -> CollectivePrice:
-    """The seconds and the algorithm that they are for. `efficiencies` replace those of the catalog."""
+    """The seconds of a collective with `algorithm` or, if that is None, from a measured curve or with the cheapest
+    algorithm. `efficiencies` replace those of the catalog. Raises `InputError` if the collective has no such
+    algorithm."""
     if group.ranks == 1:
         return CollectivePrice(0.0, "direct", "measured")
     efficiencies = efficiencies or link_efficiencies()
@@ -166,7 +173,7 @@ def collective_price(
 def _algorithm_options_s(
     kind: Collective, size: float, group: RankGroup, cluster: Cluster, efficiencies: LinkEfficiencies
 ) -> dict[Algorithm, float]:
-    """Seconds of every algorithm that the collective has on this group."""
+    """The seconds of each algorithm with which this group can run the collective."""
     inner, outer = _tier_within(group, cluster, efficiencies), _tier_between(group, cluster, efficiencies)
     if kind == "point_to_point":
         return {"direct": _send_s(size, group, inner, outer)}
@@ -185,15 +192,16 @@ def _algorithm_options_s(
 def _measured_s(
     kind: Collective, size: float, group: RankGroup, cluster: Cluster, efficiencies: LinkEfficiencies, fitted_s: float
 ) -> float | None:
-    """Seconds from a curve that was measured for these ranks and nodes; None where there is none. Where switches do not
-    reduce, a reduce-scatter or an all-gather takes half as long as an all-reduce. Between CPU ranks of one machine, a
-    round of any collective takes as long as a round of the all-reduce of two ranks."""
+    """Seconds from a curve that was measured for these ranks and nodes; None if there is none. Two other curves may
+    stand in for a missing one. If switches do not reduce, a reduce-scatter or an all-gather takes half as long as an
+    all-reduce. Between CPU ranks of one machine, each message of any collective takes as long as one of the two
+    messages that follow each other in an all-reduce of two ranks."""
     link = cluster.link if group.nodes > 1 else _slowest_node(cluster).link
     if link is None or group.per_node != group.min_per_node:
         return None
     efficiency = efficiencies.of_link(link)
     if _slowest_node(cluster).count < efficiency.mesh_devices:
-        return None  # unlike the nodes that the curves were measured on
+        return None  # the curves were measured on nodes with more devices
     seconds = _curve_s(link, kind, size, group, fitted_s)
     if seconds is None and link.name not in efficiency.multicast_links and kind in ("all_gather", "reduce_scatter"):
         all_reduce_s = _curve_s(link, "all_reduce", size, group, 2 * fitted_s)
@@ -206,7 +214,8 @@ def _measured_s(
 
 
 def _curve_s(link: Link, kind: Collective, size: float, group: RankGroup, fitted_s: float) -> float | None:
-    """Seconds from the curve; below the sizes that were measured, at least the fitted seconds."""
+    """Seconds from the curve; None if there is none. Below the sizes that were measured, they are at least `fitted_s`,
+    but at most those of the smallest measured size."""
     seconds = curve_time(link, kind, size, group.ranks, group.nodes)
     smallest = smallest_measured_bytes(link, kind, group.ranks, group.nodes)
     if seconds is None or smallest is None or size >= smallest:
@@ -215,7 +224,8 @@ def _curve_s(link: Link, kind: Collective, size: float, group: RankGroup, fitted
 
 
 def _rounds(kind: Collective, ranks: int) -> tuple[int, float]:
-    """How many messages follow each other, and the share of the tensor that each has."""
+    """The number of messages that follow each other in a collective, and the share of the tensor that each of them
+    has."""
     if kind == "point_to_point":
         return 1, 1.0
     if kind == "broadcast":
@@ -224,8 +234,8 @@ def _rounds(kind: Collective, ranks: int) -> tuple[int, float]:
 
 
 def blend_s(latency_s: float, transmission_s: float, softness: float) -> float:
-    """Seconds of a message. Libraries change protocols and channels with the size, so there is no sharp corner between
-    latency and bandwidth."""
+    """Seconds of a collective with this latency and transmission time, blended as in the module's equation. Libraries
+    change protocols and channels with the size, so there is no sharp corner between the two."""
     return float((latency_s**softness + transmission_s**softness) ** (1 / softness))
 
 
@@ -257,7 +267,8 @@ def _inner_bandwidth(group: RankGroup, inner: _Tier) -> float:
 
 
 def _tree_s(size: float, group: RankGroup, inner: _Tier, outer: _Tier | None, share: float) -> float:
-    """Seconds of two trees of nodes, each with half of the tensor; within a node a chain of ranks, or a multicast."""
+    """Seconds of an all-reduce over two trees of nodes, each for half of the tensor. Within a node, ranks form a chain
+    or, if switches reduce, use a multicast."""
     assert outer is not None
     between_s = (1 if group.nodes == 2 else 2) * size / (group.min_per_node * outer.bandwidth)
     depth, chain = ceil(log2(group.nodes)), group.per_node - 1
@@ -269,7 +280,8 @@ def _tree_s(size: float, group: RankGroup, inner: _Tier, outer: _Tier | None, sh
 
 
 def _multicast_s(size: float, group: RankGroup, inner: _Tier) -> float:
-    """Every rank sends its tensor once to be reduced by the switches, and its share of the result to all others."""
+    """Seconds of an all-reduce in the switches: every rank sends its tensor once, the switches reduce it, and every
+    rank multicasts its share of the result."""
     transmission_s = size * (1 + 1 / group.ranks) / inner.multicast
     return blend_s(inner.start_s + 2 * inner.hop_s, transmission_s, inner.softness)
 
@@ -286,8 +298,8 @@ def _two_level_s(size: float, group: RankGroup, inner: _Tier, outer: _Tier | Non
 
 
 def _all_to_all_s(size: float, group: RankGroup, inner: _Tier, outer: _Tier | None, peer_s: float) -> float:
-    """Every rank sends to every other, one after another; each message between nodes uses the link of its own
-    device."""
+    """Seconds of an all-to-all, in which every rank sends to all other ranks one after another. Each message between
+    nodes uses the network link of its sender's device alone."""
     within_s = (group.per_node - 1) / group.ranks * size / _inner_bandwidth(group, inner)
     latency = (outer or inner).start_s + (group.ranks - 2) * peer_s
     between_s = (group.ranks - group.min_per_node) / group.ranks * size / outer.bandwidth if outer else 0.0
@@ -295,13 +307,13 @@ def _all_to_all_s(size: float, group: RankGroup, inner: _Tier, outer: _Tier | No
 
 
 def _send_s(size: float, group: RankGroup, inner: _Tier, outer: _Tier | None) -> float:
-    """Seconds of one message, between nodes where the group spans several."""
+    """Seconds of one message, which goes between nodes if the group spans several."""
     tier = outer or inner
     return blend_s(tier.start_s, size / tier.bandwidth, tier.softness)
 
 
 def _slowest_node(cluster: Cluster) -> Node:
-    """The node with the slowest link within: the others wait for it."""
+    """The node whose internal link is the slowest. It decides, because all other nodes wait for it."""
     several = [node for node in cluster.nodes if node.count > 1]
     return min(several or cluster.nodes, key=lambda node: node.link.bandwidth_bytes_per_s)
 
@@ -314,7 +326,8 @@ def _tier_within(group: RankGroup, cluster: Cluster, efficiencies: LinkEfficienc
         link_bandwidth *= efficiency.mesh_ring_shares.get(group.per_node, 1.0)
     bandwidth = link_bandwidth * efficiency.ring_share * (1 - efficiency.few_ranks_loss / max(2, group.per_node))
     if group.bridge_groups and node.link.name in efficiency.bridge_bytes_per_s:
-        # A link that is described as faster than the catalog's of its name has a bridge that is faster, too.
+        # If the cluster describes a link as faster than the catalog's link of that name, its bridge is assumed to be
+        # faster by the same factor.
         faster = _bandwidth(node.link) / find_link(node.link.name).bandwidth_bytes_per_s
         bridge = faster * efficiency.bridge_bytes_per_s[node.link.name]
         bandwidth = min(bandwidth, bridge / group.bridge_groups)
@@ -325,7 +338,7 @@ def _tier_within(group: RankGroup, cluster: Cluster, efficiencies: LinkEfficienc
 
 
 def _tier_between(group: RankGroup, cluster: Cluster, efficiencies: LinkEfficiencies) -> _Tier | None:
-    """The tier between nodes; None for a group on one node."""
+    """The bandwidth and latency of the link between nodes; None for a group on one node."""
     if group.nodes == 1:
         return None
     assert cluster.link is not None
@@ -343,14 +356,16 @@ def _bandwidth(link: Link) -> float:
 
 @dataclass(frozen=True)
 class OverlappedTime:
-    """Seconds of compute and communication together; `exposed_s` is what communication adds to the compute."""
+    """The seconds of compute and communication that overlap. `exposed_s` is what communication adds to the time of
+    compute alone."""
 
     total_s: float
     exposed_s: float
 
 
 def overlap(compute_s: float, communication_s: float, kind: DeviceKind) -> OverlappedTime:
-    """The time of compute and communication that run at the same time; the arguments are how long each takes alone."""
+    """The time of compute and communication that run at the same time. The arguments are the seconds that each would
+    take alone, and the kind of device."""
     if kind == "cpu":
         total = max(compute_s + CORE_SHARE * communication_s, communication_s)
     elif compute_s * COMPUTE_SLOWDOWN <= communication_s * COMMUNICATION_SLOWDOWN:

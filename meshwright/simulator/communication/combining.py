@@ -2,13 +2,14 @@
 algorithm that a plan should name.
 
     GPU ranks      the backend's own all-reduce                                          collectives.collective_s
-    CPU ranks      schedules.py, on the cluster's links and the costs of such hosts      cpu_network
-    auto           shared memory on one node; on several nodes that, and messages between them; else the backend's own
+    CPU ranks      schedules.py, with the cluster's links and the costs of CPU hosts     cpu_network
+    auto           one node: shared memory; several nodes with several ranks each: shared memory, and messages between
+                   nodes; else the backend's own                                         _automatic_algorithm
     native         the backend's own all-reduce, by its measured curves                  collectives.collective_s
     fastest        the cheapest one; `auto` where `auto` would choose it                 fastest_algorithm
 
-Where nodes have different numbers of the ranks, or where there are more ranks than schedules.py replays, the price of
-the backend's own all-reduce stands for all algorithms.
+If nodes have different numbers of ranks, or if there are more ranks than schedules.py replays, the seconds of the
+backend's own all-reduce are used for every algorithm.
 """
 
 from functools import lru_cache
@@ -35,7 +36,8 @@ FILE = Path(__file__).with_name("host_costs.yaml")
 
 
 class HostCosts(BaseModel):
-    """What CPU hosts need for communication: the fields are described in host_costs.yaml."""
+    """The costs of communication on CPU hosts that were not measured. The fields are described in host_costs.yaml and
+    in `HostSpeed` and `SharedMemorySpeed`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -59,7 +61,7 @@ def host_costs() -> HostCosts:
 
 
 def combine_s(size_bytes: float, group: RankGroup, algorithm: Algorithm, cluster: Cluster) -> float:
-    """Seconds to all-reduce one bucket of gradients."""
+    """Seconds to all-reduce one bucket of gradients of `size_bytes` over the group, with the plan's algorithm."""
     uses_native = algorithm == "native" or (
         algorithm in ("auto", "shared_memory") and _automatic_algorithm(group) == "native"
     )
@@ -69,7 +71,7 @@ def combine_s(size_bytes: float, group: RankGroup, algorithm: Algorithm, cluster
 
 
 def fastest_algorithm(size_bytes: float, group: RankGroup, cluster: Cluster) -> Algorithm:
-    """The algorithm that a plan should name for buckets of that size."""
+    """The algorithm that a plan should name for buckets of `size_bytes`; `auto` if `auto` chooses the fastest one."""
     if cluster.kind != "cpu" or not _is_replayed(group):
         return "auto"
     fastest = _cheapest(int(size_bytes), _ranks_of_nodes(group), cpu_network(cluster, group))
@@ -101,7 +103,8 @@ def _cheapest(size_bytes: int, nodes: tuple[int, ...], network: CpuNetwork) -> s
 
 
 def _automatic_algorithm(group: RankGroup) -> str:
-    """What a plan's `auto` means for this group."""
+    """The algorithm that a plan's `auto` uses for this group of CPU ranks: `shared_memory`, `two_level_memory` or
+    `native`."""
     if group.nodes == 1:
         return "shared_memory"
     return "two_level_memory" if group.per_node == group.min_per_node and group.min_per_node > 1 else "native"
@@ -116,7 +119,8 @@ def _ranks_of_nodes(group: RankGroup) -> tuple[int, ...]:
 
 
 def cpu_network(cluster: Cluster, group: RankGroup) -> CpuNetwork:
-    """The network of such a group of CPU ranks. Its ranks on a node share the cores with all others there."""
+    """The speeds of a group of CPU ranks on this cluster. Groups that send through one node's network at the same time
+    share its bandwidth."""
     costs = host_costs()
     node = min(cluster.nodes, key=lambda node: node.device.bandwidth_bytes_per_s)
     across = None
@@ -140,15 +144,17 @@ def cpu_network(cluster: Cluster, group: RankGroup) -> CpuNetwork:
 
 
 def _tier_within(node: Node) -> LinkTier:
-    """The link's figures are those of an all-reduce of two ranks: two rounds of half of the tensor, each after a
-    message that it can be received; both ranks send at once."""
+    """The link within a node. The figures of `node.link` were measured with an all-reduce of two ranks, in which both
+    send half of the tensor at once, two times. The receiver of each half first sends a message that it is ready, so the
+    latency of one message is half of the link's, and the bandwidth of both messages together is twice the link's."""
     bandwidth = node.link.bandwidth_bytes_per_s
     return LinkTier(node.link.latency_s / 2, 2 * bandwidth, max(2, node.cores) * bandwidth)
 
 
 def _shared_memory_speed(node: Node, ranks: int, costs: HostCosts) -> SharedMemorySpeed:
-    """Ranks that share a core wait for each other's turn, and share its bandwidth; the device's bandwidth is that of
-    one rank already."""
+    """The speed of shared memory between `ranks` ranks of a node. Ranks that share a core wait for each other, so
+    barriers take longer. The rates need no such correction, because the device's bandwidth is already that of one
+    rank."""
     ranks_per_core = max(1.0, ranks / node.cores)
     core_bytes_per_s = node.device.bandwidth_bytes_per_s
     moved_bytes = {"reduce": 2.0, "scatter": 1 + 1 / ranks, "gather": max(2 * (ranks - 1) / ranks, 1 / ranks)}

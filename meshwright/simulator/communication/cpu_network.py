@@ -1,5 +1,5 @@
-"""`CpuNetwork`: the speeds that collectives of CPU ranks are priced with, of links, of cores and of shared memory. A
-benchmark measures them (bench/collectives), or combining.py derives them from a cluster."""
+"""`CpuNetwork`: the speeds of links, cores and shared memory from which the time of collectives between CPU ranks is
+predicted. A benchmark measures them (bench/collectives), or combining.py derives them from a cluster."""
 
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -10,9 +10,10 @@ RatePoints = tuple[tuple[int, float], ...]  # (bytes of a tensor, bytes processe
 
 @dataclass(frozen=True)
 class LinkTier:
-    """The link within a node, or between two: the latency and bandwidth of one message that is sent alone, and the
-    bandwidth that all messages between the same two nodes (or within one) share. Traffic shapers of clouds let the
-    first bytes through at once after a pause: they save up to `credit_s`, which idle time restores."""
+    """The link within a node, or between two nodes: `latency_s` and `bandwidth_bytes_per_s` of a message that is sent
+    alone, and the bandwidth `together_bytes_per_s` that all messages between the same two nodes (or within one) share.
+    Traffic shapers of clouds let the first bytes after a pause through at once, which saves up to `credit_s`; idle time
+    restores this credit."""
 
     latency_s: float
     bandwidth_bytes_per_s: float
@@ -22,10 +23,11 @@ class LinkTier:
 
 @dataclass(frozen=True)
 class HostSpeed:
-    """What a node's cores need for communication, in seconds of one core: `message_s` for the send and the receive of a
-    message from Python, `native_message_s` by the backend itself, `byte_s` for a byte; `thread_s` to pass a tensor to a
-    reducer's thread and to learn of its end, `call_s` the same for the backend. A core adds and copies so many bytes
-    per second. Messages of the backend have `native_latency` times the latency of a tier."""
+    """What communication costs the cores of a node, in seconds of one core: `message_s` for sending and receiving a
+    message from Python, `native_message_s` for a message that the backend sends itself, `byte_s` per byte of a message,
+    `thread_s` for passing a tensor to a reducer's thread and being notified when it is done, `call_s` the same for a
+    call of the backend. A core adds `add_bytes_per_s` and copies `copy_bytes_per_s`. A message of the backend has
+    `native_latency` times the latency of a `LinkTier`."""
 
     cores: float
     message_s: float
@@ -40,9 +42,10 @@ class HostSpeed:
 
 @dataclass(frozen=True)
 class SharedMemorySpeed:
-    """Shared memory between the ranks of a node: `sync_s` until every rank knows that all have arrived, `staged_s`
-    for a tensor of no size that is copied through a buffer, and the rates at which whole tensors are reduced, only
-    summed in slices, or only gathered, after that waiting."""
+    """Shared memory between the ranks of a node. `sync_s` is the time of a barrier, `staged_s` that of combining an
+    empty tensor that is copied through a buffer. The rates apply to the whole tensor and do not include barriers:
+    `reduce` for an all-reduce, `scatter` for its first half, which sums one slice per rank, and `gather` for its second
+    half."""
 
     sync_s: float
     staged_s: float
@@ -53,7 +56,8 @@ class SharedMemorySpeed:
 
 @dataclass(frozen=True)
 class CpuNetwork:
-    """`memory` is None where the ranks of a node cannot share memory, `across` where there is only one node."""
+    """The speeds of a network of CPU ranks. `across` is None if there is only one node, `memory` is None if the ranks
+    of a node cannot share memory."""
 
     within: LinkTier
     across: LinkTier | None
@@ -62,8 +66,8 @@ class CpuNetwork:
 
 
 def rate_at(points: RatePoints, size_bytes: float) -> float:
-    """The rate at a size: between measured sizes on a straight line in log(bytes) and log(rate), outside of them that
-    of the nearest one."""
+    """The rate at a size. Between two measured sizes it lies on a straight line in log(bytes) and log(rate); outside of
+    the measured sizes it is the rate of the nearest one."""
     place = bisect_left([size for size, _ in points], size_bytes)
     if place in (0, len(points)):
         return points[min(place, len(points) - 1)][1]

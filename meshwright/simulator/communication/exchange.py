@@ -1,19 +1,20 @@
 """What ranks send each other in a step, except tensor-parallel messages (tensor/messages.py), and how long that takes.
 
-Synchronized BatchNorm of C channels, in every microbatch over all n data ranks (`batch_norm_messages`):
+Synchronized BatchNorm of C channels, in every microbatch over all n data ranks (`batch_norm_messages`; the predicted
+step does not include these messages):
 
     forward  all_gather of n (2C + 1) numbers        backward  all_reduce of 2C
 
-Gradients and shards, W the bytes of the rank's parameters except those split over the replicate axis, in pieces
-(`gradient_exchange`; buckets, or blocks where there is a shard axis):
+Gradients and weights, where W is the bytes of the rank's parameters except those that are split over the replicate
+axis. They are exchanged in pieces, which are blocks if there is a shard axis, and else buckets (`gradient_exchange`):
 
     replicate  all_reduce W / shard, once a step, by the plan's algorithm (combining.py)
     shard      reduce_scatter W, in every backward pass; once a step where only the optimizer's state is divided
                all_gather W, in both passes where parameters are divided; else once a step
     pipeline   point_to_point: the tensor that crosses a cut, forward and backward                transfer_s
 
-The bytes of a collective are those of collectives.py: of the whole tensor, and for an all-to-all what one rank has of
-it.
+As in collectives.py, the bytes of a collective are those of the whole tensor, and of an all-to-all those that one rank
+has of it.
 """
 
 from dataclasses import dataclass, replace
@@ -30,7 +31,8 @@ from meshwright.simulator.tensor.messages import TensorMessage
 
 
 def batch_norm_messages(profile: ModelProfile, plan: Plan) -> list[TensorMessage]:
-    """The messages of a microbatch among all data ranks for synchronized BatchNorm, in fp32."""
+    """The messages that all data ranks send each other in a microbatch for synchronized BatchNorm, in fp32; empty if
+    the plan does not synchronize BatchNorm or has one data rank."""
     ranks = plan.data_ranks
     if plan.numerics.batch_norm != "synchronized" or ranks == 1:
         return []
@@ -50,7 +52,7 @@ def batch_norm_messages(profile: ModelProfile, plan: Plan) -> list[TensorMessage
 
 
 def messages_s(messages: list[TensorMessage], group: RankGroup, cluster: Cluster, forward: bool | None = None) -> float:
-    """Seconds of all messages, or of those of one pass."""
+    """Seconds of all messages if `forward` is None, else of those in the forward or in the backward pass."""
     if group.ranks == 1:
         return 0.0
     return sum(
@@ -62,8 +64,9 @@ def messages_s(messages: list[TensorMessage], group: RankGroup, cluster: Cluster
 
 @dataclass(frozen=True)
 class GradientExchange:
-    """Seconds to combine a rank's gradients once over the replicate axis, to scatter them and to gather its weights
-    over the shard axis. The `pieces` follow each other, so that each hides behind the compute of another."""
+    """Seconds to combine a rank's gradients once over the replicate axis, to scatter its gradients over the shard axis,
+    and to gather its weights over the shard axis. Gradients and weights are exchanged in `pieces` (blocks or buckets)
+    one after another, so that the exchange of one can hide behind the compute of another."""
 
     replicate_s: float
     scatter_s: float
@@ -74,7 +77,8 @@ class GradientExchange:
 def gradient_exchange(
     weights_bytes: float, blocks: int, plan: Plan, cluster: Cluster, runtime: Runtime
 ) -> GradientExchange:
-    """The exchange of a rank that has so many bytes of parameters in so many blocks."""
+    """The time of exchanging gradients and weights, for a rank with `weights_bytes` of parameters in `blocks`
+    blocks."""
     axes, shard = plan.axes, plan.axes.shard
     if not weights_bytes:
         return GradientExchange(0.0, 0.0, 0.0, 1)
@@ -92,7 +96,8 @@ def gradient_exchange(
 
 
 def exchanged_pieces(weights_bytes: float, blocks: int, plan: Plan, runtime: Runtime) -> tuple[int, float, float]:
-    """The number of pieces that parameters are exchanged in, and the bytes of gradients and of weights in one piece."""
+    """The number of pieces (blocks with a shard axis, else buckets) in which gradients and weights are exchanged, the
+    bytes of gradients in one piece, and the bytes of weights in one piece."""
     exchange = runtime.parameter_exchange(plan)
     gradients = weights_bytes * exchange.gradient_share
     pieces = max(1, blocks) if plan.axes.shard > 1 else max(1, round(gradients / plan.gradients.bucket_bytes))
@@ -100,7 +105,8 @@ def exchanged_pieces(weights_bytes: float, blocks: int, plan: Plan, runtime: Run
 
 
 def transfer_s(size_bytes: float, plan: Plan, cluster: Cluster, runtime: Runtime, rank: int = 0) -> float:
-    """Seconds of one message from the stage on that rank of the pipeline to the stage on the next rank."""
+    """Seconds of one message of `size_bytes` from a stage on this `rank` of the pipeline to a stage on the next rank; 0
+    without a pipeline."""
     if plan.axes.pipeline == 1:
         return 0.0
     transfer = runtime.cut_transfer(size_bytes, plan)

@@ -9,7 +9,8 @@ Ranks fill the devices node by node, and the mesh numbers them with its axes out
     network_groups = groups that send through one node's network at the same time                   _network_groups
     bridge_groups  = groups that use the bridge between the two halves of one node                  _bridge_groups
 
-Every figure is that of the slowest group: a collective is as slow as its slowest group, and so are nodes that differ.
+Every figure is that of the slowest group, because the step waits for the slowest group of an axis. The same applies to
+clusters whose nodes differ.
 """
 
 from collections.abc import Iterable
@@ -29,10 +30,10 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class RankGroup:
-    """The ranks that take part in one collective. `per_node` and `min_per_node` are the most and the fewest of them
-    on a node. `network_groups` counts the groups of the same axis that leave one node through its network at the same
-    time, this one included, and `bridge_groups` those that connect both halves of a node. Both are 0 where none
-    does."""
+    """The ranks that take part in one collective. `stride` is the distance between neighbouring ranks of the group.
+    `per_node` and `min_per_node` are the largest and the smallest number of its ranks on one node. `network_groups` is
+    the number of groups of the same axis, including this one, that send through one node's network at the same time.
+    `bridge_groups` is the number of groups that have ranks in both halves of a node. Both are 0 if there are none."""
 
     ranks: int
     stride: int = 1
@@ -70,8 +71,8 @@ def group_of_axes(axes: Axes, names: Iterable[str], cluster: Cluster) -> RankGro
 
 
 def neighbour_groups(axes: Axes, cluster: Cluster) -> tuple[RankGroup, ...]:
-    """For each rank of a pipeline, the group of it and the next rank (for the last one, the first). It spans nodes
-    where any such pair of the mesh does."""
+    """For each rank of a pipeline, the group that consists of this rank and the next rank (for the last rank, the
+    first). The group spans two nodes if any pipeline of the mesh has this pair on two nodes."""
     sizes = tuple(getattr(axes, name) for name in MESH_ORDER)
     counts = tuple((node.count, node.number) for node in cluster.nodes)
     return _neighbour_groups(sizes, MESH_ORDER.index("pipeline"), counts)
@@ -120,7 +121,7 @@ def _group_of_axes(sizes: tuple[int, ...], axes: tuple[int, ...], counts: tuple[
 
 
 def _rank_groups(sizes: tuple[int, ...], axes: tuple[int, ...]) -> Ints:
-    """The ranks of each group, one group a row."""
+    """The ranks of each group, as an array with one row per group."""
     grid = np.arange(prod(sizes), dtype=np.int64).reshape(sizes)
     last = range(len(sizes) - len(axes), len(sizes))
     return np.moveaxis(grid, axes, tuple(last)).reshape(-1, prod(sizes[axis] for axis in axes))

@@ -1,15 +1,15 @@
 """Seconds of CPU ranks that execute a schedule message by message, as collectives/execute.py does.
 
-    host      = message_s / 2 for a send and for a receive, + b / add where it is added, + b / copy where it was not
-                received in place, + b byte_s / 2 on each side for the transport: all on the node's cores
+    host      = message_s / 2 for a send and for a receive, + b / add if the message is added, + b / copy if it was
+                copied and not received in place, + b byte_s / 2 on each side for the transport: all on the node's cores
                                                             _compute_and_send, _run_on_core
     link      : a message starts once its sender has learned (after the latency) that it can be received; the link is
-                busy for b / together from when it is free, or credit before that if it was idle; nothing arrives
+                busy for b / together from when it is free, or up to `credit` earlier if it was idle; no message arrives
                 sooner than b / bandwidth - credit + latency after its start                     _transmit
     program   = every rank runs its steps in their order, each as soon as possible               run
 
-b are the bytes of a message. Chunks that go to one rank in one round are sent together and cut into segments as
-collectives/schedules/program.py does it.
+b is the number of bytes of a message. Chunks that a rank sends to the same rank in one round are sent together and cut
+into segments, see collectives/schedules/program.py.
 """
 
 from collections import defaultdict
@@ -37,8 +37,8 @@ _MessageKey = tuple[int, int, int]  # source, target, and the number of a messag
 
 @dataclass(frozen=True)
 class ScheduleExecution:
-    """How a program is executed: the bytes of a segment, the seconds of a core for a message's send and receive, and
-    how many times the latency of a link a message has."""
+    """How a schedule is executed: `segment_bytes` is the size of a segment, `message_s` the seconds of a core to send
+    and receive a message, and `latency_factor` the latency of a message divided by that of the link."""
 
     segment_bytes: int
     message_s: float
@@ -52,7 +52,7 @@ def replay_schedule_s(
     network: CpuNetwork,
     node_of: Sequence[int],
 ) -> float:
-    """Seconds until the last rank has finished the schedule; `node_of` is the node of each rank."""
+    """Seconds until the last rank has finished the schedule. `node_of` has the number of each rank's node."""
     programs = [
         build_program(schedule, transfers, size_bytes, execution.segment_bytes) for transfers in _transfers(schedule)
     ]
@@ -128,14 +128,15 @@ class _ScheduleReplay:
         self._try_next_step(rank)
 
     def _store_s(self, message: SegmentMessage) -> float:
-        """Seconds of a core to add a received message to the tensor, or to copy it there."""
+        """Seconds of a core to add a received message to the tensor, or to copy it there; 0 if it was received in
+        place."""
         size = message.end - message.begin
         if message.transfer.operation == "add":
             return size / self._network.host.add_bytes_per_s
         return 0.0 if message.transfer.in_place else size / self._network.host.copy_bytes_per_s
 
     def _compute_and_send(self, rank: int, begin: float, seconds: float, sends: Sequence[int]) -> None:
-        """A core of the rank's node computes for so many seconds, and then sends these messages."""
+        """Occupies a core of the rank's node for `seconds`, and then sends the messages with the numbers `sends`."""
         send_s = self._execution.message_s / 2
         end = self._run_on_core(self._node_of[rank], begin, seconds + len(sends) * send_s)
         self._rank_free[rank] = end
@@ -149,7 +150,8 @@ class _ScheduleReplay:
                 self._unposted_sends[key] = (sent, size)
 
     def _run_on_core(self, node: int, begin: float, seconds: float) -> float:
-        """The time when the work ends, on the core of the node that is free first."""
+        """Occupies the core of the node that is free first, from `begin` at the earliest. Returns the time when it
+        ends."""
         if not seconds:
             return begin
         cores = self._core_free[node]
@@ -169,7 +171,8 @@ class _ScheduleReplay:
         self._schedule_event(start, partial(self._transmit, key, start, size))
 
     def _transmit(self, key: _MessageKey, start: float, size: int) -> None:
-        """Sends a message over its link; it arrives when link, copies and latency allow."""
+        """Sends a message over its link and records when it arrives: after the link has transmitted it, cores on both
+        sides have copied it, and the latency has passed."""
         source, target, _ = key
         link, tier = (self._node_of[source], self._node_of[target]), self._tier(source, target)
         begin = max(start - tier.credit_s, self._link_free[link])

@@ -1,5 +1,6 @@
-"""Seconds that CPU ranks need to combine a tensor: with a schedule, with the backend's own all-reduce, and through
-shared memory. combining.py uses it for plans, and `bench collectives` compares it with measurements.
+"""Seconds that CPU ranks need to average a tensor: with a schedule, with the backend's own all-reduce, and through
+shared memory. combining.py uses this module for plans, and `bench collectives` compares its predictions with
+measurements.
 
 A tensor of S bytes on n ranks, k of them on a node:
 
@@ -25,16 +26,16 @@ from meshwright.errors import InputError
 from meshwright.simulator.communication.cpu_network import CpuNetwork, HostSpeed, SharedMemorySpeed, rate_at
 from meshwright.simulator.communication.schedule_replay import ScheduleExecution, replay_schedule_s
 
-# kMaxSegmentSize of `AllreduceOptions` in gloo/allreduce.h, of which two are in flight at all times. torch leaves the
-# algorithm unspecified, which is the ring of gloo/allreduce.cc.
+# kMaxSegmentSize of `AllreduceOptions` in gloo/allreduce.h; two segments are in flight at all times. torch leaves the
+# algorithm unspecified, in which case gloo/allreduce.cc uses a ring.
 GLOO_SEGMENT_BYTES = 2**20
-GLOO_SEGMENTS = 2  # of a rank's chunk, at least: one is sent while the other is added
-MOST_RANKS = 64  # whose programs are replayed message by message: 64 ranks in a ring send 16,000 messages
+GLOO_SEGMENTS = 2  # the least number of segments of a rank's chunk: one is sent while the other is added
+MOST_RANKS = 64  # larger groups are not replayed message by message: 64 ranks in a ring already send 16,000 messages
 
 
 def schedule_s(schedule: Schedule, size_bytes: int, network: CpuNetwork, nodes: Sequence[int] | None = None) -> float:
-    """Seconds of the reducer that executes this schedule. `nodes` has the number of ranks on each node, in their order;
-    None means that all are on one node."""
+    """Seconds of the reducer that executes this schedule. `nodes` has the number of ranks on each node, in the order of
+    ranks; None means that all ranks are on one node."""
     if schedule.ranks == 1 or not size_bytes:
         return 0.0
     host = network.host
@@ -44,7 +45,7 @@ def schedule_s(schedule: Schedule, size_bytes: int, network: CpuNetwork, nodes: 
 
 
 def native_s(size_bytes: int, ranks: int, network: CpuNetwork, nodes: Sequence[int] | None = None) -> float:
-    """Seconds of Gloo's own all-reduce, and of the division by the number of ranks before it."""
+    """Seconds of Gloo's own all-reduce, including the division by the number of ranks before it."""
     if ranks == 1 or not size_bytes:
         return 0.0
     host = network.host
@@ -54,7 +55,7 @@ def native_s(size_bytes: int, ranks: int, network: CpuNetwork, nodes: Sequence[i
 
 
 def shared_memory_s(size_bytes: int, ranks: int, network: CpuNetwork) -> float:
-    """Seconds of ranks on one node that combine a tensor in shared memory."""
+    """Seconds to average a tensor between ranks of one node through shared memory."""
     if ranks == 1 or not size_bytes:
         return 0.0
     memory = _shared_memory(network)
@@ -64,8 +65,8 @@ def shared_memory_s(size_bytes: int, ranks: int, network: CpuNetwork) -> float:
 
 
 def two_level_memory_s(size_bytes: int, nodes: Sequence[int], network: CpuNetwork) -> float:
-    """Seconds of shared memory within nodes and messages between them, with equally many ranks on each node, at least
-    two."""
+    """Seconds to average a tensor through shared memory within nodes and messages between nodes. Each node must have
+    the same number of ranks, at least two."""
     node_count, (ranks,) = len(nodes), set(nodes)
     memory, host, slice_bytes = _shared_memory(network), network.host, -(-size_bytes // ranks)
     within_s = 4 * memory.sync_s + sum(
@@ -84,8 +85,8 @@ def _shared_memory(network: CpuNetwork) -> SharedMemorySpeed:
 
 
 def algorithm_prices(size_bytes: int, ranks: int, nodes: Sequence[int], network: CpuNetwork) -> dict[str, float]:
-    """Seconds of every algorithm that can combine a tensor over these ranks; `nodes` has the number of ranks on each
-    node."""
+    """The seconds of every algorithm that can average a tensor between these ranks, by the algorithm's name. `nodes`
+    has the number of ranks on each node."""
     if sum(nodes) != ranks:
         raise InputError(f"nodes of {list(nodes)} ranks are {sum(nodes)} ranks, but {ranks} combine their gradients")
     seconds = {"native": native_s(size_bytes, ranks, network, nodes)}
@@ -102,7 +103,8 @@ def algorithm_prices(size_bytes: int, ranks: int, nodes: Sequence[int], network:
 
 
 def cheapest_algorithm(size_bytes: int, ranks: int, nodes: Sequence[int], network: CpuNetwork) -> tuple[str, float]:
-    """The fastest algorithm and its seconds: `native`, a schedule's name, `shared_memory` or `two_level_memory`."""
+    """The name of the fastest algorithm (`native`, a schedule's name, `shared_memory` or `two_level_memory`), and its
+    seconds."""
     seconds = algorithm_prices(size_bytes, ranks, nodes, network)
     fastest = min(seconds, key=seconds.__getitem__)
     return fastest, seconds[fastest]
@@ -132,8 +134,8 @@ def _ring(ranks: int) -> Schedule:
 
 @lru_cache(maxsize=64)
 def _slice_schedules(nodes: int, per_node: int) -> Schedule:
-    """One schedule between nodes for each local rank, among the ranks that have it, each with its slice of the
-    tensor."""
+    """A schedule that runs one all-reduce between nodes for each local rank at the same time. The ranks with the same
+    local rank combine the same slice of the tensor."""
     between = across_nodes(nodes)
     rounds = side_by_side(
         *(placed(between, range(slot, nodes * per_node, per_node), slot * between.chunks) for slot in range(per_node))

@@ -1,5 +1,5 @@
-"""The operators of a profile that cost time when eager PyTorch executes it: allocations are left out, and casts of
-split weights are marked, so that each rank is charged for its part of them.
+"""Reduces a profile to the operators that take time when eager PyTorch executes the model: allocations are left out.
+Casts of split weights are marked, so that each rank is charged only for casting its part of the weight.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ ALLOCATION = "empty_like"
 
 
 def executed_profile(profile: ModelProfile) -> ModelProfile:
-    """The profile with executed operators only, and without memory changes: it is for predicting time."""
+    """The profile with executed operators only. It is meant for predicting time and has no memory changes."""
     groups = split_group_of_modules(profile)
     segments = tuple(
         replace(
@@ -29,7 +29,7 @@ def executed_profile(profile: ModelProfile) -> ModelProfile:
 
 
 def split_group_of_modules(profile: ModelProfile) -> dict[str, str]:
-    """By module, the name of the group that it is split with."""
+    """A mapping from each module that can be split to the name of its `SplitGroup`; empty without a structure."""
     splits = profile.structure.splits if profile.structure else ()
     return {member.module: group.name for group in splits for member in group.splits}
 
@@ -39,12 +39,13 @@ def is_cast(operator: Operator) -> bool:
 
 
 def is_of_weight(operator: Operator) -> bool:
-    """Whether the operator works on a weight or its gradient: its sizes do not grow with the batch."""
+    """Whether the operator works on a weight or its gradient, recognized by sizes that do not grow with the batch."""
     return all(not size.linear and not size.square for size in operator.shape)
 
 
 def mark_split_cast(operator: Operator, groups: Mapping[str, str]) -> Operator:
-    """The cast of a split weight as a member of its group; any other cast unchanged."""
+    """Returns the cast of a split weight with the `SplitMark` of its group, and any other cast unchanged. `groups` is
+    the result of `split_group_of_modules`."""
     if not is_of_weight(operator) or operator.split or operator.layer not in groups:
         return operator
     return replace(operator, split=SplitMark(groups[operator.layer]))

@@ -1,7 +1,8 @@
-"""The class that an operator was measured in, and the logarithms of the sizes that decide how fast it is.
+"""Finds the class of an operator and the logarithms of the sizes that decide how fast it is. A class is a set of
+operators whose measured times are interpolated together, such as `matmul` or `softmax`.
 
-A profile states some sizes only through its bytes: of a BatchNorm, the bytes that do not grow with the batch are
-those of its channels; of a convolution, the bytes beyond images and filters are those of its bias.
+A profile states some sizes only through the bytes of an operator. The bytes of a BatchNorm that do not grow with the
+batch tell its number of channels; the bytes of a convolution beyond images and filters tell whether it has a bias.
 """
 
 from collections.abc import Sequence
@@ -12,16 +13,17 @@ from meshwright.cluster.cluster import OperatorTime
 from meshwright.dtypes import ITEM_BYTES
 from meshwright.profile.values import Operator
 
-# Rows of other lengths are read with more loads. CUDA C++ Programming Guide, Device Memory Accesses: an instruction
-# reads words of 1, 2, 4, 8 or 16 bytes, at addresses that are multiples of their size.
+# Rows whose length is no multiple of this are read with more loads. CUDA C++ Programming Guide, Device Memory Accesses:
+# an instruction reads words of 1, 2, 4, 8 or 16 bytes, at addresses that are multiples of their size.
 _ALIGNED_BYTES = 16
 # Factors of the logarithms of a filter's side and of a stride, and the distances of grouped from plain convolutions and
-# of unaligned from aligned ones, in doublings of a size. With them only similar convolutions are interpolated. They are
-# no properties of a device: `python -m validation.interpolation` compares them with smaller and larger ones.
+# of unaligned from aligned convolutions, in doublings of a size. Because of these distances, only similar convolutions
+# are interpolated. The values do not depend on the device: `python -m validation.interpolation` compares them with
+# smaller and larger ones.
 FILTER_DISTANCE = STRIDE_DISTANCE = 2.0
 GROUPED_DISTANCE = UNALIGNED_DISTANCE = 4.0
-# Vectors of one number a channel that BatchNorm reads and writes, forward (False) and backward (True): counted in the
-# arguments of torch's native_batch_norm and native_batch_norm_backward.
+# How many vectors with one number per channel BatchNorm reads and writes, forward (False) and backward (True). They
+# were counted in the arguments of torch's native_batch_norm and native_batch_norm_backward.
 _CHANNEL_VECTORS = {False: 6.0, True: 7.0}
 _WRITE_ONLY = ("copy_", "fill_", "zero_", "bernoulli_", "normal_", "uniform_")  # in place, and not read
 _CLASSES = {  # by a part of the operator's name, the first that fits
@@ -47,7 +49,8 @@ _WIDENING_BYTES = 6  # a number of 16 bits is read, one of 32 bits is written
 
 @dataclass(frozen=True)
 class OperatorClass:
-    """The class of an operator, the logarithms of its sizes, and its arithmetic and traffic."""
+    """The class of an operator (`name`), the logarithms to the base of two of the sizes by which its time is looked up,
+    its FLOPs, and the bytes that it reads and writes."""
 
     name: str
     sizes: tuple[float, ...]
@@ -58,8 +61,9 @@ class OperatorClass:
 def classify_operator(
     operator: Operator, batch: float, scale: float, backward: bool, memory: float = 1.0
 ) -> OperatorClass | None:
-    """The class of an operator on a device that is `scale` times slower than the measured one, and its memory `memory`
-    times slower. None for allocations and views."""
+    """The class of an operator; None for allocations and views. The products of the device are `scale` times slower,
+    and its memory is `memory` times slower, than those of the device that was measured. Sizes are multiplied by these
+    factors, which gives the sizes that keep the measured device busy for as long."""
     kind = operator.kind
     flops, traffic = operator.flops.at(batch), operator.bytes.at(batch)
     if kind == "view" or operator.name.startswith(("empty", "new_empty")):
@@ -78,7 +82,7 @@ def classify_operator(
         channels = operator.bytes.constant / 4 / _CHANNEL_VECTORS[backward]
         return OperatorClass("batch_norm", _logs(traffic * memory, max(channels, 1.0)), flops, traffic)
     if kind == "elementwise" and operator.name.endswith("_") and operator.name not in _WRITE_ONLY and shape:
-        traffic += shape[0] * size  # the profile counts it once, but it is read and written
+        traffic += shape[0] * size  # the profile counts the tensor once, but an in-place operator reads and writes it
     if (
         operator.name == "_to_copy"
         and size == 2
@@ -99,8 +103,9 @@ def _class(operator: Operator) -> str:
 
 
 def _product_class(operator: Operator) -> str:
-    """The class of a product: whether its rows are aligned and, if they are, whether it computes the gradient of a
-    weight (its inner dimension is the samples), that of an input, or neither."""
+    """The name of a product's class. With an unaligned dimension it is `matmul` and that dimension (`matmul k`).
+    Otherwise it is `weight_gradient` (which sums over the samples), `input_gradient`, or `matmul` for other
+    products."""
     odd, (m, k) = _unaligned_dimension(operator), (operator.shape[1].linear, operator.shape[3].linear)
     if odd or not operator.computes_gradient or bool(m) == bool(k):
         return f"matmul{odd}"
@@ -108,8 +113,8 @@ def _product_class(operator: Operator) -> str:
 
 
 def _unaligned_dimension(operator: Operator) -> str:
-    """ " k", " m" or " n" for the dimension of a product whose size is no multiple of a load, the empty string if all
-    are aligned. Dimensions that grow with the batch are numbers of rows, and need no alignment."""
+    """The dimension of a product whose size in bytes is no multiple of `_ALIGNED_BYTES`: " k", " m" or " n", or an
+    empty string if all are aligned. Dimensions that grow with the batch are numbers of rows, and need no alignment."""
     step = _ALIGNED_BYTES // ITEM_BYTES.get(operator.dtype, 4)
     odd = {
         side for side, size in zip("mnk", operator.shape[1:], strict=True) if not size.linear and size.constant % step
@@ -118,13 +123,15 @@ def _unaligned_dimension(operator: Operator) -> str:
 
 
 def as_stacked_product(operator: Operator, batch: float, scale: float) -> tuple[str, tuple[float, ...]]:
-    """The class and sizes of one product that has the rows of all products of a batched one."""
+    """The class and the logarithms of the sizes of a single product with as many rows as all products of a batched
+    product have together."""
     count, m, n, k = (size.at(batch) for size in operator.shape)
     return f"matmul{_unaligned_dimension(operator)}", _logs(count * m * scale, n, k)
 
 
 def bias_bytes(operator: Operator, batch: float, backward: bool) -> float:
-    """The bytes that are moved to add a convolution's bias, or to sum its gradient; 0 where it has none."""
+    """The bytes that are read and written to add a convolution's bias or, in the backward pass, to sum the bias's
+    gradient; 0 if the convolution has no bias."""
     n, c_in, h, w, c_out, kernel, stride, groups = (size.at(batch) for size in operator.shape)
     size, flops = ITEM_BYTES.get(operator.dtype, 4), operator.flops.at(batch)
     flops_per_output = 2 * c_in / groups * kernel**2
@@ -132,7 +139,7 @@ def bias_bytes(operator: Operator, batch: float, backward: bool) -> float:
     out = flops / gradients / flops_per_output
     image, filters = n * c_in * h * w, c_out * c_in / groups * kernel**2
     counted = out + (gradients * image + 2 * filters if backward else image + filters)
-    # A bias, or its gradient, has c_out numbers: the remaining bytes are those or none, except for rounding errors.
+    # A bias or its gradient has c_out numbers. Except for rounding errors, as many numbers remain, or none.
     if operator.bytes.at(batch) / size - counted < 0.9 * c_out:
         return 0.0
     return (1 if backward else 2) * out * size
@@ -141,7 +148,7 @@ def bias_bytes(operator: Operator, batch: float, backward: bool) -> float:
 def _convolution_sizes(shape: Sequence[float], scale: float, itemsize: int) -> tuple[float, ...]:
     n, c_in, h, w, c_out, kernel, stride, groups = shape
     pixels = n * scale * (h / stride) * (w / stride)
-    # A convolution with filters of one pixel is a plain product, if a load of pixels does not cross channels.
+    # A convolution with filters of one pixel runs as a plain product, unless a load of 16 bytes spans two channels.
     unaligned = kernel == stride == 1 and bool(h * w * itemsize % _ALIGNED_BYTES)
     separated = (
         FILTER_DISTANCE * log2(kernel),
@@ -155,7 +162,7 @@ def _convolution_sizes(shape: Sequence[float], scale: float, itemsize: int) -> t
 def as_matrix_product(
     operator: Operator, convolution: OperatorClass, batch: float, scale: float
 ) -> OperatorClass | None:
-    """A convolution as a matrix product; None for a grouped one."""
+    """The class of the matrix product that computes the same as a convolution; None for a grouped convolution."""
     n, c_in, h, w, c_out, kernel, stride, groups = (size.at(batch) for size in operator.shape)
     if groups > 1:
         return None
@@ -168,7 +175,7 @@ def _logs(*sizes: float) -> tuple[float, ...]:
 
 
 def classify_measurement(row: OperatorTime) -> tuple[str, tuple[float, ...]]:
-    """The class and sizes of a measured operator."""
+    """The class and the logarithms of the sizes of a measured operator, which match those of `classify_operator`."""
     shape = row.shape
     if row.operator == "attention":
         batch, heads, sequence, width = shape
@@ -176,7 +183,8 @@ def classify_measurement(row: OperatorTime) -> tuple[str, tuple[float, ...]]:
     if row.operator == "convolution":
         return "convolution", _convolution_sizes(shape, 1.0, 2 if row.dtype in ("bf16", "fp16") else 4)
     if row.operator == "matmul":
-        # Measured sizes are multiples of 8, which are aligned in 16 and in 32 bits, unless they are unaligned.
+        # Calibration measures sizes that are multiples of 8, and therefore aligned in 16 and in 32 bits, and on purpose
+        # some sizes that are not.
         odd = next((f" {side}" for side, size in zip("mnk", shape, strict=True) if size % 8), "")
         return f"matmul{odd}", _logs(*shape)
     if row.operator in ("batched_matmul", "input_gradient", "weight_gradient"):

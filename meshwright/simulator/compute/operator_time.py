@@ -1,7 +1,7 @@
 """Seconds that a device is busy with one operator: the least that its shape allows, times a measured slowdown.
 
     least    = max(FLOPs / rate of the dtype, bytes / bandwidth)                                    operator_s
-    class    = what the operator was measured as, and the sizes that decide its speed               classify_operator
+    class    = the operators it is interpolated with, and the sizes that decide its speed           classify_operator
     slowdown = measured / least, interpolated between the measured shapes around it                 ShapeTable.slowdown
     seconds  = max(least × slowdown, the shortest that was measured) + those of a convolution's bias  operator_s
 
@@ -41,34 +41,38 @@ from meshwright.simulator.compute.lookup import (
 from meshwright.simulator.compute.shape_table import ShapeTable
 
 REFERENCE: Path = CATALOG / "reference_gpu.yaml"
-# Of the fp32 rate of a GPU without tf32, where the device states no `sustained_shares`: as the catalog's V100
-# (meshwright/cluster/catalog/nvidia.yaml, sustained_fp32).
+# The share of its fp32 rate that a GPU without tf32 sustains, if the device has no `sustained_shares` for fp32. It is
+# that of the catalog's V100 (meshwright/cluster/catalog/nvidia.yaml, sustained_fp32).
 _SUSTAINED_FP32_BEFORE_TF32 = 0.87
-# A GPU without tf32 whose rate of another dtype is at most this share of its fp32 rate computes that dtype in fp32. Of
-# those in the catalog the rate of fp16 is at most 0.02 or at least 1.7 times that of fp32 (nvidia.yaml), so any value
-# between decides alike.
+# A GPU without tf32 whose rate of another dtype is at most this many times its fp32 rate computes that dtype in fp32.
+# On such GPUs in the catalog (nvidia.yaml), the rate of fp16 is at most 0.02 times or at least 1.7 times the rate of
+# fp32, so every value between the two leads to the same decisions.
 _SAME_RATE = 1.1
 _PRODUCT_KINDS = ("matmul", "convolution", "attention")
-# By dtype, the dtypes whose measurements are used, the best first.
+# For each dtype, the dtypes whose measurements may be used for it, the most similar first.
 _SIMILAR_DTYPES = {"fp16": ("fp16", "bf16", "fp32"), "bf16": ("bf16", "fp16", "fp32"), "tf32": ("tf32", "fp32")}
 _IMAGE_CLASSES = ("convolution", "batch_norm", "pooling", "bias")  # whose speed depends on the memory layout
-# Classes that are slower than others with the same bytes, because fp32 arithmetic limits them, or what a
-# multiprocessor of any generation does equally often in a cycle: integer products (for random numbers), loads and
-# stores.
+# Classes that are slower than other operators with the same bytes. `_VECTOR_BOUND` classes are limited by fp32
+# arithmetic, `_CYCLE_BOUND` classes by integer products (for random numbers), loads and stores, of which a
+# multiprocessor does equally many per cycle in all generations.
 _VECTOR_BOUND, _CYCLE_BOUND = ("gelu",), ("dropout", "widen")
-_LARGE_BYTES = 1e8  # 20 µs of the reference GPU's memory: the start of a kernel (a few µs) does not count
+_LARGE_BYTES = 1e8  # the reference GPU's memory needs 20 µs for them, compared with which a kernel's start is short
 _LARGEST_LOG_BYTES = 99.0  # more than any operator moves
 _TableKey = tuple[str, str, str, str]  # operator, direction, dtype, layout
 
 
 @dataclass(frozen=True)
 class DeviceSpeeds:
-    """The speeds that operators are priced with. `compute_scale`, `memory_scale`, `clock_scale` and `vector_scale`
-    say how many times slower the device is than the one of the tables: in products, memory, clock, and fp32
-    arithmetic outside of products. `multiprocessors` are those of the device and of the one of the tables, 0 where
-    not known. `batch_norm_passes`: by direction, how often memory moves the bytes of a BatchNorm.
-    `tuned_fp32_convolutions`: the libraries of the device were tuned for fp32 convolutions, unlike those of the
-    tables."""
+    """The speeds from which the times of operators are predicted. `tables` has the measured shapes by class, direction,
+    dtype and layout; they were measured on the device itself or on the reference GPU, in the following called the
+    measured device.
+
+    `compute_scale`, `memory_scale`, `clock_scale` and `vector_scale` say how many times slower the device is than the
+    measured device: in products, memory, clock, and fp32 arithmetic outside of products. `multiprocessors` are the
+    numbers of the device and of the measured device, 0 if unknown. `batch_norm_passes`: for each direction, how often
+    memory moves the bytes of a BatchNorm. `tuned_fp32_convolutions`: the device has no tf32, and its libraries are
+    tuned for fp32 convolutions, unlike those of the measured device. `tf32_convolutions`: fp32 convolutions run in
+    tf32."""
 
     rates: Mapping[str, float]
     bandwidth_bytes_per_s: float
@@ -84,8 +88,9 @@ class DeviceSpeeds:
     tf32_convolutions: bool = False
 
     def table(self, name: str, direction: str, dtype: str) -> ShapeTable | None:
-        """The table of a class for this dtype or the most similar one, forward where backward was not measured; None
-        where neither the class nor its substitute was measured."""
+        """The table of a class for this dtype, or for the most similar dtype that was measured. If the backward
+        direction was not measured, it is the forward table. None if neither the class nor its substitute was
+        measured."""
         table = self._table(name, direction, dtype)
         if table is None and name in SUBSTITUTE_CLASSES:
             return self._table(SUBSTITUTE_CLASSES[name], direction, dtype)
@@ -104,7 +109,7 @@ class DeviceSpeeds:
 def device_speeds(
     device: Device, dtype: Dtype, cores: int = 1, layout: str = "contiguous", tf32_convolutions: bool = False
 ) -> DeviceSpeeds:
-    """The speeds of a device that computes its products in `dtype`, or of a CPU rank that has so many cores."""
+    """The speeds of a GPU, or of a CPU rank with `cores` cores, that computes products in `dtype`."""
     rates: dict[str, float] = {name: rate * cores for name, rate in device.rates.items()}
     bandwidth = device.bandwidth_bytes_per_s * cores
     if device.operators:
@@ -139,7 +144,9 @@ def device_speeds(
 
 
 def _reference_tables(tables: dict[_TableKey, ShapeTable], device: Device) -> dict[_TableKey, ShapeTable]:
-    """The reference GPU's tables for this device. Only GPUs of its architecture are slower at gradients in tf32."""
+    """The reference GPU's tables for this device. The reference GPU is slower at gradients in tf32 than at other
+    products; for a device that is not (`tf32_needs_inner_contiguous`), the tables of other products replace those of
+    gradients."""
     if device.tf32_needs_inner_contiguous:
         return tables
     plain = tables[_tf32_key("matmul")]
@@ -151,8 +158,9 @@ def _tf32_key(name: str) -> _TableKey:
 
 
 def _sustained_rates(device: Device) -> dict[str, float]:
-    """The rates of the dtypes for which it is published what share of the datasheet's rate the device sustains; the
-    geometric mean where several have published it."""
+    """The rates that the device sustains, by dtype: the datasheet's rate times the published share of it, or times the
+    geometric mean of the shares if several were published. Dtypes without a published share are left out, except fp32
+    on a GPU without tf32."""
     shares: dict[str, float] = {
         str(dtype): geometric_mean(by_publisher.values())
         for dtype, by_publisher in device.sustained_shares.items()
@@ -165,12 +173,13 @@ def _sustained_rates(device: Device) -> dict[str, float]:
 
 
 def _is_measured(device: Device, field: str) -> bool:
-    """Whether a figure of the device was measured: a measured rate is reached, one of a datasheet only approached."""
+    """Whether a field of the device was measured. A measured rate is reached; a datasheet's rate is only approached."""
     return device.sources.get(field, "").startswith("measured")
 
 
 def operator_s(operator: Operator, batch: float, speeds: DeviceSpeeds, backward: bool, tf32: bool = False) -> float:
-    """Seconds that the device is busy with the operator."""
+    """Seconds that the device is busy with the operator; 0 for allocations and views. With `tf32`, fp32 products,
+    convolutions and attention run in tf32 if the device has it."""
     operator_class = classify_operator(operator, batch, speeds.compute_scale, backward, speeds.memory_scale)
     if operator_class is None:
         return 0.0
@@ -208,9 +217,10 @@ def _computed_dtype(operator: Operator, speeds: DeviceSpeeds, tf32: bool) -> str
 
 
 def _tuned_slowdown(operator: Operator, convolution: OperatorClass, batch: float, speeds: DeviceSpeeds) -> float:
-    """The slowdown of an fp32 convolution on a GPU without tf32, whose libraries were tuned for it: the least of the
-    reference's two passes (Winograd's algorithm reaches up to twice the rate of its products) and of a matrix product.
-    The reference's forward pass alone reaches half of the rate of its products."""
+    """The slowdown of an fp32 convolution on a GPU without tf32, whose libraries were tuned for fp32: the smallest of
+    three slowdowns on the reference GPU, those of the convolution's forward pass, of its backward pass (Winograd's
+    algorithm reaches up to twice the rate of matrix products) and of the equivalent matrix product. The forward pass of
+    the reference GPU alone would be too slow, because it reaches half of the rate of matrix products."""
     options: list[tuple[ShapeTable | None, OperatorClass | None]] = [
         (speeds.table("convolution", "forward", "fp32"), convolution),
         (speeds.table("convolution", "backward", "fp32"), convolution),
@@ -223,8 +233,9 @@ def _tuned_slowdown(operator: Operator, convolution: OperatorClass, batch: float
 
 
 def _unaligned_slowdown(operator: Operator, batch: float, speeds: DeviceSpeeds, dtype: str) -> float:
-    """How many times longer batched products with an unaligned dimension take: as many as one product with the rows of
-    all of them. Batched products were measured with aligned dimensions only."""
+    """The factor by which batched products take longer because a dimension is unaligned; 1 if all are aligned. Batched
+    products were measured with aligned dimensions only, so the factor is that of a single product with the rows of all
+    of them."""
     name, sizes = as_stacked_product(operator, batch, speeds.compute_scale)
     aligned, unaligned = speeds.table("matmul", "forward", dtype), speeds.table(name, "forward", dtype)
     if not aligned or not unaligned or name == "matmul":
@@ -233,7 +244,7 @@ def _unaligned_slowdown(operator: Operator, batch: float, speeds: DeviceSpeeds, 
 
 
 def memory_bound_s(name: str, size_bytes: float, dtype: str, speeds: DeviceSpeeds, backward: bool) -> float:
-    """Seconds of an operator of this class that only moves so many bytes; 0 where the class was not measured."""
+    """Seconds of an operator of the class `name` that only moves `size_bytes`; 0 if the class was not measured."""
     table = speeds.table(name, "backward" if backward else "forward", dtype)
     if table is None:
         return 0.0
@@ -244,8 +255,9 @@ def memory_bound_s(name: str, size_bytes: float, dtype: str, speeds: DeviceSpeed
 def _arithmetic_bound_s(
     operator_class: OperatorClass, table: ShapeTable, speeds: DeviceSpeeds, dtype: str, backward: bool
 ) -> float:
-    """Seconds of an operator with much arithmetic for each number: those of memory for the same bytes, or those of the
-    tables, scaled by the device's fp32 arithmetic, or by its multiprocessors and their clock; whichever is longer."""
+    """Seconds of an operator with much arithmetic for each number. It is the longer of two times: the time in which
+    memory moves the same bytes, and the time of the measured device, scaled by the ratio of fp32 arithmetic
+    (`_VECTOR_BOUND`) or of multiprocessors times clock (`_CYCLE_BOUND`)."""
     plain = speeds.table("elementwise", "backward" if backward else "forward", dtype) or table
     sizes = operator_class.sizes
     slowdown, least_s = table.slowdown(sizes), operator_class.bytes / speeds.bandwidth_bytes_per_s
@@ -257,10 +269,11 @@ def _arithmetic_bound_s(
 
 
 def _batch_norm_s(operator_class: OperatorClass, table: ShapeTable, speeds: DeviceSpeeds, backward: bool) -> float:
-    """Seconds of a BatchNorm of contiguous images, on a GPU that is like the measured one. Each block of threads has
-    one channel, so 64 channels keep 64 multiprocessors busy, and memory waits for them: the tables have 12 times the
-    seconds of memory. Another GPU's multiprocessors take as long, scaled by their clock, and longer where there are
-    more channels than multiprocessors; its memory takes the least that was measured for the same bytes."""
+    """Seconds of a BatchNorm of contiguous images on a GPU that was not measured. Each block of threads has one
+    channel, so 64 channels keep only 64 multiprocessors busy, and memory waits for them: the reference GPU then takes
+    12 times as long as its memory needs. The result is the longer of two times. The multiprocessors of this GPU take as
+    long as those of the reference GPU, scaled by the clock, and longer if there are more channels than multiprocessors.
+    Its memory takes the least time that was measured for the same bytes."""
     log_bytes, log_channels = operator_class.sizes
     least_s = operator_class.bytes / speeds.bandwidth_bytes_per_s
     slowdown = table.slowdown(operator_class.sizes)
@@ -294,8 +307,8 @@ def _tables(
 
 @lru_cache(maxsize=1)
 def _reference_batch_norm_passes() -> dict[str, float]:
-    """By direction, how many times the reference's memory moves the bytes of a BatchNorm: that of the large one with
-    the least slowdown."""
+    """For each direction, how many times the reference GPU's memory moves the bytes of a BatchNorm: the smallest
+    slowdown of all large ones that were measured."""
     reference, _ = reference_gpu()
     passes: dict[str, float] = {}
     for row in reference.operators:
@@ -319,6 +332,7 @@ def shape_tables(device: Device) -> dict[_TableKey, ShapeTable]:
 
 @lru_cache(maxsize=1)
 def reference_gpu() -> tuple[Device, Device]:
-    """The GPU whose measured operators stand for those of other GPUs: as it was measured, and as in its datasheet."""
+    """The GPU whose measured operators are used for GPUs without a calibration, twice: with measured constants and
+    operators, and with the constants of its datasheet."""
     measured = load_device(REFERENCE)
     return measured, find_entry(measured.name).device

@@ -1,9 +1,9 @@
-"""Seconds of the passes of a profile on one rank, and of the optimizer.
+"""Seconds of the passes of a profile on one rank, and of the optimizer step.
 
-busy    = sum over operators of operator_s                                                             pass_s
-started = the number of operators that the host launches, with what else it does in a step             pass_s
-optimizer step = bytes it moves / bandwidth, times the measured slowdown of multi-tensor steps; of a single-tensor step
-          on a GPU, the longer of what its operators move and what their launches take                 optimizer_s
+busy      = sum of operator_s over the operators of a pass                                             pass_s
+launches  = the number of operators that the host launches, plus its other work, counted in launches   pass_s
+optimizer = bytes moved / bandwidth × measured slowdown of multi-tensor steps                          optimizer_s
+            single-tensor steps on a GPU: the longer of what their operators and their launches take   optimizer_s
 """
 
 from math import log2
@@ -20,11 +20,12 @@ from meshwright.simulator.compute.operator_time import (
 )
 from meshwright.simulator.runtime import OUR_RUNTIME, Runtime
 
-# Seconds of the host, in units of launching one operator (`Device.launch_s`). Measured on the host of the reference GPU
-# with rows of small layers. `python -m validation.host_costs` on a GPU measures them again; with torch 2.11 on such a
-# host it printed 0.75 for a cast, 30 and 0.10 for the step overhead, and 0.35 to 0.37 without gradients.
-CAST = 0.4  # a cast that autocast inserts: no line of Python calls it
-STEP_OVERHEAD = 14.0  # what our step does in addition to its passes, with the launch of a multi-tensor optimizer
+# Work of the host, counted in operators that it could launch in that time (`Device.launch_s` each). Measured on the
+# host of the reference GPU with sequences of small layers. `python -m validation.host_costs` on a GPU measures these
+# values again; with torch 2.11 on such a host it printed 0.75 for a cast, 30 and 0.10 for the step overhead, and 0.35
+# to 0.37 without gradients.
+CAST = 0.4  # a cast that autocast inserts: it is cheaper because no line of Python calls it
+STEP_OVERHEAD = 14.0  # what our step does in addition to its passes, including the launch of a multi-tensor optimizer
 STEP_OVERHEAD_PER_PARAMETER = 0.11
 WITHOUT_GRADIENTS = 0.34  # an operator of a single-tensor optimizer, which records no gradient
 # Operators per tensor that a single-tensor optimizer is charged with on a CPU core. Chosen, not measured: torch's SGD
@@ -39,13 +40,14 @@ def product_dtype(precision: str) -> Dtype:
 
 
 def operator_launch_s(device: Device) -> float:
-    """Seconds of the host for one operator; those of the reference GPU's host where they were not measured."""
+    """Seconds that the host needs to launch one operator; for a device without measured operators, the seconds of the
+    reference GPU's host."""
     return device.launch_s if device.operators else reference_gpu()[0].launch_s
 
 
 def pass_s(profile: ModelProfile, phase: Phase, batch: float, speeds: DeviceSpeeds, tf32: bool) -> tuple[float, float]:
-    """Seconds that the device is busy with a pass, and the number of operators that its host launches in it; what
-    else the host does in a step is counted with the forward pass."""
+    """The seconds that the device is busy with a pass, and the number of operators that its host launches in the pass.
+    The other work of the host in a step is added to the launches of the forward pass, counted in launches."""
     busy, operators = 0.0, 0.0
     if phase == "forward":
         operators += STEP_OVERHEAD + STEP_OVERHEAD_PER_PARAMETER * len(profile.parameters)
@@ -69,8 +71,8 @@ def optimizer_s(
     speeds: DeviceSpeeds,
     runtime: Runtime = OUR_RUNTIME,
 ) -> float:
-    """Seconds of the optimizer step of one rank's shard of the parameters. Launching a multi-tensor step is counted
-    with the passes."""
+    """Seconds of the optimizer step of one rank, which updates `weights_bytes` of parameters in `tensors` tensors. The
+    launch of a multi-tensor step is not included: `pass_s` counts it in `STEP_OVERHEAD`."""
     if not weights_bytes:
         return 0.0
     if device.kind == "cuda" and optimizer.operators_per_parameter:
@@ -83,7 +85,7 @@ def optimizer_s(
     if not optimizer.multi_tensor:
         launch_s = operator_launch_s(device) * _CPU_OPTIMIZER_OPERATORS * tensors
     traffic = weights_bytes * (3 + 2 * optimizer.state_ratio)
-    # A measured step makes several passes over all tensors, one for each operation; a fused step makes one.
+    # A measured multi-tensor step goes over all tensors several times, once per operation; a fused step only once.
     fused = optimizer.state_ratio >= 2 and not optimizer.temporary_ratio
     table = None
     if optimizer.state_ratio and not fused:

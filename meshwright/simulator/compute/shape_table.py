@@ -1,8 +1,10 @@
-"""Measured shapes of one class of operators, and the slowdown of shapes between them.
+"""`ShapeTable`: the measured shapes of one class of operators, and the slowdown of shapes between them. The slowdown is
+the measured time divided by the least time that the device's peak rates allow (the roofline, see operator_time.py).
 
     y(x) = a + b·(x − x0)     fitted around x0 to its nearest shapes, weighted by 1 / distance⁴, with small slopes
 
-in the logarithms of sizes and of measured over least seconds. Beyond the measured sizes the nearest one is used.
+x are the logarithms of the sizes and y that of the slowdown; a is the answer. Sizes beyond the smallest or largest
+measured size are replaced by that size.
 """
 
 from collections.abc import Sequence
@@ -13,25 +15,27 @@ from math import exp
 import numpy as np
 import numpy.typing as npt
 
-# How measured shapes are interpolated: the ridge penalty of a slope, against weights that add up to one, and the square
-# of the distance (in doublings of a size) below which all shapes have about the same weight. They are no properties of
-# a device: `python -m validation.interpolation` predicts each shape of the reference GPU from the others, with these
-# values and with smaller and larger ones.
+# How measured shapes are interpolated: the ridge penalty of a slope, where the weights of the shapes add up to one, and
+# the square of the distance (in doublings of a size) below which all shapes have about the same weight. These values do
+# not depend on the device: `python -m validation.interpolation` predicts each shape of the reference GPU from its other
+# shapes, with these values and with smaller and larger ones.
 SLOPE_PENALTY = 0.05
 NEAREST_SQUARED_DISTANCE = 1e-2
 
 
 @dataclass(frozen=True, eq=False)
 class ShapeTable:
-    """`sizes` are logarithms to the base of two, one row a shape, in order. `slow` is the natural logarithm of measured
-    over least seconds."""
+    """The measured shapes of one class of operators. `sizes` has one row per shape, in ascending order, with the
+    logarithms to the base of two of its sizes. `slow` has the natural logarithm of each shape's slowdown. `shortest_s`
+    is the shortest measured time."""
 
     sizes: npt.NDArray[np.float64]
     slow: npt.NDArray[np.float64]
     shortest_s: float
 
     def slowdown(self, sizes: Sequence[float]) -> float:
-        """How many times the least seconds an operator of these sizes takes."""
+        """The factor by which an operator of these sizes (logarithms to the base of two) takes longer than the least
+        time."""
         return _slowdown(self, tuple(sizes))
 
 
@@ -47,8 +51,8 @@ def interpolate(
     slope_penalty: float,
     nearest_squared_distance: float,
 ) -> float:
-    """The value at the sizes `at`, interpolated between the `values` of the measured `sizes` (one row per shape). If a
-    shape has only one size, the value lies on the line between its two neighbours."""
+    """The value at the sizes `at`, interpolated between the `values` of the measured `sizes` (one row per shape). If
+    shapes have only one size, the value lies on the straight line between the two neighbouring shapes."""
     point = np.clip(np.asarray(at), sizes.min(axis=0), sizes.max(axis=0))
     if len(at) == 1:
         return float(np.interp(point[0], sizes[:, 0], values))

@@ -5,15 +5,16 @@ from math import ceil
 
 MIB = 2**20
 _LARGE_BYTES = 10 * MIB  # kMinLargeAlloc of c10/cuda/CUDACachingAllocator.cpp
-_SMALLEST_REMAINDER_BYTES = MIB  # kSmallSize there: a segment is only divided if more than this remains (should_split)
+_SMALLEST_REMAINDER_BYTES = MIB  # kSmallSize of that file: a segment is divided only if more remains (should_split)
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What a kind of device adds to tensors: `workspace_bytes` of its matrix library, `context_bytes` of its driver,
-    and rounding up to the allocator's `granule`. `segment` is the unit in which CUDA's allocator takes large tensors
-    from the device; a remainder of under a MiB stays with the tensor. With `convolution_workspaces` convolutions
-    allocate the workspace that the profile has for them."""
+    """The memory that a kind of device needs in addition to the tensors: `workspace_bytes` for its matrix library,
+    `context_bytes` for its driver, and what is lost because the allocator rounds sizes up to a multiple of `granule`
+    bytes. CUDA's allocator takes the memory of large tensors from the device in multiples of `segment` bytes (0 if
+    there are none); a remainder of at most 1 MiB stays with the tensor. With `convolution_workspaces`, convolutions
+    allocate the workspace that the profile states for them."""
 
     granule: int = 1
     segment: int = 0
@@ -34,9 +35,9 @@ class DeviceMemory:
 
 CPU_MEMORY = DeviceMemory()
 # Granule and segments: kMinBlockSize and kRoundLarge of c10/cuda/CUDACachingAllocator.cpp. Workspace and context were
-# measured on an H200 with torch 2.11, and `python -m validation.memory.one_gpu` on a GPU measures them again: the
-# workspace is what the prediction lacks for the two bf16 rows of VGG16 in validation/memory/one_gpu_h200.json, the
-# context what the device uses in addition to the allocator.
+# measured on an H200 with torch 2.11, and `python -m validation.memory.one_gpu` on a GPU measures them again. The
+# workspace is the difference between measured memory and a prediction without workspace, for the two bf16 runs of VGG16
+# in validation/memory/one_gpu_h200.json. The context is the memory in use on the device less that of the allocator.
 CUDA_MEMORY = DeviceMemory(
     granule=512, segment=2 * MIB, workspace_bytes=72 * MIB, context_bytes=780 * MIB, convolution_workspaces=True
 )

@@ -1,9 +1,10 @@
-"""The memory that a rank needs: the tensors of a step, replayed in the order in which they are allocated and freed.
+"""Predicts the memory that a rank needs: the tensors of a step, replayed in the order in which they are allocated and
+freed.
 
     allocated = weights + buffers + inputs + optimizer state + workspace                       _permanent
               + max over the step of  gathered weights + gradients + buckets                   replay.py
                                     + activations of the microbatches in flight + temporaries + rounding
-    shard n:    optimizer state / n, and weights / n and the gathered ones                     _permanent
+    shard n:    optimizer state / n, weights / n, and the weights that are gathered            _permanent
     tensor:     the rank's share of every split module                                         split_profile.py
     branches:   the shared modules and the rank's branches, and every branch's result          branches.py
     pipeline:   the stages of the rank; as many microbatches in flight as its schedule starts  stages.py
@@ -11,8 +12,8 @@
     device    = reserved + context
 
 Every figure is bytes on one rank. On CUDA each tensor is rounded up to the allocator's granule. The reserved and device
-figures are lower bounds: fragmentation and the workspaces that convolutions try out are not replayed, and on an H200
-cost 3% to 69% more than was allocated (validation/memory/one_gpu_h200.json).
+figures are lower bounds, because fragmentation and the workspaces that convolutions try out are not replayed. On an
+H200 the two added 3% to 69% to the allocated memory (validation/memory/one_gpu_h200.json).
 """
 
 from collections.abc import Sequence
@@ -38,7 +39,9 @@ from meshwright.simulator.tensor.split_profile import split_profile
 
 @dataclass(frozen=True)
 class MemoryPrediction:
-    """`breakdown` has the bytes in memory at the peak, which add up to `allocated_bytes`."""
+    """The predicted peak memory of a rank. `breakdown` has the bytes in memory at the peak, which add up to
+    `allocated_bytes`. `reserved_bytes` is what the allocator takes from the device for them, `device_bytes` also
+    includes the driver's context, and `peak_at` names the part of the step in which the peak occurs."""
 
     breakdown: dict[str, int]
     allocated_bytes: int
@@ -50,7 +53,7 @@ class MemoryPrediction:
 def predict_memory(
     profile: ModelProfile, plan: Plan, batch: int, optimizer: OptimizerCost, device: DeviceMemory
 ) -> MemoryPrediction:
-    """The peak of the rank that needs most, where each trains `batch` samples in a microbatch."""
+    """The peak memory of the rank that needs most, if every microbatch of a rank has `batch` samples."""
     if places_branches(plan):
         return _memory_with_branches(profile, plan, batch, optimizer, device)
     ranks, schedule = plan.axes.pipeline, plan.pipeline.schedule
@@ -69,7 +72,7 @@ def predict_memory(
 def _memory_with_branches(
     profile: ModelProfile, plan: Plan, batch: int, optimizer: OptimizerCost, device: DeviceMemory
 ) -> MemoryPrediction:
-    """The peak of the rank that needs most, where ranks hold different branches."""
+    """The peak memory of the rank that needs most, if ranks hold different branches."""
     results = BatchPolynomial(all_result_bytes(profile, plan, batch), 0.0)
     shared_plan, order = plan_outside_branches(profile, plan), _order(plan)
     predictions = []
@@ -81,8 +84,9 @@ def _memory_with_branches(
 
 
 def _order(plan: Plan) -> Order:
-    """The actions of each pipeline rank. Once a pipeline was filled a few times it needs no more memory, so further
-    rounds are left out; gpipe keeps all microbatches."""
+    """The actions of each pipeline rank, as far as they are needed to find the peak. After a few rounds of microbatches
+    a pipeline needs no more memory, so further rounds are left out, except for gpipe, which keeps the activations of
+    all microbatches."""
     ranks, stages = plan.axes.pipeline, plan.stages_per_rank
     if ranks == 1:
         return ((Action(0, 0, "forward"), Action(0, 0, "backward")),)
@@ -102,7 +106,8 @@ def _rank_memory(
     trainable = [float(parameter.bytes) for parameter in _parameters(stages) if parameter.trainable]
     shard = plan.axes.shard
     gradients = LiveBytes(gradients=sum(trainable), rounding=sum(map(device.rounding, trainable)))
-    # With buckets, earlier microbatches, or other stages on the rank, gradients are there from the start.
+    # Gradients are in memory from the start of a pass if they are in buckets, or if earlier microbatches or other
+    # stages of the rank have computed some.
     has_buckets = plan.axes.replicate > 1 and shard == 1
     has_earlier_gradients = plan.memory.accumulation > 1 or plan.axes.pipeline > 1
     whole_gradients = shard == 1 or plan.memory.sharding == "optimizer"
@@ -141,7 +146,7 @@ def _rank_memory(
 
 
 def _parameters(stages: dict[int, StageProfile]) -> list[Parameter]:
-    """The parameters of all stages of a rank; a tied one that several of them use is there once."""
+    """The parameters of all stages of a rank; a tied parameter that several stages use is listed once."""
     return list({p.names[0]: p for stage in stages.values() for p in stage.profile.parameters}.values())
 
 
@@ -152,9 +157,9 @@ def _peak_of_actions(
     batch: int,
     earlier: LiveBytes,
 ) -> MemoryMoment:
-    """The peak of a rank that runs these actions: that of the running one, with the `earlier` gradients and the tensors
-    that other microbatches have saved. Everything that was saved is assumed to stay until the gradients of the weights
-    are computed."""
+    """The peak of a rank that runs these actions. The memory during an action is that of its pass, plus the gradients
+    of `earlier` microbatches, plus the tensors that other microbatches have saved. Saved tensors are assumed to stay
+    until the gradients of the weights are computed."""
     saved = {
         number: passes[number].saved.plus(LiveBytes(saved=stage.received.at(batch))) for number, stage in stages.items()
     }
@@ -190,7 +195,8 @@ def _gathered_weights(stage: StageProfile, plan: Plan) -> GatheredWeights:
 def _permanent(
     stages: dict[int, StageProfile], plan: Plan, batch: int, optimizer: OptimizerCost, device: DeviceMemory
 ) -> tuple[dict[str, float], float]:
-    """The bytes that are allocated from the first step to the last, by name, and their rounding."""
+    """The bytes that stay allocated during all of training, by name, and the bytes that the allocator's rounding adds
+    to weights and optimizer state."""
     profiles = [stage.profile for stage in stages.values()]
     shard, rounding = plan.axes.shard, device.rounding
     weights = [p.bytes / shard for p in _parameters(stages)]
@@ -206,8 +212,9 @@ def _permanent(
 
 
 def _optimizer_step(trainable: list[float], optimizer: OptimizerCost, device: DeviceMemory) -> LiveBytes:
-    """The bytes during the optimizer step: all gradients, and temporaries of all parameters together or of the largest
-    one."""
+    """The bytes in memory during the optimizer step: all gradients, and the optimizer's temporaries, which a
+    multi-tensor optimizer allocates for all parameters at once and other optimizers for one parameter at a time (here
+    the largest)."""
     if not trainable:
         return LiveBytes()
     sizes = trainable if optimizer.multi_tensor else [max(trainable)]

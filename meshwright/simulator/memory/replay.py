@@ -1,6 +1,7 @@
-"""The tensors of one microbatch, replayed in the order in which they are allocated and freed: the peak of each pass.
+"""Replays the tensors of one microbatch in the order in which they are allocated and freed, and finds the peak of each
+pass.
 
-Under a shard axis of n ranks weights are all-gathered block by block, and 1/n of a block's gradients stays:
+With a shard axis of n ranks, weights are all-gathered block by block, and 1/n of a block's gradients stays:
 
     gathered   the root's weights, the current block's, and the buffers that the next block is gathered into
                (`sharding: parameters`); all weights from their first use to the end of the backward pass (other levels)
@@ -19,7 +20,8 @@ Rounding = Callable[[float], float]
 
 @dataclass
 class LiveBytes:
-    """Bytes in memory at one moment, by what they are."""
+    """Bytes in memory at one moment: `gathered` weights, `gradients` of parameters, `buckets` from which gradients are
+    sent, activations `saved` for the backward pass, `temporary` tensors, and what the allocator's `rounding` adds."""
 
     gathered: float = 0.0
     gradients: float = 0.0
@@ -48,8 +50,9 @@ class MemoryMoment:
 
 @dataclass(frozen=True)
 class GatheredWeights:
-    """The weights that a shard axis gathers, in bytes: those of each block, and the `root_bytes` that are in no block.
-    With `keeps` they stay gathered between the passes. The gradients are divided over `ranks`."""
+    """The bytes of the weights that a shard axis gathers: those of each block, and the `root_bytes` of weights outside
+    of all blocks. With `keeps`, gathered weights stay from the forward to the backward pass. `ranks` is the size of the
+    shard axis, which divides the gradients."""
 
     blocks: dict[str, float]
     root_bytes: float
@@ -67,7 +70,8 @@ class GatheredWeights:
 
 @dataclass(frozen=True)
 class PassPeaks:
-    """The moment of a forward and of a backward pass with most bytes in memory, and what stays between the passes."""
+    """The moment with most bytes in memory in the forward pass and in the backward pass, and the bytes that stay in
+    memory between the two passes (without gathered weights)."""
 
     forward: MemoryMoment
     backward: MemoryMoment
@@ -84,7 +88,8 @@ class _ReplayState:
 
 
 class _ScaledChange(NamedTuple):
-    """A change of memory with its bytes for a batch, their rounding, and the workspace of its operator."""
+    """A `MemoryChange` with its bytes for one batch size, the bytes that the allocator's rounding adds, and the
+    workspace of the operator that returned the tensor."""
 
     change: MemoryChange
     bytes: float
@@ -101,9 +106,9 @@ def replay(
     gathering: GatheredWeights | None = None,
     workspaces: bool = False,
 ) -> PassPeaks:
-    """The peaks of both passes of a microbatch. `kept_gradient_bytes` are there from the start (buckets, or gradients
-    of earlier microbatches): a new gradient is then temporary, and added to them. With `workspaces` operators allocate
-    theirs."""
+    """The peaks of both passes of a microbatch. If `kept_gradient_bytes` is above 0, gradients are in memory from the
+    start (in buckets, or from earlier microbatches); a new gradient is then a temporary tensor that is added to them.
+    With `workspaces`, operators allocate the workspace that the profile states for them."""
     adds_gradients = kept_gradient_bytes > 0
     forward = _replay_pass(profile, "forward", batch, rounding, LiveBytes(), adds_gradients, gathering, workspaces)
     saved = replace(forward.now, gathered=0.0)
@@ -130,13 +135,14 @@ def _replay_pass(
         before = replace(state.now)
         for turn in range(min(segment.block_count, 3)):
             if turn == 2:
-                # Each of the equal blocks between adds what the second one did: only the last can be larger.
+                # The blocks between the second and the last add as much as the second did, so the peak is in the last
+                # block or in the first two.
                 added = state.now.plus(before.scaled(-1.0))
                 state.now = state.now.plus(added.scaled(segment.block_count - 3.0))
             before = replace(state.now)
             _replay_block(state, changes, phase, adds_gradients, gathering, profile.blocks)
             if gathering is not None and segment.blocks:
-                _send_gradients(state, gathering)  # the next of equal blocks is another one
+                _send_gradients(state, gathering)  # each of the equal blocks sends its own gradients
     if gathering is not None:
         _send_gradients(state, gathering)
     return state
@@ -173,7 +179,7 @@ def _scaled_change(
 
 
 def _workspace_bytes(segment: TraceSegment, change: MemoryChange, batch: int) -> float:
-    """The workspace of the operator that has just returned this tensor; 0 for a change that frees a tensor."""
+    """The workspace bytes of the operator that has just returned this tensor; 0 for a change that frees a tensor."""
     is_result = change.bytes.constant + change.bytes.linear > 0 and change.after_operators
     return segment.operators[change.after_operators - 1].workspace_bytes.at(batch) if is_result else 0.0
 
@@ -200,13 +206,15 @@ def _gather(state: _ReplayState, layer: str, gathering: GatheredWeights, blocks:
     if gathering.keeps:
         state.now.gathered = gathering.all_bytes
     else:
-        # In a block also its weights, and the flat buffer and the weights that the next block's are copied into.
+        # In a block, its own weights are gathered too. The next block, assumed to be the largest, is gathered ahead,
+        # which takes twice its weights: a flat buffer, and the weights that are copied out of it.
         block = gathering.blocks.get(unit, 0.0) + 2 * gathering.largest_block_bytes if unit else 0.0
         state.now.gathered = gathering.root_bytes + block
 
 
 def _send_gradients(state: _ReplayState, gathering: GatheredWeights) -> None:
-    """Reduce-scatters the gradients of a block: a buffer holds them until the next block's are sent, a part stays."""
+    """Reduce-scatters the gradients of a block. A buffer keeps them until the gradients of the next block are sent;
+    1 / `ranks` of them stays."""
     block_bytes = state.unit_gradients
     if block_bytes <= 0:
         return

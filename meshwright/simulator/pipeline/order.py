@@ -23,8 +23,9 @@ PassKind = Literal["forward", "backward", "input_backward", "weight_backward"]
 
 
 class Action(NamedTuple):
-    """One stage computes one pass of one microbatch. `backward` computes all gradients; zero-bubble schedules compute
-    the gradient of the stage's input and those of its weights separately."""
+    """One pass of one microbatch on one stage. A `backward` action computes all gradients. Zero-bubble schedules
+    replace it by an `input_backward` for the gradient of the stage's input and a `weight_backward` for those of its
+    weights."""
 
     stage: int
     microbatch: int
@@ -43,7 +44,7 @@ def pipeline_order(schedule: str, ranks: int, stages_per_rank: int, microbatches
 
 
 def stages_of_rank(schedule: str, ranks: int, stages_per_rank: int, rank: int) -> tuple[int, ...]:
-    """The stages of a rank, in the order in which a microbatch passes them."""
+    """The numbers of a rank's stages, in the order in which the forward pass of a microbatch runs them."""
     _check_stages(schedule, ranks, stages_per_rank)
     if schedule == "zbv":
         return rank, 2 * ranks - 1 - rank
@@ -51,7 +52,7 @@ def stages_of_rank(schedule: str, ranks: int, stages_per_rank: int, rank: int) -
 
 
 def check_schedule(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> None:
-    """Raises InputError for what PyTorch refuses, with a suggestion."""
+    """Raises `InputError` with a suggestion if PyTorch refuses to run the schedule with these numbers."""
     _check_stages(schedule, ranks, stages_per_rank)
     if schedule == "1f1b" and microbatches < ranks:
         raise InputError(
@@ -101,7 +102,8 @@ def _zero_bubble(rank: int, ranks: int, stages_per_rank: int, microbatches: int)
 
 
 def _zbv(rank: int, ranks: int, _: int, microbatches: int) -> Iterator[Action]:
-    """The table is that of at least 2p - 1 microbatches; with fewer, actions of missing microbatches are left out."""
+    """The actions of a rank under the zbv schedule. The table is made for at least 2p - 1 microbatches; if there are
+    fewer, the actions of the missing microbatches are left out. Each entry says how often its list of passes is run."""
     down, up = stages_of_rank("zbv", ranks, 2, rank)
     filled = max(2 * ranks - 1, microbatches)
     forward_down, input_down, weight_down = _passes(down)
@@ -137,7 +139,8 @@ def _round_size(ranks: int, microbatches: int) -> int:
 def _rounds(
     rank: int, ranks: int, stages_per_rank: int, microbatches: int, kind: PassKind
 ) -> tuple[list[Action], list[Action]]:
-    """All forwards and all backwards of a rank: the microbatches of a round pass one stage before the next."""
+    """All forward actions and all backward actions of a rank, each in its order. All microbatches of a round run on one
+    of the rank's stages before they run on the next."""
     stages = stages_of_rank("interleaved_1f1b", ranks, stages_per_rank, rank)
     size = _round_size(ranks, microbatches)
     begins = range(0, microbatches, size)
@@ -156,8 +159,8 @@ def _in_turns(forwards: list[Action], backwards: list[Action], ahead: int) -> It
 
 
 def _with_weights(actions: Iterable[Action], behind: int) -> Iterator[Action]:
-    """The actions, with the `weight_backward` of each microbatch inserted after the `input_backward` of the microbatch
-    that is `behind` places later."""
+    """The actions with a `weight_backward` inserted for each `input_backward`. It runs after the `input_backward` that
+    is `behind` places later in the order of `input_backward` actions, or at the end."""
     pending: deque[Action] = deque()
     for action in actions:
         yield action

@@ -14,7 +14,8 @@ from meshwright.simulator.runtime import Runtime
 
 
 def tied_parameters(stages: Sequence[StageProfile], plan: Plan) -> list[tuple[Parameter, frozenset[int]]]:
-    """The trained parameters that several pipeline ranks have, each with these ranks."""
+    """The trained parameters that several pipeline ranks have, each with the set of these ranks; empty without a
+    pipeline."""
     if plan.axes.pipeline == 1:
         return []
     holders: dict[str, set[int]] = {}

@@ -1,8 +1,9 @@
-"""The profile of a model, cut into profiles of its pipeline stages.
+"""Cuts the profile of a model into profiles of its pipeline stages.
 
-Every operator belongs to the piece of the model that ran it, and every piece to a stage. What the forward pass computes
-between pieces belongs to the piece before, and what it computes ahead of them to the first. For each microbatch a stage
-keeps the tensors that it received and those that it saved itself.
+A model consists of pieces: the modules that stages are made of (`Structure.pieces`). Every operator belongs to the
+piece that ran it, and every piece to a stage. Operators that the forward pass runs between two pieces belong to the
+piece before them, and operators before the first piece belong to the first piece. For each microbatch a stage keeps the
+tensors that it received and those that it saved itself.
 """
 
 from bisect import bisect_left
@@ -22,7 +23,8 @@ _StageOf = Callable[[str], int | None]
 
 @dataclass(frozen=True)
 class StageProfile:
-    """`received` and `sent` are the bytes of a microbatch that cross the cuts before and behind the stage."""
+    """The profile of one pipeline stage. `received` and `sent` are the bytes that cross the cut before the stage and
+    the cut behind it, as functions of the samples in a microbatch."""
 
     profile: ModelProfile
     received: BatchPolynomial
@@ -30,7 +32,7 @@ class StageProfile:
 
 
 def stage_profiles(profile: ModelProfile, cuts: tuple[str, ...]) -> tuple[StageProfile, ...]:
-    """The stages of a model with these cuts, each the name of the last piece of a stage; one stage without cuts."""
+    """The stages of a model. Each cut is the name of the last piece of a stage; without cuts there is one stage."""
     if not cuts:
         return (StageProfile(profile, _NO_BYTES, _NO_BYTES),)
     structure = profile.structure
@@ -59,7 +61,8 @@ def _crossing_bytes(cut: Cut) -> BatchPolynomial:
 
 
 def _stage_of_module(structure: Structure, cuts: tuple[str, ...]) -> _StageOf:
-    """A function that returns the stage of a module; None for a module with pieces of several stages, or of none."""
+    """A function that maps the name of a module to the number of its stage, or to None if the module contains pieces of
+    several stages, or is in no piece and contains none."""
     ends = set(cuts)
     stage, stages = 0, {}
     for piece in structure.pieces:
@@ -87,7 +90,7 @@ def _lookup(stages: dict[str, int], module: str) -> int | None:
 
 def _cut_profile(profile: ModelProfile, stage_of: _StageOf, stages: int) -> list[ModelProfile]:
     segments: list[list[TraceSegment]] = [[] for _ in range(stages)]
-    # Stages of tensors that were allocated outside of the pieces and not yet freed, by role, layer and bytes.
+    # The stages of tensors that were allocated outside of all pieces and are not yet freed, by role, layer and bytes.
     allocated: dict[tuple[str, str, BatchPolynomial], list[int]] = {}
     for segment in profile.segments:
         if segment.blocks:
@@ -124,8 +127,8 @@ def _cut_profile(profile: ModelProfile, stage_of: _StageOf, stages: int) -> list
 def _cut_blocks(
     segment: TraceSegment, profile: ModelProfile, stage_of: _StageOf, stages: int
 ) -> Iterator[tuple[int, TraceSegment]]:
-    """The parts of a segment of equal blocks, each with its stage. A tensor that a block frees, though no block
-    allocated it, is freed on the stage of its layer."""
+    """The parts of a segment of equal blocks that belong to each stage, each with the number of the stage. If a block
+    frees a tensor that no block allocated, the tensor is freed on the stage of the layer that allocated it."""
     freed = {
         stage: [c for c in segment.changes if _stage_outside_blocks(c, profile, stage_of) == stage]
         for stage in range(stages)
@@ -141,15 +144,15 @@ def _cut_blocks(
 
 
 def _stage_outside_blocks(change: MemoryChange, profile: ModelProfile, stage_of: _StageOf) -> int | None:
-    """The stage of a tensor that no block allocated; None for one of a block."""
+    """The stage of a tensor that was allocated outside of all equal blocks; None if a block allocated it."""
     if any(segment.blocks and is_inside(change.layer, segment.unit) for segment in profile.segments):
         return None
     return stage_of(change.layer)
 
 
 def _neighbour_stage(segments: list[list[TraceSegment]], segment: TraceSegment, stages: int) -> int:
-    """The stage where the segment before this one ended: in the forward pass the last one with segments of this pass,
-    in the backward pass the first."""
+    """The stage where the previous segment of the same pass ended. In the forward pass it is the last stage that has
+    segments so far, in the backward pass the first such stage."""
     same_pass = [stage for stage in range(stages) if any(s.phase == segment.phase for s in segments[stage])]
     if segment.phase == "forward":
         return max(same_pass, default=0)
@@ -157,7 +160,8 @@ def _neighbour_stage(segments: list[list[TraceSegment]], segment: TraceSegment, 
 
 
 def _operator_stages(layers: Iterable[str], stage_of: _StageOf, start: int) -> list[int]:
-    """The stage of each operator, given its layer: that of the operator before where the layer has none."""
+    """The stage of each operator, given the operators' layers. An operator whose layer has no stage belongs to the
+    stage of the operator before it; the first such operators belong to the stage `start`."""
     stages, current = [], start
     for layer in layers:
         stage = stage_of(layer)
@@ -174,8 +178,9 @@ def _change_stages(
     start: int,
     allocated: dict[tuple[str, str, BatchPolynomial], list[int]],
 ) -> dict[int, int]:
-    """How many of the tensors of a change are on which stage. Tensors that all blocks of a segment allocated are where
-    each block is, and a tensor that was allocated between pieces is freed where it was allocated."""
+    """The number of tensors of a change on each stage, by stage. If every block of a segment allocated one of the
+    tensors, each tensor is on the stage of its block. A tensor that was allocated between pieces is freed on the stage
+    where it was allocated."""
     if change.tensor_count > 1:
         blocks = next(s.blocks for s in profile.segments if s.blocks and is_inside(change.layer, s.unit))
         return Counter(stage_of(block) or 0 for block in blocks)
@@ -192,7 +197,8 @@ def _change_stages(
 
 
 def _restricted(segment: TraceSegment, numbers: list[int], changes: list[MemoryChange]) -> TraceSegment:
-    """The segment with the operators of these numbers, and these changes."""
+    """The segment with only the operators at the positions `numbers` and only these changes, whose positions are
+    adapted."""
     operators: tuple[Operator, ...] = tuple(segment.operators[number] for number in numbers)
     before = [bisect_left(numbers, change.after_operators) for change in changes]
     return replace(
@@ -203,6 +209,7 @@ def _restricted(segment: TraceSegment, numbers: list[int], changes: list[MemoryC
 
 
 def _parameter_stages(parameter: Parameter, stage_of: _StageOf) -> set[int]:
-    """The stages of a parameter: a tied one is on every stage that uses it, one outside of the pieces on the first."""
+    """The stages of a parameter. A tied parameter is on every stage that uses it, a parameter outside of all pieces on
+    the first stage."""
     stages = {stage_of(name.rpartition(".")[0]) for name in parameter.names}
     return {stage for stage in stages if stage is not None} or {0}

@@ -1,16 +1,17 @@
-"""When each rank of a pipeline computes what: the timeline of an order of actions.
+"""Computes when each rank of a pipeline runs each of its actions: the timeline of an order of actions.
 
     start = max(end of the rank's action before, end of the action that it needs + transfer)                 timeline
     needs: forward of stage s: forward of s - 1;  backward of s: backward of s + 1, of the last stage its own forward
     span  = the last end = busy + bubble, on every rank                                                      Timeline
-    with equal stages (p ranks, v stages a rank, m microbatches, f and b seconds a stage):              pipeline_span
+    with equal stages (p ranks, v stages per rank, m microbatches, f and b seconds per stage):          pipeline_span
         span = (v max(m, p) + min(m, p) - 1) (f + b)        gpipe and 1f1b (v = 1), interleaved_1f1b
              + 2t (p - 1)                                   gpipe, t seconds of transfer
              + 2t ((p - 1)⌈m / p⌉ + max(0, (m - 1) mod p - 1))    1f1b, where a rank waits each p-th time for the rest
 
-Each microbatch passes a chain of 2 × stages positions, forward up and backward down, and an action waits for the
-position before its own. A rank continues until a result is missing, and is resumed when the result is there: every
-action is visited once or twice, whatever the schedule.
+Each microbatch passes a chain of 2 × stages positions, first the forward passes in the order of stages, then the
+backward passes in reverse order. An action waits for the action at the position before its own. A rank runs actions
+until it needs a result that is missing, and is resumed when the result exists, so that every action is visited at most
+twice.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,8 +37,9 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """An order and, for each rank, when its actions start and end. On every rank `busy_s` and `bubble_s` add up to the
-    span."""
+    """An order of actions, the start and end of each action (one tuple per rank, in that order), and the seconds that
+    each rank is busy. On every rank `busy_s` and `bubble_s` add up to `span_s`, the end of the last action of all
+    ranks."""
 
     order: Order
     starts_s: tuple[tuple[float, ...], ...]
@@ -54,15 +56,16 @@ class Timeline:
         return tuple(span_s - busy_s for busy_s in self.busy_s)
 
     def events(self) -> Iterator[Event]:
-        """All actions, rank by rank, those of a rank in the order of time."""
+        """Yields all actions with their times, rank by rank, and for each rank in the order of time."""
         for rank, times in enumerate(zip(self.order, self.starts_s, self.ends_s, strict=True)):
             for action, start_s, end_s in zip(*times, strict=True):
                 yield Event(rank, *action, start_s, end_s)
 
 
 def timeline(order: Order, costs: Callable[[Action], float], transfer: Callable[[int, int], float]) -> Timeline:
-    """The timeline of an order. `costs` returns the seconds of an action, `transfer` those from one stage to the next
-    or back (called only where the two are on different ranks). An order that waits for itself raises ValueError."""
+    """The timeline of an order. `costs` returns the seconds of an action. `transfer` returns the seconds of a message
+    from one stage to a neighbouring one; it is called only if the two are on different ranks. Raises ValueError if the
+    order deadlocks."""
     microbatches = 1 + max(action.microbatch for actions in order for action in actions)
     dependencies = _dependencies(order, transfer, microbatches)
     ended = [0.0] * microbatches + [_NOT_ENDED] * (2 * len(dependencies["forward"]) * microbatches)
@@ -107,7 +110,8 @@ def pipeline_span(
     backward_s: float,
     transfer_s: float = 0.0,
 ) -> float:
-    """The span of a timeline whose stages are all equal, in closed form; ValueError for schedules that have none."""
+    """The span of a timeline whose stages are all equal, in closed form; raises ValueError if the schedule has no
+    closed form."""
     check_schedule(schedule, ranks, stages_per_rank, microbatches)
     full, part = max(microbatches, ranks), min(microbatches, ranks)
     span_s = (stages_per_rank * full + part - 1) * (forward_s + backward_s)
@@ -122,8 +126,10 @@ def pipeline_span(
 
 
 class _Dependency(NamedTuple):
-    """The dependency of actions of one kind and stage: the positions where the end of the needed action and that of the
-    action itself are stored (for microbatch 0, the others follow), and the seconds of the transfer between them."""
+    """What the actions of one kind and stage wait for. In the list of ends, `needs` is the index of the end of the
+    action that is waited for, and `ends_at` the index at which the action's own end is stored (None if nothing waits
+    for it). Both are those of microbatch 0; the microbatches follow each other. `delay_s` is the transfer between the
+    two."""
 
     needs: int
     ends_at: int | None
@@ -133,8 +139,8 @@ class _Dependency(NamedTuple):
 def _dependencies(
     order: Order, transfer: Callable[[int, int], float], microbatches: int
 ) -> dict[PassKind, dict[int, _Dependency]]:
-    """The dependencies by kind and stage. Position 0 of the chain is the pipeline's input. Nothing waits for a
-    `weight_backward`."""
+    """The dependencies by kind of action and stage. Position 0 of the chain is the pipeline's input. No action waits
+    for a `weight_backward`."""
     rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
 
     def delay(source: int, stage: int) -> float:

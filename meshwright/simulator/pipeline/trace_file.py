@@ -34,7 +34,7 @@ def timeline_spans(timeline: Timeline, category: str = "compute") -> Iterator[Sp
 
 
 def write_trace(path: Path, spans: Iterable[Span]) -> Path:
-    """Writes the spans, all on one clock that starts at 0."""
+    """Writes the spans to the file `path` and returns the path. The times of all spans count from the same moment."""
     threads: dict[str, int] = {}
     lines: set[tuple[int, str]] = set()
     events: list[dict[str, Any]] = []

@@ -1,14 +1,15 @@
-"""Branches of a model that are placed on different ranks of the tensor axis (parallel/branches/branches.py runs them):
-what each rank has of the model, what the ranks send each other, and how long they wait for each other.
+"""Branches of a model (towers or heads) that are placed on different ranks of the tensor axis: what each rank has of
+the model, what the ranks send each other, and how long they wait for each other. parallel/branches/branches.py runs
+them.
 
-Each rank has the model without the branches of the others: it computes, keeps, combines and updates
+Each rank has the model without the branches that are placed on other ranks. It computes, keeps, combines and updates
 
     shared modules + Σ branches of the rank                                                   branch_rank_profiles
 
-In every microbatch, with y the result of a branch, and x an input that several branches have and whose producer is
+In every microbatch, y is the result of a branch, and x the input of one or more branches, if parameters before it are
 trained:
 
-    forward    broadcast of y, of every branch                                                branch_messages
+    forward    broadcast of the y of every branch                                             branch_messages
     backward   all_reduce of the gradient of x, once for all branches that have this input    branch_messages
     memory     every y is on every rank                                                       all_result_bytes
 
@@ -55,7 +56,7 @@ def check_branches(profile: ModelProfile, plan: Plan) -> None:
 
 
 def _layers(segment: TraceSegment) -> Iterator[str]:
-    """The layers of the segment's operators, in all of its equal blocks."""
+    """Yields the names of the layers of the segment's operators, in each of its equal blocks."""
     for operator in segment.operators:
         for block in segment.blocks or (segment.unit,):
             yield block + operator.layer[len(segment.unit) :] if segment.blocks else operator.layer
@@ -65,8 +66,8 @@ def _layers(segment: TraceSegment) -> Iterator[str]:
 
 
 def branch_rank_profiles(profile: ModelProfile, plan: Plan) -> tuple[ModelProfile, ...]:
-    """The profile of each rank of the tensor axis, in which nothing inside a branch is split; the unchanged profile,
-    once, where the plan places no branches."""
+    """The profile of each rank of the tensor axis, without the branches that are placed on other ranks. Nothing inside
+    a branch is split. If the plan places no branches, the result is one unchanged profile for all ranks."""
     if not places_branches(plan):
         return (profile,)
     check_branches(profile, plan)
@@ -87,7 +88,8 @@ def without_branch_splits(profile: ModelProfile, plan: Plan) -> ModelProfile:
 
 
 def plan_outside_branches(profile: ModelProfile, plan: Plan) -> Plan:
-    """The plan for the shared modules: without splits that only name layers inside branches."""
+    """The plan for the modules outside of branches: without splits that only name layers inside branches, and without
+    `sequence`."""
     if not places_branches(plan):
         return plan
     names = [name.rpartition(".")[0] for parameter in profile.parameters for name in parameter.names]
@@ -109,8 +111,8 @@ def _without(profile: ModelProfile, removed: Sequence[str]) -> ModelProfile:
     blocks = {segment.unit: segment.blocks for segment in profile.segments if segment.blocks}
 
     def remaining_tensors(change: MemoryChange) -> int:
-        """The tensors of the change that remain: of those that all blocks of a segment allocate at once, one for each
-        remaining block."""
+        """The number of tensors of the change that remain. If each block of a segment has one of them, one remains for
+        each remaining block."""
         if change.tensor_count > 1:
             unit = next(unit for unit in blocks if is_inside(change.layer, unit))
             return sum(not _is_in_any(block, removed) for block in blocks[unit])
@@ -151,7 +153,8 @@ def _without(profile: ModelProfile, removed: Sequence[str]) -> ModelProfile:
 
 
 def branch_messages(profile: ModelProfile, plan: Plan, batch: float) -> list[TensorMessage]:
-    """The messages of a microbatch for its branches. The profile is that of the whole model."""
+    """The messages that the plan's branches need in a microbatch; empty if the plan places no branches. `profile` is
+    that of the whole model."""
     if not places_branches(plan):
         return []
     branches = plan.modules.branches
@@ -176,15 +179,16 @@ def result_bytes(profile: ModelProfile, branch: str, batch: float) -> float:
 
 
 def all_result_bytes(profile: ModelProfile, plan: Plan, batch: float) -> float:
-    """The bytes of the results of all branches, which every rank has; the rank of a branch has them twice."""
+    """The bytes of the results of all branches, which every rank keeps. The rank that computes a branch thus has its
+    result twice. 0 if the plan places no branches."""
     if not places_branches(plan):
         return 0.0
     return sum(result_bytes(profile, name, batch) for name in plan.modules.branches)
 
 
 def _input_source(profile: ModelProfile, plan: Plan, name: str) -> tuple[str, ...] | None:
-    """The modules that produce the input of a branch, equal for branches that share it; None if nothing before the
-    branch is trained."""
+    """The names of the modules that produce the input of a branch, which are equal for branches that share their input;
+    None if the input needs no gradient, because it is the model's input or nothing outside of branches is trained."""
     groups = profile.structure.branches if profile.structure else ()
     branches = [branch for group in groups for branch in group.branches]
     branch = next((branch for branch in branches if name in branch.modules), None)
@@ -219,7 +223,8 @@ def _last_result_bytes(profile: ModelProfile, branch: str, phase: Phase, batch: 
 
 
 def _operator_result(operator: Operator, batch: float, phase: Phase) -> _Result:
-    """The result of an operator, as far as its shape tells."""
+    """The bytes of an operator's result, as far as they follow from its shape; 0 for views and operators without a
+    shape."""
     item = ITEM_BYTES.get(operator.dtype, 4)
     if operator.kind == "view":
         return _Result(0.0, grows=False)
@@ -246,7 +251,7 @@ def _operator_result(operator: Operator, batch: float, phase: Phase) -> _Result:
 
 @dataclass(frozen=True)
 class RankWork:
-    """Seconds of one rank: of a microbatch's passes, and after the last microbatch."""
+    """Seconds of one rank: of the forward and of the backward pass of a microbatch, and after the last microbatch."""
 
     forward_s: float
     backward_s: float
@@ -254,7 +259,8 @@ class RankWork:
 
 
 def synchronized_step_s(ranks: Sequence[RankWork], microbatches: int, *, summed: bool) -> float:
-    """Seconds of a step of ranks that wait for each other; `summed` where gradients of shared inputs are summed."""
+    """Seconds of a step in which ranks wait for each other. `summed` says whether gradients of shared inputs are
+    summed."""
     forward = max(rank.forward_s for rank in ranks)
     if summed:
         backward = max(rank.backward_s for rank in ranks)

@@ -1,7 +1,7 @@
 """Tensor-parallel messages: what ranks of split layers send each other in every microbatch (`tensor_messages`).
 
-With n ranks, X and Y are the bytes of a layer's whole input and output, and of their gradients. Between layers that are
-split over the tensor axis, values are whole on every rank:
+There are n ranks. X is the bytes of a layer's whole input, or of its gradient; Y those of its whole output. A value is
+whole if every rank has all of it. Between layers that are split over the tensor axis, values are whole:
 
                                 forward                       backward
     first column of a group                                   all_reduce X                    _whole_values
@@ -10,11 +10,11 @@ split over the tensor axis, values are whole on every rank:
     standalone row              all_reduce Y                  all_gather X
     embedding by vocabulary     all_reduce Y
     head by vocabulary          all_gather Y                  all_reduce X
-    head, with `loss`           all_reduce of 1 and of 3 numbers a target      all_reduce X
+    head, with `loss`           all_reduce of 1 and of 3 numbers per target    all_reduce X
 
-With `sequence` values are divided along the sequence from the first embedding or row on; before that, as after
-a pipeline cut, they are whole. A whole value that meets them (a residual, the output of a standalone layer) is
-divided, which gathers its gradient:
+With `sequence`, values are divided along the sequence from the first split embedding or row layer on. Before it, also
+after a pipeline cut, they are whole. If a whole value (a residual, the output of a standalone layer) is combined with
+divided values, it is divided as well, and its gradient is gathered in the backward pass:
 
     first column of a group     all_gather X                  reduce_scatter X                _values_along_sequence
     row of a group              reduce_scatter Y              all_gather Y; the first: 2 all_gather Y
@@ -24,7 +24,7 @@ divided, which gathers its gradient:
     weights that stay whole                                   all_reduce of their bytes       _whole_weights
         and have a number a token                             all_gather of their bytes
 
-Over the replicate axis values are divided by samples, so that X and Y are n times those of a rank:
+Over the replicate axis, each rank has its own samples. X and Y are the bytes of the samples of all n ranks:
 
     first column of a group     all_gather X                  reduce_scatter X                _values_by_samples
     row of a group              reduce_scatter Y              all_gather Y
@@ -32,9 +32,10 @@ Over the replicate axis values are divided by samples, so that X and Y are n tim
     standalone row              all_to_all X/n, reduce_scatter Y   all_gather Y, all_to_all X/n
     embedding                   reduce_scatter Y              all_gather Y
 
-Sizes that n does not divide (vocabulary, tokens) are padded, as if each rank had as much as the first. Where a layer's
+Sizes that n does not divide (vocabulary, tokens) are padded, as if each rank had as much as the first. If a layer's
 input needs no gradient, none is sent. The backward pass of a recomputed block sends the messages of its forward pass
-again. Groups that share an input are counted separately, though their gradients are summed before they are sent.
+again. If groups share an input, the messages of each group are counted, although the runtime sums their gradients
+before it sends them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -56,7 +57,8 @@ _LayerKind = Literal["column", "row", "embedding", "head"]
 
 @dataclass(frozen=True)
 class TensorMessage:
-    """A collective on a tensor of `bytes`, which happens `times` in the forward or backward pass of one microbatch."""
+    """A collective on a tensor of `bytes`, which runs `times` times in the forward pass (or, if `forward` is False, in
+    the backward pass) of one microbatch."""
 
     collective: Collective
     bytes: float
@@ -66,9 +68,9 @@ class TensorMessage:
 
 @dataclass(frozen=True)
 class _SplitOperator:
-    """An operator of a split layer that needs messages. `enters`: it is the first of its group, or of a standalone
-    layer. `has_input_gradient`: the backward pass computes the gradient of its input. `tokens` are the rows of a
-    sample."""
+    """An operator of a split layer that may need messages. `enters`: its input is the input of its group. `standalone`:
+    its layer is not part of a group of several layers. `has_input_gradient`: the backward pass computes the gradient of
+    its input. `tokens` is the number of tokens (rows of its input) per sample."""
 
     operator: Operator
     share: SplitShare
@@ -82,9 +84,9 @@ class _SplitOperator:
 def tensor_messages(
     profile: ModelProfile, plan: Plan, batch: float, runtime: Runtime = OUR_RUNTIME
 ) -> tuple[list[TensorMessage], list[TensorMessage]]:
-    """The messages of a microbatch along the tensor axis, and those along the replicate axis for layers
-    that are split over it. The profile is that of the whole model, or of a stage cut from one with marked standalone
-    layers (`with_standalone_splits`)."""
+    """The messages of a microbatch along the tensor axis, and those along the replicate axis, which are sent for layers
+    that are split over it. `profile` is that of the whole model, or of a pipeline stage that was cut from the result of
+    `with_standalone_splits`."""
     profile = with_standalone_splits(profile, plan)
     shares = split_shares(profile, plan)
     along_tensor: list[TensorMessage] = []
@@ -98,7 +100,7 @@ def tensor_messages(
         while blocks_left:
             before = walk.divided
             messages = list(walk.messages_of(segment, batch))
-            # The block in which values become divided is not like those behind it.
+            # The block in which values become divided sends other messages than the equal blocks after it.
             times = blocks_left if walk.divided == before else 1
             blocks_left -= times
             for axis, layer, message in messages:
@@ -110,8 +112,8 @@ def tensor_messages(
 
 
 class _ForwardWalk:
-    """Goes through the operators of a forward pass. `divided` says whether the values between split layers are divided
-    along the sequence."""
+    """Goes through the operators of a forward pass and derives their messages. `divided` says whether the values
+    between split layers are divided along the sequence at the current operator."""
 
     def __init__(self, profile: ModelProfile, plan: Plan, shares: Mapping[str, SplitShare]) -> None:
         groups = profile.structure.splits if profile.structure else ()
@@ -125,7 +127,7 @@ class _ForwardWalk:
         self._whole = _whole_weights(profile, self._split_of_module, shares) if plan.modules.sequence else {}
 
     def messages_of(self, segment: TraceSegment, batch: float) -> Iterator[tuple[str, str, TensorMessage]]:
-        """The messages of the segment's operators, once, each with its axis and layer."""
+        """Yields the messages of the segment's operators in one run of the segment, each with its axis and layer."""
         visited: set[str] = set()
         split_operators = {id(split.operator): split for split in self._split_operators(segment)}
         for operator in segment.operators:
@@ -194,8 +196,9 @@ def _whole_weights(
 
 
 def _layers_with_input_gradient(profile: ModelProfile) -> set[str]:
-    """The layers whose backward pass computes the gradient of their input: a product that does not sum over samples,
-    as the gradient of a weight does. A recomputed layer is assumed to have one."""
+    """The layers whose backward pass computes the gradient of their input. They are recognized by a product in the
+    backward pass that does not sum over samples, unlike the gradient of a weight. Recomputed layers have such a product
+    in any case, so they are assumed to compute this gradient."""
     return {
         operator.layer
         for segment in profile.segments
@@ -229,7 +232,8 @@ _Collectives = list[tuple[Collective, float]]
 def _whole_values(
     layer: _SplitOperator, input_bytes: float, output_bytes: float, loss: bool
 ) -> tuple[_Collectives, _Collectives]:
-    """The forward and backward collectives, where every rank has the whole input and needs the whole output."""
+    """The forward and the backward collectives of a layer if every rank has the whole input and needs the whole
+    output."""
     forward: _Collectives = []
     backward: _Collectives = []
     if layer.kind in ("row", "embedding"):
@@ -246,8 +250,8 @@ def _whole_values(
 def _values_along_sequence(
     layer: _SplitOperator, input_bytes: float, output_bytes: float, loss: bool, divided: bool
 ) -> tuple[_Collectives, _Collectives]:
-    """The forward and backward collectives, where each rank has and needs its part of the sequence; until values are
-    `divided` it has all of it."""
+    """The forward and the backward collectives of a layer if each rank needs its part of the sequence of the output. Of
+    the input it has its part of the sequence if values are `divided`, else the whole."""
     forward: _Collectives = []
     backward: _Collectives = []
     padding = _padding(layer.tokens, layer.share.ranks)
@@ -271,7 +275,8 @@ def _values_along_sequence(
 
 
 def _output_messages(layer: _SplitOperator, output_bytes: float, loss: bool) -> _Collectives:
-    """The output of a standalone layer is gathered, or, with a divided loss, its scores are compared where they are."""
+    """The forward collectives for the output of a standalone layer. The output is all-gathered. With `loss`, the output
+    of a head stays divided, and only a few numbers per target are summed for the loss."""
     operator, ranks = layer.operator, layer.share.ranks
     features = int(operator.shape[2].constant)
     if layer.kind == "head" and loss:
@@ -281,19 +286,20 @@ def _output_messages(layer: _SplitOperator, output_bytes: float, loss: bool) -> 
 
 
 def _is_divided_along_sequence(layer: _SplitOperator, plan: Plan) -> bool:
-    """Whether the layer's values are divided along the sequence. A layer of single vectors has no sequence."""
+    """Whether the plan divides the layer's values along the sequence. If samples have one token only, there is none."""
     return plan.modules.sequence and layer.share.axis == "tensor" and layer.tokens > 1
 
 
 def _padding(size: int, ranks: int) -> float:
-    """The factor by which a size grows when every rank has as much as the first."""
+    """The factor by which a size grows when it is padded so that every rank has as much as the first."""
     return -(-size // ranks) * ranks / size if size else 1.0
 
 
 def _values_by_samples(
     layer: _SplitOperator, input_bytes: float, output_bytes: float
 ) -> tuple[_Collectives, _Collectives]:
-    """The forward and backward collectives, where each rank has and needs its own samples."""
+    """The forward and the backward collectives of a layer if each rank has the input of its own samples and needs the
+    output of its own samples."""
     forward: _Collectives = []
     backward: _Collectives = []
     part = 1 / layer.share.ranks

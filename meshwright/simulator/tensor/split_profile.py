@@ -1,6 +1,6 @@
-"""The share of a model that one rank computes when modules are split: the model's profile, scaled to the rank.
+"""Scales the profile of a model to the share that one rank computes when modules are split.
 
-Over a tensor axis of t ranks, a group of modules that are split together has on each rank:
+Over a tensor axis of t ranks, each rank has of a group of modules that are split together (`SplitGroup`):
 
     parameters, gradients   1/t         work   1/t         values inside the group   1/t         its input   whole
     with `sequence`, everything between the groups   1/t; with `loss`, the scores up to the loss   1/t
@@ -9,7 +9,7 @@ Over a replicate axis of r ranks, each rank computes with the samples of all of 
 
     parameters, gradients   1/r         work   r · 1/r     values inside the group   r · 1/r     its input   r
 
-Groups are those of the model's structure, and standalone layers that the plan names (standalone_splits.py).
+The groups are those of the model's structure, and the standalone layers that the plan names (standalone_splits.py).
 """
 
 from collections.abc import Mapping
@@ -28,8 +28,9 @@ _DIVIDED_BY_SEQUENCE = ("norm", "elementwise", "copy", "reduction")
 
 @dataclass(frozen=True)
 class SplitShare:
-    """A rank's share of a split group: of its `parameters`, and of its `work` and the values inside. `input` is the
-    number of ranks whose samples the input of the group has."""
+    """The share of a split group that one rank has: `parameters` is the share of its parameters, `work` that of its
+    compute and of the values inside the group, relative to one rank's samples. `input` is the number of ranks whose
+    samples the input of the group contains. The group is split over `ranks` ranks of `axis`."""
 
     axis: str
     ranks: int
@@ -39,7 +40,8 @@ class SplitShare:
 
 
 def split_shares(profile: ModelProfile, plan: Plan) -> dict[str, SplitShare]:
-    """The shares of the groups that the plan splits, by the name of the group."""
+    """One rank's share of each group that the plan splits, by the name of the group. Raises `InputError` if the plan
+    names a layer that the ranks cannot divide."""
     shares: dict[str, SplitShare] = {}
     structure = with_standalone_splits(profile, plan).structure
     for group in structure.splits if structure else ():
@@ -69,9 +71,9 @@ def _by_vocabulary(group: SplitGroup) -> bool:
 
 
 def replicate_split_parameters(profile: ModelProfile, plan: Plan) -> frozenset[str]:
-    """The names of parameters that are split over the replicate axis. Each rank computes with the samples of all
-    ranks, so their gradients are not combined. Biases of `row` layers stay whole, and are added to a rank's own
-    samples."""
+    """The names of the parameters that are split over the replicate axis. Their gradients are not combined between
+    ranks, because each rank computes them from the samples of all ranks. The biases of `row` layers are not among them:
+    they stay whole and are added to a rank's own samples."""
     if not any(split.axis == "replicate" for split in plan.modules.splits.values()):
         return frozenset()
     shares = split_shares(profile, plan)
@@ -87,7 +89,7 @@ def replicate_split_parameters(profile: ModelProfile, plan: Plan) -> frozenset[s
 
 
 def split_profile(profile: ModelProfile, plan: Plan) -> ModelProfile:
-    """The rank's share of the whole model; the unchanged profile where the plan splits nothing."""
+    """The profile of one rank's share of the model; the profile of the whole model if the plan splits nothing."""
     profile = with_standalone_splits(profile, plan)
     shares = split_shares(profile, plan)
     sequence = plan.axes.tensor if plan.modules.sequence else 1
@@ -137,7 +139,7 @@ def _split_parameter(parameter: Parameter, divided: Mapping[str, tuple[int, floa
     if division is None:
         return parameter
     dim, share = division
-    size = -int(-parameter.shape[dim] * share // 1)  # that of the rank with most
+    size = -int(-parameter.shape[dim] * share // 1)  # the size on the rank that has most
     shape = (*parameter.shape[:dim], size, *parameter.shape[dim + 1 :])
     return replace(parameter, shape=shape, bytes=parameter.bytes * prod(shape) // max(prod(parameter.shape), 1))
 
@@ -181,7 +183,8 @@ def _scale_marked(
 
 
 def _scale_embedding(operator: Operator, share: SplitShare) -> Operator:
-    """A rank has some rows of the table and looks up all tokens: those of other ranks are zeros."""
+    """The operator of an embedding that is split by vocabulary. A rank has some rows of the table and looks up all
+    tokens; the results of tokens that other ranks have are zeros."""
     rows = operator.bytes.constant * share.parameters
     moved = BatchPolynomial(rows, operator.bytes.linear * share.input, operator.bytes.square * share.input)
     part = share.parameters if all(map(_is_fixed, operator.shape)) else share.input
@@ -189,14 +192,15 @@ def _scale_embedding(operator: Operator, share: SplitShare) -> Operator:
 
 
 def _is_fixed(size: BatchPolynomial) -> bool:
-    """Whether a size belongs to weights or casts of them: it does not grow with the batch, nor where samples are
-    gathered."""
+    """Whether a size does not grow with the batch. Such a size belongs to weights or their casts, and does not grow
+    either when the samples of several ranks are gathered."""
     return not size.linear and not size.square
 
 
 def _scale_product(operator: Operator, share: SplitShare, sizes: set[int]) -> Operator:
-    """Of the sizes m, n and k of a product, the one that the group divides is divided, else the number of products.
-    Where samples of all ranks are gathered, the size that grows with the batch is longer by their number."""
+    """One rank's share of a matrix product. Of the sizes m, n and k, the one that the group splits is divided; if it
+    splits none of them, the number of products is divided. If the samples of all ranks are gathered, the size that
+    grows with the batch is multiplied by the number of ranks."""
     batch, *mnk = operator.shape
     fixed = [place for place, size in enumerate(mnk) if not size.linear and not size.square]
     place = next((p for p in (1, 2, 0) if p in fixed and int(mnk[p].constant) in sizes), None)
@@ -218,7 +222,7 @@ def _scale(operator: Operator, part: float) -> Operator:
 
 
 def _multiply(left: BatchPolynomial, right: BatchPolynomial) -> BatchPolynomial:
-    """The product of two polynomials, of which at most one has a square, or both are linear."""
+    """The product of two polynomials. Terms above the square are dropped, so the degrees must add up to at most two."""
     return BatchPolynomial(
         left.constant * right.constant,
         left.constant * right.linear + left.linear * right.constant,

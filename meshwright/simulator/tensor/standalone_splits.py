@@ -1,9 +1,10 @@
-"""Standalone splits: linear layers that a plan splits by itself, because it names them and no group of the model's
-structure has them.
+"""Standalone splits: linear layers that a plan names in `modules.splits` although no `SplitGroup` of the model's
+structure contains them. Each of them is split by itself.
 
-A group passes its parts on from layer to layer until they are summed; the parts of a standalone layer are put together
-behind it (messages.py). Once marked (`with_standalone_splits`), a standalone layer is a group like the others. Of its
-operators and memory:
+In a group, a rank passes its part of a layer's output to the next layer, and the last layer's outputs are summed. The
+output of a standalone layer is put together directly behind the layer (messages.py). `with_standalone_splits` adds a
+group for each standalone layer, which other modules treat like the groups of the structure. Of the layer's operators
+and memory:
 
     column   weight and bias, their gradients and casts are divided; the input is kept whole, also where the values
              around the layer are divided by samples or along the sequence                           with_saved_inputs
@@ -48,9 +49,10 @@ class _Linear:
 
 
 def with_standalone_splits(profile: ModelProfile, plan: Plan) -> ModelProfile:
-    """The profile with a group for each standalone layer that the plan names; unchanged where it names none, or where
-    they are marked already. A name that fits no layer is an `InputError`, since the layer would silently stay whole.
-    The stages of a pipeline are cut from what this returns for the whole model."""
+    """The profile with a `SplitGroup` for each standalone layer that the plan names, and with `SplitMark`s on the
+    layer's operators and memory changes. It is unchanged if the plan names none, or if the profile has their groups
+    already. A name that fits no layer raises `InputError`, because the layer would otherwise silently stay whole.
+    Pipeline stages are cut from the result for the whole model."""
     named = plan.modules.splits
     if not named or (profile.structure is None and all(split.kind == "none" for split in named.values())):
         return profile
@@ -71,8 +73,8 @@ def with_standalone_splits(profile: ModelProfile, plan: Plan) -> ModelProfile:
 
 
 def is_standalone(group: SplitGroup) -> bool:
-    """Whether the group is a standalone layer: those of the structure have several layers, or are split by
-    vocabulary."""
+    """Whether the group is a standalone layer. Groups of the structure have several layers, are split by vocabulary, or
+    come from the model's published plan."""
     split = group.splits[0]
     return len(group.splits) == 1 and split.kind in _STANDALONE_KINDS and split.source == "derived"
 
@@ -149,8 +151,8 @@ def _is_divided(operator: Operator, marks: Mapping[str, tuple[_Linear, bool]]) -
 
 
 def _is_of_divided_weight(layer: str, size: BatchPolynomial, marks: Mapping[str, tuple[_Linear, bool]]) -> bool:
-    """Whether the bytes are those of the weight, its gradient or a cast of either. The bias of a row, which stays
-    whole, is smaller."""
+    """Whether `size` belongs to a divided parameter of the layer, its gradient or a cast of either. In a `row` layer
+    that is only the weight: its bias stays whole, and is recognized because it is smaller."""
     if layer not in marks or size.linear or size.square:
         return False
     linear, row = marks[layer]
@@ -163,8 +165,9 @@ def _is_of_divided_weight(layer: str, size: BatchPolynomial, marks: Mapping[str,
 def with_saved_inputs(
     profile: ModelProfile, segments: tuple[TraceSegment, ...], extra_inputs: Mapping[str, float]
 ) -> tuple[TraceSegment, ...]:
-    """The segments of a rank, where each of these layers saves `extra_inputs` times the bytes of its input in
-    addition, for the gradient of its weight; in a recomputed block, from the pass that recomputes it."""
+    """The segments of a rank with more saved memory: each layer in `extra_inputs` saves that many times the bytes of
+    its input in addition, for the gradient of its weight. A layer in a recomputed block saves them from the
+    recomputation in the backward pass on."""
     frozen = {name for p in profile.parameters if not p.trainable for name in p.names}
     sizes: dict[str, BatchPolynomial] = {}
     for segment in profile.segments:

@@ -82,8 +82,8 @@ class LockedRun:
 
 
 def lock_run_folder(job: Job, resume: str) -> LockedRun:
-    """Chooses the folder to train in, and locks it. `resume` is `auto` for the newest run of this job unless it is
-    finished, `never` for a new folder, or the path of a run folder."""
+    """Chooses the folder to train in, and locks it. `resume` is `auto` for the newest run of this job, or a new folder
+    if that run is finished or cannot be resumed; `never` for a new folder; or the path of a run folder."""
     if resume not in ("auto", "never"):
         return _lock_named_folder(job, Path(resume))
     output = Path(job.output)
@@ -107,8 +107,7 @@ def write_job_and_plan(folder: RunFolder, job: Job, plan: Plan) -> None:
 
 
 def job_differences(job: Job, folder: RunFolder) -> list[str]:
-    """The differences, one sentence each, because of which the job cannot resume the run in the folder; empty when it
-    can."""
+    """Returns why the job cannot resume the run in the folder, one sentence per field that differs; empty if it can."""
     try:
         raw = yaml.safe_load(folder.job.read_text())
         in_folder = _fixed_fields(Job.model_validate(raw).model_dump(mode="json"))
@@ -123,7 +122,7 @@ def job_differences(job: Job, folder: RunFolder) -> list[str]:
 
 
 def read_result(folder: RunFolder) -> dict[str, Any] | None:
-    """The run's result; None when it is not finished."""
+    """The contents of result.json; None if the run is not finished."""
     try:
         return json.loads(folder.result.read_text())
     except FileNotFoundError:
@@ -138,7 +137,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _lock_named_folder(job: Job, path: Path) -> LockedRun:
-    """Locks the run folder that the user names."""
+    """Locks the run folder that the user names. Raises an `InputError` if the job cannot be resumed there."""
     folder = RunFolder(path)
     for part in (folder.job, folder.plan, folder.logs):  # job.yaml alone would also be in a folder of jobs
         if not part.exists():
@@ -180,8 +179,8 @@ def _runs(output: Path, name: str) -> list[RunFolder]:
 
 
 def _lock(folder: RunFolder) -> TextIO | None:
-    """Locks a run folder; None when another process has locked it. The operating system releases the lock when the
-    process ends, however it ends."""
+    """Locks a run folder and returns the open lock file; None if another process has locked the folder. The operating
+    system releases the lock when the process ends, however it ends."""
     try:
         lock = (folder.path / ".lock").open("w")
     except OSError as error:

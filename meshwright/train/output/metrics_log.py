@@ -9,9 +9,9 @@ from meshwright.train.output.folder import RunFolder, write_text
 
 
 class MetricsLog:
-    """The metrics log of a run that starts or resumes at `step`. Entries of later steps are removed, because these
-    steps will be repeated, so that the curves of a restarted run have no duplicates. An evaluation of `step` itself is
-    removed unless the checkpoint contains it (`evaluated`), because it will be repeated, too."""
+    """Writes the metrics of a run that starts or resumes at `step`. Entries of later steps are removed from an existing
+    log, because these steps will be repeated and must not appear twice. An evaluation of `step` itself is kept if the
+    checkpoint contains its result (`evaluated`); otherwise it is removed, because it will be repeated."""
 
     def __init__(self, folder: RunFolder, step: int, tensorboard: bool, evaluated: bool = True) -> None:
         if folder.metrics.exists():
@@ -48,8 +48,9 @@ def finite_or_none(value: Any) -> Any:
 
 
 def _last_step(line: str, evaluated: bool) -> float:
-    """The last step after which a line may stay: the line's step, or half a step more for an evaluation that will be
-    repeated; infinity for a line that is incomplete because the process was killed."""
+    """Returns the smallest step at which a run can resume without removing this line: the step of the line; half a step
+    more if the line is an evaluation that will be repeated; infinity if the line is incomplete, because the process was
+    killed while it wrote."""
     try:
         entry = json.loads(line)
         return float(entry["step"]) + (0.5 if entry["kind"] == "eval" and not evaluated else 0)

@@ -1,9 +1,10 @@
-"""`RankObservation`: what one rank observed of one step, small enough to be stored for every rank: the samples that it
-computed on, the precision of its layers' outputs, and its copies of gradients and weights. recording.py writes them.
+"""`RankObservation`: what one rank observed of one step: the samples that it computed on, the precision of its layers'
+outputs, and digests of its gradients and weights. It is small enough to be stored for every rank. recording.py writes
+it.
 
-Tensors are compared by a digest of their bytes. Tensors that a collective made are bitwise equal on all ranks. Tensors
-that each rank computed by itself may differ in the last bits: then a different digest means that the numbers must be
-compared.
+Tensors are compared by a digest of their bytes. Tensors that a collective has made are bitwise equal on all its ranks.
+Tensors that each rank has computed by itself may differ in the last bits. If the digests of such tensors differ, their
+numbers must be compared.
 """
 
 import random
@@ -22,8 +23,8 @@ from meshwright.parallel.weights.layout import gather_parameter, local_tensor
 from meshwright.train.step.batch import samples_in
 from meshwright.train.torch_private import tree_leaves
 
-# Bits of the mantissa with its leading one. A tensor that a shorter dtype represents exactly carries no more bits than
-# it.
+# Bits of each dtype's mantissa, including the implicit leading one, from the shortest to the longest. If a shorter
+# dtype represents a tensor's values exactly, the tensor carries no more bits than that dtype has.
 MANTISSA_BITS = {
     torch.float8_e4m3fn: 4,
     torch.bfloat16: 8,
@@ -37,14 +38,14 @@ MANTISSA_BITS = {
 class RankObservation:
     """What one rank observed of one step.
 
-    `coordinates`: its coordinate along every axis of the mesh. `sample_digests`: a digest of each sample, by
-    microbatch; `counted_samples`: how many samples of each microbatch have weight. `gradients` and `state`: digests of
-    the full tensors as this rank has them. `split_axes` and `split_dims`: for each divided weight, the axis of the mesh
-    along which and the dimension in which it is divided. `tied_stages`: for each tied weight, the stages that hold a
-    copy. `local_parameters`: the weights that this rank holds, or holds a part of; `optimizer_parameters`: those in its
-    optimizer. `gradient_norm` and `clipped_norm`: the norm of this rank's parts of the gradients, when they were
-    complete and when the optimizer used them. `drew_random_numbers`: whether the step drew any. `output_bits`: for each
-    layer, the most bits of mantissa that its output carried.
+    `coordinates`: the rank's coordinate along every axis of the mesh. `sample_digests`: a digest of each sample, by
+    microbatch. `counted_samples`: for each microbatch, how many of its samples have weight. `gradients` and `state`:
+    digests of the full tensors as this rank has them. `split_axes` and `split_dims`: for each divided weight, the mesh
+    axis whose ranks divide it, and the dimension that they divide. `tied_stages`: for each tied weight, the stages that
+    hold a copy. `local_parameters`: the weights of which this rank holds all or a part. `optimizer_parameters`: the
+    weights in its optimizer. `gradient_norm` and `clipped_norm`: the norm of the gradients that this rank holds, before
+    and after clipping. `drew_random_numbers`: whether the step drew random numbers. `output_bits`: for each layer, the
+    most bits of mantissa that its output carried.
     """
 
     rank: int
@@ -68,7 +69,7 @@ class RankObservation:
     split_dims: Mapping[str, int] | None = None
 
     def to_stored(self) -> dict[str, Any]:
-        """The observation as a recording stores it."""
+        """Returns the fields as a dict with the names that recording files use."""
         return {_STORED_NAMES.get(name, name): value for name, value in asdict(self).items()}
 
     @classmethod
@@ -76,7 +77,7 @@ class RankObservation:
         return cls(**{_FIELD_NAMES.get(name, name): value for name, value in stored.items()})
 
 
-# The names of fields in recordings, which must stay readable: those that differ from the names above.
+# Names of fields in recording files, where they differ from those above. They are fixed, so old files stay readable.
 _STORED_NAMES = {
     "coordinates": "place",
     "split_axes": "divided",
@@ -129,8 +130,8 @@ def _digest_rows(data: Any) -> tuple[str, ...]:
 
 
 def mantissa_bits(tensor: Tensor) -> int:
-    """How many bits of mantissa the tensor's values carry: those of the shortest dtype that represents them all; 0 when
-    all are zero."""
+    """How many bits of mantissa the tensor's values carry: those of the shortest dtype that represents all of them. 0
+    if all values are zero or the tensor is not floating-point."""
     if not tensor.is_floating_point() or tensor.dtype not in MANTISSA_BITS or not bool(tensor.any()):
         return 0
     for dtype, bits in MANTISSA_BITS.items():
@@ -142,8 +143,8 @@ def mantissa_bits(tensor: Tensor) -> int:
 
 
 def record_output_bits(module: nn.Module, bits: dict[str, int]) -> Callable[[], None]:
-    """Starts to record, in `bits`, the most bits of mantissa that each layer's output carries. Returns a function that
-    ends it."""
+    """Starts to record in `bits`, by the name of each layer (module without children), the most bits of mantissa that
+    its outputs carry. Returns a function that ends the recording."""
 
     def make_hook(name: str) -> Callable[..., None]:
         def hook(layer: nn.Module, arguments: Any, output: Any) -> None:
@@ -166,7 +167,7 @@ def record_output_bits(module: nn.Module, bits: dict[str, int]) -> Callable[[], 
 
 
 def drew_random_numbers(device: torch.device) -> bool:
-    """Whether a random number was drawn since all generators were seeded."""
+    """Whether a generator of torch, `random` or NumPy has drawn a number since `Session.step` seeded them all."""
     seed = torch.default_generator.initial_seed()
     generators = [torch.default_generator]
     if device.type == "cuda":
@@ -183,7 +184,7 @@ def drew_random_numbers(device: torch.device) -> bool:
 
 
 def _reseeded(generator: torch.Generator) -> torch.Generator:
-    """A generator as this one was just after it was seeded."""
+    """Returns a new generator in the state that this one had just after it was seeded."""
     return torch.Generator(generator.device).manual_seed(generator.initial_seed())
 
 
@@ -193,8 +194,9 @@ def _reseeded(generator: torch.Generator) -> torch.Generator:
 def gather_tied_copies(
     parallel: ParallelModel, pick: Callable[[nn.Parameter], Tensor | None], names: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """For each tied weight, the copy of this rank's stage: the full tensor that `pick` selects for the parameter, such
-    as its gradient. All ranks that hold parts of the weight must call this together."""
+    """Returns, by name, this pipeline stage's copy of each tied weight that is in `names`. A copy is the full tensor,
+    on the CPU, of what `pick` returns for the parameter, such as its gradient; if `pick` returns None, it is left out.
+    All ranks that hold parts of the weight must call this together."""
     parameters = dict(parallel.module.named_parameters())
     copies = {}
     for tie in parallel.tied:
@@ -206,6 +208,6 @@ def gather_tied_copies(
 
 
 def local_gradient_norm(module: nn.Module) -> float:
-    """The norm of the gradients that this rank holds."""
+    """The norm of the gradients, or shards of gradients, that this rank holds; 0 if it has none."""
     squares = [local_tensor(p.grad).double().square().sum() for p in module.parameters() if p.grad is not None]
     return float(torch.stack(squares).sum().sqrt()) if squares else 0.0

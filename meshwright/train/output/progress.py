@@ -7,7 +7,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class Display(Protocol):
-    """`advance` is called after every step, and `step` when the loss of a step is logged."""
+    """Shows a run's progress. `advance` is called after every step, `step` when the loss of a step is logged, and
+    `line` with a line of text to print."""
 
     def advance(self, step: int) -> None: ...
 
@@ -80,7 +81,8 @@ class BarDisplay:
 
 
 def make_display(stream: TextIO, total: int | None, start: int) -> Display:
-    """The display for a stream. `total` is the number of steps of the run, or None when it is unknown."""
+    """Returns the display for a stream: a bar on a terminal, otherwise lines. `total` is the number of steps of the
+    run, or None if it is unknown."""
     return BarDisplay(stream, total, start) if stream.isatty() else LineDisplay(stream, total)
 
 

@@ -1,5 +1,5 @@
 """Records the first steps of a run: each step's loss, full gradients and weights, and what every rank observed. `prove`
-compares them with one device or with another run. All ranks take part, and rank 0 writes the files:
+compares them with the same steps on one device or of another run. All ranks take part, and rank 0 writes the files:
 
 folder/
   step-0000.pt    the weights that the ranks started with
@@ -34,9 +34,9 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One step of a run: the full tensors of rank 0, on the CPU, and the observations of all ranks. `norm` is None when
-    nothing clips. `differing_gradients` and `differing_states` hold, for other ranks, those tensors that are not
-    bitwise equal to rank 0's."""
+    """One step of a run: the full gradients and state (weights and buffers) of rank 0, on the CPU, and the observations
+    of all ranks. `norm` is None without clipping. `differing_gradients` and `differing_states` hold, by rank and then
+    by name, the tensors of other ranks that are not bitwise equal to those of rank 0."""
 
     loss: Tensor
     norm: Tensor | None
@@ -48,9 +48,9 @@ class RecordedStep:
 
 
 class StepRecorder:
-    """Records the steps of a session. `write_start` comes first; then, for each step, `note_batch` before it,
-    `note_backward` and `note_gradients` when the gradients are complete, and `write_step` after it. `close` removes its
-    hooks from the session."""
+    """Records the steps of a session. Call `write_start` first; then, for each step, `note_batch` before it,
+    `note_backward` and `note_gradients` when the gradients are complete, and `write_step` after it. `close` removes the
+    recorder's hooks from the session's model."""
 
     def __init__(self, session: Session, folder: Path) -> None:
         self._session = session
@@ -76,12 +76,12 @@ class StepRecorder:
         }
 
     def note_backward(self) -> None:
-        """Notes whether the forward and backward passes drew random numbers."""
+        """Notes the seed, and whether the forward and backward passes drew random numbers."""
         self._observed["seed"] = torch.default_generator.initial_seed()
         self._observed["drew_random_numbers"] = drew_random_numbers(self._session.world.device)
 
     def note_gradients(self) -> None:
-        """Notes the combined gradients, before they are clipped."""
+        """Notes the full gradients, averaged over ranks and before clipping."""
         session = self._session
         gradients = {name: value for name, value in session.full_gradients().items() if value is not None}
         gradients |= gather_tied_copies(session.parallel, lambda parameter: parameter.grad, gradients)
@@ -164,8 +164,8 @@ class StepRecorder:
     def _gather_differing(
         self, observations: list[RankObservation], state: Tensors, gradients: Tensors
     ) -> dict[int, tuple[Tensors, Tensors]]:
-        """For other ranks, the gradients and the state that differ from rank 0's. Empty on all ranks but rank 0, and
-        when nothing differs."""
+        """Returns, on rank 0 and by rank, the gradients and the state tensors of each other rank that differ from those
+        of rank 0. Returns an empty dict on other ranks, and if no rank differs."""
         first = observations[0]
         if all(other.state == first.state and other.gradients == first.gradients for other in observations):
             return {}
@@ -181,7 +181,7 @@ class StepRecorder:
 
 @contextmanager
 def record_steps(session: StepRunner, folder: Path, steps: int) -> Iterator[Callable[[Batch], Tensor]]:
-    """Yields the session's `step`, as a function that records the first `steps` steps."""
+    """Yields a function to call in place of `session.step`. It also records the steps up to number `steps`."""
     if not steps:
         yield session.step
         return
@@ -212,7 +212,7 @@ def record_steps(session: StepRunner, folder: Path, steps: int) -> Iterator[Call
 
 
 def read_start(folder: Path) -> RecordedStep:
-    """The weights before the first step; without loss and gradients."""
+    """Reads the weights before the first step. `gradients` is empty and `loss` is 0."""
     return _read(_file(folder, 0))
 
 

@@ -6,8 +6,8 @@ from statistics import median
 
 
 class ThroughputMeter:
-    """Measures in windows of several steps. A window ends when the loss is read: that waits for the device, so the
-    window's time includes all its work."""
+    """Measures seconds and samples in windows of several steps. Call `end_window` after reading the loss: reading it
+    waits for the device, so that the window's time includes all work of its steps."""
 
     def __init__(self) -> None:
         self._began: float | None = None
@@ -16,7 +16,8 @@ class ThroughputMeter:
         self._windows: list[tuple[float, int, int]] = []  # seconds, steps, samples
 
     def step(self, samples: int) -> None:
-        """Counts a step whose work was submitted to the device."""
+        """Counts a step whose work was submitted to the device. The first step after the start or a pause is not
+        measured."""
         if self._began is None:  # the first step after the start or a pause is not timed: allocations, loader start-up
             self._began = time.perf_counter()
             return
@@ -24,7 +25,7 @@ class ThroughputMeter:
         self._steps += 1
 
     def end_window(self) -> float | None:
-        """Ends a window, and returns its samples per second; None when it has no steps."""
+        """Ends a window, and returns its samples per second; None if it has no steps."""
         if self._began is None or not self._steps:
             return None
         now = time.perf_counter()
@@ -34,18 +35,18 @@ class ThroughputMeter:
         return window[2] / window[0]
 
     def pause(self) -> None:
-        """Stops measuring until the next step, because something else than training follows."""
+        """Ends the window, and stops measuring until the next step. Call it before evaluations and checkpoints."""
         self.end_window()
         self._began = None
         self._steps = self._samples = 0
 
     @property
     def samples_per_s(self) -> float | None:
-        """Samples per second over all windows; None when there is none."""
+        """Samples per second over all windows; None if there are no windows."""
         seconds = sum(window[0] for window in self._windows)
         return sum(window[2] for window in self._windows) / seconds if seconds else None
 
     @property
     def step_s(self) -> float | None:
-        """Median time of a step over all windows; None when there is none."""
+        """The median over all windows of the seconds per step; None if there are no windows."""
         return median(seconds / steps for seconds, steps, _ in self._windows) if self._windows else None

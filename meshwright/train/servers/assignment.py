@@ -1,9 +1,10 @@
-"""Decides which server holds which rows of which parameters. The result depends only on names and sizes, so every
-server and worker computes it alone.
+"""Decides which server holds which rows of which parameters. The result depends only on names, sizes and the
+optimizer's class, so every server and worker computes it without communication.
 
-With an elementwise optimizer, rows of a parameter are updated as the whole would be: the rows of all parameters, one
-after another, are cut into equal ranges. Otherwise parameters stay whole, and each goes, from the largest to the
-smallest, to the server that holds the fewest bytes so far.
+An elementwise optimizer updates some rows of a parameter exactly as if it had the whole parameter. With such an
+optimizer, the rows of all parameters, one after another, are cut into one range per server, of about equal sizes in
+bytes. With any other optimizer each parameter stays whole: from the largest to the smallest, it goes to the server that
+holds the fewest bytes so far.
 """
 
 from collections.abc import Mapping
@@ -58,7 +59,8 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def assign_parameters(parameters: Mapping[str, Tensor], servers: int, cut: bool) -> list[list[ParameterRows]]:
-    """The rows that each server holds, in the order of `parameters`. Unless `cut`, parameters stay whole."""
+    """Returns, for each server, the rows that it holds, in the order of `parameters`. Without `cut`, parameters stay
+    whole."""
     sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in parameters.items()}
     return _assign_rows(parameters, sizes, servers) if cut else _assign_whole(parameters, sizes, servers)
 
@@ -100,11 +102,13 @@ def _row_count(parameter: Tensor) -> int:
 
 
 def _nearest_row(offset: float, size: int, rows: int) -> int:
-    """The row nearest to an offset in bytes from the parameter's beginning; `size` is the parameter's in bytes."""
+    """The row boundary nearest to an offset in bytes from the parameter's beginning. `size` is the parameter's size in
+    bytes."""
     return min(rows, max(0, round(offset / size * rows))) if size else 0
 
 
 def checkpoint_layout(rows: ParameterRows) -> WholeOnOneRank:
-    """The layout of these rows within the whole parameter, as a checkpoint needs it."""
+    """Returns the layout of these rows within the whole parameter, for checkpoints. It is a `WholeOnOneRank`, even if
+    it is only a part of the parameter, because that class makes checkpoints gather parameter names from all servers."""
     ranges = ((rows.first, rows.rows),) if rows.whole else ()
     return WholeOnOneRank(rows.whole, 0, ranges, AXIS, rows.whole[:1])

@@ -1,17 +1,19 @@
-"""Counts how many batches every worker has completed, and decides which workers may continue. Plain numbers: no torch
-and no threads.
+"""Counts how many batches every worker has completed, and decides which workers may continue. It uses neither torch nor
+threads.
 
-A worker's clock is the number of global batches whose share it has completed. The run's step is the mean of the clocks,
-rounded down: when W workers have each completed their share of k batches, the run has trained on k batches of samples.
+A worker's clock is the number of global batches of which it has completed its share. The run's step is the mean of the
+clocks, rounded down: when W workers have each completed their share of k batches, the run has trained on k global
+batches.
 """
 
 from collections.abc import Mapping
 
 
 class WorkerClocks:
-    """The clocks of all running workers. `bound` is the largest number of batches that a worker may be ahead of the
-    slowest one when it continues; None means that there is no bound. `total` is the clock at which a worker is done;
-    None means that only the end of its data stops it."""
+    """The clocks of all workers that take part. `bound` is the largest number of batches that a worker may be ahead of
+    the slowest one when it is told to continue; None means no bound. `total` is the clock at which a worker is
+    finished; None means that it is finished only when its data ends. `largest_lead` is the largest number of batches
+    that a worker was ahead when it was told to continue."""
 
     def __init__(self, bound: int | None = None, total: int | None = None) -> None:
         self.bound = bound
@@ -26,8 +28,8 @@ class WorkerClocks:
         self._step = step
 
     def add(self, worker: int, clock: int | None = None) -> int:
-        """Adds a worker and returns its clock. Without a `clock` it gets that of the slowest worker, so that no worker
-        is too far ahead of it."""
+        """Adds a worker and returns its clock. Without a `clock` it gets the clock of the slowest worker, so that its
+        return does not put other workers too far ahead."""
         self.out_of_data.discard(worker)
         self.by_worker[worker] = clock if clock is not None else min(self.by_worker.values(), default=self._step)
         return self.by_worker[worker]
@@ -54,17 +56,17 @@ class WorkerClocks:
         return bool(self.by_worker) and all(self.is_finished(worker) for worker in self.by_worker)
 
     def steps_ahead(self, worker: int, clocks: Mapping[int, int] | None = None) -> int:
-        """How many batches a worker is ahead of the slowest one. `clocks` defaults to the current ones."""
+        """How many batches a worker is ahead of the slowest one. `clocks` None means the current clocks."""
         clocks = clocks or self.by_worker
         return clocks[worker] - min(clocks.values())
 
     def may_continue(self, worker: int, clocks: Mapping[int, int] | None = None) -> bool:
-        """Whether the bound lets a worker continue. `clocks` are the ones that an update is about to set, and default
-        to the current ones."""
+        """Whether `bound` lets a worker continue. `clocks` are the clocks after an update that is about to be made;
+        None means the current clocks."""
         return self.bound is None or self.steps_ahead(worker, clocks) <= self.bound
 
     def note_continued(self, worker: int) -> None:
-        """Asserts the bound for a worker that is told to continue, and keeps the largest lead."""
+        """Asserts that a worker that is told to continue is within `bound`, and updates `largest_lead`."""
         ahead = self.steps_ahead(worker)
         assert self.bound is None or ahead <= self.bound, (
             f"worker {worker} is {ahead} steps ahead, {self.bound} allowed"

@@ -1,5 +1,5 @@
-"""A server's connections to its workers. One thread per worker sends the replies and receives the reports; the server's
-main thread looks at the `Connection`s and does all computation."""
+"""A server's connections to its workers. One thread per worker sends the replies and receives the reports. The server's
+main thread reads the `Connection` objects and does all computation."""
 
 import threading
 import time
@@ -20,11 +20,13 @@ POLL_S = 0.02  # how often a thread looks whether its worker has started (again)
 
 @dataclass
 class Connection:
-    """The connection to one worker. A worker that is started again is the same worker in its next `incarnation`.
+    """The connection to one worker. A worker process that is started again is the same worker in its next
+    `incarnation`.
 
-    `idle`: the worker waits for a reply. `report`: its last report, and `evaluation_result` what came with it. `push`
-    holds its last gradients, and `pushed` is the report that came with them. `error` is set when the worker is gone or
-    did not answer in time. `stopped`: it has received the instruction to stop.
+    `idle`: the worker waits for a reply. `report`: its last report. `evaluation_result`: the bytes that came with this
+    report if it reports an evaluation, otherwise empty. `push` holds the worker's last gradients, and `pushed` is the
+    report that came with them. `reply`: the memory of the replies to it. `error` is set when the worker is gone or did
+    not answer in time. `stopped`: the instruction to stop was sent to it.
     """
 
     worker: int
@@ -37,14 +39,15 @@ class Connection:
     evaluation_result: bytes = b""
     error: CollectiveError | None = None
     stopped: bool = False
-    report_number: int = 0  # of its last report, counted over all workers; 0 before the first
+    report_number: int = 0  # how many reports of all workers had come with its last one; 0: none yet
     idle_since_s: float = field(default_factory=time.monotonic)
     _reply_ready: bool = False
     _stopping: bool = False
 
 
 class Connections:
-    """The connections to all workers that are there, in `by_worker`. Workers may come, go and come back at any time."""
+    """Accepts connections of workers at any time, and runs one thread for each worker. `by_worker` holds the current
+    connection of each worker that has connected, until it is dropped."""
 
     def __init__(
         self, server: int, workers: int, shard: ParameterShard, connect: ConnectToStore, timeout_s: float
@@ -64,7 +67,8 @@ class Connections:
     # ---- called by the server's main thread
 
     def wait(self, until: Callable[[], bool], seconds: float) -> bool:
-        """Waits until the condition holds, in short intervals so that signals are noticed. Returns whether it holds."""
+        """Waits until the condition holds, at most `seconds`, in short intervals so that signals are handled. Returns
+        whether it holds."""
         deadline = time.monotonic() + seconds
         with self._changed:
             while not until():
@@ -75,7 +79,7 @@ class Connections:
             return True
 
     def wait_for_event(self, since: int, seconds: float) -> None:
-        """Waits until something happens after event number `since`, at most so many seconds."""
+        """Waits until `events` is no longer `since`, at most `seconds`."""
         self.wait(lambda: self._events != since, seconds)
 
     @property
@@ -84,7 +88,8 @@ class Connections:
         return self._events
 
     def send_reply(self, worker: int, reply: ServerReply) -> None:
-        """Sends a reply with the current weights."""
+        """Copies the current weights into the worker's reply, and tells the worker's thread to send it. Before the
+        first reply, that thread sends the frozen parameters."""
         connection = self.by_worker[worker]
         assert connection.idle, f"worker {worker} has not answered the last reply"
         if not connection.report_number:
@@ -96,8 +101,8 @@ class Connections:
             self._changed.notify_all()
 
     def drop(self, worker: int, incarnation: int) -> None:
-        """Closes the connection to this incarnation of a worker, or to an earlier one; its thread waits for the
-        next."""
+        """Removes the connection of a worker if it is of this incarnation or an earlier one. The worker's thread then
+        waits for the next incarnation."""
         with self._changed:
             connection = self.by_worker.get(worker)
             if connection is None or connection.incarnation > incarnation:
@@ -107,14 +112,14 @@ class Connections:
             self._changed.notify_all()
 
     def close(self, seconds: float) -> None:
-        """Waits until every worker that was told to stop has received the message."""
+        """Waits, at most `seconds`, until every instruction to stop was sent, and ends the threads."""
         self.wait(lambda: all(c.stopped or c.error for c in self.by_worker.values() if c._stopping), seconds)
         self._closed.set()  # ends the threads that still wait for workers to come back
 
     # ---- the thread of one worker
 
     def _serve_worker(self, worker: int) -> None:
-        """Connects to each incarnation of a worker in turn, until one of them is told to stop."""
+        """Connects to each incarnation of a worker in turn, until one of them is told to stop or `close` is called."""
         incarnation = 0
         store = self._connect()
         while (next_incarnation := self._next_incarnation(store, worker, incarnation)) is not None:
@@ -137,7 +142,7 @@ class Connections:
                     self._notify()
 
     def _exchange(self, connection: Connection, pair: PeerConnection) -> None:
-        """Sends replies and receives reports in turn; returns when the worker was told to stop."""
+        """Sends replies and receives reports in turn. Returns after sending the instruction to stop."""
         header = torch.empty(WorkerReport.size(), dtype=torch.uint8)
         is_first = True
         while True:
@@ -176,7 +181,7 @@ class Connections:
 
     def _next_incarnation(self, store: dist.Store, worker: int, known: int) -> int | None:
         """Waits until an incarnation of the worker after the `known` one announces itself, and returns its number; None
-        when the connections are closed."""
+        if `close` was called."""
         while not self._closed.wait(POLL_S):
             with suppress(RuntimeError):  # at the end of the run the store may be gone already
                 incarnation = int(store.add(f"life/{worker}", 0))
@@ -190,7 +195,7 @@ class Connections:
 
 
 def announce(store: dist.Store, worker: int) -> int:
-    """Announces a worker to the servers, and returns which incarnation of it this is, from 1 on."""
+    """Announces a worker to the servers, and returns the number of this incarnation of it, from 1 on."""
     return int(store.add(f"life/{worker}", 1))
 
 

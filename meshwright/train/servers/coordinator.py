@@ -1,5 +1,6 @@
-"""`Coordinator`: the decisions of the first server: whose gradients make the next update, which workers are answered,
-and which worker evaluates which part of the data. The other servers follow through `ServerRounds`."""
+"""`Coordinator`: the decisions of the first server: which workers' gradients are combined into the next update, which
+workers get a reply, and which worker evaluates which part of the data. The other servers carry out the same decisions
+through `ServerRounds`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +17,9 @@ Position = tuple[int, int]
 
 @dataclass
 class Staleness:
-    """How many updates were applied between the weights that gradients were computed on and their own update, over all
-    pushes of gradients."""
+    """The staleness of all gradients that were applied: how many updates were made between sending a worker its weights
+    and applying the gradients that it computed on them. `pushes` is the number of gradients, `total` and `largest` are
+    the sum and the maximum of their staleness."""
 
     pushes: int = 0
     total: int = 0
@@ -35,8 +37,8 @@ class Staleness:
 
 @dataclass
 class StepProgress:
-    """What was applied since the run's last step ended: sums of samples, losses and counts; and whether any update was
-    made."""
+    """Sums over the gradients that were applied since the run's last step ended: their samples, losses and counts
+    (numbers of targets). `stepped`: whether any update changed the weights."""
 
     samples: int = 0
     loss: float = 0.0
@@ -51,9 +53,9 @@ class StepProgress:
 
 @dataclass
 class Coordinator:
-    """The state of the run on the first server. `version`: number of updates so far. `positions`: for a clock, the
-    epoch and batch that come next. `data_parts`: number of fixed parts of a data set that is divided by sample, or
-    0."""
+    """Decides what all servers do, and holds the state of the run on the first server. `version`: number of updates so
+    far. `positions` maps clocks (numbers of completed batches) to the epoch and the index of the batch that come next.
+    `data_parts`: number of fixed parts of the data set with `data.partition: sample`, otherwise 0."""
 
     rounds: ServerRounds
     participants: Participants
@@ -76,8 +78,8 @@ class Coordinator:
     # ---- a step of the run
 
     def step(self, steps: int) -> StepProgress:
-        """Applies the gradients that workers push until the run is one step further than `steps`, or all workers are
-        finished."""
+        """Applies the gradients that workers push, until the run is one step further than `steps` or all workers are
+        finished. Returns the sums over the gradients that were applied."""
         self.participants.wait_for_all()
         self.progress = StepProgress() if self.clocks.step <= steps else self.progress
         while self.clocks.step <= steps and not self.clocks.all_finished:
@@ -89,11 +91,13 @@ class Coordinator:
         return self.progress
 
     def position_at(self, clock: int) -> Position:
-        """The epoch and batch that come after so many batches."""
+        """The epoch and the index of the batch that come next after `clock` batches, or after the largest known number
+        of batches below it."""
         return self.positions[max((known for known in self.positions if known <= clock), default=min(self.positions))]
 
     def _run_round(self) -> bool:
-        """Runs one round. Returns False when there was nothing to do."""
+        """Runs one round of all servers: handles new reports, makes at most one update, and replies to workers that may
+        continue. Returns False if there was nothing to do."""
         dropped = self.participants.read_reports()
         new = self.participants.admit_new()
         updates = self._next_update()
@@ -114,8 +118,9 @@ class Coordinator:
         dropped: dict[int, int],
         eval_parts: Mapping[int, tuple[int, int]] | None = None,
     ) -> None:
-        """Runs one round on all servers: one update with the gradients of `updates`, then the `replies`. `eval_parts`
-        says which part of how many each worker evaluates."""
+        """Runs one round on all servers: one update with the gradients of the workers `updates`, then the `replies`.
+        `dropped` are incarnations that are gone. `eval_parts` has, for workers that are told to evaluate, the part and
+        the number of parts."""
         concerned = {*updates, *replies}
         incarnations = {worker: self.participants.admitted[worker] for worker in sorted(concerned)}
         missing = self.rounds.begin(RoundOrder(incarnations, updates, replies, dropped))
@@ -148,8 +153,8 @@ class Coordinator:
         self.progress.stepped |= result.stepped
 
     def _next_update(self) -> list[int]:
-        """The workers whose gradients make the next update: all workers, once all have pushed; or, for asynchronous
-        updates, the worker that pushed first."""
+        """The workers whose gradients make the next update. With synchronous updates: all that pushed, once every
+        worker has pushed or is finished, and none before. Otherwise: the worker that pushed first."""
         pending = self.participants.pending
         if self.participants.updates == "synchronous":
             is_complete = all(
@@ -159,13 +164,13 @@ class Coordinator:
         return sorted(pending, key=lambda worker: self.participants.report_numbers[worker])[:1]
 
     def _may_continue(self, worker: int, clocks: dict[int, int]) -> bool:
-        """Whether a worker may compute its next gradients, given the clocks after the update."""
+        """Whether a worker may compute its next gradients. `clocks` are the clocks after the update of this round."""
         is_out_of_data = worker in self.clocks.out_of_data
         is_done = self.clocks.total is not None and clocks[worker] >= self.clocks.total
         return not is_out_of_data and not is_done and self.clocks.may_continue(worker, clocks)
 
     def _answerable(self, updates: Sequence[int]) -> list[int]:
-        """The workers that wait for a reply and whose gradients are applied, or are about to be."""
+        """The workers that wait for a reply and whose gradients are applied already, or in this round (`updates`)."""
         pending = self.participants.pending
         return [worker for worker in self.participants.idle() if worker not in pending or worker in updates]
 
@@ -196,9 +201,9 @@ class Coordinator:
     # ---- evaluation
 
     def evaluate(self, interrupted: Callable[[], bool]) -> list[Totals] | None:
-        """Has every worker evaluate a part of the data on the current weights, and returns the totals of each part;
-        None when the evaluation was interrupted. No updates are applied meanwhile. When a worker dies, another one
-        evaluates its part."""
+        """Has every worker evaluate a part of the data with the current weights. Returns the totals of each part; None
+        if the evaluation was interrupted. No updates are applied meanwhile. If a worker dies, another one evaluates its
+        part."""
         participants = self.participants
         participants.wait_for_all()
         participants.admit_new()
@@ -234,7 +239,7 @@ class Coordinator:
     # ---- the end
 
     def stop(self) -> None:
-        """Tells every worker to stop, once it has sent the report that it is busy with."""
+        """Tells every worker to stop. A worker that is still computing is told after its report has come."""
         participants = self.participants
         participants.admit_new()
         while participants.admitted:

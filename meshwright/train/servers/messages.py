@@ -1,8 +1,8 @@
-"""The messages between servers and workers. Each message has a fixed size.
+"""The messages between servers and workers. A receiver knows the size of each message before it arrives.
 
 A server sends first. Each `ServerReply` tells the worker what to do next and carries the newest weights. The worker
-answers each reply with one `WorkerReport`, followed by its gradients or the result of an evaluation. Only the first
-server's replies carry an instruction; the other servers send their part of the weights.
+answers each reply with one `WorkerReport`, followed by its gradients or the result of an evaluation. It follows the
+instruction of the first server, and takes only the weights from the replies of the other servers.
 """
 
 import struct
@@ -24,7 +24,7 @@ class Instruction(IntEnum):
 
     STEP = 1
     EVALUATE = 2
-    WAIT = 3  # nothing yet: the message only keeps the connection from timing out
+    WAIT = 3  # do nothing: the message only keeps the connection from timing out
     STOP = 4
 
 
@@ -39,7 +39,7 @@ class ReportKind(IntEnum):
 
 @dataclass(frozen=True)
 class _Header:
-    """A message of integers and floats, which are packed as bytes in the order of the fields."""
+    """A message of integers and floats, which `pack` writes as bytes in the order of the fields."""
 
     def pack(self) -> Tensor:
         return torch.frombuffer(bytearray(self._struct().pack(*astuple(self))), dtype=torch.uint8)
@@ -63,10 +63,10 @@ class ServerReply(_Header):
     """What a server sends to a worker, before the weights.
 
     `version`: number of updates that the weights have received. `clock`: number of batches that the worker has
-    completed; `epoch` and `index` say which batch comes next. `data_parts`: number of fixed parts of a data set that is
-    divided by sample, or 0. `part` of `parts` is the part of the evaluation set to evaluate. `stepped`: whether the
-    worker's last gradients were used; `loss` and `norm` are those of that update. `scale`, `good` and `skipped` are the
-    state of the fp16 loss scale.
+    completed. `epoch` and `index`: the batch that comes next. `data_parts`: number of fixed parts of the data set with
+    `data.partition: sample`, otherwise 0. `part` and `parts`: which of how many parts of the evaluation set to
+    evaluate. `stepped`: whether the worker's last gradients were used. `loss` and `norm`: mean loss and gradient norm
+    of the update with these gradients. `scale`, `good` and `skipped`: the state of the fp16 loss scale.
     """
 
     instruction: int = Instruction.WAIT
@@ -90,10 +90,11 @@ class ServerReply(_Header):
 class WorkerReport(_Header):
     """What a worker sends to a server, before its gradients or the result of an evaluation.
 
-    `version`: the weights that the gradients were computed on. Gradients and `loss` are sums, to be divided by `count`,
-    or by nothing when it is 0. `overflow`: some gradient was not finite in fp16, so they must not be used.
-    `result_bytes`: size of the evaluation result that follows, which only the first server receives. `scale`, `good`
-    and `skipped` are the state of the worker's fp16 loss scale.
+    `version`: that of the weights on which the gradients were computed. `epoch`, `index` and `last`: their batch.
+    Gradients and `loss` are sums, to be divided by `count`, or not divided if it is 0. `overflow`: some gradient was
+    not finite in fp16, so the gradients must not be used. `result_bytes`: size of the evaluation result that follows; 0
+    in reports to servers other than the first, which get no result. `scale`, `good` and `skipped`: the state of the
+    worker's fp16 loss scale.
     """
 
     kind: int = ReportKind.WAITED
@@ -115,18 +116,18 @@ class WorkerReport(_Header):
 
 @dataclass(frozen=True)
 class TensorKey:
-    """Names a tensor in a message: the weights, gradients or buffer called `name`, a frozen parameter, or `USED`."""
+    """Identifies a tensor in a message: the weights, gradients, buffer or frozen parameter called `name`, or `USED`."""
 
     kind: Literal["weights", "gradients", "buffers", "frozen", "used"]
     name: str = ""
 
 
-USED = TensorKey("used")  # for each of a server's parameters, 1 when it has a gradient and 0 when not
+USED = TensorKey("used")  # has 1 for each of a server's parameters that has a gradient, and 0 for the others
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype of a tensor in a message."""
+    """Key, shape and dtype of a tensor in a message."""
 
     key: TensorKey
     shape: tuple[int, ...]
@@ -134,7 +135,7 @@ class TensorSpec:
 
 
 class MessageBuffer:
-    """The memory of one message: a header and several tensors, which `views` gives access to."""
+    """The memory of one message. `memory` is sent as a whole; `header` and the tensors in `views` share it."""
 
     def __init__(self, specs: Iterable[TensorSpec], header_bytes: int = 0) -> None:
         positions, end = [], _aligned(header_bytes)
@@ -160,20 +161,21 @@ class MessageBuffer:
 
 
 def push_buffer(rows: Sequence[ParameterRows], buffers: Mapping[str, Tensor]) -> MessageBuffer:
-    """The memory of a worker's gradients for one server, and of its buffers where it sends them."""
+    """Returns a buffer for a worker's gradients of one server's rows, and for the model `buffers` that it sends with
+    them."""
     return MessageBuffer([_used_spec(rows), *_row_specs("gradients", rows), *_tensor_specs("buffers", buffers)])
 
 
 def reply_buffer(rows: Sequence[ParameterRows], buffers: Mapping[str, Tensor], recorded: bool) -> MessageBuffer:
-    """The memory of a server's reply with its weights and buffers. When steps are `recorded` for a proof, it also holds
-    the combined gradients."""
+    """Returns a buffer for a server's reply with its weights and the model `buffers`. If steps are `recorded` for a
+    proof, it also has room for the combined gradients."""
     gradients = [*_row_specs("gradients", rows), _used_spec(rows)] if recorded else []
     specs = [*_row_specs("weights", rows), *_tensor_specs("buffers", buffers), *gradients]
     return MessageBuffer(specs, header_bytes=ServerReply.size())
 
 
 def frozen_buffer(parameters: Mapping[str, Tensor]) -> MessageBuffer:
-    """The memory of the frozen parameters, which the first server sends to a worker once."""
+    """Returns a buffer for the frozen parameters, which the first server sends to each worker once."""
     return MessageBuffer(_tensor_specs("frozen", parameters))
 
 

@@ -7,9 +7,10 @@ within 20 steps. So worker i has its own buffer v_i, and computes its next gradi
 
     x - rate · m · Σ v_j          look_ahead()
 
-which is about where the weights will be when that gradient is applied. From: Hakimi, Barkai, Gabel, Schuster, "Taming
-Momentum in a Distributed Asynchronous Environment", arXiv:1907.11612 (DANA). Of torch's optimizers only SGD needs this.
-Those that normalize their steps (Adam) bound them by the learning rate, and are used unchanged.
+(x: weights, m: momentum, rate: learning rate of one update), which is about where the weights will be when that
+gradient is applied. From: Hakimi, Barkai, Gabel, Schuster, "Taming Momentum in a Distributed Asynchronous Environment",
+arXiv:1907.11612 (DANA). Of torch's optimizers only SGD needs this. Optimizers that normalize their steps, such as Adam,
+bound them by the learning rate, and are used unchanged.
 """
 
 from collections.abc import Iterator
@@ -22,14 +23,15 @@ KEY = "momentum_buffer"
 
 
 class PerWorkerMomentum:
-    """The momentum buffers of every worker, for one SGD optimizer. The optimizer's own state holds their mean."""
+    """Keeps the momentum buffers of every worker for one SGD optimizer. The optimizer's own state holds their mean."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, rate: float) -> None:
         """`rate` is the fraction of the learning rate that one update uses."""
         self._optimizer = optimizer
         self._rate = rate
         self._buffers: dict[int, dict[nn.Parameter, Tensor]] = {}
-        # The buffers of a resumed run, with which each worker begins; None before the first update.
+        # The optimizer's buffers before the first update here, with which each worker starts: those of a resumed
+        # run, or none. The attribute is None before that update.
         self._initial: dict[nn.Parameter, Tensor] | None = None
         self._started: set[int] = set()
 
@@ -40,7 +42,8 @@ class PerWorkerMomentum:
 
     @contextmanager
     def of_worker(self, worker: int) -> Iterator[None]:
-        """Gives the optimizer this worker's buffers for the step inside the `with` block, and their mean afterwards."""
+        """Gives the optimizer this worker's buffers for the step inside the `with` block. Afterwards its state holds
+        the mean over all workers again."""
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         state = self._optimizer.state
         if self._initial is None:
@@ -61,8 +64,8 @@ class PerWorkerMomentum:
         self._buffers.pop(worker, None)
 
     def look_ahead(self) -> dict[nn.Parameter, Tensor]:
-        """The weights that momentum alone will have reached when one more gradient of every worker has been applied.
-        Parameters without a momentum buffer are left out."""
+        """Returns the weights that momentum alone will have reached when one more gradient of every worker has been
+        applied. Parameters without a momentum buffer are left out."""
         weights = {}
         for group in self._optimizer.param_groups:
             sign = 1.0 if group["maximize"] else -1.0

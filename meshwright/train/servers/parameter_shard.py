@@ -3,9 +3,9 @@ update.
 
 gradient = Σ pushed sums / Σ pushed counts,  then clipped by the norm over all servers          update()
 
-A job's learning rate is that of a global batch. When the gradients of each worker are applied separately, each comes
-from one share of the batch and uses that fraction of the learning rate, so that together they move the weights as far
-as one synchronous step.
+A job's learning rate is meant for the gradients of a global batch. If the gradients of each worker are applied
+separately (asynchronous updates), each comes from one share of a batch, and its update uses only that fraction of the
+learning rate. Together these updates then move the weights about as far as one synchronous step.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,8 +41,8 @@ from meshwright.train.torch_private import foreach_add_, foreach_div_, foreach_m
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """The mean loss and the gradient norm of an update. `stepped` is False when the update was skipped, because some
-    gradient was not finite in fp16."""
+    """The mean loss and the gradient norm of an update; the norm is 0 without clipping. `stepped` is False if the
+    update was skipped because some gradient was not finite in fp16."""
 
     stepped: bool
     loss: float
@@ -50,8 +50,8 @@ class UpdateResult:
 
 
 class ParameterShard:
-    """The parameters of one server. The first server also holds the frozen parameters and the buffers, which are not
-    divided."""
+    """Holds and updates the parameters (or rows of them) of one server. The first server also holds the frozen
+    parameters and the model's buffers, which are not divided."""
 
     def __init__(
         self, spec: TrainingSpec, group: ServerGroup, *, fused: bool = False, recorded: bool = False, rate: float = 1.0
@@ -82,8 +82,8 @@ class ParameterShard:
         self._gradients: dict[str, Tensor] = {}  # before clipping; kept only when steps are recorded
 
     def weight_division(self) -> tuple[Mapping[str, WholeOnOneRank], tuple[()], DeviceMesh | None]:
-        """How the servers divide the model, as a checkpoint needs it: layouts, no tied stages, and the mesh of servers.
-        All servers call this together, inside a default process group."""
+        """Returns how the servers divide the model, as checkpoint functions take it: layouts, tied weights (none), and
+        the mesh of servers. All servers call this together, inside a default process group."""
         if self._group.size > 1 and self._mesh is None:
             assert dist.is_initialized(), "servers that save need a default process group"
             self._mesh = init_device_mesh("cpu", (self._group.size,), mesh_dim_names=(AXIS,))
@@ -97,20 +97,21 @@ class ParameterShard:
     # ---- messages
 
     def push_buffer(self, worker: int) -> MessageBuffer:
-        """The memory for the gradients of a worker. Only the first worker sends its buffers, which all use."""
+        """Returns a message buffer for the gradients of a worker. Only worker 0 also sends its model buffers, such as
+        running statistics; the servers send these to all workers."""
         return push_buffer(self.rows, self.buffers if worker == 0 else {})
 
     def reply_buffer(self) -> MessageBuffer:
         return reply_buffer(self.rows, self.buffers, self._recorded)
 
     def fill_frozen(self) -> None:
-        """Copies the frozen parameters into their message."""
+        """Copies the frozen parameters into the message `frozen`."""
         parameters = dict(self.module.named_parameters())
         self.frozen.fill({TensorKey("frozen", name): parameters[name].detach() for name in self._frozen_names})
 
     def fill_reply(self, message: MessageBuffer, reply: ServerReply) -> None:
-        """Writes a reply with the current weights. A worker that is to compute gradients gets the weights that momentum
-        will have reached by then."""
+        """Writes a reply with the current weights into `message`. With momentum per worker, a worker that is told to
+        compute gradients gets the weights that momentum will have reached when they are applied."""
         ahead = self._momentum.look_ahead() if self._momentum and reply.instruction == Instruction.STEP else {}
         source = {TensorKey("weights", name): ahead.get(p, p.detach()) for name, p in self.parameters.items()}
         source |= {TensorKey("buffers", name): buffer for name, buffer in self.buffers.items()}
@@ -126,8 +127,8 @@ class ParameterShard:
 
     @torch.no_grad()
     def update(self, pushes: Sequence[tuple[WorkerReport, MessageBuffer]], worker: int | None = None) -> UpdateResult:
-        """One optimizer step on the mean of the pushed gradients; all servers call this together. `worker` is the one
-        whose gradients these are, or None when they are those of all workers."""
+        """Makes one optimizer step on the mean of the pushed gradients. All servers call this together. `worker` is the
+        worker that pushed them, or None if the update combines all workers."""
         count = sum(report.count for report, _ in pushes) or 1.0  # 0: no target at all, or a sum that is not divided
         loss = sum(report.loss for report, _ in pushes) / count
         for _, message in pushes:
@@ -145,8 +146,8 @@ class ParameterShard:
 
     @contextmanager
     def _fraction_of_rate(self) -> Iterator[None]:
-        """Lowers the learning rate for one step. Outside of it the optimizer has the full rate, which the schedule
-        changes."""
+        """Within this context, the optimizer has its fraction of the learning rate. Outside of it the optimizer has the
+        full learning rate, which the schedule changes."""
         rates = [group["lr"] for group in self.optimizer.param_groups]
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * self._rate if self._rate != 1.0 else rate
@@ -155,8 +156,8 @@ class ParameterShard:
             group["lr"] = rate
 
     def _combine(self, messages: Sequence[MessageBuffer], count: float) -> None:
-        """Leaves the mean gradients in the parameters. They are added in the order of the workers, so that a run can be
-        repeated bitwise."""
+        """Leaves the mean gradients in the parameters. Gradients are added in the order of `messages`, so that a run
+        can be repeated bitwise."""
         keys = [TensorKey("gradients", part.name) for part in self.rows]
         self._used = torch.stack([message.views[USED] for message in messages]).amax(dim=0)
         if not keys:
@@ -212,7 +213,8 @@ def _module_of_shard(
 
 
 def _layouts(model: nn.Module, tensors: ModelTensors, rows: Sequence[ParameterRows]) -> dict[str, WholeOnOneRank]:
-    """The layout of every tensor of the model by each of its names, including those that other servers hold."""
+    """Returns the layout of every tensor of the model under each of its names, also of tensors that other servers
+    hold."""
     local = {part.name: checkpoint_layout(part) for part in rows}
     names = {id(p): name for name, p in tensors.trained.items()}
     layouts = {}

@@ -20,13 +20,14 @@ Totals = dict[str, Tensor]
 
 @dataclass
 class Participants:
-    """The workers that take part, among `workers` that the plan has. A worker takes part from the round after it
-    connected until its connection breaks.
+    """The workers that take part in the run. A worker takes part from the round after it has connected until its
+    connection breaks.
 
-    `admitted`: the incarnation of each worker that takes part. `pending`: reports of gradients that are not applied
-    yet. `evaluations`: results of evaluations that are not collected yet, each a pair of whether the worker was
-    interrupted and its totals. `loss_scale`: value, good steps and skipped steps of the fp16 loss scale.
-    `start_clocks`: the clocks at which workers resume. `print_line` and `last_seen` are for messages to the user.
+    `workers`: number of workers in the plan. `admitted`: the incarnation of each worker that takes part. `pending`: by
+    worker, reports of gradients that are not applied yet. `evaluations`: by worker, results of evaluations that are not
+    collected yet: whether it was interrupted, and its totals. `loss_scale`: value, good steps and skipped steps of the
+    fp16 loss scale. `start_clocks`: the clocks at which workers of a resumed run start. `print_line` prints a line to
+    the user, and `last_seen` describes a worker's last heartbeat for it.
     """
 
     connections: Connections
@@ -47,8 +48,8 @@ class Participants:
     _empty_since_s: float = 0.0  # when the last worker left; 0 while there are workers
 
     def wait_for_all(self) -> None:
-        """Before the first round, waits until all workers are connected. Later the run continues without those that
-        are missing."""
+        """Before the first round, waits until all workers are connected. Does nothing later, because the run then
+        continues without missing workers."""
         if self.report_numbers:
             return
         by_worker = self.connections.by_worker
@@ -58,7 +59,7 @@ class Participants:
             raise CollectiveError(f"server 0: no answer within {self.timeout_s:g} s from {names}")
 
     def admit_new(self) -> list[int]:
-        """Lets the workers take part that have connected since the last round, and returns them."""
+        """Admits the workers that have connected since the last round, and returns them."""
         new = [worker for worker in list(self.connections.by_worker) if worker not in self.admitted]
         for worker in sorted(new):
             connection = self.connections.by_worker[worker]
@@ -76,7 +77,7 @@ class Participants:
 
     def read_reports(self) -> dict[int, int]:
         """Sorts new reports into `pending` and `evaluations`, and removes workers whose connection broke. Returns the
-        incarnations of these."""
+        incarnations of the removed workers, by worker."""
         dropped = {}
         for worker, incarnation in list(self.admitted.items()):
             connection = self.connections.by_worker.get(worker)
@@ -93,7 +94,7 @@ class Participants:
         return dropped
 
     def remove(self, worker: int) -> None:
-        """Continues without a worker that is gone, and says so."""
+        """Removes a worker that is gone, and tells the user that the run continues without it."""
         self.admitted.pop(worker, None)
         self.pending.pop(worker, None)
         self.clocks.remove(worker)
@@ -107,8 +108,8 @@ class Participants:
         return [worker for worker in self.admitted if self.connections.by_worker[worker].idle]
 
     def keep_alive_replies(self, answered: set[int]) -> dict[int, Instruction]:
-        """Replies for workers that have waited so long, without being among the `answered`, that their connection could
-        time out."""
+        """Returns the instruction to wait for each worker that is not `answered` in this round and has been idle so
+        long that its connection could time out."""
         now = time.monotonic()
         longest_s = self.timeout_s / 3
         waiting = [worker for worker in self.idle() if worker not in answered]
@@ -116,8 +117,8 @@ class Participants:
         return dict.fromkeys(late, Instruction.WAIT)
 
     def wait_for_event(self, since: int) -> None:
-        """Waits until something happens after event number `since`. Raises when no worker has been there for longer
-        than the timeout."""
+        """Waits briefly for an event after number `since`. Raises an error if no worker has taken part for longer than
+        the timeout."""
         if self.admitted:
             self._empty_since_s = 0.0
         elif not self._empty_since_s:

@@ -26,7 +26,7 @@ from meshwright.train.servers.worker import ServerClient, run_worker
 
 
 def run_rank_with_servers(job: Job, plan: Plan, folder: RunFolder, device: str) -> None:
-    """Runs this process as the worker or the server that its rank makes it."""
+    """Runs this process as a worker or as a server, depending on its rank."""
 
     def main(world: World, heartbeat: Heartbeat) -> None:
         if job.train.deterministic:
@@ -44,8 +44,8 @@ def run_rank_with_servers(job: Job, plan: Plan, folder: RunFolder, device: str) 
 
 
 def train_worker(job: Job, plan: Plan, folder: RunFolder, world: World, heartbeat: Heartbeat) -> None:
-    """Runs a worker. A signal does not stop it between steps: the servers tell it to stop when they have its last
-    gradients."""
+    """Runs a worker. A signal does not stop it between steps: it stops when the servers tell it to, after they have
+    received its last gradients."""
     one_rank = World(0, world.local_rank, 1, 1, world.attempt, world.device, None)
     train = job.train
     with StopRequest() as stop:

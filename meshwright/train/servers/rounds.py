@@ -1,6 +1,6 @@
-"""`ServerRounds`: what all servers do together, so that each updates its part of the same weights. In every round the
-coordinator broadcasts a `RoundOrder`; all servers wait for the workers that it names, agree on which of them are still
-connected, and apply and answer the same ones."""
+"""`ServerRounds`: lets all servers make the same updates, each to its own rows. In every round the coordinator
+broadcasts a `RoundOrder`. All servers wait for the reports of the workers that it names, agree on which of these are
+still connected, apply their gradients, and reply to them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,14 +15,14 @@ from meshwright.train.servers.messages import Instruction, ServerReply
 from meshwright.train.servers.parameter_shard import ParameterShard, UpdateResult
 from meshwright.train.servers.server_group import ServerGroup
 
-_UPDATE, _REPLY = 1, 2  # a worker's entry in a packed order: the update's bit, plus the instruction times _REPLY
+_UPDATE, _REPLY = 1, 2  # a worker's number in a packed order: _UPDATE if in `updates`, plus instruction times _REPLY
 
 
 @dataclass(frozen=True)
 class RoundOrder:
-    """What all servers do in one round. `incarnations`: those of the workers that it concerns. `updates`: the workers
-    whose gradients make one update. `replies`: the instruction for each worker that is answered after it. `dropped`:
-    incarnations that are gone. `end`: there are no more rounds in this step."""
+    """What all servers do in one round. `updates`: the workers whose gradients make one update. `replies`: the
+    instruction for each worker that gets a reply after the update. `incarnations`: the incarnation of each worker in
+    these two. `dropped`: by worker, incarnations that are gone. `end`: this order ends the rounds of a step."""
 
     incarnations: Mapping[int, int] = field(default_factory=dict)
     updates: Sequence[int] = ()
@@ -32,6 +32,9 @@ class RoundOrder:
 
 
 class ServerRounds:
+    """Carries out rounds on one server. The coordinator calls `begin`, `update` and `answer` for each round, and `end`
+    after the last; the other servers call `follow`. `one_worker_per_update` is True for asynchronous updates."""
+
     def __init__(
         self,
         group: ServerGroup,
@@ -51,7 +54,7 @@ class ServerRounds:
     # ---- called by the coordinator
 
     def begin(self, order: RoundOrder) -> set[int]:
-        """Broadcasts an order. Returns the workers that it concerns and that are gone, as seen by any server."""
+        """Broadcasts an order. Returns the workers in it that are gone for any server."""
         self._group.broadcast(self._pack(order))
         return self._agree_on_missing(order)
 
@@ -69,14 +72,14 @@ class ServerRounds:
             self._connections.send_reply(worker, reply)
 
     def end(self, value: Any) -> Any:
-        """Ends the rounds of a step: `follow` returns this value on the other servers. Returns the value."""
+        """Ends the rounds of a step. `follow` returns `value` on the other servers. Returns `value`."""
         self._group.broadcast(self._pack(RoundOrder(end=True)))
         return self._group.broadcast_object(value)
 
     # ---- called by the other servers
 
     def follow(self) -> Any:
-        """Carries out the coordinator's orders until it ends the rounds; returns the value it ends them with."""
+        """Carries out the coordinator's orders until it calls `end`. Returns the value that it passes to `end`."""
         while True:
             order = self._unpack(self._group.broadcast(torch.zeros(3 * self._workers + 1, dtype=torch.int64)))
             if order.end:
@@ -91,7 +94,7 @@ class ServerRounds:
     # ---- on all servers
 
     def _agree_on_missing(self, order: RoundOrder) -> set[int]:
-        """Drops the workers that any server has lost, and returns them."""
+        """Drops the workers of an order whose connection any server has lost, and returns them."""
         for worker, incarnation in order.dropped.items():
             self._connections.drop(worker, incarnation)
         connected = torch.ones(self._workers, dtype=torch.int64)
@@ -106,7 +109,7 @@ class ServerRounds:
         return missing
 
     def _wait_for_report(self, worker: int, incarnation: int) -> bool:
-        """Waits until the worker's report has arrived at this server, too. Returns False when this incarnation is
+        """Waits until the worker's report has arrived at this server. Returns False if this incarnation of it is
         gone."""
 
         def is_settled() -> bool:
@@ -149,7 +152,7 @@ class ServerRounds:
 
 
 def raise_if_timed_out(connection: Connection) -> None:
-    """Raises for a worker that does not answer: it may hang, so the attempt ends. A worker that is gone is dropped
-    instead, and the run continues."""
+    """Raises a `CollectiveError` if a worker did not answer in time. It may hang, so all ranks have to be restarted.
+    For a worker that is gone it raises nothing: the caller drops the worker, and the run continues."""
     if isinstance(connection.error, PeerTimeoutError):
         raise CollectiveError(str(connection.error)) from connection.error

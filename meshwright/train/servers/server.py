@@ -1,6 +1,6 @@
-"""`Server`: a server's side of a run. It implements `StepRunner` as `Session` does, so that the trainer logs,
-evaluates, saves and resumes it like any other run. A step waits for the gradients that workers push. All servers call
-every method together."""
+"""`Server`: one parameter server of a run. It implements `StepRunner` as `Session` does, so that the trainer logs,
+evaluates, saves and resumes as in any other run. Its step waits for gradients of workers. All servers of a run call
+each method together."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,8 +30,8 @@ from meshwright.train.step.optimizer import use_fused_kernels
 
 @dataclass
 class ServerStep:
-    """A step of the run, in the place of the batch that a session yields to the trainer. It is filled in when the step
-    is done, since only workers have the samples."""
+    """What `Server.batches` yields to the trainer in place of a `Batch`. `Server.step` fills it in when the step is
+    done, because only workers have the samples."""
 
     samples: int = 0
     epoch: int = 0
@@ -53,8 +53,9 @@ class _StepResult:
 
 
 class Server:
-    """One of the servers of a run; the first one is the coordinator. `recorded`: replies to workers also carry the
-    combined gradients, for a proof."""
+    """One parameter server of a run: updates its rows of the parameters with the gradients that workers send, and
+    replies with the new weights. The first server is the coordinator. `recorded`: replies also carry the combined
+    gradients, for a proof."""
 
     def __init__(
         self,
@@ -99,11 +100,11 @@ class Server:
 
     @property
     def parts(self) -> int | None:
-        """Number of fixed parts of a data set that is divided by sample; None when it is not."""
+        """Number of fixed parts of the data set with `data.partition: sample`, otherwise None."""
         return self.coordinator.data_parts or None
 
     def set_data_parts(self, loading: LoadingOptions) -> None:
-        """Fixes the number of parts of a data set that is divided by sample. A resumed run keeps its number."""
+        """With `data.partition: sample`, fixes the number of parts of the data set. A resumed run keeps its number."""
         if loading.partition == "sample":
             self.coordinator.data_parts = self.parts or loading.parts or self.plan.data_ranks
 
@@ -114,13 +115,14 @@ class Server:
     # ---- training
 
     def batches(self, *_: Any) -> Iterator[ServerStep]:
-        """Steps, until no worker has any more batches."""
+        """Yields a `ServerStep` for each step, until no worker has any more batches. Takes the arguments of
+        `Session.batches`, and ignores them."""
         while not self.all_finished:
             yield ServerStep()
 
     def step(self, server_step: Any) -> Tensor:
-        """Runs one step of the run, and returns its mean loss: one update with the gradients of all workers, or as many
-        asynchronous updates as make a global batch."""
+        """Runs one step of the run: one update with the gradients of all workers, or as many asynchronous updates as
+        make a global batch. Fills in `server_step`, and returns the mean loss."""
         result: _StepResult = self._coordinate_step() if self._group.is_coordinator else self._rounds.follow()
         self.steps, self.position, self.all_finished = result.steps, result.position, result.all_finished
         self._loss_scale = result.loss_scale
@@ -158,8 +160,9 @@ class Server:
         loading: Any = None,
         interrupted: Callable[[], bool] = lambda: False,
     ) -> dict[str, float] | None:
-        """The loss and metrics of the evaluation set, which the workers compute with the job's data and metrics; None
-        when the evaluation was interrupted."""
+        """Returns the loss and the metrics of the evaluation set by name; None if the evaluation was interrupted. The
+        workers compute them with the data set and the loading options of the job; `dataset`, `batch` and `loading` are
+        ignored."""
         if not self._group.is_coordinator:
             values: dict[str, float] | None = self._rounds.follow()
             return values
@@ -190,7 +193,7 @@ class Server:
     # ---- checkpoints
 
     def state(self) -> State:
-        """What a checkpoint keeps, in the format of a session's state; each server has its rows."""
+        """The contents of a checkpoint by the keys of `Session.state`, with this server's rows of each tensor."""
         layouts, tied, mesh = self._shard.weight_division()
         schedule = self._shard.schedule
         return {
@@ -201,7 +204,8 @@ class Server:
         }
 
     def about(self) -> dict[str, Any]:
-        """What a checkpoint's manifest says about the run's position."""
+        """What a checkpoint's manifest says about the run: the entries of `Session.about`, and `clocks` (worker, clock,
+        epoch and batch of each), `workers` and `staleness`."""
         coordinator = self.coordinator
         clocks = [
             [w, clock, *coordinator.position_at(clock)] for w, clock in sorted(coordinator.clocks.by_worker.items())
@@ -218,7 +222,7 @@ class Server:
         }
 
     def restore(self, path: Path, about: Mapping[str, Any]) -> None:
-        """Resumes from a verified checkpoint, whose manifest says `about`."""
+        """Resumes from a checkpoint that is verified already. `about` is the field of that name in its manifest."""
         objects = load(path, self._shard.module, self._shard.optimizer, *self._shard.weight_division())
         if self._shard.schedule and objects["schedule"] is not None:
             self._shard.schedule.load_state_dict(objects["schedule"])

@@ -1,5 +1,5 @@
-"""`ServerGroup`: the communication of the servers with each other. The first server coordinates, and the others do what
-it broadcasts."""
+"""`ServerGroup`: the communication of the servers with each other. The first server is the coordinator, and the other
+servers do what it broadcasts."""
 
 import pickle
 from datetime import timedelta
@@ -14,15 +14,15 @@ from meshwright.launch.torch_private import gloo_group
 
 
 class ServerGroup:
-    """This server's `rank` among `size` servers, and the collectives between them. They act in place, and do nothing
-    when there is only one server."""
+    """This server's `rank` among `size` servers, and collectives between them. The collectives work in place; with only
+    one server they do nothing."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
         self.rank = rank
         self.size = size
         self._group: Any = None
         if size > 1:
-            # The coordinator waits for workers up to the timeout: the others must wait longer for the coordinator.
+            # The coordinator may wait for workers up to the timeout. So the other servers must wait longer for it.
             timeout = timedelta(seconds=2 * timeout_s)
             self._group = gloo_group(dist.PrefixStore("team", store), rank, size, timeout)
 
@@ -31,7 +31,7 @@ class ServerGroup:
         return self.rank == 0
 
     def broadcast(self, numbers: Tensor) -> Tensor:
-        """The coordinator's tensor, on every server."""
+        """Overwrites `numbers` with those of the coordinator, and returns it."""
         if self._group is not None:
             self._wait(self._group.broadcast(numbers, 0))
         return numbers
@@ -43,7 +43,7 @@ class ServerGroup:
         return self._all_reduce(numbers, dist.ReduceOp.SUM)
 
     def broadcast_object(self, value: Any) -> Any:
-        """The coordinator's value, on every server."""
+        """Returns the coordinator's `value` on every server."""
         if self.size == 1:
             return value
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)

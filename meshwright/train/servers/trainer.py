@@ -1,4 +1,4 @@
-"""`ServerTrainer`: the trainer on a server. It logs, evaluates, saves and resumes as under every plan, and also reports
+"""`ServerTrainer`: the trainer on a server. It logs, evaluates, saves and resumes as `Trainer` does, and also reports
 the staleness of gradients."""
 
 import json
@@ -11,6 +11,8 @@ from meshwright.train.trainer import Trainer
 
 
 class ServerTrainer(Trainer):
+    """The training loop of one server. Its `session` is a `Server`."""
+
     @property
     def server(self) -> Server:
         assert isinstance(self.session, Server)
@@ -34,8 +36,8 @@ class ServerTrainer(Trainer):
             self.display.line(f"staleness: mean {staleness['mean']:.2f}, max {staleness['max']}{bound}")
 
     def staleness(self) -> dict[str, float]:
-        """By how many updates gradients were stale; with `bounded` updates also the largest number of batches that a
-        worker was ahead of the slowest one."""
+        """Returns the `mean` and `max` staleness of gradients, in updates. With `bounded` updates, `largest_lead` is
+        the largest number of batches that a worker was ahead of the slowest one."""
         staleness = self.server.staleness
         values: dict[str, float] = {"mean": round(staleness.mean, 4), "max": staleness.largest}
         if self.session.plan.gradients.updates == "bounded":

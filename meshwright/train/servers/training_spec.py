@@ -1,5 +1,5 @@
-"""`TrainingSpec`: the model and optimizer that servers and workers each build for themselves, from a job or for a
-proof; and which of the model's tensors servers hold."""
+"""`TrainingSpec`: the model and optimizer that servers build, from a job or for a proof; and `ModelTensors`: which of
+the model's tensors each server holds."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ def training_spec_of(job: Job) -> TrainingSpec:
 
 
 def worker_plan(plan: Plan) -> Plan:
-    """The plan of one worker's session, which has no other ranks."""
+    """The plan of one worker's session: a single rank without parameter servers."""
     return plan.model_copy(update={"axes": Axes(), "gradients": Gradients()})
 
 
@@ -51,8 +51,9 @@ def worker_plan(plan: Plan) -> Plan:
 class ModelTensors:
     """The tensors of a model by name, and how servers divide them.
 
-    `trained` parameters are divided among the servers: `rows` lists those of each server. `frozen` parameters never
-    change, and are sent to a worker once. `buffers` are sent with every reply of the first server.
+    `trained` parameters are divided among the servers: `rows` lists, for each server, the rows that it holds. `frozen`
+    parameters never change, and the first server sends them to each worker once. `buffers` are sent with every reply of
+    the first server.
     """
 
     trained: Mapping[str, nn.Parameter]
@@ -62,6 +63,8 @@ class ModelTensors:
 
 
 def model_tensors(model: nn.Module, make_optimizer: MakeOptimizer, servers: int) -> ModelTensors:
+    """Sorts the model's tensors into trained, frozen and buffers, and assigns rows to `servers` servers. Raises an
+    `InputError` if the model's state dict holds something other than tensors."""
     parameters = dict(model.named_parameters())
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     state = model.state_dict(keep_vars=True)

@@ -1,4 +1,4 @@
-"""`ServerClient`: a worker's connections to the servers, in the place of its session's optimizer; and `run_worker`,
+"""`ServerClient`: a worker's connections to the servers, which its session uses as its optimizer; and `run_worker`,
 which does what the servers instruct."""
 
 import pickle
@@ -40,8 +40,8 @@ from meshwright.train.session import Session
 
 
 class ServerClient:
-    """Sends a worker's gradients to the servers, and puts the weights that come back into its session. It implements
-    `RemoteOptimizer`."""
+    """Sends a worker's gradients to the servers, and copies the weights that come back into its session's model. It
+    implements `RemoteOptimizer`."""
 
     def __init__(
         self,
@@ -54,15 +54,15 @@ class ServerClient:
         folder: Path | None = None,
         recorded: bool = False,
     ) -> None:
-        """`folder` has the heartbeats of the servers, for errors about one of them. `recorded`: replies also carry the
-        combined gradients, for a proof."""
+        """`folder` holds the heartbeats of the servers, which error messages mention; None if there are none.
+        `recorded`: replies also carry the combined gradients, for a proof."""
         self.share = SampleShare(worker, plan.world_size)
         self.reply = ServerReply()
         self.batch: Batch | None = None  # the batch of the next step
         self._session = session
         self._recorded = recorded
         self._folder = folder
-        self._first_rank = plan.world_size  # of the servers
+        self._first_rank = plan.world_size  # the rank of the first server
         # The message buffers are on the CPU, where all messages are sent and received.
         tensors = model_tensors(session.module, lambda _: session.optimizer, plan.gradients.servers)
         self._weights: dict[str, nn.Parameter] = dict(tensors.trained)
@@ -82,7 +82,8 @@ class ServerClient:
     def _connect_to_servers(
         self, store: torch.distributed.Store, worker: int, timeout_s: float
     ) -> list[PeerConnection]:
-        """Connects to the first server last, so that a worker which is connected to it is connected to all."""
+        """Returns the connections to all servers. The first server is connected last: when it sees a worker, the worker
+        is connected to all servers."""
         incarnation = announce(store, worker)
         pairs: dict[int, PeerConnection] = {}
         for server in reversed(range(len(self._rows))):
@@ -92,14 +93,14 @@ class ServerClient:
         return [pairs[server] for server in sorted(pairs)]
 
     def close(self) -> None:
-        """Closes the connections without a message; the servers notice that they break."""
+        """Closes the connections without a message. The servers notice that the connections break."""
         for pair in self._pairs:
             pair.close()
 
     # ---- from the servers
 
     def receive_start(self) -> None:
-        """Receives the first reply: the current weights, and the position to start from."""
+        """Receives the frozen parameters and the first reply, and sets the session to the position in that reply."""
         frozen = frozen_buffer(self._frozen)
         if frozen:
             self._explain(partial(self._pairs[0].receive, frozen.memory), 0)
@@ -115,7 +116,7 @@ class ServerClient:
 
     @torch.no_grad()
     def receive_reply(self) -> None:
-        """Receives the replies of all servers, and copies their weights into the session."""
+        """Receives the replies of all servers, and copies their weights and buffers into the session's model."""
         waits = [
             self._explain(partial(pair.start_receive, message.memory), server)
             for server, (pair, message) in enumerate(zip(self._pairs, self._replies, strict=True))
@@ -182,7 +183,7 @@ class ServerClient:
         self._send([(0, report.pack()), *((server, without_result) for server in servers)])
 
     def _send(self, messages: list[tuple[int, Tensor]]) -> None:
-        """Sends messages to servers at the same time."""
+        """Sends messages, each to the server of the given number, at the same time."""
         waits = [
             (server, self._explain(partial(self._pairs[server].start_send, message), server))
             for server, message in messages
@@ -192,7 +193,8 @@ class ServerClient:
 
     @torch.no_grad()
     def _fill_pushes(self) -> None:
-        """Copies the session's gradients into the messages to the servers, and the buffers where they are sent."""
+        """Copies the session's gradients, and the model's buffers if this worker sends them, into the messages to the
+        servers."""
         for rows, message in zip(self._rows, self._pushes, strict=True):
             gradients = [self._weights[part.name].grad for part in rows]
             used = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
@@ -225,7 +227,8 @@ class ServerClient:
             session.on_gradients()
 
     def _explain(self, operation: Callable[[], Any], server: int) -> Any:
-        """Runs an operation. When the server is gone or does not answer, the error says where it was last seen."""
+        """Calls `operation` and returns its result. If the server is gone or does not answer, raises a
+        `CollectiveError` that says where the server was last seen."""
         try:
             return operation()
         except (PeerLostError, PeerTimeoutError) as error:
@@ -242,7 +245,7 @@ def run_worker(
     after_step: Callable[[], None] = lambda: None,
 ) -> None:
     """Does what the servers instruct until they tell the worker to stop. `batches` yields batches from the session's
-    position on; `evaluate` evaluates a share of the evaluation set, and returns whether it was interrupted, and the
+    position on. `evaluate` evaluates a share of the evaluation set, and returns whether it was interrupted, and its
     totals."""
     client.receive_start()
     with closing(batches()) as iterator:  # type: ignore[type-var]

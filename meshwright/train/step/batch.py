@@ -9,8 +9,8 @@ from meshwright.train.torch_private import tree_leaves, tree_map
 
 
 def move_to_device(data: Any, device: torch.device, *, channels_last: bool = False) -> Any:
-    """The batch on the device. With `channels_last`, image tensors get that memory format. Copies from pinned memory
-    run asynchronously."""
+    """Returns the batch with its tensors on the device. With `channels_last`, tensors of 4 dimensions get that memory
+    format. Copies from pinned memory to a GPU are asynchronous."""
     if device.type == "cpu" and not channels_last:
         return data
 
@@ -25,7 +25,7 @@ def move_to_device(data: Any, device: torch.device, *, channels_last: bool = Fal
 
 
 def samples_in(data: Any) -> int:
-    """The size of a batch from any loader, taken from its first tensor."""
+    """The number of samples in a batch: the size of dimension 0 of its first tensor that has dimensions."""
     for leaf in tree_leaves(data):
         if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
             return int(leaf.shape[0])
@@ -33,7 +33,8 @@ def samples_in(data: Any) -> int:
 
 
 def split_into_microbatches(data: Any, parts: int) -> list[Any]:
-    """A batch from any loader, cut along its first dimension into `parts` microbatches, or fewer when it is smaller."""
+    """Cuts a batch along dimension 0 into `parts` microbatches, or into one per sample if it has fewer samples. Values
+    without a dimension of the samples are the same in every microbatch."""
     if parts == 1:
         return [data]
     size = samples_in(data)

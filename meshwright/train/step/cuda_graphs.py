@@ -1,5 +1,5 @@
-"""Captures the forward and backward passes of a step as a CUDA graph, and replays it for every batch of the same
-shapes: the host launches one graph instead of thousands of kernels. For plans of one rank."""
+"""Captures the forward and backward passes of a step as a CUDA graph, and replays the graph for every batch of the same
+shapes. The host then launches one graph instead of thousands of kernels. Only for plans of one rank."""
 
 import warnings
 from collections.abc import Callable, Hashable, Sequence
@@ -16,7 +16,7 @@ Examples = list[tuple[ModelBatch, int]]
 RunStep = Callable[[Examples, int | None], Tensor]
 _Key = tuple[Hashable, int | None, tuple[Hashable, ...]]  # shapes, samples of the global batch, constants
 _MAX_GRAPHS = 8  # each graph keeps the memory of a step
-_WARM_UP_STEPS = 3  # before a shape is captured, in which libraries choose their kernels and allocate
+_WARM_UP_STEPS = 3  # run before a shape is captured, because libraries choose kernels and allocate memory in them
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class _CapturedStep:
 
 
 class StepGraphs:
-    """Is called like `run_step`, which leaves gradients in the parameters and returns the loss, and captures it.
-    Numbers that a graph would contain, such as the scale of the loss, are passed as `constants`: another value needs
-    another graph."""
+    """Wraps `run_step`, which leaves gradients in the parameters and returns the loss. Its calls of a new shape run
+    without a graph a few times; then the step is captured, and the graph is replayed. Numbers that become a fixed part
+    of a graph, such as the loss scale, are passed as `constants`, because another value needs another graph."""
 
     def __init__(self, run_step: RunStep, parameters: Sequence[nn.Parameter]) -> None:
         self._run_step = run_step
         self._parameters = parameters
-        self._runs: dict[_Key, int] = {}  # how often each shape ran before it was captured
+        self._runs: dict[_Key, int] = {}  # how often each key ran without a graph
         self._captured: dict[_Key, _CapturedStep] = {}
         self._stream = torch.cuda.Stream()
         self._capture_failed = False
@@ -69,9 +69,8 @@ class StepGraphs:
         try:
             with torch.cuda.graph(graph):
                 loss = self._run_step(graph_examples, samples)
-        except (
-            Exception
-        ) as error:  # a step that cannot be captured, for example because the host reads a value, can run
+        except Exception as error:
+            # For example, the step reads a value on the host. It can still run without a graph.
             self._capture_failed = True
             torch.cuda.synchronize()
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -85,7 +84,7 @@ class StepGraphs:
         return True
 
     def _run_without_graph(self, examples: Examples, samples: int | None) -> Tensor:
-        """Runs the step on another stream, which PyTorch requires for the steps before a capture."""
+        """Runs the step on a side stream, as PyTorch requires for the steps before a capture."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             loss = self._run_step(examples, samples)
@@ -94,7 +93,7 @@ class StepGraphs:
 
 
 def _as_tuples(pair: tuple[ModelBatch, int]) -> tuple[Any, int]:
-    """The example as nested tuples and dicts, which `tree_map` can traverse."""
+    """Returns the example as nested tuples and dicts, which `tree_map` can traverse, and its number of samples."""
     example, count = pair
     return (example.arguments, example.keywords, example.target), count
 
@@ -105,7 +104,8 @@ def _tensors(example: ModelBatch) -> list[Tensor]:
 
 
 def _shapes(examples: Examples) -> Hashable:
-    """Sample counts and the shapes, strides and dtypes of all tensors."""
+    """A hashable key of the examples: their numbers of samples, and the shapes, strides and dtypes of all their
+    tensors."""
     return tuple(
         (count, tuple((tuple(t.shape), t.stride(), t.dtype) for t in _tensors(example))) for example, count in examples
     )

@@ -13,11 +13,11 @@ from meshwright.train.metrics import MetricTotals
 
 
 class EvaluationBatches:
-    """Yields the batches of one rank until they end, or until `interrupted` returns True; `gave_up` says whether it
-    did.
+    """Iterates over the evaluation batches of one rank, until they end or `interrupted` returns True. In the latter
+    case, `gave_up` is True afterwards.
 
-    With `same_count` every rank runs as many batches as the rank that has the most, because they communicate in every
-    batch. A rank that has no more batches repeats one with a weight of 0 (`samples` is 0). An interruption of any rank
+    With `same_count` every rank runs as many batches as the rank that has the most, because the ranks communicate in
+    every batch. A rank that has no more batches repeats one with weight 0 (`samples` is 0). An interruption of any rank
     then stops all ranks.
     """
 
@@ -47,7 +47,8 @@ class EvaluationBatches:
             filler = replace(batch, samples=0)
 
     def _agree(self, has_batch: bool, needs_filler: bool) -> tuple[bool, bool, bool]:
-        """Whether any rank has a batch, is interrupted, or needs a filler."""
+        """Returns three flags: whether any rank has a batch, is interrupted, and needs a filler batch (one with weight
+        0). Without `same_count` the ranks do not communicate, and the flags are those of this rank."""
         stop = self._interrupted()
         if not self._same_count:
             return has_batch, stop, False
@@ -58,7 +59,8 @@ class EvaluationBatches:
 
 
 def _batch_of_first_rank(batch: Microbatch | None) -> Microbatch:
-    """The batch of rank 0, for ranks that never had one. Rank 0 has one whenever any rank does."""
+    """Broadcasts the batch of rank 0, and returns it. It is the filler of ranks that never had a batch. Rank 0 has a
+    batch, because it gets one whenever any rank does."""
     batches: list[Any] = [batch]
     dist.broadcast_object_list(batches, src=0)
     first: Microbatch = batches[0]
@@ -66,8 +68,8 @@ def _batch_of_first_rank(batch: Microbatch | None) -> Microbatch:
 
 
 def combine_totals(local: MetricTotals, gave_up: bool, ranks: int) -> dict[str, float] | None:
-    """The metrics over all ranks; None when any rank gave up. A rank that evaluated nothing does not know the names of
-    the metrics, so names are sent with the totals."""
+    """Returns the metrics by name over all ranks; None if any rank gave up. Names are sent with the totals, because a
+    rank that evaluated nothing does not know the names of the metrics."""
     if ranks == 1:
         return None if gave_up else local.finish(local.totals())
     mine = (gave_up, {name: total.cpu() for name, total in local.totals().items()})

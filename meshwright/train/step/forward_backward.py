@@ -4,8 +4,9 @@ batch.
     gradient = 1 / data ranks · Σ over data ranks of (data ranks / count · gradient of the rank's loss sum)
     loss     = Σ loss sums / count,   count = Σ of the ranks' counts
 
-The factor in the first sum is applied here, to the loss before its backward pass; the mean over data ranks is taken by
-the parallel model when it combines gradients.
+A rank's count is the number of targets (or samples) that its loss sum is a sum over. The factor `data ranks / count` is
+applied here, to the loss before its backward pass. The mean over data ranks is taken by the parallel model when it
+averages gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,8 +25,8 @@ from meshwright.train.torch_private import foreach_mul_
 
 
 class ForwardBackward:
-    """Runs the forward and backward passes of a step. `count` is what a remote optimizer divides the last step's sums
-    by: the number of targets on this rank, or 0 for a sum that is not divided."""
+    """Runs the forward and backward passes of a step. `count` is set by calls without `divide`: the number of targets
+    or samples of this rank in the last step, or 0 for a loss that is a sum and is not divided."""
 
     def __init__(
         self,
@@ -40,24 +41,25 @@ class ForwardBackward:
         self._loss = loss
         self._loss_scale = loss_scale
         self._report = report
-        self._returns_count: bool | None = None  # known after the first step, on ranks that compute no loss
+        self._returns_count: bool | None = None  # learned in the first step; only for ranks that compute no loss
         self.count: Tensor | float = 0.0
 
     def __call__(self, examples: Examples, global_samples: int | None, *, divide: bool = True) -> Tensor:
-        """Leaves the mean gradient over the global batch in the parameters, and returns the mean loss. Unless `divide`,
-        it leaves the gradient of the sum over this rank's samples, sets `count`, and returns the sum of the loss.
+        """Leaves the mean gradient over the global batch in the parameters, and returns the mean loss. Without
+        `divide`, it leaves the gradient of the sum over this rank's samples, sets `count`, and returns the sum of the
+        loss.
 
-        The count is known beforehand, or summed over ranks during the forward pass. The sum of the loss is reduced
-        during the backward pass. Of ranks that have the same samples, one contributes to these sums.
+        The count is known before the forward pass, or summed over ranks during it. The sum of the loss is reduced over
+        ranks during the backward pass. Among ranks that have the same samples, only one contributes to these two sums.
         """
         ranks = self._plan.data_ranks
         total = self._start_total(examples, global_samples, divide)
-        sums: list[Tensor] = []  # the sum of the loss and, if it returns one, of its count
+        sums: list[Tensor] = []  # the sum of the loss and, if the loss function returns counts, the sum of the counts
         reductions: list[Callable[[], Sequence[Tensor]]] = []
 
         def may_reduce_now(number: int) -> bool:
-            """Whether to reduce the sums after this microbatch, during its backward pass. Pipeline stages reduce after
-            the step, since they communicate throughout it."""
+            """Whether to start reducing the sums before this microbatch's backward pass, to overlap with it. Pipeline
+            stages reduce after the step instead, because they communicate throughout it."""
             return number == len(examples) - 1 and self._plan.axes.pipeline == 1
 
         def loss_of(number: int, output: Any) -> Tensor:
@@ -85,8 +87,9 @@ class ForwardBackward:
         return loss_sum / self._rescale_gradients(total(), count_sum)
 
     def _rescale_gradients(self, assumed: Any, count: Tensor) -> Tensor:
-        """Multiplies the gradients by `assumed` / `count`, for a loss that returns its count after the forward pass,
-        when the gradients are divided by an assumed one already. Returns the count, or 1 when it is 0."""
+        """Corrects the gradients of a loss function that returns its count. The count was not known before the backward
+        pass, so the gradients were divided by the count `assumed`; they are multiplied by `assumed` / `count`. Returns
+        the count, or 1 if the count is 0 (the gradients are 0 then)."""
         divisor = count + (count == 0)
         factor = torch.as_tensor(assumed / divisor, device=self._device) * (count != 0)
         parameters = self._parallel.module.parameters()
@@ -95,7 +98,8 @@ class ForwardBackward:
         return divisor
 
     def _start_total(self, examples: Examples, global_samples: int | None, divide: bool) -> Callable[[], Any]:
-        """Starts summing the global count that the sums are divided by, and returns a function that waits for it."""
+        """Starts summing the count over ranks. Returns a function that waits for the sum and returns it. Without
+        `divide`, it sets `self.count` to this rank's count instead, and the returned function returns 1."""
         if not divide:
             counts = (self._loss.count(example.target, samples) for example, samples in examples)
             self.count = 0.0 if self._loss.kind == "sum" else sum(counts)
@@ -119,8 +123,8 @@ class ForwardBackward:
         return total
 
     def _check_returns_count(self, sums: list[Tensor], has_count: Tensor) -> bool:
-        """Whether the loss returns its count. Reading `has_count` waits for the device, so only ranks that compute no
-        loss read it, and only once, since it is the same in every step."""
+        """Whether the loss function returns counts. Ranks that compute the loss see it from `sums`. Other ranks read
+        `has_count`, but only in the first step, because reading it waits for the device and it never changes."""
         if sums:
             return len(sums) > 1
         if self._returns_count is None:
@@ -128,8 +132,8 @@ class ForwardBackward:
         return self._returns_count
 
     def _start_reducing(self, sums: list[Tensor]) -> Callable[[], Sequence[Tensor]]:
-        """Starts summing the loss and its count over all ranks. The function that is returned waits for both, and for
-        whether the loss returns a count."""
+        """Starts summing the loss and its count over all ranks. Returns a function that waits, and returns both sums
+        and a number that is not 0 if the loss function returns counts (otherwise the second sum has no meaning)."""
         if not self._parallel.position.reports_loss:
             return self._sum_over_ranks(torch.zeros(3, dtype=torch.float64, device=self._device))
         has_count = sums[0].new_full((), float(len(sums) > 1))  # filled on the device: a copy would make the host wait
@@ -138,7 +142,7 @@ class ForwardBackward:
         return self._sum_over_ranks(torch.stack([sums[0].double(), sums[-1].double(), has_count.double()]))
 
     def _sum_over_ranks(self, numbers: Tensor) -> Callable[[], Sequence[Tensor]]:
-        """Starts summing a few numbers over all ranks; the function that is returned waits for the result."""
+        """Starts summing a few numbers over all ranks. Returns a function that waits for the sums and returns them."""
         if self._parallel.sums is None:
             return numbers.unbind
         reduction = self._parallel.sums.start(numbers)

@@ -5,12 +5,12 @@ A loss is called as `loss(output, target)` and returns one of
 - a scalar: the mean over the batch's samples;
 - a pair (sum, count): the loss is the sum divided by the count, both taken over the whole global batch.
 
-torch's cross entropy and negative log likelihood are recognized: they divide by the number (or the class weights) of
-the targets that are not ignored. So is any torch loss with `reduction="sum"`.
+torch's cross entropy and negative log likelihood are recognized: their mean is over the targets that are not ignored,
+weighted by class if they have class weights. A loss with `reduction="sum"` is recognized, too, and is not divided.
 
 A loss that compares the samples of a batch with each other has a method `joined(across)`, which returns the loss for
-one rank of many: `across(rows)` returns the rows of all ranks, and the index at which this rank's rows begin. That loss
-returns the sum over this rank's samples, whose mean is taken over the global batch.
+one rank of many: `across(rows)` returns the rows of all ranks, and the index at which this rank's rows begin. The
+returned loss gives the sum over this rank's samples; the sum over all ranks is divided by the number of samples.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,8 +36,9 @@ class Loss:
     """A loss function and what it is a mean over.
 
     `kind` says what `function` returns. `samples`: the mean over the batch's samples. `targets`: the sum over the
-    targets that are not ignored (a mean over none of them would be 0/0). `sum`: a sum, and the loss is the sum over the
-    global batch. `compares_samples`: the sum over the batch's samples, which it compares with those of other ranks.
+    targets that are not ignored (a mean would be 0/0 if all are ignored). `sum`: the sum over the batch; the loss is
+    the sum over the global batch, and is not divided. `compares_samples`: the sum over the batch's samples, which the
+    function compares with the samples of other ranks.
     """
 
     function: LossFunction
@@ -46,8 +47,8 @@ class Loss:
     class_weight: Tensor | None = None
 
     def count(self, target: Any, samples: int) -> Tensor | float:
-        """What the batch's sum is to be divided by: the number of its samples or targets, or the sum of their class
-        weights. It is known before the forward pass."""
+        """The number of the batch's samples or valid targets, or the sum of the class weights of these targets. The sum
+        of the loss is divided by the sum of these counts. Can be called before the forward pass."""
         if self.kind != "targets" or not isinstance(target, Tensor) or not samples:
             return float(samples)
         if target.is_floating_point():  # class probabilities: nothing is ignored
@@ -58,7 +59,8 @@ class Loss:
         return self.class_weight.to(target.device)[target[valid]].sum()
 
     def term(self, output: Any, target: Any, samples: int) -> "LossTerm":
-        """The batch's term of the global sum. A batch that only fills up a round (`samples` is 0) has no weight."""
+        """Returns what the batch adds to the sum over the global batch. If `samples` is 0, the batch only lets a rank
+        take part in a step, and has weight 0."""
         if self.kind == "compares_samples" and not samples:  # other ranks must not compare with its samples either
             output = without_rows(output)
         value, returned_count = _value_and_count(self.function(output, target))
@@ -70,8 +72,8 @@ class Loss:
 
 @dataclass(frozen=True)
 class LossTerm:
-    """One batch's term of the global sum: `value` times `weight`. `returned_count` is the count of a loss that returns
-    pairs, and None for other losses."""
+    """What one batch adds to the sum over the global batch: `value` times `weight`. `returned_count` is the count if
+    the loss function returns (sum, count) pairs, otherwise None."""
 
     value: Tensor
     weight: float
@@ -79,19 +81,20 @@ class LossTerm:
 
     @property
     def sum(self) -> Tensor:
-        """The term's value, detached from the graph."""
+        """`value` times `weight`, detached from the graph."""
         value = self.value.detach()
         return value if self.weight == 1.0 else value * self.weight
 
 
 def over_all_ranks(function: Any, across: Callable[[Tensor], tuple[Tensor, int]] | None) -> Any:
-    """The loss or metric for one rank of many: `function.joined(across)` when it compares samples, and else itself.
-    `across` is None when there is one rank only."""
+    """Returns `function.joined(across)` if there are several ranks and the loss or metric compares samples, otherwise
+    `function` itself. `across` is None if there is only one rank."""
     return function.joined(across) if across is not None and compares_samples(function) else function
 
 
 def check_sample_comparison(loss: Loss, plan: Plan) -> None:
-    """Refuses plans under which a loss that compares all samples of a global batch would not see them together."""
+    """Raises an `InputError` if the loss compares all samples of a global batch, but never gets all of them together
+    under this plan."""
     if loss.kind != "compares_samples":
         return
     if plan.microbatches > 1:
@@ -108,8 +111,8 @@ def check_sample_comparison(loss: Loss, plan: Plan) -> None:
 
 
 def loss_from_model() -> Loss:
-    """The loss of a model that returns it: as a scalar, as `output.loss`, or under the key `loss`. It is taken as a
-    mean over samples."""
+    """Returns the `Loss` for a model that computes its loss itself. The model returns it as a scalar, as `output.loss`,
+    or under the key `loss`. It is taken as a mean over samples."""
 
     def pick(output: Any, target: Any) -> Any:
         value = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
@@ -121,7 +124,8 @@ def loss_from_model() -> Loss:
 
 
 def classify_loss(function: LossFunction) -> Loss:
-    """The loss with what it is a mean over. A function that is not recognized is taken as a mean over samples."""
+    """Returns the `Loss` that says what a loss function is a mean over. A function that is not recognized is taken as a
+    mean over samples."""
     keywords: dict[str, Any] = {}
     inner: Any = function
     if compares_samples(function):
@@ -149,7 +153,8 @@ def classify_loss(function: LossFunction) -> Loss:
 
 
 def _value_and_count(result: Any) -> tuple[Tensor, Tensor | None]:
-    """A loss function's result as a pair: its value and None, or a sum and a count."""
+    """Returns the value and None if the loss function returned a scalar, or the sum and the count if it returned a
+    pair."""
     if isinstance(result, Tensor) and result.numel() == 1:
         return result.reshape(()), None
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor):

@@ -1,7 +1,7 @@
 """`LossScale`: the factor by which an fp16 loss is multiplied, so that small gradients do not become zero.
 
 When any gradient on any rank is not finite, every rank skips the step and halves the factor. After `INTERVAL` finite
-steps in a row it is doubled. It is a power of two, so it changes no digit of a gradient.
+steps in a row the factor is doubled. Because it is a power of two, scaling by it does not round gradients.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,8 @@ INTERVAL = 2000
 
 
 class LossScale:
-    """The factor `value`, which is the same on every rank, and the number of `skipped` steps."""
+    """Holds and adapts the loss scale. `value` is the factor, which is the same on every rank, and `skipped` the number
+    of skipped steps."""
 
     def __init__(self, device: torch.device, ranks: int) -> None:
         self._device = device
@@ -29,8 +30,8 @@ class LossScale:
         self.skipped = 0
 
     def unscale_(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Divides the gradients by the factor, and updates the factor. Returns False when a gradient on any rank is not
-        finite: then the step must be skipped."""
+        """Divides the gradients by the factor, and updates the factor. Returns False if a gradient on any rank is not
+        finite. The caller must then skip the step."""
         overflow = torch.zeros((), device=self._device)
         inverse = torch.full((), 1 / self.value, device=self._device)
         for gradients in group_by_dtype_and_device(local_tensor(p.grad) for p in parameters if p.grad is not None):

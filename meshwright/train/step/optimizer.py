@@ -17,12 +17,13 @@ ParameterGroup = dict[str, Any]  # "names" of parameters, and the group's option
 
 
 def build_optimizer(spec: Optimizer, module: nn.Module) -> torch.optim.Optimizer:
-    """The job's optimizer on the parameters that are not frozen."""
+    """Builds the job's optimizer for all parameters of the module that are not frozen."""
     return optimizer_for_parameters(spec, optimizer_groups(spec, module), dict(module.named_parameters()))
 
 
 def optimizer_groups(spec: Optimizer, module: nn.Module) -> list[ParameterGroup]:
-    """The parameter groups of the whole model, before a plan divides it."""
+    """Returns the parameter groups of the whole model, with parameters by name. Call it before a plan divides the
+    model."""
     trainable = [name for name, p in module.named_parameters() if p.requires_grad]
     if not trainable:
         raise InputError("nothing is left to train: every parameter is frozen")
@@ -32,8 +33,8 @@ def optimizer_groups(spec: Optimizer, module: nn.Module) -> list[ParameterGroup]
 def optimizer_for_parameters(
     spec: Optimizer, groups: Sequence[ParameterGroup], parameters: Mapping[str, nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """The job's optimizer for those parameters of the groups that a rank holds. Every rank has every group, even an
-    empty one, so that a learning-rate schedule works alike on all ranks."""
+    """Builds the job's optimizer for the parameters that a rank holds. Every rank has all `groups`, even those of which
+    it holds no parameter, so that a learning-rate schedule works alike on all ranks."""
     optimizer = build(spec, [_with_parameters(group, parameters) for group in groups], role="optimizer")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(f"optimizer: {spec.call} makes a {type(optimizer).__name__}, not a torch optimizer")
@@ -53,8 +54,9 @@ def _group_specs(spec: Optimizer) -> Sequence[str | Mapping[str, Any]]:
 def parameter_groups(
     specs: Sequence[str | Mapping[str, Any]], module: nn.Module, names: Sequence[str]
 ) -> list[ParameterGroup]:
-    """Divides parameter names into groups, as the job's `optimizer.groups` say. A name belongs to the first group whose
-    `match` fits it; names that no `match` fits form the first group."""
+    """Divides parameter names into groups by the job's `optimizer.groups`. A name belongs to the first spec whose
+    `match` fits it. Names that fit no spec form a group of their own, which comes first in the result. With the spec
+    `no_decay`, vectors and scalars get groups without weight decay."""
     rest: ParameterGroup = {"names": list(names)}
     groups: list[ParameterGroup] = []
     for spec in specs:
@@ -78,8 +80,8 @@ def parameter_groups(
 def rebuild_optimizer(
     template: torch.optim.Optimizer, names: Mapping[int, str], parameters: Mapping[str, nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """An optimizer like the template, for the parameters that a rank holds. `names` maps the ids of the template's
-    parameters to their names."""
+    """Builds an optimizer of the template's class, groups and options for the parameters that a rank holds. `names`
+    maps the ids of the template's parameters to their names."""
     groups = []
     for group in template.param_groups:
         for parameter in group["params"]:
@@ -92,7 +94,7 @@ def rebuild_optimizer(
 
 
 def use_fused_kernels(optimizer: torch.optim.Optimizer) -> None:
-    """Makes the optimizer update many weights with one kernel. Warns when it has no fused implementation."""
+    """Makes the optimizer use its fused kernels, which update many weights at once. Warns if it has none."""
     if "fused" not in optimizer.defaults:
         warnings.warn(
             f"plan.compute.fused_optimizer: {type(optimizer).__name__} has no fused implementation, and runs without",
@@ -102,7 +104,7 @@ def use_fused_kernels(optimizer: torch.optim.Optimizer) -> None:
     for options in (optimizer.defaults, *optimizer.param_groups):
         options["fused"], options["foreach"] = True, False
     for parameter, state in optimizer.state.items():
-        if isinstance(state.get("step"), torch.Tensor):  # the other implementations keep it on the host
+        if isinstance(state.get("step"), torch.Tensor):  # unfused implementations keep it on the host
             state["step"] = state["step"].to(parameter.device, torch.float32)
 
 

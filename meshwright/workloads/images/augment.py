@@ -35,15 +35,15 @@ def normalize(picture: Image.Image) -> Tensor:
 
 
 def random_resized_crop(picture: Image.Image, size: int, scale: tuple[float, float]) -> Image.Image:
-    """Returns a random part of the picture as a square, mirrored half of the time. `scale` is the smallest and largest
-    share of the picture's area."""
+    """Returns a random part of the picture, resized to a square and mirrored half of the time. `scale` is the smallest
+    and the largest share of the picture's area that the part has."""
     crop = _crop_and_resize(picture, size, random_box(picture.size, scale))
     return _mirror(crop) if random.random() < 0.5 else crop
 
 
 def center_crop(picture: Image.Image, size: int) -> Image.Image:
-    """Returns the square in the middle: the picture with its shorter side reduced to `size` / `EVAL_SHARE`, cropped to
-    `size`, in one resampling."""
+    """Returns the square in the middle of the picture. The result is that of reducing the shorter side to `size` /
+    `EVAL_SHARE` and then cropping to `size`, but in one resampling."""
     width, height = picture.size
     side = min(width, height) * EVAL_SHARE
     left, top = (width - side) / 2, (height - side) / 2
@@ -51,8 +51,8 @@ def center_crop(picture: Image.Image, size: int) -> Image.Image:
 
 
 def random_box(size: Size, scale: tuple[float, float]) -> Box:
-    """Draws a crop like torchvision's RandomResizedCrop: random area and aspect ratio, or a crop in the middle if ten
-    draws do not fit into the picture."""
+    """Draws a crop like torchvision's RandomResizedCrop: random area and aspect ratio. If `TRIES` draws do not fit into
+    the picture, returns a crop in the middle."""
     width, height = size
     for _ in range(TRIES):
         area = width * height * _random_float(*scale)
@@ -72,8 +72,8 @@ def random_box(size: Size, scale: tuple[float, float]) -> Box:
 
 @dataclass(frozen=True)
 class View:
-    """How a picture is placed in a square: its part `box` is resized to `shape`, mirrored if `mirrored`, and put with
-    its left top corner at `corner`."""
+    """How a picture is placed in a square: its part `box` is resized to `shape`, mirrored if `mirrored`, and put into
+    the square with its left top corner at `corner`."""
 
     box: Box
     shape: Size
@@ -82,15 +82,16 @@ class View:
 
 
 def random_view(size: Size, side: int, scale: tuple[float, float]) -> View:
-    """Draws a view that resizes the picture by a random factor of `scale`. Of a picture that is then larger than the
-    square a random part is shown; a smaller one is put at a random corner."""
+    """Draws a view that resizes the picture by a random factor, from `scale[0]` to `scale[1]`. If the resized picture
+    is larger than the square, a random part of it is shown; if it is smaller, it is put at a random position."""
     factor = _random_float(*scale)
     (left, right, w, x), (top, bottom, h, y) = (_random_span(length, side, factor) for length in size)
     return View((left, top, right, bottom), (w, h), (x, y), mirrored=random.random() < 0.5)
 
 
 def whole_view(size: Size, side: int) -> View:
-    """Returns the view of the whole picture in the middle of a square; only pictures larger than it are resized."""
+    """Returns the view that shows the whole picture in the middle of a square. Only a picture larger than the square is
+    resized."""
     factor = min(1.0, side / max(size))
     w, h = (max(1, round(length * factor)) for length in size)
     return View((0, 0, *size), (w, h), ((side - w) // 2, (side - h) // 2))

@@ -81,9 +81,10 @@ def image_folder(
     """Returns the data set of the folder `split` within `root`. Class numbers are those of root/train in every split.
 
     `classes` is the number of classes that there must be; None accepts any number. With `augment`, a sample is a random
-    part of its picture with a share `scale` of its area, mirrored half of the time; otherwise it is the centre. None
-    augments the splits whose name begins with "train". `ReadingOptions` explains `shorter_side` and `cache`. With
-    `synthetic`, about `samples` pictures are generated as files in this layout and then read.
+    part of its picture, mirrored half of the time; `scale` is the smallest and the largest share of the picture's area
+    that the part has. Without `augment`, a sample is the centre of its picture. If `augment` is None, the splits whose
+    name begins with "train" are augmented. `ReadingOptions` explains `shorter_side` and `cache`. With `synthetic`,
+    about `samples` pictures are generated as files in this layout and then read.
     """
     if size < 1:
         raise InputError(f"size is {size}: write the side of the square in pixels, at least 1")
@@ -123,8 +124,8 @@ def _checked_scale(scale: Sequence[float]) -> tuple[float, float]:
 
 
 def _class_names(root: Path, split: str) -> list[str]:
-    """Returns the class names of root/train if that exists, otherwise those of the split. If an evaluation split
-    without some class numbered its own folders, the numbers of the other classes would change."""
+    """Returns the class names of root/train if that exists, otherwise those of the split. If an evaluation split that
+    lacks some class numbered its own folders, the numbers of the other classes would change."""
     if not root.is_dir():
         raise InputError(f"data.root: there is no folder {root}: name {LAYOUT}")
     if not (root / split).is_dir():
@@ -147,10 +148,10 @@ def _folders(folder: Path) -> list[str]:
 
 
 def _list_pictures(folder: Path, classes: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the path of every picture within `folder` and its label, in torchvision's order.
+    """Returns the path of every picture within `folder`, and its label, in torchvision's order.
 
-    They are arrays, because reading an element of a list changes its reference count: a forked worker would copy the
-    memory of a million strings.
+    Both are arrays and not lists, because reading an element of a list changes its reference count: a forked worker
+    would copy the memory of a million strings.
     """
     names: list[bytes] = []
     labels: list[int] = []

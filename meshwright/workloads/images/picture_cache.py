@@ -18,8 +18,8 @@ SUFFIX = {"RGB": ".ppm", "L": ".pgm"}  # uncompressed bytes after a short header
 def load_or_decode(
     folder: Path, key: tuple[object, ...], mode: Literal["RGB", "L"], decode: Callable[[], Image.Image]
 ) -> Image.Image:
-    """Returns the picture of `key` from the folder, or decodes it and writes it there. `key` must hold everything that
-    the decoded picture depends on."""
+    """Returns the picture that is stored in the folder under `key`. If there is none, decodes the picture and stores
+    it. `key` must hold everything that the decoded picture depends on."""
     # Another version of Pillow may decode to other pixels.
     name = blake2b(repr((PIL.__version__, *key)).encode(), digest_size=16).hexdigest()
     file = folder / name[:2] / f"{name}{SUFFIX[mode]}"  # few enough in one folder for any file system
@@ -38,7 +38,8 @@ def load_or_decode(
 
 
 def _write(image: Image.Image, file: Path) -> None:
-    """Writes a file and renames it when it is complete, so other processes never read a part of it."""
+    """Writes the picture to a temporary file, and renames that when it is complete. Therefore other processes never
+    read a part of a picture."""
     file.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=".new-")
     try:

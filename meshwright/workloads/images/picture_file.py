@@ -15,13 +15,14 @@ from meshwright.errors import InputError
 from meshwright.workloads.images.picture_cache import load_or_decode
 
 POLICIES = ("fatal", "skip")
-DRAFT = 2  # a JPEG is decoded at 1/2, 1/4 or 1/8 of its size as long as that is this many times the final size
+DRAFT = 2  # a JPEG is decoded at 1/2, 1/4 or 1/8 of its size if that is at least this many times the final size
 
 
 @dataclass(frozen=True)
 class ReadingOptions:
-    """Pictures whose shorter side is larger than `shorter_side` are reduced to it; None reads them at full size.
-    `cache` is a folder for the decoded and reduced pictures, None for no cache; the pixels do not depend on it."""
+    """How picture files are read. A picture whose shorter side is larger than `shorter_side` is reduced to it; None
+    reads pictures at full size. `cache` is a folder for the decoded and reduced pictures; None means no cache. The
+    pixels do not depend on the cache."""
 
     shorter_side: int | None = None
     cache: str | None = None
@@ -34,7 +35,8 @@ class ReadingOptions:
 
 
 class UndecodableError(Exception):
-    """A file does not hold a complete picture. The message has its path and the decoder's message."""
+    """Raised if a file does not hold a complete picture. The message has the path of the file and the decoder's
+    message."""
 
     def __init__(self, file: str, reason: str) -> None:
         super().__init__(f"{file}: cannot be decoded: {reason}")
@@ -108,7 +110,8 @@ def _decode_mask(file: str, shorter_side: int | None) -> Image.Image:
 
 
 def _reduced_size(size: tuple[int, int], shorter_side: int | None) -> tuple[int, int]:
-    """Returns the size with the same proportions whose shorter side is at most `shorter_side`."""
+    """Returns the size with the same proportions whose shorter side is at most `shorter_side`; the same size if that is
+    None."""
     width, height = size
     shorter = min(width, height)
     if shorter_side is None or shorter <= shorter_side:

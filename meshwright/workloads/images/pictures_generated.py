@@ -18,7 +18,8 @@ QUALITY = 92  # of JPEGs
 
 
 def make_image_folder(folder: Path, classes: int, samples: int) -> None:
-    """Writes train/ with `samples` pictures and val/ with an eighth as many, at least one of each class."""
+    """Writes train/ with `samples` pictures, and val/ with an eighth as many; each has at least one picture of each
+    class."""
     digits = len(str(classes - 1))
     for split, count in (("train", samples), ("val", samples // TRAIN_PER_EVAL)):
         for number in range(max(classes, count)):
@@ -77,7 +78,8 @@ def _draw_picture_and_mask(random: np.random.RandomState, classes: int) -> tuple
 
 
 def _rectangle(random: np.random.RandomState, height: int, width: int, smallest: float) -> tuple[slice, slice]:
-    """Draws rows and columns; height and width are from the share `smallest` to half of the picture's."""
+    """Draws the rows and columns of a rectangle. Its height and width are between the share `smallest` and half of the
+    picture's."""
     spans = []
     for length in (height, width):
         extent = int(random.randint(int(length * smallest), length // 2 + 1))

@@ -24,13 +24,14 @@ from meshwright.workloads.images.pictures_generated import VERSION, make_voc
 from meshwright.workloads.vision import IGNORED
 
 LISTS = Path("ImageSets") / "Segmentation"
-VOC_FOLDERS = (".", "VOC2012", "VOCdevkit/VOC2012")  # within the root, where these folders are looked for
+VOC_FOLDERS = (".", "VOC2012", "VOCdevkit/VOC2012")  # folders within the root in which the data set is looked for
 LAYOUT = "VOCdevkit/VOC2012 with JPEGImages, SegmentationClass and ImageSets/Segmentation"
 
 
 class VOC(Dataset[tuple[Tensor, Tensor]]):
     """(image, mask) samples: normalized floats (3, size, size) and the class of each pixel (size, size). Losses and
-    metrics ignore the class 255: edges of objects, pixels outside the picture, and pictures that cannot be decoded."""
+    metrics ignore the class 255. It marks edges of objects, pixels outside the picture, and all pixels of a picture
+    that cannot be decoded."""
 
     def __init__(
         self,
@@ -106,10 +107,11 @@ def voc(
 ) -> VOC:
     """Returns the data set of one of the lists (train, val, trainval). `classes` includes the background.
 
-    With `augment`, picture and mask are resized by a random factor of `scale`, cropped at random and mirrored half of
-    the time; otherwise a sample is the whole picture, reduced if it is larger than `size`. None augments the lists
-    whose name begins with "train". `ReadingOptions` explains `shorter_side` and `cache`. `masks` is the name of the
-    folder of masks. With `synthetic`, `samples` pictures and masks are generated as files in this layout and then read.
+    With `augment`, picture and mask are resized by a random factor from `scale[0]` to `scale[1]`, cropped at random and
+    mirrored half of the time. Without `augment`, a sample is the whole picture, reduced if it is larger than `size`. If
+    `augment` is None, the lists whose name begins with "train" are augmented. `ReadingOptions` explains `shorter_side`
+    and `cache`. `masks` is the name of the folder of masks. With `synthetic`, `samples` pictures and masks for
+    training, and an eighth as many for evaluation, are generated as files in this layout and then read.
     """
     if size < 1 or not 2 <= classes <= IGNORED:
         raise InputError(
@@ -170,8 +172,8 @@ def _read_list(voc_folder: Path, split: str) -> list[str]:
 
 
 def _check_files(names: Sequence[str], listing: Path, pictures: Path, masks: Path) -> None:
-    """Raises an error before the first step if a listed picture has no file or no mask. Each folder is listed once,
-    which on network file systems is much faster than a request for every file."""
+    """Raises an error if a listed picture has no file or no mask, so that training does not find out after some steps.
+    Each folder is listed once, which on network file systems is much faster than one lookup per file."""
     for folder, suffix in ((pictures, ".jpg"), (masks, ".png")):
         files = {entry.name for entry in folder.iterdir()}
         for name in names:

@@ -22,9 +22,9 @@ class Decoder(nn.Module):
     """Maps tokens (batch, length) to logits (batch, length, vocabulary).
 
     The length may be up to `sequence`; with rotary positions it may be longer. `feedforward` is the inner width of the
-    feed-forward layers, by default that of the published models with the same activation (`default_feedforward`).
-    With `tied`, the head shares the weight of the embedding. Without a `head` the model returns the output of its last
-    norm (batch, length, hidden).
+    feed-forward layers; None takes the width of the published models with the same activation (`default_feedforward`).
+    With `tied`, the head shares the weight of the embedding. If `head` is False, the model returns the output of its
+    last norm (batch, length, hidden).
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class Decoder(nn.Module):
         return logits
 
     def _initialize(self, layers: int) -> None:
-        """GPT-2's initialization: the weights of layers that add to the residual stream start smaller, by the square
-        root of the number of such layers."""
+        """Applies GPT-2's initialization: normal with standard deviation `STD`, divided by the square root of 2 ×
+        `layers` for the 2 × `layers` weights whose outputs are added to the residual stream."""
         for name, parameter in self.named_parameters():
             if name.endswith(("attention.o.weight", "feedforward.down.weight")):
                 nn.init.normal_(parameter, std=STD / (2 * layers) ** 0.5)
@@ -213,8 +213,8 @@ def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
 class NextTokenLoss(nn.CrossEntropyLoss):
     """The mean cross entropy over the targets that are not `ignore_index`, computed in fp32 or wider.
 
-    It is a subclass of torch's cross entropy, so training knows that it is a mean over targets and can count them
-    before the forward pass. A loss that returns (sum, count) would cost a second pass over the gradients.
+    It is a subclass of torch's cross entropy. From this, training knows that it is a mean over targets, and can count
+    the targets before the forward pass. A loss that returns (sum, count) would cost a second pass over the gradients.
     """
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
@@ -222,13 +222,14 @@ class NextTokenLoss(nn.CrossEntropyLoss):
 
 
 def token_accuracy(output: Tensor, target: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
-    """Returns how many targets have the largest logit, and how many are not `ignore_index`."""
+    """Returns the number of targets that have the largest logit, and the number of targets that are not
+    `ignore_index`."""
     return (output.argmax(dim=-1) == target).sum(), (target != ignore_index).sum()
 
 
 def default_feedforward(hidden: int, activation: str) -> int:
-    """Returns the inner width of a feed-forward layer: 4 × hidden for GELU. SwiGLU has three matrices instead of two,
-    so Llama takes 2/3 of that, rounded up to a multiple of 256."""
+    """Returns the inner width of a feed-forward layer. It is 4 × hidden for GELU. SwiGLU has three matrices instead of
+    two, so Llama takes 2/3 of this width, rounded up to a multiple of 256."""
     return 4 * hidden if activation == "gelu" else -(-(8 * hidden // 3) // 256) * 256
 
 

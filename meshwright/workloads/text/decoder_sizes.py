@@ -14,7 +14,7 @@ _FILE = Path(__file__).with_suffix(".yaml")
 
 
 def decoder(size: str | None = None, **overrides: Any) -> Decoder:
-    """Returns a decoder of a published size, with `overrides` of its keywords; without a `size`, `overrides` must hold
+    """Returns a decoder of a published size, with `overrides` of its keywords. If `size` is None, `overrides` must hold
     all keywords that `Decoder` requires."""
     keywords = {**(published_keywords(size) if size is not None else {}), **overrides}
     parameters = inspect.signature(Decoder).parameters

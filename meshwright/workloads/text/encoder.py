@@ -75,8 +75,8 @@ class EncoderBlock(nn.Module):
 
 
 class MaskedLanguage(nn.Module):
-    """An encoder with a head that returns logits (batch, length, vocabulary); BERT-base by default. The head shares
-    the weight of the embedding."""
+    """An encoder with a head that returns logits (batch, length, vocabulary). The default sizes are those of BERT-base.
+    The head shares the weight of the embedding."""
 
     def __init__(
         self,

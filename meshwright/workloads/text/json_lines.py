@@ -1,6 +1,6 @@
-"""Random access to JSON-lines files (one JSON object per line): memory holds only the byte offset of every line.
+"""Random access to JSON-lines files (one JSON object per line). Only the byte offset of every line is held in memory.
 
-Every line is checked when the file is opened, and a damaged one is reported with its number. The offsets of a large
+Every line is checked when the file is opened, and a damaged line is reported with its number. The offsets of a large
 file are stored in the cache folder, and read from there as long as the file does not change.
 """
 
@@ -24,12 +24,12 @@ REMEDY = "correct the line"
 PADDING = 0  # the token that fills a text up to its length
 LARGE_BYTES = 2**22  # for files of this size and larger, checking every line takes noticeable time
 
-FindProblem = Callable[[dict[str, Any]], str | None]  # an object → what is wrong with it, None if nothing is
+FindProblem = Callable[[dict[str, Any]], str | None]  # returns what is wrong with an object; None if nothing is
 
 
 class JsonLines(Sequence[dict[str, Any]]):
-    """The objects of all lines in which `find_problem` finds no problem. `rule` names the rule that `find_problem`
-    checks: the cached offsets of a file are valid for one rule only."""
+    """The objects of all lines in which `find_problem` finds no problem. `rule` is a text that identifies the rule that
+    `find_problem` checks, because cached offsets of a file are valid for one rule only."""
 
     def __init__(self, path: Path, find_problem: FindProblem, rule: str, damaged: DamagePolicy) -> None:
         self.path = path
@@ -59,8 +59,8 @@ class JsonLines(Sequence[dict[str, Any]]):
 
 @dataclass(frozen=True)
 class _LineIndex:
-    """Byte offsets of the usable lines, the number of damaged lines, and the problem of the first damaged one (empty
-    if there is none)."""
+    """The byte offsets of a file's usable lines, the number of damaged lines, and the problem of the first damaged line
+    (an empty string if there is none)."""
 
     offsets: np.ndarray
     damaged_lines: int
@@ -87,8 +87,8 @@ def _load_index(path: Path, find_problem: FindProblem, rule: str, damaged: Damag
 
 
 def _build_index(path: Path, find_problem: FindProblem, damaged: DamagePolicy) -> _LineIndex:
-    """Checks the lines of a file, all of them or up to the first damaged one if that is an error. Empty lines are
-    skipped."""
+    """Checks the lines of a file, and returns their index. If `damaged` is "fatal", it stops at the first damaged line.
+    Empty lines are skipped."""
     offsets = array("q")
     offset, damaged_lines, first_problem = 0, 0, ""
     with path.open("rb") as stream:
@@ -131,8 +131,8 @@ def text_problem(line: dict[str, Any], key: str, vocabulary: int) -> str | None:
 
 
 def token_numbers(value: str | list[int], vocabulary: int, length: int) -> np.ndarray:
-    """Returns the first `length` tokens of a text or a list of token numbers, padded with 0. The words of a text are
-    numbered by hashing, so no vocabulary file is needed; with a small vocabulary some words share a number."""
+    """Returns the first `length` tokens of a text or of a list of token numbers, padded with 0. The words of a text are
+    numbered by hashing. This needs no vocabulary file, but with a small vocabulary some words share a number."""
     numbers = [hash_word(word, vocabulary) for word in value.lower().split()] if isinstance(value, str) else value
     padded = np.full(length, PADDING, np.int64)
     padded[: min(length, len(numbers))] = numbers[:length]

@@ -1,4 +1,4 @@
-"""The data of masked language modelling (Devlin et al. 2018): some tokens are hidden, and only they are targets."""
+"""The data of masked language modelling (Devlin et al. 2018): some tokens are hidden, and only these are targets."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from meshwright.errors import InputError
 from meshwright.workloads.text.text_files import DamagePolicy
 from meshwright.workloads.text.token_file import IGNORED, Windows, open_tokens
 
-MASKED, RANDOM = 0.8, 0.1  # shares of the targets that are masked and replaced; the others stay visible
+MASKED, RANDOM = 0.8, 0.1  # shares of the targets that are masked, or replaced at random; the rest stays visible
 
 
 def masked(
@@ -24,8 +24,8 @@ def masked(
 ) -> "Masked":
     """Returns a data set of (tokens, targets), each `sequence` long.
 
-    A `share` of the tokens are targets, drawn again for each epoch and sample; all other targets are -100, which the
-    loss ignores. `mask` is the token that replaces hidden ones; None takes that of the file's tokenizer.
+    A `share` of the tokens are targets, drawn again for each epoch and sample. All other targets are -100, which the
+    loss ignores. `mask` is the token that replaces hidden tokens; None takes the mask token of the file's tokenizer.
     """
     file = open_tokens(split, root, synthetic, vocabulary, damaged)
     mask_token = file.info.mask if mask is None else mask
@@ -40,7 +40,7 @@ def masked(
 
 
 class Masked(Dataset[tuple[Tensor, Tensor]]):
-    """The windows of a token file with some tokens hidden."""
+    """(tokens, targets) samples: the windows of a token file with some tokens hidden."""
 
     def __init__(self, windows: Windows, share: float, mask: int) -> None:
         self.windows, self.share, self.mask = windows, share, mask
@@ -49,7 +49,8 @@ class Masked(Dataset[tuple[Tensor, Tensor]]):
         return len(self.windows)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Draws from torch's generator, which the loader seeds by epoch and sample."""
+        """Returns sample number `index`. Random numbers come from torch's generator, which the loader seeds by epoch
+        and sample."""
         text, next_tokens = self.windows[index]
         # The dtype is fixed: with a default dtype of fp64 other numbers would be drawn.
         target_draw, replacement_draw = torch.rand(2, len(text), dtype=torch.float32)

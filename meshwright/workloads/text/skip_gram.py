@@ -13,9 +13,9 @@ from meshwright.errors import InputError
 
 
 class SkipGram(nn.Module):
-    """`center` holds the word vectors that training is for, `context` those of words as neighbours. With `sparse`,
-    gradients have only the rows that a batch looks up, and the optimizer must support sparse gradients (SGD, Adagrad,
-    SparseAdam)."""
+    """Scores how likely words occur near each other. The table `center` holds the word vectors that are the result of
+    training, the table `context` the vectors of words as neighbours. With `sparse`, gradients have only the rows that a
+    batch looks up, and the optimizer must support sparse gradients (SGD, Adagrad, SparseAdam)."""
 
     def __init__(self, vocabulary: int, dim: int = 300, sparse: bool = False) -> None:
         super().__init__()
@@ -34,7 +34,8 @@ class SkipGram(nn.Module):
 
 
 class NegativeSampling(nn.Module):
-    """The mean over words of the formula above. Targets are 1 for a neighbour in the text, 0 for a negative."""
+    """The mean over words of the loss in the module's docstring. Targets are 1 for a neighbour in the text, 0 for a
+    negative."""
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         losses = F.binary_cross_entropy_with_logits(output, target.to(output.dtype), reduction="none")

@@ -23,9 +23,10 @@ def text_files(folder: Path) -> list[Path]:
 
 
 def text_pieces(file: Path, damaged: DamagePolicy) -> Iterator[str]:
-    """Yields the text of a file in pieces of whole lines; only a line longer than a piece is cut.
+    """Yields the text of a file in pieces of whole lines. Only a line longer than a piece is cut.
 
-    A line that is not UTF-8 is an error, or with `damaged` "skip" it is skipped; a warning names the first one.
+    A line that is not UTF-8 is an error. If `damaged` is "skip", such lines are left out, and a warning names the first
+    one.
     """
     lines: list[str] = []
     size, reported = 0, False
@@ -48,14 +49,14 @@ def text_pieces(file: Path, damaged: DamagePolicy) -> Iterator[str]:
 
 
 def report_damage(damage: str, damaged: DamagePolicy, remedy: str) -> None:
-    """Raises an error with the remedy, or warns if the job skips damaged parts."""
+    """Raises an InputError that names the remedy, or only warns if `damaged` is "skip"."""
     if damaged == "fatal":
         raise InputError(f"{damage}: {remedy}, or skip damaged parts (damaged: skip)")
     warnings.warn(f"{damage}: it is skipped", stacklevel=3)
 
 
 def _numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Yields line numbers and lines; a line longer than a piece comes in parts with the same number."""
+    """Yields pairs (line number, line). A line longer than a piece is yielded in several parts with the same number."""
     number = 1
     with file.open("rb") as stream:
         while raw := stream.readline(PIECE_BYTES):

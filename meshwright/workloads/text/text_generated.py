@@ -1,5 +1,5 @@
-"""Generated text files for machines without data: a language of 64 words in which one word nearly always determines the
-next, so that models of bytes, of masked bytes and of neighbouring words can learn it."""
+"""Generated text files for machines without data. They are in a language of 64 words, in which one word nearly always
+determines the next. Models of bytes, of masked bytes and of neighbouring words can learn it."""
 
 from pathlib import Path
 
@@ -11,12 +11,13 @@ from meshwright.errors import InputError
 
 VERSION = 1  # part of the names of cached folders: raise it when the generated text changes
 WORDS, NOISE = 64, 0.1
-# The next word is an affine map of a word; it visits all words before it repeats, because WORDS is a power of two.
+# The number of the next word is an affine map of that of a word. The map visits all words before it repeats, because
+# WORDS is a power of two.
 FACTOR, SHIFT = 5, 3
 
 
 def generated_word(number: int) -> str:
-    """Returns the word of a number below WORDS, three letters long: word 0 is `bad`."""
+    """Returns the word with this number, which must be below WORDS. Words have three letters; word 0 is `bad`."""
     consonants, vowels = "bdgklmnp", "aeiouyäö"
     return consonants[number % 8] + vowels[number // 8 % 8] + consonants[(3 * number + 1) % 8]
 
@@ -45,7 +46,8 @@ def generated_texts(documents: int = 200, words: int = 500) -> Path:
 
 
 def missing_data_error(expected_files: str) -> InputError:
-    """Returns the error of a data set without a folder; `expected_files` describes the files that it reads."""
+    """Returns the error for a data set without a folder. `expected_files` describes the files that the data set
+    reads."""
     return InputError(
         f"there is no data: set the folder with {expected_files} by --set data.root=FOLDER, or generate some with "
         "--set data.synthetic=true"

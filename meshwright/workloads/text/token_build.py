@@ -1,6 +1,6 @@
 """Builds token files from a folder of texts: `<split>.bin` holds little-endian integers, `<split>.json` describes them.
 
-Texts are streamed, so memory holds one piece of them. The files get their names only when they are complete.
+Texts are streamed, so only one piece of them is in memory. The files get their final names only when they are complete.
 """
 
 import hashlib
@@ -41,7 +41,9 @@ class TokenFileInfo:
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """`encode` returns the token numbers of a text, as a list or an array."""
+    """A function that turns texts into token numbers, and what is known of it. `encode` returns the token numbers of a
+    text as a list or an array. `end` is the token that follows every document and `mask` the one that replaces hidden
+    tokens; None if there is no such token."""
 
     name: str
     vocabulary: int
@@ -114,7 +116,7 @@ def find_tokenizer(name: str) -> Tokenizer:
 
 
 class _SplitWriter:
-    """Writes the two files of a split, under temporary names until they are complete."""
+    """A context manager that writes the two files of a split, under temporary names until they are complete."""
 
     def __init__(self, out: Path, split: str, tokenizer: Tokenizer) -> None:
         self.split = split
@@ -138,7 +140,7 @@ class _SplitWriter:
         self.count += len(tokens)
 
     def finish(self) -> TokenFileInfo:
-        """Gives the files their final names, and returns the description that was written."""
+        """Gives the files their final names, and returns the description that is in `<split>.json`."""
         self._file.flush()
         os.fsync(self._file.fileno())
         tokenizer = self._tokenizer

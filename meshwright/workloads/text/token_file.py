@@ -1,4 +1,4 @@
-"""Memory-mapped token files as `token_build` writes them: reading a sample reads the bytes of its window only.
+"""Memory-mapped token files, as `token_build` writes them. Reading a sample reads only the bytes of its window.
 
 The splits are `train` and `val`, or any other that a folder holds as `<split>.bin` and `<split>.json`.
 """
@@ -26,8 +26,8 @@ REMEDY = "build it again with meshwright data tokens"
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A `<split>.bin` and its description. `count` is the number of tokens that the file really holds, which is fewer
-    than `info.count` if it was truncated."""
+    """A file `<split>.bin` and its description. `count` is the number of tokens that the file really holds. It is
+    smaller than `info.count` if the file was truncated."""
 
     path: Path
     info: TokenFileInfo
@@ -49,8 +49,8 @@ def tokens(
 ) -> "Windows":
     """Returns a data set of (tokens, targets), each `sequence` long, where a token's target is the next token.
 
-    Sample i begins at token i × `sequence`; `limit` takes the first samples only. `vocabulary` is the model's: a file
-    with a larger one is an error.
+    Sample i begins at token i × `sequence`. `limit` keeps only the first samples. `vocabulary` is the size of the
+    model's vocabulary; a file with a larger vocabulary is an error.
     """
     return Windows(open_tokens(split, root, synthetic, vocabulary, damaged), sequence, limit, damaged)
 
@@ -58,7 +58,8 @@ def tokens(
 def open_tokens(
     split: str, root: str | None, synthetic: bool, vocabulary: int | None, damaged: DamagePolicy
 ) -> TokenFile:
-    """Returns the token file of a split, generated if `synthetic`, and checks it against the model's `vocabulary`."""
+    """Returns the token file of a split, which is generated if `synthetic`. Raises InputError if the file's vocabulary
+    is larger than the model's `vocabulary`."""
     if synthetic:
         folder = generated_tokens()
     elif root is not None:
@@ -87,8 +88,8 @@ def _build_generated(folder: Path) -> None:
 
 
 def read_token_file(folder: Path, split: str, damaged: DamagePolicy) -> TokenFile:
-    """Returns the token file of a split without reading its tokens. A file of the wrong size is an error, or with
-    `damaged` "skip" a warning."""
+    """Returns the token file of a split without reading its tokens. A file of the wrong size is an error, or only a
+    warning if `damaged` is "skip"."""
     path = folder / f"{split}.bin"
     info = _read_info(folder, split)
     if not path.is_file():
@@ -114,8 +115,8 @@ def _find_splits(folder: Path) -> list[str]:
 
 
 def verify_tokens(folder: Path, split: str) -> int:
-    """Reads a whole token file and returns its number of tokens. A file that does not have the checksum from when it
-    was built is an error."""
+    """Reads a whole token file, and returns its number of tokens. It is an error if the checksum differs from the one
+    that was stored when the file was built."""
     file = read_token_file(folder, split, "fatal")
     checksum = hashlib.blake2b(digest_size=16)
     with file.path.open("rb") as stream:
@@ -145,10 +146,10 @@ def _read_info(folder: Path, split: str) -> TokenFileInfo:
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Consecutive windows of a token file, with the next token as the target of each.
+    """(tokens, targets) samples: consecutive windows of a token file, where the target of each token is the next token.
 
-    A window with a token outside the vocabulary is damaged: that is an error, or with `damaged` "skip" a warning, and
-    the loss ignores all targets of the window.
+    A window with a token outside the vocabulary is damaged. This is an error if `damaged` is "fatal". If it is "skip",
+    there is a warning, and the loss ignores all targets of the window.
     """
 
     def __init__(self, file: TokenFile, sequence: int, limit: int | None, damaged: DamagePolicy) -> None:

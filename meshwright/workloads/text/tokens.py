@@ -1,4 +1,4 @@
-"""Generated token sequences for decoders: a noisy rule maps each token to the next, so that a model can learn it."""
+"""Generated token sequences for decoders. A noisy rule maps each token to the next one, which a model can learn."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from meshwright.data.order import derive_seed
 from meshwright.errors import InputError
 
 SPLITS = ("train", "test")
-# The rule is an affine map; for any power of two it visits all tokens before it repeats.
+# The rule is an affine map. If the alphabet is a power of two, it visits all tokens before it repeats.
 FACTOR, SHIFT = 5, 3
 
 
@@ -46,8 +46,8 @@ def tokens(
 ) -> Dataset[tuple[Tensor, Tensor]]:
     """Returns a data set of (tokens, targets), each `sequence` long, where a token's target is the next token.
 
-    Only the first `alphabet` tokens of the vocabulary occur, as few tokens are frequent in real text. A share `noise`
-    of the tokens is random instead of following the rule.
+    Only the first `alphabet` tokens of the vocabulary occur, because in real text, too, only few tokens are frequent. A
+    share `noise` of the tokens is random instead of following the rule.
     """
     if split not in SPLITS:
         raise InputError(f"split is {split!r}: the generated tokens have {' and '.join(SPLITS)}")

@@ -1,4 +1,5 @@
-"""The data of skip-gram: words, a neighbour of each from the text, and random words drawn by their frequency."""
+"""The data of skip-gram: for each word, a neighbour from the text, and random words that are drawn by their
+frequency."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from meshwright.workloads.text.text_generated import generated_texts, missing_da
 from meshwright.workloads.text.word_file import DTYPE, Corpus, load_corpus
 
 POWER = 0.75  # negatives are drawn in proportion to this power of their frequency
-EVAL_EVERY = 50  # one sample of so many is for evaluation, the others for training
+EVAL_EVERY = 50  # every 50th sample is for evaluation, the others are for training
 
 
 def words(
@@ -31,10 +32,10 @@ def words(
 ) -> "WordContexts":
     """Returns a data set of (centers, contexts, targets) from the folder of texts `root`.
 
-    A sample has `centers` consecutive words (centers,). Each has a neighbour from the text and `negatives` random words
-    as contexts (centers, 1 + negatives); targets are 1 for the neighbour and 0 for the others. Neighbours are up to
-    `window` words away, nearer ones more often. Neighbours and negatives are drawn again for each epoch and sample.
-    `word_file.load_corpus` explains `vocabulary`, `minimum` and `subsample`.
+    A sample has `centers` consecutive words (centers,). The contexts of each word are a neighbour from the text and
+    `negatives` random words (centers, 1 + negatives). Targets are 1 for the neighbour and 0 for the random words.
+    Neighbours are up to `window` words away, nearer ones more often. Neighbours and random words are drawn again for
+    each epoch and sample. `word_file.load_corpus` explains `vocabulary`, `minimum` and `subsample`.
     """
     if split not in ("train", "val"):
         raise InputError(f"split is {split!r}: words have train and val")
@@ -56,7 +57,7 @@ def words(
 
 
 class WordContexts(Dataset[tuple[Tensor, Tensor, Tensor]]):
-    """(centers, contexts, targets) samples of one split of a corpus, as `words` describes them."""
+    """(centers, contexts, targets) samples of one split of a corpus, in the form that `words` describes."""
 
     def __init__(self, corpus: Corpus, split: str, window: int, negatives: int, centers: int) -> None:
         self.corpus, self.window, self.negatives, self.centers = corpus, window, negatives, centers
@@ -77,7 +78,8 @@ class WordContexts(Dataset[tuple[Tensor, Tensor, Tensor]]):
         return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Draws from numpy's generator, which the loader seeds by epoch and sample."""
+        """Returns sample number `index`. Random numbers come from numpy's generator, which the loader seeds by epoch
+        and sample."""
         text = self._mapped_words()
         positions = int(self.samples[index]) * self.centers + np.arange(self.centers)
         neighbour_positions = self._draw_neighbours(positions, len(text))
@@ -94,7 +96,7 @@ class WordContexts(Dataset[tuple[Tensor, Tensor, Tensor]]):
         return torch.from_numpy(centers), torch.from_numpy(contexts), targets
 
     def _draw_neighbours(self, positions: np.ndarray, length: int) -> np.ndarray:
-        """Returns the position of a random neighbour for each position, always within the text."""
+        """Returns, for each position, the position of a random neighbour, which is always within the text."""
         distance = np.random.randint(1, self.window + 1, self.centers)
         distance = 1 + (np.random.random_sample(self.centers) * distance).astype(np.int64)
         distance *= np.random.randint(0, 2, self.centers) * 2 - 1

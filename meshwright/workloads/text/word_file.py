@@ -1,7 +1,7 @@
 """Builds a corpus of word numbers from a folder of texts: `words.bin` holds the number of every word of the texts in
-order, `words.json` the vocabulary. It is written to the cache folder once, and again when the texts change.
+order, `words.json` holds the vocabulary. Both are written to the cache folder once, and again when the texts change.
 
-Texts are streamed twice, once to count the words and once to number them; memory holds the vocabulary.
+Texts are streamed twice, once to count the words and once to number them. Only the vocabulary is held in memory.
 """
 
 import hashlib
@@ -26,8 +26,9 @@ _MAX_COUNTED_WORDS = 5_000_000  # with more different words, the rarest are drop
 
 @dataclass(frozen=True)
 class Corpus:
-    """`words` is the vocabulary from the most frequent word to the rarest, and `counts` how often each occurs in the
-    texts. `path` is the file of word numbers and `count` how many it holds."""
+    """A corpus of word numbers. `words` is the vocabulary from the most frequent word to the rarest, and `counts` is
+    how often each word occurs in the texts. `path` is the file of word numbers, and `count` is how many numbers it
+    holds."""
 
     path: Path
     words: tuple[str, ...]
@@ -39,8 +40,8 @@ def load_corpus(texts: Path, vocabulary: int, minimum: int, subsample: float | N
     """Returns the corpus of a folder of texts, and builds it if it is not in the cache.
 
     The vocabulary has at most `vocabulary` words, each of which occurs at least `minimum` times; other words are
-    dropped. A word that makes up more than the share `subsample` of the text is dropped at random, the more often the
-    more frequent it is (Mikolov et al. 2013, by the formula of their program).
+    dropped. Occurrences of a word that makes up more than the share `subsample` of the text are dropped at random, the
+    more of them the more frequent the word is (Mikolov et al. 2013, by the formula of their program). None drops none.
     """
     files = text_files(texts)
     settings = [VERSION, vocabulary, minimum, subsample, damaged, str(texts.resolve())]
