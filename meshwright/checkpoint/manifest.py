@@ -33,7 +33,7 @@ class Manifest(BaseModel):
     about: dict[str, Any]
 
 
-def describe(path: Path) -> FileChecksum:
+def file_checksum(path: Path) -> FileChecksum:
     """Computes the size and checksum of a file."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256")
@@ -64,7 +64,7 @@ def verify(folder: Path) -> Manifest:
         path = folder / name
         if not path.is_file():
             raise CheckpointError(f"{folder}: {name} is missing")
-        actual = describe(path)
+        actual = file_checksum(path)
         if actual.bytes != expected.bytes:
             raise CheckpointError(f"{folder}: {name} has {actual.bytes} bytes, its manifest says {expected.bytes}")
         if actual.sha256 != expected.sha256:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from meshwright.checkpoint.chunks import SavePlanner
-from meshwright.checkpoint.manifest import FileChecksum, Manifest, describe, write_manifest
+from meshwright.checkpoint.manifest import FileChecksum, Manifest, file_checksum, write_manifest
 from meshwright.checkpoint.state import State
 
 WRITING = ".writing-"
@@ -63,11 +63,11 @@ def save_at(state: State, final: Path, step: int, about: dict[str, Any]) -> Path
             no_dist=is_alone,
         )
     # Each rank computes the checksums of the files it wrote, so that reading them back is spread over the ranks.
-    local_files = {path.name: describe(path) for path in temporary.glob(f"__{rank}_*")}
+    local_files = {path.name: file_checksum(path) for path in temporary.glob(f"__{rank}_*")}
     files_of_ranks = _gather(local_files)
     if rank == 0:
         files = {name: checksum for of_rank in files_of_ranks for name, checksum in of_rank.items()}
-        files[".metadata"] = describe(temporary / ".metadata")
+        files[".metadata"] = file_checksum(temporary / ".metadata")
         write_manifest(temporary, Manifest(step=step, files=files, about=about))
         _publish(temporary, final)
     if not is_alone:

@@ -46,8 +46,8 @@ def _entry(name: str, raw: dict[str, Any], source: str) -> CatalogEntry:
         within=raw["within"],
         between=raw["between"],
         cores=raw["cores"],
-        aliases=tuple(raw["aliases"]),
-        reported=tuple(raw["reported"]),
+        aliases=tuple(raw.get("aliases", ())),
+        reported=tuple(raw.get("reported", ())),
     )
 
 

@@ -8,14 +8,15 @@ from pathlib import Path
 
 FOLDER = "MESHWRIGHT_FOLDER"  # the folder of the rank's log, heartbeat and failure record
 SPEAKER = "MESHWRIGHT_SPEAKER"  # the rank that prints to the terminal
-AGENT = "MESHWRIGHT_AGENT"  # the id of the process that forked this rank
+FORK_SERVER_PID = "MESHWRIGHT_FORK_SERVER"  # the id of the process that forked this rank
 
 
 @dataclass(frozen=True)
 class Environment:
     """A rank as its launcher's environment variables describe it. A process that no launcher started is rank 0 of 1.
-    `attempt` is how often the ranks were restarted before. `agent` is the id of the fork server that forked the rank,
-    or None if another launcher than meshwright's started it. `speaker` is the rank that prints to the terminal."""
+    `attempt` is how often the ranks were restarted before. `fork_server_pid` is the id of the fork server that forked
+    the rank, or None if another launcher than meshwright's started it. `speaker` is the rank that prints to the
+    terminal."""
 
     launched: bool
     rank: int
@@ -23,7 +24,7 @@ class Environment:
     size: int
     local_size: int
     attempt: int
-    agent: int | None
+    fork_server_pid: int | None
     folder: Path | None
     speaker: int = 0
 
@@ -41,7 +42,7 @@ def read_environment() -> Environment:
         size=size,
         local_size=int(variables.get("LOCAL_WORLD_SIZE", size)),
         attempt=int(variables.get("TORCHELASTIC_RESTART_COUNT", 0)),
-        agent=int(variables[AGENT]) if AGENT in variables else None,
+        fork_server_pid=int(variables[FORK_SERVER_PID]) if FORK_SERVER_PID in variables else None,
         folder=Path(variables[FOLDER]) if FOLDER in variables else None,
         speaker=int(variables.get(SPEAKER, 0)),
     )

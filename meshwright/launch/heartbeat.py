@@ -99,7 +99,7 @@ class Heartbeat:
 
 
 def heartbeat_file(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}.place"
+    return folder / f"rank-{rank}.heartbeat"
 
 
 def read_heartbeat(path: Path) -> HeartbeatRecord | None:

@@ -77,7 +77,7 @@ def record_failure_and_exit(error: BaseException, env: Environment, heartbeat: H
         with suppress(OSError):  # a full disk must not hide the failure itself
             write_record(env.folder, failure)
     with suppress(OSError, ValueError):
-        _report(failure, launched_by_agent=env.agent is not None)
+        _report(failure, launched_by_agent=env.fork_server_pid is not None)
     _flush()
     os._exit(error.exit_code if isinstance(error, MeshwrightError) else 1)
 

@@ -65,10 +65,10 @@ def leave() -> None:
 
 def _store(env: environment.Environment, timeout: timedelta) -> dist.Store:
     store: dist.Store
-    if env.agent is not None:
+    if env.fork_server_pid is not None:
         store = connect_store(*environment.store_address(), timeout)
     else:
-        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        store, _, _ = next(dist.rendezvous("env://", env.rank, env.size, timeout=timeout))
     # The store outlives a restart. Without a prefix, new ranks would read the addresses of the previous attempt.
     return dist.PrefixStore(f"attempt{env.attempt}", store)
 

@@ -12,7 +12,7 @@ Memory: the maximum over the first and the last rank of a pipeline (`floor`), an
 Time, with c = f + b the seconds of a stage (forward f, backward b), divided by the tensor axis, and m microbatches:
 
     span    = max over ranks k of  m · c_k + Σ over ranks before k of (c, or f if weight gradients
-              are delayed)                                                                          _pipeline_span
+              are delayed)                                                                          _span_lower_bound
     floor   = span, without the wide layers that are split, because splitting makes them faster by
               an unknown factor (larger products of thinner weights)                                _wide_layers_s
     guess   = span + all-reduces of the tensor axis + transfers between stages + exposed gradient
@@ -262,7 +262,7 @@ class BoundCalculator:
         if key not in self._pass_seconds:
             seconds = self._stage_seconds(candidate, stages)
             forward, backward = (sum(both) / sizes.pipeline for both in zip(*seconds, strict=True))
-            self._pass_seconds[key] = _PassSeconds(_pipeline_span(candidate, seconds), forward, backward)
+            self._pass_seconds[key] = _PassSeconds(_span_lower_bound(candidate, seconds), forward, backward)
         return self._pass_seconds[key]
 
     def _wide_layers_s(self, candidate: Candidate) -> float:
@@ -359,7 +359,7 @@ def _in_flight(candidate: Candidate, rank: int) -> int:
     return min((stages - 1) * ranks + warm_up + 1, stages * count)
 
 
-def _pipeline_span(candidate: Candidate, seconds: _StageSeconds) -> float:
+def _span_lower_bound(candidate: Candidate, seconds: _StageSeconds) -> float:
     """A lower bound of the seconds from the first forward pass to the last backward pass. `seconds` are those of each
     stage."""
     ranks, count = candidate.sizes.pipeline, candidate.microbatches

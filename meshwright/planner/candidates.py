@@ -229,8 +229,8 @@ def _microbatch_sizes(local_batch: int, even: bool) -> list[int]:
 def _is_useful(schedule: str, ranks: int, stages_per_rank: int, count: int) -> bool:
     """Whether a schedule can run `count` microbatches, and is not in all respects worse than another schedule."""
     if schedule == "gpipe" and count >= 4 * ranks:
-        # GPipe keeps the activations of all microbatches, and 1f1b takes as long except for transfers
-        # (`pipeline_span`). The limit of four microbatches per rank is chosen, not measured.
+        # GPipe keeps the activations of all microbatches, and 1f1b takes as long except for transfers.
+        # The limit of four microbatches per rank is chosen, not measured.
         return False
     try:
         check_schedule(schedule, ranks, stages_per_rank, count)

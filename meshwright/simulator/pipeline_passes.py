@@ -43,6 +43,9 @@ def passes_time(times: Sequence[StageTime], stages: Sequence[StageProfile], inpu
 
 
 def _pipeline_time(times: Sequence[StageTime], stages: Sequence[StageProfile], inputs: StepInputs) -> PassesTime:
+    """Returns the time of all passes of a step from a replay of the schedule. The bubble is the span of the timeline,
+    minus the work of the busiest rank, minus what transfers between stages add to the span. With gradient accumulation
+    the schedule runs several times in a step, so everything is multiplied by their number."""
     plan = inputs.plan
     ranks, schedule, per_rank = plan.axes.pipeline, plan.pipeline.schedule, plan.stages_per_rank
     shape = _PipelineShape(schedule, ranks, per_rank, plan.pipeline.microbatches)

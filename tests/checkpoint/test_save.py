@@ -43,7 +43,7 @@ def test_nan_and_inf_survive_the_manifest(tmp_path: Path) -> None:
     assert about["best"] == [1, float("inf")]
 
 
-@pytest.mark.parametrize("dies_in", ["dcp.save", "describe", "write_manifest", "_publish"])
+@pytest.mark.parametrize("dies_in", ["dcp.save", "file_checksum", "write_manifest", "_publish"])
 def test_a_save_that_dies_leaves_no_checkpoint_and_the_next_run_clears_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_in: str
 ) -> None:

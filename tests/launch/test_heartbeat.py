@@ -23,11 +23,11 @@ def test_a_long_activity_is_cut_between_characters(tmp_path: Path) -> None:
 
 
 def test_a_missing_or_empty_file_has_no_heartbeat(tmp_path: Path) -> None:
-    assert read_heartbeat(tmp_path / "rank-0.place") is None
-    (tmp_path / "rank-0.place").write_bytes(b"")
-    assert read_heartbeat(tmp_path / "rank-0.place") is None
-    (tmp_path / "rank-0.place").write_bytes(bytes(200))
-    assert read_heartbeat(tmp_path / "rank-0.place") is None
+    assert read_heartbeat(tmp_path / "rank-0.heartbeat") is None
+    (tmp_path / "rank-0.heartbeat").write_bytes(b"")
+    assert read_heartbeat(tmp_path / "rank-0.heartbeat") is None
+    (tmp_path / "rank-0.heartbeat").write_bytes(bytes(200))
+    assert read_heartbeat(tmp_path / "rank-0.heartbeat") is None
 
 
 def test_a_rank_that_starts_again_leaves_the_file_that_others_are_reading(tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def main() -> None:
     timeout_s = float(rest[0]) if case == "stuck" else TIMEOUT_S
     # In ranks of meshwright's launcher, the launcher does this, and a case tests it. In ranks of torchrun the
     # program has to do it, as meshwright's command does.
-    with nullcontext() if environment.read_environment().agent else skip_library_teardown():
+    with nullcontext() if environment.read_environment().fork_server_pid else skip_library_teardown():
         run_rank(lambda world, heartbeat: run_case(world, heartbeat, Path(folder)), "cpu", timeout_s)
 
 

@@ -253,11 +253,11 @@ def _exit_code(pid: int) -> int | None:
 def _become_rank(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     """Gives the forked process what a new Python process would have: a session, environment variables, the current
     folder as first folder of imports, threads and random numbers of its own."""
-    agent = os.getppid()
+    fork_server_pid = os.getppid()
     os.setsid()
     signal(SIGTERM, SIG_DFL)
     os.environ.clear()
-    os.environ.update({**environment, variables.AGENT: str(agent)})
+    os.environ.update({**environment, variables.FORK_SERVER_PID: str(fork_server_pid)})
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd()
     if "torch" in sys.modules and "OMP_NUM_THREADS" in environment:

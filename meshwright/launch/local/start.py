@@ -14,8 +14,8 @@ from meshwright.launch.process_exit import exit_forked_process, exit_with_parent
 
 def run(module: str, *arguments: str) -> NoReturn:
     env = environment.read_environment()
-    assert env.agent is not None
-    exit_with_parent(env.agent)
+    assert env.fork_server_pid is not None
+    exit_with_parent(env.fork_server_pid)
     # The launcher handles Ctrl-C, and stops the ranks with SIGTERM.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if env.folder is not None:

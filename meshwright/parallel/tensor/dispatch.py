@@ -18,9 +18,9 @@ from torch import Tensor
 
 from meshwright.errors import InputError
 from meshwright.parallel.differentiable_collectives import average_gradient, slice_own_shard
+from meshwright.parallel.tensor.local_calls import LocalCall, derive_local_call, run_local_call
 from meshwright.parallel.tensor.products import PRODUCTS, enter_sharded_work
 from meshwright.parallel.tensor.randomness import rank_seeded_generator
-from meshwright.parallel.tensor.rules import LocalCall, derive_local_call, run_local_call
 from meshwright.parallel.tensor.shard_view import ShardSpec, ShardView, full_tensor, is_shard_view
 from meshwright.parallel.tensor.vocabulary import VOCABULARY
 from meshwright.parallel.torch_private import DisableTorchFunctionSubclass, tree_flatten, tree_map, tree_unflatten

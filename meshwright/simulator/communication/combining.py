@@ -14,6 +14,7 @@ backend's own all-reduce are used for every algorithm.
 
 from functools import lru_cache
 from pathlib import Path
+from typing import cast
 
 from pydantic import BaseModel, ConfigDict, PositiveFloat
 
@@ -77,15 +78,7 @@ def fastest_algorithm(size_bytes: float, group: RankGroup, cluster: Cluster) -> 
     fastest = _cheapest(int(size_bytes), _ranks_of_nodes(group), cpu_network(cluster, group))
     if fastest in (_automatic_algorithm(group), "two_level_memory"):
         return "auto"
-    algorithms: dict[str, Algorithm] = {
-        "native": "native",
-        "ring": "ring",
-        "tree": "tree",
-        "halving_doubling": "halving_doubling",
-        "two_level": "two_level",
-        "shared_memory": "shared_memory",
-    }
-    return algorithms[fastest]
+    return cast(Algorithm, fastest)
 
 
 @lru_cache(maxsize=4096)

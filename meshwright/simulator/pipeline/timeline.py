@@ -2,11 +2,7 @@
 
     start = max(end of the rank's action before, end of the action that it needs + transfer)                 timeline
     needs: forward of stage s: forward of s - 1;  backward of s: backward of s + 1, of the last stage its own forward
-    span  = the last end = busy + bubble, on every rank                                                      Timeline
-    with equal stages (p ranks, v stages per rank, m microbatches, f and b seconds per stage):          pipeline_span
-        span = (v max(m, p) + min(m, p) - 1) (f + b)        gpipe and 1f1b (v = 1), interleaved_1f1b
-             + 2t (p - 1)                                   gpipe, t seconds of transfer
-             + 2t ((p - 1)⌈m / p⌉ + max(0, (m - 1) mod p - 1))    1f1b, where a rank waits each p-th time for the rest
+    span  = the last end = busy + idle, on every rank                                                      Timeline
 
 Each microbatch passes a chain of 2 × stages positions, first the forward passes in the order of stages, then the
 backward passes in reverse order. An action waits for the action at the position before its own. A rank runs actions
@@ -16,10 +12,9 @@ twice.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from math import ceil
 from typing import NamedTuple
 
-from meshwright.simulator.pipeline.order import Action, Order, PassKind, check_schedule
+from meshwright.simulator.pipeline.order import Action, Order, PassKind
 
 _NOT_ENDED = -1.0
 
@@ -38,7 +33,7 @@ class Event(NamedTuple):
 @dataclass(frozen=True)
 class Timeline:
     """An order of actions, the start and end of each action (one tuple per rank, in that order), and the seconds that
-    each rank is busy. On every rank `busy_s` and `bubble_s` add up to `span_s`, the end of the last action of all
+    each rank is busy. On every rank `busy_s` and `idle_s` add up to `span_s`, the end of the last action of all
     ranks."""
 
     order: Order
@@ -51,7 +46,7 @@ class Timeline:
         return max(ends[-1] for ends in self.ends_s)
 
     @property
-    def bubble_s(self) -> tuple[float, ...]:
+    def idle_s(self) -> tuple[float, ...]:
         span_s = self.span_s
         return tuple(span_s - busy_s for busy_s in self.busy_s)
 
@@ -99,30 +94,6 @@ def timeline(order: Order, costs: Callable[[Action], float], transfer: Callable[
         busy_s[rank] = busy
     _check_finished(order, ends)
     return Timeline(order, tuple(map(tuple, starts)), tuple(map(tuple, ends)), tuple(busy_s))
-
-
-def pipeline_span(
-    schedule: str,
-    ranks: int,
-    stages_per_rank: int,
-    microbatches: int,
-    forward_s: float,
-    backward_s: float,
-    transfer_s: float = 0.0,
-) -> float:
-    """The span of a timeline whose stages are all equal, in closed form; raises ValueError if the schedule has no
-    closed form."""
-    check_schedule(schedule, ranks, stages_per_rank, microbatches)
-    full, part = max(microbatches, ranks), min(microbatches, ranks)
-    span_s = (stages_per_rank * full + part - 1) * (forward_s + backward_s)
-    if schedule == "gpipe":
-        return span_s + 2 * transfer_s * (ranks - 1)
-    if schedule == "1f1b":
-        waits = (ranks - 1) * ceil(microbatches / ranks) + max(0, (microbatches - 1) % ranks - 1)
-        return span_s + 2 * transfer_s * waits
-    if schedule == "interleaved_1f1b" and transfer_s == 0:
-        return span_s
-    raise ValueError(f"{schedule} with transfers of {transfer_s} s has no closed form: run its timeline")
 
 
 class _Dependency(NamedTuple):

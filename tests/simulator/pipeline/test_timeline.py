@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.simulator.pipeline.order import Action, Order, PassKind, pipeline_order
-from meshwright.simulator.pipeline.timeline import Timeline, pipeline_span, timeline
+from meshwright.simulator.pipeline.timeline import Timeline, timeline
+from tests.simulator.pipeline.closed_form import pipeline_span
 from tests.simulator.pipeline.test_order import Sizes, sizes_that_run
 
 seconds = st.floats(0.125, 8.0)
@@ -42,8 +43,8 @@ def test_passes_of_a_rank_do_not_overlap_and_wait_for_their_inputs(sizes: Sizes,
         assert [(e.stage, e.microbatch, e.kind) for e in rank_events] == list(actions)
         assert all(before.end_s <= after.start_s for before, after in pairwise(rank_events))
         assert result.busy_s[rank] == pytest.approx(sum(e.end_s - e.start_s for e in rank_events))
-        assert result.busy_s[rank] + result.bubble_s[rank] == pytest.approx(result.span_s)
-        assert result.bubble_s[rank] >= -1e-9 * result.span_s
+        assert result.busy_s[rank] + result.idle_s[rank] == pytest.approx(result.span_s)
+        assert result.idle_s[rank] >= -1e-9 * result.span_s
     for event in result.events():
         s, m = event.stage, event.microbatch
         if event.kind == "forward":
@@ -81,7 +82,7 @@ def test_interleaving_divides_the_bubble(sizes: Sizes, forward_s: float, backwar
     assert result.span_s == pytest.approx(pipeline_span(*sizes, forward_s, backward_s))
     if microbatches >= ranks:
         rank_s = stages_per_rank * (forward_s + backward_s)
-        assert result.bubble_s == pytest.approx([(ranks - 1) * rank_s / stages_per_rank] * ranks, abs=1e-9)
+        assert result.idle_s == pytest.approx([(ranks - 1) * rank_s / stages_per_rank] * ranks, abs=1e-9)
 
 
 @pytest.mark.parametrize(("schedule", "stages_per_rank"), [("zero_bubble", 1), ("zero_bubble", 2), ("zbv", 2)])
@@ -91,7 +92,7 @@ def test_weight_gradients_fill_the_bubble(schedule: str, stages_per_rank: int) -
         pipeline_order(schedule, ranks, stages_per_rank, microbatches), equal_costs(1.0, 1.0, 1.0), no_transfer_time
     )
     one_f_one_b = pipeline_span("1f1b", ranks, 1, microbatches, stages_per_rank, 2 * stages_per_rank)
-    assert result.bubble_s == pytest.approx([ranks - 1.0] * ranks)
+    assert result.idle_s == pytest.approx([ranks - 1.0] * ranks)
     assert result.span_s < one_f_one_b
 
 
@@ -115,7 +116,7 @@ def test_a_slow_stage_delays_the_others() -> None:
         ("backward", 1, 9.0, 10.0),
         ("backward", 2, 13.0, 14.0),
     ]
-    assert (result.span_s, result.busy_s, result.bubble_s) == (14.0, (6.0, 12.0), (8.0, 2.0))
+    assert (result.span_s, result.busy_s, result.idle_s) == (14.0, (6.0, 12.0), (8.0, 2.0))
 
 
 def test_neighbouring_stages_on_one_rank_need_no_transfer() -> None:
