@@ -26,6 +26,9 @@ from typing import Any
 
 _SETTLE_S = 1.0  # how long the other ranks may take to report the cause of a broken connection
 _LARGEST_SHARED = 4  # ranks of the largest pool that tests share
+# A process group of Gloo has threads that use a core now and then, also when nobody sends anything. A pool whose tests
+# have made many groups is ended after their module; forking new ranks costs less.
+_MOST_IDLE_THREADS = 40
 # What most ranks import. A server imports it once for all pools of a process, and ranks are forked from it.
 _IMPORTED_BEFORE_FORKS = ["meshwright.train.rank", "meshwright.proof.record.record"]
 
@@ -73,6 +76,11 @@ class RankPool:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
         self._processes, self._pipes, self._folder = [], [], None
+
+    def thread_count(self) -> int:
+        """Returns the number of threads of rank 0; 0 where no ranks run."""
+        tasks = [Path(f"/proc/{process.pid}/task") for process in self._processes[:1]]
+        return sum(1 for folder in tasks if folder.exists() for _ in folder.iterdir())
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -161,6 +169,8 @@ def ranks(world_size: int, timeout_s: float = 120, backend: str = "gloo") -> Ite
         yield shared
     finally:
         shared.timeout_s = previous
+        if shared.thread_count() > _MOST_IDLE_THREADS:
+            shared.close()
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
