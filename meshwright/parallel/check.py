@@ -1,5 +1,5 @@
-"""Checks, before ranks start, whether a plan can run at all, and whether it can run on a given model. Errors say what
-can run instead."""
+"""Checks, before ranks start, whether a plan can run in general and on a given model. Errors say what can run
+instead."""
 
 from bisect import bisect_left
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from meshwright.parallel.torch_private import AnyBatchNorm
 from meshwright.plan import Plan
 from meshwright.profile.structure.dataflow import Dataflow
 from meshwright.profile.structure.model_structure import ModelStructure
+from meshwright.profile.structure.splits import SplitGroup
 from meshwright.profile.structure.structure import Structure
 
 
@@ -68,34 +69,39 @@ def check_runnable(plan: Plan) -> None:
     ]
     if over_replicate and plan.world_size > plan.axes.replicate:
         raise InputError(
-            f"plan.modules.splits.{over_replicate[0]} splits a layer over the replicate axis, which works where that"
-            f" axis is the only one: of {plan.summary()} leave out the split, or the other axes"
+            f"plan.modules.splits.{over_replicate[0]} splits a layer over the replicate axis, which needs all other"
+            f" axes to be 1, but the plan is {plan.summary()}: remove the split, or set the other axes to 1"
         )
     if has_assigned_branches(plan) and plan.axes.pipeline > 1:
         raise InputError(
-            f"plan.modules.branches.{next(iter(plan.modules.branches))} runs on one rank of the tensor axis, which"
-            f" works without a pipeline: of {plan.summary()} leave out the branches, or set axes.pipeline to 1"
+            f"plan.modules.branches.{next(iter(plan.modules.branches))} is placed on one rank of the tensor axis, which"
+            f" a pipeline does not support, but the plan is {plan.summary()}: remove the branches, or set axes.pipeline"
+            " to 1"
         )
 
 
 def _check_precision(plan: Plan) -> None:
     precision, axes = plan.numerics.precision, plan.axes
     if precision == "auto":
-        raise InputError("plan.numerics.precision is auto: a run replaces it, and here it must be one of fp32 to fp8")
+        raise InputError(
+            "plan.numerics.precision is auto, which only `meshwright train` resolves, and only if no launcher such as"
+            " torchrun started it: name fp32, tf32, bf16, fp16 or fp8"
+        )
     if plan.numerics.cast == "weights" and (axes.shard == 1 or precision not in ("bf16", "fp16")):
         raise InputError(
-            "plan.numerics.cast is weights, which the shard axis gathers in bf16 or fp16, but axes.shard is"
-            f" {axes.shard} and precision {precision}: raise the axis and choose one of these, or set cast to operators"
+            "plan.numerics.cast is weights, which needs axes.shard > 1 and numerics.precision bf16 or fp16, but"
+            f" axes.shard is {axes.shard} and numerics.precision is {precision}: change these, or set numerics.cast to"
+            " operators"
         )
     if precision == "fp8" and (axes.tensor > 1 or axes.pipeline > 1):
         raise InputError(
-            f"plan.numerics.precision is fp8, which runs over replicate and shard, not over tensor or pipeline: of"
-            f" {plan.summary()} leave out these axes, or choose bf16"
+            "plan.numerics.precision is fp8, which works only with the replicate and shard axes, but the plan is"
+            f" {plan.summary()}: set axes.tensor and axes.pipeline to 1, or choose bf16"
         )
     if plan.compute.cuda_graphs and plan.compute.compile == "none" and plan.world_size > 1:
         raise InputError(
-            f"plan.compute.cuda_graphs records steps of one rank, or compiled blocks of any number: of {plan.summary()}"
-            " leave it out, or set compute.compile to default"
+            "plan.compute.cuda_graphs needs a single rank, or compiled blocks (compute.compile), but the plan is"
+            f" {plan.summary()}: set compute.cuda_graphs to false, or set compute.compile to default"
         )
 
 
@@ -107,8 +113,8 @@ def check_cast(plan: Plan, model: nn.Module) -> None:
     name = next((name for name, module in model.named_modules() if isinstance(module, AnyBatchNorm)), None)
     if name is not None:
         raise InputError(
-            f"plan.numerics.cast is weights, but {name} is a BatchNorm, whose statistics stay in fp32 and do not go"
-            " with rounded weights: set it to operators"
+            f"plan.numerics.cast is weights, but {name} is a BatchNorm, whose running statistics stay in fp32, which"
+            " PyTorch does not combine with half-precision weights: set plan.numerics.cast to operators"
         )
 
 
@@ -122,13 +128,17 @@ def check_sparse(plan: Plan, model: nn.Module, clip_norm: float | None = None) -
     if plan.world_size > plan.axes.replicate or any(s.kind != "none" for s in plan.modules.splits.values()):
         raise InputError(
             f"{name} has sparse gradients, which only the replicate axis can average, but the plan is"
-            f" {plan.summary()}: set sparse to false, or use the replicate axis only"
+            f" {plan.summary()}: build {name} with sparse=False, or use the replicate axis only"
         )
-    if clip_norm is not None or plan.numerics.precision == "fp16":
-        option = "train.clip_norm" if clip_norm is not None else "plan.numerics.precision fp16"
+    if clip_norm is not None:
         raise InputError(
-            f"{name} has sparse gradients, which torch neither clips nor unscales, but {option} asks for it: set"
-            " sparse to false, or leave that out"
+            f"{name} has sparse gradients, which PyTorch cannot clip, but train.clip_norm is {clip_norm}: build {name}"
+            " with sparse=False, or remove train.clip_norm"
+        )
+    if plan.numerics.precision == "fp16":
+        raise InputError(
+            f"{name} has sparse gradients, for which PyTorch cannot undo the loss scaling of fp16, but"
+            f" plan.numerics.precision is fp16: build {name} with sparse=False, or choose another precision"
         )
 
 
@@ -138,7 +148,7 @@ def _first_sparse_module(model: nn.Module) -> str | None:
 
 
 def check_structure(plan: Plan, model: nn.Module, structure: Structure) -> None:
-    """Raises an `InputError` if the model cannot be split and cut as the plan says."""
+    """Raises an `InputError` if the model cannot be split or cut as the plan says."""
     check_pipeline(plan, structure)
     check_splits(model, plan, without_branch_splits(structure, plan))
     if plan.axes.pipeline > 1 and plan.axes.tensor > 1:
@@ -152,14 +162,42 @@ def _check_groups_are_whole(plan: Plan, structure: Structure) -> None:
     stage_ends = sorted(piece_numbers[cut.after] for cut in cuts_of_plan(plan, structure))
     for group, (begin, end) in zip(structure.splits, structure.piece_ranges, strict=True):
         stage = bisect_left(stage_ends, begin)
-        if stage == bisect_left(stage_ends, end) or any(split.kind == "vocabulary" for split in group.splits):
+        if stage == bisect_left(stage_ends, end) or not _needs_one_stage(group, plan):
             continue
-        plan_splits = [plan.modules.split_of(split.module) for split in group.splits]
-        if not any(plan_split and plan_split.kind == "none" for plan_split in plan_splits):
-            first, last = group.splits[0].module, group.splits[-1].module
-            cut = plan.pipeline.cuts[stage]
-            raise InputError(
-                f"plan.pipeline.cuts: the cut after {cut} separates {first} and {last}, which are split along the"
-                f" tensor axis together: cut after {last}, or leave them whole with plan.modules.splits:"
-                f" {{{first}: {{kind: none}}}}"
-            )
+        first, last = group.splits[0].module, group.splits[-1].module
+        nearest = _cuts_around(begin, end, stage, stage_ends, plan, structure)
+        other_cut = f"cut after {' or '.join(nearest)} instead, or " if nearest else ""
+        raise InputError(
+            f"plan.pipeline.cuts: the cut after {plan.pipeline.cuts[stage]} separates {first} and {last}, which are"
+            f" split along the tensor axis together: {other_cut}add plan.modules.splits: {{{first}: {{kind: none}}}},"
+            " which leaves the whole group of layers unsplit"
+        )
+
+
+def _needs_one_stage(group: SplitGroup, plan: Plan) -> bool:
+    """Whether all modules of the group must be in one pipeline stage. They need not if they are split by vocabulary, or
+    if the plan leaves one of them, and thereby the group, unsplit."""
+    plan_splits = [plan.modules.split_of(split.module) for split in group.splits]
+    is_unsplit = any(plan_split and plan_split.kind == "none" for plan_split in plan_splits)
+    return not is_unsplit and not any(split.kind == "vocabulary" for split in group.splits)
+
+
+def _cuts_around(
+    begin: int, end: int, stage: int, stage_ends: list[int], plan: Plan, structure: Structure
+) -> list[str]:
+    """The names of the modules after which the plan may cut instead of after the last piece of `stage`, so that the
+    pieces from `begin` to `end` are in one stage: the nearest one before them and the nearest one after them, as far as
+    there are any. `stage_ends` are the last pieces of the stages. The other cuts stay where they are."""
+    previous_end = stage_ends[stage - 1] if stage > 0 else -1
+    next_end = stage_ends[stage + 1] if stage + 1 < len(stage_ends) else len(structure.pieces)
+    cuttable = {cut.after for cut in structure.cuts if cut.crossing}
+
+    def is_accepted(piece: int) -> bool:
+        return structure.pieces[piece] in cuttable and not any(
+            first <= piece < last and _needs_one_stage(group, plan)
+            for group, (first, last) in zip(structure.splits, structure.piece_ranges, strict=True)
+        )
+
+    before = next((piece for piece in range(begin - 1, previous_end, -1) if is_accepted(piece)), None)
+    after = next((piece for piece in range(end, next_end) if is_accepted(piece)), None)
+    return [structure.pieces[piece] for piece in (before, after) if piece is not None]

@@ -102,7 +102,10 @@ def prove_in_new_ranks(request: ProofRequest, device: str, folder: Path) -> Proo
     check_request(request)
     check_main_guard()
     if is_launched():
-        raise InputError("prove starts its own ranks: call it without torchrun, mpirun or srun")
+        raise InputError(
+            "prove starts its own ranks, but a launcher such as torchrun started this process: call prove without a"
+            " launcher"
+        )
     proof = _launch_and_compare(request, device, folder)
     if request.in_plan_precision and not proof.equal:
         proof = with_exact_cause(proof, _launch_and_compare(replace(request, dtype=EXACT_DTYPE), device, folder))
@@ -131,7 +134,10 @@ def prove_in_running_ranks(request: ProofRequest, world: World, folder: Path) ->
     the proof on rank 0, and None on all other ranks."""
     check_request(request)
     if request.plan.gradients.servers:
-        raise InputError("prove starts parameter servers itself: call it without torchrun, mpirun or srun")
+        raise InputError(
+            f"plan.gradients.servers is {request.plan.gradients.servers}, but prove starts parameter servers only in"
+            " ranks of its own: call it without a launcher such as torchrun"
+        )
     record(request, world, folder)
     proof = _compare_records(request, folder, world.device) if world.rank == 0 else None
     if request.in_plan_precision and _broadcast_from_rank_0(proof is not None and not proof.equal, world):

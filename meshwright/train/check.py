@@ -1,5 +1,6 @@
 """Checks whether a job can run, before any rank is started and any file is written."""
 
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -22,8 +23,8 @@ from meshwright.train.step.optimizer import build_optimizer
 
 
 def check_job(job: Job, plan: Plan, cluster: Cluster, parts: JobParts | None = None) -> None:
-    """Raises an `InputError` of one line if the job cannot run under the plan on the cluster. `parts` caches what was
-    built of the job before."""
+    """Raises an `InputError` of one line if the job cannot run under the plan on the cluster. `parts` caches what
+    has been built from the job."""
     parts = parts or JobParts(job)
     check_runnable(plan)
     check_servers(plan)
@@ -46,8 +47,9 @@ def check_job(job: Job, plan: Plan, cluster: Cluster, parts: JobParts | None = N
 
 
 def check_servers(plan: Plan) -> None:
-    """Raises an `InputError` if the plan has parameter servers and an option that does not work with them. Workers
-    communicate with the servers only, not with each other."""
+    """Raises an `InputError` if the plan has parameter servers and an option that does not work with them. Synchronized
+    BatchNorm and split layers need communication between workers, but workers communicate with the servers only. A CUDA
+    graph of a whole step cannot include the communication with the servers."""
     if not plan.gradients.servers:
         return
     if plan.numerics.batch_norm == "synchronized":
@@ -58,13 +60,15 @@ def check_servers(plan: Plan) -> None:
         )
     if plan.compute.cuda_graphs and plan.compute.compile == "none":
         raise InputError(
-            "plan.compute.cuda_graphs captures whole steps, which cannot include the exchange with servers: leave it"
-            " out, or set compute.compile to default"
+            "plan.compute.cuda_graphs captures whole steps unless blocks are compiled, and such a CUDA graph cannot"
+            f" include the communication with parameter servers, but gradients.servers is {plan.gradients.servers}: set"
+            " compute.cuda_graphs to false, compute.compile to default, or gradients.servers to 0"
         )
     if plan.modules.splits:
         raise InputError(
-            f"plan.modules.splits.{next(iter(plan.modules.splits))} divides a layer among ranks, but"
-            f" gradients.servers is {plan.gradients.servers}, and servers hold the weights: leave out one of them"
+            f"plan.modules.splits.{next(iter(plan.modules.splits))} divides a layer among ranks, which then have to"
+            f" communicate with each other, but gradients.servers is {plan.gradients.servers} and workers communicate"
+            " with the servers only: remove the split, or set gradients.servers to 0"
         )
 
 
@@ -72,31 +76,34 @@ def check_devices(plan: Plan, cluster: Cluster) -> None:
     if plan.world_size > cluster.device_count:
         axes = " × ".join(f"{name}({size})" for name, size in plan.axes.model_dump().items() if size > 1)
         kind = "GPUs" if cluster.kind == "cuda" else "CPU cores"
-        shared = f", or --cluster {plan.world_size}xcpu to share the cores" if cluster.kind == "cpu" else ""
+        share_cores = f", or use --cluster {plan.world_size}xcpu to let several ranks share a core"
         raise InputError(
-            f"{axes} = {plan.world_size} ranks, but the cluster '{cluster.name}' has {cluster.device_count} devices"
-            f" ({kind}): choose axes whose product is at most {cluster.device_count}{shared}"
+            f"plan.axes: {axes} = {plan.world_size} ranks, but the cluster '{cluster.name}' has"
+            f" {cluster.device_count} devices ({kind}): choose axes whose product is at most {cluster.device_count}"
+            f"{share_cores if cluster.kind == 'cpu' else ''}"
         )
 
 
 def check_batch(job: Job, plan: Plan) -> None:
     if job.train.global_batch < plan.shares:
         raise InputError(
-            f"train.global_batch is {job.train.global_batch}, smaller than {plan.data_ranks} ranks ×"
-            f" {plan.microbatches} microbatches = {plan.shares}: raise it, or use fewer ranks"
+            f"train.global_batch is {job.train.global_batch}, smaller than {plan.data_ranks} data-parallel ranks ×"
+            f" {plan.microbatches} microbatches = {plan.shares}: raise it, or reduce axes.replicate, axes.shard,"
+            " memory.accumulation or pipeline.microbatches"
         )
 
 
 def _check_model(job: Job, parts: JobParts) -> nn.Module | None:
-    """Builds the model on the meta device, checks the names and options in the job against it, and returns it. Returns
-    None if the model cannot be built on the meta device."""
+    """Builds the model on the meta device and returns it. Raises an `InputError` if the job's `train.weights`,
+    `train.freeze`, `optimizer` or `schedule` do not fit it. Returns None if the model cannot be built on the meta
+    device; then the ranks check it."""
     target = load(job.model.call)
     check_arguments(target, (), job.model.arguments, f"model: {job.model.call}")
     load(job.optimizer.call)
     if job.schedule:
         load(job.schedule.call)
     model = parts.meta_model
-    if model is None:  # the ranks will build it in memory and check it
+    if model is None:
         return None
     if job.train.weights:
         with warnings.catch_warnings():
@@ -107,8 +114,20 @@ def _check_model(job: Job, parts: JobParts) -> nn.Module | None:
     if job.schedule:
         spec = job.schedule
         schedule = _explain_errors(lambda: build(spec, optimizer, role="schedule"), "schedule")
-        check_arguments(schedule.step, (), {}, f"schedule: {spec.call} is stepped without a value, but its step()")
+        _check_step(schedule.step, spec.call)
     return model
+
+
+def _check_step(step: Callable[..., Any], schedule: str) -> None:
+    """Raises an `InputError` if the `step` of a learning rate schedule cannot be called without arguments."""
+    try:
+        inspect.signature(step).bind()
+    except ValueError:  # some built-ins have no signature
+        return
+    except TypeError as error:
+        raise InputError(
+            f"schedule: {schedule}.step() needs arguments ({error}), but it is called without any"
+        ) from None
 
 
 def _explain_errors(make: Callable[[], Any], role: str) -> Any:

@@ -26,8 +26,8 @@ def train_rank(
     end."""
     if plan.gradients.servers:
         raise InputError(
-            f"the plan ({plan.summary()}) has parameter servers, which `meshwright train` starts itself: run it without"
-            " torchrun, mpirun or srun"
+            f"the plan ({plan.summary()}) has parameter servers, which `meshwright train` starts only if no launcher"
+            " such as torchrun started it: run it without a launcher"
         )
     if job.train.deterministic:
         torch.use_deterministic_algorithms(True)

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from meshwright.cache import cache_folder, fill_once
 from meshwright.data.order import derive_seed
+from meshwright.errors import InputError
 from meshwright.workloads.text.json_lines import JsonLines, text_problem, token_numbers
 from meshwright.workloads.text.text_files import DamagePolicy
 from meshwright.workloads.text.text_generated import (
@@ -50,6 +51,11 @@ def pairs(
     else:
         raise missing_data_error(f'{split}.jsonl, each line {{"query": …, "document": …}}')
     vocabularies = {"query": vocabulary, "document": document_vocabulary or vocabulary}
+    for key, size in vocabularies.items():
+        if not isinstance(size, int) or size < 2:
+            raise InputError(
+                f"the vocabulary of a {key} is {size!r}: write a whole number of at least 2 (0 is padding)"
+            )
 
     def line_problem(line: dict[str, Any]) -> str | None:
         return next(filter(None, (text_problem(line, key, size) for key, size in vocabularies.items())), None)

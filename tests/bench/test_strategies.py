@@ -132,7 +132,7 @@ def test_rounds_alternate_and_medians_are_reported(ran: list[str]) -> None:
 
 def test_what_the_batch_does_not_allow_is_skipped(ran: list[str]) -> None:
     _, skipped = compare(_job(global_batch=1), _cluster(2), ("replicate",), _axis, 2, 1)
-    assert skipped[0].reason.startswith("train.global_batch is 1, smaller than 2 ranks")
+    assert skipped[0].reason.startswith("train.global_batch is 1, smaller than 2 data-parallel ranks")
     assert ran == ["bare"]
 
 

@@ -59,18 +59,18 @@ WRONG_SETTINGS: list[tuple[str, list[str], str]] = [
     (
         "batch smaller than ranks",
         ["plan.axes.replicate=2", "train.global_batch=1"],
-        "train.global_batch is 1, smaller than 2 ranks × 1 microbatches = 2: raise it, or use fewer ranks",
+        "train.global_batch is 1, smaller than 2 data-parallel ranks × 1 microbatches = 2: raise it, or reduce",
     ),
     (
         "batch smaller than microbatches",
         ["plan.memory.accumulation=31"],
-        "train.global_batch is 30, smaller than 1 ranks × 31 microbatches = 31",
+        "train.global_batch is 30, smaller than 1 data-parallel ranks × 31 microbatches = 31",
     ),
     (
         "too many devices",
         ["plan.axes.replicate=3"],
-        "replicate(3) = 3 ranks, but the cluster '2xcpu' has 2 devices (CPU cores): choose axes whose product is at"
-        " most 2, or --cluster 3xcpu",
+        "plan.axes: replicate(3) = 3 ranks, but the cluster '2xcpu' has 2 devices (CPU cores): choose axes whose"
+        " product is at most 2, or use --cluster 3xcpu",
     ),
     ("stages without cuts", ["plan.axes.pipeline=2"], "0 cuts make 1 stages, but 1f1b on 2 ranks runs 2"),
     ("plan field", ["plan.axis.tensor=2"], "plan.axis is not a field: did you mean 'axes'?"),

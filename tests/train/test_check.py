@@ -43,13 +43,13 @@ def test_a_model_that_needs_memory_to_be_built_passes() -> None:
 
 def test_every_rank_needs_a_device() -> None:
     check_devices(plan(2), TWO)
-    with pytest.raises(InputError, match=r"replicate\(3\) = 3 ranks, but the cluster '2xcpu' has 2 devices"):
+    with pytest.raises(InputError, match=r"plan.axes: replicate\(3\) = 3 ranks, but the cluster '2xcpu' has 2 devices"):
         check_devices(plan(3), TWO)
 
 
 def test_every_microbatch_needs_a_sample() -> None:
     check_batch(toy_job(train={"global_batch": 6}), plan(2, 3))
-    with pytest.raises(InputError, match=r"global_batch is 5, smaller than 2 ranks × 3 microbatches = 6"):
+    with pytest.raises(InputError, match=r"global_batch is 5, smaller than 2 data-parallel ranks × 3 microbatches = 6"):
         check_batch(toy_job(train={"global_batch": 5}), plan(2, 3))
 
 
@@ -59,10 +59,13 @@ def test_every_microbatch_needs_a_sample() -> None:
         ({"axes": {"pipeline": 2}}, "0 cuts make 1 stages, but 1f1b on 2 ranks runs 2: choose 1 cuts"),
         (
             {"axes": {"pipeline": 2}, "pipeline": {"cuts": ["layers.6"], "microbatches": 2}},
-            "the model cannot be cut behind layers.6: nothing runs behind it; the nearest cuts are behind",
+            "the model cannot be cut after layers.6: nothing runs after it; the nearest cuts are after",
         ),
         ({"axes": {"tensor": 2}, "modules": {"splits": {"layer.6": {"kind": "none"}}}}, "did you mean 'layers.6'"),
-        ({"numerics": {"precision": "bf16", "cast": "weights"}}, "axes.shard is 1 and precision bf16: raise the axis"),
+        (
+            {"numerics": {"precision": "bf16", "cast": "weights"}},
+            "axes.shard is 1 and numerics.precision is bf16: change",
+        ),
     ],
 )
 def test_a_plan_that_the_model_does_not_allow_is_refused_before_ranks_start(plan: dict[str, Any], message: str) -> None:
@@ -74,5 +77,5 @@ def test_a_plan_that_the_model_does_not_allow_is_refused_before_ranks_start(plan
 
 def test_a_schedule_whose_step_needs_a_value_is_refused() -> None:
     schedule = {"call": "torch.optim.lr_scheduler:ReduceLROnPlateau"}
-    with pytest.raises(InputError, match=r"ReduceLROnPlateau is stepped without a value.*'metrics'"):
+    with pytest.raises(InputError, match=r"ReduceLROnPlateau.step\(\) needs arguments \(.*'metrics'\), but it is"):
         check_job(toy_job(schedule=schedule), plan(), TWO)

@@ -74,3 +74,9 @@ def test_pairs_are_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
 def test_the_error_for_missing_data_names_both_remedies() -> None:
     with pytest.raises(InputError, match=r"val\.jsonl.*data\.root=FOLDER.*data\.synthetic=true"):
         pairs("val")
+
+
+@pytest.mark.parametrize("vocabulary", [1, 0, -3, 2.5])
+def test_a_vocabulary_without_words_is_refused(vocabulary: Any) -> None:
+    with pytest.raises(InputError, match=r"the vocabulary of a query is .*at least 2"):
+        pairs(synthetic=True, vocabulary=vocabulary)

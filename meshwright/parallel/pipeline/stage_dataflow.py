@@ -74,7 +74,7 @@ class StageDataflow:
 
 def cuts_of_plan(plan: Plan, structure: Structure) -> tuple[Cut, ...]:
     """The plan's cuts in the order of the stages. If the plan lists a module several times, because the model calls it
-    several times, the n-th entry is the n-th possible cut behind it."""
+    several times, the n-th entry is the n-th possible cut after it."""
     times_listed: Counter[str] = Counter()
     cuts = []
     for name in plan.pipeline.cuts:
@@ -90,21 +90,21 @@ def cuts_of_plan(plan: Plan, structure: Structure) -> tuple[Cut, ...]:
     for cut in cuts:
         if not cut.crossing:
             raise InputError(
-                f"plan.pipeline.cuts: nothing before the cut behind {cut.after} is trained: cut further behind"
+                f"plan.pipeline.cuts: nothing before the cut after {cut.after} is trained: choose a later cut"
             )
     return tuple(cuts)
 
 
 def _no_cut_message(name: str, structure: Structure) -> str:
     cuttable = list(dict.fromkeys(cut.after for cut in structure.cuts))
-    begin = f"plan.pipeline.cuts: the model cannot be cut behind {name}"
+    begin = f"plan.pipeline.cuts: the model cannot be cut after {name}"
     refusal = next((no_cut for no_cut in structure.no_cuts if no_cut.after == name), None)
     nearest = _nearest_cuts(name, structure)
-    hint = f"; the nearest cuts are behind {' and '.join(nearest)}" if nearest else ""
+    hint = f"; the nearest cuts are after {' and '.join(nearest)}" if nearest else ""
     if refusal is not None:
         return f"{begin}: {refusal.reason}{hint}"
     if structure.pieces and name == structure.pieces[-1]:
-        return f"{begin}: nothing runs behind it{hint}"
+        return f"{begin}: nothing runs after it{hint}"
     outer = next((piece for piece in structure.pieces if name.startswith(f"{piece}.")), None)
     if outer is not None:
         return f"{begin}: it lies inside {outer}, which is never taken apart{hint}"
@@ -114,14 +114,14 @@ def _no_cut_message(name: str, structure: Structure) -> str:
 
 
 def _nearest_cuts(name: str, structure: Structure) -> list[str]:
-    """The last cut before the piece that `name` is or lies in, and the first one behind it."""
+    """The last cut before the piece that `name` is or lies in, and the first one after it."""
     place = next((p for p, piece in enumerate(structure.pieces) if name == piece or name.startswith(f"{piece}.")), None)
     if place is None:
         return []
     cuttable = {cut.after for cut in structure.cuts}
     before = [piece for piece in structure.pieces[:place] if piece in cuttable][-1:]
-    behind = [piece for piece in structure.pieces[place:] if piece in cuttable and piece != name][:1]
-    return before + behind
+    after = [piece for piece in structure.pieces[place:] if piece in cuttable and piece != name][:1]
+    return before + after
 
 
 def trace_stage_dataflow(
@@ -207,7 +207,7 @@ def _boundary_tensors(pieces: ModulePieces, calls: list[CallKey], cut: Cut, last
         if len(tensors) == before and not any(_matches(pieces, value, crossing) for value in tensors):
             name = crossing.module or ", ".join(crossing.used_by)
             raise InputError(
-                f"the sample batch is not like the one that the cut behind {cut.after} was found with, {name} has"
+                f"the sample batch is not like the one that the cut after {cut.after} was found with, {name} has"
                 " other shapes or types: use the same sample batch for the plan and for training"
             )
     for value in sorted(tensors):
@@ -218,7 +218,7 @@ def _computed_between_pieces(
     pieces: ModulePieces, calls: list[CallKey], crossing: Crossing, last_call: int
 ) -> Iterator[tuple[int, list[TensorPosition]]]:
     """Tensors that the forward pass computes outside of pieces before the cut, and that exactly the pieces in
-    `used_by` are called with behind it."""
+    `used_by` are called with after it."""
     flow = pieces.flow
     cut_time = flow.calls[pieces.calls[last_call + 1]].begin
     positions: dict[int, list[TensorPosition]] = {}

@@ -234,7 +234,7 @@ def _check_recompute(meta_model: nn.Module, plan: Plan, dataflow: StageDataflow)
         }
         if len(stages) > 1:
             raise InputError(
-                f"plan.pipeline.cuts divide {block}, which plan.memory.recompute computes again as a whole: cut behind"
+                f"plan.pipeline.cuts divide {block}, which plan.memory.recompute computes again as a whole: cut after"
                 " it, or set recompute to none"
             )
 

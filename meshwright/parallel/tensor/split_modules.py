@@ -133,13 +133,13 @@ def _checked_group(group: SplitGroup, axis: str, plan: Plan) -> CoupledSplits:
     vocabulary = tuple(split.module for split in group.splits if split.kind == "vocabulary")
     if vocabulary or group.degree % ranks == 0 or axis == "replicate":
         return CoupledSplits(group.splits, axis, vocabulary if axis == "replicate" else ())
-    parts = f"{group.degree} equal parts"
+    parts = f"can be split into {group.degree} equal parts"
     if group.heads is not None:
         key_value = "" if group.kv_heads in (None, group.heads) else f" and {group.kv_heads} key-value heads"
-        parts = f"{group.heads} heads{key_value}"
+        parts = f"has {group.heads} heads{key_value}"
     divisors = [str(size) for size in range(1, group.degree + 1) if group.degree % size == 0]
     raise InputError(
-        f"plan.axes.{axis} is {ranks}, but {group.name} has {parts}: choose {', '.join(divisors[:12])}, or leave it"
+        f"plan.axes.{axis} is {ranks}, but {group.name} {parts}: choose {', '.join(divisors[:12])}, or leave it"
         f" whole with plan.modules.splits: {{{group.name}: {{kind: none}}}}"
     )
 
@@ -152,7 +152,7 @@ def check_splits(model: nn.Module, plan: Plan, structure: Structure) -> None:
         if ranks == 1 and coupled.axis == "replicate":
             raise InputError(
                 f"plan.modules.splits.{coupled.splits[0].module} is split over the replicate axis, but"
-                " plan.axes.replicate is 1: raise it, or leave the split out"
+                " plan.axes.replicate is 1: set axes.replicate to 2 or more, or remove the split"
             )
 
 

@@ -3,7 +3,7 @@
 A stage runs the original forward functions of the model, with the modules of other stages replaced. A replaced module
 returns the tensors that were received for it, or a meaningless value if none were (a module that returns its argument
 unchanged still does so). Therefore a cut lies between two consecutive pieces (`pieces.py`), and every value that is
-produced before the cut and used behind it must be one of:
+produced before the cut and used after it must be one of:
 
 - a value that a piece returned, skip connections included: it is received as the output of that piece;
 - a value that code between the pieces computed from such values and only passes to later pieces: it is received as
@@ -46,7 +46,7 @@ class Crossing:
     """A value that is sent over a cut, with bytes_per_sample · batch + bytes_fixed bytes.
 
     `role` says how the receiving stage uses the value: as the output of the replaced module `module`, or as an argument
-    of the modules in `used_by` (then `module` is empty). `used_by` are the pieces behind the cut that use the value.
+    of the modules in `used_by` (then `module` is empty). `used_by` are the pieces after the cut that use the value.
     """
 
     module: str
@@ -62,7 +62,7 @@ class Crossing:
 @dataclass(frozen=True)
 class Cut:
     """A possible cut between the consecutive pieces `after` and `before`. `crossing` are the values that are sent over
-    the cut, `inputs` the names of the model's inputs that are used behind it, and `shared` the parameters that are used
+    the cut, `inputs` the names of the model's inputs that are used after it, and `shared` the parameters that are used
     on both sides. If the module `after` runs more than once, `call` says which of its calls the cut follows, counted
     from 0."""
 
@@ -129,11 +129,11 @@ def find_cuts(
 
 
 def _cut(pieces: ModulePieces, larger: Dataflow, sizes: tuple[int, int], piece: int) -> Cut:
-    """Returns the cut behind a piece, or raises `_CannotCut`. In this file, `boundary` is the number of the first
-    operator behind the cut."""
+    """Returns the cut after a piece, or raises `_CannotCut`. In this file, `boundary` is the number of the first
+    operator after the cut."""
     boundary = pieces.flow.calls[pieces.calls[piece + 1]].begin
     _check_runs_on_one_side(pieces, piece)
-    needed = _needed_behind(pieces, piece, boundary)
+    needed = _needed_after_cut(pieces, piece, boundary)
     _check_not_overwritten(pieces, needed.received, boundary)
     crossing = tuple(
         _crossing(pieces, larger, sizes, boundary, root, needed.received[root]) for root in sorted(needed.received)
@@ -154,8 +154,8 @@ class _Received:
 
 
 @dataclass(frozen=True)
-class _NeededBehind:
-    """The data that stages behind a cut need: values that are sent over the cut, by their root (`Dataflow.root`); names
+class _NeededAfterCut:
+    """The data that stages after a cut need: values that are sent over the cut, by their root (`Dataflow.root`); names
     of the model's inputs; and names of weights that code between the pieces uses."""
 
     received: dict[int, _Received]
@@ -163,7 +163,7 @@ class _NeededBehind:
     weights: set[str]
 
 
-def _needed_behind(pieces: ModulePieces, piece: int, boundary: int) -> _NeededBehind:
+def _needed_after_cut(pieces: ModulePieces, piece: int, boundary: int) -> _NeededAfterCut:
     flow = pieces.flow
     received: dict[int, _Received] = {}
     inputs: set[str] = set()
@@ -171,7 +171,7 @@ def _needed_behind(pieces: ModulePieces, piece: int, boundary: int) -> _NeededBe
     todo = []
     for root in _live_values(pieces, boundary):
         if _is_only_argument(pieces, root, piece, boundary):
-            users = _users_behind(pieces, root, boundary)
+            users = _users_after(pieces, root, boundary)
             received[root] = _Received(None, next(pieces.arguments[user][root] for user in users))
         else:
             todo.append(root)
@@ -196,17 +196,17 @@ def _needed_behind(pieces: ModulePieces, piece: int, boundary: int) -> _NeededBe
             unseen = [v for v in pieces.operator_inputs[value.producer] if v not in seen]
             seen.update(unseen)
             todo += unseen
-    return _NeededBehind(received, inputs, weights)
+    return _NeededAfterCut(received, inputs, weights)
 
 
 def _live_values(pieces: ModulePieces, boundary: int) -> list[int]:
-    """The roots of values other than parameters that exist before the boundary and are used behind it."""
+    """The roots of values other than parameters that exist before the boundary and are used after it."""
     live = []
     for root in {*pieces.users, *pieces.model_outputs}:
         value = pieces.flow.values[root]
         users = pieces.users.get(root, [])
-        is_used_behind = root in pieces.model_outputs or (users and users[-1] >= boundary)
-        if is_used_behind and value.source != "parameter" and (value.producer is None or value.producer < boundary):
+        is_used_after = root in pieces.model_outputs or (users and users[-1] >= boundary)
+        if is_used_after and value.source != "parameter" and (value.producer is None or value.producer < boundary):
             live.append(root)
     return live
 
@@ -220,14 +220,14 @@ def _returned_value(pieces: ModulePieces, root: int, piece: int) -> _Received | 
     return None
 
 
-def _users_behind(pieces: ModulePieces, root: int, boundary: int) -> list[int]:
-    """The numbers of the pieces behind the boundary that use a value. The number -1 stands for code between pieces."""
+def _users_after(pieces: ModulePieces, root: int, boundary: int) -> list[int]:
+    """The numbers of the pieces after the boundary that use a value. The number -1 stands for code between pieces."""
     users = [user for user in pieces.users.get(root, ()) if user >= boundary]
     return list(dict.fromkeys(pieces.piece_of_operator[user] for user in users))
 
 
 def _is_only_argument(pieces: ModulePieces, root: int, piece: int, boundary: int) -> bool:
-    """Whether code between the pieces computed the value, and everything behind the cut that uses it is a piece that
+    """Whether code between the pieces computed the value, and everything after the cut that uses it is a piece that
     receives it as an argument."""
     producer = pieces.flow.values[root].producer
     if (
@@ -237,7 +237,7 @@ def _is_only_argument(pieces: ModulePieces, root: int, piece: int, boundary: int
         or root in pieces.model_outputs
     ):
         return False
-    users = _users_behind(pieces, root, boundary)
+    users = _users_after(pieces, root, boundary)
     is_passed = all(user >= 0 and root in pieces.arguments[user] for user in users)
     return is_passed and _returned_value(pieces, root, piece) is None
 
@@ -247,7 +247,7 @@ def _crossing(
 ) -> Crossing:
     small, large = pieces.flow.values[received.value], larger.values[received.value]
     bytes_per_sample = (large.bytes - small.bytes) // (sizes[1] - sizes[0])
-    users = [pieces.names[user] for user in _users_behind(pieces, root, boundary) if user >= 0]
+    users = [pieces.names[user] for user in _users_after(pieces, root, boundary) if user >= 0]
     piece = received.piece
     return Crossing(
         module=pieces.names[piece] if piece is not None else "",
@@ -275,9 +275,9 @@ def _fit_size(small: int, large: int, batches: tuple[int, int]) -> int | BatchDi
 
 def _check_runs_on_one_side(pieces: ModulePieces, piece: int) -> None:
     later = range(piece + 1, len(pieces.calls))
-    behind = {pieces.names[other] for other in later if pieces.holds_parameters[other]}
+    later_names = {pieces.names[other] for other in later if pieces.holds_parameters[other]}
     for name in pieces.names[: piece + 1]:
-        if name in behind:
+        if name in later_names:
             raise _CannotCut("runs_on_both_sides", name)
 
 
@@ -290,7 +290,7 @@ def _check_not_overwritten(pieces: ModulePieces, received: dict[int, _Received],
 
 
 def _used_on_both_sides(pieces: ModulePieces, boundary: int) -> set[str]:
-    """The names of the parameters that operators both before and behind the boundary use."""
+    """The names of the parameters that operators both before and after the boundary use."""
     return {
         pieces.flow.values[root].name
         for root, users in pieces.users.items()

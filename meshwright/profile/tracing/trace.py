@@ -323,6 +323,11 @@ def _has_squares(profile: ModelProfile) -> bool:
 
 
 def _check_fourth_batch(profile: ModelProfile, trace: StepTrace, ranges: list[_SegmentRange]) -> None:
+    if len(trace.operators) != max((indices.end for indices in ranges), default=0):
+        raise InputError(
+            f"the model runs other operators on {CHECK_BATCH} samples than on smaller batches, so its cost cannot be"
+            " derived from traces of small batches"
+        )
     for segment, indices in zip(profile.segments, ranges, strict=True):
         recorded = trace.operators[indices.begin : indices.end]
         for operator, at_fourth in zip(segment.operators, recorded, strict=True):

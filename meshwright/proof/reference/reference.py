@@ -180,17 +180,21 @@ def preserve_generators(device: torch.device) -> Iterator[None]:
     """Restores the caller's random generators at the end."""
     python, numpy = random.getstate(), np.random.get_state()
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        yield
-    random.setstate(python)
-    np.random.set_state(numpy)
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 @contextmanager
 def _preserve_buffers(model: nn.Module, active: bool) -> Iterator[None]:
     """Restores the model's buffers at the end, if active."""
     before = [(buffer, buffer.clone()) for buffer in model.buffers()] if active else []
-    yield
-    with torch.no_grad():
-        for buffer, value in before:
-            buffer.copy_(value)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)

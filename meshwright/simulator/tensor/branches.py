@@ -46,8 +46,9 @@ def places_branches(plan: Plan) -> bool:
 def check_branches(profile: ModelProfile, plan: Plan) -> None:
     if plan.axes.pipeline > 1:
         raise InputError(
-            f"plan.modules.branches.{next(iter(plan.modules.branches))} lives on one rank of the tensor axis, which"
-            f" works without a pipeline: of {plan.summary()} leave out the branches, or set axes.pipeline to 1"
+            f"plan.modules.branches.{next(iter(plan.modules.branches))} is placed on one rank of the tensor axis, which"
+            f" a pipeline does not support, but the plan is {plan.summary()}: remove the branches, or set axes.pipeline"
+            " to 1"
         )
     layers = {layer for segment in profile.segments for layer in _layers(segment)}
     for name in plan.modules.branches:

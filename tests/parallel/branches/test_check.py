@@ -97,7 +97,7 @@ NUMBERS = (torch.ones(2, 4), torch.ones(2, 4), torch.ones(2))
             TOKENS,
             {"query": 0},
             {"axes": {"pipeline": 2}, "pipeline": {"cuts": ["query"]}},
-            "leave out the branches, or set axes.pipeline to 1",
+            "remove the branches, or set axes.pipeline to 1",
         ),
         (TwoTowers, TOKENS, {"query.words": 0}, {"memory": {"recompute": "full"}}, "lies in query, which plan.memory"),
     ],

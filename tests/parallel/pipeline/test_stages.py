@@ -107,9 +107,9 @@ def structure_of(name: str) -> Structure:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (plan_of(2, ("blocks.7",)), "behind blocks.7: did you mean 'blocks.[0-3]'"),
-        (plan_of(2, ("blocks.1.mix",)), "it lies inside blocks.1, .* nearest cuts are behind blocks.0 and blocks.1"),
-        (plan_of(2, ("head",)), "nothing runs behind it; the nearest cuts are behind norm"),
+        (plan_of(2, ("blocks.7",)), "after blocks.7: did you mean 'blocks.[0-3]'"),
+        (plan_of(2, ("blocks.1.mix",)), "it lies inside blocks.1, .* nearest cuts are after blocks.0 and blocks.1"),
+        (plan_of(2, ("head",)), "nothing runs after it; the nearest cuts are after norm"),
         (plan_of(3, ("blocks.2", "blocks.0")), "not in the order .* write blocks.0, blocks.2"),
         (plan_of(2, ()), "0 cuts make 1 stages, but gpipe on 2 ranks runs 2: choose 1 cuts"),
         (plan_of(2, ("blocks.0",), "1f1b", pipeline={"microbatches": 1}), "1f1b needs as many as ranks"),
@@ -128,7 +128,7 @@ def test_an_impossible_cut_is_refused_with_the_reason() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.Linear(4, 2))
     model_structure = find_structure(model, torch.zeros(2, 4))
     with pytest.raises(
-        InputError, match="behind 1: 2 overwrites its input in place; the nearest cuts are behind 0 and 2"
+        InputError, match="after 1: 2 overwrites its input in place; the nearest cuts are after 0 and 2"
     ):
         check_pipeline(plan_of(2, ("1",)), model_structure)
     check_pipeline(plan_of(2, ("2",)), model_structure)

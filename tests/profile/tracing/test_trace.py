@@ -188,6 +188,20 @@ def test_the_cost_of_comparing_samples_grows_quadratically() -> None:
     assert profile.flops(10, "forward") == 2 * 10 * 8 * 8 + 2 * 10 * 10 * 8
 
 
+class _OtherOperatorsFrom7Samples(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = super().forward(x)
+        return outputs.relu() if len(x) >= 7 else outputs
+
+
+def test_a_model_that_runs_other_operators_on_larger_batches_is_refused() -> None:
+    def loss(outputs: Tensor, _: Any) -> Tensor:
+        return F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))  # quadratic in the batch
+
+    with pytest.raises(InputError, match="other operators on 7 samples"):
+        trace_profile(_OtherOperatorsFrom7Samples(4, 3), (torch.zeros(2, 4), torch.zeros(2)), loss)
+
+
 def test_tied_weights_count_once_and_tracing_does_not_change_the_model() -> None:
     model = tiny_decoder()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

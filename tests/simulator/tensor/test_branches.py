@@ -150,7 +150,7 @@ def test_unknown_branches_and_pipelines_are_refused() -> None:
     with pytest.raises(InputError, match="the model has no module 'larg'"):
         step("towers", plan_of({"larg": 0}))
     cut = plan_of(TOWERS, axes={"pipeline": 2}, pipeline={"cuts": ["large"]})
-    with pytest.raises(InputError, match=r"large lives on one rank of the tensor axis, which works without a pipeline"):
+    with pytest.raises(InputError, match=r"large is placed on one rank of the tensor axis, which a pipeline does not"):
         step("towers", cut)
 
 

@@ -120,7 +120,7 @@ def test_gradients_travel_rounded(two: RankPool, four: RankPool, case: str) -> N
 
 def test_batch_norm_does_not_take_rounded_weights() -> None:
     plan = planned("resnet", "S2", numerics={"precision": "bf16", "cast": "weights"})
-    with pytest.raises(InputError, match="is a BatchNorm, whose statistics stay in fp32"):
+    with pytest.raises(InputError, match="is a BatchNorm, whose running statistics stay in fp32"):
         check_cast(plan, ZOO["resnet"].model())
 
 
@@ -174,10 +174,16 @@ def test_the_factor_grows_after_many_good_steps_and_is_saved() -> None:
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        ({"numerics": {"precision": "auto"}}, "a run replaces it"),
-        ({"numerics": {"precision": "bf16", "cast": "weights"}}, "axes.shard is 1 and precision bf16: raise the axis"),
-        ({"axes": {"shard": 2}, "numerics": {"cast": "weights"}}, "axes.shard is 2 and precision fp32"),
-        ({"axes": {"tensor": 2}, "numerics": {"precision": "fp8"}}, "fp8, which runs over replicate and shard"),
+        ({"numerics": {"precision": "auto"}}, "auto, which only `meshwright train` resolves"),
+        (
+            {"numerics": {"precision": "bf16", "cast": "weights"}},
+            "axes.shard is 1 and numerics.precision is bf16: change",
+        ),
+        ({"axes": {"shard": 2}, "numerics": {"cast": "weights"}}, "axes.shard is 2 and numerics.precision is fp32"),
+        (
+            {"axes": {"tensor": 2}, "numerics": {"precision": "fp8"}},
+            "fp8, which works only with the replicate and shard",
+        ),
         ({"axes": {"replicate": 2}, "compute": {"cuda_graphs": True}}, "or set compute.compile to default"),
     ],
 )

@@ -1,0 +1,55 @@
+"""An error about a plan that cannot run on a model names what can run instead."""
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.errors import InputError
+from meshwright.parallel.check import check_plan
+from meshwright.plan import Plan
+
+
+class FeedForward(nn.Module):
+    """One piece whose layers are split together with a layer of the piece before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.down(torch.relu(features))
+        return result * 2
+
+
+def plan_with_cut(after: str, **splits: dict[str, str]) -> Plan:
+    return Plan.model_validate(
+        {
+            "axes": {"tensor": 2, "pipeline": 2},
+            "pipeline": {"cuts": [after], "microbatches": 2},
+            "modules": {"splits": splits},
+        }
+    )
+
+
+def test_a_cut_between_layers_that_are_split_together_is_refused_with_cuts_that_are_accepted() -> None:
+    model = nn.Sequential()
+    for name, module in {
+        "first": nn.Linear(8, 8),
+        "norm": nn.LayerNorm(8),
+        "up": nn.Linear(8, 16),
+        "feed_forward": FeedForward(),
+        "last": nn.LayerNorm(8),
+    }.items():
+        model.add_module(name, module)
+    sample = torch.zeros(2, 8)
+    with pytest.raises(InputError) as refusal:
+        check_plan(plan_with_cut("up"), model, sample)
+    message = str(refusal.value)
+    assert "the cut after up separates up and feed_forward.down" in message
+    assert "cut after norm or feed_forward instead, or add plan.modules.splits: {up: {kind: none}}" in message
+    for accepted in (
+        plan_with_cut("norm"),
+        plan_with_cut("feed_forward"),
+        plan_with_cut("up", up={"kind": "none"}),
+    ):
+        check_plan(accepted, model, sample)
