@@ -25,7 +25,7 @@ demo: setup
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 
 # Two at a time, a file at a time: what a file has traced or started once serves all its tests.
 test: check
