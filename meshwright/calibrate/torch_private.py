@@ -1,4 +1,4 @@
-"""The private functions of torch that calibration calls. They were seen to work on torch 2.11 and 2.13."""
+"""The private functions of torch that calibration calls. They were seen to work on torch 2.11, 2.13 and 2.15."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""The private interfaces of torch that `meshwright/collectives` uses. They work on torch 2.11 and 2.13."""
+"""The private interfaces of torch that `meshwright/collectives` uses. They work on torch 2.11, 2.13 and 2.15."""
 
 import torch
 import torch.distributed as dist

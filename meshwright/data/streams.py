@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Any
 
-import torch.utils.data._utils.worker as torch_worker  # private; seen to work on torch 2.11 and 2.13
+import torch.utils.data._utils.worker as torch_worker  # private; seen to work on torch 2.11, 2.13 and 2.15
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from meshwright.data.batch import Batch, LoadingOptions, Microbatch, SampleShare

@@ -1,4 +1,4 @@
-"""The private functions of torch that launching calls. They were seen to work on torch 2.11 and 2.13.
+"""The private functions of torch that launching calls. They were seen to work on torch 2.11, 2.13 and 2.15.
 
 `local/agent.py` and `local/replacing_agent.py` also override private methods of elastic's agent, listed in agent.py.
 """

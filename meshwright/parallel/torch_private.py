@@ -1,6 +1,6 @@
 """Every private interface of torch that meshwright/parallel uses, in one file, with what it is used for.
 
-All of them work on torch 2.11 and 2.13. Where the two versions differ, a function of this file hides the difference.
+All of them work on torch 2.11, 2.13 and 2.15. Where versions differ, a function of this file hides the difference.
 When a new torch version breaks something, look at this file first; no other file of the folder uses private interfaces.
 """
 

@@ -1,4 +1,4 @@
-"""The private interfaces of torch that this package uses, in one place. Seen to work on torch 2.11 and 2.13."""
+"""The private interfaces of torch that this package uses, in one place. Seen to work on torch 2.11, 2.13 and 2.15."""
 
 from collections.abc import Sequence
 from typing import Any

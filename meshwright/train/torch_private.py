@@ -1,4 +1,4 @@
-"""The private interfaces of torch that training uses, in one place. They were seen to work with torch 2.11 and 2.13."""
+"""The private interfaces of torch that training uses, in one place. Seen to work on torch 2.11, 2.13 and 2.15."""
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map

@@ -1,8 +1,8 @@
 """Starts the ranks of one machine and watches them. `Agent` is the agent of torch elastic with other rules for failures
 and stops.
 
-It overrides or uses these private members of torch's agent, seen to work on torch 2.11 and 2.13: `_monitor_workers`,
-`_start_workers`, `_restart_workers`, `_remaining_restarts`, `_worker_group` and `_pcontext`.
+It overrides or uses these private members of torch's agent, seen to work on torch 2.11, 2.13 and 2.15:
+`_monitor_workers`, `_start_workers`, `_restart_workers`, `_remaining_restarts`, `_worker_group` and `_pcontext`.
 """
 
 import os
