@@ -3,6 +3,7 @@ names the file and the field."""
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -33,9 +34,88 @@ for _kind in (_Loader, _Dumper):
     )
 
 
+# Far beyond what a person writes. Without these limits a small file could fill the memory or never end.
+_LONGEST_TEXT = 64 * 1024 * 1024
+_DEEPEST_NESTING = 100
+_MOST_REPEATED_VALUES = 100_000  # values that aliases repeat
+
+
 def parse(text: str) -> Any:
-    """Returns the value of a YAML text; raises `yaml.YAMLError` if the text is malformed."""
-    return yaml.load(text, _Loader)
+    """Returns the value of a YAML text. Raises `yaml.YAMLError` if the text is malformed, is nested too deeply, repeats
+    too much through aliases, or has a mapping with the same key twice."""
+    if len(text) > _LONGEST_TEXT:
+        raise yaml.YAMLError(f"it has {len(text):,} characters, more than {_LONGEST_TEXT:,}")
+    _check_events(text)
+    try:
+        return yaml.load(text, _Loader)
+    except (ValueError, OverflowError) as error:  # a number of thousands of digits, or an impossible date
+        raise yaml.YAMLError(str(error).partition(";")[0]) from None
+
+
+@dataclass
+class _OpenNode:
+    """A mapping or sequence whose end the parser has not reached. `size` counts the values in it, with aliases written
+    out. `next_is_key` and `keys` are those of a mapping."""
+
+    anchor: str | None
+    is_mapping: bool
+    next_is_key: bool
+    keys: set[str]
+    size: int = 1
+
+
+def _check_events(text: str) -> None:
+    """Raises `yaml.YAMLError` for a text that the loader would accept but that is a mistake or an attack. It follows
+    the parser's events, which takes no recursion, where the loader would recurse into every level."""
+    sizes: dict[str, int] = {}  # of the values with an anchor
+    stack: list[_OpenNode] = []
+    repeated = 0
+    for event in yaml.parse(text, _Loader):
+        if isinstance(event, yaml.CollectionEndEvent):
+            ended = stack.pop()
+            if ended.anchor is not None:
+                sizes[ended.anchor] = ended.size
+            if stack:
+                stack[-1].size += ended.size
+            continue
+        if not isinstance(event, yaml.NodeEvent):
+            continue
+        if stack and stack[-1].is_mapping:
+            _check_key(event, stack[-1])
+        if isinstance(event, yaml.CollectionStartEvent):
+            is_mapping = isinstance(event, yaml.MappingStartEvent)
+            stack.append(_OpenNode(event.anchor, is_mapping, is_mapping, set()))
+            if len(stack) > _DEEPEST_NESTING:
+                raise _marked(event, f"it is nested more than {_DEEPEST_NESTING} levels deep")
+            continue
+        size = 1
+        if isinstance(event, yaml.AliasEvent):
+            if any(node.anchor == event.anchor for node in stack):
+                raise _marked(event, f"the value &{event.anchor} contains itself")
+            size = sizes.get(event.anchor or "", 1)
+            repeated += size
+            if repeated > _MOST_REPEATED_VALUES:
+                raise _marked(
+                    event, f"aliases such as *{event.anchor} repeat more than {_MOST_REPEATED_VALUES:,} values"
+                )
+        elif event.anchor is not None:
+            sizes[event.anchor] = 1
+        if stack:
+            stack[-1].size += size
+
+
+def _check_key(event: yaml.NodeEvent, mapping: _OpenNode) -> None:
+    """Notes that the event is the next key or value of the mapping. Raises `yaml.YAMLError` for a key that is there
+    twice."""
+    if mapping.next_is_key and isinstance(event, yaml.ScalarEvent):
+        if event.value in mapping.keys:
+            raise _marked(event, f"'{event.value}' is there twice")
+        mapping.keys.add(event.value)
+    mapping.next_is_key = not mapping.next_is_key
+
+
+def _marked(event: Any, problem: str) -> yaml.YAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
 
 
 def dump(raw: Any) -> str:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import yaml
 from pydantic import BaseModel, ConfigDict
 
 from meshwright.errors import InputError
@@ -51,3 +52,43 @@ def test_a_file_that_is_no_mapping_is_reported_in_one_line(tmp_path: Path, text:
         read_mapping(file, "cluster")
     assert str(caught.value).startswith(str(file))
     assert "\n" not in str(caught.value)
+
+
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "\n".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        pytest.param(BOMB, "line 5: not YAML: aliases such as *a3 repeat more than 100,000 values", id="alias bomb"),
+        pytest.param("a: " + "[" * 100_000, "line 1: not YAML: it is nested more than 100 levels deep", id="brackets"),
+        pytest.param("a: " + "{b: " * 100_000, "line 1: not YAML: it is nested more than 100 levels deep", id="braces"),
+        pytest.param("- " * 5_000, "line 1: not YAML: it is nested more than 100 levels deep", id="dashes"),
+        pytest.param("a: &a [1, *a]", "line 1: not YAML: the value &a contains itself", id="sequence in itself"),
+        pytest.param("a: &a\n  b: *a", "line 2: not YAML: the value &a contains itself", id="mapping in itself"),
+        pytest.param("a: 1\nb: 2\na: 3", "line 3: not YAML: 'a' is there twice", id="duplicate key"),
+        pytest.param("p: {x: 1, y: {z: 1}, x: 2}", "line 1: not YAML: 'x' is there twice", id="nested duplicate"),
+        pytest.param("a: " + "9" * 5000, "not YAML: Exceeds the limit (4300 digits)", id="long number"),
+        pytest.param("a: 2026-13-45", "not YAML: month must be in 1..12", id="impossible date"),
+    ],
+)
+def test_a_file_that_would_not_end_or_says_something_twice_is_refused(tmp_path: Path, text: str, problem: str) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(text)
+    with pytest.raises(InputError) as caught:
+        read_mapping(file, "job")
+    assert problem in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_aliases_and_merged_keys_are_read() -> None:
+    text = "base: &base {lr: 1, name: x}\none: {<<: *base, lr: 2}\nlist: [&a [1, 2], *a, *a]\n? [1, 2]\n: 3\n"
+    with pytest.raises(yaml.YAMLError, match="unhashable"):
+        parse(text)
+    assert parse(text.partition("? ")[0]) == {
+        "base": {"lr": 1, "name": "x"},
+        "one": {"lr": 2, "name": "x"},
+        "list": [[1, 2]] * 3,
+    }
