@@ -124,5 +124,5 @@ def choose_with_too_little_memory(rank: int, size: int) -> list[str]:
 def test_too_little_shared_memory_is_reported_before_anything_is_moved(three: RankPool) -> None:
     for kind, reason, error in three.run(choose_with_too_little_memory):
         assert kind == "NativeReducer"
-        assert reason == error
-        assert "MiB free, and 3 ranks need 3298534883328 MiB there (a container gets more with --shm-size)" in reason
+        for text in (reason, error):  # other programs may change the number of free bytes between the two
+            assert "MiB free, and 3 ranks need 3298534883328 MiB there (a container gets more with --shm-size)" in text
