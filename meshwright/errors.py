@@ -17,6 +17,11 @@ class InputError(MeshwrightError):
     exit_code = 2
 
 
+class UserCodeError(MeshwrightError):
+    """The user's own code failed: an imported file, a model, a data set or a loss, for example. The message says what
+    was being done, with which error it failed, and in which file and line."""
+
+
 class RankError(MeshwrightError):
     """A rank failed. The message says which rank, what it was doing, and with which error it failed."""
 
@@ -27,6 +32,16 @@ class CollectiveError(MeshwrightError):
 
 class CheckpointError(MeshwrightError):
     """A checkpoint is missing, damaged, or does not fit the model."""
+
+
+class StorageError(MeshwrightError):
+    """The disk or folder cannot take what has to be written. The message says which disk, and how many bytes are
+    missing."""
+
+
+class TrainingDiverged(MeshwrightError):
+    """The loss or the gradients stayed NaN or infinite, so the run ended. The message says since which step, and what
+    to do."""
 
 
 class Stopped(MeshwrightError):

@@ -6,13 +6,17 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
 from yaml import YAMLError
 
 from meshwright.call import Call
 from meshwright.errors import InputError, did_you_mean
+from meshwright.limits import Count, CountOrZero, Parts, ProcessesOrZero, Samples, Seed, Steps, Timeout
 from meshwright.plan import Plan
-from meshwright.yaml_file import dump, parse, read_mapping, validate
+from meshwright.user_path import expand_home, user_path
+from meshwright.yaml_file import dump, parse, parse_mapping, read_mapping, validate
+
+_DEEPEST_FIELD = 50  # names before the last dot of a field that `--set` sets, such as an argument of a nested call
 
 
 class _Section(BaseModel):
@@ -33,8 +37,8 @@ class Data(_Section):
     synthetic: bool = False  # generate data in the format of the full data set instead of reading it
     # What the ranks divide: each global batch, the data set in fixed parts, or the features of each sample's input.
     partition: Literal["batch", "sample", "dimension"] = "batch"
-    parts: PositiveInt | None = None  # number of fixed parts for `partition: sample`; null: one per rank
-    workers: NonNegativeInt = 0  # loader processes per rank
+    parts: Parts | None = None  # number of fixed parts for `partition: sample`; null: one per rank
+    workers: ProcessesOrZero = 0  # loader processes per rank
     pin_memory: bool | None = None  # null: only where there are GPUs
     collate: Call | None = None
     target: str | None = None  # key of the target in batches that are dicts; null: target(s) or label(s)
@@ -75,17 +79,20 @@ class Weights(_Section):
 class Train(_Section):
     """Length and settings of the training. The run ends after `epochs` or `steps`, whichever comes first."""
 
-    epochs: PositiveInt | None = None
-    steps: PositiveInt | None = None
-    global_batch: PositiveInt = 128
+    epochs: Count | None = None
+    steps: Steps | None = None
+    global_batch: Samples = 128
     clip_norm: PositiveFloat | None = None
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     weights: Weights | None = None
     freeze: list[str] = []
     deterministic: bool = False
-    timeout_s: PositiveFloat = 600  # how long a rank waits for the others
-    restarts: NonNegativeInt = 3  # how often failed ranks are started again
-    grace_s: PositiveFloat = 30  # how long ranks may take to save after a stop signal
+    # What to do when the loss is NaN or infinite: end the run after 3 such steps in a row, leave out their updates, or
+    # go back to the last checkpoint and leave out their batches. The last two look at the gradients, too.
+    on_nonfinite: Literal["skip", "rewind", "stop"] = "stop"
+    timeout_s: Timeout = 600  # how long a rank waits for the others
+    restarts: CountOrZero = 3  # how often failed ranks are started again
+    grace_s: Timeout = 30  # how long ranks may take to save after a stop signal
 
     @model_validator(mode="before")
     @classmethod
@@ -102,8 +109,8 @@ class Checkpoint(_Section):
     are better; null means lower for losses, errors and perplexities, and higher otherwise.
     """
 
-    every_steps: PositiveInt | None = 100
-    keep: PositiveInt = 3
+    every_steps: Steps | None = 100
+    keep: Count = 3
     best: str | None = None
     better: Literal["lower", "higher"] | None = None
 
@@ -112,8 +119,8 @@ class Log(_Section):
     """When to log and when to evaluate. With `eval_every_steps: null` the run evaluates after every epoch and at the
     end."""
 
-    every_steps: PositiveInt = 10
-    eval_every_steps: PositiveInt | None = None
+    every_steps: Steps = 10
+    eval_every_steps: Steps | None = None
     tensorboard: bool = True
 
 
@@ -166,10 +173,11 @@ class Job(_Section):
         return dump(self.model_dump())
 
 
-def load_job(path: str | Path, settings: Sequence[str] = ()) -> Job:
-    """Reads a job file. `settings` are overrides such as `train.epochs=3`, applied in order (`--set`)."""
-    file = Path(path)
-    raw = read_mapping(file, "job")
+def load_job(path: str | Path, settings: Sequence[str] = (), text: str | None = None) -> Job:
+    """Reads a job file. `settings` are overrides such as `train.epochs=3`, applied in order (`--set`). If `text` is not
+    None, it is the content of the file, which is then not read again."""
+    file = user_path(path, "the job file")
+    raw = read_mapping(file, "job") if text is None else parse_mapping(text, file, "job")
     raw.setdefault("name", re.sub(r"[^\w.-]", "-", file.stem))
     for setting in settings:
         _override(raw, setting)
@@ -180,21 +188,25 @@ def load_job(path: str | Path, settings: Sequence[str] = ()) -> Job:
 def parse_job(raw: Mapping[str, Any], folder: Path = Path(), source: str = "job") -> Job:
     """Returns the job that `raw` describes, which is plain data as read from YAML. Relative input files are looked for
     in `folder` first, then in the working folder. `source` is named in error messages."""
-    resolved = _resolve_files(raw, folder)
+    resolved = _resolve_files(raw, folder, source)
     plan = resolved.get("plan", "auto")
     if plan != "auto":
-        resolved["plan"] = load_plan(_absolute_path(plan, folder) if isinstance(plan, str) else plan, source)
+        file = _absolute_path(plan, folder, f"{source}: plan") if isinstance(plan, str) else None
+        resolved["plan"] = load_plan(file or plan, source)
     return validate(Job, resolved, source, hints=_HINTS)
 
 
-def load_plan(plan: str | Path | Mapping[str, Any], source: str = "plan") -> Plan:
+def load_plan(plan: str | Path | Mapping[str, Any], source: str = "plan", text: str | None = None) -> Plan:
     """Reads a plan from a YAML file, or from a mapping of its groups. `source` is named in errors about a mapping. For
-    an unknown field, the `InputError` names the most similar known field."""
+    an unknown field, the `InputError` names the most similar known field. If `text` is not None, it is the content of
+    the file, which is then not read again."""
     if isinstance(plan, Mapping):
         return validate(Plan, dict(plan), source, prefix="plan")
     if not isinstance(plan, str | Path):
         raise InputError(f"{source}: plan is {plan!r}: write 'auto', a file, or the plan's groups")
-    return validate(Plan, read_mapping(Path(plan), "plan"), str(plan))
+    file = user_path(plan, "the plan file")
+    raw = read_mapping(file, "plan") if text is None else parse_mapping(text, file, "plan")
+    return validate(Plan, raw, str(plan))
 
 
 def _override(raw: dict[str, Any], setting: str) -> None:
@@ -215,15 +227,17 @@ def _apply_synthetic_sizes(raw: dict[str, Any], overridden: Collection[str]) -> 
     data, sizes = raw.get("data"), raw.get("synthetic")
     if not (isinstance(data, Mapping) and data.get("synthetic") is True and isinstance(sizes, Mapping)):
         return
-    for key, value in sizes.items():
+    for key, value in ((str(key), value) for key, value in sizes.items()):
         if not any(user == key or user.startswith(f"{key}.") or key.startswith(f"{user}.") for user in overridden):
-            _set_field(raw, str(key), value, f"synthetic: {key}")
+            _set_field(raw, key, value, f"synthetic: {key}")
     raw["synthetic"] = {}  # applied: it must not be applied again when the job file in the run folder is read
 
 
 def _set_field(raw: dict[str, Any], key: str, value: Any, source: str) -> None:
     """Sets the field with a dotted name, and creates the sections that contain it if they are missing."""
     *path, last = key.split(".")
+    if len(path) > _DEEPEST_FIELD:
+        raise InputError(f"{source}: the field has {len(path) + 1} names between dots, more than any field of a job")
     section = raw
     for depth, part in enumerate(path):
         inner = section.get(part)
@@ -235,35 +249,43 @@ def _set_field(raw: dict[str, Any], key: str, value: Any, source: str) -> None:
     section[last] = value
 
 
-def _absolute_path(path: str, folder: Path) -> str:
+def _absolute_path(path: str, folder: Path, field: str) -> str:
     """Returns the absolute path of an input file, which is looked for in the job's folder first, then in the working
-    folder."""
-    in_folder = folder / path
-    return str(in_folder.resolve()) if in_folder.exists() else str(Path(path).resolve())
+    folder. `field` is named in error messages."""
+    expanded = expand_home(path, field)
+    try:
+        in_folder = folder / expanded
+        return str(in_folder.resolve()) if in_folder.exists() else str(Path(expanded).resolve())
+    except (OSError, RuntimeError) as error:  # RuntimeError: symbolic links in a circle
+        raise InputError(f"{field} is '{path}', which cannot be read: {getattr(error, 'strerror', error)}") from None
 
 
-def _resolve_files(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Makes the paths of input files absolute, so that the job file in the run folder works from any working folder."""
-    resolved: dict[str, Any] = _resolve_calls(raw, folder)
+def _resolve_files(raw: Mapping[str, Any], folder: Path, source: str) -> dict[str, Any]:
+    """Makes the paths of input files absolute, so that the job file in the run folder works from any working folder,
+    and replaces `~` in all paths."""
+    resolved: dict[str, Any] = _resolve_calls(raw, folder, source)
     data, train = resolved.get("data"), resolved.get("train")
     if isinstance(data, dict) and isinstance(data.get("root"), str):
-        data["root"] = _absolute_path(data["root"], folder)
-    if isinstance(train, dict) and isinstance(train.get("weights"), str):
-        train["weights"] = _absolute_path(train["weights"], folder)
-    elif isinstance(train, dict) and isinstance(train.get("weights"), dict) and "path" in train["weights"]:
-        train["weights"]["path"] = _absolute_path(str(train["weights"]["path"]), folder)
+        data["root"] = _absolute_path(data["root"], folder, f"{source}: data.root")
+    if isinstance(train, dict):
+        weights = train.get("weights")
+        section, key = (weights, "path") if isinstance(weights, dict) else (train, "weights")
+        if isinstance(section.get(key), str):
+            section[key] = _absolute_path(section[key], folder, f"{source}: train.weights")
+    if isinstance(resolved.get("output"), str):
+        resolved["output"] = expand_home(resolved["output"], f"{source}: output")
     return resolved
 
 
-def _resolve_calls(value: Any, folder: Path) -> Any:
+def _resolve_calls(value: Any, folder: Path, source: str) -> Any:
     """A copy of the raw value in which `file.py:name` calls, at any depth, name the file by its absolute path."""
     if isinstance(value, list):
-        return [_resolve_calls(item, folder) for item in value]
+        return [_resolve_calls(item, folder, source) for item in value]
     if not isinstance(value, Mapping):
         return value
-    resolved = {key: _resolve_calls(item, folder) for key, item in value.items()}
+    resolved = {key: _resolve_calls(item, folder, source) for key, item in value.items()}
     call = resolved.get("call")
     if isinstance(call, str) and ".py:" in call:
         file, _, name = call.rpartition(":")
-        resolved["call"] = f"{_absolute_path(file, folder)}:{name}"
+        resolved["call"] = f"{_absolute_path(file, folder, f'{source}: call')}:{name}"
     return resolved

@@ -9,7 +9,21 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from meshwright.limits import (
+    MOST_DEVICES,
+    CountOrZero,
+    Devices,
+    MessageBytes,
+    Microbatches,
+    ProcessesOrZero,
+    RankNumber,
+    Steps,
+    StepsOrZero,
+    Threads,
+)
+from meshwright.storage import write_atomically
 
 Numerics = Literal["same", "rounding", "changes"]
 Algorithm = Literal["auto", "native", "ring", "tree", "halving_doubling", "two_level", "shared_memory"]
@@ -37,10 +51,10 @@ class Axes(_PlanGroup):
     same samples and divide the layers among them. `pipeline`: ranks that hold consecutive stages of the model.
     """
 
-    replicate: PositiveInt = _choice(1, "same")
-    shard: PositiveInt = _choice(1, "same")
-    tensor: PositiveInt = _choice(1, "same")
-    pipeline: PositiveInt = _choice(1, "same")
+    replicate: Devices = _choice(1, "same")
+    shard: Devices = _choice(1, "same")
+    tensor: Devices = _choice(1, "same")
+    pipeline: Devices = _choice(1, "same")
 
 
 class Split(_PlanGroup):
@@ -68,7 +82,7 @@ class Modules(_PlanGroup):
     splits: dict[str, Split] = _choice({}, "same")
     sequence: bool = _choice(False, "same")
     loss: bool = _choice(False, "same")
-    branches: dict[str, NonNegativeInt] = _choice({}, "same")
+    branches: dict[str, RankNumber] = _choice({}, "same")
 
     def split_of(self, module: str) -> Split | None:
         """The split that `splits` gives the module, by the first pattern that matches; None when no pattern does."""
@@ -91,7 +105,7 @@ class Pipeline(_PlanGroup):
     """
 
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"] = _choice("1f1b", "same")
-    microbatches: PositiveInt = _choice(1, "same")
+    microbatches: Microbatches = _choice(1, "same")
     cuts: tuple[str, ...] = _choice((), "same")
 
 
@@ -106,7 +120,7 @@ class Memory(_PlanGroup):
 
     sharding: Literal["optimizer", "gradients", "parameters"] = _choice("parameters", "same")
     recompute: Literal["none", "selective", "full"] = _choice("none", "same")
-    accumulation: PositiveInt = _choice(1, "same")
+    accumulation: Microbatches = _choice(1, "same")
 
 
 class NumericsGroup(_PlanGroup):
@@ -141,14 +155,14 @@ class Gradients(_PlanGroup):
     """
 
     algorithm: Algorithm = _choice("auto", "same")
-    bucket_bytes: PositiveInt = _choice(25 * MIB, "same")
+    bucket_bytes: MessageBytes = _choice(25 * MIB, "same")
     precision: Literal["fp32", "bf16", "fp16"] = _choice("fp32", "changes")
-    powersgd_rank: NonNegativeInt = _choice(0, "changes")
-    local_steps: PositiveInt = _choice(1, "changes")
-    local_after: NonNegativeInt = _choice(0, "changes")
-    servers: NonNegativeInt = _choice(0, "same")
+    powersgd_rank: CountOrZero = _choice(0, "changes")
+    local_steps: Steps = _choice(1, "changes")
+    local_after: StepsOrZero = _choice(0, "changes")
+    servers: ProcessesOrZero = _choice(0, "same")
     updates: Literal["synchronous", "asynchronous", "bounded"] = _choice("synchronous", "changes")
-    staleness: NonNegativeInt = _choice(2, "changes")
+    staleness: StepsOrZero = _choice(2, "changes")
 
 
 class Compute(_PlanGroup):
@@ -163,7 +177,7 @@ class Compute(_PlanGroup):
     compile: Literal["none", "default", "max-autotune"] = _choice("none", "rounding")
     cuda_graphs: bool = _choice(False, "rounding")
     fused_optimizer: bool = _choice(False, "rounding")
-    threads: PositiveInt | None = _choice(None, "rounding")
+    threads: Threads | None = _choice(None, "rounding")
 
 
 class Plan(_PlanGroup):
@@ -179,6 +193,13 @@ class Plan(_PlanGroup):
     numerics: NumericsGroup = NumericsGroup()
     gradients: Gradients = Gradients()
     compute: Compute = Compute()
+
+    @model_validator(mode="after")
+    def _axes_have_a_possible_number_of_ranks(self) -> Self:
+        if self.world_size > MOST_DEVICES:
+            axes = " × ".join(f"{name}({size})" for name, size in self.axes.model_dump().items() if size > 1)
+            raise ValueError(f"axes: {axes} = {self.world_size:,} ranks: at most {MOST_DEVICES:,}")
+        return self
 
     @model_validator(mode="after")
     def _branches_fit_the_axis(self) -> Self:
@@ -334,5 +355,5 @@ class Plan(_PlanGroup):
 
     def save(self, path: Path) -> Self:
         """Writes the plan as a YAML file; returns the plan."""
-        path.write_text(self.to_yaml())
+        write_atomically(path, self.to_yaml())
         return self

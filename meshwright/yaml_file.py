@@ -19,13 +19,28 @@ _FastDumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 class _Loader(_FastLoader):
-    """Reads `1e-3` as a number. YAML 1.1, which PyYAML implements, reads it as a string."""
+    """Reads `1e-3` as a number. YAML 1.1, which PyYAML implements, reads it as a string. Knows no bytes (`!!binary`),
+    which a job could not store as JSON."""
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        """Returns the value of a node. Raises `yaml.YAMLError` where PyYAML raises other errors: for an impossible
+        date, or `!!bool x`."""
+        if node.tag == "tag:yaml.org,2002:int" and len(node.value) > _LONGEST_NUMBER:
+            # One of thousands of digits could not be printed, and one such as 1:1:1:… would take very long to read.
+            raise _marked(node, f"a number of {len(node.value):,} characters, more than {_LONGEST_NUMBER}")
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, OverflowError) as error:
+            raise _marked(node, str(error)) from None
+        except (AttributeError, LookupError, TypeError):
+            raise _marked(node, f"{str(node.value)[:50]!r} is no {node.tag.rpartition(':')[2]}") from None
 
 
 class _Dumper(_FastDumper):
     """Quotes the strings that `_Loader` would read as numbers."""
 
 
+_Loader.add_constructor("tag:yaml.org,2002:binary", yaml.SafeLoader.construct_undefined)
 for _kind in (_Loader, _Dumper):
     _kind.add_implicit_resolver(
         "tag:yaml.org,2002:float",
@@ -36,6 +51,7 @@ for _kind in (_Loader, _Dumper):
 
 # Far beyond what a person writes. Without these limits a small file could fill the memory or never end.
 _LONGEST_TEXT = 64 * 1024 * 1024
+_LONGEST_NUMBER = 200  # characters
 _DEEPEST_NESTING = 100
 _MOST_REPEATED_VALUES = 100_000  # values that aliases repeat
 
@@ -46,10 +62,7 @@ def parse(text: str) -> Any:
     if len(text) > _LONGEST_TEXT:
         raise yaml.YAMLError(f"it has {len(text):,} characters, more than {_LONGEST_TEXT:,}")
     _check_events(text)
-    try:
-        return yaml.load(text, _Loader)
-    except (ValueError, OverflowError) as error:  # a number of thousands of digits, or an impossible date
-        raise yaml.YAMLError(str(error).partition(";")[0]) from None
+    return yaml.load(text, _Loader)
 
 
 @dataclass
@@ -114,8 +127,8 @@ def _check_key(event: yaml.NodeEvent, mapping: _OpenNode) -> None:
     mapping.next_is_key = not mapping.next_is_key
 
 
-def _marked(event: Any, problem: str) -> yaml.YAMLError:
-    return yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+def _marked(event_or_node: Any, problem: str) -> yaml.YAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=event_or_node.start_mark)
 
 
 def dump(raw: Any) -> str:
@@ -126,11 +139,18 @@ def dump(raw: Any) -> str:
 def read_mapping(file: Path, what: str) -> dict[str, Any]:
     """Returns the mapping in a YAML file. `what` names the kind of file in error messages (`job`, `plan`, ...)."""
     try:
-        text = file.read_text()
+        with file.open() as stream:
+            text = stream.read(_LONGEST_TEXT + 1)  # a file such as /dev/zero has no end
     except FileNotFoundError:
         raise InputError(f"{file}: there is no such {what} file") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{file}: cannot be read as a {what} file: {error}") from None
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError(f"{file}: cannot be read as a {what} file: {reason}") from None
+    return parse_mapping(text, file, what)
+
+
+def parse_mapping(text: str, file: Path, what: str) -> dict[str, Any]:
+    """Returns the mapping in the text of a YAML file. `file` and `what` are named in error messages."""
     try:
         raw = parse(text)
     except yaml.YAMLError as error:
@@ -173,6 +193,8 @@ def _one_line(kind: type[BaseModel], problem: Any, prefix: str, hints: Mapping[s
     if problem["type"] == "value_error":
         return f"{where}: {problem['ctx']['error']}" if where else str(problem["ctx"]["error"])
     value, message = repr(problem["input"]), problem["msg"]
+    if problem["type"] == "int_parsing_size":
+        message = "too large for a whole number"
     hint = hints.get(problem["ctx"]["class_name"], "") if problem["type"] == "model_type" else ""
     return f"{where} is {value if len(value) < 80 else value[:77] + '...'}: {message[0].lower()}{message[1:]}{hint}"
 

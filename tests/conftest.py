@@ -1,6 +1,8 @@
 """Pools of ranks that many tests share, and the order and shards of tests."""
 
+import errno
 import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +13,8 @@ from tests.ranks import RankPool, ranks
 
 settings.register_profile("meshwright", deadline=None)  # no test fails because a core is busy
 settings.load_profile("meshwright")
+_STATE = tempfile.TemporaryDirectory(prefix="meshwright-tests-")
+os.environ["XDG_STATE_HOME"] = _STATE.name  # the key that signs the runs of tests is not that of the user
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # each of several workers has a core
 
@@ -31,6 +35,16 @@ def three() -> Iterator[RankPool]:
 def four() -> Iterator[RankPool]:
     with ranks(4) as pool:
         yield pool
+
+
+@pytest.fixture
+def used_up_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the system notice only when a file is synchronized that the quota is used up, as network disks do."""
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(os, "fsync", fail)
 
 
 # Files whose few tests start long trainings. They begin first, so that no core waits for them at the end.

@@ -1,5 +1,6 @@
 """The cache folder, and folders in it that one process fills for all."""
 
+import errno
 import os
 from multiprocessing import get_context
 from pathlib import Path
@@ -41,3 +42,21 @@ def test_a_failure_leaves_no_folder_and_the_next_call_tries_again(tmp_path: Path
         fill_once(tmp_path / "data", fail)
     assert not [file for file in tmp_path.iterdir() if not file.name.endswith(".lock")]
     assert _names_in(tmp_path / "data") == [str(os.getpid())]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_a_cache_that_cannot_take_the_files_costs_only_time(tmp_path: Path, number: int) -> None:
+    folders: list[Path] = []
+
+    def make(folder: Path) -> None:
+        folders.append(folder)
+        (folder / "data").write_text("made")
+        if folder.parent == tmp_path:
+            raise OSError(number, os.strerror(number))
+
+    with pytest.warns(UserWarning, match="until then these files are made in every run"):
+        folder = fill_once(tmp_path / "data", make)
+    assert (folder / "data").read_text() == "made"
+    assert fill_once(tmp_path / "data", make) == folder  # nothing is made again
+    assert [made.parent for made in folders] == [tmp_path, folder.parent]
+    assert not [file for file in tmp_path.iterdir() if not file.name.endswith(".lock")]

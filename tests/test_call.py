@@ -1,5 +1,7 @@
 """Callables are named by import path, also those in a user's own file; a mistake in one is reported in one line."""
 
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from meshwright.call import Call, bind, build, load
-from meshwright.errors import InputError
+from meshwright import call as call_module
+from meshwright.call import Call, bind, build, exits_become_errors, load
+from meshwright.errors import InputError, UserCodeError
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +123,9 @@ def test_a_module_that_fails_while_it_is_imported_is_reported(tmp_path: Path, mo
     (tmp_path / "failing_neighbour.py").write_text("x = 1\nraise NameError('no such\\nname')\n")
     monkeypatch.chdir(tmp_path)
     for path in ("failing_neighbour.py:X", "failing_neighbour:X"):
-        with pytest.raises(InputError, match=r"failed: NameError: no such name \(.*failing_neighbour\.py, line 2\)$"):
+        with pytest.raises(
+            UserCodeError, match=r"failed: NameError: no such name \(.*failing_neighbour\.py, line 2\)$"
+        ):
             load(path)
 
 
@@ -187,3 +192,108 @@ def test_what_cannot_be_bound_is_reported(path: str, arguments: dict[str, Any], 
     with pytest.raises(InputError) as refusal:
         bind(call(path, **arguments), "loss")
     assert message in str(refusal.value)
+
+
+ENDINGS = {
+    "sys.exit(0)": "SystemExit: exit code 0",
+    "exit()": "SystemExit: exit code 0",
+    "raise SystemExit('done')": "SystemExit: exit code done",
+    "os._exit(0)": "SystemExit: exit code 0",
+    "raise KeyboardInterrupt": "KeyboardInterrupt",
+    "raise StopIteration": "StopIteration",
+    "raise GeneratorExit": "GeneratorExit",
+    "raise type('Ending', (BaseException,), {})('over')": "Ending: over",
+}
+
+
+@pytest.mark.parametrize("statement", ENDINGS)
+@pytest.mark.parametrize("path", ["users_ending.py:build", "users_ending:build"])
+def test_a_file_that_ends_the_program_is_an_error_with_file_and_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statement: str, path: str
+) -> None:
+    (tmp_path / "users_ending.py").write_text(f"import os, sys\n\n{statement}\n")
+    monkeypatch.chdir(tmp_path)
+    with exits_become_errors(), pytest.raises(UserCodeError) as failure:
+        load(path)
+    assert failure.value.exit_code == 1
+    assert f"failed: {ENDINGS[statement]} (" in str(failure.value)
+    assert str(failure.value).endswith("users_ending.py, line 3)")
+
+
+def end(statement: str) -> None:
+    exec(compile(statement, __file__, "exec"), {"os": os, "sys": sys, "exit": sys.exit})
+
+
+class Ending:
+    def __init__(self, statement: str) -> None:
+        end(statement)
+
+    def __call__(self) -> None: ...
+
+
+@pytest.mark.parametrize("statement", [*ENDINGS, "raise EOFError"])
+def test_a_constructor_that_ends_the_program_is_an_error_with_file_and_line(statement: str) -> None:
+    with (
+        exits_become_errors(),
+        pytest.raises(UserCodeError, match=r"^model: .*:end failed: .*test_call\.py, line"),
+    ):
+        build(call("tests.test_call:end", statement=statement), role="model")
+    with exits_become_errors(), pytest.raises(UserCodeError, match=r"^loss: .*:Ending failed: .*test_call\.py, line"):
+        bind(call("tests.test_call:Ending", statement=statement), "loss")
+
+
+def test_other_exceptions_of_a_constructor_stay_as_they_are() -> None:
+    with pytest.raises(ValueError, match="odd"):
+        build(call("tests.test_call:end", statement="raise ValueError('odd')"), role="model")
+
+
+def test_ctrl_c_during_an_import_stays_ctrl_c(tmp_path: Path) -> None:
+    (tmp_path / "users_long.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background process ignores SIGINT
+    try:
+        with exits_become_errors(), pytest.raises(KeyboardInterrupt):
+            load(f"{tmp_path}/users_long.py:build")
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def test_processes_that_are_forked_while_exits_are_errors_can_end(tmp_path: Path) -> None:
+    with exits_become_errors():
+        child = os.fork()
+        if child == 0:
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert os._exit.__module__ == "posix"
+
+
+UNTIL_ANNOUNCED = """
+import threading
+for thread in threading.enumerate():
+    if isinstance(thread, threading.Timer):
+        thread.join()
+"""
+
+
+def wait_until_announced(size: int = 3) -> int:
+    exec(UNTIL_ANNOUNCED, {})
+    return size
+
+
+def test_a_long_import_and_a_long_constructor_are_announced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(call_module, "SLOW_S", 0.05)
+    monkeypatch.chdir(tmp_path)
+    for name in ("users_slow", "users_slower"):
+        (tmp_path / f"{name}.py").write_text(f"{UNTIL_ANNOUNCED}\nvalue = 4\n")
+    assert load("users_slow.py:value") == 4
+    assert load("users_slower:value") == 4
+    assert build(call("tests.test_call:wait_until_announced"), role="data.train") == 3
+    assert capsys.readouterr() == (
+        "",
+        "importing users_slow.py since 0.05 s\n"
+        "importing users_slower since 0.05 s\n"
+        "building data.train (tests.test_call:wait_until_announced) since 0.05 s\n",
+    )
+    load("users_slow.py:value")
+    assert capsys.readouterr().err == "", "a second load imports nothing"

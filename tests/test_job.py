@@ -39,7 +39,7 @@ metrics: {accuracy: {call: meshwright.train.metrics:accuracy}, top3: {call: mesh
 optimizer: {call: torch.optim:AdamW, lr: 1e-3, betas: [0.9, 0.95], groups: [no_decay, {match: head, lr: 1.5e-4}]}
 schedule: {call: torch.optim.lr_scheduler:StepLR, step_size: 2, per: epoch}
 train: {epochs: 2, steps: 50, global_batch: 16, clip_norm: 1, seed: 3, weights: {path: /w.pt, skip: [head]},
-        freeze: [body], deterministic: true, timeout_s: 30, restarts: 1, grace_s: 9}
+        freeze: [body], deterministic: true, on_nonfinite: skip, timeout_s: 30, restarts: 1, grace_s: 9}
 checkpoint: {every_steps: 7, keep: 2, best: accuracy, better: higher}
 log: {every_steps: 3, eval_every_steps: 9, tensorboard: false}
 plan: {axes: {replicate: 2}, numerics: {precision: bf16}, compute: {threads: 1, layout: channels_last}}

@@ -39,8 +39,14 @@ LEVELS = {
     "batch": 0,
     "cache": 0,
     "dtypes": 0,
+    "exchange": 0,
+    "plain_values": 0,
     "yaml_file": 0,
+    "storage": 0,
     "errors": 0,
+    "limits": 0,
+    "trust": 0,
+    "user_path": 0,
 }
 # The folders inside a package, from the lowest to the highest: each may import those before it.
 FOLDERS = {
@@ -55,14 +61,28 @@ FOLDERS = {
     "workloads": ("text", "images"),
 }
 ENTRY_POINTS = ("__init__", "__main__")  # they may import anything, and nothing may import them
-SHARED_BY_LEVEL_0 = ("errors", "dtypes")  # the files of level 0 that other files of level 0 may import
+# The files of level 0 that other files of level 0 may import.
+SHARED_BY_LEVEL_0 = ("errors", "dtypes", "limits", "plain_values", "storage")
 PREDICTING, EXECUTING = {"simulator", "planner"}, {"parallel", "checkpoint", "train"}
-WITHOUT_TORCH = ("plan", "job", "errors", "call", "yaml_file")
-MAY_READ_ENVIRONMENT = ("launch", "cache")  # `cache` reads XDG_CACHE_HOME and the home folder, and nothing else
+WITHOUT_TORCH = ("plan", "job", "errors", "call", "yaml_file", "limits", "trust", "user_path", "storage")
+# `cache` reads XDG_CACHE_HOME and the home folder, `trust` the user's key (MESHWRIGHT_KEY, MESHWRIGHT_KEY_FILE and
+# XDG_STATE_HOME), `user_path` the home folders that `~` stands for; they read nothing else.
+MAY_READ_ENVIRONMENT = ("launch", "cache", "trust", "user_path")
 READS_ENVIRONMENT = (
     *("environ", "environb", "getenv", "getenvb", "putenv"),
     *("expandvars", "expanduser", "home", "getuser"),  # of os.path, pathlib and getpass
 )
+# What reads pickles: reading one can execute code. Values are exchanged and stored as plain_values.py writes them.
+PICKLE_MODULES = ("pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib")
+PICKLE_READERS = (
+    *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
+    *("send_object_list", "recv_object_list", "FileSystemReader", "DefaultLoadPlanner"),
+)
+MAY_READ_PICKLES = {
+    "proof/record/request_file.py": "the user's own model, for ranks of the same user, in a file that is private",
+    "checkpoint/dcp_format.py": "older checkpoints, by an unpickler that knows a short list of types",
+    "train/output/record_file.py": "recorded steps, by an unpickler that knows a short list of types",
+}
 MOST_FILES = 15  # directly in one folder, without `__init__.py`
 MOST_LINES = 400
 
@@ -77,6 +97,8 @@ def layer_problems(package: Path) -> list[str]:
         tree = ast.parse(file.read_text())
         if subpackage not in MAY_READ_ENVIRONMENT:
             problems += [f"{name}:{line} reads the environment" for line in _environment_reads(tree)]
+        if file.relative_to(package).as_posix() not in MAY_READ_PICKLES:
+            problems += [f"{name}:{line} reads pickles" for line in _pickle_reads(tree)]
         if subpackage in WITHOUT_TORCH:
             imports_torch = any(module.split(".")[0] == "torch" for module in _imported(tree.body, module_path))
             problems += [f"{name} imports torch when it is loaded"] * imports_torch
@@ -185,8 +207,36 @@ def _environment_reads(tree: ast.AST) -> Iterator[int]:
             yield node.lineno
 
 
+def _pickle_reads(tree: ast.AST) -> Iterator[int]:
+    """Yields the numbers of lines that import a module for pickles, or call what reads them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import) and any(alias.name.split(".")[0] in PICKLE_MODULES for alias in node.names):
+            yield node.lineno
+        if isinstance(node, ast.ImportFrom):
+            names = {alias.name for alias in node.names}
+            module = (node.module or "").split(".")[0]
+            if module in PICKLE_MODULES or names & {*PICKLE_READERS} or (node.module == "torch" and "load" in names):
+                yield node.lineno
+        if isinstance(node, ast.Attribute) and node.attr in PICKLE_READERS:
+            yield node.lineno
+        if isinstance(node, ast.Call) and _loads_pickles(node):
+            yield node.lineno
+
+
+def _loads_pickles(call: ast.Call) -> bool:
+    """Returns whether this is a call of `torch.load` or `np.load` that does not refuse pickles of any objects."""
+    options = {option.arg: getattr(option.value, "value", None) for option in call.keywords}
+    if options.get("allow_pickle", False) is not False or options.get("weights_only", True) is not True:
+        return True
+    return ast.unparse(call.func) == "torch.load" and "weights_only" not in options
+
+
 def test_imports_flow_down_only() -> None:
     assert layer_problems(PACKAGE) == []
+
+
+def test_every_file_that_may_read_pickles_does() -> None:
+    assert all(list(_pickle_reads(ast.parse((PACKAGE / file).read_text()))) for file in MAY_READ_PICKLES)
 
 
 @pytest.mark.parametrize("folder", ["tests", "validation"])
@@ -222,6 +272,15 @@ def test_every_package_has_a_level() -> None:
         ("cli.py", "import os\nhome = os.path.expandvars('$HOME')", "cli.py:2 reads the environment"),
         ("data/order.py", "from pathlib import Path\nhome = Path.home()", "data/order.py:2 reads the environment"),
         ("data/order.py", "text = open('/proc/self/environ').read()", "data/order.py:1 reads the environment"),
+        ("train/run.py", "import json\nimport pickle as p", "train/run.py:2 reads pickles"),
+        ("train/run.py", "from marshal import loads", "reads pickles"),
+        ("train/run.py", "def late():\n    import cloudpickle", "train/run.py:2 reads pickles"),
+        ("checkpoint/load.py", "import torch\ntorch.load(file)", "checkpoint/load.py:2 reads pickles"),
+        ("checkpoint/load.py", "import torch\ntorch.load(file, weights_only=safe)", "load.py:2 reads pickles"),
+        ("checkpoint/load.py", "from torch import load", "load.py:1 reads pickles"),
+        ("data/order.py", "import numpy as np\nnp.load(file, allow_pickle=True)", "order.py:2 reads pickles"),
+        ("train/run.py", "import torch.distributed as dist\ndist.gather_object(a)", "run.py:2 reads pickles"),
+        ("train/run.py", "from torch.distributed import broadcast_object_list", "run.py:1 reads pickles"),
         ("parallel/tensor/a.py", "from meshwright.parallel.pipeline.b import b", "parallel/pipeline, which lies above"),
         ("parallel/a/b.py", "import ast", "folder 'a' of parallel is not in the table"),
         ("plan.py", "\n" * 401, "plan.py has 401 lines, more than 400"),
@@ -274,4 +333,5 @@ def test_imports_that_the_table_allows_are_accepted(tmp_path: Path) -> None:
     (package / "call.py").write_text("from meshwright.errors import InputError\ndef late():\n    import torch")
     (package / "cli.py").write_text("from meshwright.planner.search import best\nfrom meshwright.train.run import t")
     (package / "__init__.py").write_text("from meshwright.train.session import Session")
+    (package / "batch.py").write_text("import numpy, torch\nnumpy.load(a)\ntorch.load(b, weights_only=True)")
     assert layer_problems(package) == []

@@ -17,6 +17,7 @@ from meshwright.errors import InputError, MeshwrightError, Stopped, did_you_mean
 from meshwright.job import Job
 from meshwright.launch import environment
 from meshwright.plan import Plan
+from meshwright.storage import write_atomically
 from meshwright.train.check import check_job
 from meshwright.train.job_parts import JobParts
 from meshwright.train.run import train
@@ -122,7 +123,7 @@ def _measurements(
     """Returns the measurements of the reference and of the strategies that can be run, and for the other strategies the
     reason why not, both by strategy. Writes the job to `file`, from which the bare loops read it."""
     job = parts.job
-    file.write_text(job.to_yaml())
+    write_atomically(file, job.to_yaml())
     loop = partial(_run_loop, "meshwright.bench.bare", file, steps, cluster, cluster.cores)
     measurements, skipped = {REFERENCE: _Measurement("one process", 1, loop)}, {}
     for name in strategies:

@@ -25,6 +25,7 @@ from meshwright.cluster.cluster import COLLECTIVES, Cluster, Collective, Curve, 
 from meshwright.cluster.curves import rising
 from meshwright.cluster.gpus import list_gpus
 from meshwright.errors import MeshwrightError
+from meshwright.storage import write_atomically
 
 TIME_LIMIT_S = 600.0
 
@@ -177,7 +178,7 @@ def _run_probe(request: _ProbeRequest) -> None:
         curves = measure_curves(collectives, device)
         dist.destroy_process_group()
     if rank == 0:
-        request.results_file.write_text(json.dumps({**measurements, "curves": curves}))
+        write_atomically(request.results_file, json.dumps({**measurements, "curves": curves}))
 
 
 def _measure_device(device: torch.device, request: _ProbeRequest) -> dict[str, Any]:

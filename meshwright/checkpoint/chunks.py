@@ -1,82 +1,32 @@
-"""Writes and reads divided tensors as chunks of the whole tensor, so that a checkpoint does not depend on the plan.
-
-`ChunkedTensor` implements the protocol of DCP (torch.distributed.checkpoint) for objects that describe their own
-chunks. Each region of the whole tensor that a rank holds is one chunk. If several ranks hold the same chunk, only one
-of them writes it: DCP removes duplicates and distributes the chunks over the ranks.
-"""
+"""Describes divided tensors as chunks of the whole tensor, so that a checkpoint does not depend on the plan."""
 
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from meshwright.parallel.weights.layout import ParameterLayout, local_tensor, region_view, shard_regions, whole_shape
 
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # a region of a tensor: where it begins and its size, per dimension
+
 
 class ChunkedTensor:
-    """Describes this rank's part of a divided tensor to DCP. The tensor, replicate or shard axis divides it among
-    ranks."""
+    """This rank's part of a tensor that the tensor, replicate, shard or pipeline axis may divide among ranks: each
+    region of the whole tensor that the rank holds is one chunk."""
 
     def __init__(self, tensor: Tensor, layout: ParameterLayout | None) -> None:
         self.tensor = tensor
-        self._size = torch.Size(whole_shape(tensor, layout))
-        self._regions = {torch.Size(region.offsets): region for region in shard_regions(tensor, layout)}
+        self.shape = whole_shape(tensor, layout)
+        self._regions = {(region.offsets, region.sizes): region for region in shard_regions(tensor, layout)}
 
-    def size(self) -> torch.Size:
-        """The size of the whole tensor."""
-        return self._size
+    @property
+    def boxes(self) -> list[Box]:
+        """The regions of the whole tensor that this rank holds."""
+        return list(self._regions)
 
-    def view(self, offsets: torch.Size) -> Tensor:
-        """A view of this rank's memory of the chunk that begins at `offsets` in the whole tensor."""
-        return region_view(local_tensor(self.tensor.detach()), self._regions[offsets])
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(offsets, torch.Size(region.sizes)) for offsets, region in self._regions.items()]
-
-    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(local_tensor(self.tensor))
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, properties, self._size),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-
-class SavePlanner(DefaultSavePlanner):
-    """DCP's default planner, which can also save `ChunkedTensor` objects. It does not flatten the state dict, because
-    its keys are flat already, and DCP would turn the keys of nested small objects into strings."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        return _chunk(self.state_dict, index) if _is_chunked(self.state_dict, index) else super().lookup_object(index)
-
-
-class LoadPlanner(DefaultLoadPlanner):
-    """DCP's default planner, which can also load into `ChunkedTensor` objects."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        chunked = {key: value for key, value in state_dict.items() if isinstance(value, ChunkedTensor)}
-        super().set_up_planner(state_dict, metadata, is_coordinator)
-        # DCP has dropped the `ChunkedTensor` objects, because it does not know their type. They are read in place.
-        self.state_dict.update(chunked)
-        state_dict.update(chunked)
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return _chunk(self.state_dict, index) if _is_chunked(self.state_dict, index) else super().lookup_tensor(index)
+    def view(self, box: Box) -> Tensor:
+        """A view of this rank's memory of one of its regions."""
+        return region_view(local_tensor(self.tensor.detach()), self._regions[box])
 
 
 def as_chunked(value: Any, layout: ParameterLayout | None) -> Any:
@@ -91,12 +41,24 @@ def local_value(value: Any) -> Any:
     return value.tensor if isinstance(value, ChunkedTensor) else value
 
 
-def _is_chunked(state: dict[str, Any], index: MetadataIndex) -> bool:
-    return isinstance(state.get(index.fqn), ChunkedTensor)
+def chunks_of(value: ChunkedTensor | Tensor) -> dict[Box, Tensor]:
+    """Returns this rank's memory of each region that it holds of a tensor. A tensor that is not divided is one
+    region."""
+    if isinstance(value, ChunkedTensor):
+        return {box: value.view(box) for box in value.boxes}
+    return {(tuple([0] * value.dim()), tuple(value.shape)): value.detach()}
 
 
-def _chunk(state: dict[str, Any], index: MetadataIndex) -> Tensor:
-    tensor = state[index.fqn]
-    assert isinstance(tensor, ChunkedTensor)
-    assert index.offset is not None
-    return tensor.view(index.offset)
+def overlap(first: Box, second: Box) -> Box | None:
+    """Returns the region that two regions share; None if they share no element."""
+    begin = tuple(max(a, b) for a, b in zip(first[0], second[0], strict=True))
+    end = tuple(min(a + n, b + m) for a, n, b, m in zip(*first, *second, strict=True))
+    sizes = tuple(e - b for b, e in zip(begin, end, strict=True))
+    return None if any(size <= 0 for size in sizes) else (begin, sizes)
+
+
+def narrow(tensor: Tensor, origin: tuple[int, ...], box: Box) -> Tensor:
+    """A view of the region `box` of the whole tensor in a tensor that begins at `origin` of the whole tensor."""
+    for dim, (start, begin, size) in enumerate(zip(origin, *box, strict=True)):
+        tensor = tensor.narrow(dim, begin - start, size)
+    return tensor

@@ -1,20 +1,19 @@
 """Finds the newest valid checkpoint of a run, and reads one into a model and an optimizer under any plan."""
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.checkpoint.chunks import LoadPlanner, local_value
-from meshwright.checkpoint.manifest import Manifest, verify
+from meshwright.checkpoint.chunks import ChunkedTensor, chunks_of, local_value
+from meshwright.checkpoint.manifest import Manifest, checkpoint_name, read_manifest
+from meshwright.checkpoint.reader import fill, open_checkpoint, verify
 from meshwright.checkpoint.state import (
+    GROUPS,
     Layouts,
     State,
     check_model,
@@ -42,9 +41,13 @@ def find_newest_valid(folder: Path) -> NewestCheckpoint:
     problems: list[str] = []
     for path in sorted(folder.glob("step-*"), reverse=True):
         try:
-            return NewestCheckpoint(path, verify(path), tuple(problems))
+            manifest = verify(path)
         except CheckpointError as error:
             problems.append(str(error))
+            continue
+        if path.name == checkpoint_name(manifest.step):
+            return NewestCheckpoint(path, manifest, tuple(problems))
+        problems.append(f"{path}: it was written as {checkpoint_name(manifest.step)}")
     return NewestCheckpoint(None, None, tuple(problems))
 
 
@@ -59,21 +62,22 @@ def load(
     """Loads the model's weights and buffers in place, and the optimizer's state unless `optimizer` is None. Returns the
     small objects that the checkpoint also has, such as `schedule`, by key. `layouts`, `tied` and `mesh` describe how a
     plan has divided the model."""
-    reader = dcp.FileSystemReader(path)
-    metadata = reader.read_metadata()
     reshard(module)
-    check_model(module, metadata, layouts, mesh)
-    objects: State = {key: None for key in metadata.state_dict_metadata if "/" not in key}
-    state: State = {**model_state(module, layouts), **objects}
-    if optimizer is not None:
-        state.update(optimizer_template(module, metadata, layouts, tied))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load(state, storage_reader=reader, planner=LoadPlanner(), no_dist=not dist.is_initialized())
+    with open_checkpoint(path, read_manifest(path)) as reader:
+        check_model(module, reader.tensors, reader.objects, layouts, mesh)
+        state: State = model_state(module, layouts)
+        if optimizer is not None:
+            state.update(optimizer_template(module, reader.tensors, reader.objects, layouts, tied))
+        for key, value in state.items():
+            if not isinstance(value, ChunkedTensor | Tensor):
+                state[key] = reader.objects[key]
+            elif key in reader.tensors:
+                fill(reader, key, chunks_of(value))
+        objects = {key: value for key, value in reader.objects.items() if "/" not in key}
     # Tensors were read in place. Other objects, such as a module's extra state, have to be set.
     module.load_state_dict(
         {k.removeprefix("model/"): local_value(v) for k, v in state.items() if k.startswith("model/")}
     )
     if optimizer is not None:
-        restore_optimizer(module, optimizer, state, tied)
-    return {key: state[key] for key in objects}
+        restore_optimizer(module, optimizer, state, objects[GROUPS], tied)
+    return objects

@@ -1,72 +1,154 @@
 """The manifest of a checkpoint: the size and checksum of every file, with which damage is detected, and what the
-trainer needs to know before it loads the checkpoint."""
+trainer needs to know before it loads the checkpoint. It contains a checksum of itself and, if a key is set, a
+signature."""
 
 import hashlib
 import json
-import os
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from meshwright.errors import CheckpointError
+from meshwright.storage import write_atomically
+from meshwright.trust import environment_key, is_signed_by, sign
 
 MANIFEST = "manifest.json"
+_FORMAT = 2  # of manifests with a checksum of themselves; older ones do not have this field
+
+Position = tuple[NonNegativeInt, NonNegativeInt]  # an epoch and the index of a batch in it
 
 
-class FileChecksum(BaseModel):
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class FileChecksum(_Section):
     """Size and checksum of one file."""
 
-    model_config = ConfigDict(frozen=True)
-    bytes: int
-    sha256: str
+    bytes: NonNegativeInt
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
 
 
-class Manifest(BaseModel):
+class About(_Section):
+    """What is allowed in the field `about` of a manifest.
+
+    `position` is the epoch and the batch that come next, `parts` the number of fixed parts of the data set, `plan` the
+    plan of the run, `loss` the last loss, `evaluated` the step of the last evaluation and its metrics, `best` the step
+    of the best checkpoint and its metric, `left_out` the batches that are not trained on, `skipped` the number of
+    updates that were left out. Only runs with parameter servers have `clocks` (worker, clock, epoch and batch of each),
+    `workers` and `staleness`.
+    """
+
+    step: NonNegativeInt
+    position: Position
+    seed: NonNegativeInt
+    parts: PositiveInt | None = None
+    plan: dict[str, Any] | None = None
+    loss: float | None = None
+    evaluated: tuple[NonNegativeInt, dict[str, float]] | None = None
+    best: tuple[NonNegativeInt, float] | None = None
+    left_out: list[Position] = []
+    skipped: NonNegativeInt = 0
+    clocks: list[tuple[NonNegativeInt, NonNegativeInt, NonNegativeInt, NonNegativeInt]] = []
+    workers: PositiveInt | None = None
+    staleness: list[float] | None = Field(default=None, min_length=4, max_length=4)
+
+
+class Manifest(_Section):
     """The contents of a checkpoint's manifest.json. `files` has every file but the manifest itself. `about` holds what
-    the trainer needs to know before it loads, such as the position in the data, the seed, the plan and the last
-    metrics."""
+    the trainer needs to know before it loads, with the fields of `About`."""
 
-    model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")  # a loss may be inf or nan
-    step: int
-    files: dict[str, FileChecksum]
+    step: NonNegativeInt
+    files: dict[str, FileChecksum] = Field(min_length=1)
     about: dict[str, Any]
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        About.model_validate(self.about)
+        if self.about["step"] != self.step:
+            raise ValueError("its two step numbers differ")
+        for name in self.files:
+            if not re.fullmatch(r"[\w.-]+", name, re.ASCII) or name in (".", "..", MANIFEST):
+                raise ValueError(f"{name!r:.50} is not the name of a file of a checkpoint")
+        return self
+
+
+def checkpoint_name(step: int) -> str:
+    """The name of the folder of a run's checkpoint."""
+    return f"step-{step:08d}"
 
 
 def file_checksum(path: Path) -> FileChecksum:
     """Computes the size and checksum of a file."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256")
-    return FileChecksum(bytes=path.stat().st_size, sha256=digest.hexdigest())
+        return FileChecksum(bytes=file.tell(), sha256=digest.hexdigest())
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    with (folder / MANIFEST).open("w") as file:
-        file.write(manifest.model_dump_json(indent=1))
-        file.flush()
-        os.fsync(file.fileno())
+    """Writes the manifest with its checksum, and with a signature if the environment has a key (trust.py)."""
+    contents = {"format": _FORMAT, **manifest.model_dump()}
+    data, key = _canonical(contents), environment_key()
+    contents["checksum"] = hashlib.sha256(data).hexdigest()
+    if key is not None:
+        contents["signature"] = sign(key, data)
+    write_atomically(folder / MANIFEST, json.dumps(contents, indent=1))  # a loss may be NaN, which Python can read
 
 
 def read_manifest(folder: Path) -> Manifest:
+    """Reads a manifest. Raises a `CheckpointError` if it is damaged, contradicts itself, or is not signed with the key
+    of the environment, if there is one."""
     try:
-        return Manifest.model_validate_json((folder / MANIFEST).read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{folder}: its {MANIFEST} cannot be read: {error}") from None
-    except (ValidationError, json.JSONDecodeError):
+        contents = json.loads((folder / MANIFEST).read_text())
+    except OSError as error:
+        raise CheckpointError(f"{folder}: its {MANIFEST} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
         raise CheckpointError(f"{folder}: its {MANIFEST} is damaged") from None
+    if not isinstance(contents, dict) or not isinstance(contents.get("files"), dict):
+        raise CheckpointError(f"{folder}: its {MANIFEST} is damaged")
+    if contents.get("format") == _FORMAT or ".metadata" not in contents["files"]:
+        contents = _checked(folder, contents)
+    elif environment_key() is not None:
+        raise CheckpointError(f"{folder}: its {MANIFEST} is of an older version, which did not sign, and a key is set")
+    try:
+        return Manifest.model_validate(contents)
+    except (ValidationError, RecursionError) as error:
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else "it is nested too deeply"
+        raise CheckpointError(f"{folder}: its {MANIFEST} is damaged: {reason}") from None
 
 
-def verify(folder: Path) -> Manifest:
-    """Returns the manifest of a checkpoint after checking every file. Raises a `CheckpointError` that names the
-    damage."""
-    manifest = read_manifest(folder)
+def verify_files(folder: Path, manifest: Manifest) -> None:
+    """Raises a `CheckpointError` that names the first file that is missing or differs from the manifest."""
     for name, expected in manifest.files.items():
         path = folder / name
         if not path.is_file():
             raise CheckpointError(f"{folder}: {name} is missing")
-        actual = file_checksum(path)
+        try:
+            actual = file_checksum(path)
+        except OSError as error:
+            raise CheckpointError(f"{folder}: {name} cannot be read: {error.strerror}") from None
         if actual.bytes != expected.bytes:
             raise CheckpointError(f"{folder}: {name} has {actual.bytes} bytes, its manifest says {expected.bytes}")
         if actual.sha256 != expected.sha256:
             raise CheckpointError(f"{folder}: {name} does not have the checksum that its manifest says")
-    return manifest
+
+
+def _checked(folder: Path, contents: dict[str, Any]) -> dict[str, Any]:
+    """Returns the manifest's own fields after checking its checksum and signature."""
+    fields = {name: value for name, value in contents.items() if name not in ("checksum", "signature")}
+    data, key = _canonical(fields), environment_key()
+    if contents.get("checksum") != hashlib.sha256(data).hexdigest():
+        raise CheckpointError(f"{folder}: its {MANIFEST} is damaged: it does not have the checksum that it says")
+    signature = contents.get("signature")
+    if key is not None and not (isinstance(signature, str) and is_signed_by(key, data, signature)):
+        problem = "is not signed" if signature is None else "is signed with another key or was changed"
+        raise CheckpointError(f"{folder}: its {MANIFEST} {problem}, and MESHWRIGHT_KEY or MESHWRIGHT_KEY_FILE is set")
+    return {name: value for name, value in fields.items() if name != "format"}
+
+
+def _canonical(contents: dict[str, Any]) -> bytes:
+    """The bytes that checksum and signature are computed from. They are the same before writing and after reading,
+    because every value in `contents` is one that JSON keeps."""
+    return json.dumps(contents, sort_keys=True, separators=(",", ":")).encode()

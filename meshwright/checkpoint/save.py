@@ -3,8 +3,8 @@ of all its files, or it does not exist.
 
 What happens when a rank dies inside a save:
 
-- While ranks write (`dcp.save`) or gather checksums, the other ranks cannot finish the collective: they fail, or the
-  launcher kills them. Only `.writing-step-…` exists. It has no manifest, and nothing reads it.
+- While ranks write (`write_pieces`) or gather checksums, the other ranks cannot finish the collective: they fail, or
+  the launcher kills them. Only `.writing-step-…` exists. It has no manifest, and nothing reads it.
 - When rank 0 dies before the rename in `_publish`, `.writing-step-…` may be complete and have a manifest, but nothing
   reads it, and `step-…` does not exist. When rank 0 dies after the rename, `step-…` is complete.
 - When a checkpoint of the same name is replaced, the two names are exchanged in one atomic operation, and the old
@@ -13,22 +13,28 @@ What happens when a rank dies inside a save:
 - The restarted run removes `.writing-*` and `.trash-*` (`clear_unfinished`) and resumes from the newest checkpoint with
   right checksums (`find_newest_valid` in load.py): the previous one, or this one if it was renamed already.
 
+When a rank cannot write because the disk is full or the folder is gone, all ranks raise the same `StorageError`, and
+`.writing-step-…` is removed.
+
 `tests/checkpoint/test_save.py` kills saves and deletions, `tests/train/runs/test_faults.py` whole runs.
 """
 
 import ctypes
 import os
 import shutil
-import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
-from meshwright.checkpoint.chunks import SavePlanner
-from meshwright.checkpoint.manifest import FileChecksum, Manifest, file_checksum, write_manifest
+from meshwright.checkpoint.index import INDEX, Index
+from meshwright.checkpoint.manifest import FileChecksum, Manifest, checkpoint_name, file_checksum, write_manifest
 from meshwright.checkpoint.state import State
+from meshwright.checkpoint.writer import WritePlan, describe, file_name, objects_as_json, plan_files, write_pieces
+from meshwright.errors import CheckpointError, MeshwrightError, StorageError
+from meshwright.exchange import all_gather_values, broadcast_value
+from meshwright.storage import require_space, write_atomically, writing
 
 WRITING = ".writing-"
 TRASH = ".trash-"
@@ -40,38 +46,23 @@ _RENAME_EXCHANGE = 2
 
 def save(state: State, folder: Path, step: int, about: dict[str, Any]) -> Path:
     """Saves a checkpoint to `folder/step-…`, as `save_at` does."""
-    return save_at(state, folder / f"step-{step:08d}", step, about)
+    return save_at(state, folder / checkpoint_name(step), step, about)
 
 
 def save_at(state: State, final: Path, step: int, about: dict[str, Any]) -> Path:
     """Saves a checkpoint to the folder `final`, and returns that path once the checkpoint is published. All ranks call
     this together, and each rank writes its shards."""
-    is_alone = not dist.is_initialized()
-    rank = 0 if is_alone else dist.get_rank()
+    rank = dist.get_rank() if dist.is_initialized() else 0
     temporary = final.parent / f"{WRITING}{final.name}"
-    if rank == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    if not is_alone:
-        dist.barrier()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # DCP warns where a single process saves without a process group
-        dcp.save(
-            state,
-            storage_writer=dcp.FileSystemWriter(temporary, sync_files=True),
-            planner=SavePlanner(),
-            no_dist=is_alone,
-        )
-    # Each rank computes the checksums of the files it wrote, so that reading them back is spread over the ranks.
-    local_files = {path.name: file_checksum(path) for path in temporary.glob(f"__{rank}_*")}
-    files_of_ranks = _gather(local_files)
-    if rank == 0:
-        files = {name: checksum for of_rank in files_of_ranks for name, checksum in of_rank.items()}
-        files[".metadata"] = file_checksum(temporary / ".metadata")
-        write_manifest(temporary, Manifest(step=step, files=files, about=about))
-        _publish(temporary, final)
-    if not is_alone:
-        dist.barrier()
+    plan = plan_files(_gather(lambda: describe(state)))
+    _on_first_rank(lambda: _prepare(temporary, sum(plan.bytes_of_rank)))
+    try:
+        written = _gather(lambda: _write_share(temporary, state, plan, rank))
+        _on_first_rank(lambda: _complete(temporary, final, plan, written, step, about))
+    except (CheckpointError, StorageError):  # raised on every rank, so none is still writing
+        if rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
     return final
 
 
@@ -91,13 +82,78 @@ def clear_unfinished(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _gather(local_files: dict[str, FileChecksum]) -> list[dict[str, FileChecksum]]:
-    """The files of all ranks on rank 0, and an empty list on the others."""
-    if not dist.is_initialized():
-        return [local_files]
-    files_of_ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(local_files, files_of_ranks)
-    return files_of_ranks or []
+def _prepare(temporary: Path, needed: int) -> None:
+    shutil.rmtree(temporary, ignore_errors=True)
+    require_space(temporary.parent, needed)
+    with writing(temporary.parent, needed):
+        temporary.mkdir(parents=True)
+
+
+def _write_share(temporary: Path, state: State, plan: WritePlan, rank: int) -> dict[str, Any]:
+    """Writes this rank's file, if it has any pieces. Returns its size and checksum, and the objects of this rank."""
+    objects = objects_as_json(state, plan.objects[rank])
+    if not plan.pieces[rank]:
+        return {"checksum": None, "objects": objects}
+    checksum = write_pieces(temporary / file_name(rank), state, plan.pieces[rank], plan.bytes_of_rank[rank])
+    return {"checksum": checksum.model_dump(), "objects": objects}
+
+
+def _complete(
+    temporary: Path, final: Path, plan: WritePlan, written: list[dict[str, Any]], step: int, about: dict[str, Any]
+) -> None:
+    """Writes index and manifest, and publishes the checkpoint. `written` is what `_write_share` returned on each
+    rank."""
+    index = Index(
+        tensors=plan.tensors, objects={key: value for share in written for key, value in share["objects"].items()}
+    )
+    write_atomically(temporary / INDEX, index.model_dump_json())
+    files = {
+        file_name(rank): FileChecksum.model_validate(share["checksum"])
+        for rank, share in enumerate(written)
+        if share["checksum"]
+    }
+    files[INDEX] = file_checksum(temporary / INDEX)
+    write_manifest(temporary, Manifest(step=step, files=files, about=about))
+    with writing(final):
+        _publish(temporary, final)
+
+
+def _gather(compute: Callable[[], Any]) -> list[Any]:
+    """Returns what `compute` returns on each rank. If it raises a `CheckpointError` or `StorageError` on any rank,
+    every rank raises the first one."""
+    value, error = None, None
+    try:
+        value = compute()
+    except (CheckpointError, StorageError) as raised:
+        error = raised
+    results = all_gather_values([value, _description(error)])
+    for _, problem in results:
+        _raise(problem, error)
+    return [value for value, _ in results]
+
+
+def _on_first_rank(act: Callable[[], None]) -> None:
+    """Calls `act` on rank 0. If it raises a `CheckpointError` or `StorageError`, every rank raises it."""
+    error = None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            act()
+        except (CheckpointError, StorageError) as raised:
+            error = raised
+    _raise(broadcast_value(_description(error)), error)
+
+
+def _description(error: MeshwrightError | None) -> list[str] | None:
+    return None if error is None else [type(error).__name__, str(error)]
+
+
+def _raise(description: list[str] | None, error: MeshwrightError | None) -> None:
+    """Raises the error that is described, if there is one. `error` is that of this rank, or None."""
+    if description is None:
+        return
+    if error is not None and str(error) == description[1]:
+        raise error
+    raise (StorageError if description[0] == StorageError.__name__ else CheckpointError)(description[1])
 
 
 def _publish(temporary: Path, final: Path) -> None:

@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshwright.checkpoint.chunks import as_chunked, local_value
+from meshwright.checkpoint.index import SavedTensor
 from meshwright.errors import CheckpointError
+from meshwright.exchange import all_gather_values
 from meshwright.parallel.shard import reshard
 from meshwright.parallel.weights.layout import ParameterLayout, TiedLayout, axis_with_different_names, whole_shape
 
@@ -62,35 +62,47 @@ def optimizer_state(
 
 
 def optimizer_template(
-    module: nn.Module, metadata: Metadata, layouts: Layouts | None = None, tied: Sequence[TiedLayout] = ()
+    module: nn.Module,
+    tensors: Mapping[str, SavedTensor],
+    objects: Mapping[str, Any],
+    layouts: Layouts | None = None,
+    tied: Sequence[TiedLayout] = (),
 ) -> State:
     """Returns, by key, empty tensors to load optimizer entries into: one for each entry in the checkpoint that belongs
-    to a parameter of this rank. Entries that are not tensors are None."""
+    to a parameter of this rank. `tensors` and `objects` are those of the checkpoint. Entries that are not tensors are
+    None."""
     first_names, layouts_by_name = _first_names(tied), _layouts_by_first_name(layouts or {}, tied)
     parameters = {first_names.get(name, name): parameter for name, parameter in module.named_parameters()}
     template: State = {}
-    for key, entry in metadata.state_dict_metadata.items():
+    for key in (*tensors, *objects):
         kind, _, rest = key.partition("/")
         name = rest.rpartition("/")[0]
         if kind != "optimizer" or name not in parameters:
             continue
-        parameter, layout = parameters[name], layouts_by_name.get(name)
-        if not isinstance(entry, TensorStorageMetadata):
+        parameter, layout, saved = parameters[name], layouts_by_name.get(name), tensors.get(key)
+        if saved is None:
             template[key] = None
-        elif tuple(entry.size) == whole_shape(parameter, layout):
-            empty = torch.empty_like(parameter, dtype=entry.properties.dtype, requires_grad=False)
+        elif tuple(saved.shape) == whole_shape(parameter, layout):
+            empty = torch.empty_like(parameter, dtype=saved.torch_dtype, requires_grad=False)
             template[key] = as_chunked(empty, layout)
         else:
-            template[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+            template[key] = torch.empty(saved.shape, dtype=saved.torch_dtype)
     return template
 
 
 def restore_optimizer(
-    module: nn.Module, optimizer: torch.optim.Optimizer, state: State, tied: Sequence[TiedLayout] = ()
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: State,
+    saved_groups: Any,
+    tied: Sequence[TiedLayout] = (),
 ) -> None:
     """Puts loaded entries and group options into an optimizer. Its groups may differ from the saved ones, because they
     are matched by parameter name."""
-    saved_options = {name: group for group in state[GROUPS] for name in group["names"]}
+    try:
+        saved_options = {name: group for group in saved_groups for name in group["names"]}
+    except (TypeError, KeyError):
+        raise CheckpointError("the checkpoint's optimizer groups are damaged") from None
     names = _names(module, tied)
     numbers: dict[str, int] = {}
     groups = []
@@ -117,15 +129,17 @@ def restore_optimizer(
 
 
 def check_model(
-    module: nn.Module, metadata: Metadata, layouts: Layouts | None = None, mesh: DeviceMesh | None = None
+    module: nn.Module,
+    tensors: Mapping[str, SavedTensor],
+    objects: Mapping[str, Any],
+    layouts: Layouts | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> None:
-    """Raises a `CheckpointError` that names the first tensor in which the checkpoint and the whole model differ. If
-    pipeline stages or branches of the model are on different ranks, these ranks must call this together."""
-    saved = {
-        key.removeprefix("model/"): entry
-        for key, entry in metadata.state_dict_metadata.items()
-        if key.startswith("model/")
-    }
+    """Raises a `CheckpointError` that names the first tensor in which the checkpoint and the whole model differ.
+    `tensors` and `objects` are those of the checkpoint. If pipeline stages or branches of the model are on different
+    ranks, these ranks must call this together."""
+    keys = [key for key in (*tensors, *objects) if key.startswith("model/")]
+    saved = {key.removeprefix("model/"): tensors.get(key) for key in keys}
     known_layouts = layouts or {}
     local_shapes = {
         name: whole_shape(value, known_layouts.get(name)) if isinstance(value, Tensor) else None
@@ -137,15 +151,18 @@ def check_model(
         if name not in saved:
             raise CheckpointError(f"the checkpoint has no {name}, which the model has: it is of another model")
         entry = saved[name]
-        if shape is not None and isinstance(entry, TensorStorageMetadata) and tuple(entry.size) != shape:
-            raise CheckpointError(f"{name} is {tuple(entry.size)} in the checkpoint, but {shape} in the model")
+        if (shape is None) != (entry is None):
+            kind = "no tensor" if entry is None else "a tensor"
+            raise CheckpointError(f"{name} is {kind} in the checkpoint, but not in the model")
+        if entry is not None and tuple(entry.shape) != shape:
+            raise CheckpointError(f"{name} is {tuple(entry.shape)} in the checkpoint, but {shape} in the model")
     extra = sorted(set(saved) - set(shapes))
     if extra:
         raise CheckpointError(f"the checkpoint holds {extra[0]}, which the model has not: it is of another model")
 
 
 def _entry(name: str, key: str, value: Any, parameter: Tensor, layout: ParameterLayout | None) -> Any:
-    """Returns one entry of a parameter's optimizer state in the form in which DCP saves it."""
+    """Returns one entry of a parameter's optimizer state in the form in which it is saved."""
     if not isinstance(value, Tensor) or value.shape == parameter.shape:
         return as_chunked(value, layout)
     if value.dim() and (layout is not None or isinstance(parameter, DTensor)):
@@ -177,10 +194,7 @@ def _gather_from_ranks(value: Any, layouts: Layouts, mesh: DeviceMesh | None) ->
     axis = axis_with_different_names(layouts, mesh)
     if axis is None or mesh is None:
         return [value]
-    group = mesh.get_group(axis)
-    values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values
+    return all_gather_values(value, mesh.get_group(axis))
 
 
 def _first_names(tied: Sequence[TiedLayout]) -> dict[str, str]:

@@ -7,6 +7,13 @@ from typing import Annotated
 import typer
 
 from meshwright.cli.options import AsJson, ClusterName, JobFile, Settings
+from meshwright.limits import LARGEST_COUNT, MOST_RANKS_HERE
+
+MOST_REPETITIONS = 1_000_000
+Rounds = Annotated[
+    int,
+    typer.Option(min=1, max=MOST_REPETITIONS, help="The number of alternating rounds. Medians are reported."),
+]
 
 bench = typer.Typer(help="Measure speed, and compare it with a reference in the same run.", no_args_is_help=True)
 
@@ -18,8 +25,12 @@ def strategies(
     only: Annotated[
         str | None, typer.Option(metavar="A,B", help="Measure only these strategies. The bare loop is always measured.")
     ] = None,
-    steps: Annotated[int, typer.Option(min=2, help="The number of steps of one measurement.")] = 30,
-    rounds: Annotated[int, typer.Option(min=1, help="The number of alternating rounds. Medians are reported.")] = 5,
+    steps: Annotated[
+        int, typer.Option(min=2, max=MOST_REPETITIONS, help="The number of steps of one measurement.")
+    ] = 30,
+    rounds: Annotated[
+        int, typer.Option(min=1, max=MOST_REPETITIONS, help="The number of alternating rounds. Medians are reported.")
+    ] = 5,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
@@ -67,14 +78,19 @@ def strategies(
 
 @bench.command()
 def collectives(
-    ranks: Annotated[int, typer.Option(metavar="N", help="The number of ranks to start on this machine.")] = 2,
+    ranks: Annotated[
+        int, typer.Option(max=MOST_RANKS_HERE, metavar="N", help="The number of ranks to start on this machine.")
+    ] = 2,
     nodes: Annotated[
-        int | None, typer.Option(min=1, metavar="M", help="Treat the ranks as M nodes of equal size.")
+        int | None,
+        typer.Option(min=1, max=MOST_RANKS_HERE, metavar="M", help="Treat the ranks as M nodes of equal size."),
     ] = None,
     sizes: Annotated[
         str | None, typer.Option(metavar="1K,4M", help="Message sizes in bytes; by default 1 KiB to 64 MiB.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="The number of alternating rounds. Medians are reported.")] = 7,
+    rounds: Annotated[
+        int, typer.Option(min=1, max=MOST_REPETITIONS, help="The number of alternating rounds. Medians are reported.")
+    ] = 7,
     in_training: Annotated[
         bool,
         typer.Option("--in-training", help="Also measure the time it adds to training steps of the MNIST net."),
@@ -118,8 +134,12 @@ def collectives(
 
 @bench.command()
 def loading(
-    rounds: Annotated[int, typer.Option(min=1, help="The number of alternating rounds. Medians are reported.")] = 7,
-    rows: Annotated[int, typer.Option(min=1, metavar="N", help="The number of rows in the NumPy array.")] = 10_000_000,
+    rounds: Annotated[
+        int, typer.Option(min=1, max=MOST_REPETITIONS, help="The number of alternating rounds. Medians are reported.")
+    ] = 7,
+    rows: Annotated[
+        int, typer.Option(min=1, max=LARGEST_COUNT, metavar="N", help="The number of rows in the NumPy array.")
+    ] = 10_000_000,
     as_json: AsJson = False,
 ) -> None:
     """Compare the loading of pictures with torchvision's loader, and measure the loading of rows of a large array."""

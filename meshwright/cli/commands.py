@@ -1,10 +1,11 @@
 """The commands: they read arguments, call the other packages and print results. The exit code is 0 for success, 2 for
 wrong input, 3 for a failed proof and 1 for anything else."""
 
+import errno
 import json
 import os
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,11 +13,25 @@ import typer
 
 from meshwright.cli.bench import bench
 from meshwright.cli.data import data
-from meshwright.cli.options import AsJson, ClusterName, JobFile, PlanFile, Settings
+from meshwright.cli.options import (
+    AsJson,
+    ClusterName,
+    JobFile,
+    PlanFile,
+    Settings,
+    Trust,
+    path_argument,
+    path_option,
+)
 from meshwright.errors import InputError, MeshwrightError
+from meshwright.limits import LARGEST_COUNT, MOST_RANKS_HERE
+from meshwright.user_path import user_path
 
 if TYPE_CHECKING:
     from meshwright.proof.proof import Proof
+
+MOST_RECORDED_STEPS = 9_999  # each is a file as large as the weights and gradients
+MOST_SHOWN_PLANS = 100_000
 
 app = typer.Typer(
     help="Plan, prove and run distributed training of any PyTorch model.",
@@ -40,7 +55,10 @@ def train(
             help="auto: continue the newest unfinished run of this job; never: start a new run; DIR: continue it.",
         ),
     ] = "auto",
-    record: Annotated[int, typer.Option(min=0, metavar="K", help="Record the first K steps for prove --against.")] = 0,
+    record: Annotated[
+        int,
+        typer.Option(min=0, max=MOST_RECORDED_STEPS, metavar="K", help="Record the first K steps for prove --against."),
+    ] = 0,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
@@ -78,15 +96,13 @@ def train(
 def plan(
     job: JobFile,
     cluster: ClusterName = None,
-    plan: Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="Predict this plan only.")] = None,
-    top: Annotated[int, typer.Option(min=1, help="How many plans to show.")] = 5,
+    plan: Annotated[Path | None, path_option("--plan", "FILE", "Predict this plan only.")] = None,
+    top: Annotated[int, typer.Option(min=1, max=MOST_SHOWN_PLANS, help="How many plans to show.")] = 5,
     exact: Annotated[
         bool,
         typer.Option("--exact", help="Only plans that compute the same values as one device, up to the order of sums."),
     ] = False,
-    html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write the report as HTML (not implemented).")
-    ] = None,
+    html: Annotated[Path | None, path_option("--html", "FILE", "Write the report as HTML (not implemented).")] = None,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
@@ -132,39 +148,47 @@ def plan(
 
 @app.command()
 def prove(
-    job: Annotated[Path | None, typer.Argument(metavar="JOB", help="The job's YAML file.")] = None,
-    plan: Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="Prove this plan.")] = None,
+    job: Annotated[Path | None, path_argument("JOB", "The job's YAML file.")] = None,
+    plan: Annotated[Path | None, path_option("--plan", "FILE", "Prove this plan.")] = None,
     ranks: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Use at most N ranks; a plan for more is shrunk.")
+        int | None,
+        typer.Option(min=1, max=MOST_RANKS_HERE, metavar="N", help="Use at most N ranks; a plan for more is shrunk."),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, metavar="K", help="How many steps to compare.")] = 3,
+    steps: Annotated[
+        int, typer.Option(min=1, max=MOST_RECORDED_STEPS, metavar="K", help="How many steps to compare.")
+    ] = 3,
     dtype: Annotated[
         str, typer.Option(metavar="fp64|fp32|plan", help="The precision of the comparison; plan: the plan's precision.")
     ] = "fp64",
     dropout: Annotated[bool, typer.Option("--dropout", help="Do not switch dropout off.")] = False,
     against: Annotated[
         tuple[Path, Path] | None,
-        typer.Option(metavar="RUN_A RUN_B", help="Compare two recorded runs; RUN_A counts as correct."),
+        typer.Option(metavar="RUN_A RUN_B", help="Compare two recorded runs of one job; RUN_A counts as correct."),
     ] = None,
+    trust: Trust = False,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
     """Check that a job trains the same model under its plan as on one device: every loss, gradient, buffer and weight.
     If not, the exit code is 3, and the first difference and its cause are printed."""
-    if (job is None) == (against is None):
+    from meshwright.job import load_job, load_plan
+
+    if job is None and against is None:
         raise InputError("prove needs a JOB, or two recorded runs: --against RUN_A RUN_B")
+    if job is None and settings:
+        raise InputError(f"--set {settings[0]}: with --against, give the JOB whose field it sets")
+    loaded_job = load_job(job, settings or []) if job is not None else None
     if against is not None:
         from meshwright.proof.proof import save_proof
         from meshwright.proof.run_comparison import compare_runs as compare
 
-        proof = compare(*against)
-        file = save_proof(proof, against[1], "against")
+        reference, compared = (user_path(run, "--against") for run in against)
+        proof = compare(reference, compared, loaded_job, trust)
+        file = save_proof(proof, compared, "against")
     else:
-        from meshwright.job import load_job, load_plan
         from meshwright.launch.local.fork_server import preloaded
 
-        assert job is not None
-        loaded_job = load_job(job, settings or [])
+        assert loaded_job is not None
         proof_plan = load_plan(plan) if plan else loaded_job.plan
         with preloaded("meshwright.proof.record.rank"):
             from meshwright.auto.choose import plan_of_job
@@ -184,10 +208,10 @@ def prove(
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder that train wrote.")],
+    run: Annotated[Path, path_argument("RUN", "The run folder that train wrote.")],
     to: Annotated[str, typer.Option("--to", metavar="safetensors|bf16|int8|int16|program", help="The file's format.")],
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The file to write; by default one in RUN/export.")
+        Path | None, path_option("--output", "FILE", "The file to write; by default one in RUN/export.")
     ] = None,
     dynamic: Annotated[bool, typer.Option("--dynamic", help="With int8: quantize activations as well.")] = False,
     step: Annotated[
@@ -198,8 +222,10 @@ def export(
         ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Evaluate at most N samples; 0 evaluates none.")
+        int | None,
+        typer.Option(min=0, max=LARGEST_COUNT, metavar="N", help="Evaluate at most N samples; 0 evaluates none."),
     ] = None,
+    trust: Trust = False,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
@@ -207,7 +233,7 @@ def export(
     from meshwright.export.export import export as write
     from meshwright.export.show import describe_export
 
-    exported = write(run, to, output, dynamic, step, limit, settings or [])
+    exported = write(run, to, output, dynamic, step, limit, settings or [], trust=trust)
     if as_json:
         print(json.dumps(exported.to_dict()), flush=True)
         return
@@ -222,7 +248,7 @@ def doctor(
     ] = False,
     output: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The file that --calibrate writes; by default in the user's cache."),
+        path_option("--output", "FILE", "The file that --calibrate writes; by default in the user's cache."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -271,16 +297,61 @@ def _print_result(result: dict[str, Any], as_json: bool) -> None:
         print(f"{name:<{width}}  {text}", flush=True)
 
 
+# The base class of typer's errors about a command line, which typer does not export.
+CommandLineError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "UsageError")
+_LONGEST_LINE = 2_000
+
+
+def one_line(message: str) -> str:
+    """Returns the message as one line that is safe to print: line breaks become spaces, other characters that cannot be
+    printed are escaped, and the middle of a very long message is left out."""
+    text = " ".join(message.split("\n"))
+    if len(text) > _LONGEST_LINE:
+        text = f"{text[: _LONGEST_LINE // 2]} … {text[-_LONGEST_LINE // 2 :]}"
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
+def _run_command() -> int:
+    """Runs the command and returns its exit code. An exception out of the user's code becomes a `UserCodeError`."""
+    from meshwright.call import exits_become_errors, raise_user_code_error, user_position
+
+    with exits_become_errors():
+        try:
+            return app(standalone_mode=False) or 0
+        except BaseException as error:
+            if user_position(error) is None:
+                raise
+            raise_user_code_error(error, "the job's code failed")
+
+
 def main() -> None:
     from meshwright.launch import environment
     from meshwright.launch.process_exit import skip_library_teardown
 
     try:
         with skip_library_teardown() if environment.read_environment().launched else nullcontext():
-            app(standalone_mode=True)
+            exit_code = _run_command()
+            sys.stdout.flush()
+            sys.exit(exit_code)
+    except CommandLineError as error:  # an unknown option, for instance
+        message = one_line(error.format_message()).removesuffix(".")
+        if message and type(error).__name__ != "NoArgsIsHelpError":  # whose help text has been printed
+            help_command = f"{error.ctx.command_path} --help" if error.ctx else "meshwright --help"
+            print(f"meshwright: {message} (`{help_command}` lists the options)", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
     except MeshwrightError as error:
         sys.stdout.flush()
-        print(f"meshwright: {error}", file=sys.stderr, flush=True)
+        message = one_line(str(error)) if isinstance(error, InputError) else str(error)
+        print(f"meshwright: {message}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        # A `StorageError` names the files of a command, so this is what it prints, or a temporary file.
+        name = error.filename or "the output of this command"
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # Python would try again to print what is left
+        with suppress(OSError):
+            print(f"meshwright: {name} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+        sys.exit(1)
     except KeyboardInterrupt:
         os._exit(130)

@@ -7,16 +7,17 @@ from typing import Annotated, Literal, cast
 
 import typer
 
-from meshwright.cli.options import AsJson
+from meshwright.cli.options import AsJson, path_argument
 from meshwright.errors import InputError
+from meshwright.user_path import user_path
 
 data = typer.Typer(help="Build and check the data files that jobs read.", no_args_is_help=True)
 
 
 @data.command()
 def tokens(
-    texts: Annotated[Path, typer.Argument(metavar="TEXTS", help="A folder of text files.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write the files to; set data.root to it.")],
+    texts: Annotated[Path, path_argument("TEXTS", "A folder of text files.")],
+    out: Annotated[Path, path_argument("OUT", "The folder to write the files to; set data.root to it.")],
     tokenizer: Annotated[
         str,
         typer.Option(
@@ -38,7 +39,11 @@ def tokens(
 
     if damaged not in ("fatal", "skip"):
         raise InputError(f"--damaged {damaged}: write fatal or skip")
-    splits = build_tokens(texts, out, tokenizer, validation, cast(Literal["fatal", "skip"], damaged))
+    tokenizer = tokenizer if tokenizer == "bytes" else str(user_path(tokenizer, "--tokenizer"))
+    try:
+        splits = build_tokens(texts, out, tokenizer, validation, cast(Literal["fatal", "skip"], damaged))
+    except OSError as error:
+        raise InputError(f"{error.filename or out}: {error.strerror}") from None
     if as_json:
         print(json.dumps({"folder": str(out), "splits": {name: asdict(split) for name, split in splits.items()}}))
         return
@@ -50,7 +55,7 @@ def tokens(
 
 @data.command()
 def verify(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder of token files.")], as_json: AsJson = False
+    folder: Annotated[Path, path_argument("FOLDER", "A folder of token files.")], as_json: AsJson = False
 ) -> None:
     """Read token files completely, and compare their checksums with those from when they were built."""
     from meshwright.workloads.text.token_file import splits_in, verify_tokens

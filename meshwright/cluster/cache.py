@@ -3,15 +3,16 @@ device that was calibrated."""
 
 import hashlib
 import json
-import os
 import re
+import warnings
 from pathlib import Path
 
 import torch
 
 from meshwright.cache import cache_folder
 from meshwright.cluster.cluster import Cluster, Device
-from meshwright.errors import InputError
+from meshwright.errors import InputError, StorageError
+from meshwright.storage import write_atomically, writing
 from meshwright.yaml_file import read_mapping, validate
 
 MEASURED = "rates, curves, operators"  # part of the fingerprint: change this text when other things are measured
@@ -37,8 +38,12 @@ def load_measured(detected: Cluster) -> Cluster | None:
     return measured if measured.device_count == detected.device_count and measured.kind == detected.kind else None
 
 
-def save_measured(detected: Cluster, measured: Cluster) -> Path:
-    return _write(_machine_file(detected), measured.to_yaml())
+def save_measured(detected: Cluster, measured: Cluster) -> None:
+    """Stores the measurements of this machine. If the cache cannot take them, the next run measures again."""
+    try:
+        _write(_machine_file(detected), measured.to_yaml())
+    except StorageError as error:
+        warnings.warn(f"{error}; until then this machine is measured in every run", stacklevel=2)
 
 
 def calibrated_file(device: str) -> Path:
@@ -67,11 +72,7 @@ def _machine_file(detected: Cluster) -> Path:
 
 def _write(file: Path, text: str) -> Path:
     """Writes the file atomically, because two processes may measure at the same time."""
-    draft = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
+    with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(text)
-        draft.replace(file)
-    except OSError as error:
-        raise InputError(f"{file}: cannot be written: {error.strerror}") from None
+    write_atomically(file, text)
     return file

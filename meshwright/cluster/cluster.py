@@ -9,18 +9,28 @@ from collections.abc import Iterator
 from typing import Literal, Self, get_args
 
 import yaml
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from meshwright.dtypes import Dtype
+from meshwright.limits import (
+    MOST_DEVICES,
+    Bytes,
+    BytesPerSecond,
+    Cores,
+    Devices,
+    Hertz,
+    Latency,
+    MeasuredSeconds,
+    MemoryBytes,
+    MessageBytes,
+    MultiprocessorsOrZero,
+    Operations,
+    OperationsPerSecond,
+    Price,
+    SeveralRanks,
+    Share,
+    TensorSize,
+)
 
 DeviceKind = Literal["cpu", "cuda"]
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "point_to_point"]
@@ -61,6 +71,14 @@ class _FrozenValue(BaseModel):
         return yaml.safe_dump(raw, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
 
 
+# How many numbers the shape of an operator has if its time is looked up by shape. The others are looked up by bytes.
+_SHAPE_SIZES: dict[str, int] = {
+    **dict.fromkeys(("matmul", "input_gradient", "weight_gradient", "optimizer"), 3),
+    **dict.fromkeys(("batched_matmul", "attention"), 4),
+    "convolution": 8,
+}
+
+
 class OperatorTime(_FrozenValue):
     """The measured time of one operator and shape. `seconds` is how long the device is busy; the time that the host
     needs to launch the operator is not part of it (`Device.launch_s`). The meaning of `shape` depends on the operator:
@@ -84,11 +102,18 @@ class OperatorTime(_FrozenValue):
     operator: MeasuredOperator
     direction: Literal["forward", "backward"] = "forward"
     dtype: Dtype
-    shape: tuple[PositiveInt, ...]
+    shape: tuple[TensorSize, ...]
     layout: MemoryLayout = "contiguous"
-    flops: NonNegativeFloat
-    bytes: PositiveFloat
-    seconds: PositiveFloat
+    flops: Operations
+    bytes: Bytes
+    seconds: MeasuredSeconds
+
+    @model_validator(mode="after")
+    def _shape_is_that_of_the_operator(self) -> Self:
+        size = _SHAPE_SIZES.get(self.operator, len(self.shape))
+        if len(self.shape) != size:
+            raise ValueError(f"the shape of {self.operator} has {size} numbers, not {len(self.shape)}")
+        return self
 
 
 class Device(_FrozenValue):
@@ -107,16 +132,16 @@ class Device(_FrozenValue):
 
     name: str
     kind: DeviceKind
-    memory_bytes: NonNegativeInt = 0
-    bandwidth_bytes_per_s: NonNegativeFloat = 0
-    rates: dict[Dtype, PositiveFloat] = {}
-    multiprocessors: NonNegativeInt = 0
-    clock_hz: NonNegativeFloat = 0
-    sustained_shares: dict[Dtype, dict[str, PositiveFloat]] = {}
+    memory_bytes: MemoryBytes = 0
+    bandwidth_bytes_per_s: BytesPerSecond = 0
+    rates: dict[Dtype, OperationsPerSecond] = {}
+    multiprocessors: MultiprocessorsOrZero = 0
+    clock_hz: Hertz = 0
+    sustained_shares: dict[Dtype, dict[str, Share]] = {}
     tf32_needs_inner_contiguous: bool = False
-    launch_s: NonNegativeFloat = 0
+    launch_s: Latency = 0
     instructions: tuple[str, ...] = ()
-    context_bytes: NonNegativeInt = 0
+    context_bytes: MemoryBytes = 0
     operators: tuple[OperatorTime, ...] = ()
     sources: dict[str, str] = {}
 
@@ -134,9 +159,9 @@ class Device(_FrozenValue):
 class Curve(_FrozenValue):
     """Measured times of one collective for several sizes of the whole tensor, on one number of ranks and nodes."""
 
-    ranks: int = Field(ge=2)
-    nodes: PositiveInt = 1
-    points: tuple[tuple[PositiveInt, PositiveFloat], ...]  # (bytes, seconds)
+    ranks: SeveralRanks
+    nodes: Devices = 1
+    points: tuple[tuple[MessageBytes, MeasuredSeconds], ...]  # (bytes, seconds)
     source: str
 
     @model_validator(mode="after")
@@ -158,8 +183,8 @@ class Link(_FrozenValue):
     collectives."""
 
     name: str
-    bandwidth_bytes_per_s: NonNegativeFloat = 0
-    latency_s: NonNegativeFloat = 0
+    bandwidth_bytes_per_s: BytesPerSecond = 0
+    latency_s: Latency = 0
     curves: dict[Collective, tuple[Curve, ...]] = {}
     sources: dict[str, str] = {}
 
@@ -178,10 +203,10 @@ class Node(_FrozenValue):
     """`number` equal machines. Each has `count` devices connected by `link`, and CPU `cores` that its ranks share."""
 
     device: Device
-    count: PositiveInt
+    count: Devices
     link: Link
-    cores: PositiveInt
-    number: PositiveInt = 1
+    cores: Cores
+    number: Devices = 1
 
 
 class Cluster(_FrozenValue):
@@ -192,12 +217,17 @@ class Cluster(_FrozenValue):
     nodes: tuple[Node, ...]
     link: Link | None = None
     based_on: BasedOn = "datasheet"
-    price_per_hour: PositiveFloat | None = None
+    price_per_hour: Price | None = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if not self.nodes:
             raise ValueError("nodes is empty: a cluster has one or more")
+        if self.device_count > MOST_DEVICES:
+            raise ValueError(
+                f"the nodes have {self.device_count:,} devices together: at most {MOST_DEVICES:,}, for which planning"
+                " takes seconds"
+            )
         kinds = sorted({node.device.kind for node in self.nodes})
         if len(kinds) > 1:
             raise ValueError(f"nodes mix devices of kind {' and '.join(kinds)}: a plan runs on one kind")

@@ -9,6 +9,7 @@ from meshwright.cluster.catalog import CatalogEntry, find_entry, find_link
 from meshwright.cluster.cluster import Cluster, Device
 from meshwright.cluster.names import basis
 from meshwright.errors import InputError
+from meshwright.user_path import user_path
 from meshwright.yaml_file import read_mapping, validate
 
 
@@ -17,13 +18,13 @@ def is_file(name: str) -> bool:
 
 
 def load_device(path: str | Path) -> Device:
-    return validate(Device, read_mapping(Path(path), "device"), str(path))
+    return validate(Device, read_mapping(user_path(path, "the device file"), "device"), str(path))
 
 
 def load_cluster(path: str | Path) -> Cluster:
     """Reads a cluster. A node without `count` has one device. A node without `link` or `cores` gets the link or the
     cores of the machine that its device is usually part of, if the catalog has the device."""
-    file = Path(path)
+    file = user_path(path, "the cluster file")
     raw = {"name": file.stem, **read_mapping(file, "cluster")}
     nodes = raw.get("nodes")
     if isinstance(nodes, list):
@@ -57,8 +58,9 @@ def _device(raw: Any, file: Path, where: str) -> tuple[Device | None, CatalogEnt
     if not isinstance(raw, str):
         return None, None  # written out or missing: checked together with the rest of the file
     if is_file(raw):
-        relative = file.parent / raw
-        device = load_device(relative if relative.exists() else raw)
+        path = user_path(raw, f"{where}.device")
+        relative = file.parent / path
+        device = load_device(relative if relative.is_file() else path)
         try:
             return device, find_entry(device.name)
         except InputError:

@@ -1,11 +1,13 @@
 """Builds clusters from names: `8xH100`, `4x8xA100-80GB` (nodes × devices), `16x8xH100@400G` (with the link)."""
 
 import re
+from math import prod
 
 from meshwright.cluster.cache import calibrated_device
 from meshwright.cluster.catalog import find_entry, find_link, is_within, nearest_device
 from meshwright.cluster.cluster import BasedOn, Cluster, Device, Node
 from meshwright.errors import InputError
+from meshwright.limits import MOST_DEVICES
 
 _NAME = re.compile(r"((?:[1-9]\d{0,5}x)*)([^@]+)((?:@[^@]+)*)")
 
@@ -16,6 +18,10 @@ def parse_cluster_name(name: str) -> tuple[list[int], str, list[str]]:
     counts = [int(count) for count in match[1].split("x") if count] if match else []
     if match is None or len(counts) > 2:
         raise InputError(f"cluster '{name}' is not known: {CLUSTER_NAME_HINT}")
+    if prod(counts) > MOST_DEVICES:
+        raise InputError(
+            f"cluster '{name}' has {prod(counts):,} devices: at most {MOST_DEVICES:,}, for which planning takes seconds"
+        )
     return counts, match[2], [link for link in match[3].split("@") if link]
 
 

@@ -11,6 +11,7 @@ from meshwright.collectives.shared_memory import storages
 from meshwright.collectives.shared_memory.reducer import SharedMemoryReducer
 from meshwright.collectives.shared_memory.two_level import TwoLevelMemoryReducer, machines_of
 from meshwright.errors import InputError
+from meshwright.exchange import all_gather_values
 from meshwright.plan import Algorithm
 
 
@@ -43,13 +44,11 @@ def make_reducer(
 def _shared_memory_reducer(group: dist.ProcessGroup, machines: list[list[int]], size_bytes: int) -> Reducer:
     (local_ranks,) = [machine for machine in machines if group.rank() in machine]
     needed, free = len(local_ranks) * size_bytes, storages.free_bytes()
-    problems: list[str] = [""] * group.size()
     problem = (
         f"{storages.SHARED} has {free / 2**20:.0f} MiB free, and {len(local_ranks)} ranks need"
         f" {needed / 2**20:.0f} MiB there"
     )
-    dist.all_gather_object(problems, problem if needed > free else "", group=group)
-    if reason := next(filter(None, problems), ""):
+    if reason := next(filter(None, all_gather_values(problem if needed > free else "", group)), ""):
         raise InputError(
             f"gradients cannot be combined in shared memory: {reason} (a container gets more with --shm-size)"
         )

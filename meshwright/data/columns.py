@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from meshwright.data.samples import read_sample
 from meshwright.errors import InputError
 
 
@@ -26,6 +27,7 @@ class ColumnDataset(Dataset[Any]):
     """
 
     def __init__(self, dataset: Any, part: int, parts: int) -> None:
+        self.whole_rows = dataset
         self.width = input_width(dataset)
         columns = column_range(self.width, part, parts)
         reads_columns = callable(getattr(dataset, "columns", None))
@@ -63,7 +65,7 @@ def input_width(dataset: Any) -> int:
         return width
     if not hasattr(dataset, "__getitem__"):
         raise InputError(f"data.partition is dimension, but {type(dataset).__name__} is a stream: use batch")
-    sample = dataset[0]
+    sample = read_sample(dataset, 0)
     if isinstance(sample, tuple | list) and len(sample) > 1 and isinstance(sample[0], torch.Tensor) and sample[0].dim():
         return int(sample[0].shape[-1])
     raise InputError(

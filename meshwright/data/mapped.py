@@ -14,6 +14,7 @@ from meshwright.data.batch import Batch, LoadingOptions, Microbatch, SampleShare
 from meshwright.data.columns import ColumnDataset
 from meshwright.data.partition import BatchPartition, Partition, PartPartition, even_shares, padded_microbatches
 from meshwright.data.randomness import preserve_generators, seed_generators
+from meshwright.data.samples import collate_samples, dataset_size, read_sample, read_samples
 from meshwright.data.workers import load_items
 from meshwright.errors import InputError
 
@@ -49,19 +50,19 @@ class MicrobatchDataset(Dataset[Any]):
         if self._reads_batches:
             with preserve_generators():
                 seed_generators(self._seed, self._use, epoch, int(keys.indices[0]))
-                return self._dataset.batch_of(keys.indices)
+                return read_samples(self._dataset.batch_of, self._dataset, keys.indices)
         indices = keys.indices.tolist()
         with preserve_generators():
             if self._reads_lists:
                 seed_generators(self._seed, self._use, epoch, indices[0])
-                samples = self._dataset.__getitems__(indices)
+                samples = read_samples(self._dataset.__getitems__, self._dataset, indices)
             else:
                 samples = [self._sample(epoch, index) for index in indices]
-            return self._collate(samples)
+            return collate_samples(self._collate, samples, self._dataset, indices)
 
     def _sample(self, epoch: int, index: int) -> Any:
         seed_generators(self._seed, self._use, epoch, index)
-        return self._dataset[index]
+        return read_sample(self._dataset, index)
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def train_mapped(
 ) -> Iterator[Batch]:
     """Yields this rank's part of every global batch of a data set with random access. `loading.train_batches` explains
     the arguments."""
-    size = _size(dataset)
+    size = dataset_size(dataset)
     dataset, width = _select_columns(dataset, share, loading)
     partition = make_partition(size, global_batch, share.ranks, loading, seed, drop_last)
     batches = partition.batches
@@ -144,7 +145,7 @@ def eval_mapped(
     are read; if the last round has fewer samples, ranks share them evenly. `loading.eval_batches` explains the
     arguments."""
     dataset, width = _select_columns(dataset, share, loading)
-    batches = [positions for positions in _eval_positions(_size(dataset), batch, share) if positions]
+    batches = [positions for positions in _eval_positions(dataset_size(dataset), batch, share) if positions]
     keys = (MicrobatchKeys(0, np.arange(positions.start, positions.stop)) for positions in batches)
     loaded = load_items(MicrobatchDataset(dataset, seed, "eval", loading), loading, keys)
     for data, positions in zip(loaded, batches, strict=True):
@@ -182,16 +183,3 @@ def _reads_lists(dataset: Any) -> bool:
     if isinstance(dataset, Subset):
         return _reads_lists(dataset.dataset)
     return callable(getattr(dataset, "__getitems__", None))
-
-
-def _size(dataset: Any) -> int:
-    name = type(dataset).__name__
-    try:
-        size = len(dataset)
-    except (TypeError, NotImplementedError):
-        raise InputError(
-            f"the data set {name} has no length: give it __len__, or make it an IterableDataset to stream it"
-        ) from None
-    if size == 0:
-        raise InputError(f"the data set {name} is empty: there is nothing to load")
-    return size

@@ -19,9 +19,11 @@ from typing import Any
 import torch.utils.data._utils.worker as torch_worker  # private; seen to work on torch 2.11, 2.13 and 2.15
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
+from meshwright.call import raise_user_code_error
 from meshwright.data.batch import Batch, LoadingOptions, Microbatch, SampleShare
 from meshwright.data.partition import even_shares, padded_microbatches
 from meshwright.data.randomness import preserve_generators, seed_generators
+from meshwright.data.samples import collate_samples, name_of
 from meshwright.data.workers import load_items
 from meshwright.errors import InputError
 
@@ -73,7 +75,11 @@ class _StreamBatches(IterableDataset[Any]):
         reading = self._reading
         begin = reading.first * reading.batch
         seed_generators(reading.seed, f"{reading.use} stream", reading.epoch)
-        samples = iter(self._dataset)
+        name = name_of(self._dataset)
+        try:
+            samples = iter(self._dataset)
+        except BaseException as error:
+            raise_user_code_error(error, f"iter() of the stream {name}")
         for position in count(begin if hasattr(self._dataset, "seek") else 0):
             # Dropped samples are seeded too: they may draw numbers that later samples depend on.
             seed_generators(reading.seed, reading.use, reading.epoch, position)
@@ -81,6 +87,8 @@ class _StreamBatches(IterableDataset[Any]):
                 sample = next(samples)
             except StopIteration:
                 return
+            except BaseException as error:
+                raise_user_code_error(error, f"sample {position} of the stream {name}")
             if position >= begin:
                 yield sample
 
@@ -93,10 +101,12 @@ class _StreamBatches(IterableDataset[Any]):
             if positions or reading.borrow:
                 # All ranks have read the same samples, so their generators are equal here. Seeding by position lets
                 # their collate functions draw different numbers.
-                position = index * reading.batch + positions.start
-                seed_generators(reading.seed, f"{reading.use} collate", reading.epoch, position)
-                samples = global_batch[positions.start : positions.stop] if positions else global_batch[:1]
-                collated.append((self._collate(samples), len(positions)))
+                batch_begin = index * reading.batch
+                seed_generators(reading.seed, f"{reading.use} collate", reading.epoch, batch_begin + positions.start)
+                read = positions or range(1)
+                samples, indices = global_batch[read.start : read.stop], [batch_begin + position for position in read]
+                batch = collate_samples(self._collate, samples, self._dataset, indices)
+                collated.append((batch, len(positions)))
         return collated
 
 
@@ -168,11 +178,14 @@ def eval_stream(
 
 def _read(dataset: Any, reading: _StreamEpoch, loading: LoadingOptions) -> Iterator[Any]:
     position = reading.first * reading.batch
-    if hasattr(dataset, "set_epoch"):
-        dataset.set_epoch(reading.epoch)
-    if hasattr(dataset, "seek"):
-        dataset.seek(position)
-    elif position and reading.share.rank == 0:
+    try:
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(reading.epoch)
+        if hasattr(dataset, "seek"):
+            dataset.seek(position)
+    except BaseException as error:
+        raise_user_code_error(error, f"starting epoch {reading.epoch} of the stream {name_of(dataset)}")
+    if not hasattr(dataset, "seek") and position and reading.share.rank == 0:
         _log.warning(
             "%s has no seek(position): reading and dropping %d samples to continue at batch %d of epoch %d",
             type(dataset).__name__,

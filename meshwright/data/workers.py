@@ -41,7 +41,10 @@ def load_items(dataset: Dataset[Any], loading: LoadingOptions, keys: Iterable[An
             except StopIteration:
                 return
             except MeshwrightError as error:
-                raise type(error)(_original_message(error)) from None
+                if loading.workers == 0:
+                    raise
+                error.__traceback__ = None  # it refers to the loader, and would keep the workers running
+                raise type(error)(_original_message(error)) from error
             yield data
             del data  # frees the batch while waiting for the next one
     finally:

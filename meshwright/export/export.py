@@ -1,7 +1,6 @@
 """`meshwright export`: writes the weights of a run to a file that can be used without Meshwright, and measures how the
 size and the metrics change."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from meshwright.export.program import LoadedProgram, write_program
 from meshwright.export.quantize import Width, quantizable_parameters, quantize, quantized_state, read_quantized_state
 from meshwright.export.run import TrainedModel, read_run
 from meshwright.export.weights import copy_in_bf16, read_weights, size_bytes, write_weights
+from meshwright.storage import output_error, replacing
 from meshwright.train.build import build_data
 
 SUFFIXES = {
@@ -72,12 +72,14 @@ def export(
     step: str | None = None,
     limit: int | None = None,
     settings: Sequence[str] = (),
+    trust: bool = False,
 ) -> ExportResult:
     """Writes a run's model in the format `to` (a key of `SUFFIXES`), evaluates the model before and after, and returns
     the sizes and metrics.
 
     `limit` is the largest number of samples to evaluate; None means all samples, 0 means none. `step` selects the
-    checkpoint as in `read_run`, and `settings` override fields of the job (`data.root=...`).
+    checkpoint as in `read_run`, `settings` override fields of the job (`data.root=...`), and `trust` allows a run that
+    this user did not write.
     """
     if to not in SUFFIXES:
         raise InputError(f"--to {to}{did_you_mean(to, SUFFIXES)}")
@@ -85,7 +87,7 @@ def export(
         raise InputError(f"--dynamic quantizes activations, which --to {to} does not: use it with --to int8")
     if output and output.suffix != SUFFIXES[to]:
         raise InputError(f"--output {output}: a file of --to {to} ends in {SUFFIXES[to]}")
-    trained = read_run(run, step, settings)
+    trained = read_run(run, step, settings, trust)
     file = output or run / "export" / _file_name(trained.job.name, to, dynamic)
     eval_set, example_set = _data_sets(trained, to, limit)
     before = measure(trained.model, trained.job, eval_set) if eval_set is not None else {}
@@ -106,18 +108,17 @@ def export(
 
 
 def _write(trained: TrainedModel, to: str, dynamic: bool, example_set: Any, file: Path) -> _Written:
-    """Writes the model in the format `to`. The file is first written under a temporary name and then renamed, so that
-    it is either complete or does not exist. A quantized model that torch.export cannot export is written as a state
-    dict."""
-    temporary = file.with_name(f".writing-{file.name}")
+    """Writes the model in the format `to`. The file is complete, or it does not exist. A quantized model that
+    torch.export cannot export is written as a state dict."""
     if to in ("safetensors", "bf16"):
         metadata = {"format": "pt", "job": trained.job.name, "step": str(trained.step)}
-        write_weights(copy_in_bf16(trained.model) if to == "bf16" else trained.model, temporary, metadata)
-        os.replace(temporary, file)
+        model = copy_in_bf16(trained.model) if to == "bf16" else trained.model
+        with replacing(file, size_bytes(model)) as draft:
+            write_weights(model, draft, metadata)
         return _Written(file, read_weights(trained.initial_model(), file))
     if to == "program":
-        write_program(trained.model, trained.job, example_set, temporary)
-        os.replace(temporary, file)
+        with replacing(file, size_bytes(trained.model)) as draft:
+            write_program(trained.model, trained.job, example_set, draft)
         return _Written(file, LoadedProgram(file))
     width = cast(Width, to)
     notes: tuple[str, ...] = ()
@@ -125,20 +126,19 @@ def _write(trained: TrainedModel, to: str, dynamic: bool, example_set: Any, file
         notes = (f"the model has no weights that {width} quantizes: no weight changed",)
     quantized_model = quantize(trained.model, width, dynamic)
     try:
-        write_program(quantized_model, trained.job, example_set, temporary)
+        with replacing(file) as draft:
+            write_program(quantized_model, trained.job, example_set, draft)
     except InputError as error:
         written = _write_state(trained, width, file.with_suffix(".pt"))
         lost = "; its activations are not quantized" if dynamic else ""
         return replace(written, notes=(*notes, f"{error}; so this is a quantized state dict{lost}"))
-    os.replace(temporary, file)
     return _Written(file, LoadedProgram(file), notes)
 
 
 def _write_state(trained: TrainedModel, width: Width, file: Path) -> _Written:
     """Writes a quantized state dict, for models that torch.export cannot export."""
-    temporary = file.with_name(f".writing-{file.name}")
-    torch.save(quantized_state(trained.model, width), temporary)
-    os.replace(temporary, file)
+    with replacing(file) as draft:
+        torch.save(quantized_state(trained.model, width), draft)
     return _Written(file, read_quantized_state(trained.initial_model(), torch.load(file, weights_only=True)))
 
 
@@ -168,4 +168,4 @@ def _create_folder(file: Path) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"--output {file}: cannot write in '{file.parent}': {error.strerror}") from None
+        raise output_error(error, file.parent, f"--output {file}") from None

@@ -16,9 +16,10 @@ from torch.utils.data import Subset
 
 from meshwright.batch import ModelBatch, split_batch
 from meshwright.data.loading import LoadingOptions, SampleShare, eval_batches
-from meshwright.errors import InputError
+from meshwright.errors import InputError, StorageError
 from meshwright.job import Job
 from meshwright.parallel.attention_fastpath import without_attention_fastpath
+from meshwright.storage import writing
 from meshwright.train.build import build_loading
 
 # Batch sizes. Not 1, because torch.export treats a size of 1 as constant.
@@ -49,10 +50,12 @@ def write_program(model: nn.Module, job: Job, dataset: Any, file: Path) -> None:
     with quiet(), torch.no_grad(), without_attention_fastpath():
         try:
             program = torch.export.export(model, traced.arguments, traced.keywords, dynamic_shapes=sizes)
-            torch.export.save(program, file)
+            with writing(file):
+                torch.export.save(program, file)
             LoadedProgram(file)(*checked.arguments, **checked.keywords)
+        except StorageError:
+            raise
         except Exception as error:  # any class, because the model's own code runs here
-            file.unlink(missing_ok=True)
             raise InputError(f"torch.export cannot make a program of this model: {_reason(error)}") from error
 
 

@@ -1,5 +1,7 @@
 """Reads what an export starts from: the job of a run folder, and the job's model with the weights of one checkpoint."""
 
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,12 +9,16 @@ from pathlib import Path
 from torch import nn
 
 from meshwright.checkpoint.load import find_newest_valid, load
-from meshwright.checkpoint.manifest import Manifest, verify
+from meshwright.checkpoint.manifest import Manifest
+from meshwright.checkpoint.reader import verify
 from meshwright.errors import CheckpointError, InputError
-from meshwright.job import Job, load_job
+from meshwright.job import Job
 from meshwright.parallel.weights.initialize import initialize_model
 from meshwright.train.build import construct_model
 from meshwright.train.output.folder import RunFolder
+from meshwright.train.output.origin import open_run
+
+_CHECKPOINT_NAME = r"step-\d{8}"
 
 
 @dataclass(frozen=True)
@@ -31,14 +37,16 @@ class TrainedModel:
         return initialize_model(lambda: construct_model(self.job), self.job.train.seed).eval()
 
 
-def read_run(path: Path, step: str | None = None, settings: Sequence[str] = ()) -> TrainedModel:
+def read_run(path: Path, step: str | None = None, settings: Sequence[str] = (), trust: bool = False) -> TrainedModel:
     """Returns the trained model of a run folder. `step` selects the checkpoint: a step number, `best` or `last`. None
-    selects the best checkpoint, or the last one if there is no best. `settings` override fields of the job."""
+    selects the best checkpoint, or the last one if there is no best. `settings` override fields of the job. Raises an
+    `InputError` if this user did not write the run and does not `trust` it, as constructing the model executes what
+    the job imports."""
     folder = RunFolder(path)
     for part in (folder.job, folder.plan, folder.checkpoints):
-        if not part.exists():
+        if not os.path.exists(part):
             raise InputError(f"{path}: this is no run folder, it has no {part.name}: name one that `train` wrote")
-    job = load_job(folder.job, settings)
+    job, _ = open_run(path, trust, settings)
     checkpoint, manifest, notes = _checkpoint(folder, step)
     model = initialize_model(lambda: construct_model(job), job.train.seed)
     load(checkpoint, model, None)
@@ -57,15 +65,26 @@ def _checkpoint(folder: RunFolder, step: str | None) -> tuple[Path, Manifest, tu
         if newest.path is None or newest.manifest is None:
             raise CheckpointError(f"{folder.path}: {newest.problems[0] if damaged else 'it has no checkpoint yet'}")
         return newest.path, newest.manifest, damaged
-    checkpoint = folder.checkpoints / best.readlink() if step in (None, "best") else _checkpoint_at(folder, str(step))
+    checkpoint = _best_checkpoint(folder) if step in (None, "best") else _checkpoint_at(folder, str(step))
     return checkpoint, verify(checkpoint), ()
+
+
+def _best_checkpoint(folder: RunFolder) -> Path:
+    """Returns the checkpoint that the link `best` names. Raises a `CheckpointError` if it names anything else than a
+    checkpoint next to it."""
+    best = folder.checkpoints / "best"
+    name = os.readlink(best) if best.is_symlink() else ""
+    if not re.fullmatch(_CHECKPOINT_NAME, name):
+        raise CheckpointError(f"{best} is no link to a checkpoint: choose one with --step")
+    return folder.checkpoints / name
 
 
 def _checkpoint_at(folder: RunFolder, step: str) -> Path:
     """Returns the checkpoint of a step number. If there is none, raises an `InputError` that lists the existing
     ones."""
-    checkpoint = folder.checkpoints / f"step-{int(step):08d}" if step.isdecimal() else None
+    checkpoint = folder.checkpoints / f"step-{int(step):08d}" if re.fullmatch(r"\d{1,8}", step) else None
     if checkpoint is None or not checkpoint.is_dir():
-        steps = [str(int(path.name.removeprefix("step-"))) for path in sorted(folder.checkpoints.glob("step-*"))]
+        names = sorted(path.name for path in folder.checkpoints.glob("step-*"))
+        steps = [str(int(name.removeprefix("step-"))) for name in names if re.fullmatch(_CHECKPOINT_NAME, name)]
         raise InputError(f"--step {step}: write best, last or a step that was kept: {', '.join(steps) or 'none was'}")
     return checkpoint

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-FOLDER = "MESHWRIGHT_FOLDER"  # the folder of the rank's log, heartbeat and failure record
+FOLDER = "MESHWRIGHT_FOLDER"  # the folder of the rank's log and heartbeat
 SPEAKER = "MESHWRIGHT_SPEAKER"  # the rank that prints to the terminal
 FORK_SERVER_PID = "MESHWRIGHT_FORK_SERVER"  # the id of the process that forked this rank
 

@@ -1,18 +1,19 @@
-"""Records why a rank failed, and finds the first cause among the failures of all ranks."""
+"""Records why a rank failed, and finds the first cause among the failures of all ranks. Ranks send their records to the
+launcher through its store, because the disk of the run folder may be what failed."""
 
 import json
-import os
 import re
 import signal
-import sysconfig
 import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from meshwright import errors
-from meshwright.errors import CollectiveError, InputError, MeshwrightError, RankError
+from meshwright.call import is_user_file
+from meshwright.errors import CollectiveError, InputError, MeshwrightError, RankError, StorageError, TrainingDiverged
 from meshwright.launch.heartbeat import (
     START_UP,
     Heartbeat,
@@ -23,19 +24,21 @@ from meshwright.launch.heartbeat import (
 )
 from meshwright.launch.output import log_file
 
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
 NO_ANSWER = "no answer within"  # every message about a timeout contains this
-SIGNAL, EXIT = "signal", "exit"  # `kind` of failures without an exception
+SIGNAL, EXIT, EARLY_END = "signal", "exit", "early end"  # `kind` of failures without an exception
+UNFINISHED = 256  # stands for the exit code 0 of a rank that ended before its work was done; real codes are smaller
 
 _LONGEST_MESSAGE = 1000
-_INSTALLED = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-_LIBRARY_FOLDERS = (Path(errors.__file__).parent, *map(Path, _INSTALLED))
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why one rank failed, as it is written to the rank's record file. `kind` is the class name of the exception, or
-    SIGNAL or EXIT. `step` and `doing` are the step and activity of the last heartbeat. `final` means that a restart
-    would only repeat the failure."""
+    """Why one rank failed, as the rank tells the launcher. `kind` is the class name of the exception, or SIGNAL, EXIT
+    or EARLY_END. `step` and `doing` are the step and activity of the last heartbeat. `final` means that a restart would
+    only repeat the failure."""
 
     rank: int
     attempt: int
@@ -57,6 +60,8 @@ class Failure:
             return f"rank {self.rank} was killed by {self.message}{where}"
         if self.kind == EXIT:
             return f"rank {self.rank} exited with code {self.message}{where}"
+        if self.kind == EARLY_END:
+            return f"rank {self.rank} ended with exit code {self.message} before training was finished{where}"
         error_class = getattr(errors, self.kind, None)
         is_ours = isinstance(error_class, type) and issubclass(error_class, MeshwrightError)
         return f"rank {self.rank} failed{where}: {self.message if is_ours else f'{self.kind}: {self.message}'}"
@@ -72,35 +77,38 @@ def failure_from_exception(error: BaseException, rank: int, attempt: int, heartb
         step=heartbeat.step,
         doing=heartbeat.activity,
         time=time.time(),
-        final=isinstance(error, InputError) or (not isinstance(error, CollectiveError) and heartbeat.completed == 0),
+        final=isinstance(error, InputError | StorageError | TrainingDiverged)
+        or (not isinstance(error, CollectiveError) and heartbeat.completed == 0),
     )
 
 
-def record_file(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}.failure.json"
+def write_record(store: "Store", failure: Failure) -> None:
+    """Writes the record to the launcher's store, and returns when the store has it."""
+    key = _record_key(failure.rank, failure.attempt)
+    store.set(key, json.dumps(asdict(failure)))
+    store.get(key)  # `set` does not wait for an answer, and the rank is about to end
 
 
-def write_record(folder: Path, failure: Failure) -> None:
-    """Writes the record atomically, because the launcher may read it at any moment."""
-    path = record_file(folder, failure.rank)
-    draft = path.with_suffix(f".{os.getpid()}.draft")
-    draft.write_text(json.dumps(asdict(failure)))
-    draft.replace(path)
-
-
-def read_record(folder: Path, rank: int, attempt: int) -> Failure | None:
+def read_record(store: "Store", rank: int, attempt: int) -> Failure | None:
     """Returns the rank's failure in this attempt; None if none was recorded."""
-    try:
-        failure = Failure(**json.loads(record_file(folder, rank).read_text()))
-    except (OSError, ValueError, TypeError):
-        return None
-    return failure if failure.attempt == attempt else None
+    key = _record_key(rank, attempt)
+    return Failure(**json.loads(store.get(key))) if store.check([key]) else None
 
 
-def first_cause(folder: Path, attempt: int, exits: Mapping[int, int]) -> Failure | None:
-    """Returns the failure that most likely caused the failures of the other ranks; None if no rank failed. `exits` are
-    the exit codes by rank, negative for signals."""
-    failures = [_failure_from_exit(folder, rank, attempt, code) for rank, code in exits.items() if code != 0]
+def delete_record(store: "Store", rank: int, attempt: int) -> None:
+    """Deletes the record of a rank that is started again in the same attempt."""
+    store.delete_key(_record_key(rank, attempt))
+
+
+def _record_key(rank: int, attempt: int) -> str:
+    return f"failure of rank {rank} in attempt {attempt}"
+
+
+def first_cause(store: "Store", folder: Path, attempt: int, exits: Mapping[int, int]) -> Failure | None:
+    """Returns the failure that most likely caused the failures of the other ranks; None if no rank failed. `store` has
+    the ranks' records, and `folder` their logs and heartbeats. `exits` are the exit codes by rank, negative for
+    signals."""
+    failures = [_failure_from_exit(store, folder, rank, attempt, code) for rank, code in exits.items() if code != 0]
     return min(failures, key=lambda failure: (_cause_order(failure), failure.time), default=None)
 
 
@@ -123,6 +131,10 @@ def to_error(failure: Failure, folder: Path) -> MeshwrightError:
     """Returns the error to show to the user: the rank's message, then where its log is."""
     if failure.kind == InputError.__name__:
         return InputError(failure.message)
+    if failure.kind == StorageError.__name__:  # its log may be on the same disk
+        return StorageError(failure.line)
+    if failure.kind == TrainingDiverged.__name__:  # not a failure of one rank: all ranks end at the same step
+        return TrainingDiverged(failure.message)
     count = failure.attempt
     restarts = f"after {count} restart{'s' if count > 1 else ''}; " if count else ""
     error = RankError(f"{failure.line}\n{restarts}its log: {log_file(folder, failure.rank)}")
@@ -141,10 +153,10 @@ def _cause_order(failure: Failure) -> int:
     return 3 if is_consequence(failure) else 2
 
 
-def _failure_from_exit(folder: Path, rank: int, attempt: int, code: int) -> Failure:
+def _failure_from_exit(store: "Store", folder: Path, rank: int, attempt: int, code: int) -> Failure:
     """Returns the failure that the rank recorded or, if it recorded none, one derived from its exit code and
     heartbeat."""
-    record = read_record(folder, rank, attempt)
+    record = read_record(store, rank, attempt)
     if record is not None:
         return record
     last_heartbeat = read_heartbeat(heartbeat_file(folder, rank))
@@ -156,7 +168,9 @@ def _failure_from_exit(folder: Path, rank: int, attempt: int, code: int) -> Fail
         if timeout:
             return Failure(rank, attempt, "CollectiveError", timeout, "", step, activity, time.time(), False)
     kind, message = (SIGNAL, _signal_name(-code)) if code < 0 else (EXIT, str(code))
-    final = kind == EXIT and last_heartbeat.completed == 0
+    if code == UNFINISHED:
+        kind, message = EARLY_END, "0"
+    final = kind != SIGNAL and last_heartbeat.completed == 0
     return Failure(rank, attempt, kind, message, "", step, activity, time.time(), final)
 
 
@@ -204,7 +218,7 @@ def _where_raised(error: BaseException) -> str:
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     frames += re.findall(r'^  File "(.+)", line (\d+), in ', str(error), re.MULTILINE)  # a data loader's worker
     for file, line in reversed(frames):
-        if not file.startswith("<") and not any(Path(file).is_relative_to(folder) for folder in _LIBRARY_FOLDERS):
+        if is_user_file(file):
             return f" ({Path(file).name}, line {line})"
     return ""
 

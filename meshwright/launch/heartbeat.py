@@ -1,11 +1,15 @@
-"""`Heartbeat`: which step a rank is at and what it is doing, in a small memory-mapped file. Other processes can read
-the file even after the rank was killed."""
+"""`Heartbeat`: which step a rank is at and what it is doing, in a small file. Other processes can read the file even
+after the rank was killed."""
 
 import mmap
 import os
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
+
+from meshwright.storage import writing
 
 START_UP = "start-up"
 
@@ -28,19 +32,19 @@ class HeartbeatRecord:
 
 
 class Heartbeat:
-    """The heartbeat that a rank writes about itself. `update` is called several times a step, so it only packs a few
-    bytes into mapped memory."""
+    """The heartbeat that a rank writes about itself. `update` is called several times a step, so it only writes a few
+    bytes. It writes them through the system and not into mapped memory, where a disk that fails would kill the rank
+    with SIGBUS. A heartbeat that cannot be written is left out."""
 
-    def __init__(self, memory: mmap.mmap | bytearray, attempt: int) -> None:
+    def __init__(self, attempt: int) -> None:
         self.step = -1
         self.activity = START_UP
         self.completed = 0
         self.folder: Path | None = None
         self._attempt = attempt
-        self._memory = memory
+        self._file: BinaryIO | None = None
         self._pid = os.getpid()
         self._sequence = 0
-        self._write()
 
     @classmethod
     def in_folder(cls, folder: Path, rank: int, attempt: int) -> "Heartbeat":
@@ -52,22 +56,21 @@ class Heartbeat:
     @classmethod
     def in_memory(cls, attempt: int = 0) -> "Heartbeat":
         """Returns a heartbeat that no other process can read, for ranks that have no folder."""
-        return cls(bytearray(_WHOLE.size), attempt)
+        return cls(attempt)
 
     def move_to(self, folder: Path, rank: int) -> None:
         """Writes the heartbeat to a file in this folder from now on. Ranks that torchrun has started need this, because
         they choose a folder only after they have joined the process group."""
-        folder.mkdir(parents=True, exist_ok=True)
         path = heartbeat_file(folder, rank)
         new = path.with_suffix(f".{os.getpid()}")
         # The file of a killed rank is replaced by a new one: if it were truncated, a process that has it mapped would
-        # get SIGBUS. The new file's bytes are written, not left as a hole, so that a full disk raises an error here,
-        # instead of SIGBUS in a later step.
-        with new.open("w+b") as file:
+        # get SIGBUS. Writing the new file's bytes here reserves their space on the disk.
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            file = new.open("w+b", buffering=0)
             file.write(bytes(_WHOLE.size))
-            file.flush()
-            self._memory = mmap.mmap(file.fileno(), _WHOLE.size)
-        new.replace(path)
+            new.replace(path)
+        self._file = file
         self.folder = folder
         self._write()
 
@@ -83,19 +86,15 @@ class Heartbeat:
         self._write()
 
     def _write(self) -> None:
+        if self._file is None:
+            return
         self._sequence += 1
         number = self._sequence
-        _WHOLE.pack_into(
-            self._memory,
-            0,
-            number,
-            self._pid,
-            self._attempt,
-            self.step,
-            self.completed,
-            self.activity.encode(),
-            number,
+        record = _WHOLE.pack(
+            number, self._pid, self._attempt, self.step, self.completed, self.activity.encode(), number
         )
+        with suppress(OSError):
+            os.pwrite(self._file.fileno(), record, 0)
 
 
 def heartbeat_file(folder: Path, rank: int) -> Path:

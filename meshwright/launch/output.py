@@ -1,17 +1,24 @@
 """Where a rank's output goes: each rank has a log file, and only the speaker, usually rank 0, prints to the
 terminal."""
 
+import errno
 import faulthandler
 import logging
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
+
+from meshwright.errors import StorageError
+from meshwright.storage import describe_storage_problem, writing
 
 _stderr: TextIO | None = None
 _terminal: TextIO | None = None
 _log: TextIO | None = None
+
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 def log_file(folder: Path, rank: int) -> Path:
@@ -26,9 +33,11 @@ def redirect(folder: Path, rank: int, attempt: int, speaker: int = 0) -> None:
     global _stderr, _terminal, _log
     if _log is not None:
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    _log = log_file(folder, rank).open("a", buffering=1, errors="replace")
-    _log.write(f"--- attempt {attempt}, process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')} ---\n")
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        opened = log_file(folder, rank).open("a", buffering=1, errors="replace")
+        opened.write(f"--- attempt {attempt}, process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')} ---\n")
+    _log = opened
     sys.stdout.flush()
     sys.stderr.flush()
     _stderr = os.fdopen(os.dup(2), "w", buffering=1, errors="replace")
@@ -52,8 +61,10 @@ def clear_progress() -> None:
 
 
 def print_to_user(text: str) -> None:
-    """Prints a line from the launcher to the user."""
-    print(text, file=sys.stderr, flush=True)
+    """Prints a line from the launcher to the user. A stream that cannot take it, such as a file on a full disk, does
+    not stop the launcher."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def terminal() -> TextIO:
@@ -65,6 +76,18 @@ def stderr() -> TextIO:
     """Returns the original stderr of this rank. Failures are printed there if another launcher than meshwright's runs
     it."""
     return _stderr or sys.stderr
+
+
+def explain_log_error(error: BaseException) -> StorageError | None:
+    """Returns the error to show to the user if `error` comes from output to the log of this rank, such as a `print`
+    while the log's disk is full; None if it does not."""
+    if _log is None or not isinstance(error, OSError) or error.filename is not None or error.errno not in _DISK_ERRORS:
+        return None
+    try:
+        os.write(_log.fileno(), b"\n")
+    except OSError as log_error:
+        return describe_storage_problem(log_error, Path(_log.name)) if log_error.errno == error.errno else None
+    return None
 
 
 def log() -> TextIO | None:

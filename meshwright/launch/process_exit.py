@@ -9,15 +9,17 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import NoReturn
 
 from meshwright.errors import MeshwrightError
 from meshwright.launch import output
-from meshwright.launch.environment import Environment
+from meshwright.launch.environment import Environment, store_address
 from meshwright.launch.failure import Failure, failure_from_exception, write_record
 from meshwright.launch.heartbeat import Heartbeat
 
 _PR_SET_PDEATHSIG = 1
+_RECORD_S = 10.0  # how long a rank waits for the launcher to take its record
 
 
 def exit_with_parent(parent: int) -> None:
@@ -28,17 +30,14 @@ def exit_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def exit_forked_process(code: object) -> NoReturn:
-    """Ends a forked process as Python ends a program: joins threads, calls the functions registered with `atexit`, and
-    flushes streams. But it skips the teardown of C++ libraries, because threads of torch sometimes abort the process
-    there, and the launcher would then restart all ranks. `code` is the argument of `sys.exit`: a text is printed, and
-    the exit code is then 1."""
-    if code is not None and not isinstance(code, int):
-        print(code, file=sys.stderr)
+def exit_forked_process() -> NoReturn:
+    """Ends a forked process whose work is done with exit code 0, as Python ends a program: joins threads, calls the
+    functions registered with `atexit`, and flushes streams. But it skips the teardown of C++ libraries, because threads
+    of torch sometimes abort the process there, and the launcher would then restart all ranks."""
     threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing ends its forked processes
     atexit._run_exitfuncs()
     _flush()
-    os._exit(0 if code is None else code if isinstance(code, int) else 1)
+    os._exit(0)
 
 
 @contextmanager
@@ -72,20 +71,29 @@ def _flush() -> None:
 def record_failure_and_exit(error: BaseException, env: Environment, heartbeat: Heartbeat) -> NoReturn:
     """Records and logs the failure, and ends the process at once, because a communicator that hangs could block a
     normal exit."""
+    error = output.explain_log_error(error) or error
     failure = failure_from_exception(error, env.rank, env.attempt, heartbeat)
-    if env.folder is not None:
-        with suppress(OSError):  # a full disk must not hide the failure itself
-            write_record(env.folder, failure)
-    with suppress(OSError, ValueError):
-        _report(failure, launched_by_agent=env.fork_server_pid is not None)
+    if env.fork_server_pid is None:  # meshwright's own launcher prints the first cause itself
+        with suppress(OSError, ValueError):
+            print(failure.line, file=output.stderr())
+    else:
+        with suppress(Exception):  # the launcher is gone
+            _send_to_launcher(failure)
+    with suppress(OSError, ValueError):  # the log's disk may be full
+        _write_to_log(failure)
     _flush()
     os._exit(error.exit_code if isinstance(error, MeshwrightError) else 1)
 
 
-def _report(failure: Failure, launched_by_agent: bool) -> None:
+def _send_to_launcher(failure: Failure) -> None:
+    # Imported here, because it imports torch, and the command that forks the fork server must not have done that.
+    from meshwright.launch.loopback import connect_store
+
+    write_record(connect_store(*store_address(), timedelta(seconds=_RECORD_S)), failure)
+
+
+def _write_to_log(failure: Failure) -> None:
     log = output.log()
     if log is not None:
         log.write(f"{failure.line}\n{failure.traceback}")
         log.flush()
-    if not launched_by_agent:  # meshwright's own launcher prints the first cause itself
-        print(failure.line, file=output.stderr())

@@ -1,15 +1,21 @@
 """Runs a function as a rank: redirects its output to the log, joins the process group, and records a failure."""
 
+import re
 from collections.abc import Callable
 
 import torch
 
+from meshwright.call import describe_error, exits_become_errors, user_position
+from meshwright.errors import MeshwrightError, RankError, UserCodeError
 from meshwright.launch import environment
 from meshwright.launch.communication_errors import explain_communication_error
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.output import redirect
 from meshwright.launch.process_exit import record_failure_and_exit
 from meshwright.launch.world import World, join, leave
+
+# What torch says when a worker process of a DataLoader has died. It may say so in the middle of any function.
+_DEAD_WORKER = re.compile(r"^DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) ((?:is killed|exited)[^.]*)")
 
 
 def run_rank(
@@ -25,20 +31,35 @@ def run_rank(
     if not env.launched:
         main(join(device, timeout_s), Heartbeat.in_memory())
         return
-    if env.folder is not None:
-        redirect(env.folder, env.rank, env.attempt, env.speaker)
-        heartbeat = Heartbeat.in_folder(env.folder, env.rank, env.attempt)
-    else:
-        heartbeat = Heartbeat.in_memory(env.attempt)
+    heartbeat = Heartbeat.in_memory(env.attempt)
     world = World(env.rank, env.local_rank, env.size, env.local_size, env.attempt, torch.device("cpu"), None)
     try:
+        if env.folder is not None:
+            redirect(env.folder, env.rank, env.attempt, env.speaker)
+            heartbeat.move_to(env.folder, env.rank)
         world = join(device, timeout_s)
-        main(world, heartbeat)
+        with exits_become_errors():
+            main(world, heartbeat)
         leave()
-    except SystemExit:
-        raise
     except BaseException as error:
-        explained = explain_communication_error(error, world, heartbeat, timeout_s, heartbeat.folder)
+        explained = _explain(error) or explain_communication_error(error, world, heartbeat, timeout_s, heartbeat.folder)
         if explained is not None and explained is not error:
             explained.__cause__ = error
         record_failure_and_exit(explained or error, env, heartbeat)
+
+
+def _explain(error: BaseException) -> MeshwrightError | None:
+    """Returns an error in words for an exception of the user's code that has no message or a misleading one, and for
+    the death of a process that loads data. Returns None for other exceptions."""
+    if isinstance(error, UserCodeError):
+        return error
+    if isinstance(error, (StopIteration, GeneratorExit, SystemExit, KeyboardInterrupt)) and user_position(error):
+        return UserCodeError(describe_error(error))
+    dead_worker = _DEAD_WORKER.search(str(error))
+    if dead_worker is None:
+        return None
+    processes, end = dead_worker[1], dead_worker[2].replace("is killed", "was killed").strip()
+    return RankError(
+        f"a data loader worker (process {processes}) {end}: lower data.workers if memory ran out; with data.workers 0,"
+        " an error in the data set's code is shown"
+    )

@@ -20,7 +20,7 @@ from meshwright.parallel.pipeline.pipeline import PipelineExecutor
 from meshwright.parallel.precision import forward_precision, fp32_product_precision
 from meshwright.parallel.replicate.gradient_averaging import GradientAverager
 from meshwright.parallel.replicate.local_steps import LocalSteps
-from meshwright.parallel.replicate.replicate import broadcast_buffers
+from meshwright.parallel.replicate.replicate import broadcast_buffers, forget_compressed_gradients
 from meshwright.parallel.tensor.dimension_partition import shard_input_columns
 from meshwright.parallel.tensor.shard_view import gather_shard_views
 from meshwright.parallel.weights.layout import ParameterLayout, TiedLayout
@@ -126,6 +126,11 @@ class ParallelModel:
         """Scales the gradients in place so that the norm of the whole model's gradient is at most `max_norm`. Returns
         the norm before scaling, the same on every rank."""
         return clip_(self._gradients(), self.layouts, self.tied, self.mesh, max_norm)
+
+    def reset_compression(self) -> None:
+        """Makes PowerSGD forget what it keeps of earlier gradients. If one of them was NaN, all later ones would be."""
+        if isinstance(self.runner, DistributedDataParallel):
+            forget_compressed_gradients(self.runner)
 
     def _gradients(self) -> list[tuple[str, Tensor | None]]:
         return [(name, parameter.grad) for name, parameter in self.module.named_parameters()]

@@ -130,6 +130,11 @@ def ignore_in_ddp(module: nn.Module, names: list[str]) -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
 
 
+def comm_hook_states(model: DistributedDataParallel) -> list[object]:
+    """The state objects of the communication hooks that were registered with a DDP."""
+    return [state for _, state in model._comm_hooks]
+
+
 # ---- pipeline stages (pipeline/runner.py)
 #
 # `_TorchStage` overrides two private methods of `PipelineStage`: `_get_init_p2p_neighbors_ops` and

@@ -20,7 +20,8 @@ from meshwright.proof.reference.reference import Reference, preserve_generators
 from meshwright.proof.reference.reference_setup import build_setup
 from meshwright.proof.reference_comparison import ReferenceComparison
 from meshwright.proof.request import ProofRequest
-from meshwright.train.output.recording import RecordedStep, read_start, read_step
+from meshwright.train.output.record_file import RecordedStep
+from meshwright.train.output.recording import read_start, read_step
 
 Tensors = dict[str, Tensor]
 # A shift of a weight below this share of the allowed error is not adopted, because such shifts cannot add up to the

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.proof.compare.errors import Comparison, Difference
+from meshwright.storage import output_error, write_atomically
 from meshwright.train.output.metrics_log import finite_or_none
 
 
@@ -108,10 +108,15 @@ def save_proof(proof: Proof, output: Path, name: str) -> Path:
         while True:
             path = output / f"{name}-proof-{number:04d}.json"
             try:
-                with path.open("x") as file:
-                    file.write(text)
-                return path
+                path.open("x").close()  # takes the name
+                break
             except FileExistsError:
                 number += 1
     except OSError as error:
-        raise InputError(f"output: cannot write in '{output}': {error.strerror}") from None
+        raise output_error(error, output) from None
+    try:
+        write_atomically(path, text)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    return path

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from meshwright.cluster.cores import usable_cores
 from meshwright.cluster.detect import detect, detect_cpu
 from meshwright.errors import InputError, RankError
+from meshwright.exchange import broadcast_value
 from meshwright.job import Job
 from meshwright.launch.local.launch import RankSettings, launch
 from meshwright.launch.world import World, is_launched
@@ -25,6 +25,7 @@ from meshwright.proof.record.request_file import check_main_guard, write_request
 from meshwright.proof.request import COMPARISON_DTYPES, ProofRequest
 from meshwright.proof.rounded_comparison import compare_rounded, with_exact_cause
 from meshwright.proof.shrink import shrink
+from meshwright.storage import output_error
 from meshwright.train.check import check_job
 from meshwright.train.job_parts import JobParts
 from meshwright.train.session import Session
@@ -140,18 +141,10 @@ def prove_in_running_ranks(request: ProofRequest, world: World, folder: Path) ->
         )
     record(request, world, folder)
     proof = _compare_records(request, folder, world.device) if world.rank == 0 else None
-    if request.in_plan_precision and _broadcast_from_rank_0(proof is not None and not proof.equal, world):
+    if request.in_plan_precision and broadcast_value(proof is not None and not proof.equal):
         exact = prove_in_running_ranks(replace(request, dtype=EXACT_DTYPE), world, folder)
         return with_exact_cause(proof, exact) if proof and exact else None
     return proof
-
-
-def _broadcast_from_rank_0(value: bool, world: World) -> bool:
-    """Rank 0's value, on every rank."""
-    values = [value]
-    if world.size > 1:
-        dist.broadcast_object_list(values, src=0)
-    return values[0]
 
 
 def check_request(request: ProofRequest) -> None:
@@ -180,7 +173,7 @@ def work_folder(parent: Path | None) -> Iterator[Path]:
             parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=".proof-", dir=parent))
     except OSError as error:
-        raise InputError(f"output: cannot write in '{parent}': {error.strerror}") from None
+        raise output_error(error, parent or Path(tempfile.gettempdir())) from None
     try:
         yield folder
     except RankError:

@@ -47,7 +47,8 @@ from meshwright.proof.reference.reference_setup import build_setup
 from meshwright.proof.reference.rounded_reference import RoundedReference
 from meshwright.proof.reference_comparison import ReferenceComparison
 from meshwright.proof.request import ProofRequest
-from meshwright.train.output.recording import RecordedStep, count_recorded_steps, read_start, read_step
+from meshwright.train.output.record_file import RecordedStep
+from meshwright.train.output.recording import count_recorded_steps, read_start, read_step
 
 Tensors = dict[str, Tensor]
 

@@ -8,6 +8,7 @@ added for one independent rounding per layer and direction, each by eps of that 
 """
 
 import math
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from meshwright.data.mapped import make_partition
 from meshwright.dtypes import ROUNDING_DTYPES
 from meshwright.errors import InputError
-from meshwright.job import Job, load_job, load_plan
+from meshwright.job import Job, load_plan
 from meshwright.plan import Plan
 from meshwright.proof.causes.diagnose import diagnose
 from meshwright.proof.causes.evidence import Evidence, ExpectedStep
@@ -31,7 +32,9 @@ from meshwright.proof.reference.reference import PlainTraining, Reference, prese
 from meshwright.proof.reference.reference_setup import build_setup
 from meshwright.proof.request import ProofRequest
 from meshwright.train.output.folder import RunFolder, job_differences
-from meshwright.train.output.recording import RecordedStep, count_recorded_steps, read_start, read_step
+from meshwright.train.output.origin import open_run, read_run_file
+from meshwright.train.output.record_file import RecordedStep
+from meshwright.train.output.recording import count_recorded_steps, read_start, read_step
 
 _CPU = torch.device("cpu")
 
@@ -81,10 +84,13 @@ class RunTolerance:
         return f"{self.sums} + {LAMBDA:g} × √(2 × {self.sums.depth} layers) × {eps:.2g}"
 
 
-def compare_runs(reference_path: Path, compared_path: Path) -> Proof:
+def compare_runs(reference_path: Path, compared_path: Path, job: Job | None = None, trust: bool = False) -> Proof:
     """Compares the recorded steps of the run in `compared_path` with those of the run in `reference_path`. If they
-    differ, the proof says where and why."""
-    reference, compared = _open_run(reference_path), _open_run(compared_path)
+    differ, the proof says where and why.
+
+    `job` is the job of both runs. If it is None, the runs' own job.yaml files are used; as the comparison executes what
+    they import, this user must have written both runs, or `trust` them. Of the runs, only data is read otherwise."""
+    reference, compared = (_read_run(path, job, trust) for path in (reference_path, compared_path))
     _check_same_job(reference, compared)
     with preserve_generators(_CPU):
         return _RunComparison(reference, compared).run()
@@ -111,6 +117,7 @@ class _RunComparison:
 
     def run(self) -> Proof:
         before, start = read_start(self.reference.record), read_start(self.compared.record)
+        self._check_shapes(before)
         self.comparator.raise_tolerance(self.tolerance.with_drift(0.0))
         self.comparator.compare_states(0, start, before.state, {})
         for training in (self.replayed, self.perturbed):
@@ -135,6 +142,19 @@ class _RunComparison:
             notes=_notes(self.reference, self.compared, self.request.steps, first.step if first else None),
             against=str(self.reference.folder.path),
         )
+
+    def _check_shapes(self, start: RecordedStep) -> None:
+        """Raises InputError if the reference run's record is not one of the job's model. The shapes in the other record
+        have been compared with it."""
+        for name, value in self.replayed.model.state_dict().items():
+            if not isinstance(value, Tensor) or (name not in start.state and name not in self.comparator.parameters):
+                continue
+            recorded_shape = tuple(start.state[name].shape) if name in start.state else None
+            if recorded_shape != tuple(value.shape):
+                raise InputError(
+                    f"--against {self.reference.folder.path}: its record has {name} of shape {recorded_shape}, but the"
+                    f" job's model has {tuple(value.shape)}: record it again"
+                )
 
     def _step(self, step: int, before: RecordedStep) -> tuple[Evidence | None, RecordedStep]:
         """Compares one step, which the reference run started from `before`. Returns the evidence if the step differs,
@@ -214,20 +234,27 @@ class _RunComparison:
         return counter.tolerance(len(batch.groups), setup.dtype)
 
 
-def _open_run(path: Path) -> RecordedRun:
+def _read_run(path: Path, job: Job | None, trust: bool) -> RecordedRun:
+    """Returns the recorded run of a folder. `job` and `trust` are those of `compare_runs`."""
     folder = RunFolder(path)
     for file in (folder.job, folder.plan):
-        if not file.exists():
+        if not os.path.exists(file):
             raise InputError(f"--against {path}: this is no run folder, it has no {file.name}")
     steps = count_recorded_steps(folder.record)
     if not steps:
         raise InputError(f"--against {path}: no steps of this run were recorded, train it with --record 3")
-    return RecordedRun(folder, load_job(folder.job), load_plan(folder.plan), steps)
+    if job is None:
+        job, plan = open_run(path, trust)
+        return RecordedRun(folder, job, plan, steps)
+    changes = job_differences(job, folder)
+    if changes:
+        raise InputError(f"--against {path}: this run trains something else than the JOB: {changes[0]}")
+    return RecordedRun(folder, job, load_plan(folder.plan, text=read_run_file(folder.plan)), steps)
 
 
 def _check_same_job(reference: RecordedRun, compared: RecordedRun) -> None:
     """Raises InputError if the two runs differ in anything but their plans, or in the shapes of their models'
-    tensors."""
+    tensors, or if a record has not the observations of all ranks."""
     paths = reference.folder.path, compared.folder.path
     changes = job_differences(compared.job, reference.folder)
     if changes:
@@ -235,7 +262,14 @@ def _check_same_job(reference: RecordedRun, compared: RecordedRun) -> None:
             f"--against {paths[0]} {paths[1]}: the second trains something else: {changes[0]} (there: the first, here:"
             " the second)"
         )
-    states = [read_start(run.record).state for run in (reference, compared)]
+    starts = [read_start(run.record) for run in (reference, compared)]
+    for run, start in zip((reference, compared), starts, strict=True):
+        if len(start.observations) != run.plan.world_size:
+            raise InputError(
+                f"--against {run.folder.path}: its record has the observations of {len(start.observations)} ranks, but"
+                f" its plan.yaml is for {run.plan.world_size}: record it again"
+            )
+    states = [start.state for start in starts]
     for name in (*states[0], *states[1]):
         shapes = [tuple(state[name].shape) if name in state else None for state in states]
         if shapes[0] != shapes[1]:

@@ -1,6 +1,5 @@
 """Builds the parts of a run from its job: data sets, loading options, metrics and the model."""
 
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch.utils.data import default_collate
 
 from meshwright.call import Call, bind, build, describe_error
 from meshwright.data.loading import LoadingOptions
+from meshwright.data.samples import collate_samples, dataset_size, read_first_samples, read_sample
 from meshwright.errors import InputError, MeshwrightError, did_you_mean
 from meshwright.job import Job, Weights
 from meshwright.parallel.weights.initialize import initialize_model
@@ -33,8 +33,8 @@ def build_data(job: Job) -> tuple[Any, Any]:
             raise InputError(
                 f"{role} makes a {type(dataset).__name__}, which is no data set: it lacks __getitem__ and __iter__"
             )
-        if dataset is not None and hasattr(dataset, "__len__") and len(dataset) == 0:
-            raise InputError(f"{role} is empty: there is nothing to train on or to evaluate")
+        if dataset is not None and hasattr(dataset, "__len__"):
+            dataset_size(dataset, role)  # raises an error if this is no number of samples, or 0
     return train, evaluation
 
 
@@ -138,11 +138,14 @@ def load_weights(model: nn.Module, weights: Weights) -> None:
 
 def sample_batch(job: Job, dataset: Any) -> Any:
     """Returns a batch of the data set's first two samples, from which the structure of its batches can be seen."""
+    collate = bind(job.data.collate, "data.collate") if job.data.collate else default_collate
     if hasattr(dataset, "__getitem__"):
-        samples = [dataset[index % len(dataset)] for index in range(2)]
+        indices = [index % dataset_size(dataset) for index in range(2)]
+        samples = [read_sample(dataset, index) for index in indices]
     else:
-        samples = list(islice(iter(dataset), 2))
-    return (bind(job.data.collate, "data.collate") if job.data.collate else default_collate)(samples)
+        samples = read_first_samples(dataset, 2)
+        indices = list(range(len(samples)))
+    return collate_samples(collate, samples, dataset, indices)
 
 
 def schedule_unit(job: Job) -> Any:

@@ -20,14 +20,22 @@ from meshwright.train.build import build_loading, build_metrics, construct_model
 from meshwright.train.job_parts import JobParts
 from meshwright.train.step.loss import check_sample_comparison, classify_loss
 from meshwright.train.step.optimizer import build_optimizer
+from meshwright.trust import environment_key
 
 
 def check_job(job: Job, plan: Plan, cluster: Cluster, parts: JobParts | None = None) -> None:
     """Raises an `InputError` of one line if the job cannot run under the plan on the cluster. `parts` caches what
     has been built from the job."""
     parts = parts or JobParts(job)
+    environment_key()  # raises an error if the key that signs the run cannot be read
     check_runnable(plan)
     check_servers(plan)
+    if plan.gradients.servers and job.train.on_nonfinite == "rewind":
+        raise InputError(
+            "train.on_nonfinite is rewind, but workers of parameter servers cannot go back to a checkpoint, and"
+            f" gradients.servers is {plan.gradients.servers}: set train.on_nonfinite to skip or stop, or"
+            " gradients.servers to 0"
+        )
     check_devices(plan, cluster)
     check_batch(job, plan)
     model = _check_model(job, parts)

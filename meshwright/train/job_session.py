@@ -52,6 +52,7 @@ def build_session(job: Job, plan: Plan, world: World, report: Report) -> Session
         make_schedule=make_schedule,
         schedule_per=schedule_unit(job),
         clip_norm=job.train.clip_norm,
+        on_nonfinite="ignore" if job.train.on_nonfinite == "stop" else "skip",
         seed=job.train.seed,
         target=job.data.target,
         frozen=frozen_modules(model) if job.train.freeze else (),

@@ -4,10 +4,11 @@ variables. The ranks are running already, and rank 0 chooses the run folder for 
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from meshwright import errors
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import InputError, MeshwrightError
+from meshwright.exchange import broadcast_value
 from meshwright.job import Job
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.output import redirect
@@ -55,18 +56,22 @@ def _agree_on_folder(
 ) -> tuple[RunFolder, LockedRun | None]:
     """Returns the run folder, which is the same on all ranks, and the locked run (None on ranks other than 0). Rank 0
     checks the job, then chooses and locks the folder. If this raises a `MeshwrightError`, every rank raises it."""
-    locked_run: LockedRun | None = None
-    outcome: list[Any] = [None]  # rank 0's folder or error
     if world.rank == 0:
         try:
             check_job(job, plan, cluster.with_device_count(world.size))
             locked_run = lock_run_folder(job, resume)
             write_job_and_plan(locked_run.folder, job, plan)
-            outcome = [locked_run.folder]
         except MeshwrightError as error:
-            outcome = [error]
-    if world.size > 1:
-        dist.broadcast_object_list(outcome, src=0)
-    if isinstance(outcome[0], MeshwrightError):
-        raise outcome[0]
-    return outcome[0], locked_run
+            broadcast_value({"error": _error_class(error), "message": str(error)})
+            raise
+        broadcast_value({"folder": locked_run.folder.path})
+        return locked_run.folder, locked_run
+    outcome = broadcast_value(None)
+    if "error" in outcome:
+        raise getattr(errors, outcome["error"])(outcome["message"])
+    return RunFolder(outcome["folder"]), None
+
+
+def _error_class(error: MeshwrightError) -> str:
+    """Returns the name of the class in errors.py that the error is an instance of."""
+    return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__)

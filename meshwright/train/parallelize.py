@@ -2,7 +2,7 @@
 srun with torchrun's environment variables), or in a single process."""
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ def parallelize(
     plan: Plan | None = None,
     schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
     clip_norm: float | None = None,
+    on_nonfinite: Literal["ignore", "skip"] = "ignore",
     seed: int = 0,
     target: str | None = None,
     device: str | None = None,
@@ -34,9 +35,10 @@ def parallelize(
     `optimizer` is a template: the session builds a new optimizer of the same class, groups and options for the parallel
     model, and matches parameters by name. Calling `step` of the given optimizer then raises an error. `schedule` is
     called with the new optimizer and returns its learning-rate schedule. `loss` is None for models that return their
-    loss. `target` is the key of the target in batches that are dicts. `device` is `cuda` or `cpu`; None means `cuda` if
-    there is a GPU. `sample_batch`, a batch of any size, is needed for plans that split or cut the model. `timeout_s` is
-    how long a rank waits for other ranks before it fails.
+    loss. With `on_nonfinite="skip"`, the update of a step whose loss or gradients are NaN or infinite is left out on
+    all ranks and counted in the session's `skipped_steps`. `target` is the key of the target in batches that are dicts.
+    `device` is `cuda` or `cpu`; None means `cuda` if there is a GPU. `sample_batch`, a batch of any size, is needed for
+    plans that split or cut the model. `timeout_s` is how long a rank waits for other ranks before it fails.
     """
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     world = join(kind, timeout_s)
@@ -50,6 +52,7 @@ def parallelize(
         world=world,
         make_schedule=schedule,
         clip_norm=clip_norm,
+        on_nonfinite=on_nonfinite,
         seed=seed,
         target=target,
         sample=sample_batch,

@@ -1,6 +1,7 @@
 """`train`, the work of `meshwright train`: checks the job, locks a run folder, starts the ranks, waits for them, and
 returns the result."""
 
+import os
 import shutil
 import sys
 from contextlib import suppress
@@ -52,7 +53,7 @@ def train(
             " leave out --record, or set gradients.servers to 0"
         )
     output = Path(job.output)
-    new_folders = [path for path in (output, *output.parents) if not path.exists()]
+    new_folders = [path for path in (output, *output.parents) if not os.path.lexists(path)]
     locked_run = lock_run_folder(job, resume)
     folder = locked_run.folder
     for line in filter(None, (locked_run.note, note)):

@@ -1,22 +1,20 @@
 """`Session`: a model that is trained under a plan, step by step, by the trainer or in a user's own loop."""
 
-import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from meshwright.batch import ModelBatch, split_batch
 from meshwright.checkpoint.load import load
-from meshwright.checkpoint.manifest import verify
+from meshwright.checkpoint.reader import verify
 from meshwright.checkpoint.save import save_at
 from meshwright.checkpoint.state import State, model_state, optimizer_state
-from meshwright.data.loading import Batch, LoadingOptions, Microbatch, SampleShare, eval_batches, train_batches
+from meshwright.data.loading import Batch, LoadingOptions, Microbatch, SampleShare, train_batches
 from meshwright.data.order import derive_seed
 from meshwright.errors import InputError
 from meshwright.launch.world import World
@@ -40,7 +38,9 @@ from meshwright.train.step.loss import (
     over_all_ranks,
 )
 from meshwright.train.step.loss_scale import LossScale
+from meshwright.train.step.nonfinite import NonFiniteCheck
 from meshwright.train.step.optimizer import use_fused_kernels
+from meshwright.train.step.randomness import seed_all
 
 Report = Callable[[str], None]  # called with what the rank is doing, for its heartbeat
 Parameters = Mapping[str, nn.Parameter]  # those that this rank holds, by their names in the user's model
@@ -69,6 +69,9 @@ class Session:
     is the number of fixed parts of the data set with `data.partition: sample`, otherwise None. `gradient_norm` is the
     norm of the last step's gradients before clipping, or None without clipping. `on_gradients` is called in each step
     when the gradients are complete, before they are clipped.
+
+    `nonfinite` says what was NaN or infinite in the last step, such as `the loss is nan`; None if nothing was, and
+    always with `on_nonfinite="ignore"`. `skipped_steps` is the number of steps whose update was left out for this.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class Session:
         make_schedule: MakeSchedule | None = None,
         schedule_per: Literal["step", "epoch"] = "step",
         clip_norm: float | None = None,
+        on_nonfinite: Literal["ignore", "skip"] = "ignore",
         seed: int = 0,
         target: str | None = None,
         frozen: tuple[str, ...] = (),
@@ -89,10 +93,11 @@ class Session:
         sample: Any = None,
         fill: FillWeights | None = None,
     ) -> None:
-        """`make_optimizer` is called with the parameters that this rank holds. `target` is the key of the target in
-        batches that are dicts. `frozen` are names of modules that stay in evaluation mode. `sample` is a batch of any
-        size, which only plans that split or cut the model need. `fill` gives a model on the meta device its weights
-        once the plan has divided it."""
+        """`make_optimizer` is called with the parameters that this rank holds. With `on_nonfinite="skip"`, the update
+        of a step whose loss or gradients are NaN or infinite is left out on all ranks. `target` is the key of the
+        target in batches that are dicts. `frozen` are names of modules that stay in evaluation mode. `sample` is a
+        batch of any size, which only plans that split or cut the model need. `fill` gives a model on the meta device
+        its weights once the plan has divided it."""
         if plan.gradients.servers:
             raise InputError(
                 f"the plan ({plan.summary()}) has parameter servers, which only `meshwright train` starts: use that"
@@ -121,6 +126,11 @@ class Session:
         self.remote_optimizer: RemoteOptimizer | None = None
         self.on_gradients: Callable[[], None] | None = None
         self.gradient_norm: Tensor | None = None
+        # In fp16, a gradient that is not finite only means that the loss scale is too large, and it reacts to that.
+        check = NonFiniteCheck(self._parallel, world.size, with_gradients=self.loss_scale is None)
+        self._nonfinite_check = check if on_nonfinite == "skip" else None
+        self.nonfinite: str | None = None
+        self.skipped_steps = 0
         # Captures forward and backward passes of a single rank. With `compile`, torch captures the blocks itself.
         captures = plan.compute.cuda_graphs and plan.compute.compile == "none" and world.device.type == "cuda"
         self._graphs = StepGraphs(self._run_forward_backward, list(self.module.parameters())) if captures else None
@@ -183,7 +193,9 @@ class Session:
         another loader. Returns the mean loss of the global batch, which is the same on every rank."""
         # Random numbers depend only on the seed, the step and the data rank. Therefore evaluations and restarts do not
         # change them, and ranks that compute the same activations use the same dropout masks.
-        _seed_all(derive_seed(self.seed, "step", self.steps, self._share().rank), self.world.device)
+        seed_all(derive_seed(self.seed, "step", self.steps, self._share().rank), self.world.device)
+        if self._nonfinite_check:
+            self._nonfinite_check.copy_buffers()
         if self._parallel.local_steps:
             self._parallel.local_steps.before_step(self.steps)
         self.optimizer.zero_grad(set_to_none=True)
@@ -199,19 +211,35 @@ class Session:
         else:
             loss = self._run_forward_backward(examples, samples)
         self._report("optimizer")
+        if self._nonfinite_check:
+            self.nonfinite = self._nonfinite_check.examine(loss)
+            self.skipped_steps += self.nonfinite is not None
         if self.remote_optimizer is None:
-            stepped = self._update()
+            stepped = self.nonfinite is None and self._update()
         else:
             stepped, loss = self.remote_optimizer.update(self, loss)
         if self._parallel.local_steps:
             self._parallel.local_steps.after_step()
-        self.steps += 1
-        if has_position:
-            self.position = (batch.epoch + 1, 0) if batch.last else (batch.epoch, batch.index + 1)
-        # A schedule that is stepped per step is not stepped if the optimizer's step was skipped (in fp16).
-        if self.schedule and (stepped if self._schedule_per == "step" else has_position and batch.last):
-            self.schedule.step()
+        self._advance(batch if has_position else None, stepped)
         return loss
+
+    def leave_out(self, batch: Batch) -> None:
+        """Counts a batch that `batches` yielded as a step, but does not train on it."""
+        self.nonfinite = None
+        self.skipped_steps += 1
+        if self._parallel.local_steps:  # replicas may have to average their weights after this step
+            self._parallel.local_steps.before_step(self.steps)
+            self._parallel.local_steps.after_step()
+        self._advance(batch, stepped=False)
+
+    def _advance(self, batch: Batch | None, stepped: bool) -> None:
+        """Counts a step. `batch` is None for a batch from another loader. `stepped`: the optimizer made a step."""
+        self.steps += 1
+        if batch:
+            self.position = (batch.epoch + 1, 0) if batch.last else (batch.epoch, batch.index + 1)
+        # A schedule that is stepped per step is not stepped if the optimizer's step was skipped.
+        if self.schedule and (stepped if self._schedule_per == "step" else batch and batch.last):
+            self.schedule.step()
 
     def _update(self) -> bool:
         """Makes the optimizer's step. Returns False when it was skipped because a gradient was not finite in fp16."""
@@ -265,25 +293,22 @@ class Session:
         metrics = {name: over_all_ranks(metric, self._gather_samples) for name, metric in metrics.items()}
         totals = MetricTotals(metrics, self.world.device)
         share = share or self._share()
-        local = eval_batches(
-            dataset, batch=max(1, batch // share.ranks), share=share, loading=loading or LoadingOptions()
-        )
         same_count = (
             self._parallel.needs_equal_batch_counts
             or share.ranks < self.world.size
             or (any_compares and self.world.size > 1)
         )
-        batches = EvaluationBatches(local, interrupted, same_count)
+        batches = EvaluationBatches(
+            dataset, max(1, batch // share.ranks), share, loading or LoadingOptions(), interrupted, same_count
+        )
         with torch.no_grad():  # not inference_mode, whose tensors training could not use if the model caches one
             for part in batches:
                 example = self._example(part.data, part.width)
                 output = self._parallel.evaluate(example)
                 if not self._parallel.position.reports_loss or not (part.samples or any_compares):
                     continue
-                term = self._loss.term(output, example.target, part.samples)
-                count = self._loss.count(example.target, part.samples)
-                count = count if term.returned_count is None else term.returned_count
-                totals.add_value("loss", (term.sum, count), part.samples)
+                loss = self._loss.sum_and_count(output, example.target, part.samples)
+                totals.add_value("loss", loss, part.samples)
                 totals.add(output, example.target, part.samples)
         self._train_mode()
         return totals, batches.gave_up
@@ -312,9 +337,10 @@ class Session:
         }
 
     def about(self) -> dict[str, Any]:
-        """What a checkpoint's manifest says about its position in the run: `step`, `position`, `seed`, and `parts` if
-        it is not None. Seed and step determine all random numbers."""
-        about = {"step": self.steps, "position": list(self.position), "seed": self.seed}
+        """What a checkpoint's manifest says about its position in the run: `step`, `position`, `seed`, `skipped`, and
+        `parts` if it is not None. Seed and step determine all random numbers."""
+        position, skipped = list(self.position), self.skipped_steps
+        about = {"step": self.steps, "position": position, "seed": self.seed, "skipped": skipped}
         return about | ({"parts": self.parts} if self.parts else {})
 
     def save(self, path: str | Path) -> Path:
@@ -340,6 +366,8 @@ class Session:
         self.seed = int(about["seed"])  # order and random numbers continue as in the saved run
         self.position = (int(about["position"][0]), int(about["position"][1]))
         self.parts = int(about["parts"]) if about.get("parts") else None
+        self.skipped_steps = int(about.get("skipped", 0))
+        self._parallel.reset_compression()
 
     # ---- batches
 
@@ -368,13 +396,3 @@ class Session:
         self._parallel.train()
         for name in self._frozen:
             self.module.get_submodule(name).eval()
-
-
-def _seed_all(seed: int, device: torch.device) -> None:
-    """Seeds the generators of torch, `random` and NumPy. It does not call `torch.manual_seed`, because that stores
-    every call with its stack as long as CUDA is not initialized."""
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)

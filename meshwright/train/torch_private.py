@@ -7,6 +7,7 @@ __all__ = [
     "foreach_add_",
     "foreach_div_",
     "foreach_mul_",
+    "foreach_norm",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -17,5 +18,7 @@ __all__ = [
 foreach_add_ = torch._foreach_add_
 foreach_div_ = torch._foreach_div_
 foreach_mul_ = torch._foreach_mul_
+# The norm of each tensor of a list.
+foreach_norm = torch._foreach_norm
 # Multiplies gradients by a factor, and sets a flag to 1 when one of them is not finite; used by torch's GradScaler.
 unscale_and_check_finite_ = torch._amp_foreach_non_finite_check_and_unscale_

@@ -10,46 +10,35 @@ If a rank dies while a checkpoint is saved, the run repeats the steps since the 
 """
 
 import json
-import math
-import resource
 from contextlib import closing
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.checkpoint.load import find_newest_valid
-from meshwright.checkpoint.save import clear_unfinished, prune, save
 from meshwright.data.loading import Batch
 from meshwright.data.mapped import make_partition
 from meshwright.data.part_balance import describe_parts, labels_of
 from meshwright.data.partition import Partition, PartPartition
+from meshwright.errors import TrainingDiverged
 from meshwright.job import Job
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.output import terminal
 from meshwright.launch.signals import StopRequest
 from meshwright.launch.world import World
+from meshwright.storage import write_atomically
 from meshwright.train.build import build_data, build_loading, build_metrics
-from meshwright.train.output.folder import RunFolder, write_text
+from meshwright.train.output.checkpoints import BestCheckpoint, RunCheckpoints, SavedCheckpoint
+from meshwright.train.output.folder import RunFolder
 from meshwright.train.output.metrics_log import MetricsLog, finite_or_none
+from meshwright.train.output.peak_memory import peak_memory_bytes
 from meshwright.train.output.progress import Display, SilentDisplay, describe_metrics, make_display
 from meshwright.train.output.recording import record_steps
 from meshwright.train.output.throughput import ThroughputMeter
+from meshwright.train.step.divergence import DivergenceMonitor
 from meshwright.train.step_runner import StepRunner
 from meshwright.train.stop_agreement import StopAgreement
-
-LOWER_IS_BETTER = ("loss", "error", "perplexity")
-
-
-@dataclass(frozen=True)
-class BestCheckpoint:
-    """The step at which the metric that `checkpoint.best` names was best so far, and its value there."""
-
-    step: int
-    value: float
 
 
 class Trainer:
@@ -77,14 +66,18 @@ class Trainer:
         self.meter = ThroughputMeter()
         self.last_loss: Tensor | None = None
         self.last_evaluation: tuple[int, dict[str, float]] | None = None  # the step and the metrics
+        self.checkpoints = RunCheckpoints(folder.checkpoints, world, job.checkpoint)
         self.saved_step: int | None = None
         self.best: BestCheckpoint | None = None
-        self.warned_of_loss = False
         self.recorded_steps = recorded_steps
+        self.divergence = DivergenceMonitor(job.train.on_nonfinite)
+        self.left_out: set[tuple[int, int]] = set()  # the epoch and index of batches that are not trained on
+        self.told_not_saved = False  # whether the user knows that the weights are not finite
 
     def run(self, stop: StopRequest) -> bool:
         """Trains to the end, or until a stop is requested. Returns True if the run is finished, and False if it was
         stopped."""
+        self.checkpoints.note_start(self.session.state())
         start_message = self._resume()
         self._open_outputs()
         try:
@@ -95,7 +88,7 @@ class Trainer:
             if finished:
                 self._finish()
             else:
-                self.display.line(f"stopped after step {self.session.steps}, which is saved")
+                self.display.line(f"stopped after step {self.session.steps}, {self._describe_saved()}")
             return finished
         finally:
             self.display.close()
@@ -104,12 +97,16 @@ class Trainer:
 
     def _open_outputs(self) -> None:
         """Opens the metrics log and the progress display on rank 0."""
-        self.metrics_log: MetricsLog | None = None
+        self.metrics_log = self._open_metrics_log()
         self.display: Display = SilentDisplay()
         if self.world.rank == 0:
-            steps, tensorboard = self.session.steps, self.job.log.tensorboard
-            self.metrics_log = MetricsLog(self.folder, steps, tensorboard, self._is_evaluated())
-            self.display = make_display(terminal(), self.total_steps(), steps)
+            self.display = make_display(terminal(), self.total_steps(), self.session.steps)
+
+    def _open_metrics_log(self) -> MetricsLog | None:
+        """Opens the metrics log at the current step; None on ranks other than 0."""
+        if self.world.rank != 0:
+            return None
+        return MetricsLog(self.folder, self.session.steps, self.job.log.tensorboard, self._is_evaluated())
 
     def _describe_data_parts(self) -> list[str]:
         """Lines that say how evenly the samples are distributed over the fixed parts of the data set. Empty unless
@@ -140,8 +137,16 @@ class Trainer:
         if self._evaluation_due(None) and not self._evaluate(stop):
             self._save()
             return False
-        if self._at_end():
-            return True
+        if self._rewinds and self.saved_step is None:
+            self._save()  # the checkpoint that the first steps can go back to
+        finished: bool | None = None
+        while finished is None and not self._at_end():
+            finished = self._train_from_position(stop, agreement)
+        return finished is not False
+
+    def _train_from_position(self, stop: StopRequest, agreement: StopAgreement) -> bool | None:
+        """Trains on the batches from the session's position on. Returns True at the end of the run, False if the run
+        was stopped, and None if it went back to a checkpoint, so that its batches begin at another position."""
         train = self.job.train
         batches = self.session.batches(
             self.train_set, train.epochs, train.global_batch, self.loading, self.job.data.drop_last
@@ -151,11 +156,21 @@ class Trainer:
             self.heartbeat.update(self.session.steps, "data")
             for batch in batches:
                 agreement.start()
-                self.last_loss = step(batch)
+                is_left_out = (batch.epoch, batch.index) in self.left_out
+                if is_left_out:
+                    self.session.leave_out(batch)
+                else:
+                    self.last_loss = step(batch)
+                if self._rewinds and self.session.nonfinite is not None:
+                    agreement.result()  # a stop request is still there after the next step
+                    self._rewind(batch, self.session.nonfinite)
+                    return None
                 self.heartbeat.finish_step()
                 self.meter.step(batch.samples)
                 self.display.advance(self.session.steps)
-                self._log(batch)
+                if not is_left_out:
+                    self._log(batch)
+                self._log_nonfinite(batch, is_left_out)
                 if self._evaluation_due(batch) and not self._evaluate(stop):
                     self._save()
                     return False
@@ -171,9 +186,11 @@ class Trainer:
 
     def _finish(self) -> None:
         """Evaluates and saves the final weights, and writes the result, which marks the run as finished."""
+        self.divergence.at_end(self.session.steps, self.session.skipped_steps)
         if self.eval_set is not None and not self._is_evaluated():
             self._evaluate(None)
-        self._save()
+        if not self._save():
+            raise TrainingDiverged(f"the run ends after step {self.session.steps}, {self._describe_saved()}")
         self.heartbeat.update(self.session.steps, "result")
         peak = self._peak_memory_bytes()
         loss = None if self.last_loss is None else float(self.last_loss)
@@ -185,12 +202,13 @@ class Trainer:
                 "loss": finite_or_none(loss),
                 "metrics": {name: finite_or_none(value) for name, value in metrics.items()},
                 "samples_per_s": self.meter.samples_per_s,
+                "skipped_steps": self.session.skipped_steps,
                 "restarts": self.world.attempt,
                 "predicted_step_s": None,
                 "measured_step_s": self.meter.step_s,
                 "peak_memory_bytes": peak,
             }
-            write_text(self.folder.result, json.dumps(result, indent=1))
+            write_atomically(self.folder.result, json.dumps(result, indent=1))
 
     def _at_end(self) -> bool:
         train = self.job.train
@@ -209,12 +227,50 @@ class Trainer:
         loss = float(self.last_loss)
         rate = self.meter.end_window()
         self.display.step(steps, loss, rate)
-        if not math.isfinite(loss) and not self.warned_of_loss:
-            self.warned_of_loss = True
-            self.display.line(f"the loss is {loss} since step {steps} at the latest: lower the learning rate or clip")
         assert self.metrics_log is not None
+        self.heartbeat.update(steps, "log")
         values = {"loss": loss, "lr": self.session.optimizer.param_groups[0]["lr"], "samples_per_s": rate}
         self.metrics_log.write("train", steps, batch.epoch, values)
+
+    # ---- steps that are not finite
+
+    @property
+    def _rewinds(self) -> bool:
+        """Whether the run goes back to a checkpoint after a step that is not finite."""
+        return self.job.train.on_nonfinite == "rewind"
+
+    def _log_nonfinite(self, batch: Batch, is_left_out: bool) -> None:
+        """Tells the user, and writes to the metrics log, if the step just made was not finite, or if its batch is left
+        out because it was not finite before. Raises `TrainingDiverged` if too many steps in a row were not finite."""
+        steps, skipped, problem, loss = self.session.steps, self.session.skipped_steps, self.session.nonfinite, None
+        line: str | None = f"step {steps}: batch {batch.index} of epoch {batch.epoch} is left out"
+        if not is_left_out:
+            loss = self.last_loss
+            assert loss is not None
+            line = self.divergence.after_step(steps, loss, problem, skipped)
+        if line:
+            self.display.line(line)
+        if self.metrics_log and (is_left_out or problem is not None):
+            values = {"loss": None if loss is None else float(loss), "skipped_steps": skipped}
+            self.metrics_log.write("skipped", steps, batch.epoch, values)
+
+    def _rewind(self, batch: Batch, problem: str) -> None:
+        """Goes back to the newest checkpoint, because the step on this batch was not finite. The batch is left out from
+        now on."""
+        step = self.session.steps
+        self.divergence.note_rewind(step, problem)
+        self.meter.pause()
+        self.heartbeat.update(step, "load checkpoint")
+        self.left_out.add((batch.epoch, batch.index))
+        newest, _ = self.checkpoints.find_newest()
+        if newest is None:
+            raise TrainingDiverged(f"step {step}: {problem}, and there is no valid checkpoint to go back to")
+        self._restore(newest)
+        if self.metrics_log:
+            self.metrics_log.close()
+        self.metrics_log = self._open_metrics_log()
+        left_out = f"batch {batch.index} of epoch {batch.epoch} is left out from now on"
+        self.display.line(f"step {step}: {problem}: going back to step {self.session.steps}; {left_out}")
 
     # ---- evaluation
 
@@ -255,21 +311,11 @@ class Trainer:
             epoch = self.session.position[0]
             self.metrics_log.write("eval", step, epoch, dict(values))
         name = self.job.checkpoint.best
-        if name and self._is_better(values[name]):
-            self.best = BestCheckpoint(step, values[name])
-            self._save()
+        if name and self.checkpoints.is_better(values[name], self.best):
+            previous, self.best = self.best, BestCheckpoint(step, values[name])
+            if not self._save():
+                self.best = previous
         return True
-
-    def _is_better(self, value: float) -> bool:
-        """Whether `value` of the metric that `checkpoint.best` names is better than its value at the best
-        checkpoint."""
-        if math.isnan(value):
-            return False
-        if self.best is None:
-            return True
-        name, better = self.job.checkpoint.best or "", self.job.checkpoint.better
-        lower = better == "lower" if better else any(word in name.lower() for word in LOWER_IS_BETTER)
-        return value < self.best.value if lower else value > self.best.value
 
     # ---- checkpoints
 
@@ -277,54 +323,64 @@ class Trainer:
         every = self.job.checkpoint.every_steps
         return every is not None and self.session.steps % every == 0
 
-    def _save(self) -> None:
+    def _save(self) -> bool:
         """Saves a checkpoint of the current step unless this step is saved already, and deletes old checkpoints. All
-        ranks call this together."""
+        ranks call this together. Returns False if it does not save, because some weight or optimizer entry is NaN or
+        infinite: such a checkpoint would replace one that is good."""
         step = self.session.steps
         if self.saved_step == step:
-            return
+            return True
         self.meter.pause()
         self.heartbeat.update(step, "save")
+        state = self.session.state()
+        nonfinite = self.checkpoints.find_nonfinite(state)
+        if nonfinite is not None:
+            if not self.told_not_saved:
+                self.display.line(f"step {step} is not saved: {nonfinite} is not finite")
+            self.told_not_saved = True
+            return False
         about = {
             **self.session.about(),
             "plan": self.session.plan.model_dump(),
-            "loss": None if self.last_loss is None else float(self.last_loss),
+            "loss": None if self.last_loss is None else finite_or_none(float(self.last_loss)),
             "evaluated": list(self.last_evaluation) if self.last_evaluation else None,
             "best": [self.best.step, self.best.value] if self.best else None,
+            "left_out": sorted(map(list, self.left_out)),
         }
-        path = save(self.session.state(), self.folder.checkpoints, step, about)
+        self.checkpoints.save(state, step, about, self.best)
         self.saved_step = step
-        if self.world.rank == 0:
-            best_link = self.folder.checkpoints / "best"
-            if self.best and self.best.step == step:
-                _replace_link(best_link, path.name)
-            best_name = best_link.readlink().name if best_link.is_symlink() else None
-            prune(self.folder.checkpoints, self.job.checkpoint.keep, path.name, best_name)
+        self.told_not_saved = False
+        self.divergence.note_checkpoint()
+        return True
+
+    def _describe_saved(self) -> str:
+        """Whether the current step is saved, in words."""
+        if self.saved_step == self.session.steps:
+            return "which is saved"
+        newest = "there is no checkpoint" if self.saved_step is None else f"the newest one saved is {self.saved_step}"
+        return f"which is not saved, because its weights or its optimizer state are not finite; {newest}"
 
     def _resume(self) -> str:
         """Resumes from the newest valid checkpoint, if there is one. Returns a message that says where the run starts
         and which checkpoints are damaged."""
         self.heartbeat.update(self.session.steps, "load checkpoint")
-        choice: list[Any] = [None]
-        if self.world.rank == 0:
-            clear_unfinished(self.folder.checkpoints)
-            newest = find_newest_valid(self.folder.checkpoints)
-            choice = [(newest.path, newest.manifest.about if newest.manifest else None, newest.problems)]
-        if self.world.size > 1:
-            dist.broadcast_object_list(choice, src=0)
-        path, about, problems = choice[0]
+        self.checkpoints.clear_unfinished()
+        newest, problems = self.checkpoints.find_newest()
         damaged = "".join(f"damaged checkpoint left out: {problem}\n" for problem in problems)
-        if path is None:
+        if newest is None:
             return f"{damaged}training on {self._describe_ranks()}"
-        self.session.restore(path, about)
-        self.saved_step = self.session.steps
-        if about["loss"] is not None:
-            self.last_loss = torch.tensor(about["loss"], dtype=torch.float64)
-        if about["evaluated"]:
-            self.last_evaluation = (int(about["evaluated"][0]), about["evaluated"][1])
-        if about["best"]:
-            self.best = BestCheckpoint(int(about["best"][0]), float(about["best"][1]))
+        self._restore(newest)
         return f"{damaged}resuming after step {self.session.steps} on {self._describe_ranks()}"
+
+    def _restore(self, checkpoint: SavedCheckpoint) -> None:
+        about = checkpoint.about
+        self.session.restore(checkpoint.path, about)
+        self.saved_step = self.session.steps
+        loss, evaluated, best = about["loss"], about["evaluated"], about["best"]
+        self.last_loss = None if loss is None else torch.tensor(loss, dtype=torch.float64)
+        self.last_evaluation = (int(evaluated[0]), evaluated[1]) if evaluated else None
+        self.best = BestCheckpoint(int(best[0]), float(best[1])) if best else None
+        self.left_out |= {(int(epoch), int(index)) for epoch, index in about.get("left_out", ())}
 
     def _describe_ranks(self) -> str:
         kind = "GPU" if self.world.device.type == "cuda" else "CPU rank"
@@ -333,20 +389,7 @@ class Trainer:
 
     def _peak_memory_bytes(self) -> int:
         """The largest peak memory of all ranks: allocated on a GPU, resident on a CPU."""
-        if self.world.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self.world.device)
-        else:
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        if self.world.size == 1:
-            return peak
-        largest = torch.tensor(peak)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        largest = torch.tensor(peak_memory_bytes(self.world.device))
+        if self.world.size > 1:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return int(largest)
-
-
-def _replace_link(link: Path, target: str) -> None:
-    """Points a symbolic link to another target atomically."""
-    temporary = link.with_name(f".{link.name}.new")
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(target)
-    temporary.replace(link)

@@ -4,6 +4,7 @@ A data set is a folder of `train_features.npy` (rows × features) and `train_tar
 for `val`, as `numpy.save` writes them.
 """
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,12 @@ def _generate(features: int, outputs: int, count: int) -> Path:
 
 
 def _create_array(file: Path, shape: tuple[int, int]) -> np.memmap:
-    return np.lib.format.open_memmap(file, mode="w+", dtype=np.float32, shape=shape)
+    array = np.lib.format.open_memmap(file, mode="w+", dtype=np.float32, shape=shape)
+    with file.open("r+b") as opened:
+        # Reserves the space: where the disk is full, this raises an error, and writing to mapped memory kills the
+        # process.
+        os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)
+    return array
 
 
 def _random(*use: int | str) -> np.random.Generator:

@@ -133,7 +133,7 @@ def test_every_algorithm_has_a_row_of_every_size(ranks: int, nodes: int | None) 
 
 @pytest.mark.soak
 def test_in_training_each_hook_is_compared_with_no_communication() -> None:
-    measured = from_json(run_ranks(_measure_in_rank, 2, None, True)[0])
+    measured = from_json(run_ranks(_measure_in_rank, 2, None, True, timeout_s=600)[0])
     assert measured.training is not None
     names = [row["algorithm"] for row in measured.training["rows"]]
     assert names == ["native", "ring", "tree", "halving_doubling", "shared_memory"]

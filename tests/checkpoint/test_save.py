@@ -11,17 +11,25 @@ import pytest
 import torch
 
 from meshwright.checkpoint import save as save_module
+from meshwright.checkpoint.chunks import chunks_of
+from meshwright.checkpoint.index import INDEX
 from meshwright.checkpoint.load import find_newest_valid
-from meshwright.checkpoint.manifest import MANIFEST, verify
+from meshwright.checkpoint.manifest import MANIFEST
+from meshwright.checkpoint.reader import fill, open_checkpoint, verify
 from meshwright.checkpoint.save import clear_unfinished, prune, save
 from meshwright.errors import CheckpointError
+from meshwright.plain_values import tensor_bytes
 
 STATE = {"model/weight": torch.arange(1000.0), "schedule": {"last_epoch": 3}}
 
 
 def save_steps(folder: Path, *steps: int) -> None:
     for step in steps:
-        save(STATE, folder, step, {"step": step, "loss": float("nan"), "best": [1, float("inf")]})
+        save(STATE, folder, step, about(step))
+
+
+def about(step: int) -> dict[str, Any]:
+    return {"step": step, "position": [0, step], "seed": 0, "loss": float("nan"), "best": [1, float("inf")]}
 
 
 def names(folder: Path) -> list[str]:
@@ -38,12 +46,12 @@ def test_a_checkpoint_is_one_folder_with_a_manifest_of_all_its_files(tmp_path: P
 
 def test_nan_and_inf_survive_the_manifest(tmp_path: Path) -> None:
     save_steps(tmp_path, 7)
-    about = verify(tmp_path / "step-00000007").about
-    assert about["loss"] != about["loss"]
-    assert about["best"] == [1, float("inf")]
+    read = verify(tmp_path / "step-00000007").about
+    assert read["loss"] != read["loss"]
+    assert read["best"] == [1, float("inf")]
 
 
-@pytest.mark.parametrize("dies_in", ["dcp.save", "file_checksum", "write_manifest", "_publish"])
+@pytest.mark.parametrize("dies_in", ["write_pieces", "write_atomically", "write_manifest", "_publish"])
 def test_a_save_that_dies_leaves_no_checkpoint_and_the_next_run_clears_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_in: str
 ) -> None:
@@ -72,10 +80,10 @@ def test_a_save_that_dies_leaves_no_checkpoint_and_the_next_run_clears_it(
 def test_files_of_a_killed_save_do_not_get_into_the_next_one(tmp_path: Path) -> None:
     temporary = tmp_path / ".writing-step-00000001"
     temporary.mkdir()
-    (temporary / "__0_9.distcp").write_text("of the killed save")
+    (temporary / "rank-00009.bin").write_text("of the killed save")
     save_steps(tmp_path, 1)
     verify(tmp_path / "step-00000001")
-    assert not (tmp_path / "step-00000001" / "__0_9.distcp").exists()
+    assert not (tmp_path / "step-00000001" / "rank-00009.bin").exists()
 
 
 def test_a_deletion_that_dies_leaves_no_half_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +91,7 @@ def test_a_deletion_that_dies_leaves_no_half_checkpoint(tmp_path: Path, monkeypa
 
     def delete_one_file_and_die(path: Path, ignore_errors: bool = False) -> None:
         if path.exists():
-            next(path.glob("*.distcp")).unlink()
+            next(path.glob("*.bin")).unlink()
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -153,7 +161,7 @@ def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
 
 
 def data_file(checkpoint: Path) -> Path:
-    return next(checkpoint.glob("*.distcp"))
+    return next(checkpoint.glob("*.bin"))
 
 
 def flip(checkpoint: Path) -> None:
@@ -162,10 +170,10 @@ def flip(checkpoint: Path) -> None:
     data_file(checkpoint).write_bytes(content)
 
 
-def flip_metadata(checkpoint: Path) -> None:
-    content = bytearray((checkpoint / ".metadata").read_bytes())
+def flip_index(checkpoint: Path) -> None:
+    content = bytearray((checkpoint / INDEX).read_bytes())
     content[-1] ^= 1
-    (checkpoint / ".metadata").write_bytes(content)
+    (checkpoint / INDEX).write_bytes(content)
 
 
 def truncate(checkpoint: Path) -> None:
@@ -176,8 +184,8 @@ def lose(checkpoint: Path) -> None:
     data_file(checkpoint).unlink()
 
 
-def lose_metadata(checkpoint: Path) -> None:
-    (checkpoint / ".metadata").unlink()
+def lose_index(checkpoint: Path) -> None:
+    (checkpoint / INDEX).unlink()
 
 
 def lose_manifest(checkpoint: Path) -> None:
@@ -200,15 +208,15 @@ def binary_manifest(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (flip, "__0_0.distcp does not have the checksum that its manifest says"),
-        (flip_metadata, ".metadata does not have the checksum"),
+        (flip, "rank-00000.bin does not have the checksum that its manifest says"),
+        (flip_index, "index.json does not have the checksum"),
         (truncate, "bytes, its manifest says"),
-        (lose, "__0_0.distcp is missing"),
-        (lose_metadata, ".metadata is missing"),
+        (lose, "rank-00000.bin is missing"),
+        (lose_index, "index.json is missing"),
         (lose_manifest, "its manifest.json cannot be read"),
         (cut_manifest, "its manifest.json is damaged"),
         (foreign_manifest, "its manifest.json is damaged"),
-        (binary_manifest, "its manifest.json cannot be read"),
+        (binary_manifest, "its manifest.json is damaged"),
         (shutil.rmtree, ""),
     ],
 )
@@ -241,3 +249,32 @@ def test_damage_to_every_checkpoint_is_named(tmp_path: Path) -> None:
 def test_a_folder_without_checkpoints_is_no_error(tmp_path: Path) -> None:
     newest = find_newest_valid(tmp_path / "nowhere")
     assert (newest.path, newest.problems) == (None, ())
+
+
+UNUSUAL: dict[str, torch.Tensor] = {
+    "one_of_a_column": torch.arange(12.0).view(3, 4)[1:2, 2],
+    "transposed": torch.arange(12.0).view(3, 4).t(),
+    "expanded": torch.ones(1, 3).expand(4, 3),
+    "conjugate": torch.tensor([1 + 2j, 3 - 1j]).conj(),
+    "bfloat16": torch.arange(5).bfloat16(),
+    "float8": torch.arange(5).float().to(torch.float8_e4m3fn),
+    "bool": torch.tensor([True, False]),
+    "number": torch.tensor(7),
+    "empty": torch.empty(0, 3),
+}
+
+
+def test_tensors_of_every_kind_and_layout_are_read_as_they_were(tmp_path: Path) -> None:
+    save({f"model/{name}": value for name, value in UNUSUAL.items()}, tmp_path, 1, about(1))
+    folder = tmp_path / "step-00000001"
+    with open_checkpoint(folder, verify(folder)) as reader:
+        for name, value in UNUSUAL.items():
+            memory = torch.zeros(value.shape, dtype=value.dtype)
+            fill(reader, f"model/{name}", chunks_of(memory))
+            assert torch.equal(tensor_bytes(memory), tensor_bytes(value)), name
+
+
+def test_an_object_that_is_not_plain_is_refused_by_name_and_nothing_is_left(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"schedule\['anneal'\] is a builtins.function, which cannot be saved"):
+        save({**STATE, "schedule": {"anneal": about}}, tmp_path, 1, about(1))
+    assert names(tmp_path) == []

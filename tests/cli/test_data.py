@@ -1,7 +1,11 @@
 """`meshwright data` makes token files and verifies their checksums."""
 
+import sys
 from pathlib import Path
 
+import pytest
+
+from meshwright.cli import main
 from tests.cli.commands import RunCommand
 
 
@@ -21,3 +25,21 @@ def test_token_files_are_made_and_verified(tmp_path: Path, run_command: RunComma
     refused = run_command("data", "tokens", texts, out, "--damaged", "maybe")
     assert "--damaged maybe: write fatal or skip" in refused.stderr
     assert "there are no token files" in run_command("data", "verify", texts).stderr
+
+
+def test_output_on_a_full_disk_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "a.txt").write_text("text " * 100)
+    stream = Path("/dev/full").open("w")  # noqa: SIM115
+    monkeypatch.setattr(sys, "stdout", stream)
+    words = ["meshwright", "data", "tokens", str(tmp_path), str(tmp_path / "out"), "--validation", "0", "--json"]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as end:
+        main()
+    sys.stdout.close()  # main has replaced it
+    assert end.value.code == 1
+    line = "meshwright: the output of this command cannot be written: No space left on device\n"
+    assert capsys.readouterr().err == line
+    with pytest.raises(OSError, match="No space left"):
+        stream.close()

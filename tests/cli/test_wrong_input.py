@@ -76,6 +76,18 @@ WRONG_SETTINGS: list[tuple[str, list[str], str]] = [
     ("plan field", ["plan.axis.tensor=2"], "plan.axis is not a field: did you mean 'axes'?"),
     ("plan file", ["plan=plans/none.yaml"], "none.yaml: there is no such plan file"),
     ("cluster", ["cluster=64xH9000"], "cluster '64xH9000' is not known"),
+    ("huge batch", ["train.global_batch=1000000000000000000"], "is 1000000000000000000: at most 2**31 - 1 samples"),
+    ("huge seed", [f"train.seed={10**40}"], "at most 2**63 - 1, which is the largest seed of torch's generators"),
+    ("infinite time", ["train.timeout_s=.inf"], "train.timeout_s is inf: at most 1,000,000 s"),
+    ("huge cluster", ["cluster=999999x999999xH100"], "has 999,998,000,001 devices: at most 65,536"),
+    ("NUL in a path", ['output="a\\0b"'], "output is 'a\\x00b': a path cannot contain the character NUL"),
+    ("NUL in the data's folder", ['data.root="a\\0b"'], "data.root is 'a\\x00b': a path cannot contain the character"),
+    ("NUL in a file", ['model.call="a\\0.py:Net"'], "call is 'a\\x00.py': a path cannot contain the character NUL"),
+    ("long path", ["output=" + "x/" * 2500], "a path has at most 4095 bytes, this has 5000"),
+    ("long name", ["output=" + "x" * 300], "a name in a path has at most 255 bytes, one here has 300"),
+    ("home of nobody", ["output=~nobody here/x"], "~nobody here is no user of this machine; write ./~nobody here"),
+    ("deep field", [".".join("a" * 2000) + "=1"], "the field has 2000 names between dots"),
+    ("line break", ["train.epochs=[1\n"], "is not YAML"),
     ("malformed setting", ["train.epochs"], "--set train.epochs: write --set a.b=c"),
     ("setting that is no YAML", ["train.freeze=[a"], "is not YAML"),
 ]
@@ -186,9 +198,66 @@ def test_the_entry_point_ends_with_one_line_and_exit_2(tmp_path: Path) -> None:
     assert file_names(tmp_path) == {"job.yaml"}
 
 
-@pytest.mark.parametrize("arguments", [["train"], ["trian", "job.yaml"], ["train", "job.yaml", "--jsn"]])
-@pytest.mark.usefixtures("folder")
-def test_a_wrong_command_line_is_exit_2(run_command: RunCommand, arguments: list[str]) -> None:
-    result = run_command(*arguments)
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("train", "Missing argument 'JOB'"),
+        ("trian job.yaml", "No such command 'trian'"),
+        ("train job.yaml --jsn", "No such option: --jsn"),
+        ("train job.yaml --record", "'--record' requires an argument"),
+        ("train job.yaml --record 100000000", "Invalid value for '--record'"),
+        ("plan job.yaml --top 1000000000000", "Invalid value for '--top'"),
+        ("plan job.yaml --top -1", "Invalid value for '--top'"),
+        ("prove job.yaml --ranks 1000000000", "Invalid value for '--ranks'"),
+        ("prove job.yaml --steps -1", "Invalid value for '--steps'"),
+        ("prove --against a", "'--against' requires 2 arguments"),
+        ("prove --against a b --set x=1", "--set x=1: with --against, give the JOB whose field it sets"),
+        ("export run --to safetensors --limit -3", "Invalid value for '--limit'"),
+        ("bench collectives --ranks 1000000000", "Invalid value for '--ranks'"),
+        ("bench collectives --sizes ²", "'²' is no number of bytes"),
+        ("bench collectives --sizes 999999999G", "'999999999G' is too large for a message: at most 64G"),
+        ("doctor --output ~nobodyhere/x", "--output is '~nobodyhere/x': ~nobodyhere is no user of this machine"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_and_writes_nothing(refusal_of: RefusalOf, command: str, words: str) -> None:
+    assert words in refusal_of(*command.split())
+
+
+def test_no_arguments_print_the_help(run_command: RunCommand) -> None:
+    result = run_command()
     assert result.exit_code == 2
-    assert "Traceback" not in result.stderr
+    assert "Usage" in result.stdout + result.stderr
+
+
+def test_home_folders_are_expanded_in_every_path(
+    folder: Path, refusal_of: RefusalOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = folder / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    (home / "job.yaml").write_text(yaml.safe_dump({**JOB, "output": "~/runs", "data": {**JOB["data"], "root": "~/d"}}))
+    job = load_job("~/job.yaml")
+    assert (job.output, job.data.root) == (str(home / "runs"), str(home / "d"))
+    for option in ("--plan", "--cluster"):
+        assert f"{home}/none.yaml: there is no such" in refusal_of("train", "job.yaml", option, "~/none.yaml")
+    assert f"{home}/none.yaml: there is no such" in refusal_of("train", "job.yaml", "--set", "plan=~/none.yaml")
+    assert f"{home}/x.pt" in refusal_of("train", "job.yaml", "--set", "train.weights=~/x.pt")
+    resume = ("--resume", "~/run", "--set", "plan.axes.replicate=1")
+    assert f"--resume {home}/run: this is no run folder" in refusal_of("train", "job.yaml", *resume)
+    assert f"{home}/run: this is no run folder" in refusal_of("export", "~/run", "--to", "bf16")
+    assert f"--against {home}/run: this is no run" in refusal_of("prove", "--against", "~/run", "~/run")
+
+
+def test_a_message_is_one_line_that_a_terminal_can_show(refusal_of: RefusalOf) -> None:
+    line = refusal_of("train", "a\nb\x1b[31m\udcff.yaml")
+    assert line == "meshwright: a b\\x1b[31m\\udcff.yaml: there is no such job file\n"
+    assert len(refusal_of("train", "job.yaml", "--set", f"x.{'y' * 100_000}=[")) < 2_100
+
+
+@pytest.mark.parametrize("file", ["/dev/zero", "/dev"])
+def test_a_file_without_end_and_a_folder_are_refused(
+    refusal_of: RefusalOf, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshwright.yaml_file._LONGEST_TEXT", 1000)
+    assert file in refusal_of("train", file)
+    assert file in refusal_of("train", "job.yaml", "--plan", file)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from meshwright.cluster import detect
-from meshwright.cluster.cache import calibrated_file, save_device
+from meshwright.cluster.cache import calibrated_file, save_device, save_measured
 from meshwright.cluster.cluster import Cluster, Device, Link, OperatorTime
 from meshwright.cluster.detect import check_is_local, find_cluster
 from meshwright.cluster.gpus import Gpu
@@ -150,3 +150,11 @@ def test_ranks_are_started_on_this_machine_only(monkeypatch: pytest.MonkeyPatch)
 def test_instructions_accelerate_the_dtype_they_end_in() -> None:
     device = Device(name="a", kind="cpu", instructions=("amx-bf16", "avx512-fp32"))
     assert (device.accelerates("bf16"), device.accelerates("fp16")) == (True, False)
+
+
+def test_measurements_that_cannot_be_stored_cost_only_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    detected = detect.detect_cpu()
+    with pytest.warns(UserWarning, match="until then this machine is measured in every run"):
+        save_measured(detected, detected)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from meshwright.cli import main
-from meshwright.errors import InputError
-from meshwright.export.export import export
+from meshwright.errors import InputError, StorageError
+from meshwright.export.export import SUFFIXES, export
 from meshwright.export.run import read_run
 from meshwright.export.show import describe_export
 from tests.export.runs import train_run
@@ -144,3 +144,12 @@ def test_int8_without_torchao_says_what_to_install(run: Path, monkeypatch: pytes
 def test_wrong_options_are_refused(run: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         export(**{"run": run, **options})
+
+
+@pytest.mark.parametrize("to", ["safetensors", "program"])
+@pytest.mark.usefixtures("used_up_quota")
+def test_a_disk_that_cannot_take_the_file_is_named_and_nothing_is_left(run: Path, tmp_path: Path, to: str) -> None:
+    file = tmp_path / f"toy{SUFFIXES[to]}"
+    with pytest.raises(StorageError, match=rf"{file}: the quota of user \S+ on the disk mounted at .* is used up"):
+        export(run, to, file, limit=0)
+    assert list(tmp_path.iterdir()) == []

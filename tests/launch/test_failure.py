@@ -6,9 +6,10 @@ import signal
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 from torch.utils.data import DataLoader, Dataset
 
-from meshwright.errors import CheckpointError, CollectiveError, InputError, RankError
+from meshwright.errors import CheckpointError, CollectiveError, InputError, RankError, StorageError, TrainingDiverged
 from meshwright.launch.failure import (
     Failure,
     failure_from_exception,
@@ -21,45 +22,52 @@ from meshwright.launch.failure import (
 from meshwright.launch.heartbeat import Heartbeat
 
 
-def fail(folder: Path, rank: int, error: Exception, time: float, completed: int = 1, attempt: int = 0) -> Failure:
+@pytest.fixture
+def store() -> HashStore:
+    """Stands for the launcher's store."""
+    return HashStore()
+
+
+def fail(
+    store: HashStore, folder: Path, rank: int, error: Exception, time: float, completed: int = 1, attempt: int = 0
+) -> Failure:
     heartbeat = Heartbeat.in_folder(folder, rank, attempt)
     heartbeat.update(57, "backward")
     for _ in range(completed):
         heartbeat.finish_step()
     failure = dataclasses.replace(failure_from_exception(error, rank, attempt, heartbeat), time=time)
-    write_record(folder, failure)
+    write_record(store, failure)
     return failure
 
 
-def test_records_are_read_back_for_their_attempt_only(tmp_path: Path) -> None:
-    failure = fail(tmp_path, 1, ValueError("no"), 5.0)
-    assert read_record(tmp_path, 1, attempt=0) == failure
-    assert read_record(tmp_path, 1, attempt=1) is None
-    assert [file.name for file in tmp_path.glob("*failure*")] == ["rank-1.failure.json"]
+def test_records_are_read_back_for_their_attempt_only(store: HashStore, tmp_path: Path) -> None:
+    failure = fail(store, tmp_path, 1, ValueError("no"), 5.0)
+    assert read_record(store, 1, attempt=0) == failure
+    assert read_record(store, 1, attempt=1) is None
 
 
-def test_a_lost_connection_is_never_the_cause(tmp_path: Path) -> None:
-    fail(tmp_path, 0, CollectiveError("rank 0, step 57, …"), 1.0)
-    later = fail(tmp_path, 1, ValueError("no"), 2.0)
-    assert first_cause(tmp_path, 0, {0: 1, 1: 1}) == later
+def test_a_lost_connection_is_never_the_cause(store: HashStore, tmp_path: Path) -> None:
+    fail(store, tmp_path, 0, CollectiveError("rank 0, step 57, …"), 1.0)
+    later = fail(store, tmp_path, 1, ValueError("no"), 2.0)
+    assert first_cause(store, tmp_path, 0, {0: 1, 1: 1}) == later
 
 
-def test_the_earliest_of_equal_failures_is_the_cause(tmp_path: Path) -> None:
-    fail(tmp_path, 0, ValueError("late"), 2.0)
-    early = fail(tmp_path, 1, ValueError("early"), 1.0)
-    assert first_cause(tmp_path, 0, {0: 1, 1: 1}) == early
+def test_the_earliest_of_equal_failures_is_the_cause(store: HashStore, tmp_path: Path) -> None:
+    fail(store, tmp_path, 0, ValueError("late"), 2.0)
+    early = fail(store, tmp_path, 1, ValueError("early"), 1.0)
+    assert first_cause(store, tmp_path, 0, {0: 1, 1: 1}) == early
 
 
-def test_a_killed_rank_is_the_cause_of_exceptions_in_others(tmp_path: Path) -> None:
-    fail(tmp_path, 0, RuntimeError("something odd"), 1.0)
-    cause = first_cause(tmp_path, 0, {0: 1, 2: -signal.SIGKILL})
+def test_a_killed_rank_is_the_cause_of_exceptions_in_others(store: HashStore, tmp_path: Path) -> None:
+    fail(store, tmp_path, 0, RuntimeError("something odd"), 1.0)
+    cause = first_cause(store, tmp_path, 0, {0: 1, 2: -signal.SIGKILL})
     assert cause is not None
     assert cause.line == "rank 2 was killed by SIGKILL in start-up"
     assert not cause.final
 
 
-def test_an_exit_without_a_record(tmp_path: Path) -> None:
-    cause = first_cause(tmp_path, 0, {0: 0, 1: 3})
+def test_an_exit_without_a_record(store: HashStore, tmp_path: Path) -> None:
+    cause = first_cause(store, tmp_path, 0, {0: 0, 1: 3})
     assert cause is not None
     assert cause.line == "rank 1 exited with code 3 in start-up"
     assert cause.final
@@ -71,21 +79,31 @@ def test_an_exit_without_a_record(tmp_path: Path) -> None:
         (ValueError("no"), 0, True),
         (ValueError("no"), 1, False),
         (InputError("no"), 1, True),
+        (StorageError("no"), 1, True),
+        (TrainingDiverged("no"), 1, True),
         (CollectiveError("no"), 0, False),
     ],
 )
-def test_a_failure_that_would_repeat_is_final(tmp_path: Path, error: Exception, completed: int, final: bool) -> None:
-    assert fail(tmp_path, 0, error, 1.0, completed).final is final
+def test_a_failure_that_would_repeat_is_final(
+    store: HashStore, tmp_path: Path, error: Exception, completed: int, final: bool
+) -> None:
+    assert fail(store, tmp_path, 0, error, 1.0, completed).final is final
 
 
-def test_the_user_reads_the_message_and_where_the_log_is(tmp_path: Path) -> None:
-    error = to_error(fail(tmp_path, 2, ValueError("a\n  b"), 1.0), tmp_path)
+def test_the_user_reads_the_message_and_where_the_log_is(store: HashStore, tmp_path: Path) -> None:
+    error = to_error(fail(store, tmp_path, 2, ValueError("a\n  b"), 1.0), tmp_path)
     assert isinstance(error, RankError)
     assert str(error) == (f"rank 2 failed at step 57 (backward): ValueError: a b\nits log: {tmp_path / 'rank-2.log'}")
     assert "ValueError: a" in error.__notes__[0]
-    ours = to_error(fail(tmp_path, 2, CheckpointError("the disk is full"), 1.0), tmp_path)
+    ours = to_error(fail(store, tmp_path, 2, CheckpointError("the disk is full"), 1.0), tmp_path)
     assert str(ours).startswith("rank 2 failed at step 57 (backward): the disk is full\n")
-    assert isinstance(to_error(fail(tmp_path, 2, InputError("odd"), 1.0), tmp_path), InputError)
+    assert isinstance(to_error(fail(store, tmp_path, 2, InputError("odd"), 1.0), tmp_path), InputError)
+
+
+def test_a_full_disk_is_told_in_one_line_without_a_log_that_may_be_on_it(store: HashStore, tmp_path: Path) -> None:
+    error = to_error(fail(store, tmp_path, 0, StorageError("runs: the disk is full"), 1.0), tmp_path)
+    assert isinstance(error, StorageError)
+    assert str(error) == "rank 0 failed at step 57 (backward): runs: the disk is full"
 
 
 class Unreadable(Dataset[int]):
@@ -97,14 +115,16 @@ class Unreadable(Dataset[int]):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_users_exception_is_reported_with_its_line_also_from_a_worker(tmp_path: Path, workers: int) -> None:
+def test_a_users_exception_is_reported_with_its_line_also_from_a_worker(
+    store: HashStore, tmp_path: Path, workers: int
+) -> None:
     with pytest.raises(ValueError) as caught:
         next(iter(DataLoader(Unreadable(), num_workers=workers)))
-    line = fail(tmp_path, 0, caught.value, 1.0).line
+    line = fail(store, tmp_path, 0, caught.value, 1.0).line
     assert re.search(r"ValueError: 13\.png is no picture \(test_failure\.py, line \d+\)$", line), line
 
 
-def test_an_abort_by_the_watchdog_of_nccl_is_a_timeout(tmp_path: Path) -> None:
+def test_an_abort_by_the_watchdog_of_nccl_is_a_timeout(store: HashStore, tmp_path: Path) -> None:
     heartbeat = Heartbeat.in_folder(tmp_path, 0, 0)
     heartbeat.update(57, "backward")
     (tmp_path / "rank-0.log").write_text(
@@ -112,23 +132,23 @@ def test_an_abort_by_the_watchdog_of_nccl_is_a_timeout(tmp_path: Path) -> None:
         " collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE, NumelIn=8, NumelOut=8,"
         " Timeout(ms)=30000) ran for 30010 milliseconds before timing out.\n"
     )
-    cause = first_cause(tmp_path, 0, {0: -signal.SIGABRT})
+    cause = first_cause(store, tmp_path, 0, {0: -signal.SIGABRT})
     assert cause is not None
     assert cause.kind == "CollectiveError"
     assert cause.line == "rank 0, step 57, allreduce (backward): no answer within 30 s"
 
 
-def test_a_repeated_failure_is_not_worth_another_restart(tmp_path: Path) -> None:
+def test_a_repeated_failure_is_not_worth_another_restart(store: HashStore, tmp_path: Path) -> None:
     late = CollectiveError("rank 0, step 57, all-reduce (backward): no answer within 6 s; rank 1 was last seen …")
     broken = CollectiveError("rank 0, step 57, all-reduce (backward): the connection broke")
     odd, even = ValueError("odd"), ValueError("even")
 
     def is_repeated(error: Exception, previous: Exception) -> bool:
-        return repeats(fail(tmp_path, 0, error, 2.0, attempt=1), fail(tmp_path, 1, previous, 1.0))
+        return repeats(fail(store, tmp_path, 0, error, 2.0, attempt=1), fail(store, tmp_path, 1, previous, 1.0))
 
     assert is_repeated(odd, odd)
     assert is_repeated(late, late)
     assert not is_repeated(odd, even)
     assert not is_repeated(broken, broken)
     assert not is_repeated(late, broken)
-    assert not repeats(fail(tmp_path, 0, odd, 1.0), None)
+    assert not repeats(fail(store, tmp_path, 0, odd, 1.0), None)

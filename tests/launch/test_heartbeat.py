@@ -4,6 +4,9 @@ import mmap
 import os
 from pathlib import Path
 
+import pytest
+
+from meshwright.errors import StorageError
 from meshwright.launch.heartbeat import Heartbeat, HeartbeatRecord, describe_progress, heartbeat_file, read_heartbeat
 
 
@@ -60,3 +63,21 @@ def test_a_heartbeat_can_move_to_a_folder(tmp_path: Path) -> None:
 def test_progress_is_described_in_words() -> None:
     assert describe_progress(57, "backward") == " at step 57 (backward)"
     assert describe_progress(-1, "start-up") == " in start-up"
+
+
+def test_a_heartbeat_that_cannot_be_written_does_not_end_the_rank(tmp_path: Path) -> None:
+    heartbeat = Heartbeat.in_folder(tmp_path, 0, attempt=0)
+    heartbeat.update(4, "forward")
+    with Path("/dev/full").open("r+b", buffering=0) as full:
+        heartbeat._file = full
+        heartbeat.update(5, "backward")
+    assert (heartbeat.step, heartbeat.activity) == (5, "backward")
+    record = read_heartbeat(heartbeat_file(tmp_path, 0))
+    assert record is not None
+    assert record.step == 4
+
+
+def test_a_folder_that_cannot_take_a_heartbeat_is_named(tmp_path: Path) -> None:
+    (tmp_path / "logs").touch()
+    with pytest.raises(StorageError, match="is a file, where a folder is needed"):
+        Heartbeat.in_memory().move_to(tmp_path / "logs" / "a", 0)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from meshwright.errors import InputError
+from meshwright.errors import InputError, StorageError
 from meshwright.plan import Plan
 from meshwright.proof.compare.errors import Comparison
 from meshwright.proof.proof import Proof, save_proof
@@ -77,3 +77,10 @@ def test_a_folder_that_cannot_be_written_is_an_input_error(tmp_path: Path) -> No
 def test_json_has_no_infinity() -> None:
     infinite = replace(RIGHT, comparison=RIGHT.comparison.with_error(1, "weight", "a", math.inf))
     assert json.loads(json.dumps(infinite.to_dict(), allow_nan=False))["first_difference"]["error"] is None
+
+
+@pytest.mark.usefixtures("used_up_quota")
+def test_a_proof_that_cannot_be_written_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="the quota of user"):
+        save_proof(RIGHT, tmp_path, "mnist")
+    assert list(tmp_path.iterdir()) == []

@@ -144,6 +144,19 @@ def test_runs_without_recorded_steps_are_refused(tmp_path: Path) -> None:
         compare_runs(reference, tmp_path)
 
 
+def test_records_that_do_not_fit_the_run_are_refused(tmp_path: Path) -> None:
+    run = run_alone(tmp_path / "a", job(), steps=1)
+    write_job_and_plan(RunFolder(run), job(), Plan.model_validate(R2))
+    with pytest.raises(InputError, match=r"a: its record has the observations of 1 ranks, but its plan.yaml is for 2"):
+        compare_runs(run, run)
+    write_job_and_plan(RunFolder(run), job("Residual"), Plan())
+    with pytest.raises(InputError, match=r"a: its record has .* of shape .*, but the job's model has"):
+        compare_runs(run, run)
+    (run / "record" / "step-0000.pt").write_bytes(b"damaged")
+    with pytest.raises(InputError, match=r"record/step-0000.pt is damaged, it cannot be read as a recorded step"):
+        compare_runs(run, run)
+
+
 def test_the_command_exits_3_with_the_cause(two: RankPool, tmp_path: Path) -> None:
     reference, compared = run_twice(two, tmp_path, job(), faults.SamplesOfRank0())
     result = CliRunner().invoke(app, ["prove", "--against", str(reference), str(compared), "--json"])

@@ -1,4 +1,5 @@
-"""`meshwright train` in ranks that torchrun started: it trains, and an error names the step."""
+"""`meshwright train` in ranks that torchrun started: it trains, an error names the step, and all ranks know what
+rank 0 decided."""
 
 import json
 import subprocess
@@ -8,7 +9,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.train.one_process import TOY
+from meshwright.cluster.detect import detect_cpu
+from meshwright.errors import InputError, MeshwrightError, StorageError
+from meshwright.launch.peer_connection import PeerLostError
+from meshwright.plan import Axes, Plan
+from meshwright.train import launched
+from tests.ranks import RankPool
+from tests.train.one_process import TOY, toy_job, world
 
 MODEL = """
 import ctypes, os
@@ -53,3 +60,45 @@ def test_the_error_of_a_failing_rank_names_step_and_line(tmp_path: Path) -> None
     run = torchrun(tmp_path, "--set", "model.call=model.py:Failing")
     assert run.returncode != 0
     assert "rank 1 failed at step 2 (forward): ValueError: the third call (model.py, line 11)\n" in run.stderr
+
+
+def agree_on_folder(rank: int, world_size: int, output: str, error: MeshwrightError | None) -> tuple[str, str, bool]:
+    """Returns the class and message of the error that this rank raises, or the run folder, and whether it is locked."""
+
+    def check_job(*_: object) -> None:
+        if error:
+            raise error
+
+    job = toy_job(output=output)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launched, "check_job", check_job)
+        try:
+            folder, locked_run = launched._agree_on_folder(
+                job, Plan(axes=Axes(replicate=2)), detect_cpu(), "never", world(rank, world_size)
+            )
+        except MeshwrightError as raised:
+            return type(raised).__name__, str(raised), False
+    if locked_run:
+        locked_run.lock.close()
+    return type(folder).__name__, str(folder.path), locked_run is not None
+
+
+def test_all_ranks_use_the_folder_that_rank_0_chose(two: RankPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "runs" / "toy-0001")
+    first, second = two.run(agree_on_folder, str(tmp_path / "runs"), None)
+    assert (first, second) == (("RunFolder", path, True), ("RunFolder", path, False))
+
+
+@pytest.mark.parametrize(
+    ("error", "on_rank_1"),
+    [
+        (InputError("model.layers: it is 0"), "InputError"),
+        (StorageError("the disk is full"), "StorageError"),
+        (PeerLostError("rank 3 is gone"), "CollectiveError"),  # the class of errors.py that it is derived from
+    ],
+)
+def test_an_error_of_rank_0_is_raised_on_every_rank(
+    two: RankPool, tmp_path: Path, error: MeshwrightError, on_rank_1: str
+) -> None:
+    raised = two.run(agree_on_folder, str(tmp_path / "runs"), error)
+    assert raised == [(type(error).__name__, str(error), False), (on_rank_1, str(error), False)]

@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset
 from meshwright.checkpoint.manifest import read_manifest
 from meshwright.job import Job
 from meshwright.launch.signals import StopRequest
+from meshwright.train.output.checkpoints import BestCheckpoint
 from meshwright.train.output.folder import read_result
 from meshwright.train.trainer import Trainer
 from tests.ranks import run_ranks
@@ -93,6 +94,7 @@ def test_a_finished_run_has_a_result_metrics_and_a_checkpoint(tmp_path: Path) ->
         "loss",
         "metrics",
         "samples_per_s",
+        "skipped_steps",
         "restarts",
         "predicted_step_s",
         "measured_step_s",
@@ -179,10 +181,10 @@ def test_the_best_is_by_value_and_the_first_of_equals(
 def test_losses_and_errors_are_better_lower(tmp_path: Path, name: str, lower: bool) -> None:
     metrics = {} if name == "loss" else {name: {"call": "meshwright.train.metrics:accuracy"}}
     trainer = make_trainer(toy_job(data=EVALUATED["data"], metrics=metrics, checkpoint={"best": name}), tmp_path)
-    assert trainer._is_better(0.5)
-    trainer.best = type("Best", (), {"value": 0.5})()
-    assert trainer._is_better(0.4) is lower
-    assert trainer._is_better(0.6) is not lower
+    assert trainer.checkpoints.is_better(0.5, None)
+    best = BestCheckpoint(1, 0.5)
+    assert trainer.checkpoints.is_better(0.4, best) is lower
+    assert trainer.checkpoints.is_better(0.6, best) is not lower
 
 
 def test_the_best_is_remembered_over_a_restart(tmp_path: Path) -> None:
@@ -289,7 +291,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(
     undisturbed = train(job, tmp_path / "undisturbed")
     stopped = train(job, tmp_path / "damaged", stop_after=5)
     newest = stopped.folder.checkpoints / "step-00000005"
-    data = next(newest.glob("*.distcp"))
+    data = next(newest.glob("*.bin"))
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)

@@ -3,6 +3,7 @@ all-reduce. It also shows how well these times are predicted from the cost of si
 first."""
 
 import json
+import re
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -29,6 +30,7 @@ from meshwright.simulator.communication.schedules import algorithm_prices
 SIZES = tuple(2**power for power in range(10, 27, 2))
 REFERENCE = "native"
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+_LARGEST_SIZE = 64 * 2**30
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,11 @@ def parse_sizes(text: str | None) -> tuple[int, ...]:
     for word in text.split(","):
         digits = word.strip().upper().removesuffix("IB").removesuffix("B")
         number, unit = digits.rstrip("KMG"), digits[len(digits.rstrip("KMG")) :]
-        if not number.isdigit() or unit not in _UNITS or int(number) * _UNITS[unit] < 4:
+        is_number = re.fullmatch(r"[0-9]{1,15}", number) and unit in _UNITS
+        if not is_number or int(number) * _UNITS[unit] < 4:
             raise InputError(f"--sizes {text}: '{word.strip()}' is no number of bytes such as 4096, 256K or 16M")
+        if int(number) * _UNITS[unit] > _LARGEST_SIZE:
+            raise InputError(f"--sizes {text}: '{word.strip()}' is too large for a message: at most 64G")
         sizes.append(int(number) * _UNITS[unit])
     return tuple(sorted(set(sizes)))
 

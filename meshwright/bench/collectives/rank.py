@@ -28,6 +28,7 @@ from meshwright.errors import InputError
 from meshwright.launch.rank import run_rank
 from meshwright.launch.world import World
 from meshwright.simulator.communication.cpu_network import CpuNetwork
+from meshwright.storage import write_atomically
 
 TIMEOUT_S = 300.0
 MEMORY_LIMIT = "memory_limit"  # no all-reduce: copies within memory, for comparison
@@ -175,7 +176,7 @@ def main() -> None:
     def measure_as_rank(world: World, _: object) -> None:
         measured = measure(request, world)
         if world.rank == 0:
-            file.write_text(to_json(measured))
+            write_atomically(file, to_json(measured))
 
     run_rank(measure_as_rank, "cpu", TIMEOUT_S)
 

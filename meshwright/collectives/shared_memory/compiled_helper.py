@@ -7,6 +7,7 @@ compilation.
 
 import ctypes
 import hashlib
+import os
 import platform
 import shutil
 import subprocess
@@ -53,7 +54,7 @@ def _compiled(compiler: str, folder: Path) -> ctypes.CDLL | str:
     time."""
     try:
         file = folder / f"shared_memory-{_key(compiler)}.so"
-        if file.exists() and isinstance(library := _loaded(file), ctypes.CDLL):
+        if file.exists() and _is_private(file) and isinstance(library := _loaded(file), ctypes.CDLL):
             return library
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".compile-") as draft_folder:
@@ -62,6 +63,7 @@ def _compiled(compiler: str, folder: Path) -> ctypes.CDLL | str:
                 return problem
             if isinstance(library := _loaded(draft), str):
                 return library
+            draft.chmod(0o755)
             draft.replace(file)
             return library
     except (OSError, subprocess.SubprocessError) as error:
@@ -78,6 +80,12 @@ def _compile(compiler: str, output: Path) -> str | None:
             return None
         message = (run.stderr or run.stdout).strip().splitlines()[0] if run.stderr or run.stdout else "it failed"
     return f"{compiler}: {message}"
+
+
+def _is_private(file: Path) -> bool:
+    """Whether only this user or root can have written the file, whose code is executed when it is loaded."""
+    status = file.stat()
+    return status.st_uid in (os.geteuid(), 0) and not status.st_mode & 0o022
 
 
 def _loaded(file: Path) -> ctypes.CDLL | str:

@@ -6,9 +6,9 @@ import os
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from meshwright.collectives.shared_memory.steps import (
 from meshwright.collectives.shared_memory.storages import SharedStorages
 from meshwright.collectives.torch_private import group_timeout_s
 from meshwright.errors import CollectiveError, InputError
+from meshwright.exchange import all_gather_values
 
 Implementation = Literal["compiled", "python"]
 _DYING_S = 1.0  # the memory of a process that is being killed becomes unreachable a moment before the process is gone
@@ -220,7 +221,7 @@ def _connect(
             implementations=(*implementations, "python") if can_run_python else implementations,
             no_helper_reason=helper if isinstance(helper, str) else "",
         )
-        all_offers: list[_RankOffer] = _all_gather(group, offer)
+        all_offers = _gather_offers(group, offer)
         offers, rank = [all_offers[member] for member in members], members.index(group.rank())
         processes = [offer.process for offer in offers]
         common = [name for name in ("compiled", "python") if all(name in offer.implementations for offer in offers)]
@@ -233,7 +234,7 @@ def _connect(
                         segments[peer] = segment.open_segment(offer.process, offer.segment_file)
             except (InputError, OSError) as error:
                 problem = str(error)
-        if problem := next(filter(None, _all_gather(group, problem)), ""):
+        if problem := next(filter(None, all_gather_values(problem, group)), ""):
             raise InputError(f"gradients cannot be combined in shared memory: {problem}")
     finally:
         os.close(file)
@@ -262,10 +263,10 @@ def _why_not_shareable(offers: list[_RankOffer], usable: list[str]) -> str:
     return f"{order}no helper was compiled: {next(filter(None, reasons), 'no rank says why')}"
 
 
-def _all_gather(group: dist.ProcessGroup, value: object) -> list[Any]:
-    values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values
+def _gather_offers(group: dist.ProcessGroup, offer: _RankOffer) -> list[_RankOffer]:
+    """Returns the offers of all ranks of the group."""
+    of_ranks = all_gather_values(asdict(offer), group)
+    return [_RankOffer(**{**fields, "process": ProcessIdentity(**fields["process"])}) for fields in of_ranks]
 
 
 def _refusal(flat: Tensor, bucket: int, verb: int) -> str:

@@ -18,6 +18,7 @@ from meshwright.collectives.shared_memory import segment
 from meshwright.collectives.shared_memory.reducer import SharedMemoryReducer
 from meshwright.collectives.threaded import ThreadedReducer
 from meshwright.errors import CollectiveError, InputError
+from meshwright.exchange import all_gather_values
 
 
 class TwoLevelMemoryReducer(ThreadedReducer):
@@ -64,8 +65,7 @@ def machines_of(group: dist.ProcessGroup) -> list[list[int]]:
     """Returns, for each machine, the list of its ranks in the group. Containers that cannot share memory count as
     different machines. All ranks of the group call this together."""
     process = segment.this_process()
-    machine_of_rank: list[object] = [None] * group.size()
-    dist.all_gather_object(machine_of_rank, (process.machine, process.namespace), group=group)
+    machine_of_rank = all_gather_values((process.machine, process.namespace), group)
     return [
         [rank for rank, machine in enumerate(machine_of_rank) if machine == name]
         for name in dict.fromkeys(machine_of_rank)

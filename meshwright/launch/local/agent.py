@@ -80,9 +80,19 @@ class Agent(LocalElasticAgent):
     the exit codes that show the cause were read.
     """
 
-    def __init__(self, spec: WorkerSpec, server: ForkServer, folder: Path, grace_s: float, stop: StopRequest) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        server: ForkServer,
+        store: dist.Store,
+        folder: Path,
+        grace_s: float,
+        stop: StopRequest,
+    ) -> None:
+        """Ranks write why they failed to `store`, and their logs to `folder`."""
         super().__init__(spec, NoLogs())
         self._server = server
+        self._records = store
         self.restarts = 0
         self.failure: Failure | None = None
         self._folder = folder
@@ -140,7 +150,7 @@ class Agent(LocalElasticAgent):
 
     def _cause(self, exits: dict[int, int | None]) -> Failure | None:
         codes = {rank: code for rank, code in exits.items() if code is not None}
-        return first_cause(self._folder, self.restarts, codes)
+        return first_cause(self._records, self._folder, self.restarts, codes)
 
     def _stop_ranks(self) -> None:
         """Sends SIGTERM to the ranks, waits for them up to the grace period, kills those that still run, and raises

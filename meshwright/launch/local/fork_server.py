@@ -11,6 +11,7 @@ their exit codes. The kernel kills the server when the launcher dies, and the ra
 
 import importlib
 import json
+import mmap
 import os
 import socket
 import struct
@@ -26,6 +27,7 @@ from typing import Any, NoReturn
 
 from meshwright.errors import RankError
 from meshwright.launch import environment as variables
+from meshwright.launch.failure import UNFINISHED
 from meshwright.launch.process_exit import exit_with_parent
 
 _POLL_S = 0.02
@@ -87,8 +89,8 @@ class ForkServer:
         return ForkedRank(answer["pid"], self)
 
     def exit_code(self, pid: int) -> int | None:
-        """Returns the exit code of a rank; None if it is running. If the server died, the rank was killed with
-        SIGKILL."""
+        """Returns the exit code of a rank; None if it is running. The exit code 0 of a rank that ended before its work
+        was done is `UNFINISHED`. If the server died, the rank was killed with SIGKILL."""
         answer = self._ask({"exit_code": pid})
         return -SIGKILL if answer is None else answer["code"]
 
@@ -181,6 +183,7 @@ def fork_server(module: str) -> Iterator[ForkServer]:
 def _serve(connection: socket.socket) -> NoReturn:
     """Answers the launcher's requests until the launcher closes the connection."""
     signal(SIGINT, SIG_IGN)
+    finished_of: dict[int, mmap.mmap] = {}  # by process id, one byte that the rank sets when its work is done
     while True:
         try:
             request, streams = _receive(connection)
@@ -188,15 +191,18 @@ def _serve(connection: socket.socket) -> NoReturn:
             os._exit(0)
         answer: dict[str, Any] = {}
         if "start" in request:
+            finished = mmap.mmap(-1, 1)  # in memory that the rank shares with this process
             pid = os.fork()
             if pid == 0:
                 connection.close()
                 _replace_streams(dict(zip(request["streams"], streams, strict=True)))
-                _become_rank(request["start"], request["environment"])
+                _become_rank(request["start"], request["environment"], finished)
+            finished_of[pid] = finished
             answer = {"pid": pid}
         elif "exit_code" in request:
-            answer = {"code": _exit_code(request["exit_code"])}
+            answer = {"code": _exit_code(request["exit_code"], finished_of)}
         else:
+            finished_of.pop(request["reap"], None)
             with suppress(ChildProcessError):
                 os.waitpid(request["reap"], 0)
         for descriptor in streams:
@@ -240,19 +246,25 @@ def _replace_streams(streams: Mapping[int, int]) -> None:
         os.close(descriptor)
 
 
-def _exit_code(pid: int) -> int | None:
+def _exit_code(pid: int, finished_of: Mapping[int, mmap.mmap]) -> int | None:
+    """Returns the exit code of a rank, which is negative for signals, and None while the rank runs. The exit code 0 of
+    a rank that ended before its work was done, for example because the user's code ended it, is `UNFINISHED`."""
     try:
         status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return -SIGKILL  # a rank of an earlier server, killed when that server died
     if status is None:
         return None
-    return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+    if status.si_code != os.CLD_EXITED:
+        return -status.si_status
+    is_finished = pid in finished_of and finished_of[pid][0] == 1
+    return UNFINISHED if status.si_status == 0 and not is_finished else status.si_status
 
 
-def _become_rank(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+def _become_rank(command: Sequence[str], environment: Mapping[str, str], finished: mmap.mmap) -> NoReturn:
     """Gives the forked process what a new Python process would have: a session, environment variables, the current
-    folder as first folder of imports, threads and random numbers of its own."""
+    folder as first folder of imports, threads and random numbers of its own. The rank sets the byte `finished` when its
+    work is done."""
     fork_server_pid = os.getppid()
     os.setsid()
     signal(SIGTERM, SIG_DFL)
@@ -266,7 +278,7 @@ def _become_rank(command: Sequence[str], environment: Mapping[str, str]) -> NoRe
         sys.modules["numpy"].random.seed()
     from meshwright.launch.local.start import run
 
-    run(*command)
+    run(finished, *command)
 
 
 def main() -> None:

@@ -13,12 +13,13 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from meshwright.errors import RankError, Stopped
 from meshwright.launch import environment as variables
 from meshwright.launch import loopback
-from meshwright.launch.failure import record_file, to_error
+from meshwright.launch.failure import to_error
 from meshwright.launch.heartbeat import heartbeat_file
 from meshwright.launch.local.agent import Agent, SingleMachineRendezvous
 from meshwright.launch.local.fork_server import fork_server
 from meshwright.launch.local.replacing_agent import ReplacingAgent
 from meshwright.launch.signals import StopRequest
+from meshwright.storage import writing
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,15 @@ def launch(
     """Calls `main()` of the module in every rank, with `arguments` in `sys.argv`, until all have finished. Returns the
     number of restarts.
 
-    Raises RankError or InputError when ranks failed for good, and Stopped when a signal stopped them. Rank logs go to
-    `folder`. It must be called from the main thread, because the kernel kills ranks when the thread that started them
-    ends.
+    Raises RankError, StorageError or InputError when ranks failed for good, and Stopped when a signal stopped them.
+    Rank logs go to `folder`. It must be called from the main thread, because the kernel kills ranks when the thread
+    that started them ends.
     """
     folder = folder.absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    for rank in range(ranks.count):
-        heartbeat_file(folder, rank).unlink(missing_ok=True)
-        record_file(folder, rank).unlink(missing_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for rank in range(ranks.count):
+            heartbeat_file(folder, rank).unlink(missing_ok=True)
     store, port = loopback.serve_store()
     with (
         StopRequest((SIGTERM, SIGINT, SIGHUP)) as stop,
@@ -73,9 +74,9 @@ def launch(
             max_restarts=ranks.restarts,
         )
         agent = (
-            ReplacingAgent(spec, server, folder, ranks.grace_s, stop, ranks.expendable)
+            ReplacingAgent(spec, server, store, folder, ranks.grace_s, stop, ranks.expendable)
             if ranks.expendable
-            else Agent(spec, server, folder, ranks.grace_s, stop)
+            else Agent(spec, server, store, folder, ranks.grace_s, stop)
         )
         result = agent.run()
     del store  # the ranks needed it until here

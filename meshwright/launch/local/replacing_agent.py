@@ -9,9 +9,10 @@ import time
 from pathlib import Path
 from signal import SIGKILL
 
+import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 
-from meshwright.launch.failure import Failure, first_cause, is_consequence, record_file, repeats
+from meshwright.launch.failure import Failure, delete_record, first_cause, is_consequence, repeats
 from meshwright.launch.heartbeat import heartbeat_file, read_heartbeat
 from meshwright.launch.local.agent import POLL_S, SETTLE_S, Agent
 from meshwright.launch.local.fork_server import ForkedRank, ForkServer
@@ -26,9 +27,16 @@ class ReplacingAgent(Agent):
     spec's limit of restarts is for restarts of single ranks and of all ranks together."""
 
     def __init__(
-        self, spec: WorkerSpec, server: ForkServer, folder: Path, grace_s: float, stop: StopRequest, expendable: int
+        self,
+        spec: WorkerSpec,
+        server: ForkServer,
+        store: dist.Store,
+        folder: Path,
+        grace_s: float,
+        stop: StopRequest,
+        expendable: int,
     ) -> None:
-        super().__init__(spec, server, folder, grace_s, stop)
+        super().__init__(spec, server, store, folder, grace_s, stop)
         self._expendable = expendable
         self._replacement_count = 0
         self._replacements: dict[int, ForkedRank] = {}
@@ -74,7 +82,7 @@ class ReplacingAgent(Agent):
             exits = self._exits()
             if any(code for other, code in exits.items() if other >= self._expendable):
                 return None
-            failure = first_cause(self._folder, self.restarts, {rank: exits[rank] or 0})
+            failure = first_cause(self._records, self._folder, self.restarts, {rank: exits[rank] or 0})
             if failure is None or not is_consequence(failure) or time.monotonic() > deadline:
                 return failure
             time.sleep(POLL_S)
@@ -102,7 +110,7 @@ class ReplacingAgent(Agent):
         self._replacement_count += 1
         restarts = self.restarts + self._replacement_count
         print_to_user(f"{failure.line}: it starts again alone ({restarts} of at most {max_restarts} times)")
-        record_file(self._folder, rank).unlink(missing_ok=True)
+        delete_record(self._records, rank, self.restarts)
         if rank in self._replacements:
             self._replacements[rank].wait()
         self._replacements[rank] = self._start_replacement(rank)

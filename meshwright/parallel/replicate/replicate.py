@@ -17,7 +17,7 @@ from meshwright.collectives.small_sums import SharedMemorySums, SmallSums
 from meshwright.errors import InputError
 from meshwright.parallel.precision import gradient_reduce_dtype
 from meshwright.parallel.replicate.process_group import GroupWithSharedSums
-from meshwright.parallel.torch_private import broadcast_coalesced, ignore_in_ddp
+from meshwright.parallel.torch_private import broadcast_coalesced, comm_hook_states, ignore_in_ddp
 from meshwright.plan import MIB, Plan
 
 DATA_AXES = ("replicate", "shard")
@@ -83,6 +83,15 @@ def _power_sgd_one_at_a_time(
     future = power_sgd.powerSGD_hook(state, bucket)
     future.wait()
     return future
+
+
+def forget_compressed_gradients(model: DistributedDataParallel) -> None:
+    """Drops the errors and the factors that PowerSGD keeps from step to step. Does nothing for other plans."""
+    for state in comm_hook_states(model):
+        if isinstance(state, power_sgd.PowerSGDState):
+            state.error_dict.clear()
+            state.p_memory_dict.clear()
+            state.q_memory_dict.clear()
 
 
 def _is_nccl(group: dist.ProcessGroup) -> bool:

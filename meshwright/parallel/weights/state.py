@@ -6,7 +6,7 @@ tensor is in memory.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.errors import InputError
+from meshwright.exchange import all_gather_values, broadcast_value
 from meshwright.parallel.shard import reshard
 from meshwright.parallel.weights.layout import (
     ParameterLayout,
@@ -23,6 +25,7 @@ from meshwright.parallel.weights.layout import (
     gather_parameter,
     whole_shape,
 )
+from meshwright.plain_values import NotPlainError, to_text
 
 
 def full_state(
@@ -35,7 +38,8 @@ def full_state(
 ) -> dict[str, Any]:
     """The untouched model's `state_dict` on the CPU, with buffers and all names of tied parameters. `order` lists its
     names; names that are not in it follow, in the order of the ranks that hold them. With `everywhere` all ranks return
-    the state, otherwise only rank 0 does and the other ranks return an empty dict."""
+    the state, otherwise only rank 0 does and the other ranks return an empty dict. All ranks raise InputError if a
+    module's extra state has to be sent to other ranks and is not plain (plain_values.py)."""
     reshard(module)
     return _gather_all(dict(module.state_dict()), layouts, mesh, order, everywhere)
 
@@ -68,11 +72,12 @@ def dense(gradient: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Description:
-    """What ranks of other stages or branches have to know of a tensor to receive it. Both fields are None for an object
-    that is not a tensor."""
+    """What ranks of other stages or branches have to know of a value to receive it. `shape` and `dtype` are None for a
+    value that is not a tensor. `problem` says why such a value cannot be sent; it is None if it can."""
 
-    shape: tuple[int, ...] | None
-    dtype: torch.dtype | None
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+    problem: str | None = None
 
 
 def _gather_all(
@@ -92,9 +97,8 @@ def _gather_all(
                 result[name] = whole
         return _ordered(result, order)
     group = mesh.get_group(axis)
-    descriptions: list[dict[str, _Description]] = [{} for _ in range(group.size())]
-    local_descriptions = {name: _describe(value, layouts.get(name)) for name, value in local.items()}
-    dist.all_gather_object(descriptions, local_descriptions, group=group)
+    local_descriptions = {name: _describe(name, value, layouts.get(name)) for name, value in local.items()}
+    descriptions = _gather_descriptions(local_descriptions, group)
     for name in dict.fromkeys(name for of_rank in descriptions for name in of_rank):
         layout = layouts.get(name)
         if axis == "tensor" and not isinstance(layout, WholeOnOneRank):  # outside of branches all ranks have it
@@ -117,18 +121,31 @@ def _gather(value: Any, layout: ParameterLayout | None, mesh: DeviceMesh | None)
         return whole.to("cpu", copy=True)
 
 
-def _describe(value: Any, layout: ParameterLayout | None) -> _Description:
+def _describe(name: str, value: Any, layout: ParameterLayout | None) -> _Description:
     if isinstance(value, Tensor):
         return _Description(whole_shape(value, layout), value.dtype)
-    return _Description(None, None)
+    try:
+        to_text(value, name)
+    except NotPlainError as error:
+        return _Description(problem=str(error))
+    return _Description()
+
+
+def _gather_descriptions(local: Mapping[str, _Description], group: dist.ProcessGroup) -> list[dict[str, _Description]]:
+    """The descriptions of all ranks of the group, by name."""
+    of_ranks = all_gather_values({name: asdict(description) for name, description in local.items()}, group)
+    return [{name: _Description(**fields) for name, fields in of_rank.items()} for of_rank in of_ranks]
 
 
 def _broadcast(value: Any, description: _Description, group: dist.ProcessGroup, source: int, device_type: str) -> Any:
     """The value of the group's rank `source`; on the other ranks `value` is None."""
+    if description.problem:
+        raise InputError(
+            f"{description.problem}, which cannot be sent to other ranks: let get_extra_state return numbers, texts,"
+            " tensors, and lists, tuples, sets and dicts of these"
+        )
     if description.shape is None:
-        objects = [value]
-        dist.broadcast_object_list(objects, group=group, group_src=source)
-        return objects[0]
+        return broadcast_value(value, group, source)
     tensor = torch.empty(description.shape, dtype=description.dtype) if value is None else value
     on_device = tensor.to(device_type)  # NCCL sends and receives on GPUs only
     dist.broadcast(on_device, group=group, group_src=source)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.batch import ModelBatch, split_batch
+from meshwright.call import first_line
 from meshwright.errors import InputError
 from meshwright.profile.equal_blocks import EqualBlocks, remove_skipped_blocks, skipped_blocks
 from meshwright.profile.fake import fake_batch, fake_model
@@ -271,7 +272,7 @@ def record_dataflow(
     except Exception as error:
         name = recorder.running_module
         where = f"{name or 'its forward pass'} ({type(model.get_submodule(name)).__name__})"
-        raise InputError(f"the model cannot be traced in {where}: {str(error).splitlines()[0]}") from error
+        raise InputError(f"the model cannot be traced in {where}: {first_line(error)}") from error
     return recorder.flow
 
 

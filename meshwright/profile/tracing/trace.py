@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from meshwright.blocks.module_names import is_inside
 from meshwright.blocks.recompute import Recompute, find_blocks
+from meshwright.call import first_line
 from meshwright.dtypes import torch_name
 from meshwright.errors import InputError
 from meshwright.profile.equal_blocks import EqualBlocks, find_equal_blocks, remove_skipped_blocks, skipped_blocks
@@ -155,7 +156,7 @@ class _FakeStep:
         except InputError:
             raise
         except Exception as error:
-            raise InputError(f"{_failing_module(error, names)}: {str(error).splitlines()[0]}") from error
+            raise InputError(f"{_failing_module(error, names)}: {first_line(error)}") from error
 
 
 def _trace_all_batches(

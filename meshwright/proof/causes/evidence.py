@@ -12,7 +12,7 @@ from meshwright.plan import Plan
 from meshwright.proof.compare.errors import SMALLEST_SCALE, Difference, layer_scales, scaled_error
 from meshwright.proof.reference.experiments import Experiments, add_scaled
 from meshwright.train.output.observation import RankObservation
-from meshwright.train.output.recording import RecordedStep
+from meshwright.train.output.record_file import RecordedStep
 
 Tensors = dict[str, Tensor]
 Cause = Literal[

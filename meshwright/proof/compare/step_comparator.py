@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.proof.compare.errors import SMALLEST_SCALE, ComparedKind, Comparison, layer_scales, scaled_error
-from meshwright.train.output.recording import RecordedStep
+from meshwright.train.output.record_file import RecordedStep
 
 Tensors = dict[str, Tensor]
 

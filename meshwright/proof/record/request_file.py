@@ -1,6 +1,11 @@
 """Sends a proof request to the ranks as a pickle file. A user's model may be defined in the script that is running, so
-a rank first imports that script under another name, as multiprocessing does."""
+a rank first imports that script under another name, as multiprocessing does.
 
+Reading a pickle executes code. Here that is intended: the file holds the user's own model, and the ranks are processes
+of the same user on the same machine. Nobody else can write what the ranks read: only the user may open the file (mode
+0600) and its temporary folder (`prove.work_folder`, mode 0700)."""
+
+import os
 import pickle
 from dataclasses import fields
 from multiprocessing import current_process, spawn
@@ -11,6 +16,7 @@ from meshwright.call import load
 from meshwright.errors import InputError
 from meshwright.job import Job
 from meshwright.proof.request import ProofRequest, UserModel
+from meshwright.storage import writing
 
 _PICKLING_ERRORS = (pickle.PicklingError, AttributeError, TypeError, RuntimeError)
 
@@ -28,9 +34,14 @@ def write_request(request: ProofRequest, file: Path) -> None:
         raise InputError(
             "the model, loss or data is defined in an interactive session, which ranks cannot import: use a file"
         )
-    with file.open("wb") as stream:
+    with writing(file, len(pickled)), open(file, "wb", opener=_open_private) as stream:
         pickle.dump(preparation, stream)
         stream.write(pickled)
+
+
+def _open_private(path: str, flags: int) -> int:
+    """Opens a file that only this user may read and write, if it does not exist yet."""
+    return os.open(path, flags, 0o600)
 
 
 def read_request(file: Path) -> ProofRequest:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.simulator.pipeline.timeline import Timeline
+from meshwright.storage import write_atomically
 
 MICROSECONDS = 1e6
 
@@ -54,7 +55,7 @@ def write_trace(path: Path, spans: Iterable[Span]) -> Path:
         )
     names = [_name_event("process", rank, 0, f"rank {rank}") for rank in sorted({rank for rank, _ in lines})]
     names += [_name_event("thread", rank, threads[category], category) for rank, category in sorted(lines)]
-    path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": names + events}))
+    write_atomically(path, json.dumps({"displayTimeUnit": "ms", "traceEvents": names + events}))
     return path
 
 

@@ -2,6 +2,7 @@
 
 runs/mnist-0001/
   job.yaml plan.yaml    what is run, with absolute paths
+  origin.json           the signature of both by the user who trained
   metrics.jsonl         one line per logged step or evaluation
   events/               TensorBoard
   checkpoints/          step-…, and the link `best`
@@ -13,21 +14,24 @@ runs/mnist-0001/
 import fcntl
 import json
 import os
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-import yaml
-
-from meshwright.errors import InputError
+from meshwright.errors import InputError, StorageError
 from meshwright.job import Job
 from meshwright.plan import Plan
+from meshwright.storage import output_error, write_atomically, writing
+from meshwright.train.output.origin import ORIGIN_FILE, origin_text, read_run_file
+from meshwright.user_path import user_path
+from meshwright.yaml_file import parse_mapping
 
 # The fields that may change when a run is resumed: all that do not decide which model is trained on which data.
 MAY_CHANGE = {
     "": ("name", "metrics", "checkpoint", "log", "plan", "cluster", "output"),
     "data": ("eval", "workers", "pin_memory"),
-    "train": ("epochs", "steps", "timeout_s", "restarts", "grace_s", "deterministic", "weights"),
+    "train": ("epochs", "steps", "timeout_s", "restarts", "grace_s", "deterministic", "weights", "on_nonfinite"),
 }
 
 
@@ -62,6 +66,10 @@ class RunFolder:
         return self.path / "plan.yaml"
 
     @property
+    def origin(self) -> Path:
+        return self.path / ORIGIN_FILE
+
+    @property
     def record(self) -> Path:
         return self.path / "record"
 
@@ -85,7 +93,7 @@ def lock_run_folder(job: Job, resume: str) -> LockedRun:
     """Chooses the folder to train in, and locks it. `resume` is `auto` for the newest run of this job, or a new folder
     if that run is finished or cannot be resumed; `never` for a new folder; or the path of a run folder."""
     if resume not in ("auto", "never"):
-        return _lock_named_folder(job, Path(resume))
+        return _lock_named_folder(job, user_path(resume, "--resume"))
     output = Path(job.output)
     runs = _runs(output, job.name)
     if resume == "never" or not runs or runs[-1].result.exists():
@@ -100,18 +108,31 @@ def lock_run_folder(job: Job, resume: str) -> LockedRun:
 
 
 def write_job_and_plan(folder: RunFolder, job: Job, plan: Plan) -> None:
-    """Writes the job and the plan that are about to run, and removes the result of an earlier run."""
-    write_text(folder.job, job.to_yaml())
-    write_text(folder.plan, plan.to_yaml())
-    folder.result.unlink(missing_ok=True)
+    """Writes the job and the plan that are about to run, signs them if the user has a key, and removes the result of an
+    earlier run. If a new folder cannot take them, it is deleted."""
+    job_text, plan_text = job.to_yaml(), plan.to_yaml()
+    origin = origin_text(job_text, plan_text)
+    is_new = not folder.job.exists()
+    try:
+        write_atomically(folder.job, job_text)
+        write_atomically(folder.plan, plan_text)
+        with writing(folder.path):
+            folder.origin.unlink(missing_ok=True)
+            folder.result.unlink(missing_ok=True)
+        if origin is not None:
+            write_atomically(folder.origin, origin)
+    except StorageError:
+        if is_new:
+            shutil.rmtree(folder.path, ignore_errors=True)
+        raise
 
 
 def job_differences(job: Job, folder: RunFolder) -> list[str]:
     """Returns why the job cannot resume the run in the folder, one sentence per field that differs; empty if it can."""
     try:
-        raw = yaml.safe_load(folder.job.read_text())
+        raw = parse_mapping(read_run_file(folder.job), folder.job, "job")
         in_folder = _fixed_fields(Job.model_validate(raw).model_dump(mode="json"))
-    except (OSError, ValueError, yaml.YAMLError):
+    except (InputError, ValueError):
         return ["job.yaml cannot be read"]
     in_job = _fixed_fields(job.model_dump(mode="json"))
     return [
@@ -129,18 +150,11 @@ def read_result(folder: RunFolder) -> dict[str, Any] | None:
         return None
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replaces a file atomically: readers see the old text or the new one."""
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.write_text(text)
-    os.replace(temporary, path)
-
-
 def _lock_named_folder(job: Job, path: Path) -> LockedRun:
     """Locks the run folder that the user names. Raises an `InputError` if the job cannot be resumed there."""
     folder = RunFolder(path)
     for part in (folder.job, folder.plan, folder.logs):  # job.yaml alone would also be in a folder of jobs
-        if not part.exists():
+        if not os.path.exists(part):
             raise InputError(f"--resume {path}: this is no run folder, it has no {part.name}")
     differences = job_differences(job, folder)
     if differences:
@@ -165,7 +179,7 @@ def _create_folder(output: Path, name: str) -> LockedRun:
             number += 1
             continue
         except OSError as error:
-            raise InputError(f"output: cannot write in '{output}': {error.strerror}") from None
+            raise output_error(error, output) from None
         lock = _lock(folder)
         if lock:
             return LockedRun(folder, True, lock)
@@ -182,9 +196,9 @@ def _lock(folder: RunFolder) -> TextIO | None:
     """Locks a run folder and returns the open lock file; None if another process has locked the folder. The operating
     system releases the lock when the process ends, however it ends."""
     try:
-        lock = (folder.path / ".lock").open("w")
+        lock = (folder.path / ".lock").open("a")  # not "w": in a folder of others it could be a link to any file
     except OSError as error:
-        raise InputError(f"output: cannot write in '{folder.path}': {error.strerror}") from None
+        raise output_error(error, folder.path) from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

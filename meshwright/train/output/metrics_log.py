@@ -2,10 +2,12 @@
 
 import json
 import math
+import os
 import time
 from typing import Any
 
-from meshwright.train.output.folder import RunFolder, write_text
+from meshwright.storage import write_atomically, writing
+from meshwright.train.output.folder import RunFolder
 
 
 class MetricsLog:
@@ -14,32 +16,42 @@ class MetricsLog:
     checkpoint contains its result (`evaluated`); otherwise it is removed, because it will be repeated."""
 
     def __init__(self, folder: RunFolder, step: int, tensorboard: bool, evaluated: bool = True) -> None:
-        if folder.metrics.exists():
-            lines = folder.metrics.read_text().splitlines(keepends=True)
-            kept_lines = [line for line in lines if _last_step(line, evaluated) <= step]
-            write_text(folder.metrics, "".join(kept_lines))
-        self._metrics = folder.metrics.open("a", buffering=1)
+        self._folder = folder
+        with writing(folder.metrics):
+            if folder.metrics.exists():
+                lines = folder.metrics.read_text().splitlines(keepends=True)
+                kept_lines = [line for line in lines if _last_step(line, evaluated) <= step]
+                write_atomically(folder.metrics, "".join(kept_lines))
+            self._metrics = folder.metrics.open("a", buffering=1)
         self._events: Any = None
         if tensorboard:
             # Imported here, because it takes as long to import as torch.
             from torch.utils.tensorboard import SummaryWriter
 
-            self._events = SummaryWriter(str(folder.events), purge_step=step + 1 if step else None)
+            with writing(folder.events):
+                self._events = SummaryWriter(str(folder.events), purge_step=step + 1 if step else None)
 
     def write(self, kind: str, step: int, epoch: int, values: dict[str, Any]) -> None:
         """Writes one entry: a line of metrics.jsonl, and one TensorBoard scalar for each value that is not None."""
         json_values = {name: finite_or_none(value) for name, value in values.items()}
         entry = {"kind": kind, "step": step, "epoch": epoch, **json_values, "time": round(time.time(), 3)}
-        self._metrics.write(json.dumps(entry) + "\n")
-        if self._events is not None:
+        with writing(self._folder.metrics):
+            if os.fstat(self._metrics.fileno()).st_nlink == 0:  # deleted: what is written there is lost
+                self._metrics = self._folder.metrics.open("a", buffering=1)
+            self._metrics.write(json.dumps(entry) + "\n")
+        if self._events is None:
+            return
+        with writing(self._folder.events):
             for name, value in values.items():
                 if value is not None:
                     self._events.add_scalar(f"{kind}/{name}", value, step)
 
     def close(self) -> None:
-        self._metrics.close()
+        with writing(self._folder.metrics):
+            self._metrics.close()
         if self._events is not None:
-            self._events.close()
+            with writing(self._folder.events):
+                self._events.close()
 
 
 def finite_or_none(value: Any) -> Any:

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from meshwright.data.batch import Batch
 from meshwright.parallel.model import ParallelModel
 from meshwright.parallel.weights.layout import gather_parameter, local_tensor
+from meshwright.plain_values import tensor_bytes
 from meshwright.train.step.batch import samples_in
 from meshwright.train.torch_private import tree_leaves
 
@@ -72,9 +73,10 @@ class RankObservation:
         """Returns the fields as a dict with the names that recording files use."""
         return {_STORED_NAMES.get(name, name): value for name, value in asdict(self).items()}
 
-    @classmethod
-    def from_stored(cls, stored: Mapping[str, Any]) -> Self:
-        return cls(**{_FIELD_NAMES.get(name, name): value for name, value in stored.items()})
+    @staticmethod
+    def with_field_names(stored: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a dict that `to_stored` returned, with the names of this class's fields."""
+        return {_FIELD_NAMES.get(name, name): value for name, value in stored.items()}
 
 
 # Names of fields in recording files, where they differ from those above. They are fixed, so old files stay readable.
@@ -100,9 +102,8 @@ _FIELD_NAMES = {stored: name for name, stored in _STORED_NAMES.items()}
 
 def digest(tensor: Tensor) -> str:
     """A digest of the tensor's shape, dtype and values."""
-    values = tensor.detach().cpu().contiguous()
-    digest_of_bytes = blake2b(f"{tuple(values.shape)} {values.dtype}".encode(), digest_size=8)
-    digest_of_bytes.update(values.reshape(-1).view(torch.uint8).numpy().tobytes())
+    digest_of_bytes = blake2b(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), digest_size=8)
+    digest_of_bytes.update(tensor_bytes(tensor).numpy().tobytes())
     return digest_of_bytes.hexdigest()
 
 

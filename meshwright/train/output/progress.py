@@ -1,5 +1,6 @@
 """Shows the progress of a run: as a bar on a terminal, and as lines elsewhere."""
 
+from contextlib import suppress
 from typing import Any, Protocol, TextIO
 
 from rich.console import Console
@@ -45,7 +46,8 @@ class LineDisplay:
         self.line(f"step {step}{self._total}: loss {loss:.4f}{rate}")
 
     def line(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        with suppress(OSError):  # a stream that cannot take it, such as a file on a full disk, does not end the run
+            print(text, file=self._stream, flush=True)
 
     def close(self) -> None: ...
 

@@ -8,7 +8,7 @@ folder/
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.data.batch import Batch
+from meshwright.exchange import all_gather_values
+from meshwright.storage import replacing, writing
 from meshwright.train.output.observation import (
     RankObservation,
     digest_samples,
@@ -26,25 +28,9 @@ from meshwright.train.output.observation import (
     local_gradient_norm,
     record_output_bits,
 )
+from meshwright.train.output.record_file import RecordedStep, Tensors, read_record
 from meshwright.train.session import Session
 from meshwright.train.step_runner import StepRunner
-
-Tensors = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class RecordedStep:
-    """One step of a run: the full gradients and state (weights and buffers) of rank 0, on the CPU, and the observations
-    of all ranks. `norm` is None without clipping. `differing_gradients` and `differing_states` hold, by rank and then
-    by name, the tensors of other ranks that are not bitwise equal to those of rank 0."""
-
-    loss: Tensor
-    norm: Tensor | None
-    gradients: Tensors
-    state: Tensors
-    observations: tuple[RankObservation, ...]
-    differing_gradients: Mapping[int, Tensors]
-    differing_states: Mapping[int, Tensors]
 
 
 class StepRecorder:
@@ -118,7 +104,6 @@ class StepRecorder:
         differing = self._gather_differing(observations, state, gradients)
         if self._session.world.rank:
             return
-        self._folder.mkdir(parents=True, exist_ok=True)
         contents = {
             **more,
             "gradients": gradients,
@@ -127,9 +112,11 @@ class StepRecorder:
             "gradients_of": {rank: gradients for rank, (gradients, _) in differing.items() if gradients},
             "state_of": {rank: state for rank, (_, state) in differing.items() if state},
         }
-        temporary = self._folder / ".step.new"
-        torch.save(contents, temporary)
-        temporary.replace(_file(self._folder, step))
+        needed = sum(tensor.nbytes for tensor in (*state.values(), *gradients.values()))
+        with writing(self._folder, needed):
+            self._folder.mkdir(exist_ok=True)
+        with replacing(_file(self._folder, step), needed) as draft:
+            torch.save(contents, draft)
 
     def _observe(self, state: Tensors, gradients: Tensors) -> RankObservation:
         """This rank's observation of the step."""
@@ -157,9 +144,7 @@ class StepRecorder:
         """The observations of all ranks, on every rank."""
         if self._session.world.size == 1:
             return [local]
-        observations: list[Any] = [None] * self._session.world.size
-        dist.all_gather_object(observations, local)
-        return observations
+        return [RankObservation(**fields) for fields in all_gather_values(asdict(local))]
 
     def _gather_differing(
         self, observations: list[RankObservation], state: Tensors, gradients: Tensors
@@ -174,9 +159,28 @@ class StepRecorder:
             {name: value for name, value in gradients.items() if local.gradients[name] != first.gradients.get(name)},
             {name: value for name, value in state.items() if local.state[name] != first.state.get(name)},
         )
-        of_ranks: list[Any] | None = [None] * len(observations) if local.rank == 0 else None
-        dist.gather_object(differing, of_ranks, dst=0)
-        return {rank: tensors for rank, tensors in enumerate(of_ranks or []) if rank}
+        return _gather_on_first_rank(differing, local.rank)
+
+
+def _gather_on_first_rank(local: tuple[Tensors, Tensors], rank: int) -> dict[int, tuple[Tensors, Tensors]]:
+    """Returns, on rank 0, the tensors of each other rank by rank. Returns an empty dict on other ranks."""
+    shapes = all_gather_values([{name: (value.shape, value.dtype) for name, value in part.items()} for part in local])
+    if rank:
+        for value in (value for part in local for value in part.values()):
+            dist.send(value.contiguous(), dst=0)
+        return {}
+    return {
+        sender: (_receive_tensors(gradients, sender), _receive_tensors(state, sender))
+        for sender, (gradients, state) in enumerate(shapes)
+        if sender
+    }
+
+
+def _receive_tensors(shapes: Mapping[str, tuple[torch.Size, torch.dtype]], sender: int) -> Tensors:
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+    for tensor in tensors.values():
+        dist.recv(tensor, src=sender)
+    return tensors
 
 
 @contextmanager
@@ -213,13 +217,13 @@ def record_steps(session: StepRunner, folder: Path, steps: int) -> Iterator[Call
 
 def read_start(folder: Path) -> RecordedStep:
     """Reads the weights before the first step. `gradients` is empty and `loss` is 0."""
-    return _read(_file(folder, 0))
+    return read_record(_file(folder, 0))
 
 
 def read_step(folder: Path, step: int, *, keep: bool = False) -> RecordedStep:
     """Reads a recorded step, and deletes its file unless `keep`."""
     file = _file(folder, step)
-    recorded = _read(file)
+    recorded = read_record(file)
     if not keep:
         file.unlink()
     return recorded
@@ -231,19 +235,6 @@ def count_recorded_steps(folder: Path) -> int:
     while _file(folder, step + 1).exists():
         step += 1
     return step
-
-
-def _read(file: Path) -> RecordedStep:
-    loaded = torch.load(file, weights_only=True)
-    return RecordedStep(
-        loss=loaded.get("loss", torch.zeros(())),
-        norm=loaded.get("norm"),
-        gradients=loaded["gradients"],
-        state=loaded["state"],
-        observations=tuple(RankObservation.from_stored(stored) for stored in loaded["seen"]),
-        differing_gradients=loaded["gradients_of"],
-        differing_states=loaded["state_of"],
-    )
 
 
 def _file(folder: Path, step: int) -> Path:

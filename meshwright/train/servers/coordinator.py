@@ -38,12 +38,14 @@ class Staleness:
 @dataclass
 class StepProgress:
     """Sums over the gradients that were applied since the run's last step ended: their samples, losses and counts
-    (numbers of targets). `stepped`: whether any update changed the weights."""
+    (numbers of targets). `stepped`: whether any update changed the weights. `left_out`: number of updates that were
+    left out because the loss or some gradient was not finite."""
 
     samples: int = 0
     loss: float = 0.0
     count: float = 0.0
     stepped: bool = False
+    left_out: int = 0
 
     def add(self, report: WorkerReport) -> None:
         self.samples += report.samples
@@ -151,6 +153,7 @@ class Coordinator:
             self.progress.add(report)
         self.version += result.stepped
         self.progress.stepped |= result.stepped
+        self.progress.left_out += result.nonfinite
 
     def _next_update(self) -> list[int]:
         """The workers whose gradients make the next update. With synchronous updates: all that pushed, once every

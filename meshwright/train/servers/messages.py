@@ -92,9 +92,9 @@ class WorkerReport(_Header):
 
     `version`: that of the weights on which the gradients were computed. `epoch`, `index` and `last`: their batch.
     Gradients and `loss` are sums, to be divided by `count`, or not divided if it is 0. `overflow`: some gradient was
-    not finite in fp16, so the gradients must not be used. `result_bytes`: size of the evaluation result that follows; 0
-    in reports to servers other than the first, which get no result. `scale`, `good` and `skipped`: the state of the
-    worker's fp16 loss scale.
+    not finite in fp16, so the gradients must not be used. `nonfinite`: the loss or some gradient was not finite, and
+    the job leaves out such updates. `result_bytes`: size of the evaluation result that follows; 0 in reports to servers
+    other than the first, which get no result. `scale`, `good` and `skipped`: the state of the worker's fp16 loss scale.
     """
 
     kind: int = ReportKind.WAITED
@@ -105,6 +105,7 @@ class WorkerReport(_Header):
     last: int = 0
     samples: int = 0
     overflow: int = 0
+    nonfinite: int = 0
     result_bytes: int = 0
     peak_bytes: int = 0
     good: int = 0

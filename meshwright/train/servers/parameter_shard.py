@@ -42,11 +42,13 @@ from meshwright.train.torch_private import foreach_add_, foreach_div_, foreach_m
 @dataclass(frozen=True)
 class UpdateResult:
     """The mean loss and the gradient norm of an update; the norm is 0 without clipping. `stepped` is False if the
-    update was skipped because some gradient was not finite in fp16."""
+    update was left out, because some gradient was not finite in fp16, or because the loss or some gradient was not
+    finite and the job leaves out such updates (`nonfinite`)."""
 
     stepped: bool
     loss: float
     norm: float
+    nonfinite: bool = False
 
 
 class ParameterShard:
@@ -131,6 +133,8 @@ class ParameterShard:
         worker that pushed them, or None if the update combines all workers."""
         count = sum(report.count for report, _ in pushes) or 1.0  # 0: no target at all, or a sum that is not divided
         loss = sum(report.loss for report, _ in pushes) / count
+        if any(report.nonfinite for report, _ in pushes):  # the buffers of such a step are not used either
+            return UpdateResult(False, loss, 0.0, nonfinite=True)
         for _, message in pushes:
             for name, buffer in self.buffers.items():
                 if TensorKey("buffers", name) in message.views:

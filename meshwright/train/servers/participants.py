@@ -1,14 +1,14 @@
 """`Participants`: which workers take part in the run, and the reports that the coordinator has not handled yet."""
 
-import pickle
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
 from meshwright.errors import CollectiveError
+from meshwright.plain_values import DamagedValueError, from_text
 from meshwright.train.servers.clocks import WorkerClocks
 from meshwright.train.servers.connections import Connection, Connections
 from meshwright.train.servers.messages import Instruction, ReportKind, WorkerReport
@@ -76,8 +76,8 @@ class Participants:
         return [worker for worker in new if worker in self.admitted]
 
     def read_reports(self) -> dict[int, int]:
-        """Sorts new reports into `pending` and `evaluations`, and removes workers whose connection broke. Returns the
-        incarnations of the removed workers, by worker."""
+        """Sorts new reports into `pending` and `evaluations`, and removes workers whose connection broke, or whose
+        evaluation result cannot be read. Returns the incarnations of the removed workers, by worker."""
         dropped = {}
         for worker, incarnation in list(self.admitted.items()):
             connection = self.connections.by_worker.get(worker)
@@ -90,7 +90,12 @@ class Participants:
             elif connection.report_number > self.report_numbers[worker]:
                 self.report_numbers[worker] = connection.report_number
                 assert connection.report is not None
-                self._handle(worker, connection.report, connection.evaluation_result)
+                try:
+                    self._handle(worker, connection.report, connection.evaluation_result)
+                except DamagedValueError as error:
+                    self.print_line(f"worker {worker} is dropped: its evaluation result cannot be read: {error}")
+                    dropped[worker] = incarnation
+                    self.remove(worker)
         return dropped
 
     def remove(self, worker: int) -> None:
@@ -141,7 +146,15 @@ class Participants:
             if worker == min(self.admitted):
                 self.loss_scale = (report.scale, report.good, report.skipped)
         elif report.kind == ReportKind.EVALUATED:
-            result: Any = pickle.loads(evaluation_result)
-            self.evaluations[worker] = result
+            self.evaluations[worker] = _read_evaluation(evaluation_result)
         elif report.kind == ReportKind.OUT_OF_DATA:
             self.clocks.out_of_data.add(worker)
+
+
+def _read_evaluation(data: bytes) -> tuple[bool, Totals]:
+    """Returns what a worker's `send_evaluation` sent: whether it was interrupted, and its totals. Raises
+    DamagedValueError if it is anything else."""
+    match from_text(data):
+        case (bool(interrupted), dict(totals)) if all(isinstance(total, Tensor) for total in totals.values()):
+            return interrupted, totals
+    raise DamagedValueError("it is not a flag and the totals of metrics")

@@ -74,7 +74,7 @@ class ServerRounds:
     def end(self, value: Any) -> Any:
         """Ends the rounds of a step. `follow` returns `value` on the other servers. Returns `value`."""
         self._group.broadcast(self._pack(RoundOrder(end=True)))
-        return self._group.broadcast_object(value)
+        return self._group.broadcast_value(value)
 
     # ---- called by the other servers
 
@@ -83,7 +83,7 @@ class ServerRounds:
         while True:
             order = self._unpack(self._group.broadcast(torch.zeros(3 * self._workers + 1, dtype=torch.int64)))
             if order.end:
-                return self._group.broadcast_object(None)
+                return self._group.broadcast_value(None)
             missing = self._agree_on_missing(order)
             updates = [worker for worker in order.updates if worker not in missing]
             if updates:

@@ -2,8 +2,9 @@
 evaluates, saves and resumes as in any other run. Its step waits for gradients of workers. All servers of a run call
 each method together."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from meshwright.checkpoint.load import load
 from meshwright.checkpoint.state import State, model_state, optimizer_state
 from meshwright.data.loading import LoadingOptions
-from meshwright.errors import CollectiveError
+from meshwright.errors import CollectiveError, InputError
 from meshwright.launch.peer_connection import ConnectToStore
 from meshwright.plan import Plan
 from meshwright.train.metrics import Metric, MetricTotals
@@ -41,7 +42,8 @@ class ServerStep:
 
 @dataclass(frozen=True)
 class _StepResult:
-    """What the coordinator tells the other servers about a step. `all_finished`: no worker has any more batches."""
+    """What the coordinator tells the other servers about a step. `all_finished`: no worker has any more batches.
+    `left_out`: number of updates that were left out because they were not finite."""
 
     steps: int
     position: Position
@@ -49,6 +51,7 @@ class _StepResult:
     stepped: bool
     loss: float
     samples: int
+    left_out: int
     loss_scale: dict[str, float] | None
 
 
@@ -72,6 +75,8 @@ class Server:
         self.steps = 0
         self.position = (0, 0)
         self.all_finished = False  # no worker has any more batches
+        self.nonfinite: str | None = None
+        self.skipped_steps = 0  # number of updates that were left out
         self._group = group
         self._schedule_per = spec.schedule_per
         rate = 1.0 if plan.gradients.updates == "synchronous" or plan.world_size == 1 else 1 / plan.world_size
@@ -123,9 +128,13 @@ class Server:
     def step(self, server_step: Any) -> Tensor:
         """Runs one step of the run: one update with the gradients of all workers, or as many asynchronous updates as
         make a global batch. Fills in `server_step`, and returns the mean loss."""
-        result: _StepResult = self._coordinate_step() if self._group.is_coordinator else self._rounds.follow()
+        fields = self._coordinate_step() if self._group.is_coordinator else self._rounds.follow()
+        result = _StepResult(**fields)
         self.steps, self.position, self.all_finished = result.steps, result.position, result.all_finished
         self._loss_scale = result.loss_scale
+        self.skipped_steps += result.left_out
+        problem = "a gradient is not finite" if math.isfinite(result.loss) else f"the loss is {result.loss}"
+        self.nonfinite = problem if result.left_out else None
         server_step.samples, server_step.last = result.samples, self.position[1] == 0
         server_step.epoch = self.position[0] - server_step.last
         schedule = self._shard.schedule
@@ -134,10 +143,15 @@ class Server:
             schedule.step()
         return torch.tensor(result.loss, dtype=torch.float64)
 
+    def leave_out(self, server_step: Any) -> None:
+        raise AssertionError("`restore` refuses runs that leave out batches")
+
     def _coordinate_step(self) -> Any:
+        """Runs a step with the other servers, and returns the fields of its `_StepResult`."""
         coordinator = self.coordinator
         progress = coordinator.step(self.steps)
         steps = min(coordinator.clocks.step, self.steps + 1)
+        left_out, progress.left_out = progress.left_out, 0  # asynchronous steps may end with the same update
         scale, good, skipped = coordinator.participants.loss_scale
         result = _StepResult(
             steps=steps,
@@ -146,9 +160,10 @@ class Server:
             stepped=progress.stepped,
             loss=progress.loss / (progress.count or 1.0),
             samples=progress.samples,
+            left_out=left_out,
             loss_scale={"value": scale, "good": good, "skipped": skipped} if scale else None,
         )
-        return self._rounds.end(result)
+        return self._rounds.end(asdict(result))
 
     # ---- evaluation
 
@@ -217,12 +232,18 @@ class Server:
             "seed": self.seed,
             "clocks": clocks if self.plan.gradients.updates != "synchronous" else [],
             "workers": self.plan.world_size,
+            "skipped": self.skipped_steps,
             "staleness": [staleness.pushes, staleness.total, staleness.largest, coordinator.clocks.largest_lead],
             **({"parts": self.parts} if self.parts else {}),
         }
 
     def restore(self, path: Path, about: Mapping[str, Any]) -> None:
         """Resumes from a checkpoint that is verified already. `about` is the field of that name in its manifest."""
+        if about.get("left_out"):
+            raise InputError(
+                f"{path}: the run leaves out {len(about['left_out'])} batches (train.on_nonfinite: rewind), which"
+                " workers of parameter servers cannot: set gradients.servers to 0"
+            )
         objects = load(path, self._shard.module, self._shard.optimizer, *self._shard.weight_division())
         if self._shard.schedule and objects["schedule"] is not None:
             self._shard.schedule.load_state_dict(objects["schedule"])
@@ -232,6 +253,7 @@ class Server:
         self.steps = int(about["step"])
         self.seed = int(about["seed"])
         self.position = (int(about["position"][0]), int(about["position"][1]))
+        self.skipped_steps = int(about.get("skipped", 0))
         self._restore_coordinator(about)
 
     def _restore_coordinator(self, about: Mapping[str, Any]) -> None:

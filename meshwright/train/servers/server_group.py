@@ -1,7 +1,6 @@
 """`ServerGroup`: the communication of the servers with each other. The first server is the coordinator, and the other
 servers do what it broadcasts."""
 
-import pickle
 from datetime import timedelta
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.errors import CollectiveError
+from meshwright.exchange import from_bytes_tensor, to_bytes_tensor
 from meshwright.launch.torch_private import gloo_group
 
 
@@ -42,15 +42,15 @@ class ServerGroup:
     def sum(self, numbers: Tensor) -> Tensor:
         return self._all_reduce(numbers, dist.ReduceOp.SUM)
 
-    def broadcast_object(self, value: Any) -> Any:
-        """Returns the coordinator's `value` on every server."""
+    def broadcast_value(self, value: Any) -> Any:
+        """Returns the coordinator's `value`, which must be plain (plain_values.py), on every server."""
         if self.size == 1:
             return value
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        data = to_bytes_tensor(value if self.is_coordinator else None)
         size = self.broadcast(torch.tensor([data.numel()]))
         received = data if self.is_coordinator else torch.empty(int(size), dtype=torch.uint8)
         self.broadcast(received)
-        return value if self.is_coordinator else pickle.loads(received.numpy().tobytes())
+        return from_bytes_tensor(received)
 
     def _all_reduce(self, numbers: Tensor, operation: Any) -> Tensor:
         if self._group is not None:

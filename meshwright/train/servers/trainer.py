@@ -5,7 +5,8 @@ import json
 from typing import Any
 
 from meshwright.launch.signals import StopRequest
-from meshwright.train.output.folder import read_result, write_text
+from meshwright.storage import write_atomically
+from meshwright.train.output.folder import read_result
 from meshwright.train.servers.server import Server
 from meshwright.train.trainer import Trainer
 
@@ -31,7 +32,7 @@ class ServerTrainer(Trainer):
             staleness = self.staleness()
             restarts = self.world.attempt + self.server.coordinator.participants.rejoined
             result = {**result, "restarts": restarts, "staleness": staleness}
-            write_text(self.folder.result, json.dumps(result, indent=1))
+            write_atomically(self.folder.result, json.dumps(result, indent=1))
             bound = f", the largest lead {staleness['largest_lead']}" if "largest_lead" in staleness else ""
             self.display.line(f"staleness: mean {staleness['mean']:.2f}, max {staleness['max']}{bound}")
 

@@ -1,8 +1,6 @@
 """`ServerClient`: a worker's connections to the servers, which its session uses as its optimizer; and `run_worker`,
 which does what the servers instruct."""
 
-import pickle
-import resource
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -15,6 +13,7 @@ from torch import Tensor, nn
 
 from meshwright.data.loading import Batch, SampleShare
 from meshwright.errors import CollectiveError
+from meshwright.exchange import to_bytes_tensor
 from meshwright.launch.peer_connection import (
     ConnectToStore,
     PeerConnection,
@@ -23,6 +22,7 @@ from meshwright.launch.peer_connection import (
     describe_last_heartbeat,
 )
 from meshwright.plan import Plan
+from meshwright.train.output.peak_memory import peak_memory_bytes
 from meshwright.train.servers.connections import announce, pair_store
 from meshwright.train.servers.messages import (
     USED,
@@ -136,7 +136,8 @@ class ServerClient:
         """Sends the gradients of a step and receives the updated weights. Returns whether the servers used the
         gradients, and the mean loss of their update."""
         scale = session.loss_scale
-        is_finite = scale is None or scale.unscale_(session.module.parameters())
+        is_left_out = session.nonfinite is not None
+        is_finite = is_left_out or scale is None or scale.unscale_(session.module.parameters())
         state = scale.state_dict() if scale else {"value": 0.0, "good": 0, "skipped": 0}
         batch = self.batch
         report = WorkerReport(
@@ -148,7 +149,8 @@ class ServerClient:
             last=int(batch.last) if batch else 0,
             samples=sum(microbatch.samples for microbatch in batch.microbatches) if batch else 0,
             overflow=int(not is_finite),
-            peak_bytes=_peak_bytes(session.world.device),
+            nonfinite=int(is_left_out),
+            peak_bytes=peak_memory_bytes(session.world.device),
             good=int(state["good"]),
             skipped=int(state["skipped"]),
             scale=float(state["value"]),
@@ -165,9 +167,8 @@ class ServerClient:
 
     def send_evaluation(self, gave_up: bool, totals: dict[str, Tensor]) -> None:
         """Sends the result of an evaluation to the first server, and receives the next reply."""
-        result = pickle.dumps((gave_up, {name: total.cpu() for name, total in totals.items()}))
-        data = torch.frombuffer(bytearray(result), dtype=torch.uint8)
-        peak_bytes = _peak_bytes(self._session.world.device)
+        data = to_bytes_tensor((gave_up, totals))
+        peak_bytes = peak_memory_bytes(self._session.world.device)
         self._send_report(WorkerReport(kind=ReportKind.EVALUATED, result_bytes=data.numel(), peak_bytes=peak_bytes))
         self._send([(0, data)])
         self.receive_reply()
@@ -260,10 +261,3 @@ def run_worker(
                 client.batch = batch
                 session.step(batch)
                 after_step()
-
-
-def _peak_bytes(device: torch.device) -> int:
-    """Peak memory of this process: allocated on a GPU, resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

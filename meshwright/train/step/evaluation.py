@@ -2,27 +2,40 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.data.batch import Microbatch
+from meshwright.data.loading import LoadingOptions, Microbatch, SampleShare, eval_batches
+from meshwright.exchange import all_gather_values
 from meshwright.train.metrics import MetricTotals
 
 
 class EvaluationBatches:
-    """Iterates over the evaluation batches of one rank, until they end or `interrupted` returns True. In the latter
-    case, `gave_up` is True afterwards.
+    """Iterates over the evaluation batches of one rank, as `eval_batches` yields them, until they end or `interrupted`
+    returns True. In the latter case, `gave_up` is True afterwards.
 
     With `same_count` every rank runs as many batches as the rank that has the most, because the ranks communicate in
-    every batch. A rank that has no more batches repeats one with weight 0 (`samples` is 0). An interruption of any rank
-    then stops all ranks.
+    every batch. A rank that has no more batches repeats its last one with weight 0 (`samples` is 0); a rank that never
+    had one takes the first batch of rank 0, which it loads itself. An interruption of any rank then stops all ranks.
     """
 
-    def __init__(self, local: Iterator[Microbatch], interrupted: Callable[[], bool], same_count: bool) -> None:
-        self._local = local
+    def __init__(
+        self,
+        dataset: Any,
+        batch: int,
+        share: SampleShare,
+        loading: LoadingOptions,
+        interrupted: Callable[[], bool],
+        same_count: bool,
+    ) -> None:
+        self._local = eval_batches(dataset, batch=batch, share=share, loading=loading)
+        # Rank 0 has a batch whenever any rank has. One batch is loaded without starting worker processes for it.
+        first_share, alone = replace(share, rank=0), replace(loading, workers=0)
+        self._batches_of_rank_0 = partial(eval_batches, dataset, batch=batch, share=first_share, loading=alone)
         self._interrupted = interrupted
         self._same_count = same_count
         self.gave_up = False
@@ -31,40 +44,26 @@ class EvaluationBatches:
         filler: Microbatch | None = None
         while True:
             batch = next(self._local, None)
-            any_has_batch, self.gave_up, any_needs_filler = self._agree(
-                batch is not None, filler is None and batch is None
-            )
+            any_has_batch, self.gave_up = self._agree(batch is not None)
             if self.gave_up or not any_has_batch:
                 return
-            if any_needs_filler:
-                first_batch = _batch_of_first_rank(batch)  # a collective: every rank takes part
-                filler = filler or replace(first_batch, samples=0)
             if batch is None:
-                assert filler is not None
+                filler = filler or replace(next(self._batches_of_rank_0()), samples=0)
                 yield filler
-                continue
-            yield batch
-            filler = replace(batch, samples=0)
+            else:
+                yield batch
+                filler = replace(batch, samples=0)
 
-    def _agree(self, has_batch: bool, needs_filler: bool) -> tuple[bool, bool, bool]:
-        """Returns three flags: whether any rank has a batch, is interrupted, and needs a filler batch (one with weight
-        0). Without `same_count` the ranks do not communicate, and the flags are those of this rank."""
+    def _agree(self, has_batch: bool) -> tuple[bool, bool]:
+        """Returns two flags: whether any rank has a batch, and whether any is interrupted. Without `same_count` the
+        ranks do not communicate, and the flags are those of this rank."""
         stop = self._interrupted()
         if not self._same_count:
-            return has_batch, stop, False
-        flags = torch.tensor([has_batch, stop, needs_filler], dtype=torch.int32)
+            return has_batch, stop
+        flags = torch.tensor([has_batch, stop], dtype=torch.int32)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        has_batch, stop, needs_filler = (bool(flag) for flag in flags.tolist())
-        return has_batch, stop, needs_filler
-
-
-def _batch_of_first_rank(batch: Microbatch | None) -> Microbatch:
-    """Broadcasts the batch of rank 0, and returns it. It is the filler of ranks that never had a batch. Rank 0 has a
-    batch, because it gets one whenever any rank does."""
-    batches: list[Any] = [batch]
-    dist.broadcast_object_list(batches, src=0)
-    first: Microbatch = batches[0]
-    return first
+        has_batch, stop = (bool(flag) for flag in flags.tolist())
+        return has_batch, stop
 
 
 def combine_totals(local: MetricTotals, gave_up: bool, ranks: int) -> dict[str, float] | None:
@@ -72,9 +71,7 @@ def combine_totals(local: MetricTotals, gave_up: bool, ranks: int) -> dict[str, 
     rank that evaluated nothing does not know the names of the metrics."""
     if ranks == 1:
         return None if gave_up else local.finish(local.totals())
-    mine = (gave_up, {name: total.cpu() for name, total in local.totals().items()})
-    of_ranks: list[Any] = [None] * ranks
-    dist.all_gather_object(of_ranks, mine)
+    of_ranks = all_gather_values((gave_up, local.totals()))
     if any(rank_gave_up for rank_gave_up, _ in of_ranks):
         return None
     totals: dict[str, Tensor] = {}

@@ -69,6 +69,11 @@ class Loss:
             return LossTerm(value, present, returned_count * present)
         return LossTerm(value, float(samples) if self.kind == "samples" else present, None)
 
+    def sum_and_count(self, output: Any, target: Any, samples: int) -> tuple[Tensor, Tensor | float]:
+        """Returns what the batch adds to the sum of the loss, and to the number by which that sum is divided."""
+        term = self.term(output, target, samples)
+        return term.sum, self.count(target, samples) if term.returned_count is None else term.returned_count
+
 
 @dataclass(frozen=True)
 class LossTerm:

@@ -43,6 +43,7 @@ def optimizer_for_parameters(
             if option != "match" and option not in optimizer.defaults:
                 near = did_you_mean(option, optimizer.defaults)
                 raise InputError(f"optimizer.groups: {spec.call} has no option '{option}'{near}")
+    _check_parameters(optimizer, parameters, spec.call)
     return optimizer
 
 
@@ -90,7 +91,22 @@ def rebuild_optimizer(
                 raise InputError(f"the optimizer holds a parameter of shape {shape} that the model does not have")
         group_names = [names[id(p)] for p in group["params"]]
         groups.append({**group, "params": [parameters[name] for name in group_names if name in parameters]})
-    return type(template)(groups, **_constructor_options(template))
+    optimizer = type(template)(groups, **_constructor_options(template))
+    _check_parameters(optimizer, parameters, type(template).__name__)
+    return optimizer
+
+
+def _check_parameters(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], name: str) -> None:
+    """Raises an `InputError` if the optimizer, which `name` has made, holds other tensors than these parameters. It
+    would train them instead of the model, and could not be saved. It need not hold all of the parameters."""
+    known = {id(parameter) for parameter in parameters.values()}
+    for number, group in enumerate(optimizer.param_groups):
+        foreign = sum(id(parameter) not in known for parameter in group["params"])
+        if foreign:
+            raise InputError(
+                f"optimizer: {name}: {foreign} of {len(group['params'])} tensors in parameter group {number} are not"
+                " parameters of the model: make the optimizer of the parameter groups that it is called with"
+            )
 
 
 def use_fused_kernels(optimizer: torch.optim.Optimizer) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Self
 import numpy as np
 
 from meshwright.errors import InputError
+from meshwright.storage import write_atomically, writing
 from meshwright.workloads.text.text_files import DamagePolicy, text_files, text_pieces
 
 BYTES = 256
@@ -69,8 +70,11 @@ def build_tokens(
         raise InputError(f"validation is {validation}: write the share of the tokens to evaluate on, from 0 to below 1")
     encoder = find_tokenizer(tokenizer)
     files = text_files(texts)
-    out.mkdir(parents=True, exist_ok=True)
-    with _SplitWriter(out, "train", encoder) as train, _SplitWriter(out, "val", encoder) as val:
+    with (
+        writing(out),
+        _SplitWriter(out, "train", encoder) as train,
+        _SplitWriter(out, "val", encoder) as val,
+    ):
         for file in files:
             writer = train
             for piece in text_pieces(file, damaged):
@@ -126,12 +130,15 @@ class _SplitWriter:
         self._hash = hashlib.blake2b(digest_size=16)
 
     def __enter__(self) -> Self:
+        self._out.mkdir(parents=True, exist_ok=True)
         self._file = self._part.open("wb")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        self._file.close()
-        self._part.unlink(missing_ok=True)
+        try:
+            self._file.close()
+        finally:
+            self._part.unlink(missing_ok=True)
 
     def write(self, tokens: Any) -> None:
         raw = np.asarray(tokens, np.dtype(self._tokenizer.dtype).newbyteorder("<")).tobytes()
@@ -157,7 +164,5 @@ class _SplitWriter:
         description = self._out / f"{self.split}.json"
         description.unlink(missing_ok=True)
         self._part.rename(self._out / f"{self.split}.bin")
-        part = self._out / f".{self.split}.json.part"
-        part.write_text(json.dumps(asdict(info), indent=1) + "\n")
-        part.rename(description)
+        write_atomically(description, json.dumps(asdict(info), indent=1) + "\n")
         return info

@@ -40,6 +40,22 @@ def test_the_helper_is_compiled_once_and_loaded_again(tmp_path: Path, monkeypatc
     monkeypatch.setattr(compiled_helper, "_compile", lambda compiler, output: pytest.fail("it was compiled again"))
     assert isinstance(compiled_helper.load_helper(folder), ctypes.CDLL)
     assert file.stat().st_mtime_ns == compiled_at
+    assert compiled_helper._is_private(file)
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_a_file_that_others_can_write_is_not_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = compiled_helper.shutil.which("cc")
+    assert compiler is not None
+    file = tmp_path / f"shared_memory-{compiled_helper._key(compiler)}.so"
+    file.write_text("of somebody else")
+    file.chmod(0o666)
+    loaded: list[Path] = []
+    monkeypatch.setattr(compiled_helper, "COMPILERS", ("cc",))
+    monkeypatch.setattr(compiled_helper, "_compile", lambda compiler, output: "it was compiled again")
+    monkeypatch.setattr(compiled_helper, "_loaded", loaded.append)
+    assert compiled_helper.load_helper(tmp_path) == "it was compiled again"
+    assert loaded == []
 
 
 @pytest.mark.usefixtures("empty_cache")

@@ -93,6 +93,69 @@ def test_a_users_mistake_is_an_input_error_and_not_tried_again(tmp_path: Path) -
     assert not reports(tmp_path, 1)
 
 
+ENDINGS = {
+    "sys.exit(0)": "SystemExit: exit code 0",
+    "os._exit(0)": "SystemExit: exit code 0",
+    "raise StopIteration": "StopIteration",
+    "raise GeneratorExit": "GeneratorExit",
+    "raise KeyboardInterrupt": "KeyboardInterrupt",
+}
+
+
+@pytest.mark.parametrize("statement", ENDINGS)
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_code_that_ends_a_rank_is_an_error_with_file_and_line(tmp_path: Path, statement: str, count: int) -> None:
+    file = tmp_path / "statement-0.py"
+    file.write_text(f"\n{statement}\n")
+    with pytest.raises(RankError) as caught:
+        start("ending", tmp_path, count=count)
+    line = str(caught.value).splitlines()[0]
+    assert line == f"rank {count - 1} failed at step 0 (data): {ENDINGS[statement]} ({file}, line 2)"
+
+
+@pytest.mark.parametrize(
+    ("code", "count", "words"),
+    [
+        (0, 1, "rank 0 ended with exit code 0 before training was finished at step 0 (data)"),
+        (0, 2, "rank 1 ended with exit code 0 before training was finished at step 0 (data)"),
+        (3, 1, "rank 0 exited with code 3 at step 0 (data)"),
+    ],
+)
+def test_a_rank_that_a_library_ends_is_an_error(tmp_path: Path, code: int, count: int, words: str) -> None:
+    (tmp_path / "statement-0.py").write_text(f"import ctypes\nctypes.CDLL(None)._exit({code})")
+    with pytest.raises(RankError) as caught:
+        start("ending", tmp_path, count=count)
+    assert str(caught.value).splitlines()[0] == words
+
+
+def test_a_rank_that_ends_early_again_and_again_is_restarted_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "statement-1.py").write_text("import ctypes\nctypes.CDLL(None)._exit(0)")
+    with pytest.raises(RankError, match=r"^rank 0 ended with exit code 0 .* at step 1 \(data\)\nafter 1 restart; "):
+        start("ending", tmp_path, count=1, restarts=3)
+    assert capfd.readouterr().err.count("all ranks start again") == 1
+
+
+KILLED_WORKER = """
+from tests.data.test_samples import Suicidal, read_training
+read_training(Suicidal(), workers=1)
+"""
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_a_data_loader_worker_that_is_killed_is_named(tmp_path: Path, count: int) -> None:
+    (tmp_path / "statement-0.py").write_text(KILLED_WORKER)
+    with pytest.raises(RankError) as caught:
+        start("ending", tmp_path, count=count)
+    expected = (
+        rf"rank {count - 1} failed at step 0 \(data\): a data loader worker \(process \d+\)"
+        r" (was killed by signal: Killed|exited unexpectedly): lower data\.workers if memory ran out;"
+        r" with data\.workers 0, an error in the data set's code is shown"
+    )
+    assert re.fullmatch(expected, str(caught.value).splitlines()[0])
+
+
 def test_a_module_that_cannot_be_imported_is_reported_in_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from meshwright.errors import InputError
+from meshwright.errors import InputError, StorageError
 from meshwright.job import Job, load_job, load_plan
 from meshwright.plan import Plan
+from meshwright.storage import write_atomically
 from meshwright.train.output.folder import (
     LockedRun,
     RunFolder,
@@ -16,7 +17,6 @@ from meshwright.train.output.folder import (
     lock_run_folder,
     read_result,
     write_job_and_plan,
-    write_text,
 )
 from tests.train.one_process import EVALUATED, toy_job
 
@@ -27,7 +27,7 @@ def start(job: Job, resume: str = "auto", finish: bool = False) -> LockedRun:
     write_job_and_plan(locked_run.folder, job, Plan())
     locked_run.folder.logs.mkdir(exist_ok=True)
     if finish:
-        write_text(locked_run.folder.result, json.dumps({"steps": 1}))
+        write_atomically(locked_run.folder.result, json.dumps({"steps": 1}))
     locked_run.lock.close()
     return locked_run
 
@@ -64,7 +64,7 @@ def test_another_training_gets_a_folder_of_its_own(tmp_path: Path) -> None:
     "change",
     [
         {"train": {"epochs": 9}},
-        {"train": {"timeout_s": 5, "restarts": 0}},
+        {"train": {"timeout_s": 5, "restarts": 0, "on_nonfinite": "rewind"}},
         {"checkpoint": {"keep": 9}},
         {"log": {"every_steps": 7}},
         {"plan": {"axes": {"replicate": 2}}},
@@ -146,8 +146,8 @@ def test_an_output_that_cannot_be_written_is_refused(tmp_path: Path, output: str
 
 def test_a_text_is_replaced_in_one_go(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    write_text(folder.result, "{}")
-    write_text(folder.result, '{"steps": 1}')
+    write_atomically(folder.result, "{}")
+    write_atomically(folder.result, '{"steps": 1}')
     assert read_result(folder) == {"steps": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
 
@@ -163,3 +163,18 @@ def test_an_unfinished_run_that_is_left_alone_is_spoken_of(tmp_path: Path) -> No
     beside = start(toy_job(output=str(tmp_path), optimizer={"call": "torch.optim:SGD", "lr": 9.0}))
     locked_run.lock.close()
     assert "another process" in beside.note
+
+
+@pytest.mark.usefixtures("used_up_quota")
+def test_a_new_folder_that_cannot_take_the_job_is_deleted_and_an_old_one_stays(tmp_path: Path) -> None:
+    job = toy_job(output=str(tmp_path))
+    locked_run = lock_run_folder(job, "auto")
+    with pytest.raises(StorageError, match=r"job\.yaml: the quota of user"):
+        write_job_and_plan(locked_run.folder, job, Plan())
+    assert list(tmp_path.iterdir()) == []
+    old = RunFolder(tmp_path / "toy-0007")
+    old.path.mkdir()
+    old.job.write_text("name: old")
+    with pytest.raises(StorageError, match=r"job\.yaml: the quota of user"):
+        write_job_and_plan(old, job, Plan())
+    assert old.job.read_text() == "name: old"

@@ -1,9 +1,13 @@
 """metrics.jsonl and TensorBoard tell of the run as if nothing had disturbed it."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from meshwright.errors import StorageError
 from meshwright.train.output.folder import RunFolder
 from meshwright.train.output.metrics_log import MetricsLog
 
@@ -73,3 +77,27 @@ def test_a_loss_that_is_no_number_is_null_in_json(tmp_path: Path) -> None:
     logbook.close()
     assert "NaN" not in folder.metrics.read_text()
     assert (lines(folder)[0]["loss"], lines(folder)[0]["lr"]) == (None, None)
+
+
+def test_a_full_disk_is_named_instead_of_dropping_a_line(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    logbook = MetricsLog(folder, 0, False)
+    folder.metrics.unlink()
+    folder.metrics.symlink_to("/dev/full")  # which cannot take a byte
+    with pytest.raises(StorageError, match=r"metrics\.jsonl: the disk mounted at /dev"):
+        logbook.write("train", 1, 0, {"loss": 1.0})
+    with pytest.raises(StorageError, match=r"metrics\.jsonl: the disk mounted at /dev"):
+        logbook.close()  # it tries again
+
+
+def test_a_log_that_was_deleted_is_created_again_and_a_folder_that_was_is_named(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    logbook = MetricsLog(folder, 0, False)
+    logbook.write("train", 1, 0, {"loss": 1.0})
+    folder.metrics.unlink()
+    logbook.write("train", 2, 0, {"loss": 1.0})
+    assert [line["step"] for line in lines(folder)] == [2]
+    shutil.rmtree(folder.path)
+    with pytest.raises(StorageError, match=f"{folder.path} does not exist"):
+        logbook.write("train", 3, 0, {"loss": 1.0})

@@ -1,6 +1,7 @@
 """A bar on a terminal, plain lines elsewhere; both say step, loss and speed."""
 
 import io
+from pathlib import Path
 
 import pytest
 
@@ -62,3 +63,10 @@ def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_metrics_in_one_line() -> None:
     assert describe_metrics({"loss": 0.04123, "accuracy": 0.98712}) == "accuracy 0.9871, loss 0.0412"
+
+
+def test_lines_that_cannot_be_printed_do_not_end_the_run() -> None:
+    stream = Path("/dev/full").open("w")  # noqa: SIM115
+    LineDisplay(stream, 100).line("step 10")
+    with pytest.raises(OSError, match="No space left"):
+        stream.close()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from meshwright.data.batch import Batch, Microbatch
+from meshwright.errors import StorageError
 from meshwright.launch.signals import StopRequest
 from meshwright.train.output.observation import (
     digest,
@@ -18,7 +19,15 @@ from meshwright.train.output.observation import (
     mantissa_bits,
     record_output_bits,
 )
-from meshwright.train.output.recording import count_recorded_steps, read_start, read_step
+from meshwright.train.output.record_file import Tensors
+from meshwright.train.output.recording import (
+    StepRecorder,
+    _gather_on_first_rank,
+    count_recorded_steps,
+    read_start,
+    read_step,
+)
+from tests.ranks import RankPool
 from tests.train.one_process import equal_states, make_trainer, session_of, toy_job
 
 
@@ -100,3 +109,39 @@ def test_a_digest_depends_on_values_and_not_on_strides() -> None:
     assert digest(image) != digest(image.double())
     assert digest(image) != digest(image.flatten())
     assert digest(torch.zeros(1)) != digest(torch.full((1,), 1e-40))
+    assert digest(image[0, 0, 0, :1]) == digest(image.transpose(0, 3)[:1, 0, 0, 0]) == digest(image[:1, 0, 0, 0])
+
+
+def differing_tensors(rank: int) -> tuple[Tensors, Tensors]:
+    """Rank 1 differs in many tensors, rank 2 in none."""
+    if rank == 2:
+        return {}, {}
+    turned = torch.arange(6.0).reshape(2, 3).t()
+    gradients = {"turned": turned, "half": torch.tensor(rank, dtype=torch.bfloat16), "empty": torch.empty(0, 3)}
+    return gradients, {"flags": torch.tensor([True, False]), "one": turned[:1, 1], "pair": torch.tensor([1 + 2j])}
+
+
+def gather_differing(rank: int, world_size: int) -> dict[int, tuple[Tensors, Tensors]]:
+    return _gather_on_first_rank(differing_tensors(rank), rank)
+
+
+def test_tensors_that_differ_reach_rank_0_as_they_are(three: RankPool) -> None:
+    first, *others = three.run(gather_differing)
+    assert others == [{}, {}]
+    assert first.keys() == {1, 2}
+    assert first[2] == ({}, {})
+    for received, sent in zip(first[1], differing_tensors(1), strict=True):
+        assert received.keys() == sent.keys()
+        for name, value in sent.items():
+            assert received[name].dtype == value.dtype
+            assert torch.equal(received[name], value)
+
+
+@pytest.mark.usefixtures("used_up_quota")
+def test_a_disk_that_cannot_take_a_recording_is_named_and_nothing_is_left(tmp_path: Path) -> None:
+    trainer = make_trainer(toy_job(), tmp_path)
+    recorder = StepRecorder(session_of(trainer), tmp_path / "record")
+    with pytest.raises(StorageError, match=r"step-0000\.pt: the quota of user \S+ on .* is used up: .* are needed"):
+        recorder.write_start()
+    recorder.close()
+    assert list((tmp_path / "record").iterdir()) == []

@@ -14,6 +14,7 @@ KEYS = [
     "loss",
     "metrics",
     "samples_per_s",
+    "skipped_steps",
     "restarts",
     "predicted_step_s",
     "measured_step_s",

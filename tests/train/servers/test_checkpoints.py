@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.checkpoint.load import load
-from meshwright.checkpoint.manifest import verify
+from meshwright.checkpoint.reader import verify
 from meshwright.checkpoint.save import save_at
 from meshwright.plan import Plan
 from meshwright.train.servers.server import Server

@@ -1,7 +1,10 @@
 """The run continues when a worker dies, with the mean over the samples of the other workers, and lets it join again."""
 
+import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,6 +13,11 @@ import torch.distributed as dist
 from meshwright.data.order import permutation
 from meshwright.errors import CollectiveError
 from meshwright.launch.peer_connection import PeerConnection
+from meshwright.plain_values import to_text
+from meshwright.train.servers.clocks import WorkerClocks
+from meshwright.train.servers.connections import Connection
+from meshwright.train.servers.messages import ReportKind, WorkerReport
+from meshwright.train.servers.participants import Participants
 from tests.train.runs.test_equal_to_one_process import BATCH, Points, assert_equal
 from tests.train.servers.in_threads import Died, train_in_threads
 from tests.train.servers.server_cases import server_case, server_plan
@@ -76,3 +84,38 @@ def test_a_dead_peer_is_named() -> None:
             connection.close()
         with pytest.raises(CollectiveError, match=rf"{message} worker 1 \(rank 1\)"):
             server_end.receive(torch.zeros(1))
+
+
+class Executing:
+    """Its pickle executes code in the process that reads it."""
+
+    def __reduce__(self) -> Any:
+        return (pytest.fail, ("it was executed",))
+
+
+TOTALS = {"loss": torch.tensor([1.0, 2.0], dtype=torch.float64)}
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"nonsense", pickle.dumps(Executing()), pickle.dumps((False, TOTALS))]
+    + [to_text(value).encode() for value in (None, (1, TOTALS), (False,), (False, {"loss": 1}), (False, [1]))],
+)
+def test_a_worker_whose_evaluation_result_cannot_be_read_is_dropped(sent: bytes) -> None:
+    connections = {worker: Connection(worker, 1, cast(Any, None), cast(Any, None)) for worker in (0, 1)}
+    printed: list[str] = []
+    fake_connections = cast(Any, SimpleNamespace(by_worker=connections))
+    participants = Participants(fake_connections, WorkerClocks(), 2, "synchronous", 5.0, printed.append)
+    assert participants.admit_new() == [0, 1]
+    for worker, data in ((0, to_text((True, TOTALS)).encode()), (1, sent)):
+        connections[worker].report = WorkerReport(kind=ReportKind.EVALUATED)
+        connections[worker].evaluation_result, connections[worker].report_number = data, 1
+    assert participants.read_reports() == {1: 1}
+    assert participants.admitted == {0: 1}
+    assert participants.evaluations.keys() == {0}
+    interrupted, totals = participants.evaluations[0]
+    assert interrupted
+    assert torch.equal(totals["loss"], TOTALS["loss"])
+    first, second = printed
+    assert first.startswith("worker 1 is dropped: its evaluation result cannot be read: ")
+    assert second == "worker 1 is gone after step 0: the mean is over the samples of the others"

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshwright.errors import InputError
+from meshwright.errors import InputError, StorageError
 from meshwright.workloads.text.token_build import build_tokens
 
 
@@ -111,3 +111,10 @@ def test_too_little_text_for_a_validation_split_is_an_input_error(texts: Path, t
         build_tokens(texts, tmp_path / "out", validation=0.1)
     with pytest.raises(InputError, match=r"validation is 1\.5"):
         build_tokens(texts, tmp_path / "out", validation=1.5)
+
+
+@pytest.mark.usefixtures("used_up_quota")
+def test_a_disk_that_cannot_take_the_tokens_is_named_and_nothing_is_left(texts: Path, tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"out: the quota of user \S+ on the disk mounted at .* is used up"):
+        build_tokens(texts, tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []

@@ -1,0 +1,12 @@
+"""The peak memory of a process."""
+
+import resource
+
+import torch
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak memory of this process: allocated on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,120 @@
+"""Finds NaN and infinite numbers: in the loss and the gradients of a step, whose update is then left out, and in the
+weights and the optimizer's state, which are then not saved."""
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.checkpoint.chunks import local_value
+from meshwright.exchange import all_gather_values
+from meshwright.parallel.clip import group_by_dtype_and_device
+from meshwright.parallel.model import ParallelModel
+from meshwright.parallel.weights.layout import local_tensor
+from meshwright.train.torch_private import foreach_norm
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class NonFiniteCheck:
+    """Finds out, on all ranks together, whether the update of a step has to be left out because its loss or a gradient
+    is not finite. Keeps copies of the model's buffers, because the forward pass of such a step may have made running
+    statistics NaN."""
+
+    def __init__(self, parallel: ParallelModel, ranks: int, *, with_gradients: bool) -> None:
+        """Without `with_gradients`, only the loss is looked at."""
+        self._parallel = parallel
+        self._ranks = ranks
+        self._with_gradients = with_gradients
+        self._buffers: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def copy_buffers(self) -> None:
+        """Copies the model's buffers. Call it before each step."""
+        self._buffers = {name: buffer.detach().clone() for name, buffer in self._parallel.module.named_buffers()}
+
+    def examine(self, loss: Tensor) -> str | None:
+        """Returns what is not finite in the step, such as `the loss is nan`; None if all is finite. The answer is the
+        same on all ranks. If it is not None, the model's buffers get their values of before the step. Call it between
+        the backward pass and the optimizer's step. It waits for the device."""
+        problem = self._find_problem(float(loss))
+        if problem is not None:
+            self._restore_buffers()
+            self._parallel.reset_compression()
+        return problem
+
+    def _find_problem(self, loss: float) -> str | None:
+        if not math.isfinite(loss):  # the loss is the same on all ranks
+            return f"the loss is {loss}"
+        if not self._with_gradients:
+            return None
+        gradients = (p.grad for p in self._parallel.module.parameters() if p.grad is not None)
+        is_nonfinite = on_any_rank(has_nonfinite(map(_numbers, gradients)), self._ranks)
+        return "a gradient is not finite" if is_nonfinite else None
+
+    @torch.no_grad()
+    def _restore_buffers(self) -> None:
+        for name, buffer in self._parallel.module.named_buffers():
+            copy = self._buffers.get(name)
+            if copy is not None and copy.shape == buffer.shape:
+                buffer.copy_(copy)
+
+
+def on_any_rank(flag: bool, ranks: int) -> bool:
+    """Whether the flag is True on any rank. All ranks call this together."""
+    if ranks == 1:
+        return flag
+    largest = torch.tensor(int(flag))
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return bool(largest)
+
+
+def has_nonfinite(tensors: Iterable[Tensor]) -> bool:
+    """Whether any number in these dense floating-point tensors is NaN or infinite."""
+    for group in group_by_dtype_and_device(tensors):
+        # The norms read every number once and need few kernels. A norm may be infinite though all numbers are finite,
+        # because it overflowed; so only tensors with such a norm are looked at number by number.
+        norms = torch.stack(foreach_norm(group, 2.0, dtype=torch.float32 if group[0].dtype in _HALF else None))
+        suspects = [tensor for tensor, ok in zip(group, norms.isfinite().tolist(), strict=True) if not ok]
+        if any(not bool(tensor.isfinite().all()) for tensor in suspects):
+            return True
+    return False
+
+
+def nonfinite_keys(state: Mapping[str, Any], without: Collection[str] = ()) -> list[str]:
+    """Returns the keys of a checkpoint's tensors in which this rank has a number that is NaN or infinite. Keys in
+    `without` are not looked at."""
+    tensors = {key: _floating_point(value) for key, value in state.items() if key not in without}
+    present = {key: tensor for key, tensor in tensors.items() if tensor is not None}
+    if not has_nonfinite(present.values()):  # one pass over all tensors; their names are only needed if it fails
+        return []
+    return [key for key, tensor in present.items() if has_nonfinite([tensor])]
+
+
+def find_nonfinite_key(state: Mapping[str, Any], without: Collection[str], ranks: int) -> str | None:
+    """Returns the key of a checkpoint's tensor that is not finite on some rank, without those in `without`; None if all
+    are finite. All ranks call this together, and the answer is the same on all."""
+    local_keys = nonfinite_keys(state, without)
+    if not on_any_rank(bool(local_keys), ranks):
+        return None
+    keys_of_ranks = all_gather_values(local_keys[:1]) if ranks > 1 else [local_keys]
+    return next(keys[0] for keys in keys_of_ranks if keys)
+
+
+def _floating_point(value: Any) -> Tensor | None:
+    """This rank's part of an entry of a checkpoint; None if the entry is not a tensor of floating-point numbers."""
+    tensor = local_value(value)
+    if not isinstance(tensor, Tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
+        return None
+    return _numbers(tensor.detach())
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    """The numbers that this rank holds of a tensor, as a dense tensor: those of a sparse tensor's rows that exist.
+    Tensors of 8-bit numbers become fp32, because torch computes no norm of them."""
+    local = local_tensor(tensor)
+    dense = local.coalesce().values() if local.is_sparse else local
+    return dense.float() if dense.dtype.itemsize == 1 else dense
