@@ -11,10 +11,10 @@ from yaml import YAMLError
 
 from meshwright.call import Call
 from meshwright.errors import InputError, did_you_mean
+from meshwright.files.user_path import expand_home, user_path
+from meshwright.files.yaml_file import dump, parse, parse_mapping, read_mapping, validate
 from meshwright.limits import Count, CountOrZero, Parts, ProcessesOrZero, Samples, Seed, Steps, Timeout
 from meshwright.plan import Plan
-from meshwright.user_path import expand_home, user_path
-from meshwright.yaml_file import dump, parse, parse_mapping, read_mapping, validate
 
 _DEEPEST_FIELD = 50  # names before the last dot of a field that `--set` sets, such as an argument of a nested call
 

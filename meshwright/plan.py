@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from meshwright.files.storage import write_atomically
 from meshwright.limits import (
     MOST_DEVICES,
     CountOrZero,
@@ -23,7 +24,6 @@ from meshwright.limits import (
     StepsOrZero,
     Threads,
 )
-from meshwright.storage import write_atomically
 
 Numerics = Literal["same", "rounding", "changes"]
 Algorithm = Literal["auto", "native", "ring", "tree", "halving_doubling", "two_level", "shared_memory"]

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from meshwright import call as call_module
-from meshwright.call import Call, bind, build, exits_become_errors, load
+from meshwright import user_code
+from meshwright.call import Call, bind, build, load
 from meshwright.errors import InputError, UserCodeError
+from meshwright.user_code import exits_become_errors
 
 
 @pytest.fixture(autouse=True)
@@ -282,7 +283,7 @@ def wait_until_announced(size: int = 3) -> int:
 def test_a_long_import_and_a_long_constructor_are_announced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(call_module, "SLOW_S", 0.05)
+    monkeypatch.setattr(user_code, "SLOW_S", 0.05)
     monkeypatch.chdir(tmp_path)
     for name in ("users_slow", "users_slower"):
         (tmp_path / f"{name}.py").write_text(f"{UNTIL_ANNOUNCED}\nvalue = 4\n")

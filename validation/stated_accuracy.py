@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from meshwright.yaml_file import read_mapping
+from meshwright.files.yaml_file import read_mapping
 
 FILE = Path(__file__).with_suffix(".yaml")
 REPOSITORY = Path(__file__).parents[1]

@@ -14,10 +14,10 @@ from typing import Any
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import check_is_local
 from meshwright.errors import InputError, MeshwrightError, Stopped, did_you_mean
+from meshwright.files.storage import write_atomically
 from meshwright.job import Job
 from meshwright.launch import environment
 from meshwright.plan import Plan
-from meshwright.storage import write_atomically
 from meshwright.train.check import check_job
 from meshwright.train.job_parts import JobParts
 from meshwright.train.run import train

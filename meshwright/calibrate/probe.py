@@ -25,7 +25,7 @@ from meshwright.cluster.cluster import COLLECTIVES, Cluster, Collective, Curve, 
 from meshwright.cluster.curves import rising
 from meshwright.cluster.gpus import list_gpus
 from meshwright.errors import MeshwrightError
-from meshwright.storage import write_atomically
+from meshwright.files.storage import write_atomically
 
 TIME_LIMIT_S = 600.0
 

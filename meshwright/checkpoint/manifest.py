@@ -11,8 +11,8 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from meshwright.errors import CheckpointError
-from meshwright.storage import write_atomically
-from meshwright.trust import environment_key, is_signed_by, sign
+from meshwright.files.storage import write_atomically
+from meshwright.files.trust import environment_key, is_signed_by, sign
 
 MANIFEST = "manifest.json"
 _FORMAT = 2  # of manifests with a checksum of themselves; older ones do not have this field
@@ -88,7 +88,7 @@ def file_checksum(path: Path) -> FileChecksum:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes the manifest with its checksum, and with a signature if the environment has a key (trust.py)."""
+    """Writes the manifest with its checksum, and with a signature if the environment has a key (files/trust.py)."""
     contents = {"format": _FORMAT, **manifest.model_dump()}
     data, key = _canonical(contents), environment_key()
     contents["checksum"] = hashlib.sha256(data).hexdigest()

@@ -34,7 +34,7 @@ from meshwright.checkpoint.state import State
 from meshwright.checkpoint.writer import WritePlan, describe, file_name, objects_as_json, plan_files, write_pieces
 from meshwright.errors import CheckpointError, MeshwrightError, StorageError
 from meshwright.exchange import all_gather_values, broadcast_value
-from meshwright.storage import require_space, write_atomically, writing
+from meshwright.files.storage import require_space, write_atomically, writing
 
 WRITING = ".writing-"
 TRASH = ".trash-"

@@ -20,8 +20,8 @@ from meshwright.checkpoint.manifest import FileChecksum
 from meshwright.checkpoint.state import State
 from meshwright.dtypes import torch_name
 from meshwright.errors import CheckpointError
+from meshwright.files.storage import writing
 from meshwright.plain_values import NotPlainError, tensor_bytes, to_json
-from meshwright.storage import writing
 
 _ALIGNMENT = 64  # every piece begins at a multiple of this many bytes, so that it can be mapped into memory
 

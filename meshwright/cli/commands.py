@@ -24,8 +24,8 @@ from meshwright.cli.options import (
     path_option,
 )
 from meshwright.errors import InputError, MeshwrightError
+from meshwright.files.user_path import user_path
 from meshwright.limits import LARGEST_COUNT, MOST_RANKS_HERE
-from meshwright.user_path import user_path
 
 if TYPE_CHECKING:
     from meshwright.proof.proof import Proof
@@ -313,7 +313,7 @@ def one_line(message: str) -> str:
 
 def _run_command() -> int:
     """Runs the command and returns its exit code. An exception out of the user's code becomes a `UserCodeError`."""
-    from meshwright.call import exits_become_errors, raise_user_code_error, user_position
+    from meshwright.user_code import exits_become_errors, raise_user_code_error, user_position
 
     with exits_become_errors():
         try:

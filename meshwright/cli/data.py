@@ -9,7 +9,7 @@ import typer
 
 from meshwright.cli.options import AsJson, path_argument
 from meshwright.errors import InputError
-from meshwright.user_path import user_path
+from meshwright.files.user_path import user_path
 
 data = typer.Typer(help="Build and check the data files that jobs read.", no_args_is_help=True)
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from meshwright.user_path import user_path
+from meshwright.files.user_path import user_path
 
 
 def path_argument(metavar: str, help: str) -> Any:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from meshwright.cache import cache_folder
 from meshwright.cluster.cluster import Cluster, Device
 from meshwright.errors import InputError, StorageError
-from meshwright.storage import write_atomically, writing
-from meshwright.yaml_file import read_mapping, validate
+from meshwright.files.cache import cache_folder
+from meshwright.files.storage import write_atomically, writing
+from meshwright.files.yaml_file import read_mapping, validate
 
 MEASURED = "rates, curves, operators"  # part of the fingerprint: change this text when other things are measured
 

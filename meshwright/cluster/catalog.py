@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.cluster.cluster import Device, Link
 from meshwright.errors import InputError, did_you_mean
-from meshwright.yaml_file import read_mapping, validate
+from meshwright.files.yaml_file import read_mapping, validate
 
 CATALOG = Path(__file__).parent / "catalog"
 

@@ -9,8 +9,8 @@ from meshwright.cluster.catalog import CatalogEntry, find_entry, find_link
 from meshwright.cluster.cluster import Cluster, Device
 from meshwright.cluster.names import basis
 from meshwright.errors import InputError
-from meshwright.user_path import user_path
-from meshwright.yaml_file import read_mapping, validate
+from meshwright.files.user_path import user_path
+from meshwright.files.yaml_file import read_mapping, validate
 
 
 def is_file(name: str) -> bool:

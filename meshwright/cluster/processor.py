@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from meshwright.cluster.catalog import CATALOG, entry_reported_as
-from meshwright.yaml_file import read_mapping
+from meshwright.files.yaml_file import read_mapping
 
 
 @dataclass(frozen=True)

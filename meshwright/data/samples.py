@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.call import raise_user_code_error, user_position
 from meshwright.errors import InputError, UserCodeError
+from meshwright.user_code import raise_user_code_error, user_position
 
 MOST_SAMPLES = 10**12  # the order of an epoch takes 8 bytes per sample
 _MOST_NAMED = 4  # an error names at most so many samples

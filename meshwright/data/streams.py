@@ -19,13 +19,13 @@ from typing import Any
 import torch.utils.data._utils.worker as torch_worker  # private; seen to work on torch 2.11, 2.13 and 2.15
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
-from meshwright.call import raise_user_code_error
 from meshwright.data.batch import Batch, LoadingOptions, Microbatch, SampleShare
 from meshwright.data.partition import even_shares, padded_microbatches
 from meshwright.data.randomness import preserve_generators, seed_generators
 from meshwright.data.samples import collate_samples, name_of
 from meshwright.data.workers import load_items
 from meshwright.errors import InputError
+from meshwright.user_code import raise_user_code_error
 
 _log = logging.getLogger("meshwright.data")
 

@@ -15,7 +15,7 @@ from meshwright.export.program import LoadedProgram, write_program
 from meshwright.export.quantize import Width, quantizable_parameters, quantize, quantized_state, read_quantized_state
 from meshwright.export.run import TrainedModel, read_run
 from meshwright.export.weights import copy_in_bf16, read_weights, size_bytes, write_weights
-from meshwright.storage import output_error, replacing
+from meshwright.files.storage import output_error, replacing
 from meshwright.train.build import build_data
 
 SUFFIXES = {

@@ -17,9 +17,9 @@ from torch.utils.data import Subset
 from meshwright.batch import ModelBatch, split_batch
 from meshwright.data.loading import LoadingOptions, SampleShare, eval_batches
 from meshwright.errors import InputError, StorageError
+from meshwright.files.storage import writing
 from meshwright.job import Job
 from meshwright.parallel.attention_fastpath import without_attention_fastpath
-from meshwright.storage import writing
 from meshwright.train.build import build_loading
 
 # Batch sizes. Not 1, because torch.export treats a size of 1 as constant.

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright import errors
-from meshwright.call import is_user_file
 from meshwright.errors import CollectiveError, InputError, MeshwrightError, RankError, StorageError, TrainingDiverged
 from meshwright.launch.heartbeat import (
     START_UP,
@@ -23,6 +22,7 @@ from meshwright.launch.heartbeat import (
     read_heartbeat,
 )
 from meshwright.launch.output import log_file
+from meshwright.user_code import is_user_file
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from meshwright.storage import writing
+from meshwright.files.storage import writing
 
 START_UP = "start-up"
 

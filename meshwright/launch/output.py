@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from meshwright.errors import StorageError
-from meshwright.storage import describe_storage_problem, writing
+from meshwright.files.storage import describe_storage_problem, writing
 
 _stderr: TextIO | None = None
 _terminal: TextIO | None = None

@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import torch
 
-from meshwright.call import describe_error, exits_become_errors, user_position
 from meshwright.errors import MeshwrightError, RankError, UserCodeError
 from meshwright.launch import environment
 from meshwright.launch.communication_errors import explain_communication_error
@@ -13,6 +12,7 @@ from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.output import redirect
 from meshwright.launch.process_exit import record_failure_and_exit
 from meshwright.launch.world import World, join, leave
+from meshwright.user_code import describe_error, exits_become_errors, user_position
 
 # What torch says when a worker process of a DataLoader has died. It may say so in the middle of any function.
 _DEAD_WORKER = re.compile(r"^DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) ((?:is killed|exited)[^.]*)")

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshwright.files.storage import output_error, write_atomically
 from meshwright.plan import Plan
 from meshwright.proof.compare.errors import Comparison, Difference
-from meshwright.storage import output_error, write_atomically
 from meshwright.train.output.metrics_log import finite_or_none
 
 

@@ -13,6 +13,7 @@ from meshwright.cluster.cores import usable_cores
 from meshwright.cluster.detect import detect, detect_cpu
 from meshwright.errors import InputError, RankError
 from meshwright.exchange import broadcast_value
+from meshwright.files.storage import output_error
 from meshwright.job import Job
 from meshwright.launch.local.launch import RankSettings, launch
 from meshwright.launch.world import World, is_launched
@@ -25,7 +26,6 @@ from meshwright.proof.record.request_file import check_main_guard, write_request
 from meshwright.proof.request import COMPARISON_DTYPES, ProofRequest
 from meshwright.proof.rounded_comparison import compare_rounded, with_exact_cause
 from meshwright.proof.shrink import shrink
-from meshwright.storage import output_error
 from meshwright.train.check import check_job
 from meshwright.train.job_parts import JobParts
 from meshwright.train.session import Session

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
-from meshwright.call import Call, bind, build, describe_error
+from meshwright.call import Call, bind, build
 from meshwright.data.loading import LoadingOptions
 from meshwright.data.samples import collate_samples, dataset_size, read_first_samples, read_sample
 from meshwright.errors import InputError, MeshwrightError, did_you_mean
@@ -15,6 +15,7 @@ from meshwright.job import Job, Weights
 from meshwright.parallel.weights.initialize import initialize_model
 from meshwright.train.metrics import Metric
 from meshwright.train.step.optimizer import matches
+from meshwright.user_code import describe_error
 
 
 def build_data(job: Job) -> tuple[Any, Any]:

@@ -12,6 +12,7 @@ from meshwright.batch import split_batch
 from meshwright.call import bind, build, check_arguments, load
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import InputError
+from meshwright.files.trust import environment_key
 from meshwright.job import Job
 from meshwright.parallel.check import check_cast, check_runnable, check_sparse, checker_of_structure, needs_structure
 from meshwright.parallel.tensor.dimension_partition import check_dimension_partition
@@ -20,7 +21,6 @@ from meshwright.train.build import build_loading, build_metrics, construct_model
 from meshwright.train.job_parts import JobParts
 from meshwright.train.step.loss import check_sample_comparison, classify_loss
 from meshwright.train.step.optimizer import build_optimizer
-from meshwright.trust import environment_key
 
 
 def check_job(job: Job, plan: Plan, cluster: Cluster, parts: JobParts | None = None) -> None:

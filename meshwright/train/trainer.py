@@ -22,12 +22,12 @@ from meshwright.data.mapped import make_partition
 from meshwright.data.part_balance import describe_parts, labels_of
 from meshwright.data.partition import Partition, PartPartition
 from meshwright.errors import TrainingDiverged
+from meshwright.files.storage import write_atomically
 from meshwright.job import Job
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.output import terminal
 from meshwright.launch.signals import StopRequest
 from meshwright.launch.world import World
-from meshwright.storage import write_atomically
 from meshwright.train.build import build_data, build_loading, build_metrics
 from meshwright.train.output.checkpoints import BestCheckpoint, RunCheckpoints, SavedCheckpoint
 from meshwright.train.output.folder import RunFolder

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from meshwright.cache import cache_folder, fill_once
 from meshwright.data.order import derive_seed
 from meshwright.errors import InputError
+from meshwright.files.cache import cache_folder, fill_once
 from meshwright.workloads.text.json_lines import JsonLines, text_problem, token_numbers
 from meshwright.workloads.text.text_files import DamagePolicy
 from meshwright.workloads.text.text_generated import (

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from meshwright.cache import cache_folder, fill_once
 from meshwright.data.order import derive_seed
 from meshwright.errors import InputError
+from meshwright.files.cache import cache_folder, fill_once
 
 SPLITS = ("train", "val")
 CHUNK = 1_000_000  # rows that are generated at a time

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.cache import cache_folder, fill_once
 from meshwright.data.order import derive_seed
+from meshwright.files.cache import cache_folder, fill_once
 from meshwright.workloads.task_kinds import Task
 from meshwright.workloads.text.text_generated import VERSION, WORDS, generated_word
 

@@ -17,7 +17,10 @@ from meshwright.checkpoint.manifest import MANIFEST, Manifest, write_manifest
 from meshwright.checkpoint.manifest import file_checksum as checksum
 from meshwright.checkpoint.reader import verify
 from meshwright.errors import MeshwrightError
+from meshwright.export.run import read_run
 from meshwright.job import load_job
+from meshwright.plan import Plan
+from meshwright.train.output.folder import RunFolder, write_job_and_plan
 from tests.train.one_process import make_trainer, session_of, toy_job, train
 
 CHECKPOINT = "run/checkpoints/step-00000004"
@@ -217,11 +220,15 @@ NEWER = [pickle_as_index, pickle_as_data, metadata_beside, object_of_unknown_typ
 
 def check_nothing_is_executed(folder: Path, job: Any, run: Path) -> None:
     sign_again(folder)
+    step = int(folder.name.removeprefix("step-"))
+    write_job_and_plan(RunFolder(run), job, Plan())
     executed.clear()
     for act in (
         lambda: verify(folder),
         lambda: session_of(make_trainer(job, run / "other")).load(folder),
         lambda: train(job, run),
+        lambda: read_run(run, "last", trust=True),
+        lambda: read_run(run, str(step), trust=True),
     ):
         message = ""
         try:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright import call
+from meshwright import user_code
 from tests.cli.commands import RunCommand
 
 NET = """
@@ -93,7 +93,7 @@ def test_an_exception_of_the_users_code_is_one_line(folder: Path, run_command: R
 
 
 def test_a_long_import_is_announced(folder: Path, run_command: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call, "SLOW_S", 0.05)
+    monkeypatch.setattr(user_code, "SLOW_S", 0.05)
     waiting = "import threading; [t.join() for t in threading.enumerate() if isinstance(t, threading.Timer)]"
     write_net(folder, file=f"{waiting}; exit()")
     result = run_command("plan", "job.yaml", "--json", "--set", MODEL, "--cluster", "8xH100")

@@ -258,6 +258,6 @@ def test_a_message_is_one_line_that_a_terminal_can_show(refusal_of: RefusalOf) -
 def test_a_file_without_end_and_a_folder_are_refused(
     refusal_of: RefusalOf, file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshwright.yaml_file._LONGEST_TEXT", 1000)
+    monkeypatch.setattr("meshwright.files.yaml_file._LONGEST_TEXT", 1000)
     assert file in refusal_of("train", file)
     assert file in refusal_of("train", "job.yaml", "--plan", file)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from meshwright import parallelize
-from meshwright.call import user_position
 from meshwright.cluster.detect import find_cluster
 from meshwright.errors import InputError, RankError, UserCodeError
 from meshwright.job import Job
@@ -23,6 +22,7 @@ from meshwright.plan import Plan
 from meshwright.train.check import check_job
 from meshwright.train.metrics import accuracy
 from meshwright.train.run import train as run
+from meshwright.user_code import user_position
 from tests.ranks import RankPool
 from tests.train.one_process import EVALUATED, toy_job, train
 from tests.train.toy import Net, points

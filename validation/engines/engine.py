@@ -6,12 +6,12 @@ from pathlib import Path
 
 from meshwright.cluster.cluster import Collective
 from meshwright.errors import InputError, did_you_mean
+from meshwright.files.yaml_file import read_mapping, validate
 from meshwright.plan import Plan
 from meshwright.profile.optimizer import OptimizerCost
 from meshwright.profile.values import ModelProfile
 from meshwright.simulator.memory.device_memory import DeviceMemory
 from meshwright.simulator.runtime import CutTransfer, MemoryInputs, ParameterExchange
-from meshwright.yaml_file import read_mapping, validate
 from validation.engines.engine_memory import engine_memory_inputs
 from validation.engines.engine_profile import engine_profile, pad_vocabulary
 from validation.engines.engine_traits import EngineTraits

@@ -13,6 +13,7 @@ from meshwright.blocks.recompute import Recompute
 from meshwright.call import Call, load
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.names import cluster_from_name as named_cluster
+from meshwright.files.yaml_file import read_mapping
 from meshwright.plan import Plan
 from meshwright.planner.inputs import MARGIN
 from meshwright.profile.optimizer import OptimizerCost, measure_optimizer_cost
@@ -21,7 +22,6 @@ from meshwright.profile.values import ModelProfile
 from meshwright.simulator.memory.peak import MemoryPrediction
 from meshwright.simulator.predict import plan_memory
 from meshwright.simulator.step import StepTime, predict_step
-from meshwright.yaml_file import read_mapping
 from validation.engines.engine import Engine, engine_named
 from validation.predictions.publisher import without_publisher
 from validation.runs.case import PublishedCase, Sample

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from meshwright.yaml_file import read_mapping
+from meshwright.files.yaml_file import read_mapping
 
 FILE = Path(__file__).with_name("related_sources.yaml")
 

@@ -25,10 +25,10 @@ from meshwright.collectives.schedules.builders import SCHEDULES, build
 from meshwright.collectives.shared_memory.reducer import SharedMemoryReducer
 from meshwright.collectives.shared_memory.two_level import TwoLevelMemoryReducer, machines_of
 from meshwright.errors import InputError
+from meshwright.files.storage import write_atomically
 from meshwright.launch.rank import run_rank
 from meshwright.launch.world import World
 from meshwright.simulator.communication.cpu_network import CpuNetwork
-from meshwright.storage import write_atomically
 
 TIMEOUT_S = 300.0
 MEMORY_LIMIT = "memory_limit"  # no all-reduce: copies within memory, for comparison

@@ -15,8 +15,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from meshwright.cache import cache_folder
 from meshwright.collectives.shared_memory.segment import SharedSegment
+from meshwright.files.cache import cache_folder
 
 SOURCE = Path(__file__).with_name("shared_memory.c")
 INCLUDED = Path(__file__).with_name("sums.h")

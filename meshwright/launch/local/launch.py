@@ -11,6 +11,7 @@ from types import MappingProxyType
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from meshwright.errors import RankError, Stopped
+from meshwright.files.storage import writing
 from meshwright.launch import environment as variables
 from meshwright.launch import loopback
 from meshwright.launch.failure import to_error
@@ -19,7 +20,6 @@ from meshwright.launch.local.agent import Agent, SingleMachineRendezvous
 from meshwright.launch.local.fork_server import fork_server
 from meshwright.launch.local.replacing_agent import ReplacingAgent
 from meshwright.launch.signals import StopRequest
-from meshwright.storage import writing
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.batch import ModelBatch, split_batch
-from meshwright.call import first_line
 from meshwright.errors import InputError
 from meshwright.profile.equal_blocks import EqualBlocks, remove_skipped_blocks, skipped_blocks
 from meshwright.profile.fake import fake_batch, fake_model
@@ -32,6 +31,7 @@ from meshwright.profile.torch_private import (
     tree_leaves,
     tree_map,
 )
+from meshwright.user_code import first_line
 
 ValueSource = Literal["input", "parameter", "buffer", ""]
 

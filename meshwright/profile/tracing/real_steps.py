@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.blocks.recompute import Recompute, find_blocks
-from meshwright.call import describe_error
 from meshwright.dtypes import HALF_DTYPES
 from meshwright.errors import InputError
 from meshwright.profile.fake import tensor_bytes
@@ -34,6 +33,7 @@ from meshwright.profile.tracing.recorder import RecordedOperator, StepTrace, rec
 from meshwright.profile.tracing.step import LossFunction, compute_loss
 from meshwright.profile.tracing.trace import memory_role, model_parameters, trace_profile
 from meshwright.profile.values import BatchPolynomial, MemoryChange, ModelProfile, Operator, Phase, TraceSegment
+from meshwright.user_code import describe_error
 
 _NO_DEVICE = "it lies on no device, so no real step can be measured"
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from meshwright.blocks.module_names import is_inside
 from meshwright.blocks.recompute import Recompute, find_blocks
-from meshwright.call import first_line
 from meshwright.dtypes import torch_name
 from meshwright.errors import InputError
 from meshwright.profile.equal_blocks import EqualBlocks, find_equal_blocks, remove_skipped_blocks, skipped_blocks
@@ -38,6 +37,7 @@ from meshwright.profile.values import (
     Phase,
     TraceSegment,
 )
+from meshwright.user_code import first_line
 
 BATCHES = (2, 3, 5)
 CHECK_BATCH = 7

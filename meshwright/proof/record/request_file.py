@@ -14,9 +14,9 @@ from typing import Any
 
 from meshwright.call import load
 from meshwright.errors import InputError
+from meshwright.files.storage import writing
 from meshwright.job import Job
 from meshwright.proof.request import ProofRequest, UserModel
-from meshwright.storage import writing
 
 _PICKLING_ERRORS = (pickle.PicklingError, AttributeError, TypeError, RuntimeError)
 

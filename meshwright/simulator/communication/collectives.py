@@ -35,8 +35,8 @@ from meshwright.cluster.catalog import CATALOG, find_link
 from meshwright.cluster.cluster import Cluster, Collective, DeviceKind, Link, Node
 from meshwright.cluster.curves import curve_time, smallest_measured_bytes
 from meshwright.errors import InputError
+from meshwright.files.yaml_file import read_mapping, validate
 from meshwright.simulator.communication.placement import RankGroup
-from meshwright.yaml_file import read_mapping, validate
 
 Algorithm = Literal["ring", "tree", "multicast", "two_level", "direct", "curve"]
 

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, PositiveFloat
 
 from meshwright.cluster.cluster import Cluster, Node
 from meshwright.collectives.schedules.builders import build
+from meshwright.files.yaml_file import read_mapping, validate
 from meshwright.plan import Algorithm
 from meshwright.simulator.communication.collectives import collective_s
 from meshwright.simulator.communication.cpu_network import CpuNetwork, HostSpeed, LinkTier, SharedMemorySpeed
@@ -31,7 +32,6 @@ from meshwright.simulator.communication.schedules import (
     shared_memory_s,
     two_level_memory_s,
 )
-from meshwright.yaml_file import read_mapping, validate
 
 FILE = Path(__file__).with_name("host_costs.yaml")
 

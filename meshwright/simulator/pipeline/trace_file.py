@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from meshwright.files.storage import write_atomically
 from meshwright.simulator.pipeline.timeline import Timeline
-from meshwright.storage import write_atomically
 
 MICROSECONDS = 1e6
 

@@ -11,9 +11,9 @@ from meshwright.checkpoint.save import clear_unfinished, prune, save
 from meshwright.checkpoint.state import State
 from meshwright.checkpoint.writer import check_savable
 from meshwright.exchange import broadcast_value
+from meshwright.files.storage import writing
 from meshwright.job import Checkpoint
 from meshwright.launch.world import World
-from meshwright.storage import writing
 from meshwright.train.step.nonfinite import find_nonfinite_key, nonfinite_keys
 
 LOWER_IS_BETTER = ("loss", "error", "perplexity")

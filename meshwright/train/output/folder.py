@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from meshwright.errors import InputError, StorageError
+from meshwright.files.storage import output_error, write_atomically, writing
+from meshwright.files.user_path import user_path
+from meshwright.files.yaml_file import parse_mapping
 from meshwright.job import Job
 from meshwright.plan import Plan
-from meshwright.storage import output_error, write_atomically, writing
 from meshwright.train.output.origin import ORIGIN_FILE, origin_text, read_run_file
-from meshwright.user_path import user_path
-from meshwright.yaml_file import parse_mapping
 
 # The fields that may change when a run is resumed: all that do not decide which model is trained on which data.
 MAY_CHANGE = {

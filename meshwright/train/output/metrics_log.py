@@ -6,7 +6,7 @@ import os
 import time
 from typing import Any
 
-from meshwright.storage import write_atomically, writing
+from meshwright.files.storage import write_atomically, writing
 from meshwright.train.output.folder import RunFolder
 
 

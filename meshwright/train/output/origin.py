@@ -1,4 +1,4 @@
-"""Who wrote a run folder. `train` signs job.yaml and plan.yaml with the user's key (trust.py), in the file origin.json.
+"""Who wrote a run folder. `train` signs job.yaml and plan.yaml with the user's key (files/trust.py), in origin.json.
 Whatever imports what a job.yaml names executes code, so it reads the job with `open_run`, which refuses a folder that
 this user did not write, unless the user trusts it."""
 
@@ -11,10 +11,10 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from meshwright.errors import InputError
+from meshwright.files.trust import accepted_keys, is_signed_by, sign, user_key
+from meshwright.files.yaml_file import parse_mapping
 from meshwright.job import Job, load_job, load_plan
 from meshwright.plan import Plan
-from meshwright.trust import accepted_keys, is_signed_by, sign, user_key
-from meshwright.yaml_file import parse_mapping
 
 ORIGIN_FILE = "origin.json"
 _LARGEST_FILE_BYTES = 64 * 1024 * 1024

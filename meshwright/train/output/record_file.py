@@ -92,7 +92,7 @@ def _load(file: Path) -> Any:
 
 # The implementation of pickle in Python, which that in C replaces under the public name. The one in C reserves as much
 # memory as a damaged file tells it to.
-_PythonUnpickler: Any = pickle._Unpickler  # type: ignore[attr-defined]
+_PythonUnpickler: Any = pickle._Unpickler
 
 
 class _RecordUnpickler(_PythonUnpickler):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from meshwright.data.batch import Batch
 from meshwright.exchange import all_gather_values
-from meshwright.storage import replacing, writing
+from meshwright.files.storage import replacing, writing
 from meshwright.train.output.observation import (
     RankObservation,
     digest_samples,

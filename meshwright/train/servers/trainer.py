@@ -4,8 +4,8 @@ the staleness of gradients."""
 import json
 from typing import Any
 
+from meshwright.files.storage import write_atomically
 from meshwright.launch.signals import StopRequest
-from meshwright.storage import write_atomically
 from meshwright.train.output.folder import read_result
 from meshwright.train.servers.server import Server
 from meshwright.train.trainer import Trainer

@@ -10,8 +10,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from meshwright.cache import cache_folder, fill_once
 from meshwright.errors import InputError, did_you_mean
+from meshwright.files.cache import cache_folder, fill_once
 from meshwright.workloads.images.augment import center_crop, normalize, random_resized_crop
 from meshwright.workloads.images.picture_file import DamageReporter, ReadingOptions, UndecodableError, read_picture
 from meshwright.workloads.images.pictures_generated import VERSION, make_image_folder

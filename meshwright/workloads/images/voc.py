@@ -10,8 +10,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from meshwright.cache import cache_folder, fill_once
 from meshwright.errors import InputError, did_you_mean
+from meshwright.files.cache import cache_folder, fill_once
 from meshwright.workloads.images.augment import View, apply_view, random_view, whole_view
 from meshwright.workloads.images.picture_file import (
     DamageReporter,

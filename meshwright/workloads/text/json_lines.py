@@ -16,8 +16,8 @@ from zlib import crc32
 
 import numpy as np
 
-from meshwright.cache import cache_folder, fill_once
 from meshwright.errors import InputError
+from meshwright.files.cache import cache_folder, fill_once
 from meshwright.workloads.text.text_files import DamagePolicy, report_damage
 
 REMEDY = "correct the line"

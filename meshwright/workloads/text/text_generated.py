@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from meshwright.cache import cache_folder, fill_once
 from meshwright.data.order import derive_seed
 from meshwright.errors import InputError
+from meshwright.files.cache import cache_folder, fill_once
 
 VERSION = 1  # part of the names of cached folders: raise it when the generated text changes
 WORDS, NOISE = 64, 0.1

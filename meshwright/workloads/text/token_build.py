@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 
 from meshwright.errors import InputError
-from meshwright.storage import write_atomically, writing
+from meshwright.files.storage import write_atomically, writing
 from meshwright.workloads.text.text_files import DamagePolicy, text_files, text_pieces
 
 BYTES = 256

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from meshwright.cache import cache_folder, fill_once
 from meshwright.errors import InputError
+from meshwright.files.cache import cache_folder, fill_once
 from meshwright.workloads.text.text_files import DamagePolicy, report_damage
 from meshwright.workloads.text.text_generated import VERSION, generated_texts, missing_data_error
 from meshwright.workloads.text.token_build import TokenFileInfo, build_tokens

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from meshwright.cache import cache_folder, fill_once
 from meshwright.data.order import derive_seed
 from meshwright.errors import InputError
+from meshwright.files.cache import cache_folder, fill_once
 from meshwright.workloads.text.text_files import DamagePolicy, text_files, text_pieces
 
 DTYPE = np.dtype("<u4")

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from meshwright.errors import InputError, StorageError
+from meshwright.files.storage import write_atomically
 from meshwright.job import Job, load_job, load_plan
 from meshwright.plan import Plan
-from meshwright.storage import write_atomically
 from meshwright.train.output.folder import (
     LockedRun,
     RunFolder,

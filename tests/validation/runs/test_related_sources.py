@@ -1,6 +1,6 @@
 """Sources that must not calibrate each other."""
 
-from meshwright.yaml_file import read_mapping
+from meshwright.files.yaml_file import read_mapping
 from validation.runs.related_sources import FILE, related_sources, untrusted_sources
 from validation.runs.rows import rows
 

@@ -104,7 +104,7 @@ def test_resnet18_is_fine_tuned_with_a_new_head(tmp_path: Path) -> None:
 
 def test_the_loss_is_the_mean_without_skipped_pictures(tmp_path: Path) -> None:
     """If one picture of a batch is damaged, the loss of the step is the mean over the others."""
-    from meshwright.cache import cache_folder, fill_once
+    from meshwright.files.cache import cache_folder, fill_once
     from meshwright.workloads.images.pictures_generated import make_image_folder
 
     root = fill_once(cache_folder() / "damaged", lambda folder: make_image_folder(folder, classes=4, samples=8))

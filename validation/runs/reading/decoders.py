@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.call import Call
-from meshwright.yaml_file import read_mapping
+from meshwright.files.yaml_file import read_mapping
 from validation.runs.case import NotCovered, PublishedCase, Sample
 from validation.runs.families import family_of
 from validation.runs.reading.flops import DECODER, decoder_keywords

@@ -9,7 +9,7 @@ from meshwright.cluster.catalog import find_entry
 from meshwright.cluster.cluster import Device
 from meshwright.cluster.names import parse_cluster_name
 from meshwright.errors import InputError
-from meshwright.yaml_file import read_mapping
+from meshwright.files.yaml_file import read_mapping
 from validation.runs.case import NotCovered
 from validation.runs.rows import PublishedRow
 

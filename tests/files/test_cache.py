@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cache import cache_folder, fill_once
+from meshwright.files.cache import cache_folder, fill_once
 
 
 def test_the_cache_folder_follows_the_xdg_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import InputError
-from meshwright.user_path import expand_home, user_path
+from meshwright.files.user_path import expand_home, user_path
 
 
 def test_a_home_folder_is_expanded_and_a_variable_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from meshwright.errors import StorageError
-from meshwright.storage import writing
+from meshwright.files.storage import writing
 
 _temporary_folders: dict[Path, Path] = {}  # by the folder of the cache that they stand for
 

@@ -7,8 +7,8 @@ import pytest
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
 from meshwright.errors import InputError
+from meshwright.files.yaml_file import validate
 from meshwright.job import Job, load_plan, parse_job
-from meshwright.yaml_file import validate
 from tests.cli.commands import JOB
 
 DEVICE = {"name": "x", "kind": "cuda", "memory_bytes": 1, "bandwidth_bytes_per_s": 1, "rates": {"fp32": 1}}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from meshwright.errors import CheckpointError, InputError, StorageError
-from meshwright.storage import (
+from meshwright.files.storage import (
     describe_storage_problem,
     disk_of,
     format_bytes,

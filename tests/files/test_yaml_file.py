@@ -7,7 +7,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 
 from meshwright.errors import InputError
-from meshwright.yaml_file import dump, parse, read_mapping, validate
+from meshwright.files.yaml_file import dump, parse, read_mapping, validate
 
 
 class Inner(BaseModel):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import InputError
-from meshwright.trust import accepted_keys, environment_key, is_signed_by, sign, user_key
+from meshwright.files.trust import accepted_keys, environment_key, is_signed_by, sign, user_key
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,128 @@
+"""The user's code: its exceptions are reported with file and line, it cannot end the process unnoticed, and what takes
+long in it is announced."""
+
+import os
+import signal
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from meshwright import errors
+from meshwright.errors import MeshwrightError, UserCodeError
+
+SLOW_S = 5.0  # an import or a constructor that takes longer is announced on stderr
+
+_INSTALLED = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+_LIBRARY_FOLDERS = (Path(errors.__file__).parent, *map(Path, _INSTALLED))
+
+
+def describe_error(error: BaseException) -> str:
+    """Returns one line about an exception of a user's or a library's code: its class and message, and the file and line
+    of the user's code in which it was raised. If none of the user's code was running, it is the line that raised it."""
+    raised_at = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)[-1:]]
+    position = user_position(error) or (raised_at[0] if raised_at else None)
+    message = " ".join(str(error).split())
+    if isinstance(error, SystemExit):
+        message = f"exit code {0 if error.code is None else error.code}"
+    text = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    return f"{text} ({position[0]}, line {position[1]})" if position else text
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an exception's message, or its class if it has no message. If the exception came
+    through the user's code, the file and line follow."""
+    text = str(error).strip().partition("\n")[0] or type(error).__name__
+    position = user_position(error)
+    return f"{text} ({position[0]}, line {position[1]})" if position else text
+
+
+def user_position(error: BaseException) -> tuple[str, int] | None:
+    """Returns the file and line of the innermost call in the user's code that the exception, or the exception that
+    caused it, came through. Returns None if it came through no code of the user."""
+    cause: BaseException | None = error
+    while cause is not None:
+        for frame in reversed(traceback.extract_tb(cause.__traceback__)):
+            if is_user_file(frame.filename):
+                return frame.filename, frame.lineno or 0
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def is_user_file(file: str) -> bool:
+    """Whether a file of a traceback is the user's, and not one of meshwright, of Python or of an installed library."""
+    return not file.startswith("<") and not any(Path(file).is_relative_to(folder) for folder in _LIBRARY_FOLDERS)
+
+
+def raise_user_code_error(error: BaseException, what_failed: str) -> NoReturn:
+    """Raises a `UserCodeError` that begins with `what_failed` and describes `error`, an exception out of the user's
+    code. This is needed wherever Python would take the exception for something else: `StopIteration` for the end of the
+    data, `SystemExit` for the end of the program. A `MeshwrightError` and a Ctrl-C are raised as they are."""
+    if isinstance(error, MeshwrightError) or (isinstance(error, KeyboardInterrupt) and _may_be_ctrl_c()):
+        raise error
+    raise UserCodeError(f"{what_failed}: {describe_error(error)}") from error
+
+
+@contextmanager
+def exits_become_errors() -> Iterator[None]:
+    """Within this context, `os._exit` raises SystemExit in this thread, so that the user's code cannot end the process
+    without a message. A Ctrl-C is remembered, so that it can be told from a KeyboardInterrupt that the user's code
+    raises. Processes that are forked within the context end as usual."""
+    process, thread, end_process = os.getpid(), threading.get_ident(), os._exit
+
+    def raise_system_exit(status: int) -> NoReturn:
+        if (os.getpid(), threading.get_ident()) != (process, thread):
+            end_process(status)
+        raise SystemExit(status)
+
+    handler = _InterruptHandler()
+    handles_interrupts = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+    if handles_interrupts:
+        signal.signal(signal.SIGINT, handler)
+    os._exit = raise_system_exit
+    try:
+        yield
+    finally:
+        os._exit = end_process
+        if handles_interrupts and signal.getsignal(signal.SIGINT) is handler:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class _InterruptHandler:
+    """Handles SIGINT as Python does, and remembers in `received` that the signal came."""
+
+    def __init__(self) -> None:
+        self.received = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> NoReturn:
+        self.received = True
+        raise KeyboardInterrupt
+
+
+def _may_be_ctrl_c() -> bool:
+    """Whether a KeyboardInterrupt can come from a signal. It cannot if signals are ignored, or handled otherwise, as in
+    ranks."""
+    handler = signal.getsignal(signal.SIGINT)
+    return handler.received if isinstance(handler, _InterruptHandler) else handler is signal.default_int_handler
+
+
+@contextmanager
+def announced_if_slow(activity: str) -> Iterator[None]:
+    """Tells the user on stderr what is going on if the context takes longer than `SLOW_S`."""
+    line = f"{activity} since {SLOW_S:g} s"
+    timer = threading.Timer(SLOW_S, lambda: print(line, file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()  # so that processes which are forked later are forked from a single thread
