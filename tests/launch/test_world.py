@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 from meshwright.launch.heartbeat import Heartbeat
@@ -23,6 +24,7 @@ def torchrun(case: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.soak
 def test_torchrun_ranks_join(tmp_path: Path) -> None:
     run = torchrun("plain", tmp_path)
     assert run.returncode == 0, run.stderr

@@ -26,6 +26,7 @@ def losses(folder: RunFolder) -> list[float]:
     return [entry["loss"] for entry in entries if entry["kind"] == "train"]
 
 
+@pytest.mark.soak
 def test_a_run_keeps_its_parts_of_the_data_with_fewer_workers(tmp_path: Path) -> None:
     """Two workers have one part each. The worker that resumes alone has both, like one process with two parts."""
     steps = {"epochs": 2, "global_batch": 10, "seed": 3}

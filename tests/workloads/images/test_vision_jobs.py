@@ -64,6 +64,7 @@ def test_vgg16_has_the_settings_of_the_usual_run() -> None:
     assert full.checkpoint.best == "accuracy"
 
 
+@pytest.mark.soak
 def test_resnet18_learns_the_generated_pictures() -> None:
     losses = losses_of(job("resnet18", "data.synthetic=true"), 9)
     assert sum(losses[-4:]) / 4 < 0.4 * losses[0]
