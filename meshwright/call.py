@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, field_validator
 from meshwright.errors import InputError, did_you_mean
 from meshwright.user_code import announced_if_slow, raise_user_code_error
 
+_USER_MODULE = "meshwright_user_"  # begins the names of modules that are imported from a file
 _MOVED = {  # modules that have moved since; job files of earlier versions name their old paths
     "text": ("decoder", "decoder_sizes", "encoder", "masked", "skip_gram", "token_file", "tokens", "word_contexts"),
     "images": ("image_folder", "voc"),
@@ -185,7 +186,7 @@ def _import_module(module: str, path: str) -> Any:
 def _import_file(file: Path, path: str) -> Any:
     if not file.is_file():
         raise InputError(f"'{path}': there is no file {file}")
-    name = f"meshwright_user_{file.stem}_{crc32(str(file.resolve()).encode()):08x}"
+    name = f"{_USER_MODULE}{file.stem}_{crc32(str(file.resolve()).encode()):08x}"
     if name in sys.modules:
         return sys.modules[name]
     if str(file.resolve().parent) not in sys.path:  # so that the file can import modules from its folder
@@ -214,6 +215,8 @@ def _attribute(module: Any, name: str, path: str) -> Any:
     for part in name.split("."):
         if not hasattr(value, part):
             where = getattr(value, "__name__", str(value))
+            if value is module and where.startswith(_USER_MODULE):
+                where = Path(module.__file__).name
             raise InputError(f"'{path}': {where} has no '{part}'{did_you_mean(part, _public_names(value))}")
         value = getattr(value, part)
     return value

@@ -74,16 +74,24 @@ class Index(_Section):
     objects: dict[str, Any]
 
 
-def read_index(folder: Path, file_bytes: Mapping[str, int]) -> Index:
-    """Reads the index. Raises a `CheckpointError` if it is damaged, or if a piece is not inside of one of the files,
-    whose sizes `file_bytes` are."""
+def parse_index(text: str | bytes, folder: Path) -> Index:
+    """Returns the index that a text is. Raises a `CheckpointError` if it is none."""
     try:
-        index = Index.model_validate_json((folder / INDEX).read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{folder}: its {INDEX} cannot be read: {error.strerror}") from None
+        return Index.model_validate_json(text)
     except (ValidationError, RecursionError) as error:
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else "it is nested too deeply"
         raise CheckpointError(f"{folder}: its {INDEX} is damaged: {reason}") from None
+
+
+def read_index(folder: Path, file_bytes: Mapping[str, int]) -> Index:
+    """Reads the index. Raises a `CheckpointError` if it is damaged, or if a piece is not inside of one of the files,
+    whose sizes `file_bytes` are."""
+    if INDEX not in file_bytes:  # then it has no checksum
+        raise CheckpointError(f"{folder}: its manifest does not have {INDEX}")
+    try:
+        index = parse_index((folder / INDEX).read_bytes(), folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: its {INDEX} cannot be read: {error.strerror}") from None
     needed = 0
     for key, tensor in index.tensors.items():
         for piece in tensor.pieces:

@@ -4,7 +4,9 @@ signature."""
 
 import hashlib
 import json
+import os
 import re
+import stat
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,6 +17,7 @@ from meshwright.files.storage import write_atomically
 from meshwright.files.trust import environment_key, is_signed_by, sign
 
 MANIFEST = "manifest.json"
+_LARGEST_MANIFEST_BYTES = 64 * 1024 * 1024
 _FORMAT = 2  # of manifests with a checksum of themselves; older ones do not have this field
 
 Position = tuple[NonNegativeInt, NonNegativeInt]  # an epoch and the index of a batch in it
@@ -66,11 +69,12 @@ class Manifest(_Section):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
-        About.model_validate(self.about)
+        for name, value in About.model_validate(self.about).model_dump(mode="json").items():
+            self.about.setdefault(name, value)  # every field is there when the trainer looks for it
         if self.about["step"] != self.step:
             raise ValueError("its two step numbers differ")
         for name in self.files:
-            if not re.fullmatch(r"[\w.-]+", name, re.ASCII) or name in (".", "..", MANIFEST):
+            if not re.fullmatch(r"[\w.-]{1,100}", name, re.ASCII) or name in (".", "..", MANIFEST):
                 raise ValueError(f"{name!r:.50} is not the name of a file of a checkpoint")
         return self
 
@@ -101,7 +105,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Reads a manifest. Raises a `CheckpointError` if it is damaged, contradicts itself, or is not signed with the key
     of the environment, if there is one."""
     try:
-        contents = json.loads((folder / MANIFEST).read_text())
+        contents = json.loads(_read_small_file(folder / MANIFEST))
     except OSError as error:
         raise CheckpointError(f"{folder}: its {MANIFEST} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError):
@@ -126,13 +130,25 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
         if not path.is_file():
             raise CheckpointError(f"{folder}: {name} is missing")
         try:
+            size = path.stat().st_size
+            if size != expected.bytes:
+                raise CheckpointError(f"{folder}: {name} has {size} bytes, its manifest says {expected.bytes}")
             actual = file_checksum(path)
         except OSError as error:
             raise CheckpointError(f"{folder}: {name} cannot be read: {error.strerror}") from None
-        if actual.bytes != expected.bytes:
-            raise CheckpointError(f"{folder}: {name} has {actual.bytes} bytes, its manifest says {expected.bytes}")
         if actual.sha256 != expected.sha256:
             raise CheckpointError(f"{folder}: {name} does not have the checksum that its manifest says")
+
+
+def _read_small_file(path: Path) -> str:
+    """Returns the text of a regular file. Reading a pipe or a device might not end."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(0, "it is not a regular file")
+        content = file.read(_LARGEST_MANIFEST_BYTES + 1)
+    if len(content) > _LARGEST_MANIFEST_BYTES:
+        raise OSError(0, f"it has more than {_LARGEST_MANIFEST_BYTES:,} bytes")
+    return content.decode()
 
 
 def _checked(folder: Path, contents: dict[str, Any]) -> dict[str, Any]:

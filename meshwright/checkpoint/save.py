@@ -13,14 +13,15 @@ What happens when a rank dies inside a save:
 - The restarted run removes `.writing-*` and `.trash-*` (`clear_unfinished`) and resumes from the newest checkpoint with
   right checksums (`find_newest_valid` in load.py): the previous one, or this one if it was renamed already.
 
-When a rank cannot write because the disk is full or the folder is gone, all ranks raise the same `StorageError`, and
-`.writing-step-…` is removed.
+When a rank cannot write because the disk is full or the folder is gone, or fails in another way, all ranks raise the
+same `MeshwrightError`, and `.writing-step-…` is removed.
 
 `tests/checkpoint/test_save.py` kills saves and deletions, `tests/train/runs/test_faults.py` whole runs.
 """
 
 import ctypes
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -28,16 +29,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from meshwright.checkpoint.index import INDEX, Index
+from meshwright.checkpoint.index import INDEX, Index, parse_index
 from meshwright.checkpoint.manifest import FileChecksum, Manifest, checkpoint_name, file_checksum, write_manifest
 from meshwright.checkpoint.state import State
 from meshwright.checkpoint.writer import WritePlan, describe, file_name, objects_as_json, plan_files, write_pieces
-from meshwright.errors import CheckpointError, MeshwrightError, StorageError
+from meshwright.errors import CheckpointError, InputError, MeshwrightError, StorageError
 from meshwright.exchange import all_gather_values, broadcast_value
 from meshwright.files.storage import require_space, write_atomically, writing
 
 WRITING = ".writing-"
 TRASH = ".trash-"
+_FILE_OF_CHECKPOINT = re.compile(r"manifest\.json|index\.json|rank-\d+\.bin|\.metadata|__\d+_\d+\.distcp|\..*\.new")
 
 # Arguments of Linux's renameat2, see its manual page.
 _WORKING_FOLDER = -100  # AT_FDCWD
@@ -53,13 +55,14 @@ def save_at(state: State, final: Path, step: int, about: dict[str, Any]) -> Path
     """Saves a checkpoint to the folder `final`, and returns that path once the checkpoint is published. All ranks call
     this together, and each rank writes its shards."""
     rank = dist.get_rank() if dist.is_initialized() else 0
+    _on_first_rank(lambda: _refuse_other_folder(final))
     temporary = final.parent / f"{WRITING}{final.name}"
     plan = plan_files(_gather(lambda: describe(state)))
     _on_first_rank(lambda: _prepare(temporary, sum(plan.bytes_of_rank)))
     try:
         written = _gather(lambda: _write_share(temporary, state, plan, rank))
         _on_first_rank(lambda: _complete(temporary, final, plan, written, step, about))
-    except (CheckpointError, StorageError):  # raised on every rank, so none is still writing
+    except MeshwrightError:  # raised on every rank, so none is still writing
         if rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -80,6 +83,15 @@ def clear_unfinished(folder: Path) -> None:
     for pattern in (f"{WRITING}*", f"{TRASH}*"):
         for path in folder.glob(pattern):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _refuse_other_folder(final: Path) -> None:
+    """Raises an `InputError` if something else than a checkpoint is in the way: replacing it would delete it."""
+    if not os.path.lexists(final):
+        return
+    files = [path.name for path in final.iterdir()] if final.is_dir() else [""]
+    if not all(_FILE_OF_CHECKPOINT.fullmatch(name) for name in files):
+        raise InputError(f"{final} exists and is not a checkpoint: save to a path that does not exist")
 
 
 def _prepare(temporary: Path, needed: int) -> None:
@@ -106,7 +118,9 @@ def _complete(
     index = Index(
         tensors=plan.tensors, objects={key: value for share in written for key, value in share["objects"].items()}
     )
-    write_atomically(temporary / INDEX, index.model_dump_json())
+    text = index.model_dump_json()
+    parse_index(text, final)  # what cannot be read again must not be published
+    write_atomically(temporary / INDEX, text)
     files = {
         file_name(rank): FileChecksum.model_validate(share["checksum"])
         for rank, share in enumerate(written)
@@ -119,13 +133,9 @@ def _complete(
 
 
 def _gather(compute: Callable[[], Any]) -> list[Any]:
-    """Returns what `compute` returns on each rank. If it raises a `CheckpointError` or `StorageError` on any rank,
-    every rank raises the first one."""
-    value, error = None, None
-    try:
-        value = compute()
-    except (CheckpointError, StorageError) as raised:
-        error = raised
+    """Returns what `compute` returns on each rank. If it raises an exception on any rank, every rank raises the first
+    one, as a `MeshwrightError`."""
+    value, error = _attempt(compute)
     results = all_gather_values([value, _description(error)])
     for _, problem in results:
         _raise(problem, error)
@@ -133,14 +143,24 @@ def _gather(compute: Callable[[], Any]) -> list[Any]:
 
 
 def _on_first_rank(act: Callable[[], None]) -> None:
-    """Calls `act` on rank 0. If it raises a `CheckpointError` or `StorageError`, every rank raises it."""
-    error = None
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        try:
-            act()
-        except (CheckpointError, StorageError) as raised:
-            error = raised
+    """Calls `act` on rank 0. If it raises an exception, every rank raises it as a `MeshwrightError`."""
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    _, error = _attempt(act) if is_first else (None, None)
     _raise(broadcast_value(_description(error)), error)
+
+
+def _attempt(compute: Callable[[], Any]) -> tuple[Any, MeshwrightError | None]:
+    """Returns what `compute` returns and None, or None and the exception that it raises. An exception that stayed on
+    one rank would leave the others waiting."""
+    try:
+        return compute(), None
+    except MeshwrightError as error:
+        return None, error
+    except Exception as error:
+        message = " ".join(str(error).split())[:300]
+        problem = CheckpointError(f"the checkpoint cannot be saved: {type(error).__name__}: {message}")
+        problem.__cause__ = error
+        return None, problem
 
 
 def _description(error: MeshwrightError | None) -> list[str] | None:
@@ -153,7 +173,8 @@ def _raise(description: list[str] | None, error: MeshwrightError | None) -> None
         return
     if error is not None and str(error) == description[1]:
         raise error
-    raise (StorageError if description[0] == StorageError.__name__ else CheckpointError)(description[1])
+    kinds = {kind.__name__: kind for kind in (InputError, StorageError)}
+    raise kinds.get(description[0], CheckpointError)(description[1])
 
 
 def _publish(temporary: Path, final: Path) -> None:

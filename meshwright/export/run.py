@@ -61,7 +61,7 @@ def _checkpoint(folder: RunFolder, step: str | None) -> tuple[Path, Manifest, tu
         raise InputError(f"--step best: {folder.path} has no best checkpoint, as its job names no checkpoint.best")
     if step == "last" or (step is None and not best.exists()):
         newest = find_newest_valid(folder.checkpoints)
-        damaged = tuple(f"damaged checkpoint left out: {problem}" for problem in newest.problems)
+        damaged = tuple(f"checkpoint left out: {problem}" for problem in newest.problems)
         if newest.path is None or newest.manifest is None:
             raise CheckpointError(f"{folder.path}: {newest.problems[0] if damaged else 'it has no checkpoint yet'}")
         return newest.path, newest.manifest, damaged

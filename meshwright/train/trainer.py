@@ -362,11 +362,11 @@ class Trainer:
 
     def _resume(self) -> str:
         """Resumes from the newest valid checkpoint, if there is one. Returns a message that says where the run starts
-        and which checkpoints are damaged."""
+        and which checkpoints are not used."""
         self.heartbeat.update(self.session.steps, "load checkpoint")
         self.checkpoints.clear_unfinished()
         newest, problems = self.checkpoints.find_newest()
-        damaged = "".join(f"damaged checkpoint left out: {problem}\n" for problem in problems)
+        damaged = "".join(f"checkpoint left out: {problem}\n" for problem in problems)
         if newest is None:
             return f"{damaged}training on {self._describe_ranks()}"
         self._restore(newest)

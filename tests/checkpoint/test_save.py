@@ -1,6 +1,7 @@
 """A checkpoint exists whole or not at all, and any damage to it is detected and named."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,10 +15,10 @@ from meshwright.checkpoint import save as save_module
 from meshwright.checkpoint.chunks import chunks_of
 from meshwright.checkpoint.index import INDEX
 from meshwright.checkpoint.load import find_newest_valid
-from meshwright.checkpoint.manifest import MANIFEST
+from meshwright.checkpoint.manifest import MANIFEST, Manifest, write_manifest
 from meshwright.checkpoint.reader import fill, open_checkpoint, verify
-from meshwright.checkpoint.save import clear_unfinished, prune, save
-from meshwright.errors import CheckpointError
+from meshwright.checkpoint.save import clear_unfinished, prune, save, save_at
+from meshwright.errors import CheckpointError, InputError
 from meshwright.plain_values import tensor_bytes
 
 STATE = {"model/weight": torch.arange(1000.0), "schedule": {"last_epoch": 3}}
@@ -278,3 +279,41 @@ def test_an_object_that_is_not_plain_is_refused_by_name_and_nothing_is_left(tmp_
     with pytest.raises(CheckpointError, match=r"schedule\['anneal'\] is a builtins.function, which cannot be saved"):
         save({**STATE, "schedule": {"anneal": about}}, tmp_path, 1, about(1))
     assert names(tmp_path) == []
+
+
+def test_something_else_than_a_checkpoint_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "thesis.txt").write_text("important")
+    (tmp_path / "file").write_text("important")
+    for name in ("results", "file"):
+        with pytest.raises(InputError, match="exists and is not a checkpoint"):
+            save_at(STATE, tmp_path / name, 1, about(1))
+    assert names(tmp_path) == ["file", "results"]
+    assert (tmp_path / "results" / "thesis.txt").read_text() == "important"
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = {"inner": value}
+    return value
+
+
+@pytest.mark.parametrize("value", [nested(300), "\ud800", 10**5000], ids=["deep", "half a surrogate", "long"])
+def test_what_could_not_be_read_again_is_not_saved(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(CheckpointError):
+        save({**STATE, "schedule": {"value": value}}, tmp_path, 1, about(1))
+    assert names(tmp_path) == []
+
+
+def test_a_pipe_instead_of_a_manifest_or_an_index_without_checksum_is_not_read(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2, 3)
+    (tmp_path / "step-00000003" / MANIFEST).unlink()
+    os.mkfifo(tmp_path / "step-00000003" / MANIFEST)
+    manifest = verify(tmp_path / "step-00000002")
+    files = {name: checksum for name, checksum in manifest.files.items() if name != INDEX}
+    write_manifest(tmp_path / "step-00000002", Manifest(step=2, files=files, about=manifest.about))
+    newest = find_newest_valid(tmp_path)
+    assert newest.path == tmp_path / "step-00000001"
+    assert "is not a regular file" in newest.problems[0]
+    assert "does not have index.json" in newest.problems[1]

@@ -53,17 +53,19 @@ def test_an_own_run_needs_no_trust(run: Path, run_command: RunCommand) -> None:
 def test_a_run_whose_job_was_changed_is_refused_without_executing_it(run: Path, run_command: RunCommand) -> None:
     make_foreign(run)
     line = refusal(run_command, "export", "run", "--to", "safetensors")
-    assert "run was not written by you on this machine: its job.yaml imports " in line
+    assert (
+        "run was not signed with your key: somebody else wrote it, or it was changed, or the key is another one" in line
+    )
     assert "evil.py:Net, tests.train.toy:points," in line
     assert line.endswith("which executes code; look at it and add --trust\n")
-    assert "was not written by you" in refusal(run_command, "prove", "--against", "run", "run")
+    assert "was not signed with your key" in refusal(run_command, "prove", "--against", "run", "run")
     assert run_command("export", "run", "--to", "safetensors", "--limit", "0", "--trust").exit_code == 0
     assert Path("executed").exists()
 
 
 def test_prove_with_trust_compares_a_changed_run(run: Path, run_command: RunCommand) -> None:
     (run / "plan.yaml").write_text((run / "plan.yaml").read_text() + "\n")
-    assert "was not written by you" in refusal(run_command, "prove", "--against", str(run), str(run))
+    assert "was not signed with your key" in refusal(run_command, "prove", "--against", str(run), str(run))
     assert run_command("prove", "--against", str(run), str(run), "--trust").exit_code == 0
 
 
@@ -89,7 +91,7 @@ def test_a_signature_of_another_key_is_foreign(
     run: Path, run_command: RunCommand, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "of another user"))
-    assert "was not written by you" in refusal(run_command, "export", "run", "--to", "safetensors")
+    assert "was not signed with your key" in refusal(run_command, "export", "run", "--to", "safetensors")
     assert not (tmp_path / "of another user").exists(), "reading creates no key"
 
 
@@ -101,7 +103,7 @@ def test_a_team_shares_runs_with_a_key(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "of another user"))
     assert run_command("export", str(run), "--to", "safetensors", "--limit", "0").exit_code == 0
     monkeypatch.setenv("MESHWRIGHT_KEY", "of another team")
-    assert "was not written by you" in refusal(run_command, "export", str(run), "--to", "safetensors")
+    assert "was not signed with your key" in refusal(run_command, "export", str(run), "--to", "safetensors")
 
 
 @pytest.mark.parametrize("name", ["job.yaml", "plan.yaml"])

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from meshwright.checkpoint.manifest import read_manifest
+from meshwright.errors import CheckpointError
 from meshwright.job import Job
 from meshwright.launch.signals import StopRequest
 from meshwright.train.output.checkpoints import BestCheckpoint
@@ -298,7 +299,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(
     capsys.readouterr()
     again = train(job, tmp_path / "damaged")
     printed = capsys.readouterr().err
-    assert f"damaged checkpoint left out: {newest}: {data.name} does not have the checksum" in printed
+    assert f"checkpoint left out: {newest}: {data.name} does not have the checksum" in printed
     assert "resuming after step 4" in printed
     assert equal_states(session_of(again).state_dict(), session_of(undisturbed).state_dict())
 
@@ -308,6 +309,18 @@ def test_a_damaged_checkpoint_does_not_replace_a_valid_one(tmp_path: Path) -> No
     (trainer.folder.checkpoints / "step-00000007" / "manifest.json").unlink()
     again = train(toy_job(checkpoint={"every_steps": None, "keep": 1}), tmp_path, stop_after=6)
     assert 6 in checkpoints(again), "what was saved last is there"
+
+
+def test_a_run_without_a_usable_checkpoint_does_not_begin_again(tmp_path: Path) -> None:
+    """It would delete them, although a key that is set by mistake may be the only reason."""
+    job = toy_job(checkpoint={"every_steps": 2, "keep": 9})
+    stopped = train(job, tmp_path, stop_after=5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MESHWRIGHT_KEY", "secret")
+        with pytest.raises(CheckpointError, match=r"none of the 3 checkpoints in .* can be used: .* is not signed"):
+            train(job, tmp_path)
+    assert checkpoints(stopped) == [2, 4, 5]
+    train(job, tmp_path)
 
 
 def test_a_checkpoint_contains_its_position_and_plan(tmp_path: Path) -> None:

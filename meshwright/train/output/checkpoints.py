@@ -10,6 +10,7 @@ from meshwright.checkpoint.load import find_newest_valid
 from meshwright.checkpoint.save import clear_unfinished, prune, save
 from meshwright.checkpoint.state import State
 from meshwright.checkpoint.writer import check_savable
+from meshwright.errors import CheckpointError
 from meshwright.exchange import broadcast_value
 from meshwright.files.storage import writing
 from meshwright.job import Checkpoint
@@ -72,13 +73,19 @@ class RunCheckpoints:
                 prune(self._folder, self._options.keep, path.name, best_name)
 
     def find_newest(self) -> tuple[SavedCheckpoint | None, tuple[str, ...]]:
-        """Returns the newest valid checkpoint, or None if there is none, and one message for each newer one that is
-        damaged."""
+        """Returns the newest valid checkpoint, or None if there is none at all, and one message for each newer one that
+        is damaged or not signed. Raises a `CheckpointError` if there are checkpoints but none can be used: a run that
+        began again from its first step would delete them."""
         choice: Any = None
         if self._world.rank == 0:
             newest = find_newest_valid(self._folder)
             choice = newest.path, newest.manifest.about if newest.manifest else None, newest.problems
         path, about, problems = broadcast_value(choice) if self._world.size > 1 else choice
+        if path is None and problems:
+            count = f"none of the {len(problems)} checkpoints" if len(problems) > 1 else "the only checkpoint"
+            raise CheckpointError(
+                f"{count} in {self._folder} can be used: {problems[0]}; mend it, or start a new run with --resume never"
+            )
         return None if path is None else SavedCheckpoint(path, about), tuple(problems)
 
     def clear_unfinished(self) -> None:

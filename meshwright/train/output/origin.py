@@ -92,7 +92,7 @@ def _why_foreign(path: Path, job: str, plan: str) -> str | None:
         return "has a damaged origin.json, so it is unknown who wrote it"
     if any(is_signed_by(key, _signed_bytes(job, plan), origin.signature) for key in accepted_keys()):
         return None
-    return "was not written by you on this machine"
+    return "was not signed with your key: somebody else wrote it, or it was changed, or the key is another one now"
 
 
 def _signed_bytes(job: str, plan: str) -> bytes:

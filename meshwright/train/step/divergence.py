@@ -114,8 +114,10 @@ class DivergenceMonitor:
 
     @property
     def _advice(self) -> str:
-        other = "set train.on_nonfinite to skip or rewind" if self._stops else "look at the data of these steps"
-        return f"lower the learning rate, set train.clip_norm, or {other}"
+        actions = ["look at the data of these steps", "lower the learning rate", "set train.clip_norm"]
+        if self._stops:
+            actions.append("set train.on_nonfinite to skip or rewind")
+        return f"{', '.join(actions[:-1])}, or {actions[-1]}"
 
 
 def _describe(loss: float) -> str | None:

@@ -10,12 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshwright.errors import TrainingDiverged
 from meshwright.parallel.clip import group_by_dtype_and_device
 from meshwright.parallel.weights.layout import local_tensor
 from meshwright.train.torch_private import unscale_and_check_finite_
 
 START = 2.0**16
 INTERVAL = 2000
+# If gradients overflow fp16 at a smaller factor, the factor is not the reason: they are NaN or much too large.
+LOWEST = 2.0**-10
 
 
 class LossScale:
@@ -43,11 +46,17 @@ class LossScale:
         return is_finite
 
     def update(self, is_finite: bool) -> None:
-        """Updates the factor after a step whose gradients were finite, or not."""
+        """Updates the factor after a step whose gradients were finite, or not. Raises `TrainingDiverged` below the
+        lowest factor, on all ranks in the same step."""
         self._good = self._good + 1 if is_finite else 0
         if not is_finite:
             self.skipped += 1
             self.value /= 2
+            if self.value < LOWEST:
+                raise TrainingDiverged(
+                    f"gradients in fp16 are not finite even with a loss scale of {LOWEST}: look at the data of these"
+                    " steps, lower the learning rate, or train in bf16 or fp32"
+                )
         elif self._good == INTERVAL:
             self._good = 0
             self.value *= 2

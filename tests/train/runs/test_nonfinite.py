@@ -177,8 +177,8 @@ def test_a_run_stops_after_three_losses_in_a_row_and_keeps_good_checkpoints(
     first = BAD_STEPS[0]
     for outcome in run_on(pool, tmp_path, "stop", PROBLEMS[problem]):
         assert outcome.error in (
-            f"the loss is {value} since step {first}, for 3 steps in a row: lower the learning rate, set"
-            " train.clip_norm, or set train.on_nonfinite to skip or rewind"
+            f"the loss is {value} since step {first}, for 3 steps in a row: look at the data of these steps, lower the"
+            " learning rate, set train.clip_norm, or set train.on_nonfinite to skip or rewind"
             for value in ("nan", "inf")
         )
         assert (outcome.steps, outcome.result) == (first + 2, None)
@@ -188,7 +188,7 @@ def test_a_run_stops_after_three_losses_in_a_row_and_keeps_good_checkpoints(
 @pytest.mark.parametrize("steps", [BAD_STEPS[0], BAD_STEPS[0] + 1])
 def test_a_run_that_ends_with_a_bad_loss_does_not_succeed(tmp_path: Path, steps: int) -> None:
     (outcome,) = run_on(None, tmp_path, "stop", {**PROBLEMS["nan"], "train": {"steps": steps}})
-    assert outcome.error.startswith(f"the loss is nan since step {BAD_STEPS[0]}, up to the last step: lower the")
+    assert outcome.error.startswith(f"the loss is nan since step {BAD_STEPS[0]}, up to the last step: look at the")
     assert outcome.result is None
 
 
@@ -208,7 +208,7 @@ def test_the_command_ends_with_one_line_and_without_a_restart(tmp_path: Path) ->
     process, folder = commands.start(tmp_path, job, 2)
     _, printed = process.communicate(timeout=100)
     assert process.returncode == 1
-    assert f"the loss is nan since step {BAD_STEPS[0]}, for 3 steps in a row: lower the" in printed.splitlines()[-1]
+    assert f"the loss is nan since step {BAD_STEPS[0]}, for 3 steps in a row: look at the" in printed.splitlines()[-1]
     assert "start again" not in printed
     assert "Traceback" not in printed
     assert read_result(folder) is None
@@ -254,15 +254,15 @@ def test_a_run_that_only_skips_ends(pool: RankPool | None, tmp_path: Path) -> No
     sections = {**EVERY_SAMPLE, "train": {"epochs": None, "steps": 40}}
     for outcome in run_on(pool, tmp_path, "skip", sections):
         assert outcome.error == (
-            f"the loss is nan since step 1, for {MOST_SKIPPED_STEPS} steps in a row: lower the learning rate, set"
-            " train.clip_norm, or look at the data of these steps"
+            f"the loss is nan since step 1, for {MOST_SKIPPED_STEPS} steps in a row: look at the data of these steps,"
+            " lower the learning rate, or set train.clip_norm"
         )
         assert (outcome.steps, outcome.result) == (MOST_SKIPPED_STEPS, None)
 
 
 def test_a_short_run_that_only_skips_does_not_succeed(tmp_path: Path) -> None:
     (outcome,) = run_on(None, tmp_path, "skip", {**EVERY_SAMPLE, "train": {"steps": 8}})
-    assert outcome.error.startswith("the updates of all 8 steps were left out: lower the learning rate")
+    assert outcome.error.startswith("the updates of all 8 steps were left out: look at the data of these steps")
     assert outcome.result is None
 
 

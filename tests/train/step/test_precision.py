@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from meshwright.errors import InputError
+from meshwright.errors import InputError, TrainingDiverged
 from meshwright.parallel.check import check_cast, check_runnable
 from meshwright.parallel.weights.layout import local_tensor
 from meshwright.plan import Plan
@@ -190,3 +190,14 @@ def test_the_factor_grows_after_many_good_steps_and_is_saved() -> None:
 def test_plans_whose_numerics_do_not_combine_are_refused(plan: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         check_runnable(Plan.model_validate(plan))
+
+
+def test_gradients_that_never_become_finite_end_the_run() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    scale = LossScale(torch.device("cpu"), 1)
+    for _ in range(26):
+        parameter.grad = torch.tensor([0.0, float("nan")])
+        assert not scale.unscale_([parameter])
+    parameter.grad = torch.tensor([0.0, float("nan")])
+    with pytest.raises(TrainingDiverged, match="not finite even with a loss scale of"):
+        scale.unscale_([parameter])
