@@ -4,28 +4,27 @@ DCP's index is a pickle, and so are the objects in its files. They are read by u
 harmless classes and refuse every other one, so that nothing in such a checkpoint is executed.
 """
 
-import pickle
 import warnings
+from collections.abc import Mapping
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from meshwright.checkpoint.index import Piece, SavedTensor
 from meshwright.dtypes import torch_name
 from meshwright.errors import CheckpointError
+from meshwright.files.safe_pickle import SafeUnpickler, StandIn
 
 METADATA = ".metadata"
 
-_HARMLESS = {
-    "pathlib": {"Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
-    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
+_PATHS = ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+_CLASSES = {
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed.checkpoint.metadata": (
         "BytesStorageMetadata",
         "ChunkStorageMetadata",
         "Metadata",
@@ -33,8 +32,7 @@ _HARMLESS = {
         "StorageMeta",
         "TensorProperties",
         "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
+    ),
 }
 
 
@@ -44,10 +42,15 @@ class DcpCheckpoint:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         try:
-            metadata = _MetadataUnpickler(BytesIO((folder / METADATA).read_bytes())).load()
-            self._places = {(index.fqn, _numbers(index.offset)): info for index, info in metadata.storage_data.items()}
-            self.tensors = {key: self._saved_tensor(key, entry) for key, entry in _entries(metadata, is_tensor=True)}
-            self.objects = {key: self._read(key, None) for key, _ in _entries(metadata, is_tensor=False)}
+            fields = _MetadataUnpickler(BytesIO((folder / METADATA).read_bytes())).load().fields
+            self._places = {_place_key(index): info.fields for index, info in fields["storage_data"].items()}
+            entries = fields["state_dict_metadata"]
+            self.tensors = {
+                key: self._saved_tensor(key, entry.fields)
+                for key, entry in entries.items()
+                if entry.kind == "TensorStorageMetadata"
+            }
+            self.objects = {key: self._read(key, None) for key in entries if key not in self.tensors}
         except Exception as error:  # damaged or crafted files raise any exception
             raise CheckpointError(f"{folder}: it is damaged: {_first_line(error)}") from None
 
@@ -63,47 +66,56 @@ class DcpCheckpoint:
     def close(self) -> None:
         """Does nothing, because no file stays open."""
 
-    def _saved_tensor(self, key: str, entry: TensorStorageMetadata) -> SavedTensor:
+    def _saved_tensor(self, key: str, fields: Mapping[str, Any]) -> SavedTensor:
         pieces = []
-        for chunk in entry.chunks:
-            place = self._place(key, tuple(chunk.offsets))
-            offsets, sizes = list(chunk.offsets), list(chunk.sizes)
-            pieces.append(Piece(offsets=offsets, sizes=sizes, file=place.relative_path, begin=place.offset))
-        return SavedTensor(dtype=torch_name(entry.properties.dtype), shape=list(entry.size), pieces=pieces)
+        for chunk in fields["chunks"]:
+            offsets, sizes = list(chunk.fields["offsets"]), list(chunk.fields["sizes"])
+            place = self._place(key, tuple(offsets))
+            pieces.append(Piece(offsets=offsets, sizes=sizes, file=place["relative_path"], begin=place["offset"]))
+        properties = fields["properties"].fields
+        dtype = properties["state"][0] if "state" in properties else properties["dtype"]
+        return SavedTensor(dtype=torch_name(dtype), shape=list(fields["size"]), pieces=pieces)
 
-    def _place(self, key: str, offsets: tuple[int, ...] | None) -> Any:
+    def _place(self, key: str, offsets: tuple[int, ...] | None) -> Mapping[str, Any]:
         """Returns where DCP wrote an object or a part of a tensor. Whole tensors may be listed without offsets."""
         place = self._places.get((key, offsets))
         return self._places[key, None] if place is None else place
 
     def _read(self, key: str, offsets: tuple[int, ...] | None) -> Any:
         place = self._place(key, offsets)
-        if Path(place.relative_path).name != place.relative_path:
+        name = place["relative_path"]
+        if Path(name).name != name:
             raise ValueError(f"{key} is in a file outside of the folder")
-        with (self._folder / place.relative_path).open("rb") as file:
-            file.seek(place.offset)
-            data = BytesIO(file.read(place.length))
+        with (self._folder / name).open("rb") as file:
+            file.seek(place["offset"])
+            data = BytesIO(file.read(place["length"]))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch.load warns of files that it then refuses
             return torch.load(data, map_location="cpu", weights_only=True)
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+class _MetadataUnpickler(SafeUnpickler):
+    """Reads DCP's index. Objects of its classes become `StandIn` objects; nothing is imported."""
+
     def find_class(self, module: str, name: str) -> Any:
-        if name not in _HARMLESS.get(module, ()):
-            raise pickle.UnpicklingError(f"its {METADATA} names {module}.{name}, which is not read from files")
+        if name in _CLASSES.get(module, ()):
+            return partial(StandIn, name)
+        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+            return vars(torch)[name]
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if (module, name) == ("torch.serialization", "_get_layout") or name == "_MEM_FORMAT_ENCODING":
+            return str  # not needed
+        if module.startswith("pathlib") and name in _PATHS:
+            return lambda *parts: "/".join(parts)
         return super().find_class(module, name)
 
 
-def _entries(metadata: Metadata, *, is_tensor: bool) -> list[tuple[str, Any]]:
-    kind = TensorStorageMetadata if is_tensor else BytesStorageMetadata
-    return [(key, entry) for key, entry in metadata.state_dict_metadata.items() if isinstance(entry, kind)]
+def _place_key(index: StandIn) -> tuple[str, tuple[int, ...] | None]:
+    offsets = index.fields.get("offset")  # DCP leaves out what is None
+    return index.fields["fqn"], None if offsets is None else tuple(offsets)
 
 
 def _first_line(error: Exception) -> str:
     """The first line of an exception's message. torch.load's messages go on with advice that does not fit here."""
     return str(error).partition("\n")[0][:200]
-
-
-def _numbers(offsets: Any) -> tuple[int, ...] | None:
-    return None if offsets is None else tuple(int(offset) for offset in offsets)

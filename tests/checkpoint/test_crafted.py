@@ -24,6 +24,7 @@ from meshwright.train.output.folder import RunFolder, write_job_and_plan
 from tests.train.one_process import make_trainer, session_of, toy_job, train
 
 CHECKPOINT = "run/checkpoints/step-00000004"
+IS_FILE = Path.is_file
 executed: list[str] = []
 
 
@@ -199,7 +200,19 @@ def file_outside(folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps(index))
 
 
+def nested_tuples_as_key(folder: Path) -> None:
+    """Hashing them recurses in C, which ends the process."""
+    (folder / ".metadata").write_bytes(b"\x80\x04}(" + b")" + b"\x85" * 2_000_000 + b"Nu.")
+
+
+def attributes_of_a_class(folder: Path) -> None:
+    """Sets an attribute of a class instead of one of an object."""
+    (folder / ".metadata").write_bytes(b"\x80\x04cpathlib\nPath\n(N}(\x8c\x07is_filectorch\nSize\nutb.")
+
+
 OLDER = [
+    nested_tuples_as_key,
+    attributes_of_a_class,
     replace_metadata,
     metadata_with_builtin,
     metadata_by_dotted_name,
@@ -237,6 +250,7 @@ def check_nothing_is_executed(folder: Path, job: Any, run: Path) -> None:
             message = str(error)
         assert "\n" not in message
     assert executed == []
+    assert Path.is_file is IS_FILE
 
 
 def test_the_payload_is_executed_by_pickle() -> None:

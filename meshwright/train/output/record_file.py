@@ -6,7 +6,6 @@ Such a file is a zip archive. One entry, data.pkl, is a pickle that may only nam
 
 import io
 import math
-import pickle
 import sys
 import zipfile
 from collections import OrderedDict
@@ -20,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from meshwright.errors import InputError
+from meshwright.files.safe_pickle import SafeUnpickler
 from meshwright.train.output.observation import RankObservation
 
 Tensors = dict[str, Tensor]
@@ -90,12 +90,7 @@ def _load(file: Path) -> Any:
         return _RecordUnpickler(archive, entries).load()
 
 
-# The implementation of pickle in Python, which that in C replaces under the public name. The one in C reserves as much
-# memory as a damaged file tells it to.
-_PythonUnpickler: Any = pickle._Unpickler
-
-
-class _RecordUnpickler(_PythonUnpickler):
+class _RecordUnpickler(SafeUnpickler):
     """Reads data.pkl. It imports nothing: a name in the pickle stands for a function or type of this file."""
 
     def __init__(self, archive: zipfile.ZipFile, entries: Mapping[str, zipfile.ZipInfo]) -> None:
