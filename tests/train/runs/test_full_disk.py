@@ -25,7 +25,7 @@ def outcomes(folder: Path, ranks: int, *cases: str) -> dict[str, list[dict[str, 
     run = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert run.returncode == 0, run.stderr
     assert "Traceback" not in run.stderr
-    assert "start again" not in run.stderr, "a restart would only fail again"
+    assert "start again" not in run.stderr, run.stderr  # a restart would only fail again
     return dict(json.loads(line) for line in run.stdout.splitlines())
 
 
