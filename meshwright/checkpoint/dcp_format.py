@@ -1,7 +1,7 @@
 """Reads checkpoints that Meshwright wrote with torch.distributed.checkpoint (DCP), before it had a format of its own.
 
-DCP's index is a pickle, and so are the objects in its files. They are read by unpicklers that know a short list of
-harmless classes and refuse every other one, so that nothing in such a checkpoint is executed.
+DCP's index is a pickle, and so are the objects in its files. The index is read with stand-ins for the few classes that
+it names, and the files with `torch.load(weights_only=True)`, so that nothing in such a checkpoint is executed.
 """
 
 import warnings

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from meshwright.checkpoint.load import find_newest_valid, load
-from meshwright.checkpoint.manifest import Manifest
+from meshwright.checkpoint.manifest import Manifest, checkpoint_name
 from meshwright.checkpoint.reader import verify
 from meshwright.errors import CheckpointError, InputError
 from meshwright.job import Job
@@ -82,7 +82,7 @@ def _best_checkpoint(folder: RunFolder) -> Path:
 def _checkpoint_at(folder: RunFolder, step: str) -> Path:
     """Returns the checkpoint of a step number. If there is none, raises an `InputError` that lists the existing
     ones."""
-    checkpoint = folder.checkpoints / f"step-{int(step):08d}" if re.fullmatch(r"\d{1,8}", step) else None
+    checkpoint = folder.checkpoints / checkpoint_name(int(step)) if re.fullmatch(r"\d{1,8}", step) else None
     if checkpoint is None or not checkpoint.is_dir():
         names = sorted(path.name for path in folder.checkpoints.glob("step-*"))
         steps = [str(int(name.removeprefix("step-"))) for name in names if re.fullmatch(_CHECKPOINT_NAME, name)]
