@@ -3,6 +3,9 @@
 from importlib import import_module
 from typing import Any
 
+# The package `meshwright.launch` is loaded here, so that no later import of it replaces the function of this name.
+from meshwright.launch.local.launch_function import launch
+
 __version__ = "0.1.0"
 
 # The public names and their modules, which are imported at first use: `import meshwright` does not import torch.
@@ -23,6 +26,7 @@ __all__ = [
     "Session",
     "__version__",
     "best_plan",
+    "launch",
     "load_job",
     "load_plan",
     "parallelize",

@@ -50,5 +50,6 @@ def test_every_public_name_can_be_loaded() -> None:
 
 def test_the_nearest_known_name_is_offered() -> None:
     assert did_you_mean("epoch", ["steps", "epochs"]) == ": did you mean 'epochs'?"
+    assert did_you_mean("Adamw", ["Adam", "AdamW"]) == ": did you mean 'AdamW'?"
     assert did_you_mean("zzz", ["b", "a"]) == ": known are a, b"
     assert did_you_mean("zzz", []) == ""

@@ -28,7 +28,7 @@ def explain_communication_error(
     nothing to do with communication."""
     if isinstance(error, CollectiveError):
         return error
-    root = _communication_error(error)
+    root = communication_error(error)
     if root is None:
         return None
     step = f"step {heartbeat.step}, " if heartbeat.step >= 0 else ""
@@ -40,7 +40,7 @@ def explain_communication_error(
     )
 
 
-def _communication_error(error: BaseException) -> BaseException | None:
+def communication_error(error: BaseException) -> BaseException | None:
     """Returns the first communication error among this error and its causes; None if there is none. Errors of other
     types are never communication errors, even if their message mentions Gloo or NCCL."""
     current: BaseException | None = error

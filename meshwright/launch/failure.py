@@ -167,7 +167,7 @@ def _failure_from_exit(store: "Store", folder: Path, rank: int, attempt: int, co
         timeout = _nccl_timeout(log_file(folder, rank), rank, last_heartbeat)
         if timeout:
             return Failure(rank, attempt, "CollectiveError", timeout, "", step, activity, time.time(), False)
-    kind, message = (SIGNAL, _signal_name(-code)) if code < 0 else (EXIT, str(code))
+    kind, message = (SIGNAL, signal_name(-code)) if code < 0 else (EXIT, str(code))
     if code == UNFINISHED:
         kind, message = EARLY_END, "0"
     final = kind != SIGNAL and last_heartbeat.completed == 0
@@ -191,7 +191,7 @@ def _nccl_timeout(log: Path, rank: int, last_heartbeat: HeartbeatRecord) -> str 
     return f"rank {rank}, {step}{operation} ({last_heartbeat.activity}): {NO_ANSWER} {timeout_s:g} s"
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -66,7 +66,7 @@ class Heartbeat:
         # The file of a killed rank is replaced by a new one: if it were truncated, a process that has it mapped would
         # get SIGBUS. Writing the new file's bytes here reserves their space on the disk.
         with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(exist_ok=True)  # without parents: a run folder that was deleted is not created again
             file = new.open("w+b", buffering=0)
             file.write(bytes(_WHOLE.size))
             new.replace(path)

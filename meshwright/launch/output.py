@@ -34,7 +34,7 @@ def redirect(folder: Path, rank: int, attempt: int, speaker: int = 0) -> None:
     if _log is not None:
         return
     with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)  # without parents: a run folder that was deleted is not created again
         opened = log_file(folder, rank).open("a", buffering=1, errors="replace")
         opened.write(f"--- attempt {attempt}, process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')} ---\n")
     _log = opened

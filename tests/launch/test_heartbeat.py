@@ -81,3 +81,9 @@ def test_a_folder_that_cannot_take_a_heartbeat_is_named(tmp_path: Path) -> None:
     (tmp_path / "logs").touch()
     with pytest.raises(StorageError, match="is a file, where a folder is needed"):
         Heartbeat.in_memory().move_to(tmp_path / "logs" / "a", 0)
+
+
+def test_a_run_folder_that_was_deleted_is_not_created_again(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="run does not exist"):
+        Heartbeat.in_memory().move_to(tmp_path / "run" / "logs", 0)
+    assert list(tmp_path.iterdir()) == []

@@ -75,15 +75,24 @@ class ForkServer:
         self._end = end or _spawn(module)
         self._lock = threading.Lock()
 
-    def start_rank(self, module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> ForkedRank:
-        """Starts a rank that calls `main()` of the module with `arguments` in `sys.argv`."""
-        streams = [descriptor for descriptor in _STANDARD_STREAMS if _is_open(descriptor)]
-        request = {"start": [module, *arguments], "environment": dict(environment), "streams": streams}
-        answer = self._ask(request, streams)
+    def start_rank(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        streams: Mapping[int, int] | None = None,
+    ) -> ForkedRank:
+        """Starts a rank that calls `main()` of the module with `arguments` in `sys.argv`. `streams` are open files of
+        this process by the numbers 0, 1 and 2 that they get in the rank; None means this process's own."""
+        if streams is None:
+            streams = {number: number for number in _STANDARD_STREAMS if _is_open(number)}
+        request = {"start": [module, *arguments], "environment": dict(environment), "streams": list(streams)}
+        descriptors = list(streams.values())
+        answer = self._ask(request, descriptors)
         if answer is None:
             self.close()
             self._end = _spawn(self._module)
-            answer = self._ask(request, streams)
+            answer = self._ask(request, descriptors)
         if answer is None:
             raise RankError("the process that starts the ranks died twice, as soon as it was started")
         return ForkedRank(answer["pid"], self)
@@ -105,10 +114,15 @@ class ForkServer:
 
     def _ask(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any] | None:
         """Sends a request and returns the answer; None if the server has died."""
-        with self._lock, suppress(OSError, EOFError):
-            _send(self._end.connection, request, descriptors)
-            return _receive(self._end.connection)[0]
-        return None
+        with self._lock:
+            try:
+                _send(self._end.connection, request, descriptors)
+                return _receive(self._end.connection)[0]
+            except (OSError, EOFError):
+                return None
+            except BaseException:  # an interrupt: the next answer would be that to this request
+                self._end.connection.close()
+                raise
 
 
 @dataclass(frozen=True)
@@ -178,6 +192,41 @@ def fork_server(module: str) -> Iterator[ForkServer]:
         yield server
     finally:
         server.close()
+
+
+@dataclass(frozen=True)
+class _KeptServer:
+    """A fork server that stays for the next launch, and the process and environment variables it was started with."""
+
+    server: ForkServer
+    pid: int
+    environment: Mapping[str, str]
+
+
+_kept: _KeptServer | None = None
+
+
+@contextmanager
+def kept_fork_server(module: str) -> Iterator[ForkServer]:
+    """Yields the preloaded fork server, or one that stays until this process ends, so that later launches do not wait
+    for imports. It is replaced when environment variables have changed, because some are read when torch is imported.
+    An interrupt within the context ends it."""
+    global _kept
+    if _preloaded is not None:
+        yield _preloaded
+        return
+    if _kept is not None and (_kept.pid, _kept.environment) != (os.getpid(), dict(os.environ)):
+        _kept.server.close()
+        _kept = None
+    if _kept is None:
+        _kept = _KeptServer(ForkServer(module), os.getpid(), dict(os.environ))
+    kept = _kept
+    try:
+        yield kept.server
+    except KeyboardInterrupt:
+        kept.server.close()
+        _kept = None
+        raise
 
 
 def _serve(connection: socket.socket) -> NoReturn:
