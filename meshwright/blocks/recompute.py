@@ -71,9 +71,12 @@ def _recomputing_forward(
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         first, second = pass_contexts(block) if pass_contexts else (nullcontext(), nullcontext())
         if kind == "full":
-            return first, _nested(second, _frozen_batchnorm_statistics(block))
+            return first, _Nested(lambda: (second, _frozen_batchnorm_statistics(block)))
         caching, cached = create_selective_checkpoint_contexts(_selective_policy)
-        return _nested(first, caching), _nested(second, _frozen_batchnorm_statistics(block), cached)
+        return (
+            _Nested(lambda: (first, caching)),
+            _Nested(lambda: (second, _frozen_batchnorm_statistics(block), cached)),
+        )
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -95,12 +98,22 @@ def _selective_policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> Che
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-@contextmanager
-def _nested(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
+class _Nested(AbstractContextManager[None]):
+    """Several contexts as one, which `make` creates each time it is entered: if a model differentiates its output in
+    the forward pass, its blocks are recomputed there and again in the backward pass."""
+
+    def __init__(self, make: Callable[[], tuple[AbstractContextManager[Any], ...]]) -> None:
+        self._make = make
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for context in self._make():
+                stack.enter_context(context)
+            self._entered.append(stack.pop_all())
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
 
 
 @contextmanager

@@ -208,7 +208,8 @@ def _has_every_collective(x: Tensor, group: AxisGroup) -> bool:
     return not x.is_cuda or dist.get_backend(group.process_group) == "nccl"
 
 
-# ---- with autograd
+# ---- with autograd. The backward passes call functions with autograd, too, so that they can be differentiated again:
+# by a loss on derivatives of the model's output, for example.
 
 
 class _AllReduceGradient(torch.autograd.Function):
@@ -219,17 +220,18 @@ class _AllReduceGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return all_reduce_tensor(grads[0], ctx.group), None
+        return all_reduce(grads[0], ctx.group), None
 
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
+        ctx.group = group
         return all_reduce_tensor(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0], None
+        return all_reduce_gradient(grads[0], ctx.group), None
 
 
 _Collective = Callable[[Tensor, ShardRanges, AxisGroup], Tensor]
@@ -242,12 +244,13 @@ class _Redistribute(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, ranges: ShardRanges, group: AxisGroup, forward: _Collective, backward: _Collective
     ) -> Tensor:
-        ctx.ranges, ctx.group, ctx.backward_collective = ranges, group, backward
+        ctx.ranges, ctx.group, ctx.collectives = ranges, group, (forward, backward)
         return forward(x, ranges, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return ctx.backward_collective(grads[0], ctx.ranges, ctx.group), None, None, None, None
+        forward, backward = ctx.collectives
+        return _apply(_Redistribute, grads[0], ctx.ranges, ctx.group, backward, forward), None, None, None, None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -258,7 +261,7 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _all_to_all_tensor(grads[0], ctx.target, ctx.source, ctx.group), None, None, None
+        return all_to_all(grads[0], ctx.target, ctx.source, ctx.group), None, None, None
 
 
 class _ScaleGradient(torch.autograd.Function):

@@ -12,17 +12,19 @@ If there is a replicate axis too, the gradients of a shard are averaged over it 
 FSDP2 expects that every rank uses every weight in every step. This file lifts that: if a rank did not use a weight, its
 gradient counts as zero on that rank (`_PostBackward`); if no rank used it, its gradient is None, as on one process
 (`finish_step`). Weights that FSDP2 cannot shard (a single number, or a weight of another dtype than most of its unit)
-stay whole on every rank, and `finish_step` averages their gradients.
+stay whole on every rank, and `finish_step` averages their gradients. A model may also differentiate its output in the
+forward pass; its weights are then gathered once for both passes (`_PreBackward`).
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -34,7 +36,15 @@ from meshwright.parallel.pipeline.remote_modules import RemoteModule
 from meshwright.parallel.precision import sharding_policy
 from meshwright.parallel.replicate.gradient_averaging import average_once
 from meshwright.parallel.replicate.replicate import broadcast_buffers_over
-from meshwright.parallel.torch_private import forget_forward_order, fsdp_parameter_groups, was_gathered
+from meshwright.parallel.torch_private import (
+    forget_forward_order,
+    forward_is_running,
+    fsdp_parameter_groups,
+    gather_until_backward,
+    in_backward_node,
+    replace_pre_backward,
+    was_gathered,
+)
 from meshwright.plan import Plan
 
 
@@ -76,8 +86,11 @@ def shard(module: nn.Module, mesh: DeviceMesh, plan: Plan, *, per_block: bool = 
         mp_policy=policy,
         ignored_params=_unshardable(p for p in module.parameters() if p not in in_blocks),
     )
-    for group in _parameter_groups(module):
-        group.post_backward = _PostBackward(group)
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            replace_pre_backward(unit, partial(_PreBackward, unit))
+            for group in fsdp_parameter_groups(unit):
+                group.post_backward = _PostBackward(unit, group)
 
 
 @contextmanager
@@ -132,17 +145,40 @@ def reshard(module: nn.Module) -> None:
             unit.reshard()
 
 
+class _PreBackward:
+    """Replaces the `_pre_backward` method of an FSDP2 unit, which prepares the unit for its backward pass. While the
+    forward pass of the model runs, it only gathers the unit's weights: the model differentiates its output, and the
+    backward pass, which differentiates once more, needs the weights until its end."""
+
+    def __init__(self, unit: FSDPModule, original: Callable[[Tensor], Tensor]) -> None:
+        self._unit = unit
+        self._original = original
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        if not forward_is_running(self._unit):
+            return self._original(gradient)
+        for group in fsdp_parameter_groups(self._unit):
+            gather_until_backward(group)
+            group.post_backward.waits_for_end = True
+        return gradient
+
+
 class _PostBackward:
     """Replaces the `post_backward` method of an FSDP2 unit. It records in `used` the weights that have a gradient,
     gives the other weights a gradient of zeros, because all ranks have to reduce the same gradients, and then calls the
-    original method."""
+    original method. It does nothing while the forward pass of the model runs; and if the model differentiates in its
+    forward pass (`waits_for_end`), until the end of the backward pass, where FSDP2 calls it again."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, unit: FSDPModule, group: Any) -> None:
+        self._unit = unit
         self._group = group
         self._original = group.post_backward
         self.used: set[Any] = set()
+        self.waits_for_end = False
 
     def __call__(self, *unused: Any) -> None:
+        if forward_is_running(self._unit) or (self.waits_for_end and in_backward_node()):
+            return
         for parameter in self._group.fsdp_params:
             if not parameter.sharded_param.requires_grad or not was_gathered(parameter):
                 continue

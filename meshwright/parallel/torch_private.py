@@ -4,6 +4,7 @@ All of them work on torch 2.11, 2.13 and 2.15. Where versions differ, a function
 When a new torch version breaks something, look at this file first; no other file of the folder uses private interfaces.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -82,6 +83,30 @@ def forget_forward_order(group: Any) -> None:
     """Clears the order of forward passes, which FSDP2 records in order to prefetch all-gathers in the backward pass."""
     group.comm_ctx.post_forward_order.clear()
     group._post_forward_indices.clear()
+
+
+def forward_is_running(unit: FSDPModule) -> bool:
+    """Whether the forward pass of the model that contains the unit has begun, and has not returned yet."""
+    return unit._get_fsdp_state()._state_ctx.iter_forward_root is not None
+
+
+def in_backward_node() -> bool:
+    """Whether a node of autograd's graph is running. False in callbacks at the end of a backward pass."""
+    return torch._C._current_autograd_node() is not None
+
+
+def replace_pre_backward(unit: FSDPModule, replace: Callable[[Callable[[Tensor], Tensor]], Any]) -> None:
+    """Replaces the function that FSDP2 calls when it has the gradient of one of the unit's outputs. `replace` gets that
+    function and returns the new one."""
+    state: Any = unit._get_fsdp_state()
+    state._pre_backward = replace(state._pre_backward)
+
+
+def gather_until_backward(group: Any) -> None:
+    """Gathers the weights of a group, and keeps them gathered from now on after every forward pass."""
+    group.post_forward_mesh_info = None
+    group.unshard()
+    group.wait_for_unshard()
 
 
 def was_gathered(parameter: Any) -> bool:

@@ -28,7 +28,7 @@ from tests.train.one_process import world
 
 JOBS = Path(__file__).parents[2] / "jobs"
 SETTINGS = ["data.synthetic=true", "data.eval=null", "metrics={}", "checkpoint.best=null"]
-SLOW = ("deeplab", "resnet18", "resnet50", "vgg16")
+SLOW = ("deeplab", "resnet18", "resnet50", "unet", "vgg16")
 
 
 def job_names() -> list[object]:

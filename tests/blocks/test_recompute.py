@@ -148,3 +148,20 @@ def test_recomputed_operators_are_not_counted_as_gradients() -> None:
     assert backward_matmuls(none, False) == 0
     assert backward_matmuls(full, True) == backward_matmuls(none, True) > 0
     assert backward_matmuls(full, False) > 0
+
+
+def test_blocks_are_recomputed_each_time_that_a_model_differentiates() -> None:
+    """A gradient of a gradient goes through the blocks twice."""
+
+    def penalty(model: nn.Module) -> Tensor:
+        x = torch.linspace(0, 1, 16).reshape(2, 8).requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).tanh().sum(), x, create_graph=True)
+        return gradient.square().sum()
+
+    results = []
+    for kind in ("none", "full"):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+        recompute_blocks(model, kind)
+        results.append(two_steps(model, penalty))
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)

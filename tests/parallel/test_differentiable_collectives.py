@@ -83,3 +83,41 @@ def reduce_scatter_bf16(rank: int, world_size: int) -> float:
 
 def test_bf16_is_reduced_without_a_cast(three: RankPool) -> None:
     assert three.run(reduce_scatter_bf16) == [12.0] * 3
+
+
+def second_derivatives(rank: int, world_size: int) -> None:
+    """A column-parallel and a row-parallel layer, whose output is differentiated by the input, and that by the weights:
+    through an all-reduce and its gradient, and through sums, slices and gathered shards."""
+    group, ranges = world_group(rank, world_size), UNEVEN
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    into, out = torch.randn(3, 9, dtype=torch.float64), torch.randn(9, 4, dtype=torch.float64)
+    full_into, full_out = into.clone().requires_grad_(), out.clone().requires_grad_()
+    own_into = collectives.slice_of_rank(into, ranges, rank).requires_grad_()
+    own_out = collectives.slice_of_rank(out.T, ranges, rank).T.clone().requires_grad_()
+
+    def loss_of_derivative(y: torch.Tensor) -> torch.Tensor:
+        (derivative,) = torch.autograd.grad(y.tanh().sum(), x, create_graph=True)
+        return derivative.square().sum()
+
+    loss_of_derivative((x @ full_into).tanh() @ full_out).backward()
+    expected = [collectives.slice_of_rank(_grad(full_into), ranges, rank)]
+    expected += [collectives.slice_of_rank(_grad(full_out).T, ranges, rank).T]
+
+    hidden = (collectives.all_reduce_gradient(x, group) @ own_into).tanh()
+    loss_of_derivative(collectives.all_reduce(hidden @ own_out, group)).backward()
+    torch.testing.assert_close([_grad(own_into), _grad(own_out)], expected)
+
+    own_into.grad = own_out.grad = None
+    gathered = collectives.all_gather_for_sharded_work(
+        collectives.slice_own_shard(x.tile(1, 3), ranges, group), ranges, group
+    )
+    hidden = (gathered[:, :3] @ own_into).tanh()
+    scattered = collectives.reduce_scatter(hidden @ own_out.tile(1, 3)[:, :9], ranges, group)
+    y = collectives.all_gather_for_replicated_work(scattered, ranges, group)[:, :4]
+    loss_of_derivative(y).backward()
+    torch.testing.assert_close([_grad(own_into), _grad(own_out)], expected)
+
+
+def test_the_gradient_of_a_collective_can_be_differentiated_again(three: RankPool) -> None:
+    three.run(second_derivatives)

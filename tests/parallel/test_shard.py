@@ -188,3 +188,51 @@ def test_several_dtypes_and_non_contiguous_weights(two: RankPool) -> None:
             assert parameter.grad is not None
             # All gradients are reduced in fp32, also those of fp64 weights.
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1.3e-6, atol=1e-6)
+
+
+class Differentiating(nn.Module):
+    """Returns the derivative of its blocks' output by the input, and calls a block again after differentiating."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        y = x
+        for block in self.blocks:
+            y = block(y)
+        (derivative,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        result: Tensor = derivative + self.blocks[0](derivative)
+        return result
+
+
+def differentiating() -> nn.Module:
+    torch.manual_seed(0)
+    return Differentiating().double()
+
+
+def gradients_of_derivative(rank: int, size: int, plan: Plan) -> dict[str, Tensor]:
+    model, mesh = differentiating(), build_mesh(plan, "cpu", size)
+    assert mesh is not None
+    recompute_blocks(model, plan.memory.recompute)
+    shard(model, mesh, plan)
+    for _ in range(2):
+        model.zero_grad()
+        with gradient_synchronization(model, plan, True, True):
+            model(derivative_inputs()[rank]).square().sum().backward()
+    return full_gradients(model, {}, mesh)
+
+
+def derivative_inputs() -> Tensor:
+    return torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("sharding", ["parameters", "optimizer"])
+def test_a_model_may_differentiate_its_output_in_the_forward_pass(two: RankPool, sharding: str, recompute: str) -> None:
+    model = differentiating()
+    sum(model(inputs).square().sum() for inputs in derivative_inputs()).div(2).backward()
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for gradients in two.run(gradients_of_derivative, plan_of(2, sharding=sharding, recompute=recompute)):
+        assert_equal_tensors(gradients, expected)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from meshwright.parallel.differentiable_collectives import AxisGroup, all_reduce, all_reduce_tensor, reduce_scatter
 from meshwright.parallel.tensor.products import sequence_spec
@@ -109,6 +110,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         return torch.where(is_valid, losses, 0).to(logits.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         softmax, local_class, is_local, is_valid = ctx.saved_tensors
         gradient = softmax - ctx.smoothing / ctx.class_count

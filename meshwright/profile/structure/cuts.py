@@ -12,8 +12,8 @@ produced before the cut and used after it must be one of:
 
 If code between the pieces computes further with one of its own values, each stage computes that value again from the
 outputs of the pieces. There is no cut where a module passes on a value that it does not return, where a module with
-weights runs on both sides, where a received value would be overwritten in place, or where both sides would need the
-same random numbers (`CutProblem`).
+weights runs on both sides, where a received value would be overwritten in place, where both sides would need the same
+random numbers, or where the forward pass differentiates what it has computed on the other side (`CutProblem`).
 """
 
 from dataclasses import dataclass
@@ -79,12 +79,13 @@ class Cut:
         return sum(value.bytes_per_sample for value in self.crossing)
 
 
-CutProblem = Literal["hidden_value", "same_random_numbers", "overwritten_input", "runs_on_both_sides"]
+CutProblem = Literal["hidden_value", "same_random_numbers", "overwritten_input", "runs_on_both_sides", "differentiated"]
 _PROBLEMS: dict[CutProblem, str] = {
     "hidden_value": "{module} passes on a value that it does not return",
     "same_random_numbers": "the forward pass draws random numbers that both sides use",
     "overwritten_input": "{module} overwrites its input in place",
     "runs_on_both_sides": "{module} runs on both sides",
+    "differentiated": "the forward pass takes derivatives (torch.autograd.grad) through both sides",
 }
 
 
@@ -133,6 +134,7 @@ def _cut(pieces: ModulePieces, larger: Dataflow, sizes: tuple[int, int], piece: 
     operator after the cut."""
     boundary = pieces.flow.calls[pieces.calls[piece + 1]].begin
     _check_runs_on_one_side(pieces, piece)
+    _check_not_differentiated(pieces, boundary)
     needed = _needed_after_cut(pieces, piece, boundary)
     _check_not_overwritten(pieces, needed.received, boundary)
     crossing = tuple(
@@ -193,6 +195,8 @@ def _needed_after_cut(pieces: ModulePieces, piece: int, boundary: int) -> _Neede
                 raise _CannotCut("hidden_value", pieces.names[producing_piece])
             if is_random(flow.operators[value.producer]):
                 raise _CannotCut("same_random_numbers")
+            if flow.operators[value.producer].in_backward:
+                raise _CannotCut("differentiated")
             unseen = [v for v in pieces.operator_inputs[value.producer] if v not in seen]
             seen.update(unseen)
             todo += unseen
@@ -279,6 +283,13 @@ def _check_runs_on_one_side(pieces: ModulePieces, piece: int) -> None:
     for name in pieces.names[: piece + 1]:
         if name in later_names:
             raise _CannotCut("runs_on_both_sides", name)
+
+
+def _check_not_differentiated(pieces: ModulePieces, boundary: int) -> None:
+    """Raises `_CannotCut` if code between the pieces differentiates after the boundary. What it differentiates was
+    partly computed before the boundary."""
+    if pieces.last_derivative >= boundary:
+        raise _CannotCut("differentiated")
 
 
 def _check_not_overwritten(pieces: ModulePieces, received: dict[int, _Received], boundary: int) -> None:

@@ -25,6 +25,7 @@ from meshwright.profile.torch_private import (
     FakeTensorMode,
     TorchDispatchMode,
     answer_tensor_query,
+    backward_node_number,
     operator_arguments,
     operator_name,
     storage_address,
@@ -75,6 +76,7 @@ class TracedOperator:
     overwritten: tuple[int, ...]  # the values that the operator overwrote in place
     replacements: tuple[int, ...]  # the new values of `overwritten`, in the same order
     flops: int
+    in_backward: bool  # whether it ran in a backward pass, because the model differentiates within its forward pass
 
 
 @dataclass
@@ -179,6 +181,7 @@ class DataflowRecorder(TorchDispatchMode):
                 overwritten=tuple(replaced),
                 replacements=tuple(replaced.values()),
                 flops=flops,
+                in_backward=backward_node_number() is not None,
             )
         )
         for value in dict.fromkeys((*inputs, *replaced)):

@@ -79,6 +79,12 @@ class ModulePieces:
         return pieces
 
     @cached_property
+    def last_derivative(self) -> int:
+        """The number of the last operator between pieces that ran in a backward pass; -1 if there is none."""
+        numbers = (number for number, op in enumerate(self.flow.operators) if op.in_backward)
+        return max((number for number in numbers if self.piece_of_operator[number] < 0), default=-1)
+
+    @cached_property
     def operator_inputs(self) -> list[tuple[int, ...]]:
         """For each operator, the roots of the values that it reads or overwrites."""
         root = self.flow.root

@@ -85,10 +85,13 @@ def find_structure(
     equal_blocks = find_equal_blocks(model) if merge_equal_blocks else ()
     try:
         flow, larger, is_evaluation = _record_dataflows(model, sample, equal_blocks, target)
-    except IndexError as error:  # a model that indexes its blocks by number fails without the skipped ones
-        if not equal_blocks:
-            raise InputError(f"the model cannot be traced: {error}") from error
-        return find_structure(model, sample, target=target, merge_equal_blocks=False)
+    except (IndexError, InputError) as error:
+        # A model fails without the skipped blocks if it indexes its blocks by number, or needs the outputs of all.
+        if equal_blocks:
+            return find_structure(model, sample, target=target, merge_equal_blocks=False)
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"the model cannot be traced: {error}") from error
     if not _has_same_operators(flow, larger):
         raise InputError(
             f"the model runs different operators for batches of {_BATCHES[0]} and {_BATCHES[1]} samples: its structure"

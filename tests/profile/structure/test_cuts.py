@@ -14,6 +14,8 @@ from meshwright.call import load
 from meshwright.errors import InputError
 from meshwright.profile.structure.cuts import BatchDimension, Cut
 from meshwright.profile.structure.structure import Structure, find_structure
+from meshwright.workloads.physics.network import SolutionNetwork
+from meshwright.workloads.recommender.dlrm import DLRM
 from meshwright.workloads.text.decoder import Decoder
 from tests.profile.models import small_model, tiny_decoder, token_batch
 from tests.profile.structure.structured_models import (
@@ -169,6 +171,33 @@ def test_a_structure_that_could_only_be_found_in_evaluation_says_so() -> None:
     assert structure.found_in_evaluation
     assert [cut.after for cut in structure.cuts] == ["layers.0", "layers.1"]
     assert not find_structure(SharedActivation(3), torch.zeros(2, 4)).found_in_evaluation
+
+
+def test_there_is_no_cut_through_what_the_forward_pass_differentiates() -> None:
+    class Derivative(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+            self.outer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.detach().requires_grad_()
+            (derivative,) = torch.autograd.grad(self.inner(x).sum(), x, create_graph=True)
+            result: Tensor = self.outer(derivative)
+            return result
+
+    structure = find_structure(Derivative(), torch.zeros(2, 4))
+    assert [cut.after for cut in structure.cuts] == ["inner.2"]  # the derivative is sent as an argument of `outer`
+    assert {no_cut.problem for no_cut in structure.no_cuts} == {"differentiated"}
+    whole = find_structure(SolutionNetwork([8, 8]), (torch.zeros(2, 2), torch.zeros(2, 2)))
+    assert not whole.cuts
+    assert "takes derivatives (torch.autograd.grad) through both sides" in whole.no_cut_reason
+
+
+def test_a_model_that_needs_the_outputs_of_all_its_blocks_is_traced_with_all_of_them() -> None:
+    model = DLRM(rows=8, dim=4, integers=2, categories=6, bottom=[4], top=[4])
+    structure = find_structure(model, (torch.zeros(2, 2), torch.zeros(2, 6, dtype=torch.long), torch.zeros(2)))
+    assert {f"tables.{number}" for number in range(6)} <= set(structure.pieces)
 
 
 def test_a_value_that_a_module_passes_on_without_returning_it_forbids_the_cut() -> None:
