@@ -52,7 +52,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns the end of an error message about an unknown name. If a known name is similar, it is `: did you mean
     'epochs'?`; otherwise it lists the known names, or is empty if there are none or more than 20."""
     options = sorted(known)
-    near = get_close_matches(name, options, n=1, cutoff=0.6)
+    only_case_differs = [option for option in options if option.lower() == name.lower()]
+    near = only_case_differs or get_close_matches(name, options, n=1, cutoff=0.6)
     if near:
         return f": did you mean '{near[0]}'?"
     if 0 < len(options) <= 20:

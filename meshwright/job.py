@@ -4,9 +4,10 @@
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, model_validator
+from pydantic_core import PydanticCustomError
 from yaml import YAMLError
 
 from meshwright.call import Call
@@ -46,6 +47,25 @@ class Data(_Section):
     damaged: Literal["fatal", "skip"] = "fatal"  # what to do with a sample whose file cannot be read
 
 
+def _check_groups(groups: Any) -> Any:
+    """Returns the value of `optimizer.groups`. If it has another form than the field allows, raises an error that says
+    what to write."""
+    if groups == "no_decay" or (isinstance(groups, list) and all(map(_is_group, groups))):
+        return groups
+    example = '[{match: "head.*", lr: 0.1}, no_decay]'
+    raise PydanticCustomError("groups", "write no_decay, or a list such as {list}, or leave it out", {"list": example})
+
+
+def _is_group(item: Any) -> bool:
+    return item == "no_decay" or (isinstance(item, dict) and all(isinstance(key, str) for key in item))
+
+
+def _check_name(name: str) -> str:
+    if not re.fullmatch(r"[\w.-]+", name):
+        raise PydanticCustomError("name", "write letters, digits, '_', '.' and '-' only, as folders get this name")
+    return name
+
+
 class Optimizer(Call):
     """The optimizer's class and options, and its parameter groups.
 
@@ -53,7 +73,9 @@ class Optimizer(Call):
     such as `{match: "head.*", lr: 0.1}`. A parameter belongs to the first group whose `match` fits its name.
     """
 
-    groups: Literal["no_decay"] | list[Literal["no_decay"] | dict[str, Any]] = Field(default_factory=list)
+    groups: Annotated[
+        Literal["no_decay"] | list[Literal["no_decay"] | dict[str, Any]], BeforeValidator(_check_groups)
+    ] = Field(default_factory=list)
 
 
 class LearningRateSchedule(Call):
@@ -66,14 +88,17 @@ class LearningRateSchedule(Call):
     per: Literal["step", "epoch"] | None = None
 
 
-_HINTS = {kind.__name__: ": write {call: package.module:name, ...}" for kind in (Call, Optimizer, LearningRateSchedule)}
-
-
 class Weights(_Section):
     """A file of pretrained weights to start from. Parameters that match a `skip` pattern keep their initial values."""
 
     path: str
     skip: list[str] = []
+
+
+_HINTS = {
+    **{kind.__name__: "write {call: package.module:name, ...}" for kind in (Call, Optimizer, LearningRateSchedule)},
+    Weights.__name__: "write the path of a file, or {path: file, skip: [patterns]}",
+}
 
 
 class Train(_Section):
@@ -131,7 +156,7 @@ class Job(_Section):
     large cluster can be tried on a small machine.
     """
 
-    name: str = Field(default="job", pattern=r"^[\w.-]+$")  # runs are written to folders with this name
+    name: Annotated[str, AfterValidator(_check_name)] = "job"  # runs are written to folders with this name
     model: Call
     data: Data
     loss: Call | None = None  # null: the model returns its loss

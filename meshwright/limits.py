@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 MOST_DEVICES = 65_536
 MOST_RANKS_HERE = 1_024  # processes that a command starts on this machine
 LARGEST_COUNT = 2**31 - 1
-MOST_STEPS = 99_999_999  # the names of checkpoints have eight digits, and are sorted as texts
+MOST_STEPS = 99_999_999  # the names of checkpoints have eight digits
 
 
 def at_most(limit: float, text: str) -> AfterValidator:

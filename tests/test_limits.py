@@ -100,9 +100,15 @@ def test_a_cluster_with_an_impossible_number_is_refused(node: dict[str, Any], pr
     assert problem in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["999999x999999xH100", "65537xA100", "70000xcpu"])
+@pytest.mark.parametrize("name", ["999999x999999xH100", "65537xA100", "70000xcpu", "99999999xcpu", f"{10**40}x8xH100"])
 def test_a_name_of_too_many_devices_is_refused(name: str) -> None:
     with pytest.raises(InputError, match=rf"cluster '{name}' has [\d,]+ devices: at most 65,536, for which planning"):
+        find_cluster(name)
+
+
+@pytest.mark.parametrize("name", [f"{'9' * 5000}xH100", "1x2x3xH100"])
+def test_a_name_that_is_no_count_of_devices_is_refused(name: str) -> None:
+    with pytest.raises(InputError, match="is not known"):
         find_cluster(name)
 
 

@@ -10,7 +10,7 @@ from meshwright.batch import split_batch
 from meshwright.calibrate.probe import measure_machine
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, UserCodeError
 from meshwright.parallel.tensor.dimension_partition import dimension_partition_plan
 from meshwright.plan import Axes, Plan
 from meshwright.planner.inputs import PlanningInputs, with_measured_operators
@@ -44,6 +44,8 @@ def plan_of_job(parts: JobParts, cluster: Cluster, plan: "Plan | Literal['auto']
         return fallback, None
     try:
         inputs, profiles = planning_inputs(parts, cluster, exact=True, even_shares=False)
+    except UserCodeError:  # a second attempt would execute the failing code again, for example the import of a file
+        raise
     except Exception:  # raised by the job's own code; the checks before the run report it
         return fallback, None
     try:

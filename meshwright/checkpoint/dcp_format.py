@@ -1,22 +1,22 @@
 """Reads checkpoints that Meshwright wrote with torch.distributed.checkpoint (DCP), before it had a format of its own.
 
 DCP's index is a pickle, and so are the objects in its files. The index is read with stand-ins for the few classes that
-it names, and the files with `torch.load(weights_only=True)`, so that nothing in such a checkpoint is executed.
+it names, and the files with files/pt_file.py, so that nothing in such a checkpoint is executed.
 """
 
-import warnings
 from collections.abc import Mapping
 from functools import partial
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from meshwright.checkpoint.files import CheckpointFiles
 from meshwright.checkpoint.index import Piece, SavedTensor
 from meshwright.dtypes import torch_name
 from meshwright.errors import CheckpointError
+from meshwright.files.pt_file import read_pt_bytes
 from meshwright.files.safe_pickle import SafeUnpickler, StandIn
 
 METADATA = ".metadata"
@@ -39,10 +39,10 @@ _CLASSES = {
 class DcpCheckpoint:
     """A checkpoint in DCP's format, as the `CheckpointReader` of reader.py."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, files: CheckpointFiles) -> None:
+        self.files = files
         try:
-            fields = _MetadataUnpickler(BytesIO((folder / METADATA).read_bytes())).load().fields
+            fields = _MetadataUnpickler(BytesIO(files.read(METADATA))).load().fields
             self._places = {_place_key(index): info.fields for index, info in fields["storage_data"].items()}
             entries = fields["state_dict_metadata"]
             self.tensors = {
@@ -51,20 +51,29 @@ class DcpCheckpoint:
                 if entry.kind == "TensorStorageMetadata"
             }
             self.objects = {key: self._read(key, None) for key in entries if key not in self.tensors}
+        except CheckpointError:
+            raise
         except Exception as error:  # damaged or crafted files raise any exception
-            raise CheckpointError(f"{folder}: it is damaged: {_first_line(error)}") from None
+            raise CheckpointError(f"{files.folder}: it is damaged: {_first_line(error)}") from None
 
     def read_piece(self, key: str, piece: Piece, first_row: int, rows: int) -> Tensor:
         try:
             data = self._read(key, tuple(piece.offsets))
-            if not isinstance(data, Tensor) or list(data.shape) != piece.sizes:
-                raise TypeError(f"a part of {key} has another shape than {METADATA} says")
+            if not (isinstance(data, Tensor) and data.is_cpu and data.layout == torch.strided):
+                raise TypeError(f"a part of {key} is not a dense tensor")
+            if list(data.shape) != piece.sizes or data.dtype != self.tensors[key].torch_dtype:
+                raise TypeError(f"a part of {key} has another shape or dtype than {METADATA} says")
+        except CheckpointError:
+            raise
         except Exception as error:
-            raise CheckpointError(f"{self._folder}: it is damaged: {_first_line(error)}") from None
+            raise CheckpointError(f"{self.files.folder}: it is damaged: {_first_line(error)}") from None
         return data[first_row : first_row + rows] if data.dim() else data
 
-    def close(self) -> None:
-        """Does nothing, because no file stays open."""
+    def verify_tensors(self) -> None:
+        """Raises a `CheckpointError` if a part of a tensor cannot be read, or is not what the index says."""
+        for key, tensor in self.tensors.items():
+            for piece in tensor.pieces:
+                self.read_piece(key, piece, 0, 0)
 
     def _saved_tensor(self, key: str, fields: Mapping[str, Any]) -> SavedTensor:
         pieces = []
@@ -83,15 +92,9 @@ class DcpCheckpoint:
 
     def _read(self, key: str, offsets: tuple[int, ...] | None) -> Any:
         place = self._place(key, offsets)
-        name = place["relative_path"]
-        if Path(name).name != name:
-            raise ValueError(f"{key} is in a file outside of the folder")
-        with (self._folder / name).open("rb") as file:
-            file.seek(place["offset"])
-            data = BytesIO(file.read(place["length"]))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch.load warns of files that it then refuses
-            return torch.load(data, map_location="cpu", weights_only=True)
+        file = self.files.open(place["relative_path"])
+        file.seek(place["offset"])
+        return read_pt_bytes(bytearray(file.read(place["length"])))
 
 
 class _MetadataUnpickler(SafeUnpickler):
@@ -103,12 +106,28 @@ class _MetadataUnpickler(SafeUnpickler):
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return vars(torch)[name]
         if (module, name) == ("torch", "Size"):
-            return tuple
+            return _size
         if (module, name) == ("torch.serialization", "_get_layout") or name == "_MEM_FORMAT_ENCODING":
-            return str  # not needed
+            return _ignore
         if module.startswith("pathlib") and name in _PATHS:
-            return lambda *parts: "/".join(parts)
+            return _path
         return super().find_class(module, name)
+
+
+def _size(sizes: Any) -> tuple[int, ...]:
+    """Stands for `torch.Size`. Other values than numbers are refused: they could be tuples of tuples of tuples."""
+    if not all(type(size) is int for size in sizes):
+        raise ValueError("a size is not a number")
+    return tuple(sizes)
+
+
+def _path(*parts: Any) -> str:
+    """Stands for the classes of paths. What is longer than a path can be is cut, because it could be repeated."""
+    return "/".join(parts)[:4096]
+
+
+def _ignore(*_: Any) -> None:
+    """Stands for functions whose results are not needed."""
 
 
 def _place_key(index: StandIn) -> tuple[str, tuple[int, ...] | None]:
@@ -117,5 +136,5 @@ def _place_key(index: StandIn) -> tuple[str, tuple[int, ...] | None]:
 
 
 def _first_line(error: Exception) -> str:
-    """The first line of an exception's message. torch.load's messages go on with advice that does not fit here."""
+    """The first line of an exception's message."""
     return str(error).partition("\n")[0][:200]

@@ -2,17 +2,28 @@
 objects. A piece is the bytes of one region of a tensor, row by row."""
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError, field_validator, model_validator
 
-from meshwright.checkpoint.chunks import Box
+from meshwright.checkpoint.chunks import Box, overlap
+from meshwright.dtypes import torch_name
 from meshwright.errors import CheckpointError
 
 INDEX = "index.json"
+
+# The dtypes that can be saved, by torch's name: those whose elements are whole bytes that torch can copy. torch also
+# has names for quantized numbers, for bits without a meaning, and for integers of fewer than eight bits.
+_NUMBER = re.compile(r"bool|u?int(8|16|32|64)|b?float\d+.*|complex\d+")
+DTYPES: dict[str, torch.dtype] = {
+    torch_name(dtype): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and _NUMBER.fullmatch(torch_name(dtype))
+}
 
 
 class _Section(BaseModel):
@@ -43,8 +54,8 @@ class SavedTensor(_Section):
     @field_validator("dtype")
     @classmethod
     def _is_dtype(cls, name: str) -> str:
-        if not isinstance(getattr(torch, name, None), torch.dtype):
-            raise ValueError(f"{name!r:.50} is no dtype")
+        if name not in DTYPES:
+            raise ValueError(f"{name!r:.50} is no dtype that can be saved")
         return name
 
     @model_validator(mode="after")
@@ -56,15 +67,25 @@ class SavedTensor(_Section):
                 raise ValueError("a piece is outside of its tensor")
         if sum(math.prod(piece.sizes) for piece in self.pieces) != math.prod(self.shape):
             raise ValueError("the pieces are not the whole tensor")
+        if len(self.pieces) > 1 and any_overlap([piece.box for piece in self.pieces]):
+            raise ValueError("two pieces have the same element")
         return self
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
+        return DTYPES[self.dtype]
 
     def bytes_of(self, piece: Piece) -> int:
         return math.prod(piece.sizes) * self.torch_dtype.itemsize
+
+    def converts_to(self, dtype: str) -> bool:
+        """Whether the tensor may be loaded into one of this dtype: the same, or numbers of the same kind with another
+        number of bytes, such as float32 into bfloat16. Another dtype of the same size is refused: the same bytes mean
+        other numbers there."""
+        saved, wanted = self.torch_dtype, DTYPES.get(dtype)
+        if wanted is None or saved == wanted:
+            return saved == wanted
+        return _kind(saved) == _kind(wanted) and saved.itemsize != wanted.itemsize
 
 
 class Index(_Section):
@@ -83,21 +104,40 @@ def parse_index(text: str | bytes, folder: Path) -> Index:
         raise CheckpointError(f"{folder}: its {INDEX} is damaged: {reason}") from None
 
 
-def read_index(folder: Path, file_bytes: Mapping[str, int]) -> Index:
-    """Reads the index. Raises a `CheckpointError` if it is damaged, or if a piece is not inside of one of the files,
-    whose sizes `file_bytes` are."""
-    if INDEX not in file_bytes:  # then it has no checksum
-        raise CheckpointError(f"{folder}: its manifest does not have {INDEX}")
-    try:
-        index = parse_index((folder / INDEX).read_bytes(), folder)
-    except OSError as error:
-        raise CheckpointError(f"{folder}: its {INDEX} cannot be read: {error.strerror}") from None
-    needed = 0
+def check_places(index: Index, bytes_of_file: Callable[[str], int], folder: Path) -> None:
+    """Raises a `CheckpointError` if a piece is not inside of its file, or if two pieces share bytes. `bytes_of_file`
+    returns the size of a file, or -1 if there is none of that name."""
+    places: dict[str, list[tuple[int, int, str]]] = {}
     for key, tensor in index.tensors.items():
         for piece in tensor.pieces:
-            needed += tensor.bytes_of(piece)
-            if piece.begin + tensor.bytes_of(piece) > file_bytes.get(piece.file, -1):
-                raise CheckpointError(f"{folder}: its {INDEX} is damaged: {key:.100} is outside of {piece.file:.100}")
-    if needed > sum(file_bytes.values()):  # pieces that overlap could make a small file fill all memory
-        raise CheckpointError(f"{folder}: its {INDEX} is damaged: its tensors are larger than its files")
-    return index
+            end = piece.begin + tensor.bytes_of(piece)
+            places.setdefault(piece.file, []).append((piece.begin, end, key))
+    for file, pieces in places.items():
+        size, previous = bytes_of_file(file), 0
+        for begin, end, key in sorted(pieces):
+            if end > size:
+                raise CheckpointError(f"{folder}: its {INDEX} is damaged: {key:.100} is outside of {file:.100}")
+            if begin < previous and end > begin:
+                raise CheckpointError(f"{folder}: its {INDEX} is damaged: {key:.100} has the bytes of another tensor")
+            previous = max(previous, end)
+
+
+def any_overlap(boxes: Sequence[Box]) -> bool:
+    """Whether any two regions share an element. Regions are compared in the order of the dimension that divides them
+    most, and only with those that they may still share elements with, as a tensor may have thousands of them."""
+    filled = [box for box in boxes if all(box[1])]
+    dims = range(len(filled[0][0])) if filled else ()
+    dim = max(dims, key=lambda dim: len({offsets[dim] for offsets, _ in filled}), default=None)
+    if dim is None:
+        return len(filled) > 1
+    near: list[Box] = []
+    for box in sorted(filled, key=lambda box: box[0][dim]):
+        near = [other for other in near if other[0][dim] + other[1][dim] > box[0][dim]]
+        if any(overlap(box, other) is not None for other in near):
+            return True
+        near.append(box)
+    return False
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
+    return dtype.is_floating_point, dtype.is_complex, dtype == torch.bool

@@ -4,17 +4,17 @@ signature."""
 
 import hashlib
 import json
-import os
 import re
-import stat
 from pathlib import Path
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from meshwright.errors import CheckpointError
+from meshwright.files.regular_file import open_regular_file
 from meshwright.files.storage import write_atomically
 from meshwright.files.trust import environment_key, is_signed_by, sign
+from meshwright.limits import Parts
 
 MANIFEST = "manifest.json"
 _LARGEST_MANIFEST_BYTES = 64 * 1024 * 1024
@@ -37,17 +37,19 @@ class FileChecksum(_Section):
 class About(_Section):
     """What is allowed in the field `about` of a manifest.
 
-    `position` is the epoch and the batch that come next, `parts` the number of fixed parts of the data set, `plan` the
-    plan of the run, `loss` the last loss, `evaluated` the step of the last evaluation and its metrics, `best` the step
-    of the best checkpoint and its metric, `left_out` the batches that are not trained on, `skipped` the number of
-    updates that were left out. Only runs with parameter servers have `clocks` (worker, clock, epoch and batch of each),
-    `workers` and `staleness`.
+    `position` is the epoch and the index of the batch that come next; as every batch is one step, the index is at most
+    `step`. `parts` is the number of fixed parts of the data set, `plan` the plan of the run, `loss` the last loss,
+    `evaluated` the step of the last evaluation and its metrics, `best` the step of the best checkpoint and its metric,
+    `left_out` the batches that are not trained on, `skipped` the number of updates that were left out. Only runs with
+    parameter servers have `clocks` (worker, clock, epoch and batch of each), `workers` and `staleness`.
     """
+
+    model_config = ConfigDict(strict=True)  # a number as a text would not be one for the trainer
 
     step: NonNegativeInt
     position: Position
     seed: NonNegativeInt
-    parts: PositiveInt | None = None
+    parts: Parts | None = None
     plan: dict[str, Any] | None = None
     loss: float | None = None
     evaluated: tuple[NonNegativeInt, dict[str, float]] | None = None
@@ -57,6 +59,12 @@ class About(_Section):
     clocks: list[tuple[NonNegativeInt, NonNegativeInt, NonNegativeInt, NonNegativeInt]] = []
     workers: PositiveInt | None = None
     staleness: list[float] | None = Field(default=None, min_length=4, max_length=4)
+
+    @model_validator(mode="after")
+    def _position_is_reached(self) -> Self:
+        if self.position[1] > self.step:
+            raise ValueError(f"batch {self.position[1]} of an epoch cannot come next after {self.step} steps")
+        return self
 
 
 class Manifest(_Section):
@@ -69,7 +77,11 @@ class Manifest(_Section):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
-        for name, value in About.model_validate(self.about).model_dump(mode="json").items():
+        try:
+            about = About.model_validate_json(json.dumps(self.about))
+        except ValidationError as error:
+            raise ValueError(_first_problem(error)) from None
+        for name, value in about.model_dump(mode="json").items():
             self.about.setdefault(name, value)  # every field is there when the trainer looks for it
         if self.about["step"] != self.step:
             raise ValueError("its two step numbers differ")
@@ -82,6 +94,19 @@ class Manifest(_Section):
 def checkpoint_name(step: int) -> str:
     """The name of the folder of a run's checkpoint."""
     return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step of the checkpoint in a folder of this name; None if `checkpoint_name` does not give this name."""
+    digits = name.removeprefix("step-")
+    step = int(digits) if re.fullmatch(r"\d{8,20}", digits, re.ASCII) else None
+    return step if step is not None and checkpoint_name(step) == name else None
+
+
+def checkpoints_in(folder: Path) -> dict[int, Path]:
+    """The folders of a run's checkpoints, valid or not, by step and from the oldest to the newest."""
+    steps = ((step_of(path.name), path) for path in folder.glob("step-*"))
+    return dict(sorted((step, path) for step, path in steps if step is not None))
 
 
 def file_checksum(path: Path) -> FileChecksum:
@@ -119,32 +144,20 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return Manifest.model_validate(contents)
     except (ValidationError, RecursionError) as error:
-        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else "it is nested too deeply"
+        reason = _first_problem(error) if isinstance(error, ValidationError) else "it is nested too deeply"
         raise CheckpointError(f"{folder}: its {MANIFEST} is damaged: {reason}") from None
 
 
-def verify_files(folder: Path, manifest: Manifest) -> None:
-    """Raises a `CheckpointError` that names the first file that is missing or differs from the manifest."""
-    for name, expected in manifest.files.items():
-        path = folder / name
-        if not path.is_file():
-            raise CheckpointError(f"{folder}: {name} is missing")
-        try:
-            size = path.stat().st_size
-            if size != expected.bytes:
-                raise CheckpointError(f"{folder}: {name} has {size} bytes, its manifest says {expected.bytes}")
-            actual = file_checksum(path)
-        except OSError as error:
-            raise CheckpointError(f"{folder}: {name} cannot be read: {error.strerror}") from None
-        if actual.sha256 != expected.sha256:
-            raise CheckpointError(f"{folder}: {name} does not have the checksum that its manifest says")
+def _first_problem(error: ValidationError) -> str:
+    """The first problem in one line, with the field that has it, such as `loss: Input should be a valid number`."""
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{place:.100}: {message}" if place else message
 
 
 def _read_small_file(path: Path) -> str:
-    """Returns the text of a regular file. Reading a pipe or a device might not end."""
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(0, "it is not a regular file")
+    with open_regular_file(path) as file:
         content = file.read(_LARGEST_MANIFEST_BYTES + 1)
     if len(content) > _LARGEST_MANIFEST_BYTES:
         raise OSError(0, f"it has more than {_LARGEST_MANIFEST_BYTES:,} bytes")

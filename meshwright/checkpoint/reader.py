@@ -4,22 +4,28 @@ one that save.py writes, or the older one of torch.distributed.checkpoint (dcp_f
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from meshwright.checkpoint.chunks import Box, narrow, overlap
+from meshwright.checkpoint.contents import check_contents
 from meshwright.checkpoint.dcp_format import METADATA, DcpCheckpoint
-from meshwright.checkpoint.index import INDEX, Index, Piece, SavedTensor, read_index
-from meshwright.checkpoint.manifest import Manifest, read_manifest, verify_files
+from meshwright.checkpoint.files import CheckpointFiles
+from meshwright.checkpoint.index import INDEX, Piece, SavedTensor, check_places, parse_index
+from meshwright.checkpoint.manifest import Manifest, read_manifest
 from meshwright.errors import CheckpointError
 from meshwright.plain_values import DamagedValueError, from_json
 
 
 class CheckpointReader(Protocol):
     """An opened checkpoint. `tensors` are those it holds, and `objects` the values that are not tensors, by key."""
+
+    @property
+    def files(self) -> CheckpointFiles: ...
 
     @property
     def tensors(self) -> Mapping[str, SavedTensor]: ...
@@ -32,21 +38,19 @@ class CheckpointReader(Protocol):
         dimensions has one row."""
         ...
 
-    def close(self) -> None: ...
-
 
 class RawCheckpoint:
     """A checkpoint whose pieces are raw bytes."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self._folder = folder
-        self._files: dict[str, BinaryIO] = {}
-        index: Index = read_index(folder, {name: checksum.bytes for name, checksum in manifest.files.items()})
+    def __init__(self, files: CheckpointFiles) -> None:
+        self.files = files
+        index = parse_index(files.read(INDEX), files.folder)
+        check_places(index, files.bytes_of, files.folder)
         self.tensors = index.tensors
         try:
             self.objects = {key: from_json(value) for key, value in index.objects.items()}
         except (DamagedValueError, RecursionError) as error:
-            raise CheckpointError(f"{folder}: its {INDEX} is damaged: {error}") from None
+            raise CheckpointError(f"{files.folder}: its {INDEX} is damaged: {error}") from None
 
     def read_piece(self, key: str, piece: Piece, first_row: int, rows: int) -> Tensor:
         tensor = self.tensors[key]
@@ -55,61 +59,70 @@ class RawCheckpoint:
         if not result.numel():
             return result
         row_bytes = tensor.bytes_of(piece) // (piece.sizes[0] if piece.sizes else 1)
-        data = result.view(-1).view(torch.uint8).numpy()
-        file = self._open(piece.file)
+        data = result.view(-1).view(torch.uint8).numpy().data
+        file = self.files.open(piece.file)
         file.seek(piece.begin + first_row * row_bytes)
-        read = file.readinto(data)  # type: ignore[attr-defined]
+        read = file.readinto(data)
         if read != data.nbytes:
-            raise CheckpointError(f"{self._folder}: {piece.file} ended {data.nbytes - read} bytes too early")
+            raise CheckpointError(f"{self.files.folder}: {piece.file} ended {data.nbytes - read} bytes too early")
         return result
 
-    def close(self) -> None:
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
 
-    def _open(self, name: str) -> BinaryIO:
-        if name not in self._files:
-            self._files[name] = (self._folder / name).open("rb")
-        return self._files[name]
+@dataclass(frozen=True)
+class Transfer:
+    """A region that a piece of a saved tensor shares with this rank's `memory` of the region `box` of that tensor."""
+
+    key: str
+    piece: Piece
+    memory: Tensor
+    box: Box
+    shared: Box
 
 
 @contextmanager
 def open_checkpoint(folder: Path, manifest: Manifest) -> Iterator[CheckpointReader]:
-    """Opens a checkpoint. Raises a `CheckpointError` if what it says about its contents cannot be believed."""
-    reader: CheckpointReader
-    reader = DcpCheckpoint(folder) if METADATA in manifest.files else RawCheckpoint(folder, manifest)
-    try:
-        yield reader
-    except OSError as error:
-        raise CheckpointError(f"{folder}: it cannot be read: {error.strerror or error}") from error
-    finally:
-        reader.close()
+    """Opens the checkpoint that has this manifest. Raises a `CheckpointError` if what it says about its contents cannot
+    be believed. Files are compared with the manifest when they are opened."""
+    with CheckpointFiles(folder, manifest) as files:
+        reader: CheckpointReader = DcpCheckpoint(files) if METADATA in manifest.files else RawCheckpoint(files)
+        problem = check_contents(reader.tensors, reader.objects)
+        if problem is not None:
+            raise CheckpointError(f"{folder}: it is damaged: {problem}")
+        try:
+            yield reader
+        except OSError as error:
+            raise CheckpointError(f"{folder}: it cannot be read: {error.strerror or error}") from error
 
 
 def verify(folder: Path) -> Manifest:
-    """Returns the manifest of a checkpoint after checking every file and the index. Raises a `CheckpointError` that
-    names the damage."""
+    """Returns the manifest of a checkpoint after checking every file and all that must hold whatever the model is.
+    Raises a `CheckpointError` that names the damage."""
     manifest = read_manifest(folder)
-    verify_files(folder, manifest)
-    with open_checkpoint(folder, manifest):
-        return manifest
+    with open_checkpoint(folder, manifest) as reader:
+        reader.files.verify()
+        if isinstance(reader, DcpCheckpoint):
+            reader.verify_tensors()
+    return manifest
 
 
-def fill(reader: CheckpointReader, key: str, chunks: Mapping[Box, Tensor]) -> None:
-    """Copies the regions of a saved tensor into this rank's memory of them."""
+def plan_transfers(reader: CheckpointReader, key: str, chunks: Mapping[Box, Tensor]) -> list[Transfer]:
+    """Returns what has to be copied from a saved tensor into this rank's memory of its regions."""
     saved = reader.tensors[key]
+    transfers = []
     for box, memory in chunks.items():
-        filled = 0
-        for piece in saved.pieces:
-            shared = overlap(box, piece.box)
-            if shared is None:
-                continue
-            begin, sizes = shared
-            first = begin[0] - piece.offsets[0] if begin else 0
-            data = reader.read_piece(key, piece, first, sizes[0] if sizes else 1)
-            origin = (begin[0], *piece.offsets[1:]) if begin else ()
-            narrow(memory, box[0], (begin, sizes)).copy_(narrow(data, origin, (begin, sizes)))
-            filled += math.prod(sizes)
+        regions = [(piece, overlap(box, piece.box)) for piece in saved.pieces]
+        of_box = [Transfer(key, piece, memory, box, shared) for piece, shared in regions if shared is not None]
+        filled = sum(math.prod(transfer.shared[1]) for transfer in of_box)
         if filled != memory.numel():
             raise CheckpointError(f"the checkpoint holds {filled} of {memory.numel()} elements of {key}")
+        transfers += of_box
+    return transfers
+
+
+def transfer(reader: CheckpointReader, part: Transfer) -> None:
+    """Copies a region of a saved tensor into this rank's memory."""
+    begin, sizes = part.shared
+    first = begin[0] - part.piece.offsets[0] if begin else 0
+    data = reader.read_piece(part.key, part.piece, first, sizes[0] if sizes else 1)
+    origin = (begin[0], *part.piece.offsets[1:]) if begin else ()
+    narrow(part.memory, part.box[0], part.shared).copy_(narrow(data, origin, part.shared))

@@ -20,22 +20,43 @@ same `MeshwrightError`, and `.writing-step-…` is removed.
 """
 
 import ctypes
+import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from meshwright.checkpoint.index import INDEX, Index, parse_index
-from meshwright.checkpoint.manifest import FileChecksum, Manifest, checkpoint_name, file_checksum, write_manifest
+from meshwright.checkpoint.agreement import from_first_rank, gather_results, on_all_ranks
+from meshwright.checkpoint.contents import check_contents
+from meshwright.checkpoint.index import INDEX, parse_index
+from meshwright.checkpoint.manifest import (
+    FileChecksum,
+    Manifest,
+    checkpoint_name,
+    checkpoints_in,
+    file_checksum,
+    step_of,
+    write_manifest,
+)
 from meshwright.checkpoint.state import State
-from meshwright.checkpoint.writer import WritePlan, describe, file_name, objects_as_json, plan_files, write_pieces
-from meshwright.errors import CheckpointError, InputError, MeshwrightError, StorageError
-from meshwright.exchange import all_gather_values, broadcast_value
+from meshwright.checkpoint.writer import (
+    RankShare,
+    WritePlan,
+    describe,
+    file_name,
+    object_keys,
+    objects_as_json,
+    plan_files,
+    read_share,
+    share_to_text,
+    write_pieces,
+)
+from meshwright.errors import CheckpointError, InputError, MeshwrightError
 from meshwright.files.storage import require_space, write_atomically, writing
+from meshwright.plain_values import from_json
 
 WRITING = ".writing-"
 TRASH = ".trash-"
@@ -55,13 +76,13 @@ def save_at(state: State, final: Path, step: int, about: dict[str, Any]) -> Path
     """Saves a checkpoint to the folder `final`, and returns that path once the checkpoint is published. All ranks call
     this together, and each rank writes its shards."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    _on_first_rank(lambda: _refuse_other_folder(final))
+    from_first_rank(lambda: _refuse_other_folder(final))
     temporary = final.parent / f"{WRITING}{final.name}"
-    plan = plan_files(_gather(lambda: describe(state)))
-    _on_first_rank(lambda: _prepare(temporary, sum(plan.bytes_of_rank)))
+    plan, share = _plan_share(state, rank)
+    from_first_rank(lambda: _prepare(temporary, sum(share.size for share in plan.shares)))
     try:
-        written = _gather(lambda: _write_share(temporary, state, plan, rank))
-        _on_first_rank(lambda: _complete(temporary, final, plan, written, step, about))
+        written = gather_results(lambda: _write_share(temporary, state, share, rank))
+        from_first_rank(lambda: _complete(temporary, final, plan.tensors, written, step, about))
     except MeshwrightError:  # raised on every rank, so none is still writing
         if rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -69,13 +90,27 @@ def save_at(state: State, final: Path, step: int, about: dict[str, Any]) -> Path
     return final
 
 
+def check_savable(state: State) -> None:
+    """Raises the same `MeshwrightError` on all ranks if the state of any rank holds anything that cannot be saved. All
+    ranks call this together."""
+
+    def check() -> None:
+        describe(state)
+        objects_as_json(state, object_keys(state))
+
+    on_all_ranks(check)
+
+
 def prune(folder: Path, keep: int, newest: str, also: str | None = None) -> None:
     """Deletes old checkpoints, but not the last `keep` of those up to the one named `newest`, and not the one named
     `also`. Checkpoints after `newest` are damaged. They stay and are not counted, because otherwise a good checkpoint
     would be deleted in their place. One rank calls this."""
-    for old in sorted(path for path in folder.glob("step-*") if path.name <= newest)[:-keep]:
-        if old.name != also:
-            _discard(old)
+    newest_step = step_of(newest)
+    assert newest_step is not None
+    old = [path for step, path in checkpoints_in(folder).items() if step <= newest_step]
+    for path in old[:-keep]:
+        if path.name != also:
+            _discard(path)
 
 
 def clear_unfinished(folder: Path) -> None:
@@ -94,6 +129,21 @@ def _refuse_other_folder(final: Path) -> None:
         raise InputError(f"{final} exists and is not a checkpoint: save to a path that does not exist")
 
 
+def _plan_share(state: State, rank: int) -> tuple[WritePlan, RankShare]:
+    """Returns the plan of all ranks, which is empty on ranks other than 0, and what this rank writes. Only rank 0 reads
+    the descriptions of all ranks, because that takes long for many tensors and ranks."""
+    descriptions = gather_results(lambda: describe(state))
+    plan = WritePlan({}, [])
+
+    def plan_on_first_rank() -> list[str]:
+        nonlocal plan
+        plan = plan_files(descriptions)
+        return [share_to_text(share) for share in plan.shares[1:]]
+
+    shares_of_others = from_first_rank(plan_on_first_rank)
+    return plan, plan.shares[0] if rank == 0 else read_share(shares_of_others[rank - 1])
+
+
 def _prepare(temporary: Path, needed: int) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     require_space(temporary.parent, needed)
@@ -101,25 +151,29 @@ def _prepare(temporary: Path, needed: int) -> None:
         temporary.mkdir(parents=True)
 
 
-def _write_share(temporary: Path, state: State, plan: WritePlan, rank: int) -> dict[str, Any]:
+def _write_share(temporary: Path, state: State, share: RankShare, rank: int) -> dict[str, Any]:
     """Writes this rank's file, if it has any pieces. Returns its size and checksum, and the objects of this rank."""
-    objects = objects_as_json(state, plan.objects[rank])
-    if not plan.pieces[rank]:
-        return {"checksum": None, "objects": objects}
-    checksum = write_pieces(temporary / file_name(rank), state, plan.pieces[rank], plan.bytes_of_rank[rank])
-    return {"checksum": checksum.model_dump(), "objects": objects}
+    objects = objects_as_json(state, share.objects)
+    checksum = write_pieces(temporary / file_name(rank), state, share).model_dump() if share.pieces else None
+    return {"checksum": checksum, "objects": objects}
 
 
 def _complete(
-    temporary: Path, final: Path, plan: WritePlan, written: list[dict[str, Any]], step: int, about: dict[str, Any]
+    temporary: Path,
+    final: Path,
+    tensors: dict[str, dict[str, Any]],
+    written: list[dict[str, Any]],
+    step: int,
+    about: dict[str, Any],
 ) -> None:
     """Writes index and manifest, and publishes the checkpoint. `written` is what `_write_share` returned on each
     rank."""
-    index = Index(
-        tensors=plan.tensors, objects={key: value for share in written for key, value in share["objects"].items()}
-    )
-    text = index.model_dump_json()
-    parse_index(text, final)  # what cannot be read again must not be published
+    objects = {key: value for share in written for key, value in share["objects"].items()}
+    text = json.dumps({"tensors": tensors, "objects": objects}, separators=(",", ":"))
+    index = parse_index(text, final)  # what cannot be read again must not be published
+    problem = check_contents(index.tensors, {key: from_json(value) for key, value in index.objects.items()})
+    if problem is not None:
+        raise CheckpointError(f"the state cannot be saved: {problem}")
     write_atomically(temporary / INDEX, text)
     files = {
         file_name(rank): FileChecksum.model_validate(share["checksum"])
@@ -130,51 +184,6 @@ def _complete(
     write_manifest(temporary, Manifest(step=step, files=files, about=about))
     with writing(final):
         _publish(temporary, final)
-
-
-def _gather(compute: Callable[[], Any]) -> list[Any]:
-    """Returns what `compute` returns on each rank. If it raises an exception on any rank, every rank raises the first
-    one, as a `MeshwrightError`."""
-    value, error = _attempt(compute)
-    results = all_gather_values([value, _description(error)])
-    for _, problem in results:
-        _raise(problem, error)
-    return [value for value, _ in results]
-
-
-def _on_first_rank(act: Callable[[], None]) -> None:
-    """Calls `act` on rank 0. If it raises an exception, every rank raises it as a `MeshwrightError`."""
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    _, error = _attempt(act) if is_first else (None, None)
-    _raise(broadcast_value(_description(error)), error)
-
-
-def _attempt(compute: Callable[[], Any]) -> tuple[Any, MeshwrightError | None]:
-    """Returns what `compute` returns and None, or None and the exception that it raises. An exception that stayed on
-    one rank would leave the others waiting."""
-    try:
-        return compute(), None
-    except MeshwrightError as error:
-        return None, error
-    except Exception as error:
-        message = " ".join(str(error).split())[:300]
-        problem = CheckpointError(f"the checkpoint cannot be saved: {type(error).__name__}: {message}")
-        problem.__cause__ = error
-        return None, problem
-
-
-def _description(error: MeshwrightError | None) -> list[str] | None:
-    return None if error is None else [type(error).__name__, str(error)]
-
-
-def _raise(description: list[str] | None, error: MeshwrightError | None) -> None:
-    """Raises the error that is described, if there is one. `error` is that of this rank, or None."""
-    if description is None:
-        return
-    if error is not None and str(error) == description[1]:
-        raise error
-    kinds = {kind.__name__: kind for kind in (InputError, StorageError)}
-    raise kinds.get(description[0], CheckpointError)(description[1])
 
 
 def _publish(temporary: Path, final: Path) -> None:

@@ -1,27 +1,32 @@
 """The contents of a checkpoint: every tensor under its parameter's name, so that the checkpoint loads under any plan.
 
-The keys are `model/<name>`, `optimizer/<parameter name>/<entry>`, and the names of a few small objects. A parameter
-that a plan divides is written as chunks of the whole parameter. Optimizer entries of a tied parameter that several
-pipeline stages hold are written under the parameter's first name in the user's model.
+The keys are `model/<name>`, `optimizer/<parameter name>/<entry>`, and the names of a few small objects. In an entry's
+name, `/` is written as `%2F`. A parameter that a plan divides is written as chunks of the whole parameter. Optimizer
+entries of a tied parameter that several pipeline stages hold are written under the parameter's first name in the user's
+model.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from meshwright.checkpoint.chunks import as_chunked, local_value
+from meshwright.checkpoint.chunks import ChunkedTensor, as_chunked, local_value
 from meshwright.checkpoint.index import SavedTensor
-from meshwright.errors import CheckpointError
+from meshwright.dtypes import torch_name
+from meshwright.errors import CheckpointError, InputError
 from meshwright.exchange import all_gather_values
 from meshwright.parallel.shard import reshard
 from meshwright.parallel.weights.layout import ParameterLayout, TiedLayout, axis_with_different_names, whole_shape
 
 State = dict[str, Any]
 Layouts = Mapping[str, ParameterLayout]
+ModelDescription = dict[str, tuple[tuple[int, ...], str] | None]  # shapes and dtypes, see `describe_model`
 GROUPS = "optimizer_groups"
 
 
@@ -43,13 +48,13 @@ def optimizer_state(
     of all ranks. If pipeline stages or branches of the model are on different ranks, these ranks must call this
     together, because each of them knows only its own parameters."""
     reshard(module)
-    names, layouts_by_name = _names(module, tied), _layouts_by_first_name(layouts or {}, tied)
+    names = _names(module, tied)
     state: State = {}
-    for parameter, entries in optimizer.state.items():
-        name = names[id(parameter)]
-        for key, value in entries.items():
-            if value is not None:
-                state[f"optimizer/{name}/{key}"] = _entry(name, key, value, parameter, layouts_by_name.get(name))
+    problem: InputError | None = None
+    try:
+        state = _optimizer_entries(optimizer, names, _layouts_by_first_name(layouts or {}, tied))
+    except InputError as error:  # maybe on this rank only: all ranks raise it below
+        problem = error
     groups = [
         {
             **{k: v for k, v in group.items() if k != "params"},
@@ -57,8 +62,27 @@ def optimizer_state(
         }
         for group in optimizer.param_groups
     ]
-    state[GROUPS] = _groups_of_all_ranks(groups, layouts or {}, mesh)
+    groups_and_problems = _gather_from_ranks([groups, problem and str(problem)], layouts or {}, mesh)
+    for _, message in groups_and_problems:
+        if message:
+            raise problem or InputError(message)
+    state[GROUPS] = _with_names_of_all_ranks(groups, [of_rank for of_rank, _ in groups_and_problems])
     return state
+
+
+def entry_key(optimizer: torch.optim.Optimizer, name: str, entry: Any) -> str:
+    """The key of an entry of a parameter's optimizer state. Raises an `InputError` if the entry's name is no text."""
+    if not isinstance(entry, str):
+        raise InputError(
+            f"{type(optimizer).__name__} names an entry of its state {entry!r:.50}: checkpoints need texts as names"
+        )
+    return f"optimizer/{name}/{entry.replace('%', '%25').replace('/', '%2F')}"
+
+
+def split_entry_key(key: str) -> tuple[str, str]:
+    """The inverse of `entry_key`: the parameter's name and the entry's name."""
+    name, _, entry = key.removeprefix("optimizer/").rpartition("/")
+    return name, entry.replace("%2F", "/").replace("%25", "%")
 
 
 def optimizer_template(
@@ -75,9 +99,8 @@ def optimizer_template(
     parameters = {first_names.get(name, name): parameter for name, parameter in module.named_parameters()}
     template: State = {}
     for key in (*tensors, *objects):
-        kind, _, rest = key.partition("/")
-        name = rest.rpartition("/")[0]
-        if kind != "optimizer" or name not in parameters:
+        name = split_entry_key(key)[0] if key.startswith("optimizer/") else None
+        if name is None or name not in parameters:
             continue
         parameter, layout, saved = parameters[name], layouts_by_name.get(name), tensors.get(key)
         if saved is None:
@@ -90,6 +113,18 @@ def optimizer_template(
     return template
 
 
+def check_trained(
+    module: nn.Module, optimizer: torch.optim.Optimizer, saved_groups: Any, tied: Sequence[TiedLayout] = ()
+) -> None:
+    """Raises a `CheckpointError` if this rank's optimizer has a parameter that the checkpoint's optimizer had not."""
+    saved, names = {name for group in saved_groups for name in group["names"]}, _names(module, tied)
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if names[id(parameter)] not in saved:
+            raise CheckpointError(
+                f"the checkpoint's optimizer does not hold {names[id(parameter)]}: its job trained other parameters"
+            )
+
+
 def restore_optimizer(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -99,20 +134,12 @@ def restore_optimizer(
 ) -> None:
     """Puts loaded entries and group options into an optimizer. Its groups may differ from the saved ones, because they
     are matched by parameter name."""
-    try:
-        saved_options = {name: group for group in saved_groups for name in group["names"]}
-    except (TypeError, KeyError):
-        raise CheckpointError("the checkpoint's optimizer groups are damaged") from None
+    saved_options = {name: group for group in saved_groups for name in group["names"]}
     names = _names(module, tied)
     numbers: dict[str, int] = {}
     groups = []
     for group in optimizer.param_groups:
         group_names = [names[id(p)] for p in group["params"]]
-        missing = [name for name in group_names if name not in saved_options]
-        if missing:
-            raise CheckpointError(
-                f"the checkpoint's optimizer does not hold {missing[0]}: its job trained other parameters"
-            )
         for name in group_names:
             numbers[name] = len(numbers)
         # A pipeline stage may hold no parameter of a group. Then the group keeps its current options.
@@ -122,7 +149,7 @@ def restore_optimizer(
     entries: dict[int, dict[str, Any]] = {}
     for key, value in state.items():
         if key.startswith("optimizer/"):
-            name, _, entry = key.removeprefix("optimizer/").rpartition("/")
+            name, entry = split_entry_key(key)
             if name in numbers:
                 entries.setdefault(numbers[name], {})[entry] = local_value(value)
     optimizer.load_state_dict({"state": entries, "param_groups": groups})
@@ -138,48 +165,110 @@ def check_model(
     """Raises a `CheckpointError` that names the first tensor in which the checkpoint and the whole model differ.
     `tensors` and `objects` are those of the checkpoint. If pipeline stages or branches of the model are on different
     ranks, these ranks must call this together."""
-    keys = [key for key in (*tensors, *objects) if key.startswith("model/")]
-    saved = {key.removeprefix("model/"): tensors.get(key) for key in keys}
-    known_layouts = layouts or {}
-    local_shapes = {
-        name: whole_shape(value, known_layouts.get(name)) if isinstance(value, Tensor) else None
-        for name, value in module.state_dict().items()
-    }
-    shapes_of_ranks = _gather_from_ranks(local_shapes, known_layouts, mesh)
-    shapes = {name: shape for of_rank in shapes_of_ranks for name, shape in of_rank.items()}
-    for name, shape in shapes.items():
-        if name not in saved:
-            raise CheckpointError(f"the checkpoint has no {name}, which the model has: it is of another model")
-        entry = saved[name]
-        if (shape is None) != (entry is None):
-            kind = "no tensor" if entry is None else "a tensor"
-            raise CheckpointError(f"{name} is {kind} in the checkpoint, but not in the model")
-        if entry is not None and tuple(entry.shape) != shape:
-            raise CheckpointError(f"{name} is {tuple(entry.shape)} in the checkpoint, but {shape} in the model")
-    extra = sorted(set(saved) - set(shapes))
+    local = describe_model(model_state(module, layouts))
+    model = {name: kind for of_rank in _gather_from_ranks(local, layouts or {}, mesh) for name, kind in of_rank.items()}
+    difference = find_difference(model, tensors, objects)
+    if difference is not None:
+        raise CheckpointError(difference)
+    saved = (key.removeprefix("model/") for key in (*tensors, *objects) if key.startswith("model/"))
+    extra = sorted(name for name in saved if name not in model)
     if extra:
         raise CheckpointError(f"the checkpoint holds {extra[0]}, which the model has not: it is of another model")
 
 
-def _entry(name: str, key: str, value: Any, parameter: Tensor, layout: ParameterLayout | None) -> Any:
+def describe_model(state: State) -> ModelDescription:
+    """Returns the shape of each whole tensor of the model and torch's name of its dtype, by the tensor's name. Extra
+    state that is no tensor is None."""
+    return {
+        key.removeprefix("model/"): (
+            (tuple(value.shape), torch_name(local_value(value).dtype))
+            if isinstance(value, ChunkedTensor | Tensor)
+            else None
+        )
+        for key, value in state.items()
+        if key.startswith("model/")
+    }
+
+
+def find_difference(
+    model: ModelDescription, tensors: Mapping[str, SavedTensor], objects: Mapping[str, Any]
+) -> str | None:
+    """Returns a sentence about the first tensor of the model that the checkpoint does not have, or has with another
+    shape or kind of numbers. None if it has all of them. `tensors` and `objects` are those of the checkpoint."""
+    for name, kind in model.items():
+        key = f"model/{name}"
+        saved = tensors.get(key)
+        if saved is None and key not in objects:
+            return f"the checkpoint has no {name}, which the model has: it is of another model"
+        if saved is None or kind is None:
+            if saved is not None or kind is not None:
+                return f"{name} is {'no' if saved is None else 'a'} tensor in the checkpoint, but not in the model"
+            continue
+        shape, dtype = kind
+        if tuple(saved.shape) != tuple(shape):
+            return f"{name} is {tuple(saved.shape)} in the checkpoint, but {tuple(shape)} in the model"
+        if not saved.converts_to(dtype):
+            return f"{name} is {saved.dtype} in the checkpoint, but {dtype} in the model"
+    return None
+
+
+def _optimizer_entries(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], layouts: Mapping[str, ParameterLayout]
+) -> State:
+    """Returns the optimizer's entries by key. Raises an `InputError` for one that cannot be saved."""
+    state: State = {}
+    for parameter, entries in optimizer.state.items():
+        name = names.get(id(parameter))
+        if name is None:
+            raise InputError(
+                f"{type(optimizer).__name__} has state under a {type(parameter).__name__} that is no parameter of the"
+                " model: only the state of parameters can be saved"
+            )
+        layout = layouts.get(name)
+        axis = layout.axis if layout else "shard" if isinstance(parameter, DTensor) else None
+        for key, value in entries.items():
+            if axis is not None and not _can_be_divided(value, parameter):
+                kind = f"{tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__} of tensors"
+                shape = whole_shape(parameter, layout)
+                raise InputError(
+                    f"{type(optimizer).__name__}: its {key} of {name} is {kind}, but the plan's axis {axis} divides"
+                    f" this parameter among ranks, so that only tensors of its own shape {shape} and single numbers"
+                    " can be saved: use another optimizer, or a plan that leaves parameters whole"
+                )
+            if value is not None:
+                state[entry_key(optimizer, name, key)] = _entry(value, parameter, layout)
+    return state
+
+
+def _can_be_divided(value: Any, parameter: Tensor) -> bool:
+    """Whether an entry of the state of a parameter that is divided among ranks can be saved: a tensor of the
+    parameter's shape, which is divided in the same way, or a value that is the same on all ranks."""
+    if isinstance(value, Tensor):
+        return value.dim() == 0 or value.shape == parameter.shape
+    return not _holds_arrays(value)
+
+
+def _holds_arrays(value: Any) -> bool:
+    """Whether a value is a tensor or an array with dimensions, or a container of such. Each rank has its own."""
+    if isinstance(value, Tensor | np.ndarray):
+        return value.ndim > 0
+    items = value.values() if isinstance(value, Mapping) else value
+    is_container = isinstance(value, Mapping | list | tuple | set | frozenset | deque)
+    return is_container and any(map(_holds_arrays, items))
+
+
+def _entry(value: Any, parameter: Tensor, layout: ParameterLayout | None) -> Any:
     """Returns one entry of a parameter's optimizer state in the form in which it is saved."""
     if not isinstance(value, Tensor) or value.shape == parameter.shape:
         return as_chunked(value, layout)
-    if value.dim() and (layout is not None or isinstance(parameter, DTensor)):
-        raise CheckpointError(
-            f"the optimizer's {key} of {name} is {tuple(value.shape)}, and the parameter is divided among ranks: only"
-            f" entries of the parameter's own shape {tuple(parameter.shape)} and single numbers can be saved under this"
-            " plan, use another optimizer or a plan that leaves parameters whole"
-        )
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _groups_of_all_ranks(
-    groups: list[dict[str, Any]], layouts: Layouts, mesh: DeviceMesh | None
+def _with_names_of_all_ranks(
+    groups: list[dict[str, Any]], groups_of_ranks: Sequence[list[dict[str, Any]]]
 ) -> list[dict[str, Any]]:
     """Returns the groups with the parameter names of all ranks. Every rank has the same groups, but may hold no
     parameter of some."""
-    groups_of_ranks = _gather_from_ranks(groups, layouts, mesh)
     combined = []
     for number, group in enumerate(groups):
         names = dict.fromkeys(name for of_rank in groups_of_ranks for name in of_rank[number]["names"])

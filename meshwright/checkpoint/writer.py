@@ -4,10 +4,11 @@ If several ranks hold the same region of a tensor, only one of them writes it: t
 """
 
 import hashlib
+import json
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.chunks import Box, ChunkedTensor, chunks_of
-from meshwright.checkpoint.index import Piece, SavedTensor
+from meshwright.checkpoint.index import DTYPES
 from meshwright.checkpoint.manifest import FileChecksum
 from meshwright.checkpoint.state import State
 from meshwright.dtypes import torch_name
@@ -27,63 +28,89 @@ _ALIGNMENT = 64  # every piece begins at a multiple of this many bytes, so that 
 
 
 @dataclass(frozen=True)
+class RankShare:
+    """What one rank writes: the pieces of its file in their order (key of the tensor, offsets, sizes, and where the
+    piece begins in the file), the size of that file, and the keys of objects."""
+
+    pieces: list[tuple[str, tuple[int, ...], tuple[int, ...], int]]
+    size: int
+    objects: list[str]
+
+
+@dataclass(frozen=True)
 class WritePlan:
-    """What each rank writes: `pieces` by rank and tensor, `tensors` by key for the index, and `objects` by rank.
-    `bytes_of_rank` are the sizes of the files."""
+    """What all ranks write: `tensors` by key, as they are written into the index, and the share of each rank."""
 
-    tensors: dict[str, SavedTensor]
-    pieces: list[list[tuple[str, Piece]]]
-    objects: list[list[str]]
-    bytes_of_rank: list[int]
+    tensors: dict[str, dict[str, Any]]
+    shares: list[RankShare]
 
 
-def describe(state: State) -> dict[str, Any]:
-    """Returns what this rank holds, as a plain value: dtype, shape and regions of each tensor, and the keys of the
-    objects. Raises a `CheckpointError` if a tensor cannot be saved."""
+def describe(state: State) -> str:
+    """Returns what this rank holds as a text for `plan_files`: dtype, shape and regions of each tensor, and the keys of
+    the objects. Raises a `CheckpointError` if a tensor cannot be saved."""
     tensors = {}
     for key, value in state.items():
         if isinstance(value, ChunkedTensor | Tensor):
             tensor = value.tensor if isinstance(value, ChunkedTensor) else value
-            if tensor.layout != torch.strided or tensor.is_quantized:
-                raise CheckpointError(f"{key} is not a dense tensor: only dense tensors can be saved")
-            boxes = [[list(offsets), list(sizes)] for offsets, sizes in chunks_of(value)]
-            tensors[key] = [torch_name(tensor.dtype), list(value.shape), boxes]
-    return {"tensors": tensors, "objects": [key for key in state if key not in tensors]}
+            if tensor.layout != torch.strided or torch_name(tensor.dtype) not in DTYPES:
+                raise CheckpointError(f"{key} is not a dense tensor of numbers: only such tensors can be saved")
+            tensors[key] = [torch_name(tensor.dtype), list(value.shape), list(chunks_of(value))]
+    return json.dumps({"tensors": tensors, "objects": object_keys(state)})
 
 
-def check_savable(state: State) -> None:
-    """Raises a `CheckpointError` if this rank's state holds anything that cannot be saved."""
-    objects_as_json(state, describe(state)["objects"])
+def object_keys(state: State) -> list[str]:
+    """The keys of what is saved as an object and not as a tensor."""
+    return [key for key, value in state.items() if not isinstance(value, ChunkedTensor | Tensor)]
 
 
-def plan_files(descriptions: Sequence[Mapping[str, Any]]) -> WritePlan:
-    """Divides the pieces and objects among the ranks. `descriptions` are those of all ranks. Every rank calls this with
-    the same descriptions, and gets the same result."""
+def plan_files(descriptions: Sequence[str]) -> WritePlan:
+    """Divides the pieces and objects among the ranks. `descriptions` are what `describe` returned on each rank. Raises
+    a `CheckpointError` if ranks hold different tensors under one name. That the pieces of a tensor are the whole tensor
+    is checked when the index is complete."""
     holders: dict[str, dict[Box, list[int]]] = {}
-    kinds: dict[str, tuple[str, list[int]]] = {}
+    kinds: dict[str, list[Any]] = {}
     object_holders: dict[str, int] = {}
-    for rank, description in enumerate(descriptions):
+    for text, ranks in _ranks_by_description(descriptions).items():
+        description = json.loads(text)
         for key, (dtype, shape, boxes) in description["tensors"].items():
-            kinds[key] = (dtype, shape)
+            first = kinds.setdefault(key, [dtype, shape])
+            if first != [dtype, shape]:
+                raise CheckpointError(
+                    f"{key} is {dtype} {tuple(shape)} on rank {ranks[0]}, but {first[0]} {tuple(first[1])} on another"
+                    " rank: it must be the same tensor on all ranks"
+                )
+            holders_of_box = holders.setdefault(key, {})
             for offsets, sizes in boxes:
-                holders.setdefault(key, {}).setdefault((tuple(offsets), tuple(sizes)), []).append(rank)
+                holders_of_box.setdefault((tuple(offsets), tuple(sizes)), []).extend(ranks)
         for key in description["objects"]:
-            object_holders.setdefault(key, rank)
-    ends = [0] * len(descriptions)
-    pieces: list[list[tuple[str, Piece]]] = [[] for _ in descriptions]
-    tensors: dict[str, SavedTensor] = {}
+            object_holders.setdefault(key, ranks[0])
+    shares = [RankShare([], 0, []) for _ in descriptions]
+    ends, names = [0] * len(descriptions), [file_name(rank) for rank in range(len(descriptions))]
+    tensors: dict[str, dict[str, Any]] = {}
     for key, (dtype, shape) in kinds.items():
-        saved: list[Piece] = []
-        for (offsets, sizes), ranks in holders.get(key, {}).items():
+        pieces = []
+        for (offsets, sizes), ranks in holders[key].items():
             rank = min(ranks, key=lambda rank: (ends[rank], rank))
             begin = -(-ends[rank] // _ALIGNMENT) * _ALIGNMENT
-            piece = Piece(offsets=list(offsets), sizes=list(sizes), file=file_name(rank), begin=begin)
-            ends[rank] = begin + math.prod(sizes) * getattr(torch, dtype).itemsize
-            pieces[rank].append((key, piece))
-            saved.append(piece)
-        tensors[key] = SavedTensor(dtype=dtype, shape=shape, pieces=saved)
-    objects = [[key for key, holder in object_holders.items() if holder == rank] for rank in range(len(descriptions))]
-    return WritePlan(tensors, pieces, objects, ends)
+            ends[rank] = begin + math.prod(sizes) * DTYPES[dtype].itemsize
+            shares[rank].pieces.append((key, offsets, sizes, begin))
+            pieces.append({"offsets": offsets, "sizes": sizes, "file": names[rank], "begin": begin})
+        tensors[key] = {"dtype": dtype, "shape": shape, "pieces": pieces}
+    for key, rank in object_holders.items():
+        shares[rank].objects.append(key)
+    return WritePlan(tensors, [replace(share, size=end) for share, end in zip(shares, ends, strict=True)])
+
+
+def share_to_text(share: RankShare) -> str:
+    """Returns a share as a text that `read_share` reads, for a message to its rank."""
+    return json.dumps([share.pieces, share.size, share.objects])
+
+
+def read_share(text: str) -> RankShare:
+    """Returns the share that `share_to_text` wrote."""
+    pieces, size, objects = json.loads(text)
+    with_tuples = [(key, tuple(offsets), tuple(sizes), begin) for key, offsets, sizes, begin in pieces]
+    return RankShare(with_tuples, size, objects)
 
 
 def file_name(rank: int) -> str:
@@ -91,16 +118,16 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.bin"
 
 
-def write_pieces(path: Path, state: State, pieces: Sequence[tuple[str, Piece]], size: int) -> FileChecksum:
-    """Writes this rank's pieces, which have `size` bytes, to a file. Returns its size and checksum."""
+def write_pieces(path: Path, state: State, share: RankShare) -> FileChecksum:
+    """Writes the pieces of this rank's share to a file. Returns its size and checksum."""
     digest = hashlib.sha256()
     chunks: dict[str, dict[Box, Tensor]] = {}
-    with writing(path, size), path.open("wb") as file:
-        for key, piece in pieces:
+    with writing(path, share.size), path.open("wb") as file:
+        for key, offsets, sizes, begin in share.pieces:
             if key not in chunks:
                 chunks = {key: chunks_of(state[key])}
-            padding = bytes(piece.begin - file.tell())
-            data = tensor_bytes(chunks[key][piece.box]).numpy().data
+            padding = bytes(begin - file.tell())
+            data = tensor_bytes(chunks[key][offsets, sizes]).numpy().data
             for part in (padding, data):
                 file.write(part)
                 digest.update(part)
@@ -118,3 +145,11 @@ def objects_as_json(state: State, keys: Sequence[str]) -> dict[str, Any]:
             f"{error}, which cannot be saved: a checkpoint holds tensors, numbers, texts and containers of them, but"
             " no other objects, because reading them back could execute code"
         ) from None
+
+
+def _ranks_by_description(descriptions: Sequence[str]) -> dict[str, list[int]]:
+    """The ranks that hold the same, as replicas do, so that what they hold is read once."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(descriptions):
+        ranks.setdefault(text, []).append(rank)
+    return ranks

@@ -289,6 +289,8 @@ def _print_result(result: dict[str, Any], as_json: bool) -> None:
     if result["measured_step_s"] and result["predicted_step_s"]:
         rows["step"] = f"{result['measured_step_s']:.3g} s, predicted {result['predicted_step_s']:.3g} s"
     rows["steps"] = str(result["steps"])
+    if result["skipped_steps"]:
+        rows["skipped"] = f"{result['skipped_steps']} steps, because of NaN or Inf"
     if result["restarts"]:
         rows["restarts"] = str(result["restarts"])
     rows["run"] = result["run"]

@@ -9,7 +9,7 @@ from meshwright.cluster.cluster import BasedOn, Cluster, Device, Node
 from meshwright.errors import InputError
 from meshwright.limits import MOST_DEVICES
 
-_NAME = re.compile(r"((?:[1-9]\d{0,5}x)*)([^@]+)((?:@[^@]+)*)")
+_NAME = re.compile(r"((?:[1-9]\d{0,999}x)*)([^@]+)((?:@[^@]+)*)")  # Python converts no number of over 4,300 digits
 
 
 def parse_cluster_name(name: str) -> tuple[list[int], str, list[str]]:

@@ -15,6 +15,8 @@ from meshwright.export.program import LoadedProgram, write_program
 from meshwright.export.quantize import Width, quantizable_parameters, quantize, quantized_state, read_quantized_state
 from meshwright.export.run import TrainedModel, read_run
 from meshwright.export.weights import copy_in_bf16, read_weights, size_bytes, write_weights
+from meshwright.files.pt_file import read_pt_file
+from meshwright.files.regular_file import find_unsafe_entry
 from meshwright.files.storage import output_error, replacing
 from meshwright.train.build import build_data
 
@@ -87,6 +89,9 @@ def export(
         raise InputError(f"--dynamic quantizes activations, which --to {to} does not: use it with --to int8")
     if output and output.suffix != SUFFIXES[to]:
         raise InputError(f"--output {output}: a file of --to {to} ends in {SUFFIXES[to]}")
+    problem = None if output else find_unsafe_entry(run, "export")
+    if problem:
+        raise InputError(f"{problem}, or choose a file with --output")
     trained = read_run(run, step, settings, trust)
     file = output or run / "export" / _file_name(trained.job.name, to, dynamic)
     eval_set, example_set = _data_sets(trained, to, limit)
@@ -139,7 +144,7 @@ def _write_state(trained: TrainedModel, width: Width, file: Path) -> _Written:
     """Writes a quantized state dict, for models that torch.export cannot export."""
     with replacing(file) as draft:
         torch.save(quantized_state(trained.model, width), draft)
-    return _Written(file, read_quantized_state(trained.initial_model(), torch.load(file, weights_only=True)))
+    return _Written(file, read_quantized_state(trained.initial_model(), read_pt_file(file)))
 
 
 def _data_sets(trained: TrainedModel, to: str, limit: int | None) -> tuple[Any, Any]:

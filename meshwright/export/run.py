@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from meshwright.checkpoint.load import find_newest_valid, load
-from meshwright.checkpoint.manifest import Manifest, checkpoint_name
+from meshwright.checkpoint.manifest import Manifest, checkpoints_in, step_of
 from meshwright.checkpoint.reader import verify
 from meshwright.errors import CheckpointError, InputError
 from meshwright.job import Job
@@ -17,8 +17,6 @@ from meshwright.parallel.weights.initialize import initialize_model
 from meshwright.train.build import construct_model
 from meshwright.train.output.folder import RunFolder
 from meshwright.train.output.origin import open_run
-
-_CHECKPOINT_NAME = r"step-\d{8}"
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ def read_run(path: Path, step: str | None = None, settings: Sequence[str] = (), 
     job, _ = open_run(path, trust, settings)
     checkpoint, manifest, notes = _checkpoint(folder, step)
     model = initialize_model(lambda: construct_model(job), job.train.seed)
-    load(checkpoint, model, None)
+    load(checkpoint, manifest, model, None)
     return TrainedModel(folder, job, model.eval(), manifest.step, notes)
 
 
@@ -74,7 +72,7 @@ def _best_checkpoint(folder: RunFolder) -> Path:
     checkpoint next to it."""
     best = folder.checkpoints / "best"
     name = os.readlink(best) if best.is_symlink() else ""
-    if not re.fullmatch(_CHECKPOINT_NAME, name):
+    if step_of(name) is None:
         raise CheckpointError(f"{best} is no link to a checkpoint: choose one with --step")
     return folder.checkpoints / name
 
@@ -82,9 +80,9 @@ def _best_checkpoint(folder: RunFolder) -> Path:
 def _checkpoint_at(folder: RunFolder, step: str) -> Path:
     """Returns the checkpoint of a step number. If there is none, raises an `InputError` that lists the existing
     ones."""
-    checkpoint = folder.checkpoints / checkpoint_name(int(step)) if re.fullmatch(r"\d{1,8}", step) else None
-    if checkpoint is None or not checkpoint.is_dir():
-        names = sorted(path.name for path in folder.checkpoints.glob("step-*"))
-        steps = [str(int(name.removeprefix("step-"))) for name in names if re.fullmatch(_CHECKPOINT_NAME, name)]
-        raise InputError(f"--step {step}: write best, last or a step that was kept: {', '.join(steps) or 'none was'}")
-    return checkpoint
+    checkpoints = checkpoints_in(folder.checkpoints)
+    number = int(step) if re.fullmatch(r"[0-9]{1,20}", step) else None
+    if number not in checkpoints:
+        kept = ", ".join(map(str, checkpoints)) or "none was"
+        raise InputError(f"--step {step}: write best, last or a step that was kept: {kept}")
+    return checkpoints[number]

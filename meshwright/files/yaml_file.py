@@ -50,7 +50,9 @@ for _kind in (_Loader, _Dumper):
 
 
 # Far beyond what a person writes. Without these limits a small file could fill the memory or never end.
-_LONGEST_TEXT = 64 * 1024 * 1024
+# PyYAML takes up to 7 s for a million characters, because it makes Python objects of each value, also with libyaml.
+_LONGEST_TEXT = 4 * 2**20  # of a cluster or device file, for example; a calibrated GPU has half a million characters
+_LONGEST_TEXTS = {"job": 2**20, "plan": 2**20}  # by the kind of file
 _LONGEST_NUMBER = 200  # characters
 _DEEPEST_NESTING = 100
 _MOST_REPEATED_VALUES = 100_000  # values that aliases repeat
@@ -59,8 +61,6 @@ _MOST_REPEATED_VALUES = 100_000  # values that aliases repeat
 def parse(text: str) -> Any:
     """Returns the value of a YAML text. Raises `yaml.YAMLError` if the text is malformed, is nested too deeply, repeats
     too much through aliases, or has a mapping with the same key twice."""
-    if len(text) > _LONGEST_TEXT:
-        raise yaml.YAMLError(f"it has {len(text):,} characters, more than {_LONGEST_TEXT:,}")
     _check_events(text)
     return yaml.load(text, _Loader)
 
@@ -136,11 +136,16 @@ def dump(raw: Any) -> str:
     return yaml.dump(raw, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
+def _longest_text(what: str) -> int:
+    """Returns how many characters a file of this kind may have."""
+    return _LONGEST_TEXTS.get(what, _LONGEST_TEXT)
+
+
 def read_mapping(file: Path, what: str) -> dict[str, Any]:
     """Returns the mapping in a YAML file. `what` names the kind of file in error messages (`job`, `plan`, ...)."""
     try:
         with file.open() as stream:
-            text = stream.read(_LONGEST_TEXT + 1)  # a file such as /dev/zero has no end
+            text = stream.read(_longest_text(what) + 1)  # a file such as /dev/zero has no end
     except FileNotFoundError:
         raise InputError(f"{file}: there is no such {what} file") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -151,6 +156,8 @@ def read_mapping(file: Path, what: str) -> dict[str, Any]:
 
 def parse_mapping(text: str, file: Path, what: str) -> dict[str, Any]:
     """Returns the mapping in the text of a YAML file. `file` and `what` are named in error messages."""
+    if len(text) > _longest_text(what):
+        raise InputError(f"{file} is too large: a {what} file has at most {_longest_text(what):,} characters")
     try:
         raw = parse(text)
     except yaml.YAMLError as error:
@@ -171,14 +178,28 @@ def validate(
     hints: Mapping[str, str] | None = None,
 ) -> Value:
     """Returns raw data as a value of class `kind`, or raises an `InputError` about the first problem. `source` names
-    the file and `prefix` the section that the data comes from. `hints` maps the name of a class to a text that is
-    appended to the message if a field should hold this class but its value is not a mapping."""
+    the file and `prefix` the section that the data comes from. `hints` maps the name of a class to a text that says
+    what to write, for a field that should hold this class but whose value is not a mapping."""
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
         problems = error.errors()
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise InputError(f"{source}: {_one_line(kind, problems[0], prefix, hints or {})}{more}") from None
+
+
+_YAML_WORDS = {"None": "null", "True": "true", "False": "false"}
+# What to say instead of pydantic's message, which names classes and types of Python.
+_IN_WORDS = {
+    "int_parsing_size": "too large for a whole number",
+    "model_type": "write a mapping, such as {name: value}",
+    "dict_type": "write a mapping, such as {name: value}",
+    "list_type": "write a list, such as [a, b]",
+    "tuple_type": "write a list, such as [a, b]",
+    "string_type": "write a text",
+    "bool_type": "write true or false",
+    "bool_parsing": "write true or false",
+}
 
 
 def _one_line(kind: type[BaseModel], problem: Any, prefix: str, hints: Mapping[str, str]) -> str:
@@ -192,11 +213,11 @@ def _one_line(kind: type[BaseModel], problem: Any, prefix: str, hints: Mapping[s
         return f"{where} is missing"
     if problem["type"] == "value_error":
         return f"{where}: {problem['ctx']['error']}" if where else str(problem["ctx"]["error"])
-    value, message = repr(problem["input"]), problem["msg"]
-    if problem["type"] == "int_parsing_size":
-        message = "too large for a whole number"
-    hint = hints.get(problem["ctx"]["class_name"], "") if problem["type"] == "model_type" else ""
-    return f"{where} is {value if len(value) < 80 else value[:77] + '...'}: {message[0].lower()}{message[1:]}{hint}"
+    value = _YAML_WORDS.get(repr(problem["input"]), repr(problem["input"]))
+    message = _IN_WORDS.get(problem["type"], problem["msg"])
+    if problem["type"] == "model_type":
+        message = hints.get(problem["ctx"]["class_name"], message)
+    return f"{where} is {value if len(value) < 80 else value[:77] + '...'}: {message[0].lower()}{message[1:]}"
 
 
 def _fields_at(kind: Any, location: tuple[int | str, ...]) -> list[str]:

@@ -36,6 +36,7 @@ def predict(
     run_plan = plan or Plan(axes=Axes(replicate=min(machines.device_count, global_batch)))
     check_size(run_plan, machines, global_batch)
     on_gpu = machines.kind == "cuda"
+    cost = optimizer_cost(optimizer, on_gpu)
     profile, method = trace_or_measure_profile(
         model,
         sample_batch,
@@ -47,5 +48,5 @@ def predict(
         with_structure=run_plan.axes.tensor * run_plan.axes.pipeline > 1 or bool(run_plan.modules.splits),
     )
     machines = measure_model_operators(machines, profile, run_plan, global_batch)
-    prediction = predict_plan(machines, profile, run_plan, global_batch, optimizer_cost(optimizer, on_gpu))
+    prediction = predict_plan(machines, profile, run_plan, global_batch, cost)
     return replace(prediction, based_on=f"{machines.based_on}; {method}")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.dtypes import ITEM_BYTES
+from meshwright.errors import InputError
 from meshwright.profile.tracing.recorder import RecordedOperator, TraceRecorder
 
 _ELEMENTS = 4096  # elements of each test parameter; smaller tensors are step counts and the like, of constant size
@@ -101,6 +102,7 @@ def optimizer_cost(template: torch.optim.Optimizer | None, on_gpu: bool) -> Opti
     a GPU, the multi-tensor implementation is measured unless the options contain `foreach=False`."""
     if template is None:
         return OptimizerCost(state_ratio=0.0, temporary_ratio=0.0, multi_tensor=False)
+    check_is_optimizer(template)
     optimizer_class = type(template)
     option_names = inspect.signature(optimizer_class).parameters
     options = {k: v for k, v in template.param_groups[0].items() if k in option_names and k != "params"}
@@ -109,3 +111,20 @@ def optimizer_cost(template: torch.optim.Optimizer | None, on_gpu: bool) -> Opti
         return optimizer_class(parameters, **options)
 
     return measure_optimizer_cost(make_optimizer, multi_tensor=on_gpu and options.get("foreach") is not False)
+
+
+def check_is_optimizer(optimizer: Any) -> None:
+    """Raises an `InputError` if the value is not a torch optimizer, but a class or a function that makes one, for
+    example."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return
+    if isinstance(optimizer, type):
+        value = f"the class {optimizer.__name__}"
+    elif callable(optimizer) and hasattr(optimizer, "__name__"):
+        value = f"the function {optimizer.__name__}"
+    else:
+        value = f"a {type(optimizer).__name__}"
+    raise InputError(
+        f"optimizer is {value}, not a torch optimizer: construct one and pass it, for example"
+        " optimizer=torch.optim.SGD(model.parameters(), lr=0.1)"
+    )

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from meshwright.parallel.check import check_runnable
 from meshwright.plan import Plan
+from meshwright.profile.optimizer import check_is_optimizer
 from meshwright.proof.proof import Proof, save_proof
 from meshwright.proof.prove import available_ranks, prove_in_new_ranks, with_fixed_precision, work_folder
 from meshwright.proof.request import ProofRequest, UserModel
@@ -54,6 +55,7 @@ def prove(
     its session before the first step; the reference does not call it. A test can use it to make the ranks train
     differently from one device.
     """
+    check_is_optimizer(optimizer)
     available = available_ranks(plan, ranks, device)
     smaller, shrunk = shrink(with_fixed_precision(plan, dtype), available.count)
     check_runnable(smaller)

@@ -11,6 +11,7 @@ from meshwright.call import Call, bind, build
 from meshwright.data.loading import LoadingOptions
 from meshwright.data.samples import collate_samples, dataset_size, read_first_samples, read_sample
 from meshwright.errors import InputError, MeshwrightError, did_you_mean
+from meshwright.files.pt_file import read_pt_file
 from meshwright.job import Job, Weights
 from meshwright.parallel.weights.initialize import initialize_model
 from meshwright.train.metrics import Metric
@@ -169,13 +170,15 @@ def _read_weights(path: Path) -> dict[str, torch.Tensor]:
             from safetensors.torch import load_file
 
             return load_file(path)
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        loaded = read_pt_file(path)
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"train.weights: {path} cannot be read as weights: {reason}") from None
     for key in ("state_dict", "model"):  # other trainers save the state dict under such a key
         if isinstance(loaded, dict) and isinstance(loaded.get(key), dict):
             loaded = loaded[key]
-    if not isinstance(loaded, dict) or not all(isinstance(v, torch.Tensor) for v in loaded.values()):
+    if not isinstance(loaded, dict) or not all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in loaded.items()
+    ):
         raise InputError(f"train.weights: {path} holds no mapping of names to tensors")
     return loaded

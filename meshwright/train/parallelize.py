@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from meshwright.launch.world import join
 from meshwright.plan import Plan
+from meshwright.profile.optimizer import check_is_optimizer
 from meshwright.train.session import Session
 from meshwright.train.step.loss import LossFunction
 from meshwright.train.step.optimizer import rebuild_optimizer
@@ -40,6 +41,7 @@ def parallelize(
     `device` is `cuda` or `cpu`; None means `cuda` if there is a GPU. `sample_batch`, a batch of any size, is needed for
     plans that split or cut the model. `timeout_s` is how long a rank waits for other ranks before it fails.
     """
+    check_is_optimizer(optimizer)
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     world = join(kind, timeout_s)
     # Parameters are matched by name, because a plan may replace the parameter objects that the template refers to.

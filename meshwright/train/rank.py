@@ -1,5 +1,5 @@
-"""One rank of a run that run.py starts. The launcher calls `main` with the arguments RUN_FOLDER, DEVICE and
-STEPS_TO_RECORD in `sys.argv`."""
+"""One rank of a run that run.py starts. The launcher calls `main` with the arguments RUN_FOLDER, DEVICE,
+STEPS_TO_RECORD and PREDICTED_STEP_S (empty without a prediction) in `sys.argv`."""
 
 import sys
 from pathlib import Path
@@ -20,7 +20,13 @@ from meshwright.train.trainer import Trainer
 
 
 def train_rank(
-    job: Job, plan: Plan, folder: RunFolder, world: World, heartbeat: Heartbeat, recorded_steps: int = 0
+    job: Job,
+    plan: Plan,
+    folder: RunFolder,
+    world: World,
+    heartbeat: Heartbeat,
+    recorded_steps: int = 0,
+    predicted_step_s: float | None = None,
 ) -> bool:
     """Trains as this rank of the world. Returns True if the run is finished, and False if it was stopped before its
     end."""
@@ -33,18 +39,19 @@ def train_rank(
         torch.use_deterministic_algorithms(True)
     with StopRequest() as stop:
         session = build_session(job, plan, world, lambda activity: heartbeat.update(session.steps, activity))
-        return Trainer(job, session, world, folder, heartbeat, recorded_steps).run(stop)
+        return Trainer(job, session, world, folder, heartbeat, recorded_steps, predicted_step_s).run(stop)
 
 
 def main() -> None:
     folder, device, recorded_steps = RunFolder(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])
+    predicted_step_s = float(sys.argv[4]) if sys.argv[4] else None
     job, plan = load_job(folder.job), load_plan(folder.plan)
     if plan.gradients.servers:
-        run_rank_with_servers(job, plan, folder, device)
+        run_rank_with_servers(job, plan, folder, device, predicted_step_s)
         return
 
     def train(world: World, heartbeat: Heartbeat) -> None:
-        train_rank(job, plan, folder, world, heartbeat, recorded_steps)
+        train_rank(job, plan, folder, world, heartbeat, recorded_steps, predicted_step_s)
 
     run_rank(train, device, job.train.timeout_s)
 

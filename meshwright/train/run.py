@@ -33,7 +33,7 @@ def train(
     note: str | None = None,
     parts: JobParts | None = None,
 ) -> dict[str, Any]:
-    """Trains on this machine, and returns the result that `meshwright train --json` prints.
+    """Trains on this machine, and returns the result, which is the content of result.json.
 
     `resume` is that of `lock_run_folder`. `predicted_step_s` is only copied into the result. `recorded_steps` is the
     number of steps, from the first one on, to record for `prove --against`. `note` is printed after the job was
@@ -64,10 +64,11 @@ def train(
     # rank `workers`, prints to the terminal. Without them, no rank can be restarted alone, and rank 0 prints.
     workers = plan.world_size if plan.gradients.servers else 0
     ranks = RankSettings(plan.processes, cluster.kind, threads, job.train.restarts, job.train.grace_s, workers, workers)
+    prediction = "" if predicted_step_s is None else str(predicted_step_s)
     try:
         launch(
             "meshwright.train.rank",
-            [str(folder.path.resolve()), cluster.kind, str(recorded_steps)],
+            [str(folder.path.resolve()), cluster.kind, str(recorded_steps), prediction],
             ranks,
             folder.logs,
             DETERMINISTIC if job.train.deterministic else {},
@@ -87,4 +88,4 @@ def train(
     result = read_result(folder)
     if result is None:
         raise Stopped(f"{folder.path}: the ranks were told to stop; the same command resumes it")
-    return {**result, "run": str(folder.path), "predicted_step_s": predicted_step_s}
+    return result

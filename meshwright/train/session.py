@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from meshwright.batch import ModelBatch, split_batch
-from meshwright.checkpoint.load import load
-from meshwright.checkpoint.reader import verify
+from meshwright.checkpoint.load import load, read_manifest_once
+from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.save import save_at
 from meshwright.checkpoint.state import State, model_state, optimizer_state
 from meshwright.data.loading import Batch, LoadingOptions, Microbatch, SampleShare, train_batches
@@ -348,14 +348,14 @@ class Session:
         return save_at(self.state(), Path(path), self.steps, self.about())
 
     def load(self, path: str | Path) -> None:
-        """Verifies a checkpoint and resumes from it. It may have been written under another plan."""
-        manifest = verify(Path(path))
-        self.restore(Path(path), manifest.about)
+        """Verifies a checkpoint of any plan and resumes from it. All ranks must call this together."""
+        self.restore(Path(path), read_manifest_once(Path(path)))
 
-    def restore(self, path: Path, about: Mapping[str, Any]) -> None:
-        """Resumes from a checkpoint that is verified already. `about` is the field of that name in its manifest."""
+    def restore(self, path: Path, manifest: Manifest) -> None:
+        """Resumes from the checkpoint that has this manifest. Files that differ from it are refused."""
+        about = manifest.about
         self._parallel.reshard()
-        objects = load(path, self.module, self.optimizer, *self._parallel.weight_division)
+        objects = load(path, manifest, self.module, self.optimizer, *self._parallel.weight_division)
         if self.schedule and objects["schedule"] is not None:
             self.schedule.load_state_dict(objects["schedule"])
         if self.loss_scale and objects.get("loss_scale"):

@@ -53,8 +53,10 @@ class Trainer:
         folder: RunFolder,
         heartbeat: Heartbeat,
         recorded_steps: int = 0,
+        predicted_step_s: float | None = None,
     ) -> None:
-        """`recorded_steps` is the number of steps, from the first one on, to record for `prove --against`."""
+        """`recorded_steps` is the number of steps, from the first one on, to record for `prove --against`.
+        `predicted_step_s` is only copied into the result; None if there is no prediction."""
         self.job = job
         self.session = session
         self.world = world
@@ -66,10 +68,11 @@ class Trainer:
         self.meter = ThroughputMeter()
         self.last_loss: Tensor | None = None
         self.last_evaluation: tuple[int, dict[str, float]] | None = None  # the step and the metrics
-        self.checkpoints = RunCheckpoints(folder.checkpoints, world, job.checkpoint)
+        self.checkpoints = RunCheckpoints(folder, world, job.checkpoint)
         self.saved_step: int | None = None
         self.best: BestCheckpoint | None = None
         self.recorded_steps = recorded_steps
+        self.predicted_step_s = predicted_step_s
         self.divergence = DivergenceMonitor(job.train.on_nonfinite)
         self.left_out: set[tuple[int, int]] = set()  # the epoch and index of batches that are not trained on
         self.told_not_saved = False  # whether the user knows that the weights are not finite
@@ -197,14 +200,14 @@ class Trainer:
         metrics = self.last_evaluation[1] if self.last_evaluation else {}
         if self.world.rank == 0:
             result = {
-                "run": str(self.folder.path),
+                "run": str(self.folder.path.resolve()),
                 "steps": self.session.steps,
                 "loss": finite_or_none(loss),
                 "metrics": {name: finite_or_none(value) for name, value in metrics.items()},
                 "samples_per_s": self.meter.samples_per_s,
                 "skipped_steps": self.session.skipped_steps,
                 "restarts": self.world.attempt,
-                "predicted_step_s": None,
+                "predicted_step_s": self.predicted_step_s,
                 "measured_step_s": self.meter.step_s,
                 "peak_memory_bytes": peak,
             }
@@ -373,8 +376,8 @@ class Trainer:
         return f"{damaged}resuming after step {self.session.steps} on {self._describe_ranks()}"
 
     def _restore(self, checkpoint: SavedCheckpoint) -> None:
-        about = checkpoint.about
-        self.session.restore(checkpoint.path, about)
+        about = checkpoint.manifest.about
+        self.session.restore(checkpoint.path, checkpoint.manifest)
         self.saved_step = self.session.steps
         loss, evaluated, best = about["loss"], about["evaluated"], about["best"]
         self.last_loss = None if loss is None else torch.tensor(loss, dtype=torch.float64)

@@ -2,12 +2,13 @@
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from meshwright.auto.choose import plan_of_job, unmeasured_note
-from meshwright.errors import InputError
+from meshwright.errors import InputError, UserCodeError
 from meshwright.job import Job, parse_job
 from meshwright.plan import Plan
 from meshwright.profile.structure import model_structure
@@ -101,3 +102,11 @@ def test_a_mistake_in_the_data_is_reported_by_every_reader() -> None:
     assert plan_of_job(parts, cpu_cluster(2), "auto") == (TWO_REPLICAS, None)
     with pytest.raises(InputError, match="which is no data set"):
         check_job(job, TWO_REPLICAS, cpu_cluster(2), parts)
+
+
+def test_a_model_file_that_exits_is_executed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "my_model.py").write_text("print('executed')\nexit()\n")
+    raw = {**toy_job().model_dump(mode="json"), "model": {"call": "my_model.py:Net"}}
+    with pytest.raises(UserCodeError, match=r"importing it failed: SystemExit: exit code 0 \(.*my_model.py, line 2\)"):
+        plan_of_job(JobParts(parse_job(raw, folder=tmp_path)), cpu_cluster(2), "auto")
+    assert capsys.readouterr().out == "executed\n"

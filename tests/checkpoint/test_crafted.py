@@ -205,6 +205,25 @@ def nested_tuples_as_key(folder: Path) -> None:
     (folder / ".metadata").write_bytes(b"\x80\x04}(" + b")" + b"\x85" * 2_000_000 + b"Nu.")
 
 
+def nested_sizes_as_key(folder: Path) -> None:
+    """The same with objects of `torch.Size`, which are tuples, too."""
+    nested = b"h\0h\1\x85\x85Rq\x010" * 200_000
+    (folder / ".metadata").write_bytes(b"\x80\x02ctorch\nSize\nq\x000)q\x010" + nested + b"}h\x01Ns.")
+
+
+def doubled_path(folder: Path) -> None:
+    """A path of which each part is the whole path before."""
+    doubled = b"h\0h\1h\1\x86Rq\x010" * 45
+    (folder / ".metadata").write_bytes(b"\x80\x02cpathlib\nPath\nq\x000X\1\0\0\0aq\x010" + doubled + b"h\x01.")
+
+
+def doubled_layout(folder: Path) -> None:
+    """A list that has the one before it twice, 45 times, as the argument of a function that need not be called."""
+    doubled = b"]h\1ah\1aq\x010" * 45
+    start = b"\x80\x02ctorch.serialization\n_get_layout\nq\x000]q\x010"
+    (folder / ".metadata").write_bytes(start + doubled + b"h\0h\1\x85R.")
+
+
 def attributes_of_a_class(folder: Path) -> None:
     """Sets an attribute of a class instead of one of an object."""
     (folder / ".metadata").write_bytes(b"\x80\x04cpathlib\nPath\n(N}(\x8c\x07is_filectorch\nSize\nutb.")
@@ -212,6 +231,9 @@ def attributes_of_a_class(folder: Path) -> None:
 
 OLDER = [
     nested_tuples_as_key,
+    nested_sizes_as_key,
+    doubled_path,
+    doubled_layout,
     attributes_of_a_class,
     replace_metadata,
     metadata_with_builtin,

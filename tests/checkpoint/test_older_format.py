@@ -3,6 +3,9 @@ them is executed. `written_by_dcp.tar.gz` was written by the last version that u
 its checkpoint of step 4 (`run`), a checkpoint of a divided model on four ranks (`divided`), and the exported weights of
 steps 4 and 8 of the run."""
 
+import json
+import pickle
+import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from meshwright.checkpoint.manifest import MANIFEST, file_checksum
 from meshwright.checkpoint.reader import verify
+from meshwright.errors import CheckpointError
 from meshwright.job import load_job
 from tests.checkpoint.test_plans import ONE, assert_as_expected, load_under
 from tests.ranks import RankPool
@@ -66,3 +71,19 @@ def test_the_resumed_run_saves_without_pickles(older: Path) -> None:
     resume(0, 1, older / "run", {"shard": 1})
     files = sorted(path.name for path in (older / "run" / "checkpoints" / "step-00000008").iterdir())
     assert files == ["index.json", "manifest.json", "rank-00000.bin"]
+
+
+def test_entries_in_a_file_without_checksum_are_not_read(older: Path) -> None:
+    """`later.distcp` is in the folder, but not in the manifest."""
+    folder = older / "run" / "checkpoints" / "step-00000004"
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for index, info in metadata.storage_data.items():
+        if index.fqn == "model/layers.0.weight":
+            shutil.copy(folder / info.relative_path, folder / "later.distcp")
+            info.relative_path = "later.distcp"
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["files"][".metadata"] = file_checksum(folder / ".metadata").model_dump()
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"its manifest\.json does not have later\.distcp"):
+        verify(folder)

@@ -16,12 +16,12 @@ from meshwright.checkpoint.chunks import chunks_of
 from meshwright.checkpoint.index import INDEX
 from meshwright.checkpoint.load import find_newest_valid
 from meshwright.checkpoint.manifest import MANIFEST, Manifest, write_manifest
-from meshwright.checkpoint.reader import fill, open_checkpoint, verify
+from meshwright.checkpoint.reader import open_checkpoint, plan_transfers, transfer, verify
 from meshwright.checkpoint.save import clear_unfinished, prune, save, save_at
 from meshwright.errors import CheckpointError, InputError
 from meshwright.plain_values import tensor_bytes
 
-STATE = {"model/weight": torch.arange(1000.0), "schedule": {"last_epoch": 3}}
+STATE = {"model/weight": torch.arange(1000.0), "schedule": {"last_epoch": 3}, "optimizer_groups": []}
 
 
 def save_steps(folder: Path, *steps: int) -> None:
@@ -158,6 +158,16 @@ def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-00000004", "step-00000005"], "newer ones than the newest valid one are not counted"
 
 
+def test_steps_of_more_than_eight_digits_are_newer(tmp_path: Path) -> None:
+    save_steps(tmp_path, 99_999_998, 99_999_999, 100_000_000)
+    (tmp_path / "step-99999999 (copy)").mkdir()
+    newest = find_newest_valid(tmp_path)
+    assert (newest.path, newest.problems) == (tmp_path / "step-100000000", ())
+    assert find_newest_valid(tmp_path, before=100_000_000).path == tmp_path / "step-99999999"
+    prune(tmp_path, 2, "step-100000000")
+    assert names(tmp_path) == ["step-100000000", "step-99999999", "step-99999999 (copy)"]
+
+
 # ---- damage
 
 
@@ -266,12 +276,13 @@ UNUSUAL: dict[str, torch.Tensor] = {
 
 
 def test_tensors_of_every_kind_and_layout_are_read_as_they_were(tmp_path: Path) -> None:
-    save({f"model/{name}": value for name, value in UNUSUAL.items()}, tmp_path, 1, about(1))
+    save({**STATE, **{f"model/{name}": value for name, value in UNUSUAL.items()}}, tmp_path, 1, about(1))
     folder = tmp_path / "step-00000001"
     with open_checkpoint(folder, verify(folder)) as reader:
         for name, value in UNUSUAL.items():
             memory = torch.zeros(value.shape, dtype=value.dtype)
-            fill(reader, f"model/{name}", chunks_of(memory))
+            for part in plan_transfers(reader, f"model/{name}", chunks_of(memory)):
+                transfer(reader, part)
             assert torch.equal(tensor_bytes(memory), tensor_bytes(value)), name
 
 

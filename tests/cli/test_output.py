@@ -1,14 +1,18 @@
 """`meshwright train` and `meshwright plan` print what scripts and people rely on."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+import meshwright.auto.choose
+import meshwright.train.rank
 import meshwright.train.run
 from meshwright.cli.commands import _print_result
+from meshwright.errors import Stopped
 from meshwright.plan import Plan
 from tests.cli.commands import CommandResult, RefusalOf, RunCommand, file_names
 
@@ -18,6 +22,7 @@ RESULT: dict[str, Any] = {
     "loss": 0.5,
     "metrics": {"accuracy": 0.9871, "loss": 0.04},
     "samples_per_s": 1234.5,
+    "skipped_steps": 7,
     "restarts": 1,
     "predicted_step_s": None,
     "measured_step_s": 0.1,
@@ -38,11 +43,42 @@ def test_json_is_the_last_line_of_stdout(run_command: RunCommand, monkeypatch: p
     assert last_json(run_command("train", "job.yaml", "--json")) == RESULT
 
 
+def test_the_json_line_is_the_content_of_result_json(
+    folder: Path, run_command: RunCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_rank_here(_: str, arguments: list[str], *__: Any) -> None:
+        monkeypatch.setattr(sys, "argv", ["rank", *arguments])
+        meshwright.train.rank.main()
+
+    monkeypatch.setattr(meshwright.train.run, "launch", run_rank_here)
+    monkeypatch.setattr(meshwright.auto.choose, "plan_of_job", lambda *_: (Plan(), 0.25))
+    printed = last_json(run_command("train", "job.yaml", "--json", "--set", "train={steps: 1, global_batch: 30}"))
+    assert printed == json.loads((folder / "runs" / "job-0001" / "result.json").read_text())
+    assert (printed["run"], printed["predicted_step_s"]) == (str(folder.resolve() / "runs" / "job-0001"), 0.25)
+
+
+@pytest.mark.parametrize("signal", ["SIGINT", "SIGTERM"])
+def test_a_stopped_run_ends_with_exit_code_1_and_without_json(
+    folder: Path, run_command: RunCommand, monkeypatch: pytest.MonkeyPatch, signal: str
+) -> None:
+    def stop(*_: Any) -> None:
+        raise Stopped(f"stopped by {signal}")
+
+    monkeypatch.setattr(meshwright.train.run, "launch", stop)
+    result = run_command("train", "job.yaml", "--json")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.splitlines()[-1] == (
+        "meshwright: runs/job-0001: stopped before the end; the same command resumes it"
+    )
+    assert not (folder / "runs" / "job-0001" / "result.json").exists()
+
+
 def test_people_read_accuracy_speed_and_the_whole_run_path(capsys: pytest.CaptureFixture[str]) -> None:
     _print_result(RESULT, as_json=False)
     printed = capsys.readouterr().out
     assert "98.71%" in printed
     assert "1,234" in printed
+    assert "7 steps, because of NaN or Inf" in printed
     assert RESULT["run"] in printed
 
 

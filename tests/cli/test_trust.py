@@ -46,6 +46,7 @@ def refusal(run_command: RunCommand, *arguments: str) -> str:
 def test_an_own_run_needs_no_trust(run: Path, run_command: RunCommand) -> None:
     assert run_command("export", str(run), "--to", "safetensors", "--limit", "0").exit_code == 0
     assert run_command("prove", "--against", str(run), str(run)).exit_code == 0
+    assert (run / "against-proof-0001.json").is_file(), "docs/prove.md says that the proof is in the second run"
     moved = run.rename(run.with_name("moved"))
     assert run_command("export", str(moved), "--to", "safetensors", "--limit", "0").exit_code == 0
 
@@ -61,6 +62,12 @@ def test_a_run_whose_job_was_changed_is_refused_without_executing_it(run: Path, 
     assert "was not signed with your key" in refusal(run_command, "prove", "--against", "run", "run")
     assert run_command("export", "run", "--to", "safetensors", "--limit", "0", "--trust").exit_code == 0
     assert Path("executed").exists()
+
+
+def test_a_foreign_job_that_takes_minutes_to_read_is_refused(run: Path, run_command: RunCommand) -> None:
+    (run / "job.yaml").write_text(f"model: [{'1,' * 2**20}]")
+    line = refusal(run_command, "export", "run", "--to", "safetensors")
+    assert line == "meshwright: run/job.yaml is too large: a job file has at most 1,048,576 characters\n"
 
 
 def test_prove_with_trust_compares_a_changed_run(run: Path, run_command: RunCommand) -> None:

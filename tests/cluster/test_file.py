@@ -68,7 +68,7 @@ def test_a_device_can_be_in_another_file(tmp_path: Path) -> None:
         ("- 8xH100", ": a cluster file is a YAML mapping, this one is list"),
         ("price_per_hour: 3", ": nodes is missing"),
         ("nodes: []", ": nodes is empty: a cluster has one or more"),
-        ("nodes: [7]", ": nodes.0 is 7: input should be"),
+        ("nodes: [7]", ": nodes.0 is 7: write a mapping"),
         ("nodes: [{count: 8}]", ": nodes.0.device is missing"),
         (
             "nodes: [{device: H1000}]",

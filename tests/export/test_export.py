@@ -1,6 +1,7 @@
 """`meshwright export`: which checkpoint it exports, what it reports, and what it refuses in one line."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,16 @@ def test_without_an_evaluation_set_only_sizes_are_reported(tmp_path: Path) -> No
     assert "the job has no evaluation set" in describe_export(exported)[-1]
     with pytest.raises(InputError, match="has no best checkpoint"):
         read_run(tmp_path / "toy", "best")
+
+
+def test_the_export_does_not_follow_a_link_out_of_the_run_folder(run: Path, tmp_path: Path) -> None:
+    foreign = tmp_path / "run"
+    shutil.copytree(run, foreign, symlinks=True, ignore=shutil.ignore_patterns("export"))
+    (foreign / "export").symlink_to(tmp_path)
+    with pytest.raises(InputError, match=r"run/export is a symbolic link to .* remove the link, or choose a file"):
+        export(foreign, "safetensors", limit=0, trust=True)
+    assert list(tmp_path.iterdir()) == [foreign]
+    assert export(foreign, "safetensors", tmp_path / "a.safetensors", limit=0, trust=True).file.exists()
 
 
 def test_a_limit_evaluates_fewer_samples(run: Path) -> None:

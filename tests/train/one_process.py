@@ -63,6 +63,7 @@ class StopAfter(StopRequest):
 
 def make_trainer(job: Job, folder: Path, rank: int = 0, size: int = 1) -> Trainer:
     folder.mkdir(parents=True, exist_ok=True)
+    RunFolder(folder).job.touch()  # a run whose job.yaml is gone ends: its folder is being deleted
     plan = Plan.model_validate({"axes": {"replicate": size}}) if job.plan == "auto" else job.plan
     session = build_session(job, plan, world(rank, size), lambda activity: None)
     return Trainer(job, session, world(rank, size), RunFolder(folder), Heartbeat.in_memory())

@@ -97,6 +97,32 @@ def test_weights_are_loaded_by_name(tmp_path: Path, kind: str) -> None:
     assert equal_states(build_initialized_model(normed(train={"weights": str(path)})).state_dict(), state)
 
 
+def nested_tuples(levels: int) -> Any:
+    return (nested_tuples(levels - 1),) if levels else ()
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ({0: torch.zeros(2)}, "holds no mapping of names to tensors"),
+        ({"w": 3}, "holds no mapping of names to tensors"),
+        (torch.zeros(2), "holds no mapping of names to tensors"),
+        ({"w": torch.zeros(2, 3).to_sparse()}, "cannot be read as weights: it holds a sparse tensor"),
+        ({"w": torch.zeros(2, device="meta")}, "cannot be read as weights: it holds a meta tensor"),
+        ({nested_tuples(60): 1}, "its tuples are nested too deeply"),
+        ({"w": nn.Linear(2, 2)}, "it names torch.nn.modules.linear.Linear, which is not read from files"),
+    ],
+    ids=["numbers", "number", "tensor", "sparse", "meta", "tuples", "module"],
+)
+def test_a_file_that_holds_no_weights_is_refused_in_one_line(tmp_path: Path, content: Any, reason: str) -> None:
+    torch.save(content, tmp_path / "weights.pt")
+    with pytest.raises(InputError) as refusal:
+        load_weights(nn.Linear(2, 2), Weights(path=str(tmp_path / "weights.pt")))
+    assert str(refusal.value).startswith(f"train.weights: {tmp_path / 'weights.pt'} ")
+    assert reason in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
 def test_skipped_weights_keep_their_initial_values(tmp_path: Path) -> None:
     path = tmp_path / "weights.pt"
     state = build_initialized_model(normed(train={"seed": 9})).state_dict()

@@ -1,23 +1,24 @@
 """`RunCheckpoints`: the checkpoints of a run, of which the newest ones and the best one are kept."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.load import find_newest_valid
-from meshwright.checkpoint.save import clear_unfinished, prune, save
-from meshwright.checkpoint.state import State
-from meshwright.checkpoint.writer import check_savable
+from meshwright.checkpoint.agreement import from_first_rank, gather_results
+from meshwright.checkpoint.load import difference, find_newest_valid
+from meshwright.checkpoint.manifest import Manifest
+from meshwright.checkpoint.save import check_savable, clear_unfinished, prune, save
+from meshwright.checkpoint.state import GROUPS, ModelDescription, State, describe_model
 from meshwright.errors import CheckpointError
-from meshwright.exchange import broadcast_value
 from meshwright.files.storage import writing
 from meshwright.job import Checkpoint
 from meshwright.launch.world import World
-from meshwright.train.step.nonfinite import find_nonfinite_key, nonfinite_keys
+from meshwright.train.output.folder import RunFolder
+from meshwright.train.step.nonfinite import find_nonfinite_key, infinite_keys, nonfinite_keys
 
 LOWER_IS_BETTER = ("loss", "error", "perplexity")
+RUNNING_STATISTICS = ("running_mean", "running_var")  # buffers of normalization layers
 
 
 @dataclass(frozen=True)
@@ -30,63 +31,100 @@ class BestCheckpoint:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """The path of a valid checkpoint, and the field `about` of its manifest."""
+    """The path of a valid checkpoint, and its manifest."""
 
     path: Path
-    about: Mapping[str, Any]
+    manifest: Manifest
 
 
 class RunCheckpoints:
     """Saves and finds the checkpoints in a run's folder. All ranks call its methods together."""
 
-    def __init__(self, folder: Path, world: World, options: Checkpoint) -> None:
-        self._folder = folder
+    def __init__(self, run_folder: RunFolder, world: World, options: Checkpoint) -> None:
+        self._run_folder = run_folder
+        self._folder = run_folder.checkpoints
         self._world = world
         self._options = options
         self._nonfinite_at_start: list[str] = []
+        self._model: ModelDescription = {}
 
     def note_start(self, state: State) -> None:
         """Notes which tensors are not finite before training, such as a buffer that masks with -inf. They do not keep a
         checkpoint from being good. Raises a `CheckpointError` if the state holds anything that cannot be saved, so that
         a run does not find this out at its first checkpoint."""
         check_savable(state)
+        self._model = describe_model(state)
         self._nonfinite_at_start = nonfinite_keys(state)
 
     def find_nonfinite(self, state: State) -> str | None:
         """Returns the name of a weight, buffer or optimizer entry that has become NaN or infinite, the same on all
-        ranks; None if all are finite."""
-        key = find_nonfinite_key(state, self._nonfinite_at_start, self._world.size)
+        ranks; None if all are finite. Infinite numbers in buffers are left out, except in running statistics."""
+        allowed = {*self._nonfinite_at_start, *_infinite_buffers(state)}
+        key = find_nonfinite_key(state, allowed, self._world.size)
         return None if key is None else key.removeprefix("model/")
 
     def save(self, state: State, step: int, about: dict[str, Any], best: BestCheckpoint | None) -> None:
         """Saves a checkpoint, and deletes old ones. `best` is the best one so far, or None."""
-        if self._world.rank == 0:
-            with writing(self._folder):
-                self._folder.mkdir(exist_ok=True)  # without parents: a run folder that was deleted is an error
+        from_first_rank(self._create_folder)
         path = save(state, self._folder, step, about)
-        if self._world.rank == 0:
-            with writing(self._folder):
-                link = self._folder / "best"
-                if best and best.step == step:
-                    _replace_link(link, path.name)
-                best_name = link.readlink().name if link.is_symlink() else None
-                prune(self._folder, self._options.keep, path.name, best_name)
+        from_first_rank(lambda: self._link_and_prune(path, is_best=best is not None and best.step == step))
+
+    def _create_folder(self) -> None:
+        self._run_folder.check_exists()
+        with writing(self._folder):
+            self._folder.mkdir(exist_ok=True)  # without parents: a run folder that was deleted is an error
+
+    def _link_and_prune(self, newest: Path, is_best: bool) -> None:
+        """Points the link `best` to the newest checkpoint if it is the best one, and deletes old checkpoints."""
+        with writing(self._folder):
+            link = self._folder / "best"
+            if is_best:
+                _replace_link(link, newest.name)
+            best_name = link.readlink().name if link.is_symlink() else None
+            prune(self._folder, self._options.keep, newest.name, best_name)
 
     def find_newest(self) -> tuple[SavedCheckpoint | None, tuple[str, ...]]:
         """Returns the newest valid checkpoint, or None if there is none at all, and one message for each newer one that
         is damaged or not signed. Raises a `CheckpointError` if there are checkpoints but none can be used: a run that
-        began again from its first step would delete them."""
-        choice: Any = None
-        if self._world.rank == 0:
-            newest = find_newest_valid(self._folder)
-            choice = newest.path, newest.manifest.about if newest.manifest else None, newest.problems
-        path, about, problems = broadcast_value(choice) if self._world.size > 1 else choice
-        if path is None and problems:
-            count = f"none of the {len(problems)} checkpoints" if len(problems) > 1 else "the only checkpoint"
+        began again from its first step would delete them.
+
+        A checkpoint that does not fit the model is left out too if an older one fits. If none fits, the user has
+        changed the model: the newest one is returned, so that loading it says in what they differ."""
+        problems: list[str] = []
+        newest: tuple[SavedCheckpoint, tuple[str, ...]] | None = None
+        checkpoint, damaged = self._newest_before(None)
+        while checkpoint is not None:
+            problems += damaged
+            problem = self._difference(checkpoint)
+            if problem is None:
+                return checkpoint, tuple(problems)
+            newest = newest or (checkpoint, tuple(problems))
+            problems.append(problem)
+            checkpoint, damaged = self._newest_before(checkpoint.manifest.step)
+        if newest is None and damaged:
+            count = f"none of the {len(damaged)} checkpoints" if len(damaged) > 1 else "the only checkpoint"
             raise CheckpointError(
-                f"{count} in {self._folder} can be used: {problems[0]}; mend it, or start a new run with --resume never"
+                f"{count} in {self._folder} can be used: {damaged[0]}; mend it, or start a new run with --resume never"
             )
-        return None if path is None else SavedCheckpoint(path, about), tuple(problems)
+        return newest or (None, ())
+
+    def _newest_before(self, step: int | None) -> tuple[SavedCheckpoint | None, tuple[str, ...]]:
+        """Returns the newest valid checkpoint before a step, or of all if `step` is None, and one message for each
+        newer one that is damaged. The checkpoint is None if there is no valid one. Rank 0 reads for all ranks."""
+
+        def find() -> tuple[Path | None, dict[str, Any] | None, tuple[str, ...]]:
+            newest = find_newest_valid(self._folder, step)
+            return newest.path, newest.manifest.model_dump() if newest.manifest else None, newest.problems
+
+        path, manifest, problems = from_first_rank(find)
+        checkpoint = None if path is None else SavedCheckpoint(path, Manifest.model_validate(manifest))
+        return checkpoint, tuple(problems)
+
+    def _difference(self, checkpoint: SavedCheckpoint) -> str | None:
+        """Returns one line about in what a checkpoint differs from the model, the same on all ranks; None if it does
+        not."""
+        problems = gather_results(lambda: difference(checkpoint.path, checkpoint.manifest, self._model))
+        return next((problem for problem in problems if problem), None)
 
     def clear_unfinished(self) -> None:
         """Removes what a killed run left half written."""
@@ -103,6 +141,15 @@ class RunCheckpoints:
         name, better = self._options.best or "", self._options.better
         lower = better == "lower" if better else any(word in name.lower() for word in LOWER_IS_BETTER)
         return value < best.value if lower else value > best.value
+
+
+def _infinite_buffers(state: State) -> set[str]:
+    """Returns the keys of the buffers in which this rank has infinite numbers and no NaN, without running statistics. A
+    mask of -inf that the first forward pass fills is such a buffer. Whatever of the model no optimizer updates counts
+    as a buffer: a frozen weight that is infinite was so from the start."""
+    updated = {f"model/{name}" for group in state.get(GROUPS) or () for name in group["names"]}
+    buffers = {key: value for key, value in state.items() if key.startswith("model/") and key not in updated}
+    return {key for key in infinite_keys(buffers) if not key.endswith(RUNNING_STATISTICS)}
 
 
 def _replace_link(link: Path, target: str) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from meshwright.errors import InputError, StorageError
+from meshwright.files.regular_file import find_unsafe_entry
 from meshwright.files.storage import output_error, write_atomically, writing
 from meshwright.files.user_path import user_path
 from meshwright.files.yaml_file import parse_mapping
@@ -77,6 +78,13 @@ class RunFolder:
     def result(self) -> Path:
         return self.path / "result.json"
 
+    def check_exists(self) -> None:
+        """Raises a `StorageError` if the folder was deleted, or if that has begun: then its job.yaml is missing. Who
+        writes in a running run's folder calls this first, because a new file would keep the folder from being
+        deleted."""
+        with writing(self.job):
+            self.job.stat()
+
 
 @dataclass(frozen=True)
 class LockedRun:
@@ -99,11 +107,11 @@ def lock_run_folder(job: Job, resume: str) -> LockedRun:
     if resume == "never" or not runs or runs[-1].result.exists():
         return _create_folder(output, job.name)
     unfinished = runs[-1]
-    differences = job_differences(job, unfinished)
-    lock = None if differences else _lock(unfinished)
+    reason = _why_not_resumed(job, unfinished)
+    lock = None if reason else _lock(unfinished)
     if lock:
         return LockedRun(unfinished, False, lock)
-    reason = differences[0] if differences else "another process is training there"
+    reason = reason or "another process is training there"
     return replace(_create_folder(output, job.name), note=f"not resuming {unfinished.path}: {reason}")
 
 
@@ -156,13 +164,21 @@ def _lock_named_folder(job: Job, path: Path) -> LockedRun:
     for part in (folder.job, folder.plan, folder.logs):  # job.yaml alone would also be in a folder of jobs
         if not os.path.exists(part):
             raise InputError(f"--resume {path}: this is no run folder, it has no {part.name}")
-    differences = job_differences(job, folder)
-    if differences:
-        raise InputError(f"--resume {path}: that run trains something else: {differences[0]}")
+    reason = _why_not_resumed(job, folder)
+    if reason:
+        raise InputError(f"--resume {path}: {reason}")
     lock = _lock(folder)
     if lock is None:
         raise InputError(f"--resume {path}: another process is training there")
     return LockedRun(folder, False, lock)
+
+
+def _why_not_resumed(job: Job, folder: RunFolder) -> str | None:
+    """Returns why the job cannot train in an existing run folder; None if it can."""
+    differences = job_differences(job, folder)
+    if differences:
+        return f"that run trains something else: {differences[0]}"
+    return find_unsafe_entry(folder.path)
 
 
 def _create_folder(output: Path, name: str) -> LockedRun:

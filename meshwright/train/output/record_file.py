@@ -1,14 +1,6 @@
-"""Reads a file of a recorded step, which `torch.save` wrote, so that whatever is in it, nothing of it is executed: no
-more memory is used than the file is large, and a file that is damaged raises an `InputError` that names it.
+"""Reads a file of a recorded step, which `torch.save` wrote. Nothing of it is executed (files/pt_file.py), and a file
+that is damaged, or holds anything else than a recorded step, raises an `InputError` that names it."""
 
-Such a file is a zip archive. One entry, data.pkl, is a pickle that may only name the few functions and types in
-`_GLOBALS`, which are replaced by our own; the others are the bytes of tensors. The archive has a checksum of each."""
-
-import io
-import math
-import sys
-import zipfile
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -19,27 +11,11 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from meshwright.errors import InputError
-from meshwright.files.safe_pickle import SafeUnpickler
+from meshwright.files.pt_file import read_pt_file
 from meshwright.train.output.observation import RankObservation
 
 Tensors = dict[str, Tensor]
 
-_STORAGE_DTYPES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "ComplexFloatStorage": torch.complex64,
-    "ComplexDoubleStorage": torch.complex128,
-}
-_LARGEST_PICKLE_BYTES = 2**30
-_MOST_EXPANDED_BYTES = 2**30  # of tensors that repeat elements of their storage
 _OBSERVATION = TypeAdapter(RankObservation)
 _KEYS = {"gradients", "state", "seen", "gradients_of", "state_of"}
 
@@ -66,78 +42,12 @@ class _DamagedRecord(Exception):
 def read_record(file: Path) -> RecordedStep:
     """Returns the recorded step in a file. Raises an `InputError` of one line if the file is missing or damaged."""
     try:
-        return _recorded_step(_load(file))
+        return _recorded_step(read_pt_file(file))
     except OSError as error:
         raise InputError(f"{file} cannot be read as a recorded step: {error.strerror or error}") from None
-    except Exception as error:  # a damaged pickle or archive can raise any of them
-        reason = str(error).partition("\n")[0] or type(error).__name__
+    except Exception as error:  # `PtFileError`, `_DamagedRecord`, and what operations on odd values raise
+        reason = str(error).partition("\n")[0].removeprefix("it is damaged: ") or type(error).__name__
         raise InputError(f"{file} is damaged, it cannot be read as a recorded step: {reason}") from None
-
-
-# ---- the archive
-
-
-def _load(file: Path) -> Any:
-    """Returns the object in a file that `torch.save` wrote."""
-    with zipfile.ZipFile(file) as archive:
-        entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries.values()):
-            raise _DamagedRecord("its entries are compressed")
-        if "data.pkl" not in entries or entries["data.pkl"].file_size > _LARGEST_PICKLE_BYTES:
-            raise _DamagedRecord("it has no data.pkl of a possible size")
-        if "byteorder" in entries and archive.read(entries["byteorder"]).decode() != sys.byteorder:
-            raise _DamagedRecord("it was written on a machine with another byte order")
-        return _RecordUnpickler(archive, entries).load()
-
-
-class _RecordUnpickler(SafeUnpickler):
-    """Reads data.pkl. It imports nothing: a name in the pickle stands for a function or type of this file."""
-
-    def __init__(self, archive: zipfile.ZipFile, entries: Mapping[str, zipfile.ZipInfo]) -> None:
-        super().__init__(io.BytesIO(archive.read(entries["data.pkl"])))
-        self._archive, self._entries = archive, entries
-        self._storages: dict[str, bytearray] = {}
-        self._expanded_bytes = 0
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
-            return self._tensor
-        if module == "torch" and name in _STORAGE_DTYPES:
-            return _STORAGE_DTYPES[name]
-        if module == "torch.storage" and name == "UntypedStorage":
-            return torch.uint8
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise _DamagedRecord(f"it names {module}.{name}")
-
-    def persistent_load(self, identifier: Any) -> tuple[bytearray, torch.dtype]:
-        """Returns the bytes of a tensor's storage, and its dtype."""
-        kind, dtype, key, _, count = identifier
-        if kind != "storage" or not isinstance(dtype, torch.dtype):
-            raise _DamagedRecord(f"it refers to {kind!r}")
-        if key not in self._storages:
-            self._storages[key] = bytearray(self._archive.read(self._entries[f"data/{key}"]))
-        if len(self._storages[key]) != count * dtype.itemsize:
-            raise _DamagedRecord(f"its storage {key} has {len(self._storages[key])} bytes")
-        return self._storages[key], dtype
-
-    def _tensor(
-        self, storage: Any, offset: int, size: Any, stride: Any, _requires_grad: bool, _hooks: Any, *more: Any
-    ) -> Tensor:
-        content, dtype = storage
-        dtype = more[0] if more and isinstance(more[0], torch.dtype) else dtype
-        needed = math.prod(size) * dtype.itemsize
-        if needed > len(content):  # a dimension of stride 0, for instance
-            self._expanded_bytes += needed
-            if self._expanded_bytes > _MOST_EXPANDED_BYTES:
-                raise _DamagedRecord(f"its tensors of shape {tuple(size)} and others are larger than the file")
-        flat = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
-        return flat.as_strided(size, stride, offset)
-
-
-# ---- the content
 
 
 def _recorded_step(content: Any) -> RecordedStep:

@@ -25,8 +25,9 @@ from meshwright.train.servers.training_spec import training_spec_of, worker_plan
 from meshwright.train.servers.worker import ServerClient, run_worker
 
 
-def run_rank_with_servers(job: Job, plan: Plan, folder: RunFolder, device: str) -> None:
-    """Runs this process as a worker or as a server, depending on its rank."""
+def run_rank_with_servers(job: Job, plan: Plan, folder: RunFolder, device: str, predicted_step_s: float | None) -> None:
+    """Runs this process as a worker or as a server, depending on its rank. `predicted_step_s` is only copied into the
+    result; None if there is no prediction."""
 
     def main(world: World, heartbeat: Heartbeat) -> None:
         if job.train.deterministic:
@@ -34,7 +35,7 @@ def run_rank_with_servers(job: Job, plan: Plan, folder: RunFolder, device: str) 
         if world.rank < plan.world_size:
             train_worker(job, plan, folder, world, heartbeat)
         else:
-            train_server(job, plan, folder, world, heartbeat)
+            train_server(job, plan, folder, world, heartbeat, predicted_step_s)
 
     def join(device: str, timeout_s: float) -> World:
         world = world_without_group("cpu")  # servers compute on the CPU
@@ -73,7 +74,9 @@ def train_worker(job: Job, plan: Plan, folder: RunFolder, world: World, heartbea
         run_worker(session, client, batches, evaluate, after_step)
 
 
-def train_server(job: Job, plan: Plan, folder: RunFolder, world: World, heartbeat: Heartbeat) -> None:
+def train_server(
+    job: Job, plan: Plan, folder: RunFolder, world: World, heartbeat: Heartbeat, predicted_step_s: float | None
+) -> None:
     """Runs the trainer on a server. The servers have a process group without the workers."""
     gradients, timeout_s = plan.gradients, job.train.timeout_s
     server_rank = world.rank - plan.world_size
@@ -93,5 +96,6 @@ def train_server(job: Job, plan: Plan, folder: RunFolder, world: World, heartbea
         group = ServerGroup(store, server_rank, servers, timeout_s)
         server = Server(training_spec_of(job), plan, group, connect, timeout_s)
         server.coordinator.participants.last_seen = lambda worker: describe_last_heartbeat(folder.logs, worker)
-        ServerTrainer(job, server, server_world, folder, heartbeat).run(stop)
+        trainer = ServerTrainer(job, server, server_world, folder, heartbeat, predicted_step_s=predicted_step_s)
+        trainer.run(stop)
         server.stop()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.load import load
+from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.state import State, model_state, optimizer_state
 from meshwright.data.loading import LoadingOptions
 from meshwright.errors import CollectiveError, InputError
@@ -237,14 +238,15 @@ class Server:
             **({"parts": self.parts} if self.parts else {}),
         }
 
-    def restore(self, path: Path, about: Mapping[str, Any]) -> None:
-        """Resumes from a checkpoint that is verified already. `about` is the field of that name in its manifest."""
+    def restore(self, path: Path, manifest: Manifest) -> None:
+        """Resumes from the checkpoint that has this manifest. Files that differ from it are refused."""
+        about = manifest.about
         if about.get("left_out"):
             raise InputError(
                 f"{path}: the run leaves out {len(about['left_out'])} batches (train.on_nonfinite: rewind), which"
                 " workers of parameter servers cannot: set gradients.servers to 0"
             )
-        objects = load(path, self._shard.module, self._shard.optimizer, *self._shard.weight_division())
+        objects = load(path, manifest, self._shard.module, self._shard.optimizer, *self._shard.weight_division())
         if self._shard.schedule and objects["schedule"] is not None:
             self._shard.schedule.load_state_dict(objects["schedule"])
         if self.plan.compute.fused_optimizer:

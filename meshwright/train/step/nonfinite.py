@@ -94,6 +94,12 @@ def nonfinite_keys(state: Mapping[str, Any], without: Collection[str] = ()) -> l
     return [key for key, tensor in present.items() if has_nonfinite([tensor])]
 
 
+def infinite_keys(state: Mapping[str, Any]) -> list[str]:
+    """Returns the keys of a checkpoint's tensors in which this rank has infinite numbers and no NaN."""
+    tensors = {key: _floating_point(state[key]) for key in nonfinite_keys(state)}
+    return [key for key, tensor in tensors.items() if tensor is not None and not bool(tensor.isnan().any())]
+
+
 def find_nonfinite_key(state: Mapping[str, Any], without: Collection[str], ranks: int) -> str | None:
     """Returns the key of a checkpoint's tensor that is not finite on some rank, without those in `without`; None if all
     are finite. All ranks call this together, and the answer is the same on all."""

@@ -1,13 +1,20 @@
-"""A run says before its first step if its checkpoints could not hold its state."""
+"""The checkpoints of a run: what cannot be saved is said before the first step, infinite masks do not keep them from
+being saved, and what goes wrong on rank 0 ends all ranks."""
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, MeshwrightError, TrainingDiverged
+from meshwright.launch.signals import StopRequest
+from meshwright.train.output import checkpoints
+from tests.ranks import RankPool
 from tests.train.one_process import make_trainer, toy_job, train
+from tests.train.toy import Net
 
 
 class RememberingSchedule(torch.optim.lr_scheduler.ExponentialLR):
@@ -43,3 +50,84 @@ def test_the_schedules_of_torch_are_saved_and_resumed(tmp_path: Path, schedule: 
     train(job, tmp_path / "stopped", stop_after=4)
     resumed = train(job, tmp_path / "stopped")
     assert resumed.session.optimizer.param_groups[0]["lr"] == whole.session.optimizer.param_groups[0]["lr"]
+
+
+# ---- infinite numbers in buffers
+
+
+class BufferAfterFirstPass(Net):
+    """The toy's model with a buffer of zeros, in which the first forward pass writes a number."""
+
+    def __init__(self, hidden: int, name: str, number: float) -> None:
+        super().__init__(hidden)
+        self.name, self.number = name, number
+        self.register_buffer(name, torch.zeros(3, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        getattr(self, self.name).copy_(torch.full((3, 3), self.number).triu(1))
+        return super().forward(x)
+
+
+def train_with_buffer(folder: Path, name: str, number: float) -> list[str]:
+    """Trains with such a buffer, and returns the names of the checkpoints."""
+    call = {"call": "tests.train.output.test_checkpoints:BufferAfterFirstPass", "hidden": 8}
+    job = toy_job(model={**call, "name": name, "number": number}, checkpoint={"every_steps": 4})
+    train(job, folder)
+    return sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.parametrize("number", [-float("inf"), float("inf")])
+def test_a_mask_that_the_first_forward_pass_fills_is_saved(tmp_path: Path, number: float) -> None:
+    assert train_with_buffer(tmp_path, "mask", number)[-1] == "step-00000010"
+
+
+@pytest.mark.parametrize(
+    ("name", "number"), [("mask", float("nan")), ("running_mean", float("inf")), ("running_var", float("inf"))]
+)
+def test_nan_and_infinite_running_statistics_are_not_saved(tmp_path: Path, name: str, number: float) -> None:
+    with pytest.raises(TrainingDiverged, match="which is not saved"):
+        train_with_buffer(tmp_path, name, number)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+# ---- errors on rank 0
+
+
+def fail_on_rank_0(rank: int, size: int, folder: Path, part: str) -> str:
+    """Trains until a part of a save fails on rank 0. Returns the class and the message of the error on this rank."""
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    if part == "no folder" and rank == 0:
+        folder.mkdir(exist_ok=True)
+        (folder / "checkpoints").write_text("a file is in the way")
+    trainer = make_trainer(toy_job(checkpoint={"every_steps": 1}), folder, rank, size)
+    with pytest.MonkeyPatch.context() as patch:
+        if part in ("prune", "_replace_link"):
+            patch.setattr(checkpoints, part, fail)
+        if part == "_replace_link":
+            patch.setattr(trainer, "best", checkpoints.BestCheckpoint(1, 0.5))
+        if part == "deleted":
+            patch.setattr(trainer, "_log", lambda _: (folder / "job.yaml").unlink(missing_ok=True))
+        try:
+            trainer.run(StopRequest())
+        except MeshwrightError as error:
+            return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ("no folder", "File exists"),
+        ("prune", "StorageError: FOLDER/checkpoints: the quota of user"),
+        ("_replace_link", "StorageError: FOLDER/checkpoints: the quota of user"),
+        ("deleted", "StorageError: FOLDER/job.yaml: FOLDER/job.yaml does not exist"),
+    ],
+)
+def test_what_rank_0_cannot_write_ends_all_ranks(two: RankPool, tmp_path: Path, part: str, words: str) -> None:
+    folder = tmp_path / "run"
+    errors = two.run(fail_on_rank_0, folder, part)
+    assert words.replace("FOLDER", str(folder)) in errors[0]
+    assert errors[1] == errors[0]

@@ -1,6 +1,7 @@
 """Which folder a command trains in: a new one, the unfinished one, or the one that the user names."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,38 @@ def test_an_unfinished_run_that_is_left_alone_is_spoken_of(tmp_path: Path) -> No
     beside = start(toy_job(output=str(tmp_path), optimizer={"call": "torch.optim:SGD", "lr": 9.0}))
     locked_run.lock.close()
     assert "another process" in beside.note
+
+
+@pytest.mark.parametrize("name", [".lock", "plan.yaml", "metrics.jsonl", "result.json", "logs/rank-0.log", "events"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_run_that_would_write_elsewhere_or_wait_is_not_resumed(tmp_path: Path, name: str, kind: str) -> None:
+    job = toy_job(output=str(tmp_path / "runs"))
+    folder = start(job).folder
+    entry, victim = folder.path / name, tmp_path / "victim"
+    victim.write_text("precious")
+    entry.unlink(missing_ok=True)
+    if kind == "link":
+        entry.symlink_to(victim)
+    else:
+        os.mkfifo(entry)
+    with pytest.raises(InputError, match=f"--resume {folder.path}: {entry} is (a symbolic link|not a regular file)"):
+        lock_run_folder(job, str(folder.path))
+    new = start(job)
+    assert new.folder.path.name == "toy-0002"
+    if name != "result.json":  # which says that the run is finished
+        assert f"not resuming {folder.path}: {entry} is " in new.note
+    assert victim.read_text() == "precious"
+
+
+def test_a_run_behind_a_link_is_resumed(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "runs").symlink_to(tmp_path / "disk")
+    job = toy_job(output=str(tmp_path / "runs"))
+    folder = start(job).folder
+    assert start(job).folder == folder
+    assert start(job, str(folder.path)).folder == folder
+    (tmp_path / "run").symlink_to(folder.path)
+    assert not start(job, str(tmp_path / "run")).is_new
 
 
 @pytest.mark.usefixtures("used_up_quota")

@@ -49,7 +49,7 @@ def final_state(folder: RunFolder) -> dict[str, Any]:
     assert newest.manifest.step == STEPS
     model = Net()
     optimizer = torch.optim.Adam(model.parameters())
-    load(newest.path, model, optimizer)
+    load(newest.path, newest.manifest, model, optimizer)
     entries = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
     curve = [(e["kind"], e["step"], e["loss"]) for e in entries]
     state = optimizer.state_dict()["state"]

@@ -31,7 +31,7 @@ def load_and_save(rank: int, size: int, before: Path, after: Path) -> None:
     """Loads the checkpoint `before` into as many servers as there are ranks, and saves it as `after`."""
     store = dist.PrefixStore(str(after), dist.distributed_c10d._get_default_store())
     server = make_server(rank, size, store)
-    server.restore(before, verify(before).about)
+    server.restore(before, verify(before))
     save_at(server.state(), after, server.steps, server.about())
 
 
@@ -46,13 +46,13 @@ def test_checkpoints_load_with_any_number_of_servers_and_without(two: RankPool, 
     session.save(tmp_path / "plain")
     two.run(load_and_save, tmp_path / "plain", tmp_path / "two")
     single = make_server(0, 1)
-    single.restore(tmp_path / "two", verify(tmp_path / "two").about)
+    single.restore(tmp_path / "two", verify(tmp_path / "two"))
     assert (single.steps, single.position) == (session.steps, session.position)
     save_at(single.state(), tmp_path / "one", single.steps, single.about())
     for name in ("two", "one"):
         fresh = tied_spec()
         optimizer = fresh.make_optimizer(dict(fresh.model.named_parameters()))
-        load(tmp_path / name, fresh.model, optimizer)
+        load(tmp_path / name, verify(tmp_path / name), fresh.model, optimizer)
         assert equal_states(fresh.model.state_dict(), session.module.state_dict())
         expected, loaded = session.optimizer.state_dict()["state"], optimizer.state_dict()["state"]
         assert expected.keys() == loaded.keys()

@@ -39,9 +39,10 @@ def last_checkpoint(folder: RunFolder) -> dict[str, torch.Tensor]:
     """Weights, buffers and optimizer state of the last checkpoint, as one process loads them."""
     newest = find_newest_valid(folder.checkpoints)
     assert newest.path is not None
+    assert newest.manifest is not None
     model = Net()
     optimizer = torch.optim.Adam(model.parameters())
-    load(newest.path, model, optimizer)
+    load(newest.path, newest.manifest, model, optimizer)
     moments = optimizer.state_dict()["state"]
     return {**model.state_dict(), **{f"{n}.{k}": v for n, entry in moments.items() for k, v in entry.items()}}
 

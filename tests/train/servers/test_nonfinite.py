@@ -58,6 +58,7 @@ def serve(job: Job, updates: str, folder: Path) -> ServerTrainer:
         return connect_store(ADDRESS, port, timedelta(seconds=TIMEOUT_S))
 
     server = Server(training_spec_of(job), plan, ServerGroup(connect(), 0, 1, TIMEOUT_S), connect, TIMEOUT_S)
+    RunFolder(folder).job.touch()
     trainer = ServerTrainer(job, server, ONE_RANK, RunFolder(folder), Heartbeat.in_memory())
     threads = [threading.Thread(target=work, args=(job, plan, w, connect), daemon=True) for w in range(WORKERS)]
     for thread in threads:
@@ -111,4 +112,4 @@ def test_servers_do_not_resume_a_run_that_leaves_out_batches(tmp_path: Path) -> 
     assert newest.manifest is not None
     server = make_server(0, 1)
     with pytest.raises(InputError, match=r"the run leaves out 2 batches .* set gradients.servers to 0"):
-        server.restore(newest.path, newest.manifest.about)
+        server.restore(newest.path, newest.manifest)

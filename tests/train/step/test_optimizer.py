@@ -139,3 +139,27 @@ def test_a_template_of_another_model_is_refused() -> None:
         InputError, match=r"the optimizer holds a parameter of shape \(7, 5\) that the model does not have"
     ):
         meshwright.parallelize(nn.Linear(3, 2), template, loss=nn.CrossEntropyLoss(), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (torch.optim.AdamW, "optimizer is the class AdamW, not a torch optimizer"),
+        (build_optimizer, "optimizer is the function build_optimizer, not a torch optimizer"),
+        ("SGD", "optimizer is a str, not a torch optimizer"),
+    ],
+)
+@pytest.mark.parametrize("function", ["parallelize", "prove", "predict", "best_plan"])
+def test_a_class_or_function_instead_of_an_optimizer_is_refused(function: str, optimizer: Any, words: str) -> None:
+    batch = (torch.ones(2, 3), torch.ones(2, 2))
+    arguments: dict[str, dict[str, Any]] = {
+        "parallelize": {"device": "cpu"},
+        "prove": {"sample_batch": batch, "plan": meshwright.Plan(), "global_batch": 2},
+        "predict": {"sample_batch": batch, "cluster": "1xH100", "global_batch": 2},
+        "best_plan": {"sample_batch": batch, "cluster": "1xH100", "global_batch": 2},
+    }
+    with pytest.raises(InputError, match=words) as refusal:
+        getattr(meshwright, function)(nn.Linear(3, 2), optimizer=optimizer, loss=nn.MSELoss(), **arguments[function])
+    assert "construct one and pass it, for example optimizer=torch.optim.SGD(model.parameters(), lr=0.1)" in str(
+        refusal.value
+    )

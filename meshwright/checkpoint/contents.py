@@ -1,0 +1,42 @@
+"""What the contents of every checkpoint have in common, whatever the model is. A checkpoint without it is damaged."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.checkpoint.index import SavedTensor
+from meshwright.checkpoint.state import GROUPS, split_entry_key
+
+
+def check_contents(tensors: Mapping[str, SavedTensor], objects: Mapping[str, Any]) -> str | None:
+    """Returns what is wrong with the contents of a checkpoint whatever the model is: small objects that are missing or
+    of another kind than is saved. None if nothing is."""
+    groups, scale = objects.get(GROUPS), objects.get("loss_scale")
+    if not isinstance(groups, list) or not all(map(_is_group, groups)):
+        return f"it has no {GROUPS}" if groups is None else f"its {GROUPS} are not lists of parameters and options"
+    if "schedule" not in objects:
+        return "it has no schedule"
+    if scale is not None and not _is_loss_scale(scale):
+        return "its loss_scale is not a factor with two counts"
+    names = [name for group in groups for name in group["names"]]
+    trained = set(names)
+    if len(trained) < len(names):
+        return f"its {GROUPS} have a parameter twice"
+    both = next((key for key in objects if key in tensors), None)
+    if both is not None:
+        return f"it has {both:.100} as a tensor and as an object"
+    for key in (*tensors, *objects):
+        if key.startswith("optimizer/") and split_entry_key(key)[0] not in trained:
+            return f"it has {key:.100}, but its {GROUPS} do not have that parameter"
+    return None
+
+
+def _is_group(group: Any) -> bool:
+    names = group.get("names") if isinstance(group, dict) else None
+    return isinstance(names, list) and all(isinstance(name, str) for name in names)
+
+
+def _is_loss_scale(scale: Any) -> bool:
+    numbers: list[Any] = [scale.get(name) for name in ("value", "good", "skipped")] if isinstance(scale, dict) else []
+    are_numbers = all(type(number) in (int, float) and 0 <= number < math.inf for number in numbers)
+    return len(numbers) > 0 and are_numbers and numbers[0] > 0
