@@ -20,7 +20,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	touch $@
 
 demo: setup
-	$(BIN)/meshwright train jobs/mnist.yaml
+	$(BIN)/meshwright train mnist
 
 check: setup
 	$(BIN)/ruff check .

@@ -4,6 +4,9 @@
 - Dict: the target is the entry named by the job's `data.target`, or else by target(s) or label(s); the other entries
   are the model's keyword arguments. Where a dict has no target, the loss receives the whole dict.
 - Anything else, and the item of a tuple or list that has only one, is both the model's only argument and the target.
+
+Without a loss function the model computes its loss itself, and gets the whole batch (`WHOLE_BATCH`): the entries of a
+dict as keyword arguments, the items of a tuple or list as positional arguments. The target is then for metrics only.
 """
 
 from collections.abc import Mapping
@@ -14,8 +17,11 @@ from torch.utils._pytree import tree_map
 
 from meshwright.dtypes import widen_half
 from meshwright.errors import InputError, did_you_mean
+from meshwright.output_trees import know_dataclasses
 
 TARGET_KEYS = ("target", "targets", "label", "labels")
+# Passed as the key of the target, this means that nothing is taken out of the batch before it goes into the model.
+WHOLE_BATCH = "*"
 
 
 @dataclass(frozen=True)
@@ -27,8 +33,17 @@ class ModelBatch:
     target: Any
 
 
+def target_key(key: str | None, has_loss: bool) -> str | None:
+    """Returns the key of the target with which `split_batch` is called: `key`, which is the job's `data.target`, or
+    `WHOLE_BATCH` if there is no loss function."""
+    return key if has_loss else WHOLE_BATCH
+
+
 def split_batch(data: Any, target_key: str | None = None) -> ModelBatch:
-    """Separates a batch into the model's arguments and the target. `target_key` is the job's `data.target`."""
+    """Separates a batch into the model's arguments and the target. `target_key` is the result of the function of that
+    name."""
+    if target_key == WHOLE_BATCH:
+        return _whole_batch(data)
     if isinstance(data, Mapping):
         return _split_mapping(data, target_key)
     if isinstance(data, tuple | list) and len(data) > 1:
@@ -47,7 +62,17 @@ def _split_mapping(data: Mapping[str, Any], target_key: str | None) -> ModelBatc
     return ModelBatch((), {name: value for name, value in data.items() if name != key}, data[key])
 
 
+def _whole_batch(data: Any) -> ModelBatch:
+    if isinstance(data, Mapping):
+        key = next((key for key in TARGET_KEYS if key in data), None)
+        return ModelBatch((), dict(data), data if key is None else data[key])
+    if isinstance(data, tuple | list):
+        return ModelBatch(tuple(data), {}, data[-1])
+    return ModelBatch((data,), {}, data)
+
+
 def at_least_fp32(output: Any) -> Any:
     """Returns a model's output in the same structure, with bf16 and fp16 tensors converted to fp32, because losses are
     computed in at least fp32."""
+    know_dataclasses(output)
     return tree_map(widen_half, output)

@@ -26,6 +26,15 @@ class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+def _check_sample_weights(weights: Any) -> Any:
+    """Returns the value of `data.weights`. If it has another form than the field allows, raises an error that says what
+    to write."""
+    if weights is None or isinstance(weights, str | Call) or (isinstance(weights, Mapping) and "call" in weights):
+        return weights
+    form = "{call: package.module:name, ...}"
+    raise PydanticCustomError("weights", "write the path of a file, or {form}", {"form": form})
+
+
 class Data(_Section):
     """The data sets, and how ranks load them.
 
@@ -39,12 +48,28 @@ class Data(_Section):
     # What the ranks divide: each global batch, the data set in fixed parts, or the features of each sample's input.
     partition: Literal["batch", "sample", "dimension"] = "batch"
     parts: Parts | None = None  # number of fixed parts for `partition: sample`; null: one per rank
+    # One weight per training sample, from a function or from a file: samples are drawn by weight, with replacement.
+    weights: Annotated[Call | str | None, BeforeValidator(_check_sample_weights)] = None
+    epoch_samples: Samples | None = None  # number of samples that an epoch draws by weight; null: as many as there are
+    sampler: Call | None = None  # torch's WeightedRandomSampler, in place of `weights` and `epoch_samples`
     workers: ProcessesOrZero = 0  # loader processes per rank
     pin_memory: bool | None = None  # null: only where there are GPUs
     collate: Call | None = None
     target: str | None = None  # key of the target in batches that are dicts; null: target(s) or label(s)
     drop_last: bool = False
     damaged: Literal["fatal", "skip"] = "fatal"  # what to do with a sample whose file cannot be read
+
+    def check_sampling(self) -> None:
+        """Raises a ValueError if the fields about drawing samples by weight contradict each other or other fields."""
+        if self.epoch_samples is not None and self.weights is None:
+            raise ValueError("data.epoch_samples is the number of samples drawn by weight, but data.weights is missing")
+        if self.sampler is not None and self.weights is not None:
+            raise ValueError("data.weights and data.sampler both say how samples are drawn: leave out one of them")
+        if self.partition == "sample" and (self.sampler or self.weights):
+            raise ValueError(
+                "data.partition is sample, which visits each sample once per epoch, but data.weights or data.sampler"
+                " draws samples by weight: set data.partition to batch, or leave the weights out"
+            )
 
 
 def _check_groups(groups: Any) -> Any:
@@ -82,10 +107,12 @@ class LearningRateSchedule(Call):
     """The learning-rate schedule's class and options.
 
     `per` says whether it is stepped after every optimizer `step` or after every `epoch`; null means `epoch` when the
-    job sets `train.epochs`, and `step` otherwise.
+    job sets `train.epochs`, and `step` otherwise. A schedule that needs a metric, as `ReduceLROnPlateau`, is stepped
+    after each evaluation instead, with the value of `metric`; null means `loss`.
     """
 
     per: Literal["step", "epoch"] | None = None
+    metric: str | None = None
 
 
 class Weights(_Section):
@@ -163,6 +190,7 @@ class Job(_Section):
     metrics: dict[str, Call] = {}
     optimizer: Optimizer
     schedule: LearningRateSchedule | None = None
+    callbacks: list[Call] = []  # objects that are called as the run goes on, see train/callbacks/callbacks.py
     train: Train = Train(epochs=1)
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
@@ -180,13 +208,16 @@ class Job(_Section):
                 f"data.parts is {self.data.parts}, which only data.partition: sample uses, but data.partition is"
                 f" {self.data.partition}: leave out data.parts or set data.partition to sample"
             )
+        self.data.check_sampling()
         if "loss" in self.metrics:
             raise ValueError("metrics.loss: every evaluation already reports the loss under this name, choose another")
         best = self.checkpoint.best
-        if best and best != "loss" and best not in self.metrics:
-            raise ValueError(
-                f"checkpoint.best is '{best}', but metrics has no metric of this name{did_you_mean(best, self.metrics)}"
-            )
+        scheduled = self.schedule.metric if self.schedule else None
+        for field, name in (("checkpoint.best", best), ("schedule.metric", scheduled)):
+            if name and name != "loss" and name not in self.metrics:
+                raise ValueError(
+                    f"{field} is '{name}', but metrics has no metric of this name{did_you_mean(name, self.metrics)}"
+                )
         if best and self.data.eval is None:
             raise ValueError(
                 f"checkpoint.best is '{best}', but data.eval is missing: name the data set to measure it on"
@@ -292,6 +323,8 @@ def _resolve_files(raw: Mapping[str, Any], folder: Path, source: str) -> dict[st
     data, train = resolved.get("data"), resolved.get("train")
     if isinstance(data, dict) and isinstance(data.get("root"), str):
         data["root"] = _absolute_path(data["root"], folder, f"{source}: data.root")
+    if isinstance(data, dict) and isinstance(data.get("weights"), str):
+        data["weights"] = _absolute_path(data["weights"], folder, f"{source}: data.weights")
     if isinstance(train, dict):
         weights = train.get("weights")
         section, key = (weights, "path") if isinstance(weights, dict) else (train, "weights")

@@ -34,10 +34,14 @@ data:
   drop_last: true
   damaged: skip
   parts: null
+  weights: {call: my_data:weights}
+  epoch_samples: 1000
+  sampler: null
 loss: {call: torch.nn:CrossEntropyLoss, label_smoothing: 0.1}
 metrics: {accuracy: {call: meshwright.train.metrics:accuracy}, top3: {call: meshwright.train.metrics:top_k, k: 3}}
 optimizer: {call: torch.optim:AdamW, lr: 1e-3, betas: [0.9, 0.95], groups: [no_decay, {match: head, lr: 1.5e-4}]}
 schedule: {call: torch.optim.lr_scheduler:StepLR, step_size: 2, per: epoch}
+callbacks: [{call: "meshwright.train.callbacks:EarlyStopping", patience: 2}]
 train: {epochs: 2, steps: 50, global_batch: 16, clip_norm: 1, seed: 3, weights: {path: /w.pt, skip: [head]},
         freeze: [body], deterministic: true, on_nonfinite: skip, timeout_s: 30, restarts: 1, grace_s: 9}
 checkpoint: {every_steps: 7, keep: 2, best: accuracy, better: higher}

@@ -24,6 +24,7 @@ LEVELS = {
     "train": 4,
     "checkpoint": 3,
     "calibrate": 3,
+    "zoo": 3,
     "simulator": 2,
     "parallel": 2,
     "workloads": 2,
@@ -39,6 +40,7 @@ LEVELS = {
     "batch": 0,
     "dtypes": 0,
     "exchange": 0,
+    "output_trees": 0,
     "plain_values": 0,
     "files": 0,
     "errors": 0,
@@ -54,12 +56,12 @@ FOLDERS = {
     "profile": ("structure", "tracing"),
     "proof": ("reference", "record", "compare", "causes"),
     "simulator": ("compute", "tensor", "communication", "pipeline", "memory"),
-    "train": ("step", "output", "servers"),
+    "train": ("loss", "step", "output", "callbacks", "servers"),
     "workloads": ("text", "images", "segmentation", "recommender", "physics"),
 }
 ENTRY_POINTS = ("__init__", "__main__")  # they may import anything, and nothing may import them
 # The files of level 0 that other files of level 0 may import.
-SHARED_BY_LEVEL_0 = ("errors", "dtypes", "files", "limits", "plain_values", "user_code")
+SHARED_BY_LEVEL_0 = ("errors", "dtypes", "files", "limits", "output_trees", "plain_values", "user_code")
 PREDICTING, EXECUTING = {"simulator", "planner"}, {"parallel", "checkpoint", "train"}
 WITHOUT_TORCH = ("plan", "job", "errors", "call", "user_code", "limits", "files")
 # `cache` reads XDG_CACHE_HOME and the home folder, `trust` the user's key (MESHWRIGHT_KEY, MESHWRIGHT_KEY_FILE and

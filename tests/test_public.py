@@ -53,3 +53,7 @@ def test_the_nearest_known_name_is_offered() -> None:
     assert did_you_mean("Adamw", ["Adam", "AdamW"]) == ": did you mean 'AdamW'?"
     assert did_you_mean("zzz", ["b", "a"]) == ": known are a, b"
     assert did_you_mean("zzz", []) == ""
+
+
+def test_dir_lists_the_public_names() -> None:
+    assert {"best_plan", "parallelize", "prove"} <= set(dir(meshwright))

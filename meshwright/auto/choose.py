@@ -1,5 +1,7 @@
 """Chooses the plan for `plan: auto` of a job and for `mw.best_plan`: the fastest plan that the executor can run."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -10,7 +12,10 @@ from meshwright.batch import split_batch
 from meshwright.calibrate.probe import measure_machine
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
-from meshwright.errors import MeshwrightError, UserCodeError
+from meshwright.data.randomness import preserve_generators
+from meshwright.errors import InputError, MeshwrightError, UserCodeError
+from meshwright.exchange import broadcast_value
+from meshwright.launch.world import World, join
 from meshwright.parallel.tensor.dimension_partition import dimension_partition_plan
 from meshwright.plan import Axes, Plan
 from meshwright.planner.inputs import PlanningInputs, with_measured_operators
@@ -20,6 +25,7 @@ from meshwright.profile.tracing.step import LossFunction
 from meshwright.simulator.predict import predict_plan
 from meshwright.train.build import construct_model
 from meshwright.train.job_parts import JobParts
+from meshwright.user_code import first_line
 
 
 def choose_plan(inputs: PlanningInputs, profiles: Profiles) -> PricedPlan:
@@ -94,22 +100,83 @@ def best_plan(
     global_batch: int,
     loss: LossFunction | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    cluster: str | Cluster = "local",
+    cluster: str | Cluster | None = None,
     exact: bool = False,
     target: str | None = None,
+    device: str | None = None,
+    timeout_s: float = 600,
 ) -> Plan:
     """Returns the fastest plan for this model that `parallelize` can run. The model and the batch may be on the meta
     device. `optimizer` is a template for the optimizer; without it, the plan is for plain SGD. With `exact`, the plan
-    does not change the numerics."""
+    does not change the numerics.
+
+    Without `cluster`, the plan is for the ranks that there are: those of the process group or of the launcher, or one
+    rank if there is neither. `device` is `cuda` or `cpu`; None means `cuda` if there is a GPU. Rank 0 searches, and all
+    ranks get its plan; they call this together, and wait at most `timeout_s` for it.
+    """
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    world = join(kind, timeout_s)
+
+    def search_here() -> Plan:
+        inputs, profiles = _model_inputs(
+            model,
+            sample_batch,
+            _cluster_of_ranks(world) if cluster is None else cluster,
+            ranks=world.size if cluster is None else None,
+            global_batch=global_batch,
+            loss=loss,
+            optimizer=optimizer,
+            exact=exact,
+            target=target,
+        )
+        return choose_plan(with_measured_operators(inputs, profiles), profiles).plan
+
+    with preserve_generators():  # only rank 0 may draw random numbers here
+        return _plan_of_rank_0(search_here, world)
+
+
+def _model_inputs(
+    model: nn.Module, sample_batch: Any, cluster: str | Cluster, *, ranks: int | None, **options: Any
+) -> tuple[PlanningInputs, Profiles]:
+    """Returns the inputs of a search. Plans must use exactly this number of `ranks`, unless it is None; their shares of
+    a batch need not be equal then."""
     machines = find_cluster(cluster, measure_machine) if isinstance(cluster, str) else cluster
-    inputs, profiles = model_planning_inputs(
-        model,
-        sample_batch,
-        machines,
-        global_batch=global_batch,
-        loss=loss,
-        optimizer=optimizer,
-        exact=exact,
-        target=target,
-    )
-    return choose_plan(with_measured_operators(inputs, profiles), profiles).plan
+    inputs, profiles = model_planning_inputs(model, sample_batch, machines, **options)
+    if ranks is None:
+        return inputs, profiles
+
+    def check_plan(plan: Plan) -> None:
+        if plan.world_size != ranks:
+            raise InputError(f"the plan is for {plan.world_size} ranks, but there are {ranks}")
+        inputs.check_plan(plan)
+
+    return replace(inputs, even_shares=False, check_plan=check_plan), profiles
+
+
+def _cluster_of_ranks(world: World) -> Cluster:
+    """Returns the devices of the ranks that there are, all of them on this machine."""
+    if world.size != world.local_size:
+        raise InputError(
+            f"the {world.size} ranks are on {world.size // world.local_size} machines, whose network is not known:"
+            " describe them with best_plan(…, cluster=…), for example '2x8xH100' for two machines with eight GPUs each"
+        )
+    if world.device.type == "cpu":
+        return find_cluster(f"{world.size}xcpu", measure_machine)
+    return find_cluster("local", measure_machine).with_device_count(world.size)
+
+
+def _plan_of_rank_0(search_here: Callable[[], Plan], world: World) -> Plan:
+    """Returns the plan that rank 0 finds, on every rank. If it finds none, all ranks raise an error."""
+    if world.size == 1:
+        return search_here()
+    answer: dict[str, Any] = {}
+    if world.rank == 0:
+        try:
+            answer["plan"] = search_here().model_dump(mode="json")
+        except BaseException as error:
+            broadcast_value({"error": first_line(error)})
+            raise
+    answer = broadcast_value(answer)
+    if "error" in answer:
+        raise InputError(f"rank 0 has found no plan: {answer['error']}")
+    return Plan.model_validate(answer["plan"])

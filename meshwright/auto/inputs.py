@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.batch import target_key
 from meshwright.call import bind
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import InputError, MeshwrightError
@@ -72,7 +73,7 @@ def model_planning_inputs(
     """Returns the planning inputs for a model, and the profiles of the model. Without an optimizer, they are for plain
     SGD."""
     on_gpu = cluster.kind == "cuda"
-    structure = ModelStructure(model, sample, target)
+    structure = ModelStructure(model, sample, target_key(target, loss is not None))
     check_plan = checker_of_structure(structure)
     inputs = PlanningInputs(
         cluster, global_batch, optimizer_cost(optimizer, on_gpu), exact=exact, check_plan=check_plan
@@ -128,5 +129,7 @@ def _planning_data(parts: JobParts) -> PlanningData:
         except MeshwrightError:
             raise missing from None
         sample = sample_batch(job, data)
-        return PlanningData(data, True, ModelStructure(parts.model, sample, job.data.target))
+        return PlanningData(
+            data, True, ModelStructure(parts.model, sample, target_key(job.data.target, job.loss is not None))
+        )
     return PlanningData(data, job.data.synthetic, parts.structure)

@@ -13,12 +13,12 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
-from meshwright.batch import split_batch
+from meshwright.batch import split_batch, target_key
 from meshwright.call import bind
 from meshwright.errors import InputError
 from meshwright.job import Job, load_job
 from meshwright.train.build import build_data, build_loading, construct_model, freeze
-from meshwright.train.step.loss import loss_from_model
+from meshwright.train.loss.loss import loss_from_model
 from meshwright.train.step.optimizer import build_optimizer
 
 
@@ -37,7 +37,7 @@ def samples_per_s(
     batches = _batches(job, device)
     begin = 0.0
     for step in range(steps + 1):
-        example = split_batch(next(batches), job.data.target)
+        example = split_batch(next(batches), target_key(job.data.target, job.loss is not None))
         output = parallel_model(*example.arguments, **example.keywords)
         result = loss_function(output, example.target)
         loss = result[0] / result[1] if isinstance(result, tuple) else result  # some losses return a sum and a count

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from meshwright.blocks.module_names import is_inside
 from meshwright.blocks.operator_kinds import operator_kind
+from meshwright.blocks.power_iteration import power_iterations, without_power_iteration
 from meshwright.errors import InputError
 
 Recompute = Literal["none", "selective", "full"]
@@ -71,11 +72,11 @@ def _recomputing_forward(
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         first, second = pass_contexts(block) if pass_contexts else (nullcontext(), nullcontext())
         if kind == "full":
-            return first, _Nested(lambda: (second, _frozen_batchnorm_statistics(block)))
+            return first, _Nested(lambda: (second, _frozen_statistics(block)))
         caching, cached = create_selective_checkpoint_contexts(_selective_policy)
         return (
             _Nested(lambda: (first, caching)),
-            _Nested(lambda: (second, _frozen_batchnorm_statistics(block), cached)),
+            _Nested(lambda: (second, _frozen_statistics(block), cached)),
         )
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -117,15 +118,16 @@ class _Nested(AbstractContextManager[None]):
 
 
 @contextmanager
-def _frozen_batchnorm_statistics(block: nn.Module) -> Iterator[None]:
-    """Keeps the BatchNorm layers of a block from updating their running statistics. The recomputation runs in this
-    context, because the first forward pass has already counted the batch."""
+def _frozen_statistics(block: nn.Module) -> Iterator[None]:
+    """Keeps the BatchNorm layers of a block from updating their running statistics, and spectral norms from power
+    iteration. The recomputation runs in this context, because the first forward pass has already done both."""
     norms = [m for m in block.modules() if isinstance(m, _BatchNorm) and m.training and m.track_running_stats]
     settings = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
         norm.momentum, norm.num_batches_tracked = 0.0, None
     try:
-        yield
+        with without_power_iteration(power_iterations(block)):
+            yield
     finally:
         for norm, (momentum, count) in zip(norms, settings, strict=True):
             norm.momentum, norm.num_batches_tracked = momentum, count

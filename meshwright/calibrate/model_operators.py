@@ -27,6 +27,7 @@ import torch
 
 from meshwright.calibrate.operator_calls import CallBuilder, OperatorCall, TensorPool
 from meshwright.calibrate.timing import device_seconds
+from meshwright.cluster.cache import load_operator_seconds, save_operator_seconds
 from meshwright.cluster.cluster import Cluster, Device, Node, OperatorTime
 from meshwright.cluster.detect import detect, detect_cpu
 from meshwright.dtypes import DTYPE_NAMES, Dtype, float32_matmul_precision
@@ -88,8 +89,9 @@ def measure_model_operators(
     cluster: Cluster, profile: ModelProfile, plan: Plan, global_batch: int, budget_s: float = BUDGET_S
 ) -> Cluster:
     """Returns the cluster with measured times of the operators that one rank runs under this plan, or the same cluster
-    if it is not this machine. This takes about `budget_s` seconds. The states of the random number generators and the
-    number of threads are restored afterwards."""
+    if it is not this machine. This takes about `budget_s` seconds the first time. The times are stored until this
+    machine is measured again, so that the same model gets the same plan. The states of the random number generators and
+    the number of threads are restored afterwards."""
     if not is_this_machine(cluster):
         return cluster
     (node,) = cluster.nodes
@@ -101,8 +103,7 @@ def measure_model_operators(
     calls = _slowest_operators(rank_profile, batch, rank, budget_s)
     if not calls:
         return cluster
-    is_gpu = node.device.kind == "cuda"
-    seconds = _time_on_gpu(calls, rank) if is_gpu else _time_on_cores(calls, rank, budget_s)
+    seconds = _seconds_of(calls, rank, node, batch, budget_s)
     rows = tuple(_rows(calls, seconds, batch, rank))
     device = node.device.model_copy(
         update={
@@ -169,6 +170,18 @@ def _slowest_operators(profile: ModelProfile, batch: int, rank: _Rank, budget_s:
 
 
 # ---- how long they take
+
+
+def _seconds_of(calls: Sequence[_CallToTime], rank: _Rank, node: Node, batch: int, budget_s: float) -> Sequence[float]:
+    """Returns the seconds of each call, as they were measured before if they were."""
+    keys = [(timed.lookup, timed.backward, timed.operator.name, timed.operator.dtype) for timed in calls]
+    inputs = (node.to_yaml(), batch, rank.cores, rank.ranks, rank.layout, rank.tf32, *keys)
+    seconds = load_operator_seconds(inputs, len(calls))
+    if seconds is None:
+        is_gpu = node.device.kind == "cuda"
+        seconds = _time_on_gpu(calls, rank) if is_gpu else _time_on_cores(calls, rank, budget_s)
+        save_operator_seconds(inputs, seconds)
+    return seconds
 
 
 def _time_on_gpu(calls: Sequence[_CallToTime], rank: _Rank) -> list[float]:

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from contextlib import nullcontext, suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,7 @@ import typer
 
 from meshwright.cli.bench import bench
 from meshwright.cli.data import data
+from meshwright.cli.init import init
 from meshwright.cli.options import (
     AsJson,
     ClusterName,
@@ -20,9 +22,12 @@ from meshwright.cli.options import (
     PlanFile,
     Settings,
     Trust,
+    job_argument,
     path_argument,
     path_option,
 )
+from meshwright.cli.plan import plan
+from meshwright.cli.ready_jobs import job_title, ready_jobs
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.files.user_path import user_path
 from meshwright.limits import LARGEST_COUNT, MOST_RANKS_HERE
@@ -31,16 +36,42 @@ if TYPE_CHECKING:
     from meshwright.proof.proof import Proof
 
 MOST_RECORDED_STEPS = 9_999  # each is a file as large as the weights and gradients
-MOST_SHOWN_PLANS = 100_000
 
 app = typer.Typer(
     help="Plan, prove and run distributed training of any PyTorch model.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench")
 app.add_typer(data, name="data")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"meshwright {version('meshwright')}", flush=True)
+        raise typer.Exit
+
+
+@app.callback()
+def options_of_every_command(
+    _version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def jobs(as_json: AsJson = False) -> None:
+    """List the ready jobs, which every command takes by name: `meshwright train mnist`."""
+    titles = {name: job_title(file.read_text()) for name, file in ready_jobs().items()}
+    if as_json:
+        rows = [{"name": name, "title": title, "file": str(ready_jobs()[name])} for name, title in titles.items()]
+        print(json.dumps({"jobs": rows}), flush=True)
+        return
+    width = max(map(len, titles))
+    for name, title in titles.items():
+        print(f"{name:<{width}}  {title}", flush=True)
 
 
 @app.command()
@@ -92,63 +123,13 @@ def train(
         _print_result(result, as_json)
 
 
-@app.command()
-def plan(
-    job: JobFile,
-    cluster: ClusterName = None,
-    plan: Annotated[Path | None, path_option("--plan", "FILE", "Predict this plan only.")] = None,
-    top: Annotated[int, typer.Option(min=1, max=MOST_SHOWN_PLANS, help="How many plans to show.")] = 5,
-    exact: Annotated[
-        bool,
-        typer.Option("--exact", help="Only plans that compute the same values as one device, up to the order of sums."),
-    ] = False,
-    html: Annotated[Path | None, path_option("--html", "FILE", "Write the report as HTML (not implemented).")] = None,
-    settings: Settings = None,
-    as_json: AsJson = False,
-) -> None:
-    """Find the fastest plan for a job on any cluster, without using the cluster. Prints ranked plans, and why others
-    were rejected."""
-    from functools import partial
-    from time import perf_counter
-
-    from rich.console import Console
-
-    from meshwright.auto.choose import dimension_plan
-    from meshwright.auto.inputs import planning_inputs
-    from meshwright.calibrate.probe import measure_machine
-    from meshwright.cluster.detect import find_cluster
-    from meshwright.job import load_job, load_plan
-    from meshwright.planner.inputs import with_measured_operators
-    from meshwright.planner.report import predict_given_plan, report_search, show
-    from meshwright.planner.search import search
-    from meshwright.train.job_parts import JobParts
-
-    if html:
-        raise InputError(f"--html {html}: HTML reports are not implemented yet, use --json")
-    begin = perf_counter()
-    loaded_job = load_job(job, settings or [])
-    parts = JobParts(loaded_job)
-    given_plan = load_plan(plan) if plan else None
-    machines = find_cluster(cluster or loaded_job.cluster, measure_machine)
-    if given_plan is None and loaded_job.data.partition == "dimension":  # this partition determines the plan
-        given_plan = dimension_plan(parts, machines)
-    notify = partial(print, file=sys.stderr)
-    inputs, profiles = planning_inputs(parts, machines, exact=exact, top=top, notify=notify)
-    inputs = with_measured_operators(inputs, profiles)
-    if given_plan:
-        report = predict_given_plan(given_plan, inputs, profiles)
-    else:
-        report = report_search(search(inputs, profiles), inputs, profiles)
-    seconds = round(perf_counter() - begin, 3)
-    if as_json:
-        print(json.dumps({**report.to_dict(), "seconds": seconds}), flush=True)
-    else:
-        show(report, inputs, Console(width=None if sys.stdout.isatty() else 200), seconds)
+app.command()(plan)
+app.command()(init)
 
 
 @app.command()
 def prove(
-    job: Annotated[Path | None, path_argument("JOB", "The job's YAML file.")] = None,
+    job: Annotated[Path | None, job_argument()] = None,
     plan: Annotated[Path | None, path_option("--plan", "FILE", "Prove this plan.")] = None,
     ranks: Annotated[
         int | None,
@@ -209,9 +190,13 @@ def prove(
 @app.command()
 def export(
     run: Annotated[Path, path_argument("RUN", "The run folder that train wrote.")],
-    to: Annotated[str, typer.Option("--to", metavar="safetensors|bf16|int8|int16|program", help="The file's format.")],
+    to: Annotated[
+        str,
+        typer.Option("--to", metavar="safetensors|bf16|int8|int16|program|huggingface", help="The format to write."),
+    ],
     output: Annotated[
-        Path | None, path_option("--output", "FILE", "The file to write; by default one in RUN/export.")
+        Path | None,
+        path_option("--output", "FILE", "The file to write, or the folder of huggingface; by default in RUN/export."),
     ] = None,
     dynamic: Annotated[bool, typer.Option("--dynamic", help="With int8: quantize activations as well.")] = False,
     step: Annotated[
@@ -289,6 +274,8 @@ def _print_result(result: dict[str, Any], as_json: bool) -> None:
     if result["measured_step_s"] and result["predicted_step_s"]:
         rows["step"] = f"{result['measured_step_s']:.3g} s, predicted {result['predicted_step_s']:.3g} s"
     rows["steps"] = str(result["steps"])
+    if result.get("stopped"):
+        rows["stopped"] = result["stopped"]
     if result["skipped_steps"]:
         rows["skipped"] = f"{result['skipped_steps']} steps, because of NaN or Inf"
     if result["restarts"]:
@@ -319,7 +306,7 @@ def _run_command() -> int:
 
     with exits_become_errors():
         try:
-            return app(standalone_mode=False) or 0
+            return app(standalone_mode=False, prog_name="meshwright") or 0
         except BaseException as error:
             if user_position(error) is None:
                 raise

@@ -5,7 +5,10 @@ from typing import Annotated, Any
 
 import typer
 
+from meshwright.cli.ready_jobs import complete_job, find_job
+from meshwright.errors import InputError
 from meshwright.files.user_path import user_path
+from meshwright.limits import LARGEST_COUNT
 
 
 def path_argument(metavar: str, help: str) -> Any:
@@ -18,7 +21,26 @@ def path_option(name: str, metavar: str, help: str) -> Any:
     return typer.Option(name, metavar=metavar, help=help, parser=lambda text: user_path(text, name))
 
 
-JobFile = Annotated[Path, path_argument("JOB", "The job's YAML file.")]
+def check_output(file: Path) -> None:
+    """Raises an `InputError` if the file of `--output` cannot be written because of its folder, before the command does
+    its work."""
+    if file.is_dir():
+        raise InputError(f"--output {file}: this is a folder: write the name of a file")
+    if not file.parent.is_dir():
+        raise InputError(f"--output {file}: there is no folder {file.parent}: create it first")
+
+
+def job_argument() -> Any:
+    """Returns typer's description of an argument that is a job: a path, or the name of a ready job."""
+    return typer.Argument(
+        metavar="JOB",
+        help="The job's YAML file, or the name of a ready job (`meshwright jobs` lists them).",
+        parser=find_job,
+        autocompletion=complete_job,
+    )
+
+
+JobFile = Annotated[Path, job_argument()]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="A.B=C", help="Override a field of the job; may be repeated."),
@@ -35,3 +57,21 @@ Trust = Annotated[
     typer.Option("--trust", help="Execute what the job.yaml of a run that you did not write imports."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
+GlobalBatch = Annotated[
+    int | None,
+    typer.Option("--global-batch", min=1, max=LARGEST_COUNT, metavar="N", help="Of a model: samples of a step; 256."),
+]
+SequenceLength = Annotated[
+    int | None,
+    typer.Option(
+        "--sequence",
+        min=1,
+        max=LARGEST_COUNT,
+        metavar="N",
+        help="Of a model: tokens of a sample; its own maximum.",
+    ),
+]
+ImageSize = Annotated[
+    int | None,
+    typer.Option("--image", min=1, max=LARGEST_COUNT, metavar="N", help="Of a model: width and height of a picture."),
+]

@@ -1,10 +1,11 @@
-"""Stores measurements between runs in the user's cache folder: one file per machine that was measured, and one file per
-device that was calibrated."""
+"""Stores measurements between runs in the user's cache folder: one file per machine that was measured, one file per
+device that was calibrated, and one file per model whose operators were measured."""
 
 import hashlib
 import json
 import re
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -64,6 +65,30 @@ def calibrated_device(name: str) -> Device | None:
 
 def save_device(device: Device, file: Path) -> Path:
     return _write(file, device.to_yaml())
+
+
+def load_operator_seconds(inputs: Sequence[object], count: int) -> list[float] | None:
+    """Returns the seconds of `count` operators that were measured before with the same `inputs`; None if there are
+    none. Then the same question gets the same answer, although no two measurements are equal."""
+    try:
+        seconds = json.loads(_operators_file(inputs).read_text())
+    except (OSError, ValueError):
+        return None
+    is_valid = isinstance(seconds, list) and all(isinstance(value, float) and 0 < value < 1e9 for value in seconds)
+    return seconds if is_valid and len(seconds) == count else None
+
+
+def save_operator_seconds(inputs: Sequence[object], seconds: Sequence[float]) -> None:
+    """Stores the seconds of operators. If the cache cannot take them, the next planning measures again."""
+    try:
+        _write(_operators_file(inputs), json.dumps(list(seconds)))
+    except StorageError as error:
+        warnings.warn(f"{error}; until then operators are measured in every planning", stacklevel=2)
+
+
+def _operators_file(inputs: Sequence[object]) -> Path:
+    text = json.dumps([str(value) for value in (*inputs, torch.__version__)])
+    return cache_folder() / "operators" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 
 def _machine_file(detected: Cluster) -> Path:

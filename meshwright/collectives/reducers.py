@@ -9,6 +9,7 @@ from meshwright.collectives.scheduled import ScheduledReducer
 from meshwright.collectives.schedules.builders import SCHEDULES, build
 from meshwright.collectives.shared_memory import storages
 from meshwright.collectives.shared_memory.reducer import SharedMemoryReducer
+from meshwright.collectives.shared_memory.segment import missing_on_this_system
 from meshwright.collectives.shared_memory.two_level import TwoLevelMemoryReducer, machines_of
 from meshwright.errors import InputError
 from meshwright.exchange import all_gather_values
@@ -42,6 +43,8 @@ def make_reducer(
 
 
 def _shared_memory_reducer(group: dist.ProcessGroup, machines: list[list[int]], size_bytes: int) -> Reducer:
+    if reason := missing_on_this_system():
+        raise InputError(f"gradients cannot be combined in shared memory: {reason}")
     (local_ranks,) = [machine for machine in machines if group.rank() in machine]
     needed, free = len(local_ranks) * size_bytes, storages.free_bytes()
     problem = (

@@ -1,8 +1,10 @@
 """The batch that a rank receives, and the options of how it is loaded."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from meshwright.data.sampling import WeightedSampling
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,18 @@ class Batch:
 @dataclass(frozen=True)
 class LoadingOptions:
     """How batches are loaded. If `collate` is None, torch's default is used. `parts` is the number of parts into which
-    a data set is divided if `partition` is `sample`; None means one part per rank."""
+    a data set is divided if `partition` is `sample`; None means one part per rank. `start_worker` is called with its
+    number in each worker process, and `loader_options` are further arguments of torch's `DataLoader`. `sampling` says
+    how an epoch of training draws its samples; None means each sample once."""
 
     workers: int = 0
     pin_memory: bool = False
     collate: Callable[[list[Any]], Any] | None = None
     partition: Literal["batch", "sample", "dimension"] = "batch"
     parts: int | None = None
+    sampling: WeightedSampling | None = None
+    start_worker: Callable[[int], None] | None = None
+    loader_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from meshwright.data.batch import Batch, LoadingOptions, Microbatch, SampleShare
 from meshwright.data.mapped import eval_mapped, train_mapped
 from meshwright.data.streams import eval_stream, train_stream
 
-__all__ = ["Batch", "LoadingOptions", "Microbatch", "SampleShare", "eval_batches", "train_batches"]
+__all__ = ["Batch", "LoadingOptions", "Microbatch", "SampleShare", "eval_batches", "is_stream", "train_batches"]
 
 
 def train_batches(
@@ -32,7 +32,7 @@ def train_batches(
     """Yields this rank's part of every global batch. Batches go from `start` = (epoch, index of the batch) to the end
     of epoch `epochs` - 1; they never end if `epochs` is None. Close the iterator to end its worker processes at
     once."""
-    train = train_stream if _is_stream(dataset) else train_mapped
+    train = train_stream if is_stream(dataset) else train_mapped
     return train(
         dataset,
         seed=seed,
@@ -51,9 +51,10 @@ def eval_batches(
 ) -> Iterator[Microbatch]:
     """Yields this rank's part of a data set, `batch` samples at a time. All ranks together get every sample exactly
     once. Nothing is padded or borrowed, so a rank may get one batch fewer than another rank, or none."""
-    evaluate = eval_stream if _is_stream(dataset) else eval_mapped
+    evaluate = eval_stream if is_stream(dataset) else eval_mapped
     return evaluate(dataset, batch=batch, share=share, loading=loading, seed=seed)
 
 
-def _is_stream(dataset: Any) -> bool:
+def is_stream(dataset: Any) -> bool:
+    """Whether a data set can only be iterated over, and has no random access to samples."""
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")

@@ -15,15 +15,24 @@ from meshwright.data.columns import ColumnDataset
 from meshwright.data.partition import BatchPartition, Partition, PartPartition, even_shares, padded_microbatches
 from meshwright.data.randomness import preserve_generators, seed_generators
 from meshwright.data.samples import collate_samples, dataset_size, read_sample, read_samples
+from meshwright.data.sampling import repeat_numbers
 from meshwright.data.workers import load_items
 from meshwright.errors import InputError
 
 
 class MicrobatchKeys(NamedTuple):
-    """Names the samples of one microbatch to load, by the epoch and their indices."""
+    """Names the samples of one microbatch to load, by the epoch and their indices. `repeats` says for each of them how
+    often the epoch had it before, so that random augmentation is another one each time; None if no sample comes
+    twice."""
 
     epoch: int
     indices: np.ndarray
+    repeats: np.ndarray | None = None
+
+    def parts_of_seed(self, position: int) -> tuple[int, ...]:
+        """The epoch and the index of a sample, and its number of repeats if it is repeated."""
+        repeat = 0 if self.repeats is None else int(self.repeats[position])
+        return (self.epoch, int(self.indices[position]), *((repeat,) if repeat else ()))
 
 
 class MicrobatchDataset(Dataset[Any]):
@@ -46,23 +55,22 @@ class MicrobatchDataset(Dataset[Any]):
         self._reads_batches = loading.collate is None and callable(getattr(dataset, "batch_of", None))
 
     def __getitem__(self, keys: MicrobatchKeys) -> Any:
-        epoch = keys.epoch
         if self._reads_batches:
             with preserve_generators():
-                seed_generators(self._seed, self._use, epoch, int(keys.indices[0]))
+                seed_generators(self._seed, self._use, *keys.parts_of_seed(0))
                 return read_samples(self._dataset.batch_of, self._dataset, keys.indices)
         indices = keys.indices.tolist()
         with preserve_generators():
             if self._reads_lists:
-                seed_generators(self._seed, self._use, epoch, indices[0])
+                seed_generators(self._seed, self._use, *keys.parts_of_seed(0))
                 samples = read_samples(self._dataset.__getitems__, self._dataset, indices)
             else:
-                samples = [self._sample(epoch, index) for index in indices]
+                samples = [self._sample(keys, position) for position in range(len(indices))]
             return collate_samples(self._collate, samples, self._dataset, indices)
 
-    def _sample(self, epoch: int, index: int) -> Any:
-        seed_generators(self._seed, self._use, epoch, index)
-        return read_sample(self._dataset, index)
+    def _sample(self, keys: MicrobatchKeys, position: int) -> Any:
+        seed_generators(self._seed, self._use, *keys.parts_of_seed(position))
+        return read_sample(self._dataset, int(keys.indices[position]))
 
 
 @dataclass(frozen=True)
@@ -95,7 +103,7 @@ def train_mapped(
     dataset, width = _select_columns(dataset, share, loading)
     partition = make_partition(size, global_batch, share.ranks, loading, seed, drop_last)
     batches = partition.batches
-    _check_start(batches, size, global_batch, start)
+    _check_start(batches, loading.sampling.draws if loading.sampling else size, global_batch, start)
     pending: deque[_PendingBatch] = deque()
 
     def keys_of_microbatches() -> Iterator[MicrobatchKeys]:
@@ -103,6 +111,7 @@ def train_mapped(
         for epoch in count(first_epoch) if epochs is None else range(first_epoch, epochs):
             begin = first_index if epoch == first_epoch else 0
             order = partition.order(epoch) if begin < batches else np.empty(0, np.int64)
+            repeats = repeat_numbers(order) if loading.sampling else None
             for index in range(begin, batches):
                 shares = partition.shares(index)
                 microbatches = padded_microbatches(shares, share.rank, accumulation)
@@ -111,7 +120,8 @@ def train_mapped(
                 pending.append(_PendingBatch(counts, sum(map(len, shares)), epoch, index, is_last))
                 for positions in microbatches:
                     if positions:
-                        yield MicrobatchKeys(epoch, order[positions.start : positions.stop])
+                        chosen = slice(positions.start, positions.stop)
+                        yield MicrobatchKeys(epoch, order[chosen], None if repeats is None else repeats[chosen])
                     else:
                         borrowed = partition.borrowed_sample(order, index, share.rank)
                         yield MicrobatchKeys(epoch, np.array([borrowed]))
@@ -127,7 +137,7 @@ def train_mapped(
 def _check_start(batches: int, size: int, global_batch: int, start: tuple[int, int]) -> None:
     if batches == 0:
         raise InputError(
-            f"the data set has {size} samples, fewer than the global batch of {global_batch}, and drop_last "
+            f"an epoch has {size} samples, fewer than the global batch of {global_batch}, and drop_last "
             "leaves nothing to train on: lower global_batch or set drop_last to false"
         )
     first_epoch, first_index = start
@@ -175,6 +185,9 @@ def make_partition(
     """Returns the partition that divides `size` samples into global batches and ranks, as `loading` says."""
     if loading.partition == "sample":
         return PartPartition(size, global_batch, ranks, seed, loading.parts or ranks)
+    if loading.sampling is not None:
+        loading.sampling.check_size(size)
+        return BatchPartition(loading.sampling.draws, global_batch, ranks, seed, drop_last, loading.sampling)
     return BatchPartition(size, global_batch, ranks, seed, drop_last)
 
 

@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from meshwright.data.order import batches_per_epoch, permutation
+from meshwright.data.sampling import WeightedSampling
 from meshwright.errors import InputError
 
 
@@ -73,20 +74,22 @@ class Partition(Protocol):
 
 @dataclass(frozen=True)
 class BatchPartition:
-    """Divides one order of all samples into batches, and each batch evenly among ranks."""
+    """Divides one order of all samples into batches, and each batch evenly among ranks. With `sampling`, the order is
+    what it draws, and `size` the number of its draws."""
 
     size: int
     batch: int
     ranks: int
     seed: int
     drop_last: bool = False
+    sampling: WeightedSampling | None = None
 
     @property
     def batches(self) -> int:
         return batches_per_epoch(self.size, self.batch, self.drop_last)
 
     def order(self, epoch: int) -> np.ndarray:
-        return permutation(self.seed, epoch, self.size)
+        return self.sampling.order(self.seed, epoch) if self.sampling else permutation(self.seed, epoch, self.size)
 
     def shares(self, index: int) -> list[range]:
         batch = range(self.size)[index * self.batch : (index + 1) * self.batch]

@@ -161,6 +161,16 @@ def train_stream(
             )
 
 
+def read_stream(
+    dataset: Any, *, seed: int, epoch: int, batch: int, share: SampleShare, loading: LoadingOptions, drop_last: bool
+) -> Iterator[tuple[Microbatch, int]]:
+    """Yields this rank's part of each batch of one pass over a stream, and the batch's number of samples over all
+    ranks. Does not call `set_epoch` and `seek` of the stream, which are left to the caller."""
+    reading = _StreamEpoch(seed, "sample", epoch, batch, share, drop_last=drop_last)
+    for samples, ((data, local_samples),) in load_items(_StreamBatches(dataset, reading, loading), loading):
+        yield Microbatch(data, local_samples), samples
+
+
 def eval_stream(
     dataset: Any, *, batch: int, share: SampleShare, loading: LoadingOptions, seed: int
 ) -> Iterator[Microbatch]:

@@ -5,8 +5,9 @@ has ended."""
 import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import parent_process
 from typing import Any
 
@@ -29,8 +30,9 @@ def load_items(dataset: Dataset[Any], loading: LoadingOptions, keys: Iterable[An
         num_workers=loading.workers,
         collate_fn=_unchanged,
         pin_memory=loading.pin_memory and torch.accelerator.is_available(),
-        worker_init_fn=_start_worker,
+        worker_init_fn=partial(_start_users_worker, loading.start_worker) if loading.start_worker else _start_worker,
         generator=torch.Generator(),  # otherwise starting a loader would draw from the model's generator
+        **loading.loader_options,
     )
     with _signals_blocked():
         iterator = iter(loader)
@@ -71,6 +73,12 @@ def _signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _start_users_worker(start_worker: Callable[[int], None], worker: int) -> None:
+    """Runs first in a worker process of a loader that has a `worker_init_fn` of the user."""
+    _start_worker(worker)
+    start_worker(worker)
 
 
 def _start_worker(worker: int) -> None:

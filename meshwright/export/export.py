@@ -1,5 +1,5 @@
-"""`meshwright export`: writes the weights of a run to a file that can be used without Meshwright, and measures how the
-size and the metrics change."""
+"""`meshwright export`: writes the weights of a run to a file or folder that can be used without Meshwright, and
+measures how the size and the metrics change."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import InputError, did_you_mean
+from meshwright.export.huggingface import check_folder, check_model, folder_bytes, read_folder, write_folder
 from meshwright.export.measure import MetricChange, first_samples, measure, metric_changes
 from meshwright.export.program import LoadedProgram, write_program
 from meshwright.export.quantize import Width, quantizable_parameters, quantize, quantized_state, read_quantized_state
@@ -26,12 +27,13 @@ SUFFIXES = {
     "int8": ".pt2",
     "int16": ".pt2",
     "program": ".pt2",
+    "huggingface": "",  # a folder
 }
 
 
 @dataclass(frozen=True)
 class ExportResult:
-    """The file that was written, and how size and metrics changed. `bytes` is the size of the file, `bytes_before` that
+    """The file or folder that was written, and how size and metrics changed. `bytes` is its size, `bytes_before` that
     of the model's weights before the export. `metrics` is empty if nothing was evaluated."""
 
     run: Path
@@ -87,12 +89,16 @@ def export(
         raise InputError(f"--to {to}{did_you_mean(to, SUFFIXES)}")
     if dynamic and to != "int8":
         raise InputError(f"--dynamic quantizes activations, which --to {to} does not: use it with --to int8")
-    if output and output.suffix != SUFFIXES[to]:
+    if output and to == "huggingface":
+        check_folder(output)
+    elif output and output.suffix != SUFFIXES[to]:
         raise InputError(f"--output {output}: a file of --to {to} ends in {SUFFIXES[to]}")
     problem = None if output else find_unsafe_entry(run, "export")
     if problem:
         raise InputError(f"{problem}, or choose a file with --output")
     trained = read_run(run, step, settings, trust)
+    if to == "huggingface":
+        check_model(trained.model)
     file = output or run / "export" / _file_name(trained.job.name, to, dynamic)
     eval_set, example_set = _data_sets(trained, to, limit)
     before = measure(trained.model, trained.job, eval_set) if eval_set is not None else {}
@@ -105,7 +111,7 @@ def export(
         format=f"{to}, dynamic" if dynamic else to,
         step=trained.step,
         file=written.file,
-        bytes=written.file.stat().st_size,
+        bytes=folder_bytes(written.file) if to == "huggingface" else written.file.stat().st_size,
         bytes_before=size_bytes(trained.model),
         metrics=metric_changes(before, after),
         notes=(*trained.notes, *written.notes, *unmeasured),
@@ -113,7 +119,7 @@ def export(
 
 
 def _write(trained: TrainedModel, to: str, dynamic: bool, example_set: Any, file: Path) -> _Written:
-    """Writes the model in the format `to`. The file is complete, or it does not exist. A quantized model that
+    """Writes the model in the format `to`. The file or folder is complete, or it does not exist. A quantized model that
     torch.export cannot export is written as a state dict."""
     if to in ("safetensors", "bf16"):
         metadata = {"format": "pt", "job": trained.job.name, "step": str(trained.step)}
@@ -121,6 +127,9 @@ def _write(trained: TrainedModel, to: str, dynamic: bool, example_set: Any, file
         with replacing(file, size_bytes(model)) as draft:
             write_weights(model, draft, metadata)
         return _Written(file, read_weights(trained.initial_model(), file))
+    if to == "huggingface":
+        write_folder(trained.model, trained.job, file, size_bytes(trained.model))
+        return _Written(file, read_folder(trained.model, file))
     if to == "program":
         with replacing(file, size_bytes(trained.model)) as draft:
             write_program(trained.model, trained.job, example_set, draft)
@@ -150,7 +159,7 @@ def _write_state(trained: TrainedModel, width: Width, file: Path) -> _Written:
 def _data_sets(trained: TrainedModel, to: str, limit: int | None) -> tuple[Any, Any]:
     """Returns two data sets. The first is the one to evaluate, or None if nothing is to be evaluated. The second
     provides example batches for a program, or is None if neither is needed."""
-    if limit == 0 and SUFFIXES[to] == ".safetensors":
+    if limit == 0 and SUFFIXES[to] != ".pt2":
         return None, None
     train_set, eval_set = build_data(trained.job)
     example_set = train_set if eval_set is None else eval_set

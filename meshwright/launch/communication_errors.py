@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 import traceback
 from pathlib import Path
 
@@ -96,6 +97,8 @@ def _is_alive(peer: HeartbeatRecord) -> bool:
     """Whether the process of a rank on this machine is running."""
     try:
         os.kill(peer.pid, 0)
+        if sys.platform != "linux":  # there is no /proc, which tells zombies
+            return True
         state = Path(f"/proc/{peer.pid}/stat").read_text().rpartition(")")[2].split()[0]
     except PermissionError:
         return True

@@ -10,7 +10,9 @@ from datetime import timedelta
 from signal import SIGTERM, Signals
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.elastic.multiprocessing import api as elastic_processes
 
 
@@ -23,6 +25,21 @@ def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> A
 def set_default_timeout(group: Any, timeout: timedelta) -> None:
     """Sets the timeout of the operations that the group starts from now on."""
     group._set_default_timeout(timeout)
+
+
+def add_gloo_for_cpu_tensors() -> None:
+    """Lets the default process group send CPU tensors through Gloo if its own backend, such as NCCL, cannot send them.
+    Groups that are made from it later can send them, too. All ranks call this together."""
+    config = dist.get_backend_config()
+    if "cpu:" in config:
+        return
+    group, cpu = dist.group.WORLD, torch.device("cpu")
+    assert group is not None
+    gloo: Any = dist.new_group(backend="gloo")
+    group._register_backend(cpu, dist.ProcessGroup.BackendType.GLOO, gloo._get_backend(cpu))
+    config, world = f"cpu:gloo,{config}", distributed_c10d._world
+    world.pg_map[group] = (config, world.pg_map[group][1])
+    world.pg_backend_config[group] = config
 
 
 class Process(Protocol):

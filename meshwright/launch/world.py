@@ -9,6 +9,7 @@ import torch.distributed as dist
 from meshwright.errors import InputError
 from meshwright.launch import environment
 from meshwright.launch.loopback import connect_store
+from meshwright.launch.torch_private import add_gloo_for_cpu_tensors
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,19 @@ def is_launched() -> bool:
     return environment.read_environment().launched
 
 
+def rank_count() -> int:
+    """Returns the number of ranks: of the process group if there is one, otherwise of the launcher's environment
+    variables. It is 1 for a process that no launcher started."""
+    return dist.get_world_size() if dist.is_initialized() else environment.read_environment().size
+
+
 def join(device: str, timeout_s: float) -> World:
-    """Joins the process group that the environment variables describe. A process that no launcher started is a world of
-    one rank without process group."""
+    """Joins the process group that the environment variables describe. If this process is in a process group already,
+    because the script or an earlier session has made it, that one is used. A process that no launcher started and that
+    is in no process group is a world of one rank."""
     env = environment.read_environment()
+    if dist.is_initialized():
+        return _world_of_group(device, env)
     torch_device = _torch_device(device, env.local_rank)
     store: dist.Store | None = None
     if env.launched:
@@ -47,6 +57,19 @@ def join(device: str, timeout_s: float) -> World:
             timeout=timeout,
         )
     return World(env.rank, env.local_rank, env.size, env.local_size, env.attempt, torch_device, store)
+
+
+def _world_of_group(device: str, env: environment.Environment) -> World:
+    """Returns the world of the process group that exists already, whichever its backend is."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    add_gloo_for_cpu_tensors()
+    if env.launched and env.size == size:
+        return World(
+            rank, env.local_rank, size, env.local_size, env.attempt, _torch_device(device, env.local_rank), None
+        )
+    # The script has started its ranks itself, and has chosen the GPU of each.
+    local_rank = torch.cuda.current_device() if device == "cuda" else rank
+    return World(rank, local_rank, size, size, 0, _torch_device(device, local_rank), None)
 
 
 def world_without_group(device: str) -> World:

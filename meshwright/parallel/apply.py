@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -32,12 +33,12 @@ from meshwright.parallel.check import check_cast, check_runnable, check_structur
 from meshwright.parallel.compiled import compile_blocks
 from meshwright.parallel.float8 import convert_linears_to_float8
 from meshwright.parallel.mesh import build_mesh, data_group, position_in_mesh
-from meshwright.parallel.model import ParallelModel
+from meshwright.parallel.model import MakeAverager, ParallelModel
 from meshwright.parallel.pipeline.pipeline import PipelineExecutor
 from meshwright.parallel.pipeline.stages import LocalStages, cut_stages, recompute_stages
 from meshwright.parallel.precision import gradient_reduce_dtype
 from meshwright.parallel.replicate.batch_norm import synchronize_batch_norm
-from meshwright.parallel.replicate.gradient_averaging import GradientAverager, gradient_averager
+from meshwright.parallel.replicate.gradient_averaging import gradient_averager
 from meshwright.parallel.replicate.local_steps import LocalSteps
 from meshwright.parallel.replicate.replicate import replicate
 from meshwright.parallel.shard import shard
@@ -97,7 +98,7 @@ def apply(
     sums = _small_sums(plan, device, local.module) if world_size > 1 else None
     # Shard or replicate after everything that replaces parameters, because DDP and FSDP2 keep the parameters that they
     # find.
-    runner, averager = _shard_or_replicate(plan, local, structure, mesh, sums, device, fill)
+    runner, make_averager = _shard_or_replicate(plan, local, structure, mesh, sums, device, fill)
     # The hooks of branches after all other hooks: branches exchange tensors outside of what those hooks do.
     if local.branches:
         connect_branches(local.branches, module)
@@ -117,7 +118,7 @@ def apply(
         local.layouts,
         stages.tied if stages else (),
         pipeline,
-        averager,
+        make_averager,
         local_steps,
         sums,
     )
@@ -184,10 +185,10 @@ def _shard_or_replicate(
     sums: SmallSums | None,
     device: torch.device,
     fill: FillWeights | None,
-) -> tuple[nn.Module, GradientAverager | None]:
+) -> tuple[nn.Module, MakeAverager | None]:
     """Shards or replicates the parameters, and fills the weights of a module that is on the meta device. Returns the
-    module that is called in training, and the `GradientAverager` that averages its gradients. The averager is None if
-    DDP or FSDP2 averages them, or if there is nothing to average."""
+    module that is called in training, and a function that makes the `GradientAverager` of its gradients. The function
+    is None if FSDP2 averages them, or if there is nothing to average."""
     # Weights are filled before they are replicated, but after they are sharded: filled earlier, each rank would have to
     # allocate them in full.
     if fill is not None and plan.axes.shard == 1:
@@ -234,13 +235,15 @@ def _replicate(
     layouts: dict[str, ParameterLayout],
     sums: SmallSums,
     device: torch.device,
-) -> tuple[nn.Module, GradientAverager | None]:
-    """Returns the module that is called in training, and the `GradientAverager` that averages its gradients.
+) -> tuple[nn.Module, MakeAverager | None]:
+    """Returns the module that is called in training, and a function that makes the `GradientAverager` of its gradients.
 
-    If the replicate axis is the only one, these are DDP around the module, and None, because DDP averages. Otherwise
-    they are the module itself and a `GradientAverager`: ranks along the other axes hold different parameters, for which
-    DDP would form different buckets.
+    If the replicate axis is the only one, the module is DDP around the user's module. Otherwise it is the user's module
+    itself: ranks along the other axes hold different parameters, for which DDP would form different buckets. A model
+    without trainable parameters has nothing to average: the function is None then.
     """
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        return module, None
     split_names = [name for name, layout in layouts.items() if layout.axis == "replicate"]
     gradient_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
     # PowerSGD and local steps are communication hooks of torch, which always use the backend.
@@ -249,9 +252,8 @@ def _replicate(
     reducer, reason = make_reducer(algorithm, mesh.get_group("replicate"), device, gradient_bytes)
     if reason and mesh.get_rank() == 0:
         warnings.warn(f"{reason}: they go through the backend", stacklevel=2)
-    if plan.world_size == plan.axes.replicate:
-        return replicate(module, mesh, plan, reducer, split_names, sums), None
-    return module, gradient_averager(
+    make_averager = partial(
+        gradient_averager,
         module,
         reducer,
         plan.gradients.bucket_bytes,
@@ -259,6 +261,8 @@ def _replicate(
         overlap=plan.axes.pipeline == 1,
         reduce_dtype=gradient_reduce_dtype(plan),
     )
+    only_replicas = plan.world_size == plan.axes.replicate
+    return replicate(module, mesh, plan, reducer, split_names, sums) if only_replicas else module, make_averager
 
 
 def _move(module: nn.Module, plan: Plan, device: torch.device) -> None:

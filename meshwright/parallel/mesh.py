@@ -30,7 +30,10 @@ class MeshPosition:
 def build_mesh(plan: Plan, device_type: str, world_size: int) -> DeviceMesh | None:
     """Returns a mesh of the axes that are larger than one; None if there is only one rank."""
     if plan.world_size != world_size:
-        raise InputError(f"the plan ({plan.summary()}) is for {plan.world_size} ranks, but there are {world_size}")
+        raise InputError(
+            f"the plan ({plan.summary()}) is for {plan.world_size} ranks, but there are {world_size}: start"
+            f" {plan.world_size} ranks (torchrun --nproc-per-node {plan.world_size}), or use a plan for {world_size}"
+        )
     axes = {name: size for name in MESH_ORDER if (size := getattr(plan.axes, name)) > 1}
     if not axes:
         return None

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.batch import ModelBatch, at_least_fp32
+from meshwright.blocks.power_iteration import power_iterations, without_power_iteration
 from meshwright.collectives.small_sums import SmallSums
 from meshwright.parallel import shard
 from meshwright.parallel.attention_fastpath import without_attention_fastpath
@@ -28,6 +30,7 @@ from meshwright.parallel.weights.state import full_gradients, full_state
 from meshwright.plan import Plan
 
 Examples = Sequence[tuple[ModelBatch, int]]  # microbatches, with their numbers of samples
+MakeAverager = Callable[[], GradientAverager]
 MicrobatchLoss = Callable[[int, Any], Tensor]  # (index of the microbatch, model output) → the loss to differentiate
 
 
@@ -51,7 +54,7 @@ class ParallelModel:
     layouts: dict[str, ParameterLayout] = field(default_factory=dict)
     tied: tuple[TiedLayout, ...] = ()
     pipeline: PipelineExecutor | None = None
-    gradient_averager: GradientAverager | None = None
+    make_averager: MakeAverager | None = None  # None if FSDP2 averages gradients, or if nothing is averaged
     local_steps: LocalSteps | None = None
     sums: SmallSums | None = None  # sums of a few numbers over all ranks; None on a single rank
 
@@ -74,6 +77,15 @@ class ParallelModel:
 
     # ---- training
 
+    @cached_property
+    def gradient_averager(self) -> GradientAverager | None:
+        """Averages the gradients of replicas. With DDP, only backward passes of a user's own loop need it."""
+        return self.make_averager() if self.make_averager else None
+
+    @cached_property
+    def _power_iterations(self) -> list[Any]:
+        return power_iterations(self.module)
+
     def run_microbatches(self, examples: Examples, loss_of: MicrobatchLoss) -> None:
         """Runs the forward and backward passes of one step, and leaves the mean of the data ranks' gradients in the
         parameters (with `local_steps`, after the first `local_after` steps, this rank's own gradients). `loss_of` is
@@ -85,7 +97,8 @@ class ParallelModel:
                 return
             last = len(examples) - 1
             for number, (example, _) in enumerate(examples):
-                with self._gradient_synchronization(number == 0, number == last):
+                power_iteration = without_power_iteration(self._power_iterations) if number else nullcontext()
+                with self._gradient_synchronization(number == 0, number == last), power_iteration:
                     loss_of(number, self._forward(self.runner, example)).backward()
 
     def _run_stages(self, pipeline: PipelineExecutor, examples: Examples, loss_of: MicrobatchLoss) -> None:
@@ -114,6 +127,30 @@ class ParallelModel:
         with forward_precision(self.plan, self.device.type):
             output = model(*example.arguments, **example.keywords)
         return at_least_fp32(output)
+
+    # ---- passes that a user's own loop runs
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """Calls the model, without DDP: any number of forward passes may come before a backward pass. Not for
+        pipelines. A sharded model whose forward pass needs no gradients frees its gathered weights at the end."""
+        with without_attention_fastpath(), fp32_product_precision(self.plan, self.device.type):
+            output = self._forward(self.module, ModelBatch(arguments, keywords, None))
+        if not torch.is_grad_enabled():
+            self.reshard()
+            return gather_shard_views(output)
+        return output
+
+    def backward(self, loss: Tensor, *, synchronize: bool, retain_graph: bool = False) -> None:
+        """Runs the backward pass of a loss. With `synchronize`, the gradients of the parameters are then the mean over
+        the data ranks of all that was accumulated in them; otherwise they may be this rank's own. All ranks call this
+        together."""
+        with fp32_product_precision(self.plan, self.device.type), self._backward_synchronization(synchronize):
+            loss.backward(retain_graph=retain_graph)
+
+    def _backward_synchronization(self, synchronize: bool) -> AbstractContextManager[Any]:
+        if self.plan.axes.shard > 1:
+            return shard.backward_synchronization(self.module, self.plan, synchronize)
+        return self.gradient_averager.averaging(synchronize) if self.gradient_averager else nullcontext()
 
     def with_input_columns(self, example: ModelBatch, width: int) -> ModelBatch:
         """Returns the example with its first input wrapped in a `ShardView`: the input has only this rank's columns,

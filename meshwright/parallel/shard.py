@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.blocks.recompute import find_blocks
 from meshwright.errors import InputError
+from meshwright.output_trees import know_dataclasses
 from meshwright.parallel.pipeline.check import shared_between_stages_error
 from meshwright.parallel.pipeline.remote_modules import RemoteModule
 from meshwright.parallel.precision import sharding_policy
@@ -41,6 +42,7 @@ from meshwright.parallel.torch_private import (
     forward_is_running,
     fsdp_parameter_groups,
     gather_until_backward,
+    gradient_hooks,
     in_backward_node,
     replace_pre_backward,
     was_gathered,
@@ -59,6 +61,7 @@ def shard(module: nn.Module, mesh: DeviceMesh, plan: Plan, *, per_block: bool = 
             f"plan.modules.splits.{over_replicate[0]} splits a layer over the replicate axis, and plan.axes.shard is "
             f"{plan.axes.shard}: they do not go together, set shard to 1 or leave the split out"
         )
+    hooks = {name: hooks for name, p in module.named_parameters() if any(hooks := gradient_hooks(p))}
     already_sharded = next((name for name, p in module.named_parameters() if isinstance(p, DTensor)), None)
     if already_sharded is not None:
         raise shared_between_stages_error(already_sharded.removeprefix("model."), plan)
@@ -69,6 +72,7 @@ def shard(module: nn.Module, mesh: DeviceMesh, plan: Plan, *, per_block: bool = 
     reshard_blocks = plan.memory.sharding == "parameters"
     policy = sharding_policy(plan)
     for block in _unit_blocks(module) if per_block else []:
+        block.register_forward_hook(_know_dataclasses)
         fully_shard(
             block,
             mesh=data_mesh,
@@ -79,6 +83,7 @@ def shard(module: nn.Module, mesh: DeviceMesh, plan: Plan, *, per_block: bool = 
     in_blocks = {p for block in module.modules() if isinstance(block, FSDPModule) for p in block.parameters()}
     # The root unit is needed at the end of the forward pass and again at the beginning of the backward pass. Therefore
     # FSDP2's default (None) leaves it gathered in between.
+    module.register_forward_hook(_know_dataclasses)
     fully_shard(
         module,
         mesh=data_mesh,
@@ -91,6 +96,33 @@ def shard(module: nn.Module, mesh: DeviceMesh, plan: Plan, *, per_block: bool = 
             replace_pre_backward(unit, partial(_PreBackward, unit))
             for group in fsdp_parameter_groups(unit):
                 group.post_backward = _PostBackward(unit, group)
+    if hooks:
+        _keep_gradient_hooks(module, hooks)
+
+
+def _know_dataclasses(unit: nn.Module, inputs: Any, output: Any) -> None:
+    """A forward hook that runs before FSDP2's own, which then finds the tensors in an output that is a dataclass."""
+    know_dataclasses(output)
+
+
+def _keep_gradient_hooks(module: nn.Module, hooks: dict[str, tuple[list[Any], list[Any]]]) -> None:
+    """Registers the hooks that the user's parameters had before they were sharded with the gathered weights, which
+    replace these parameters. The hooks get this rank's gradient of the whole weight. `hooks` has, by parameter name,
+    the hooks of the gradient and those that run after it was accumulated."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    sharded = [parameter for group in _parameter_groups(module) for parameter in group.fsdp_params]
+    pending = [(parameter, hooks[name]) for parameter in sharded if (name := names[parameter.sharded_param]) in hooks]
+
+    def register(*_: Any) -> None:
+        for entry in [entry for entry in pending if was_gathered(entry[0])]:
+            parameter, (of_gradient, after_accumulation) = entry
+            for hook in of_gradient:
+                parameter.unsharded_param.register_hook(hook)
+            for hook in after_accumulation:
+                parameter.unsharded_param.register_post_accumulate_grad_hook(hook)
+            pending.remove(entry)
+
+    module.register_forward_hook(register)
 
 
 @contextmanager
@@ -112,6 +144,23 @@ def gradient_synchronization(module: nn.Module, plan: Plan, first: bool, last: b
         forget_forward_order(group)
     yield
     if last:
+        finish_step(module)
+
+
+@contextmanager
+def backward_synchronization(module: nn.Module, plan: Plan, synchronize: bool) -> Iterator[None]:
+    """The context of a backward pass that a user's own loop runs. With `synchronize`, the gradients of the parameters
+    (which are shards) are afterwards the mean over the data ranks of all that was accumulated in them."""
+    assert isinstance(module, FSDPModule)
+    level = plan.memory.sharding
+    module.set_requires_gradient_sync(synchronize or level != "optimizer")
+    module.set_requires_all_reduce(synchronize)  # over the replicate axis
+    module.set_reshard_after_backward(synchronize or level == "parameters")
+    module.set_is_last_backward(True)
+    for group in _parameter_groups(module):  # what earlier passes have accumulated, and the loop has not set to None
+        group.post_backward.used = {parameter for parameter in group.fsdp_params if _has_gradient(parameter)}
+    yield
+    if synchronize:
         finish_step(module)
 
 
@@ -183,11 +232,23 @@ class _PostBackward:
             if not parameter.sharded_param.requires_grad or not was_gathered(parameter):
                 continue
             gathered = parameter.unsharded_param
-            if gathered.grad is not None or parameter.unsharded_accumulated_grad is not None:
+            if _has_unsharded_gradient(parameter):
                 self.used.add(parameter)
             elif self._group.reduce_grads:
                 gathered.grad = torch.zeros(gathered.shape, dtype=gathered.dtype, device=gathered.device)
         self._original(*unused)
+
+
+def _has_gradient(parameter: Any) -> bool:
+    """Whether a weight (an `FSDPParam`) has a gradient, sharded or not."""
+    if parameter.sharded_param.grad is not None:
+        return True
+    return was_gathered(parameter) and _has_unsharded_gradient(parameter)
+
+
+def _has_unsharded_gradient(parameter: Any) -> bool:
+    """Whether a weight that was gathered has a gradient that is not reduced yet."""
+    return parameter.unsharded_param.grad is not None or parameter.unsharded_accumulated_grad is not None
 
 
 def _unit_blocks(module: nn.Module) -> list[nn.Module]:

@@ -4,7 +4,9 @@ All of them work on torch 2.11, 2.13 and 2.15. Where versions differ, a function
 When a new torch version breaks something, look at this file first; no other file of the folder uses private interfaces.
 """
 
+import os
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -85,6 +87,13 @@ def forget_forward_order(group: Any) -> None:
     group._post_forward_indices.clear()
 
 
+def gradient_hooks(parameter: nn.Parameter) -> tuple[list[Any], list[Any]]:
+    """The hooks that were registered with a parameter: those of its gradient, and those that run after the gradient was
+    accumulated."""
+    hooks: Any = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+    return tuple(list((registered or {}).values()) for registered in hooks)  # type: ignore[return-value]
+
+
 def forward_is_running(unit: FSDPModule) -> bool:
     """Whether the forward pass of the model that contains the unit has begun, and has not returned yet."""
     return unit._get_fsdp_state()._state_ctx.iter_forward_root is not None
@@ -153,6 +162,23 @@ def ignore_in_ddp(module: nn.Module, names: list[str]) -> None:
     """Makes a DDP that is later put around the module neither average nor broadcast the parameters and buffers of these
     names."""
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+
+
+@cache
+def silence_unused_parameters_warning() -> None:
+    """Makes torch print its warning about `find_unused_parameters`, which it prints once in a process, into nothing.
+    The warning advises to turn the flag off, and users cannot do that."""
+    parameter, group = nn.Parameter(torch.zeros(1)), dist.group.WORLD
+    assert group is not None
+    stderr = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), 2)  # torch prints it in C++
+        reducer = dist.Reducer([parameter], [[0]], [1], group, [False], 1, True)  # as DDP makes it
+        reducer.prepare_for_backward([parameter.sum()])
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
 
 
 def comm_hook_states(model: DistributedDataParallel) -> list[object]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from meshwright.batch import target_key
 from meshwright.blocks.recompute import Recompute
 from meshwright.profile.structure.model_structure import ModelStructure
 from meshwright.profile.tracing.real_steps import trace_or_measure_profile
@@ -30,7 +31,9 @@ class Profiles:
     _profiles: dict[tuple[str, str], ModelProfile] = field(default_factory=dict)
 
     def __post_init__(self, known_structure: ModelStructure | None) -> None:
-        self.structure = known_structure or ModelStructure(self.model, self.sample, self.target)
+        self.structure = known_structure or ModelStructure(
+            self.model, self.sample, target_key(self.target, self.loss is not None)
+        )
 
     def module_calls(self, *, evaluating: bool = False) -> Counter[str]:
         """How often each module is called in a forward pass, by name. The pass is in evaluation mode if `evaluating` is

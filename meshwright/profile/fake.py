@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from meshwright.errors import InputError
 from meshwright.profile.torch_private import FakeTensorMode, tree_leaves, tree_map
@@ -28,6 +29,31 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, skipped: Iterable[str] = 
             for buffer in module.buffers(recurse=False):
                 memo.setdefault(id(buffer), torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu"))
     return copy.deepcopy(model, memo)
+
+
+class FakeRules(TorchFunctionMode):
+    """Within this mode, two kinds of calls work on fake tensors that fail on them otherwise.
+
+    Grouped products, of which torch knows the shapes in bf16 only, run in bf16. A random number without dimensions is
+    0.5, because models use one to decide whether to skip a layer (Whisper), and a fake tensor has no value. This is for
+    costs only: with `chance=False` such a model fails, because how it can be split or cut must not depend on chance.
+    """
+
+    def __init__(self, chance: bool = True) -> None:
+        super().__init__()
+        self._chance = chance
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if self._chance and name == "rand" and list(args) in ([[]], [()]):
+            return torch.tensor(0.5)
+        if name in ("grouped_mm", "_grouped_mm"):
+            products = [value.bfloat16() for value in args[:2]]
+            return func(*products, *args[2:], **kwargs).to(args[0].dtype)
+        return func(*args, **kwargs)
 
 
 def batch_size(sample: Any) -> int:

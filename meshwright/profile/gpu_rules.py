@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from meshwright.dtypes import widen_half
+from meshwright.profile.fake import FakeRules
 from meshwright.profile.torch_private import tree_map
 
 # The operators of CUDA's autocast that "autocast to float32" in torch's documentation of automatic mixed precision.
@@ -32,7 +32,7 @@ _FP32_NAMES = (
 _IN_FP32 = frozenset(_FP32_NAMES.split())
 
 
-class GpuRules(TorchFunctionMode):
+class GpuRules(FakeRules):
     """Within this mode, a pass on fake CPU tensors runs the operators and saves the tensors of a GPU."""
 
     def __torch_function__(
@@ -48,7 +48,7 @@ class GpuRules(TorchFunctionMode):
             return _dropout(func, *args, **kwargs)
         if name in _IN_FP32 and torch.is_autocast_enabled("cpu"):
             args, kwargs = tree_map(widen_half, args), tree_map(widen_half, kwargs)
-        return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def _attention_flags(args: tuple[Any, ...]) -> dict[str, Any]:

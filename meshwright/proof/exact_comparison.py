@@ -52,7 +52,7 @@ class _ExactComparison(ReferenceComparison[Reference]):
     def __init__(self, request: ProofRequest, device: torch.device) -> None:
         setup = build_setup(request)
         setup.model.train()
-        grouping = choose_grouping(setup.model, request.plan, request.dropout, setup.loss)
+        grouping = choose_grouping(setup.model, request.plan, request.dropout, setup.compares_samples)
         batch_statistics = any(uses_batch_statistics(module) for module in setup.model.modules())
         reference = Reference(setup, request, grouping, device)
         super().__init__(request, setup, reference, describe_grouping(grouping, request.plan, batch_statistics))
@@ -68,6 +68,8 @@ class _ExactComparison(ReferenceComparison[Reference]):
             self._step(step, read_step(folder, step), read_start(folder) if step == 1 else None)
             if self.differs:
                 break
+        if self.reference.lifted_casts:
+            self.notes.append("the model converts values to fp32 itself; for the comparison it converts them to fp64")
         if self.adopted_elements:
             self.notes.append(
                 f"{self.adopted_elements:,} times a weight that rounding alone decides was taken over from the plan"

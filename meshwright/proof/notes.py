@@ -20,6 +20,10 @@ def comparison_notes(request: ProofRequest, setup: ReferenceSetup, grouping_note
         notes.append(f"dropout is off for the comparison (in {setup.disabled_dropouts} {places})")
     elif request.dropout:
         notes.append("dropout is on: plans that divide activations draw other masks than one device, and differ")
+    if setup.uses_eager_experts:
+        notes.append(
+            "the experts' grouped product has no fp64: their eager form is compared; --dtype fp32 compares the product"
+        )
     if grouping_note:
         notes.append(grouping_note)
     return tuple(notes)

@@ -18,8 +18,8 @@ from meshwright.proof.prove import available_ranks, prove_in_new_ranks, with_fix
 from meshwright.proof.request import ProofRequest, UserModel
 from meshwright.proof.sample_dataset import SampleDataset
 from meshwright.proof.shrink import shrink
+from meshwright.train.loss.loss import LossFunction
 from meshwright.train.session import Session
-from meshwright.train.step.loss import LossFunction
 
 
 def prove(

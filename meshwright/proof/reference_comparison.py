@@ -30,6 +30,8 @@ class ReferenceComparison(Generic[ReferenceType]):
         self.reference = reference
         self.comparator = StepComparator(reference.model)
         self.notes = list(comparison_notes(request, setup, grouping_note))
+        if setup.make_schedule and reference.schedule is None:
+            self.notes.append("the schedule needs a metric and is not stepped: nothing is evaluated in a proof")
 
     @property
     def differs(self) -> bool:

@@ -9,8 +9,8 @@ from torch import nn
 
 from meshwright.job import Job
 from meshwright.plan import Plan
+from meshwright.train.loss.loss import LossFunction
 from meshwright.train.session import MakeSchedule, Session
-from meshwright.train.step.loss import LossFunction
 
 # The dtype of the weights, by the precision of the comparison. `plan` is a comparison in the plan's own precision, in
 # which weights are fp32 and products are rounded as the plan says.
@@ -72,6 +72,12 @@ class ProofRequest:
         numerics = plan.numerics.model_copy(update={"precision": "fp32", "cast": "operators"})
         gradients = plan.gradients.model_copy(update={"precision": "fp32"})
         return plan.model_copy(update={"numerics": numerics, "gradients": gradients})
+
+    @property
+    def lifts_casts(self) -> bool:
+        """Whether the model's own conversions to fp32 become conversions to fp64. Compiled code cannot be changed so
+        while it runs."""
+        return self.dtype == "fp64" and self.plan.compute.compile == "none"
 
     @property
     def timeout_s(self) -> float:

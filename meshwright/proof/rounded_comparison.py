@@ -38,7 +38,6 @@ from meshwright.proof.proof import Proof
 from meshwright.proof.reference.groups import (
     GlobalBatch,
     choose_grouping,
-    compares_samples,
     describe_grouping,
     uses_batch_statistics,
 )
@@ -77,8 +76,8 @@ class _RoundedComparison(ReferenceComparison[RoundedReference]):
         setup = build_setup(request)
         setup.model.train()
         plan = request.plan
-        grouping = choose_grouping(setup.model, plan, request.dropout, setup.loss)
-        if grouping == "whole" and plan.shares > 1 and not compares_samples(setup.loss):
+        grouping = choose_grouping(setup.model, plan, request.dropout, setup.compares_samples)
+        if grouping == "whole" and plan.shares > 1 and not setup.compares_samples:
             grouping = "local"  # so that the reference rounds the same microbatches as the ranks do
         reference = RoundedReference(setup, request, grouping, device)
         batch_statistics = any(uses_batch_statistics(module) for module in setup.model.modules())

@@ -226,7 +226,7 @@ class _RunComparison:
         """Returns the tolerance of fp32 sums. The terms of sums are counted while one device computes the first
         batch."""
         setup = build_setup(self.request)
-        grouping = choose_grouping(setup.model.train(), self.request.plan, self.request.dropout, setup.loss)
+        grouping = choose_grouping(setup.model.train(), self.request.plan, self.request.dropout, setup.compares_samples)
         reference = Reference(setup, self.request, grouping, _CPU)
         batch = reference.next_batch()
         with count_reductions(reference.model) as counter:

@@ -1,12 +1,14 @@
 """All private interfaces of torch that meshwright/proof uses, in one file. They were seen to work on torch
 2.11, 2.13 and 2.15."""
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import batchnorm, dropout
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
@@ -26,3 +28,29 @@ TO_COPY = torch.ops.aten._to_copy.default
 def apply_to_tensors(module: ModuleType, change: Callable[[Tensor], Tensor]) -> ModuleType:
     """Replaces every parameter and buffer of a module by what the function returns for it, in place."""
     return module._apply(change)
+
+
+def new_parametrized(kind: type[ModuleType], names: list[str]) -> ModuleType:
+    """Returns a module of this class whose weights of these names are parametrized, still without any state."""
+    module = kind.__new__(kind)
+    parametrize._inject_new_class(module)
+    for name in names:
+        parametrize._inject_property(module, name)
+    return module
+
+
+@contextmanager
+def backward_passes_in(context: AbstractContextManager[Any]) -> Iterator[None]:
+    """Within this context, autograd's engine runs within the other one, which can be entered again and again."""
+    module: Any = torch.autograd
+    run_engine = module._engine_run_backward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with context:
+            return run_engine(*args, **kwargs)
+
+    module._engine_run_backward = run
+    try:
+        yield
+    finally:
+        module._engine_run_backward = run_engine

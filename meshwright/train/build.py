@@ -11,11 +11,13 @@ from meshwright.call import Call, bind, build
 from meshwright.data.loading import LoadingOptions
 from meshwright.data.samples import collate_samples, dataset_size, read_first_samples, read_sample
 from meshwright.errors import InputError, MeshwrightError, did_you_mean
-from meshwright.files.pt_file import read_pt_file
+from meshwright.files.weights_file import open_weights
 from meshwright.job import Job, Weights
 from meshwright.parallel.weights.initialize import initialize_model
+from meshwright.parallel.weights.pretrained import PretrainedTensor, load_pretrained, match_tensors
 from meshwright.train.metrics import Metric
 from meshwright.train.step.optimizer import matches
+from meshwright.train.step.sampling import build_sampling
 from meshwright.user_code import describe_error
 
 
@@ -61,6 +63,7 @@ def build_loading(job: Job, device: torch.device) -> LoadingOptions:
         collate=collate,
         partition=job.data.partition,
         parts=job.data.parts,
+        sampling=build_sampling(job),
     )
 
 
@@ -111,31 +114,17 @@ def frozen_modules(model: nn.Module) -> tuple[str, ...]:
 
 
 def load_weights(model: nn.Module, weights: Weights) -> None:
-    """Loads pretrained weights into the model by name. Names that match `train.weights.skip` are ignored in the file
-    and keep their initial values in the model. All other names and shapes must be the same in the file and in the
+    """Loads pretrained weights into the model by name. Names that match `train.weights.skip` are ignored in the files
+    and keep their initial values in the model. All other names and shapes must be the same in the files and in the
     model."""
-    file_state = {name: v for name, v in _read_weights(Path(weights.path)).items() if not _is_skipped(name, weights)}
-    model_state = model.state_dict()
-    names = [name for name in model_state if not _is_skipped(name, weights)]
-    missing = [name for name in names if name not in file_state]
-    if missing:
-        raise InputError(
-            f"train.weights: {weights.path} has no {missing[0]}{did_you_mean(missing[0], file_state)};"
-            " name what is to keep its initial values in train.weights.skip"
-        )
-    for name in names:
-        if file_state[name].shape != model_state[name].shape:
-            raise InputError(
-                f"train.weights: {name} is {tuple(file_state[name].shape)} in {weights.path}, but"
-                f" {tuple(model_state[name].shape)} in the model; name it in train.weights.skip to start it anew"
-            )
-    unknown = [name for name in file_state if name not in model_state]
-    if unknown:
-        raise InputError(
-            f"train.weights: {weights.path} holds {unknown[0]}, which the model does not have"
-            f"{did_you_mean(unknown[0], model_state)}; name it in train.weights.skip to leave it out"
-        )
-    model.load_state_dict(file_state, strict=False)
+    load_pretrained(model, match_weights(model, weights))
+
+
+def match_weights(model: nn.Module, weights: Weights) -> dict[str, PretrainedTensor]:
+    """Returns the pretrained values of parameters and buffers by name, as `match_tensors` does. The model may be on the
+    meta device."""
+    files = open_weights(Path(weights.path))
+    return match_tensors(model, files, lambda name: any(matches(name, pattern) for pattern in weights.skip))
 
 
 def sample_batch(job: Job, dataset: Any) -> Any:
@@ -155,30 +144,3 @@ def schedule_unit(job: Job) -> Any:
     if job.schedule and job.schedule.per:
         return job.schedule.per
     return "epoch" if job.train.epochs else "step"
-
-
-def _is_skipped(name: str, weights: Weights) -> bool:
-    return any(matches(name, pattern) for pattern in weights.skip)
-
-
-def _read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """The state dict of a `.safetensors` file, or of one that `torch.save` wrote."""
-    if not path.is_file():
-        raise InputError(f"train.weights: there is no file {path}")
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            return load_file(path)
-        loaded = read_pt_file(path)
-    except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"train.weights: {path} cannot be read as weights: {reason}") from None
-    for key in ("state_dict", "model"):  # other trainers save the state dict under such a key
-        if isinstance(loaded, dict) and isinstance(loaded.get(key), dict):
-            loaded = loaded[key]
-    if not isinstance(loaded, dict) or not all(
-        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in loaded.items()
-    ):
-        raise InputError(f"train.weights: {path} holds no mapping of names to tensors")
-    return loaded

@@ -1,15 +1,13 @@
 """Checks whether a job can run, before any rank is started and any file is written."""
 
-import inspect
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from meshwright.batch import split_batch
-from meshwright.call import bind, build, check_arguments, load
+from meshwright.batch import split_batch, target_key
+from meshwright.call import bind, check_arguments, load
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import InputError
 from meshwright.files.trust import environment_key
@@ -17,10 +15,24 @@ from meshwright.job import Job
 from meshwright.parallel.check import check_cast, check_runnable, check_sparse, checker_of_structure, needs_structure
 from meshwright.parallel.tensor.dimension_partition import check_dimension_partition
 from meshwright.plan import Plan
-from meshwright.train.build import build_loading, build_metrics, construct_model, freeze, load_weights
+from meshwright.train.build import (
+    build_initialized_model,
+    build_loading,
+    build_metrics,
+    construct_model,
+    freeze,
+    match_weights,
+)
+from meshwright.train.callbacks.callbacks import build_callbacks
 from meshwright.train.job_parts import JobParts
-from meshwright.train.step.loss import check_sample_comparison, classify_loss
+from meshwright.train.loss.loss import check_sample_comparison, classify_loss
+from meshwright.train.loss.made_outputs import FakeModel
+from meshwright.train.loss.trial import find_loss, find_model_loss, is_from_torch
 from meshwright.train.step.optimizer import build_optimizer
+from meshwright.train.step.sampling import check_sampling
+from meshwright.train.step.schedule import build_schedule
+
+_LARGEST_TRIED = 5 * 10**7  # parameters: the loss inside a larger model is tried by the ranks
 
 
 def check_job(job: Job, plan: Plan, cluster: Cluster, parts: JobParts | None = None) -> None:
@@ -42,16 +54,35 @@ def check_job(job: Job, plan: Plan, cluster: Cluster, parts: JobParts | None = N
     if model is not None:
         check_sparse(plan, model, job.train.clip_norm)
     build_metrics(job)
-    build_loading(job, torch.device("cpu"))
-    if job.loss:
-        check_sample_comparison(classify_loss(bind(job.loss, "loss")), plan)
-    _ = parts.data  # built to report missing files
+    build_callbacks(job)
+    loading = build_loading(job, torch.device("cpu"))
+    train_set, _ = parts.data  # built to report missing files
+    check_sampling(train_set, loading.sampling)
+    check_loss(job, plan, parts)
     if plan.numerics.cast == "weights":
         check_cast(plan, parts.model)
     if job.data.partition == "dimension":
-        check_dimension_partition(plan, construct_model(job), split_batch(parts.sample, job.data.target))
+        check_dimension_partition(
+            plan, construct_model(job), split_batch(parts.sample, target_key(job.data.target, job.loss is not None))
+        )
     if needs_structure(plan):
         checker_of_structure(parts.structure)(plan)
+
+
+def check_loss(job: Job, plan: Plan, parts: JobParts) -> None:
+    """Raises an `InputError` if the loss compares the samples of a batch with each other and the plan divides the
+    batch in a way that prevents it. The loss of a model that computes it itself is tried with real weights, if the
+    model is small."""
+    if plan.shares == 1:
+        return
+    if job.loss:
+        function = bind(job.loss, "loss")
+        if is_from_torch(function):
+            check_sample_comparison(classify_loss(function), plan)
+        else:
+            check_sample_comparison(find_loss(function, FakeModel(parts.model), parts.sample, job.data.target), plan)
+    elif sum(p.numel() for p in parts.model.parameters()) <= _LARGEST_TRIED:
+        check_sample_comparison(find_model_loss(build_initialized_model(job), parts.sample), plan)
 
 
 def check_servers(plan: Plan) -> None:
@@ -114,28 +145,12 @@ def _check_model(job: Job, parts: JobParts) -> nn.Module | None:
     if model is None:
         return None
     if job.train.weights:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that nothing is copied into a model on the meta device
-            load_weights(model, job.train.weights)
+        match_weights(model, job.train.weights)
     freeze(model, job.train.freeze)
     optimizer = _explain_errors(lambda: build_optimizer(job.optimizer, model), "optimizer")
     if job.schedule:
-        spec = job.schedule
-        schedule = _explain_errors(lambda: build(spec, optimizer, role="schedule"), "schedule")
-        _check_step(schedule.step, spec.call)
+        _explain_errors(lambda: build_schedule(job, optimizer), "schedule")
     return model
-
-
-def _check_step(step: Callable[..., Any], schedule: str) -> None:
-    """Raises an `InputError` if the `step` of a learning rate schedule cannot be called without arguments."""
-    try:
-        inspect.signature(step).bind()
-    except ValueError:  # some built-ins have no signature
-        return
-    except TypeError as error:
-        raise InputError(
-            f"schedule: {schedule}.step() needs arguments ({error}), but it is called without any"
-        ) from None
 
 
 def _explain_errors(make: Callable[[], Any], role: str) -> Any:

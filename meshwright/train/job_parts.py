@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
+from meshwright.batch import target_key
 from meshwright.errors import MeshwrightError
 from meshwright.job import Job
 from meshwright.profile.structure.model_structure import ModelStructure
@@ -81,4 +82,4 @@ class JobParts:
 
     def _build_structure(self) -> ModelStructure:
         sample = self.sample
-        return ModelStructure(self.model, sample, self.job.data.target)
+        return ModelStructure(self.model, sample, target_key(self.job.data.target, self.job.loss is not None))

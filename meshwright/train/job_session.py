@@ -1,13 +1,12 @@
 """Builds the session of a job under a plan. It is separate from build.py because importing `Session` takes a second,
 which checking a job does not need."""
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
-from meshwright.call import bind, build
+from meshwright.call import bind
 from meshwright.errors import InputError
 from meshwright.job import Job
 from meshwright.launch.world import World
@@ -21,11 +20,14 @@ from meshwright.train.build import (
     construct_model,
     freeze,
     frozen_modules,
+    match_weights,
     sample_batch,
     schedule_unit,
 )
+from meshwright.train.loss.finder import needs_trial
 from meshwright.train.session import Report, Session
 from meshwright.train.step.optimizer import optimizer_for_parameters, optimizer_groups
+from meshwright.train.step.schedule import build_schedule
 
 # If the model's weights are larger than this, a rank that needs only a part of them does not allocate all of them.
 LARGE_BYTES = 2**30
@@ -35,21 +37,15 @@ def build_session(job: Job, plan: Plan, world: World, report: Report) -> Session
     """Builds the session in which this rank trains the job. `report` is called with the rank's current activity, such
     as `forward`, which is written to its heartbeat."""
     model, fill = _build_model(job, plan, world.device)
+    loss = bind(job.loss, "loss") if job.loss else None
     groups = optimizer_groups(job.optimizer, model)
-    make_schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None
-    if job.schedule:
-        spec = job.schedule
-
-        def make_schedule(optimizer: torch.optim.Optimizer) -> LRScheduler:
-            return build(spec, optimizer, role="schedule")
-
     return Session(
         model,
         lambda parameters: optimizer_for_parameters(job.optimizer, groups, parameters),
-        loss=bind(job.loss, "loss") if job.loss else None,
+        loss=loss,
         plan=plan,
         world=world,
-        make_schedule=make_schedule,
+        make_schedule=partial(build_schedule, job) if job.schedule else None,
         schedule_per=schedule_unit(job),
         clip_norm=job.train.clip_norm,
         on_nonfinite="ignore" if job.train.on_nonfinite == "stop" else "skip",
@@ -57,16 +53,17 @@ def build_session(job: Job, plan: Plan, world: World, report: Report) -> Session
         target=job.data.target,
         frozen=frozen_modules(model) if job.train.freeze else (),
         report=report,
-        sample=sample_batch(job, build_data(job)[0]) if needs_structure(plan) else None,
+        sample=sample_batch(job, build_data(job)[0]) if needs_structure(plan) or needs_trial(loss) else None,
         fill=fill,
     )
 
 
 def _build_model(job: Job, plan: Plan, device: torch.device) -> tuple[nn.Module, FillWeights | None]:
     """Returns the initialized model and None. For a model above `LARGE_BYTES` that the plan divides among ranks, it
-    returns the model on the meta device, and a function that creates this rank's weights after the plan was applied."""
+    returns the model on the meta device, and a function that creates this rank's weights, or reads them from
+    `train.weights`, after the plan was applied."""
     is_divided = plan.world_size > plan.axes.replicate and plan.stages_per_rank == 1
-    if not is_divided or plan.compute.layout != "contiguous" or job.train.weights:
+    if not is_divided or plan.compute.layout != "contiguous":
         return build_initialized_model(job), None
     seed = job.train.seed
     try:
@@ -74,7 +71,11 @@ def _build_model(job: Job, plan: Plan, device: torch.device) -> tuple[nn.Module,
     except InputError:  # the model's constructor reads values of tensors
         return build_initialized_model(job), None
     size = sum(p.numel() * p.element_size() for p in model.parameters())
-    if size <= LARGE_BYTES or find_unreproducible(model, recording):
+    if size <= LARGE_BYTES:
+        return build_initialized_model(job), None
+    pretrained = match_weights(model, job.train.weights) if job.train.weights else {}
+    if find_unreproducible(model, recording, pretrained):
         return build_initialized_model(job), None
     freeze(model, job.train.freeze)
-    return model, lambda module, layouts: materialize(module, recording, layouts, seed, device)
+    read = {name: tensor.read_region for name, tensor in pretrained.items()}
+    return model, lambda module, layouts: materialize(module, recording, layouts, seed, device, read)

@@ -7,7 +7,7 @@ A metric is called as `metric(output, target)` for every evaluated batch and ret
 - a tensor, if the metric also has a method `finish(total) -> float`: the tensors of all batches are added up, and
   `finish` turns the total into the value (a confusion matrix into mean IoU, for example).
 
-A metric that compares the samples of a batch with each other has a method `joined(across)`, see step/loss.py.
+A metric that compares the samples of a batch with each other has a method `joined(across)`, see loss/loss.py.
 
 All sums are taken in fp64 over all batches and ranks. Therefore the value is that of the whole evaluation set.
 """

@@ -1,27 +1,29 @@
 """`parallelize`: returns a session for a user's own training loop, in ranks that torchrun has started (or mpirun or
 srun with torchrun's environment variables), or in a single process."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from meshwright.job import load_plan
 from meshwright.launch.world import join
 from meshwright.plan import Plan
 from meshwright.profile.optimizer import check_is_optimizer
+from meshwright.train.loss.loss import LossFunction
 from meshwright.train.session import Session
-from meshwright.train.step.loss import LossFunction
 from meshwright.train.step.optimizer import rebuild_optimizer
 
 
 def parallelize(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None = None,
     *,
     loss: LossFunction | None = None,
-    plan: Plan | None = None,
+    plan: Plan | Mapping[str, Any] | str | Path | None = None,
     schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
     clip_norm: float | None = None,
     on_nonfinite: Literal["ignore", "skip"] = "ignore",
@@ -31,24 +33,32 @@ def parallelize(
     timeout_s: float = 600,
     sample_batch: Any = None,
 ) -> Session:
-    """Returns a session that trains the model under a plan. Without a plan, every rank is a replica.
+    """Returns a session that trains the model under a plan: a `Plan`, its groups as a dict, or the path of a plan file.
+    Without a plan, every rank is a replica. Each model of a script gets a session of its own. If the script has made a
+    process group, the session uses it. All ranks call this together.
 
     `optimizer` is a template: the session builds a new optimizer of the same class, groups and options for the parallel
-    model, and matches parameters by name. Calling `step` of the given optimizer then raises an error. `schedule` is
-    called with the new optimizer and returns its learning-rate schedule. `loss` is None for models that return their
-    loss. With `on_nonfinite="skip"`, the update of a step whose loss or gradients are NaN or infinite is left out on
-    all ranks and counted in the session's `skipped_steps`. `target` is the key of the target in batches that are dicts.
-    `device` is `cuda` or `cpu`; None means `cuda` if there is a GPU. `sample_batch`, a batch of any size, is needed for
-    plans that split or cut the model. `timeout_s` is how long a rank waits for other ranks before it fails.
+    model, and matches parameters by name. Calling `step` of the given optimizer then raises an error. It is None for a
+    model that is not trained, such as a teacher. `schedule` is called with the new optimizer and returns its
+    learning-rate schedule; one that needs a metric is stepped by `session.step_schedule(metric)`. `loss` is None for
+    models that return their loss, and for loops that compute it from `session.model(...)`. With `on_nonfinite="skip"`,
+    the update of a step whose loss or gradients are NaN or infinite is left out on all ranks and counted in the
+    session's `skipped_steps`. `target` is the key of the target in batches that are dicts. `device` is `cuda` or `cpu`;
+    None means `cuda` if there is a GPU. `sample_batch`, a batch of any size, is needed for plans that split or cut the
+    model. `timeout_s` is how long a rank waits for other ranks before it fails; a process group that the script has
+    made keeps its own.
     """
-    check_is_optimizer(optimizer)
+    if optimizer is not None:
+        check_is_optimizer(optimizer)
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     world = join(kind, timeout_s)
+    if plan is not None and not isinstance(plan, Plan):
+        plan = load_plan(plan, "parallelize")
     # Parameters are matched by name, because a plan may replace the parameter objects that the template refers to.
     names = {id(p): name for name, p in model.named_parameters()}
     session = Session(
         model,
-        lambda parameters: rebuild_optimizer(optimizer, names, parameters),
+        lambda parameters: rebuild_optimizer(optimizer, names, parameters) if optimizer else _without_parameters(),
         loss=loss,
         plan=plan or Plan.model_validate({"axes": {"replicate": world.size}}),
         world=world,
@@ -59,14 +69,24 @@ def parallelize(
         target=target,
         sample=sample_batch,
     )
-    _mark_used(optimizer)
+    if optimizer is not None:
+        _mark_used(optimizer)
+    session.checks_first_batch = True
     return session
+
+
+def _without_parameters() -> torch.optim.Optimizer:
+    """Returns an optimizer that updates nothing, for a model that is not trained."""
+    return torch.optim.SGD([{"params": []}], lr=0.0)
 
 
 def _mark_used(optimizer: torch.optim.Optimizer) -> None:
     """Makes `optimizer.step` raise an error, because stepping the template would not train the parallel model."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise RuntimeError("this optimizer was a template for parallelize(): call session.step(batch) instead")
+        raise RuntimeError(
+            "this optimizer was a template for parallelize(): call session.step(batch) instead, or"
+            " session.optimizer.step() in a loop with its own backward"
+        )
 
     optimizer.step = refuse  # type: ignore[method-assign]

@@ -1,21 +1,23 @@
 """`Session`: a model that is trained under a plan, step by step, by the trainer or in a user's own loop."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from meshwright.batch import ModelBatch, split_batch
+from meshwright.batch import ModelBatch, target_key
 from meshwright.checkpoint.load import load, read_manifest_once
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.save import save_at
 from meshwright.checkpoint.state import State, model_state, optimizer_state
 from meshwright.data.loading import Batch, LoadingOptions, Microbatch, SampleShare, train_batches
 from meshwright.data.order import derive_seed
+from meshwright.data.prepared import refuse_loader
 from meshwright.errors import InputError
 from meshwright.launch.world import World
 from meshwright.parallel.apply import FillWeights, apply
@@ -24,23 +26,19 @@ from meshwright.parallel.gather_samples import GatherSamples
 from meshwright.parallel.mesh import data_group
 from meshwright.parallel.model import ParallelModel
 from meshwright.plan import Plan
-from meshwright.train.metrics import Metric, MetricTotals, compares_samples
-from meshwright.train.step.batch import move_to_device, samples_in, split_into_microbatches
+from meshwright.train.loss.finder import LossFinder
+from meshwright.train.loss.loss import LossFunction
+from meshwright.train.metrics import Metric, MetricTotals
+from meshwright.train.step.batch import cut_share
 from meshwright.train.step.cuda_graphs import StepGraphs
-from meshwright.train.step.evaluation import EvaluationBatches, combine_totals
+from meshwright.train.step.evaluation import Evaluator, combine_totals
 from meshwright.train.step.forward_backward import ForwardBackward
-from meshwright.train.step.loss import (
-    Loss,
-    LossFunction,
-    check_sample_comparison,
-    classify_loss,
-    loss_from_model,
-    over_all_ranks,
-)
 from meshwright.train.step.loss_scale import LossScale
 from meshwright.train.step.nonfinite import NonFiniteCheck
 from meshwright.train.step.optimizer import use_fused_kernels
-from meshwright.train.step.randomness import seed_all
+from meshwright.train.step.own_loop import OwnLoop
+from meshwright.train.step.randomness import seeded
+from meshwright.train.step.schedule import needs_metric, step_schedule
 
 Report = Callable[[str], None]  # called with what the rank is doing, for its heartbeat
 Parameters = Mapping[str, nn.Parameter]  # those that this rank holds, by their names in the user's model
@@ -48,22 +46,9 @@ MakeOptimizer = Callable[[Parameters], torch.optim.Optimizer]
 MakeSchedule = Callable[[torch.optim.Optimizer], LRScheduler]
 
 
-class RemoteOptimizer(Protocol):
-    """An optimizer in another process, which the session uses instead of its own. `share` is this session's share of
-    each global batch."""
-
-    share: SampleShare
-
-    def update(self, session: "Session", loss_sum: Tensor) -> tuple[bool, Tensor]:
-        """Sends the session's gradients and copies the new weights into its model. Gradients and `loss_sum` are sums
-        over the session's samples; the optimizer divides their sum over all sessions by the sum of
-        `session.target_count`. Returns whether the optimizer made a step, and the mean loss."""
-        ...
-
-
-class Session:
+class Session(OwnLoop):
     """Trains a model under a plan on this rank: makes steps, evaluates, saves and loads. Holds weights, optimizer and
-    schedule.
+    schedule. `OwnLoop` has the methods for loops that call backward themselves.
 
     `steps` is the number of steps so far, and `position` the epoch and the index of the batch that come next. `parts`
     is the number of fixed parts of the data set with `data.partition: sample`, otherwise None. `gradient_norm` is the
@@ -105,8 +90,9 @@ class Session:
             )
         self.plan = plan
         self.world = world
-        self.seed = seed
+        target = target_key(target, loss is not None)
         check_sparse(plan, model, clip_norm)
+        self._loss_finder = LossFinder(loss, model, plan, sample, target)
         self._parallel = apply(plan, model, world.device, world.size, sample, target, fill)
         self.optimizer = make_optimizer(self._parallel.parameters())
         if plan.compute.fused_optimizer:
@@ -114,18 +100,13 @@ class Session:
         self.loss_scale = LossScale(world.device, world.size) if plan.numerics.precision == "fp16" else None
         self.schedule = make_schedule(self.optimizer) if make_schedule else None
         self._schedule_per = schedule_per
-        self._loss: Loss = classify_loss(loss) if loss else loss_from_model()
-        check_sample_comparison(self._loss, plan)
         data_ranks = data_group(self._parallel.mesh, plan)
         self._gather_samples = GatherSamples(data_ranks) if data_ranks is not None else None
-        self._loss = replace(self._loss, function=over_all_ranks(self._loss.function, self._gather_samples))
+        super().__init__(self._parallel, self._loss_finder.over_ranks(self._gather_samples), seed, target)
         self._clip_norm = clip_norm
-        self._target = target
         self._frozen = frozen
         self._report = report
-        self.remote_optimizer: RemoteOptimizer | None = None
         self.on_gradients: Callable[[], None] | None = None
-        self.gradient_norm: Tensor | None = None
         # In fp16, a gradient that is not finite only means that the loss scale is too large, and it reacts to that.
         check = NonFiniteCheck(self._parallel, world.size, with_gradients=self.loss_scale is None)
         self._nonfinite_check = check if on_nonfinite == "skip" else None
@@ -135,10 +116,12 @@ class Session:
         captures = plan.compute.cuda_graphs and plan.compute.compile == "none" and world.device.type == "cuda"
         self._graphs = StepGraphs(self._run_forward_backward, list(self.module.parameters())) if captures else None
         self._forward_backward = ForwardBackward(self._parallel, self._loss, self.loss_scale, report)
+        self._evaluator = Evaluator(self._parallel, self._loss, self._gather_samples, self._example, world.size)
         self.parts: int | None = None
-        self.steps = 0
         self.position = (0, 0)
         self._train_mode()
+        after_step = WeakMethod(self._after_optimizer_step)  # a hook that held the session would keep it alive
+        self.optimizer.register_step_post_hook(lambda *_: method() if (method := after_step()) else None)
 
     @property
     def module(self) -> nn.Module:
@@ -166,13 +149,17 @@ class Session:
         loading: LoadingOptions | None = None,
         drop_last: bool = False,
     ) -> Iterator[Batch]:
-        """Yields this rank's share of every global batch, from `position` on; without end if `epochs` is None."""
+        """Yields this rank's share of every global batch, from `position` on; without end if `epochs` is None. All
+        ranks call this together."""
+        refuse_loader(dataset, "session.batches takes a data set: loop over session.prepare(loader) instead")
         if global_batch < self.plan.shares:
             raise InputError(
                 f"train.global_batch is {global_batch}, fewer than the {self.plan.data_ranks} ranks × "
                 f"{self.plan.microbatches} microbatches of the plan: raise it or use fewer ranks"
             )
         loading = loading or LoadingOptions()
+        if loading.partition == "batch":  # with the other partitions, a rank may not be able to read every sample
+            self._check_same_samples(dataset, loading)
         if loading.partition == "sample":  # a run that is resumed on other ranks keeps its parts
             self.parts = self.parts or loading.parts or self._share().ranks
             loading = replace(loading, parts=self.parts)
@@ -189,23 +176,27 @@ class Session:
         )
 
     def step(self, batch: Any) -> Tensor:
-        """Makes one optimizer step on a `Batch` that `batches` yielded, or on this rank's share of a global batch from
-        another loader. Returns the mean loss of the global batch, which is the same on every rank."""
+        """Makes one optimizer step on a `Batch` that `batches` yielded, on a batch of a prepared loader, or on this
+        rank's share of a global batch from another loader. Returns the mean loss of the global batch, which is the same
+        on every rank."""
         # Random numbers depend only on the seed, the step and the data rank. Therefore evaluations and restarts do not
         # change them, and ranks that compute the same activations use the same dropout masks.
-        seed_all(derive_seed(self.seed, "step", self.steps, self._share().rank), self.world.device)
+        with seeded(derive_seed(self.seed, "step", self.steps, self._share().rank), self.world.device):
+            return self._step(batch)
+
+    def _step(self, batch: Any) -> Tensor:
         if self._nonfinite_check:
             self._nonfinite_check.copy_buffers()
         if self._parallel.local_steps:
             self._parallel.local_steps.before_step(self.steps)
         self.optimizer.zero_grad(set_to_none=True)
         has_position = isinstance(batch, Batch)
-        microbatches = batch.microbatches if has_position else self._microbatches(batch)
+        microbatches, samples = (batch.microbatches, batch.samples) if has_position else self._microbatches(batch)
+        self._try_loss(microbatches[0].data)
         examples = [(self._example(part.data, part.width), part.samples) for part in microbatches]
         if self.plan.axes.pipeline > 1:
             # A short batch may have too few microbatches for the schedule: its last one is repeated with weight 0.
             examples += [(examples[-1][0], 0)] * (self.plan.microbatches - len(examples))
-        samples = batch.samples if has_position else None
         if self._graphs is not None:
             loss = self._graphs(examples, samples, self.loss_scale.value if self.loss_scale else None)
         else:
@@ -237,9 +228,18 @@ class Session:
         self.steps += 1
         if batch:
             self.position = (batch.epoch + 1, 0) if batch.last else (batch.epoch, batch.index + 1)
-        # A schedule that is stepped per step is not stepped if the optimizer's step was skipped.
-        if self.schedule and (stepped if self._schedule_per == "step" else batch and batch.last):
+        # A schedule that is stepped per step is not stepped if the optimizer's step was skipped. One that needs a
+        # metric is stepped by `step_schedule` only.
+        is_due = stepped if self._schedule_per == "step" else batch and batch.last
+        if self.schedule and is_due and not needs_metric(self.schedule):
             self.schedule.step()
+
+    def step_schedule(self, metric: float | None = None) -> None:
+        """Steps the learning-rate schedule, for loops that do not call `step`, and for schedules that need a metric
+        (`ReduceLROnPlateau`), which `step` never steps. The metric of rank 0 is used on every rank; all ranks call this
+        together. Does nothing without a schedule."""
+        if self.schedule is not None:
+            step_schedule(self.schedule, metric)
 
     def _update(self) -> bool:
         """Makes the optimizer's step. Returns False when it was skipped because a gradient was not finite in fp16."""
@@ -251,6 +251,12 @@ class Session:
             self.gradient_norm = self._parallel.clip_(self._clip_norm)
         self.optimizer.step()
         return True
+
+    def _try_loss(self, data: Any) -> None:
+        if not self._loss_finder.is_tried:
+            self._loss_finder.try_batch(data)
+            loss = self._loss_finder.over_ranks(self._gather_samples)
+            self._loss = self._forward_backward.loss = self._evaluator.loss = loss
 
     def _run_forward_backward(self, examples: list[tuple[ModelBatch, int]], global_samples: int | None) -> Tensor:
         return self._forward_backward(examples, global_samples, divide=self.remote_optimizer is None)
@@ -270,6 +276,7 @@ class Session:
 
         `interrupted` is called before each batch. If it returns True on any rank, all ranks return None.
         """
+        refuse_loader(dataset, "session.evaluate takes a data set: give it the loader's data set")
         totals, gave_up = self.evaluate_share(dataset, metrics, batch, loading, interrupted)
         self._report("evaluate (combining)")
         return combine_totals(totals, gave_up, self.world.size)
@@ -286,32 +293,11 @@ class Session:
         """Evaluates this rank's share of the data set, or another `share`. Returns its totals, which are not combined
         with those of other ranks, and whether the evaluation was interrupted."""
         self._report("evaluate")
-        self._parallel.align_buffers()
-        self._parallel.train(False)
-        metrics = metrics or {}
-        any_compares = self._loss.kind == "compares_samples" or any(map(compares_samples, metrics.values()))
-        metrics = {name: over_all_ranks(metric, self._gather_samples) for name, metric in metrics.items()}
-        totals = MetricTotals(metrics, self.world.device)
-        share = share or self._share()
-        same_count = (
-            self._parallel.needs_equal_batch_counts
-            or share.ranks < self.world.size
-            or (any_compares and self.world.size > 1)
+        result = self._evaluator.totals(
+            dataset, metrics or {}, batch, share or self._share(), loading or LoadingOptions(), interrupted
         )
-        batches = EvaluationBatches(
-            dataset, max(1, batch // share.ranks), share, loading or LoadingOptions(), interrupted, same_count
-        )
-        with torch.no_grad():  # not inference_mode, whose tensors training could not use if the model caches one
-            for part in batches:
-                example = self._example(part.data, part.width)
-                output = self._parallel.evaluate(example)
-                if not self._parallel.position.reports_loss or not (part.samples or any_compares):
-                    continue
-                loss = self._loss.sum_and_count(output, example.target, part.samples)
-                totals.add_value("loss", loss, part.samples)
-                totals.add(output, example.target, part.samples)
         self._train_mode()
-        return totals, batches.gave_up
+        return result
 
     # ---- weights and checkpoints
 
@@ -371,24 +357,11 @@ class Session:
 
     # ---- batches
 
-    def _share(self) -> SampleShare:
-        if self.remote_optimizer is not None:
-            return self.remote_optimizer.share
-        place = self._parallel.position
-        return SampleShare(place.data_rank, self.plan.data_ranks, place.tensor, self.plan.axes.tensor)
-
-    def _example(self, data: Any, width: int | None) -> ModelBatch:
-        """Moves a batch to the device, and splits it into the model's arguments and the target. `width` is the number
-        of columns of the full input if `data` holds only this rank's columns of it, otherwise None."""
-        channels_last = self.plan.compute.layout == "channels_last"
-        moved = move_to_device(data, self.world.device, channels_last=channels_last)
-        example = split_batch(moved, self._target)
-        return example if width is None else self._parallel.with_input_columns(example, width)
-
-    def _microbatches(self, data: Any) -> list[Microbatch]:
-        """Cuts a batch from another loader into the plan's number of microbatches."""
-        microbatches = split_into_microbatches(data, self.plan.microbatches)
-        return [Microbatch(microbatch, samples_in(microbatch)) for microbatch in microbatches]
+    def _microbatches(self, data: Any) -> tuple[Sequence[Microbatch], int | None]:
+        """Cuts a batch of a prepared or another loader into microbatches. Returns them, and the number of samples over
+        all ranks, or None if it is not known."""
+        self._check_first_batch(data)
+        return cut_share(self._share_of(data), self.plan)
 
     def _train_mode(self) -> None:
         """Puts the model into training mode. Frozen modules stay in evaluation mode, so that their running statistics

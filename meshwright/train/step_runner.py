@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.state import State
@@ -16,12 +17,17 @@ from meshwright.train.metrics import Metric
 
 
 class StepRunner(Protocol):
-    """The members of `Session` that the trainer uses. They mean the same as in `Session`."""
+    """The members of `Session` that the trainer uses. They mean the same as in `Session`. `module` is None if
+    other processes have the model."""
 
     @property
     def plan(self) -> Plan: ...
     @property
+    def module(self) -> nn.Module | None: ...
+    @property
     def optimizer(self) -> torch.optim.Optimizer: ...
+    @property
+    def schedule(self) -> LRScheduler | None: ...
     @property
     def steps(self) -> int: ...
     @property
@@ -38,6 +44,7 @@ class StepRunner(Protocol):
     ) -> Iterator[Any]: ...
     def step(self, batch: Any, /) -> Tensor: ...
     def leave_out(self, batch: Any, /) -> None: ...
+    def step_schedule(self, metric: float | None = None) -> None: ...
     def evaluate(
         self,
         dataset: Any,

@@ -1,9 +1,10 @@
 """The private interfaces of torch that training uses, in one place. Seen to work on torch 2.11, 2.13 and 2.15."""
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
+    "DisableTorchFunction",
     "foreach_add_",
     "foreach_div_",
     "foreach_mul_",
@@ -11,8 +12,12 @@ __all__ = [
     "tree_flatten",
     "tree_leaves",
     "tree_map",
+    "tree_unflatten",
     "unscale_and_check_finite_",
 ]
+
+# A context in which neither modes nor subclasses of tensors change what torch's functions do.
+DisableTorchFunction = torch._C.DisableTorchFunction
 
 # In-place operations on lists of tensors, with few kernel launches.
 foreach_add_ = torch._foreach_add_

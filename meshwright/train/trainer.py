@@ -11,16 +11,13 @@ If a rank dies while a checkpoint is saved, the run repeats the steps since the 
 
 import json
 from contextlib import closing
-from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.data.loading import Batch
-from meshwright.data.mapped import make_partition
-from meshwright.data.part_balance import describe_parts, labels_of
-from meshwright.data.partition import Partition, PartPartition
 from meshwright.errors import TrainingDiverged
 from meshwright.files.storage import write_atomically
 from meshwright.job import Job
@@ -29,6 +26,8 @@ from meshwright.launch.output import terminal
 from meshwright.launch.signals import StopRequest
 from meshwright.launch.world import World
 from meshwright.train.build import build_data, build_loading, build_metrics
+from meshwright.train.callbacks.callbacks import Callbacks, build_callbacks
+from meshwright.train.callbacks.run import CallbackRun
 from meshwright.train.output.checkpoints import BestCheckpoint, RunCheckpoints, SavedCheckpoint
 from meshwright.train.output.folder import RunFolder
 from meshwright.train.output.metrics_log import MetricsLog, finite_or_none
@@ -37,6 +36,8 @@ from meshwright.train.output.progress import Display, SilentDisplay, describe_me
 from meshwright.train.output.recording import record_steps
 from meshwright.train.output.throughput import ThroughputMeter
 from meshwright.train.step.divergence import DivergenceMonitor
+from meshwright.train.step.job_length import JobLength
+from meshwright.train.step.schedule import step_after_evaluation
 from meshwright.train.step_runner import StepRunner
 from meshwright.train.stop_agreement import StopAgreement
 
@@ -65,6 +66,7 @@ class Trainer:
         self.train_set, self.eval_set = build_data(job)
         self.loading = build_loading(job, world.device)
         self.metrics = build_metrics(job)
+        self.length = JobLength(job, session, self.train_set, self.loading)
         self.meter = ThroughputMeter()
         self.last_loss: Tensor | None = None
         self.last_evaluation: tuple[int, dict[str, float]] | None = None  # the step and the metrics
@@ -75,6 +77,7 @@ class Trainer:
         self.predicted_step_s = predicted_step_s
         self.divergence = DivergenceMonitor(job.train.on_nonfinite)
         self.left_out: set[tuple[int, int]] = set()  # the epoch and index of batches that are not trained on
+        self.callbacks = Callbacks(build_callbacks(job), CallbackRun(job, session, world, folder), self._report)
         self.told_not_saved = False  # whether the user knows that the weights are not finite
 
     def run(self, stop: StopRequest) -> bool:
@@ -85,25 +88,31 @@ class Trainer:
         self._open_outputs()
         try:
             self.display.line(start_message)
-            for line in self._describe_data_parts():
+            for line in self.length.describe_data_parts():
                 self.display.line(line)
             finished = self._train(stop)
-            if finished:
-                self._finish()
-            else:
+            if finished and self.callbacks.stopped is not None:
+                self.display.line(f"a callback ends the run after step {self.session.steps}: {self.callbacks.stopped}")
+            result = self._finish() if finished else None
+            if not finished:
                 self.display.line(f"stopped after step {self.session.steps}, {self._describe_saved()}")
+            self.callbacks.end(result)
             return finished
         finally:
             self.display.close()
             if self.metrics_log:
                 self.metrics_log.close()
 
+    def _report(self, activity: str) -> None:
+        """Writes to the heartbeat what this rank is doing."""
+        self.heartbeat.update(self.session.steps, activity)
+
     def _open_outputs(self) -> None:
         """Opens the metrics log and the progress display on rank 0."""
         self.metrics_log = self._open_metrics_log()
         self.display: Display = SilentDisplay()
         if self.world.rank == 0:
-            self.display = make_display(terminal(), self.total_steps(), self.session.steps)
+            self.display = make_display(terminal(), self.length.total_steps(), self.session.steps)
 
     def _open_metrics_log(self) -> MetricsLog | None:
         """Opens the metrics log at the current step; None on ranks other than 0."""
@@ -111,39 +120,18 @@ class Trainer:
             return None
         return MetricsLog(self.folder, self.session.steps, self.job.log.tensorboard, self._is_evaluated())
 
-    def _describe_data_parts(self) -> list[str]:
-        """Lines that say how evenly the samples are distributed over the fixed parts of the data set. Empty unless
-        `data.partition` is `sample`."""
-        if not hasattr(self.train_set, "__len__"):
-            return []
-        partition = self._partition(len(self.train_set))
-        return describe_parts(partition, labels_of(self.train_set)) if isinstance(partition, PartPartition) else []
-
-    def total_steps(self) -> int | None:
-        """The number of steps of the whole job. None if it is unknown, because the job counts epochs of a stream."""
-        train = self.job.train
-        if train.epochs is None or not hasattr(self.train_set, "__len__"):
-            return train.steps
-        per_epoch = self._partition(len(self.train_set)).batches
-        return min(train.epochs * per_epoch, train.steps or train.epochs * per_epoch)
-
-    def _partition(self, size: int) -> Partition:
-        """How a data set of this size is divided into batches and among ranks."""
-        train, ranks = self.job.train, self.session.plan.data_ranks
-        loading = replace(self.loading, parts=self.session.parts or self.loading.parts)
-        return make_partition(size, train.global_batch, ranks, loading, train.seed, self.job.data.drop_last)
-
     # ---- the loop
 
     def _train(self, stop: StopRequest) -> bool:
         agreement = StopAgreement(self.world.size, lambda: stop.requested)
+        self.callbacks.begin()
         if self._evaluation_due(None) and not self._evaluate(stop):
             self._save()
             return False
         if self._rewinds and self.saved_step is None:
             self._save()  # the checkpoint that the first steps can go back to
-        finished: bool | None = None
-        while finished is None and not self._at_end():
+        finished: bool | None = True if self.callbacks.agree_to_stop() else None
+        while finished is None and not self.length.at_end():
             finished = self._train_from_position(stop, agreement)
         return finished is not False
 
@@ -156,7 +144,7 @@ class Trainer:
         )
         recorded = self.recorded_steps if self.session.steps == 0 else 0  # the first steps of a resumed run are over
         with closing(batches), record_steps(self.session, self.folder.record, recorded) as step:  # type: ignore[type-var]
-            self.heartbeat.update(self.session.steps, "data")
+            self._report("data")
             for batch in batches:
                 agreement.start()
                 is_left_out = (batch.epoch, batch.index) in self.left_out
@@ -173,51 +161,57 @@ class Trainer:
                 self.display.advance(self.session.steps)
                 if not is_left_out:
                     self._log(batch)
+                    assert self.last_loss is not None
+                    self.callbacks.step(self.session.steps, self.last_loss)
                 self._log_nonfinite(batch, is_left_out)
                 if self._evaluation_due(batch) and not self._evaluate(stop):
                     self._save()
                     return False
                 if self._save_due():
                     self._save()
-                if agreement.result():
+                stop_requested = agreement.result()
+                if self.callbacks.agree_to_stop():
+                    break
+                if stop_requested:
                     self._save()
                     return False
-                if self._at_end():
+                if self.length.at_end():
                     break
-                self.heartbeat.update(self.session.steps, "data")
+                self._report("data")
         return True
 
-    def _finish(self) -> None:
-        """Evaluates and saves the final weights, and writes the result, which marks the run as finished."""
+    def _finish(self) -> dict[str, Any]:
+        """Evaluates and saves the final weights, and writes the result, which marks the run as finished. Returns the
+        result; its measured times are those of this rank."""
         self.divergence.at_end(self.session.steps, self.session.skipped_steps)
         if self.eval_set is not None and not self._is_evaluated():
             self._evaluate(None)
         if not self._save():
             raise TrainingDiverged(f"the run ends after step {self.session.steps}, {self._describe_saved()}")
-        self.heartbeat.update(self.session.steps, "result")
-        peak = self._peak_memory_bytes()
+        self._report("result")
+        result = self._describe_result()
+        if self.world.rank == 0:
+            write_atomically(self.folder.result, json.dumps(result, indent=1))
+        return result
+
+    def _describe_result(self) -> dict[str, Any]:
+        """Returns the content of result.json."""
         loss = None if self.last_loss is None else float(self.last_loss)
         metrics = self.last_evaluation[1] if self.last_evaluation else {}
-        if self.world.rank == 0:
-            result = {
-                "run": str(self.folder.path.resolve()),
-                "steps": self.session.steps,
-                "loss": finite_or_none(loss),
-                "metrics": {name: finite_or_none(value) for name, value in metrics.items()},
-                "samples_per_s": self.meter.samples_per_s,
-                "skipped_steps": self.session.skipped_steps,
-                "restarts": self.world.attempt,
-                "predicted_step_s": self.predicted_step_s,
-                "measured_step_s": self.meter.step_s,
-                "peak_memory_bytes": peak,
-            }
-            write_atomically(self.folder.result, json.dumps(result, indent=1))
-
-    def _at_end(self) -> bool:
-        train = self.job.train
-        if train.steps is not None and self.session.steps >= train.steps:
-            return True
-        return train.epochs is not None and self.session.position[0] >= train.epochs
+        stopped = self.callbacks.stopped
+        return {
+            "run": str(self.folder.path.resolve()),
+            "steps": self.session.steps,
+            "loss": finite_or_none(loss),
+            "metrics": {name: finite_or_none(value) for name, value in metrics.items()},
+            "samples_per_s": self.meter.samples_per_s,
+            "skipped_steps": self.session.skipped_steps,
+            "restarts": self.world.attempt,
+            "predicted_step_s": self.predicted_step_s,
+            "measured_step_s": self.meter.step_s,
+            "peak_memory_bytes": self._peak_memory_bytes(),
+            **({} if stopped is None else {"stopped": stopped}),
+        }
 
     # ---- logs
 
@@ -225,7 +219,7 @@ class Trainer:
         steps = self.session.steps
         if self.world.rank != 0 or self.last_loss is None:
             return
-        if steps % self.job.log.every_steps and not self._at_end():
+        if steps % self.job.log.every_steps and not self.length.at_end():
             return
         loss = float(self.last_loss)
         rate = self.meter.end_window()
@@ -283,7 +277,7 @@ class Trainer:
         have been evaluated but the evaluation was interrupted."""
         if self.eval_set is None or self._is_evaluated() or self.session.steps == 0:
             return False
-        if self._at_end():
+        if self.length.at_end():
             return True
         every = self.job.log.eval_every_steps
         if every:
@@ -313,6 +307,8 @@ class Trainer:
         if self.metrics_log:
             epoch = self.session.position[0]
             self.metrics_log.write("eval", step, epoch, dict(values))
+        step_after_evaluation(self.session, self.job.schedule.metric if self.job.schedule else None, values)
+        self.callbacks.evaluation(values)
         name = self.job.checkpoint.best
         if name and self.checkpoints.is_better(values[name], self.best):
             previous, self.best = self.best, BestCheckpoint(step, values[name])
@@ -350,10 +346,11 @@ class Trainer:
             "best": [self.best.step, self.best.value] if self.best else None,
             "left_out": sorted(map(list, self.left_out)),
         }
-        self.checkpoints.save(state, step, about, self.best)
+        path = self.checkpoints.save(state, step, about, self.best)
         self.saved_step = step
         self.told_not_saved = False
         self.divergence.note_checkpoint()
+        self.callbacks.save(path)
         return True
 
     def _describe_saved(self) -> str:
@@ -366,7 +363,7 @@ class Trainer:
     def _resume(self) -> str:
         """Resumes from the newest valid checkpoint, if there is one. Returns a message that says where the run starts
         and which checkpoints are not used."""
-        self.heartbeat.update(self.session.steps, "load checkpoint")
+        self._report("load checkpoint")
         self.checkpoints.clear_unfinished()
         newest, problems = self.checkpoints.find_newest()
         damaged = "".join(f"checkpoint left out: {problem}\n" for problem in problems)

@@ -131,7 +131,8 @@ def _create_array(file: Path, shape: tuple[int, int]) -> np.memmap:
     with file.open("r+b") as opened:
         # Reserves the space: where the disk is full, this raises an error, and writing to mapped memory kills the
         # process.
-        os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)
+        if hasattr(os, "posix_fallocate"):  # macOS has no such function
+            os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)
     return array
 
 

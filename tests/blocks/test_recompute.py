@@ -78,7 +78,7 @@ def test_recomputing_keeps_a_step_equal_to_the_bit(name: str, kind: Recompute) -
         assert torch.equal(value, recomputed[key]), key
 
 
-@pytest.mark.parametrize("name", ["gpt", "resnet18"])
+@pytest.mark.parametrize("name", all_but({"gpt"}, ["gpt", "resnet18"]))
 def test_recomputing_saves_fewer_bytes_and_costs_more_flops(name: str) -> None:
     model, batch, loss = small_model(name)
     none, selective, full = (trace_profile(model, batch, loss, recompute=k) for k in ("none", "selective", "full"))
@@ -89,7 +89,7 @@ def test_recomputing_saves_fewer_bytes_and_costs_more_flops(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    all_but({("gpt", "full"), ("llama", "selective")}, [(name, kind) for name in ("gpt", "llama") for kind in KINDS]),
+    all_but({("gpt", "full")}, [(name, kind) for name in ("gpt", "llama") for kind in KINDS]),
 )
 def test_equal_blocks_traced_once_cost_as_much_as_all_traced(name: str, kind: Recompute) -> None:
     model = tiny_decoder(layers=5) if name == "gpt" else tiny_llama(layers=5)

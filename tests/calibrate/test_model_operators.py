@@ -170,3 +170,16 @@ def test_only_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_operator_that_takes_longer_than_the_budget_is_left_out() -> None:
     cluster = _here()
     assert measure_model_operators(cluster, _traced(), Plan(), BATCH, budget_s=1e-9) is cluster
+
+
+def test_a_model_that_was_measured_before_keeps_its_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = iter(range(1, 100))
+    monkeypatch.setattr(model_operators, "_time_on_cores", lambda calls, *_: [float(next(passes))] * len(calls))
+    plan, profile = Plan(), _traced()
+    first = measure_model_operators(_here(), profile, plan, BATCH)
+    assert measure_model_operators(_here(), profile, plan, BATCH) == first
+    assert measure_model_operators(_here(), profile, plan, 2 * BATCH) != first
+    measured_again = _measured(*(_row(operator, seconds=2e-6) for operator in CLASSES))
+    assert next(passes) == 3
+    measure_model_operators(measured_again, profile, plan, BATCH)
+    assert next(passes) == 5, "after the machine was measured again, so is the model"

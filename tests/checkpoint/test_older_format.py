@@ -5,6 +5,7 @@ steps 4 and 8 of the run."""
 
 import json
 import pickle
+import platform
 import shutil
 import tarfile
 from pathlib import Path
@@ -50,6 +51,7 @@ def resume(rank: int, size: int, run: Path, plan: dict[str, Any]) -> dict[str, t
     return session_of(train(job, run, rank=rank, size=size)).state_dict()
 
 
+@pytest.mark.skipif(platform.machine() != "aarch64", reason="other processors draw other dropout masks")
 def test_a_run_resumes_from_it_bitwise(older: Path, two: RankPool) -> None:
     """Weights, moments, schedule (with a Counter of milestones), position and random numbers are those of the run."""
     expected = load_file(older / "step-8.safetensors")

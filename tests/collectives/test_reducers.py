@@ -1,5 +1,6 @@
 """Each algorithm of a plan has its reducer, for ranks on one machine and on two."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from meshwright.collectives.scheduled import ScheduledReducer
 from meshwright.collectives.shared_memory import two_level as two_level_memory
 from meshwright.collectives.shared_memory.reducer import SharedMemoryReducer
 from meshwright.collectives.shared_memory.two_level import TwoLevelMemoryReducer, machines_of
+from meshwright.collectives.small_sums import make_small_sums
 from meshwright.errors import InputError
 from tests.collectives.world_group import world_group
 from tests.ranks import RankPool
@@ -126,3 +128,32 @@ def test_too_little_shared_memory_is_reported_before_anything_is_moved(three: Ra
         assert kind == "NativeReducer"
         for text in (reason, error):  # other programs may change the number of free bytes between the two
             assert "MiB free, and 3 ranks need 3298534883328 MiB there (a container gets more with --shm-size)" in text
+
+
+def reduce_on_macos(rank: int, size: int) -> list[Any]:
+    """Returns the reducer and the reason of `auto`, the error of `shared_memory`, and the kind of small sums, as if the
+    ranks ran on macOS; a ring works there, too."""
+    system, sys.platform = sys.platform, "darwin"
+    try:
+        reducer, reason = make_reducer("auto", world_group(), CPU)
+        with pytest.raises(InputError) as error:
+            make_reducer("shared_memory", world_group(), CPU)
+        ring, _ = make_reducer("ring", world_group(), CPU)
+        bucket = torch.full((5,), float(rank))
+        ring.start(bucket, 0)
+        ring.finish()
+        ring.close()
+        assert bucket.tolist() == [0.5] * 5
+        sums = make_small_sums("auto", world_group(), CPU)
+        return [type(reducer).__name__, reason, str(error.value), type(sums).__name__]
+    finally:
+        sys.platform = system
+
+
+def test_macos_has_no_shared_memory_and_uses_the_backend(two: RankPool) -> None:
+    reason = (
+        "gradients cannot be combined in shared memory: ranks open each other's memory through Linux's /proc, which"
+        " darwin does not have"
+    )
+    for result in two.run(reduce_on_macos):
+        assert result == ["NativeReducer", reason, reason, "NativeSmallSums"]

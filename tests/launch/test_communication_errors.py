@@ -53,6 +53,17 @@ def test_the_rank_that_is_gone_is_named(tmp_path: Path) -> None:
     )
 
 
+def test_a_rank_that_runs_is_not_gone_on_systems_without_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heartbeat = heartbeat_at(tmp_path, 1, 57, "forward")
+    heartbeat_at(tmp_path, 0, 56, "forward")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(Path, "read_text", lambda path, *_: (path / "none").read_bytes())  # no file is there
+    explained = explain_communication_error(
+        RuntimeError(f"{GLOO}pair.cc:547] Connection closed by peer"), RANK_1, heartbeat, 30, tmp_path
+    )
+    assert "gone" not in str(explained)
+
+
 def test_without_a_folder_only_this_ranks_heartbeat_is_known() -> None:
     explained = explain_communication_error(
         dist.DistStoreError("wait timeout after 2000ms, keys: /zz"), RANK_1, Heartbeat.in_memory(), 2, None

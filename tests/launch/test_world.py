@@ -6,11 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.rank import run_rank
 from meshwright.launch.world import World, is_launched, join, leave
+from tests.ranks import RankPool
 
 
 def torchrun(case: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -57,3 +59,28 @@ def test_without_a_launcher_a_rank_runs_in_this_process() -> None:
 
     run_rank(main, "cpu", 5)
     assert steps == [3]
+
+
+def send_cpu_tensors(rank: int, size: int) -> tuple[str, float, float]:
+    """Joins a process group whose backend sends GPU tensors only, as NCCL does. Returns the error that a CPU tensor
+    gives before, and sums over the group and over a group that is made from it."""
+    value = torch.ones(1)
+    with pytest.raises(RuntimeError) as error:
+        dist.all_reduce(value)
+    world = join("cpu", 5)
+    assert (world.rank, world.size, world.local_size) == (rank, size, size)
+    assert join("cpu", 5) == world
+    dist.all_reduce(value)
+    part = torch.ones(1)
+    dist.all_reduce(part, group=dist.new_group(list(range(size))))
+    return str(error.value), float(value), float(part)
+
+
+def test_a_group_that_the_script_has_made_is_joined_whatever_its_backend() -> None:
+    pool = RankPool(2, backend="cuda:gloo")
+    try:
+        for message, total, part in pool.run(send_cpu_tensors):
+            assert "No backend type associated with device type cpu" in message
+            assert (total, part) == (2.0, 2.0)
+    finally:
+        pool.close()

@@ -168,6 +168,28 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
+class Following(nn.Module):
+    """Keeps the mean of the last batch in a buffer, which does not change what the model computes."""
+
+    center: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Plain()
+        self.register_buffer("center", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.center.mul_(0.9).add_(0.1 * x.mean())
+        out: Tensor = self.inner(x)
+        return out
+
+
+def spread(output: Tensor, target: Tensor) -> Tensor:
+    """Compares samples: the deviation over the batch is a part of the loss."""
+    return F.cross_entropy(output, target) - 0.1 * output.std(0).mean()
+
+
 def decaying(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 
@@ -186,11 +208,11 @@ def proof_request(
 ) -> ProofRequest:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        module = {**MODELS, "tying": Tying, "casting": Casting}[model]()
+        module = {**MODELS, "tying": Tying, "casting": Casting, "following": Following}[model]()
     user_model = UserModel(
         model=module,
         optimizer=OPTIMIZERS[optimizer](module.parameters()),
-        loss={**LOSSES, "large": large_loss}[loss],
+        loss={**LOSSES, "large": large_loss, "spread": spread}[loss],
         data=Points(size, ignored),
         global_batch=BATCH,
         schedule=decaying,

@@ -8,7 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from meshwright.data.batch import Batch
+from meshwright.train.loss.loss import Loss
 from meshwright.train.session import Session
+from tests.proof.cases import spread
 
 
 class InjectedFault:
@@ -60,6 +62,14 @@ class InjectedFault:
             return read(*args)
 
         setattr(owner, method, read_broken)
+
+
+@dataclass(frozen=True)
+class ComparesOwnSamples(InjectedFault):
+    """Every rank computes a loss that compares samples on its own ones, as if it were a mean over samples."""
+
+    def before(self, session: Session) -> None:
+        session._loss = session._forward_backward.loss = Loss(spread, "samples")
 
 
 @dataclass(frozen=True)

@@ -73,9 +73,3 @@ def test_a_plan_that_the_model_does_not_allow_is_refused_before_ranks_start(plan
         check_job(toy_job(), Plan.model_validate(plan), TWO)
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
-
-
-def test_a_schedule_whose_step_needs_a_value_is_refused() -> None:
-    schedule = {"call": "torch.optim.lr_scheduler:ReduceLROnPlateau"}
-    with pytest.raises(InputError, match=r"ReduceLROnPlateau.step\(\) needs arguments \(.*'metrics'\), but it is"):
-        check_job(toy_job(schedule=schedule), plan(), TWO)

@@ -118,7 +118,7 @@ def test_a_run_ends_after_epochs_or_steps_whichever_comes_first(tmp_path: Path) 
     ]
     for number, (length, steps) in enumerate(lengths):
         trainer = train(toy_job(train=length), tmp_path / str(number))
-        assert trainer.session.steps == trainer.total_steps() == steps
+        assert trainer.session.steps == trainer.length.total_steps() == steps
 
 
 def test_evaluations_come_every_so_many_steps_and_at_the_end(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_a_stopped_run_resumes_bitwise(tmp_path: Path, kind: str, stop: int) -> 
 
 def test_a_stream_counts_its_steps_by_reading_them(tmp_path: Path) -> None:
     trainer = train(toy_job(**STREAM), tmp_path)
-    assert trainer.total_steps() is None
+    assert trainer.length.total_steps() is None
     assert trainer.session.steps == 12
     assert [line["epoch"] for line in logged(trainer, "train")] == [0] * 6 + [1] * 6
 

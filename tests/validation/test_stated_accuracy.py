@@ -70,6 +70,7 @@ def test_words_that_a_document_does_not_contain_are_reported() -> None:
     assert accuracy.missing_words() == ["README.md does not say: within 0.01% of everything"]
 
 
+@pytest.mark.soak
 def test_steps_on_b200_and_that_worse_predictions_would_fail() -> None:
     """All rows of one source. Their predicted steps are too short, so shorter ones must fail."""
     accuracy, predictions = STATED["published steps on B200"], predictions_of_source("simumax_b200")

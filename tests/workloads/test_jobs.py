@@ -10,8 +10,8 @@ from meshwright.batch import split_batch
 from meshwright.call import bind, build
 from meshwright.job import Job, load_job
 from meshwright.train.build import build_data, build_metrics, construct_model
+from meshwright.train.loss.loss import classify_loss
 from meshwright.train.metrics import MetricTotals
-from meshwright.train.step.loss import classify_loss
 from meshwright.train.step.optimizer import build_optimizer
 
 JOBS = Path(__file__).parents[2] / "jobs"

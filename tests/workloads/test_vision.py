@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from meshwright.errors import InputError
+from meshwright.train.loss.loss import classify_loss
 from meshwright.train.metrics import MetricTotals
-from meshwright.train.step.loss import classify_loss
 from meshwright.workloads import vision
 
 META = torch.device("meta")

@@ -210,6 +210,8 @@ def _connect(
 ) -> tuple[list[ProcessIdentity], list[SharedSegment], CollectiveSteps]:
     """Returns the processes and the segments of the members, and the `CollectiveSteps` of this rank. Each rank decides
     by the offers of all ranks, therefore all ranks choose the same implementation, or all raise `InputError`."""
+    if reason := segment.missing_on_this_system():
+        raise InputError(f"gradients cannot be combined in shared memory: {reason}")
     helper = compiled_helper.load_helper(folder)
     can_run_python = compiled_helper.has_total_store_order() or not isinstance(helper, str)
     implementations = () if isinstance(helper, str) else ("compiled",)

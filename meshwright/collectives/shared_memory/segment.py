@@ -5,6 +5,7 @@ that has it open ends."""
 import ctypes
 import mmap
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +60,19 @@ class ProcessIdentity:
     start_time: str
 
 
+def missing_on_this_system() -> str | None:
+    """Returns why ranks cannot share memory on this operating system; None on Linux, where they can."""
+    if sys.platform == "linux":
+        return None
+    return f"ranks open each other's memory through Linux's /proc, which {sys.platform} does not have"
+
+
 def this_process() -> ProcessIdentity:
+    """Returns the identity of this process. On systems other than Linux, processes of one host are those of one
+    machine."""
+    if missing_on_this_system():
+        host = os.uname().nodename
+        return ProcessIdentity(host, machine=host, namespace="", pid=os.getpid(), start_time="")
     return ProcessIdentity(
         host=os.uname().nodename,
         machine=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),

@@ -252,6 +252,7 @@ def _serve(connection: socket.socket) -> NoReturn:
             answer = {"code": _exit_code(request["exit_code"], finished_of)}
         else:
             finished_of.pop(request["reap"], None)
+            _waited_codes.pop(request["reap"], None)
             with suppress(ChildProcessError):
                 os.waitpid(request["reap"], 0)
         for descriptor in streams:
@@ -299,15 +300,30 @@ def _exit_code(pid: int, finished_of: Mapping[int, mmap.mmap]) -> int | None:
     """Returns the exit code of a rank, which is negative for signals, and None while the rank runs. The exit code 0 of
     a rank that ended before its work was done, for example because the user's code ended it, is `UNFINISHED`."""
     try:
-        status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        code = _process_exit_code(pid)
     except ChildProcessError:
         return -SIGKILL  # a rank of an earlier server, killed when that server died
-    if status is None:
-        return None
-    if status.si_code != os.CLD_EXITED:
-        return -status.si_status
     is_finished = pid in finished_of and finished_of[pid][0] == 1
-    return UNFINISHED if status.si_status == 0 and not is_finished else status.si_status
+    return UNFINISHED if code == 0 and not is_finished else code
+
+
+_waited_codes: dict[int, int] = {}  # by process id, of processes that had to be waited for to know their exit code
+
+
+def _process_exit_code(pid: int) -> int | None:
+    """Returns the exit code of a child process, which is negative for signals, and None while it runs. May be called
+    again after the process has ended, until it is reaped."""
+    if hasattr(os, "waitid"):
+        status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if status is None:
+            return None
+        return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+    if pid not in _waited_codes:  # Python for macOS has waitid since 3.13
+        ended, wait_status = os.waitpid(pid, os.WNOHANG)
+        if not ended:
+            return None
+        _waited_codes[pid] = os.waitstatus_to_exitcode(wait_status)
+    return _waited_codes[pid]
 
 
 def _become_rank(command: Sequence[str], environment: Mapping[str, str], finished: mmap.mmap) -> NoReturn:

@@ -57,7 +57,7 @@ class PipelineExecutor:
                 return loss.clone() if is_view(loss) or loss.is_leaf else loss
 
             with self._examples_set(microbatches[first : first + round_size], finish):
-                runner.run(is_last_round=number == rounds - 1)
+                runner.run(is_first_round=number == 0, is_last_round=number == rounds - 1)
         self.finish()
 
     def finish(self) -> None:

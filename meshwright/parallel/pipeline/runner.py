@@ -2,6 +2,7 @@
 ran."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
+from meshwright.blocks.power_iteration import power_iterations, without_power_iteration
 from meshwright.parallel.pipeline.stage import Stage
 from meshwright.parallel.pipeline.transport import BufferSpec
 
@@ -68,11 +70,13 @@ class ScheduleRunner:
             torch_stages, microbatches, loss_fn=lambda loss, _: loss, scale_grads=False
         )
 
-    def run(self, is_last_round: bool) -> None:
+    def run(self, *, is_first_round: bool, is_last_round: bool) -> None:
         """Runs the forward and backward passes of one accumulation round: of as many microbatches as the schedule runs
-        at once. FSDP2 reduces gradients in the last round of a step only."""
+        at once. FSDP2 reduces gradients in the last round of a step only, and spectral norms are improved in the first
+        microbatch of the first round only."""
         for torch_stage in self._stages:
             torch_stage.reduces_gradients = is_last_round
+            torch_stage.iterates_power = is_first_round
             torch_stage.wrapped_stage.send_buffers = (
                 self.buffers[torch_stage.stage_index] if not torch_stage.is_last else ()
             )
@@ -109,12 +113,16 @@ class _TorchStage(PipelineStage):
         )
         self.wrapped_stage = stage
         self.reduces_gradients = True
+        self.iterates_power = True
+        self._power_iterations = power_iterations(stage)
         self._executed = executed
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._executed.append(ExecutedAction(self.stage_index, fwd_chunk_id, "forward"))
         self.wrapped_stage.microbatch = fwd_chunk_id
-        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        is_first = self.iterates_power and fwd_chunk_id == 0
+        with nullcontext() if is_first else without_power_iteration(self._power_iterations):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         is_whole = kwargs.get("full_backward", True)

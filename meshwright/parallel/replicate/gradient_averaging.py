@@ -1,4 +1,5 @@
-"""Averages gradients over the replicate axis where DDP cannot: next to a tensor or a pipeline axis.
+"""Averages gradients over the replicate axis where DDP cannot: next to a tensor or a pipeline axis, and in backward
+passes that a user's own loop runs, which may belong to any number of forward passes.
 
 Gradients are kept in buckets that are laid out before the first step, in reverse order of the parameters, which is
 about the order in which the backward pass computes them. A bucket is sent as soon as the last microbatch of a step has
@@ -28,7 +29,7 @@ class GradientAverager:
         self._reducer = reducer
         weakref.finalize(self, reducer.close)
         self._next_bucket = 0  # all ranks send buckets in this order, whichever is ready first
-        self._is_last_microbatch = False
+        self._is_averaging = self._is_last_microbatch = False
         if overlap:
             for bucket in buckets:
                 for index, parameter in enumerate(bucket.parameters):
@@ -36,10 +37,13 @@ class GradientAverager:
 
     @contextmanager
     def averaging(self, last: bool) -> Iterator[None]:
-        """Wraps the forward and backward pass of one microbatch. Gradients are sent in the last one of a step."""
-        self._is_last_microbatch = last
-        yield
-        self._is_last_microbatch = False
+        """Wraps the backward pass of one microbatch, and maybe its forward pass. Gradients are sent in the last one of
+        a step."""
+        self._is_averaging, self._is_last_microbatch = True, last
+        try:
+            yield
+        finally:
+            self._is_averaging = self._is_last_microbatch = False
         if last:
             self.finish()
 
@@ -59,6 +63,8 @@ class GradientAverager:
         self._next_bucket += 1
 
     def _gradient_ready(self, bucket: "_Bucket", index: int, parameter: Tensor) -> None:
+        if not self._is_averaging:  # DDP averages in this backward pass, or it is that of another model's loss
+            return
         bucket.take(index)
         if not self._is_last_microbatch:
             return

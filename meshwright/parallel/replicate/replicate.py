@@ -17,7 +17,12 @@ from meshwright.collectives.small_sums import SharedMemorySums, SmallSums
 from meshwright.errors import InputError
 from meshwright.parallel.precision import gradient_reduce_dtype
 from meshwright.parallel.replicate.process_group import GroupWithSharedSums
-from meshwright.parallel.torch_private import broadcast_coalesced, comm_hook_states, ignore_in_ddp
+from meshwright.parallel.torch_private import (
+    broadcast_coalesced,
+    comm_hook_states,
+    ignore_in_ddp,
+    silence_unused_parameters_warning,
+)
 from meshwright.plan import MIB, Plan
 
 DATA_AXES = ("replicate", "shard")
@@ -45,6 +50,7 @@ def replicate(
         ]  # so DDP names those of the root module
         ignore_in_ddp(module, names)
     group = mesh.get_group("replicate")
+    silence_unused_parameters_warning()
     model = DistributedDataParallel(
         module,
         process_group=GroupWithSharedSums(group, sums) if isinstance(sums, SharedMemorySums) else group,

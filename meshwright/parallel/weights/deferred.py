@@ -3,12 +3,13 @@
 `build_on_meta` builds a model without memory and records every operator on its tensors. `materialize` replays those of
 one parameter in real memory, under the seed derived from its name, keeps this rank's shard and frees the rest. The
 weights are bitwise those of `initialize.initialize_model`. `find_unreproducible` names the tensors for which this is
-impossible, with the reason.
+impossible, with the reason. Of pretrained weights, a rank reads its shard only.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from meshwright.parallel.torch_private import (
     tree_map,
 )
 from meshwright.parallel.weights.initialize import intercept_init_functions
-from meshwright.parallel.weights.layout import ParameterLayout, fill_local_shard
+from meshwright.parallel.weights.layout import ParameterLayout, ReadRegion, fill_local_shard, read_local_shard
 
 _ALTERNATIVE = "build the whole model on every rank, under a plan that one rank's memory allows"
 
@@ -85,10 +86,15 @@ def build_on_meta(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module,
     return model, BuildRecording(calls, _tensors_by_name(model), constants.skipped_fills)
 
 
-def find_unreproducible(module: nn.Module, recording: BuildRecording) -> dict[str, str]:
-    """By name, the tensors whose initial values cannot be computed again, and why."""
+def find_unreproducible(
+    module: nn.Module, recording: BuildRecording, pretrained: Collection[str] = ()
+) -> dict[str, str]:
+    """By name, the tensors whose initial values cannot be computed again, and why. Those named in `pretrained` do not
+    need an initial value."""
     reasons: dict[str, str] = {}
     for name, (_, tensor) in recording.tensors.items():
+        if name in pretrained:
+            continue
         try:
             _calls_to_replay(tensor, recording)
         except CannotReproduce as error:
@@ -106,10 +112,12 @@ def materialize(
     layouts: Mapping[str, ParameterLayout],
     seed: int,
     device: torch.device,
+    pretrained: Mapping[str, ReadRegion] = MappingProxyType({}),
 ) -> None:
     """Gives every parameter and buffer of `module` real memory on `device` and its initial value. The plan may have
-    cut and divided the module since it was built."""
-    unreproducible = find_unreproducible(module, recording)
+    cut and divided the module since it was built. `pretrained` has, by name in the untouched model, functions that
+    read a part of a tensor that has a pretrained value."""
+    unreproducible = find_unreproducible(module, recording, pretrained)
     if unreproducible:
         name, reason = next(iter(unreproducible.items()))
         more = f" (and {len(unreproducible) - 1} more)" if len(unreproducible) > 1 else ""
@@ -123,9 +131,12 @@ def materialize(
             if id(meta_tensor) not in real_tensors:
                 first_name, whole = recording.tensors[name]
                 real = torch.empty_like(meta_tensor, device=device, requires_grad=False)
-                value = _initial_value(whole, recording, derive_seed(seed, "weights", first_name))
-                fill_local_shard(real, layouts.get(name), value)
-                del value
+                if name in pretrained:
+                    read_local_shard(real, layouts.get(name), pretrained[name])
+                else:
+                    value = _initial_value(whole, recording, derive_seed(seed, "weights", first_name))
+                    fill_local_shard(real, layouts.get(name), value)
+                    del value
                 if isinstance(meta_tensor, nn.Parameter):
                     real = nn.Parameter(real, meta_tensor.requires_grad)
                 real_tensors[id(meta_tensor)] = (meta_tensor, real)

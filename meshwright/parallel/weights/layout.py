@@ -6,7 +6,7 @@ one part. Rank r of t holds
     of each part nk the rows  [r · c, min((r + 1) · c, nk)),  c = ceil(nk / t)          shard_ranges()
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -88,6 +88,10 @@ def gather_shards(shard: Tensor, layout: ParameterLayout, group: dist.ProcessGro
 # ---- FSDP2 divides the rows of a shard once more
 
 
+# Returns a part of a whole tensor: so many elements per dimension (second argument), beginning at the offsets (first).
+ReadRegion = Callable[[tuple[int, ...], tuple[int, ...]], Tensor]
+
+
 class TiedLayout(Protocol):
     """A parameter that several pipeline ranks hold: its name in the untouched model's `named_parameters`, its name in
     this rank's module, and the pipeline coordinates that hold it."""
@@ -156,6 +160,13 @@ def fill_local_shard(tensor: Tensor, layout: ParameterLayout | None, whole: Tens
     local = local_tensor(tensor)
     for region in shard_regions(tensor, layout):
         region_view(local, region).copy_(_narrow(whole, region.offsets, region.sizes))
+
+
+def read_local_shard(tensor: Tensor, layout: ParameterLayout | None, read: ReadRegion) -> None:
+    """Copies this rank's shard into `tensor`. `read` is called for the regions of this rank only."""
+    local = local_tensor(tensor)
+    for region in shard_regions(tensor, layout):
+        region_view(local, region).copy_(read(region.offsets, region.sizes))
 
 
 def gather_parameter(tensor: Tensor, layout: ParameterLayout | None, mesh: DeviceMesh | None) -> Tensor:

@@ -22,6 +22,7 @@ from meshwright.profile.fake import fake_batch, fake_model
 from meshwright.profile.gpu_rules import GpuRules
 from meshwright.profile.operator_costs import operator_flops
 from meshwright.profile.torch_private import (
+    DataDependentOutputException,
     FakeTensorMode,
     TorchDispatchMode,
     answer_tensor_query,
@@ -268,15 +269,26 @@ def record_dataflow(
             recorder.register(leaf, "input", name if len(leaves) == 1 else f"{name}.{position}")
     try:
         # With gradients enabled, as in training, because some modules run a fused fast path without them.
-        with mode, torch.enable_grad(), GpuRules(), recorder, recording_module_calls(names, recorder):
+        with mode, torch.enable_grad(), GpuRules(chance=False), recorder, recording_module_calls(names, recorder):
             fake(*inputs.arguments, **inputs.keywords)
     except (IndexError, InputError):  # a model that indexes its blocks by number fails without the skipped ones
         raise
+    except DataDependentOutputException as error:
+        raise InputError(
+            f"the model cannot be traced in {_running_module(model, recorder)}, because its code depends on the values"
+            f" of tensors ({first_line(error)}), so it can be neither split nor cut into stages: use the axes replicate"
+            " and shard"
+        ) from error
     except Exception as error:
-        name = recorder.running_module
-        where = f"{name or 'its forward pass'} ({type(model.get_submodule(name)).__name__})"
-        raise InputError(f"the model cannot be traced in {where}: {first_line(error)}") from error
+        raise InputError(
+            f"the model cannot be traced in {_running_module(model, recorder)}: {first_line(error)}"
+        ) from error
     return recorder.flow
+
+
+def _running_module(model: nn.Module, recorder: DataflowRecorder) -> str:
+    name = recorder.running_module
+    return f"{name or 'its forward pass'} ({type(model.get_submodule(name)).__name__})"
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from meshwright.profile.equal_blocks import EqualBlocks, remove_skipped_blocks, skipped_blocks
-from meshwright.profile.fake import fake_batch, fake_model
+from meshwright.profile.fake import FakeRules, fake_batch, fake_model
 from meshwright.profile.operator_costs import is_checkpoint_artifact
 from meshwright.profile.structure.dataflow import Dataflow, DataflowRecorder, TracedOperator, recording_module_calls
 from meshwright.profile.structure.splits import find_splits_with_values
@@ -130,7 +130,7 @@ def _record_dataflow_of_step(
     remove_skipped_blocks(fake, equal_blocks)
     batch = fake_batch(sample, size, mode)
     recorder.register_all(batch, "input")
-    with mode, recorder, recording_module_calls(names, recorder):
+    with mode, FakeRules(), recorder, recording_module_calls(names, recorder):
         recorder.enter("", (), {})  # the loss is computed outside of every module
         recorder.leave(run(fake, batch))
     flow = recorder.flow

@@ -78,6 +78,9 @@ def preserved_random_state(device: torch.device) -> Iterator[None]:
 class GpuRulesForRealTensors(GpuRules):
     """`GpuRules` for real tensors on a CPU. RMS norm runs as on the CPU, because the fused RMS norm has no kernel."""
 
+    def __init__(self) -> None:
+        super().__init__(chance=False)
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

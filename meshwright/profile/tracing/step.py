@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.batch import at_least_fp32, split_batch
+from meshwright.batch import at_least_fp32, split_batch, target_key
 from meshwright.dtypes import HALF_DTYPES
 from meshwright.errors import InputError
 
@@ -17,7 +17,7 @@ def compute_loss(model: nn.Module, batch: Any, loss: LossFunction | None, precis
     """Returns the loss of one microbatch, as a tensor with one element. The forward pass runs in the plan's precision,
     the loss in at least fp32. If `loss` is None, the loss is taken from the model's output. If the loss is a pair (sum,
     count), the sum is returned."""
-    inputs = split_batch(batch, target)
+    inputs = split_batch(batch, target_key(target, loss is not None))
     with torch.autocast("cpu", dtype=HALF_DTYPES.get(precision), enabled=precision in HALF_DTYPES):
         output = model(*inputs.arguments, **inputs.keywords)
     output = at_least_fp32(output)

@@ -8,19 +8,19 @@ batch size, where the bytes of every operator must lie on their parabola (`_chec
 """
 
 import traceback
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
 
+from meshwright.batch import target_key
 from meshwright.blocks.module_names import is_inside
 from meshwright.blocks.recompute import Recompute, find_blocks
 from meshwright.dtypes import torch_name
 from meshwright.errors import InputError
 from meshwright.profile.equal_blocks import EqualBlocks, find_equal_blocks, remove_skipped_blocks, skipped_blocks
-from meshwright.profile.fake import fake_batch, fake_model, one_sequence_per_row, tensor_bytes
+from meshwright.profile.fake import FakeRules, fake_batch, fake_model, one_sequence_per_row, tensor_bytes
 from meshwright.profile.gpu_rules import GpuRules
 from meshwright.profile.structure.model_structure import ModelStructure
 from meshwright.profile.structure.split_marks import SplitMarks, find_split_marks
@@ -84,7 +84,7 @@ def trace_profile(
     cut; it is taken from `model_structure` if that is given. If `merge_equal_blocks` is False, every block is traced.
     `target` is the key of the targets in the batch. The model may be on the meta device; it is not changed.
     """
-    step = _FakeStep(model, sample, loss, precision, target, recompute, GpuRules if on_gpu else nullcontext)
+    step = _FakeStep(model, sample, loss, precision, target, recompute, GpuRules if on_gpu else FakeRules)
     equal_blocks = find_equal_blocks(model) if merge_equal_blocks else ()
     try:
         traces, ranges = _trace_all_batches(step, equal_blocks)
@@ -101,7 +101,9 @@ def trace_profile(
             marks = find_split_marks(model, sample, step.loss_of, BATCHES[0], equal_blocks)
     segments = _combine(traces, BATCHES, ranges, marks)
     if with_structure:
-        structure = (model_structure or ModelStructure(model, sample, target)).find(merge_equal_blocks)
+        structure = (model_structure or ModelStructure(model, sample, target_key(target, loss is not None))).find(
+            merge_equal_blocks
+        )
     profile = ModelProfile(
         precision=precision,
         parameters=model_parameters(model),

@@ -58,7 +58,7 @@ def _running_statistics(evidence: Evidence) -> Verdict:
     )
     ranks = range(1, evidence.plan.data_ranks) if evidence.experiments.grouping == "local" else ()
     for rank in ranks:
-        misfit = _largest_buffer_error(evidence, evidence.experiments.run(statistics_rank=rank))
+        misfit = largest_buffer_error(evidence, evidence.experiments.run(statistics_rank=rank))
         if evidence.fits(misfit):
             return Verdict(
                 "batch_norm", f"{explanation}: it learnt from data rank {rank}'s samples, not from 0's", misfit
@@ -66,7 +66,8 @@ def _running_statistics(evidence: Evidence) -> Verdict:
     return Verdict("batch_norm", explanation)
 
 
-def _largest_buffer_error(evidence: Evidence, result: ExperimentResult) -> float:
+def largest_buffer_error(evidence: Evidence, result: ExperimentResult) -> float:
+    """Returns the largest error of the recorded buffers, compared with those of an experiment."""
     recorded, rank = evidence.recorded, evidence.difference.rank
     state = {**recorded.state, **recorded.differing_states.get(rank, {})}
     scales = layer_scales(result.buffers)

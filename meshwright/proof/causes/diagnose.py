@@ -4,8 +4,10 @@ and returns a verdict, or None if it does not explain the difference."""
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from meshwright.proof.causes.batch_buffer import batch_buffer
 from meshwright.proof.causes.batch_norm import batch_norm
 from meshwright.proof.causes.clip import local_clip
+from meshwright.proof.causes.coupled_samples import coupled_samples
 from meshwright.proof.causes.evidence import Cause, Evidence, Verdict
 from meshwright.proof.causes.optimizer import not_optimized
 from meshwright.proof.causes.precision import low_precision
@@ -33,8 +35,10 @@ THEN: Mapping[Cause, Hypothesis] = {
     "missing_reduction": missing_reduction,
     "doubled_reduction": doubled_reduction,
     "scaled": scaled,
+    "coupled_samples": coupled_samples,
     "uneven_targets": uneven_targets,
     "batch_norm": batch_norm,
+    "batch_buffer": batch_buffer,
     "tied_drift": tied_drift,
     "randomness": randomness,
     "low_precision": low_precision,

@@ -2,6 +2,7 @@
 will be compared."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.world import World
 from meshwright.proof.record.record_with_servers import record_with_servers
+from meshwright.proof.reference.own_casts import LiftCasts
 from meshwright.proof.reference.reference_setup import ReferenceSetup, batch_in_dtype, build_setup, default_dtype
 from meshwright.proof.request import ProofRequest
 from meshwright.train.output.recording import StepRecorder
@@ -45,7 +47,8 @@ def record(request: ProofRequest, world: World, folder: Path, heartbeat: Heartbe
                 loaded_batch = next(batches)
             batch = batch_in_dtype(loaded_batch, setup.dtype)
             recorder.note_batch(batch)
-            loss = session.step(batch)
+            with LiftCasts() if request.lifts_casts else nullcontext():
+                loss = session.step(batch)
             heartbeat.finish_step()
             recorder.write_step(loss)
     if world.size > 1:

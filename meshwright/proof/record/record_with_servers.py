@@ -2,6 +2,7 @@
 have combined."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from meshwright.data.batch import Batch
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.peer_connection import store_connector
 from meshwright.launch.world import World
+from meshwright.proof.reference.own_casts import LiftCasts
 from meshwright.proof.reference.reference_setup import ReferenceSetup, batch_in_dtype, build_setup, default_dtype
 from meshwright.proof.request import ProofRequest
 from meshwright.train.output.recording import StepRecorder
@@ -84,7 +86,8 @@ def _run_worker(request: ProofRequest, setup: ReferenceSetup, world: World, fold
         client.batch = batch
         if recorder:
             recorder.note_batch(client.batch)
-        loss = session.step(client.batch)
+        with LiftCasts() if request.lifts_casts else nullcontext():
+            loss = session.step(client.batch)
         if setup.clip_norm is None:
             session.gradient_norm = None
         heartbeat.finish_step()

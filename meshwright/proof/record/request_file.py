@@ -5,18 +5,25 @@ Reading a pickle executes code. Here that is intended: the file holds the user's
 of the same user on the same machine. Nobody else can write what the ranks read: only the user may open the file (mode
 0600) and its temporary folder (`prove.work_folder`, mode 0700)."""
 
+import io
 import os
 import pickle
 from dataclasses import fields
 from multiprocessing import current_process, spawn
 from pathlib import Path
+from types import FunctionType
 from typing import Any
+
+import cloudpickle
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from meshwright.call import load
 from meshwright.errors import InputError
 from meshwright.files.storage import writing
 from meshwright.job import Job
 from meshwright.proof.request import ProofRequest, UserModel
+from meshwright.proof.torch_private import new_parametrized
 
 _PICKLING_ERRORS = (pickle.PicklingError, AttributeError, TypeError, RuntimeError)
 
@@ -24,7 +31,7 @@ _PICKLING_ERRORS = (pickle.PicklingError, AttributeError, TypeError, RuntimeErro
 def write_request(request: ProofRequest, file: Path) -> None:
     """Writes the request. Raises InputError if a part of it cannot be pickled, or cannot be imported by the ranks."""
     try:
-        pickled = pickle.dumps(request)
+        pickled = _pickle(request)
     except _PICKLING_ERRORS as error:
         raise InputError(_describe_pickling_error(request.subject, error)) from error
     preparation = {key: value for key, value in spawn.get_preparation_data("rank").items() if key in _PREPARATION_KEYS}
@@ -37,6 +44,31 @@ def write_request(request: ProofRequest, file: Path) -> None:
     with writing(file, len(pickled)), open(file, "wb", opener=_open_private) as stream:
         pickle.dump(preparation, stream)
         stream.write(pickled)
+
+
+def _pickle(value: Any) -> bytes:
+    stream = io.BytesIO()
+    _Pickler(stream).dump(value)
+    return stream.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """A pickler for modules with parametrized weights too (weight norm, spectral norm). torch makes a class for each of
+    them, which nobody can import, so the pickle names the module's own class and the parametrized weights. Functions
+    inside functions of torch, which it registers as hooks of such modules, are pickled by value."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, nn.Module) and is_parametrized(value):
+            original: Any = type(value).__bases__[0]
+            names = [name for name, _ in value.get_submodule("parametrizations").named_children()]
+            return new_parametrized, (original, names), original.__getstate__(value)
+        if (
+            isinstance(value, FunctionType)
+            and "<locals>" in value.__qualname__
+            and value.__module__.startswith("torch.")
+        ):
+            return pickle.loads, (cloudpickle.dumps(value),)
+        return NotImplemented
 
 
 def _open_private(path: str, flags: int) -> int:
@@ -81,7 +113,7 @@ def _describe_pickling_error(subject: Job | UserModel, error: Exception) -> str:
     """Returns a message that names the field of the subject that cannot be pickled."""
     for field in fields(subject) if isinstance(subject, UserModel) else ():
         try:
-            pickle.dumps(getattr(subject, field.name))
+            _pickle(getattr(subject, field.name))
         except _PICKLING_ERRORS as reason:
             reason_text = " ".join(str(reason).split())
             return (

@@ -71,7 +71,12 @@ class Experiments:
     def grouping(self) -> Grouping:
         """The grouping of samples that the reference used."""
         setup = build_setup(self.request)
-        return choose_grouping(setup.model.train(), self.request.plan, self.request.dropout, setup.loss)
+        return choose_grouping(setup.model.train(), self.request.plan, self.request.dropout, setup.compares_samples)
+
+    @cached_property
+    def compares_samples(self) -> bool:
+        """Whether the loss compares the samples of a batch with each other."""
+        return build_setup(self.request).compares_samples
 
     @cached_property
     def batch_statistics_layers(self) -> frozenset[str]:

@@ -26,7 +26,6 @@ from meshwright.plan import Plan
 from meshwright.proof.reference.reference_setup import ReferenceSetup
 from meshwright.proof.torch_private import AnyBatchNorm, tree_flatten, tree_unflatten
 from meshwright.train.step.batch import samples_in
-from meshwright.train.step.loss import LossFunction
 
 Grouping = Literal["whole", "local", "synchronized"]
 
@@ -56,12 +55,13 @@ class GlobalBatch:
     last_of_epoch: bool
 
 
-def choose_grouping(model: nn.Module, plan: Plan, dropout: bool, loss: LossFunction | None = None) -> Grouping:
+def choose_grouping(model: nn.Module, plan: Plan, dropout: bool, compares_samples: bool = False) -> Grouping:
     """Returns how the reference must group samples. It is `whole` in each of three cases: the plan makes a single
-    group, nothing in the model depends on the grouping, or the loss compares all samples with each other."""
+    group, nothing in the model depends on the grouping, or the loss compares all samples with each other
+    (`compares_samples`)."""
     if plan.shares == 1:
         return "whole"
-    if compares_samples(loss):
+    if compares_samples:
         if dropout or any(uses_batch_statistics(module) for module in model.modules()):
             raise InputError(
                 "the loss compares all samples of a global batch with each other, and the model has layers that treat"
@@ -72,11 +72,6 @@ def choose_grouping(model: nn.Module, plan: Plan, dropout: bool, loss: LossFunct
     if not any(uses_batch_statistics(module) for module in model.modules()):
         return "local" if dropout else "whole"
     return plan.numerics.batch_norm
-
-
-def compares_samples(loss: LossFunction | None) -> bool:
-    """Whether the loss compares all samples of a global batch with each other (train/step/loss.py)."""
-    return hasattr(loss, "joined")
 
 
 def uses_batch_statistics(module: nn.Module) -> bool:

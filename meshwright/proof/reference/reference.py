@@ -3,7 +3,7 @@ BatchNorm groups samples."""
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -11,15 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from meshwright.batch import ModelBatch, at_least_fp32, split_batch
+from meshwright.batch import ModelBatch, at_least_fp32, split_batch, target_key
+from meshwright.blocks.power_iteration import power_iterations, without_power_iteration
 from meshwright.data.order import derive_seed
 from meshwright.parallel.weights.state import dense
 from meshwright.proof.reference.groups import GlobalBatch, Grouping, SampleGroup, global_batches
+from meshwright.proof.reference.own_casts import LiftCasts
 from meshwright.proof.reference.reference_setup import ReferenceSetup, default_dtype
 from meshwright.proof.request import ProofRequest
 from meshwright.proof.torch_private import tree_map
+from meshwright.train.loss.finder import needs_trial
+from meshwright.train.loss.loss import Loss, ModelLoss
 from meshwright.train.step.batch import move_to_device
-from meshwright.train.step.loss import Loss, classify_loss, loss_from_model
+from meshwright.train.step.schedule import needs_metric
 
 
 class PlainTraining:
@@ -30,7 +34,9 @@ class PlainTraining:
         self.setup = setup
         self.model = setup.model.to(device)
         self.optimizer = setup.make_optimizer(dict(self.model.named_parameters()))
-        self.schedule = setup.make_schedule(self.optimizer) if setup.make_schedule else None
+        schedule = setup.make_schedule(self.optimizer) if setup.make_schedule else None
+        # A schedule that needs a metric is stepped after evaluations, and a proof has none.
+        self.schedule = None if schedule is None or needs_metric(schedule) else schedule
         self.model.train()
         for name in setup.frozen:
             self.model.get_submodule(name).eval()
@@ -53,7 +59,9 @@ class Reference(PlainTraining):
         self._plan = request.executed_plan
         self._backward_factor: float | Tensor = 1.0  # multiplies the loss before backward
         self._zero = torch.zeros((), dtype=torch.float64, device=device)
-        self._loss: Loss = classify_loss(setup.loss) if setup.loss else loss_from_model()
+        self._lift_casts = LiftCasts() if request.lifts_casts else None
+        self._loss = _loss_of(setup, grouping)
+        self._power_iterations = power_iterations(self.model)
         self._batches = global_batches(setup, request.plan, grouping)
 
     def next_batch(self) -> GlobalBatch:
@@ -74,10 +82,13 @@ class Reference(PlainTraining):
         number to divide it by for the mean (of samples or valid targets, or the sum of their class weights)."""
         self.optimizer.zero_grad(set_to_none=True)
         loss_sum, count = self._zero, self._zero
-        for group in batch.groups:
+        for number, group in enumerate(batch.groups):
             if group.seeds_rank:
                 self._seed(group.rank)
-            with default_dtype(self.setup.dtype), _preserve_buffers(self.model, not group.updates_statistics):
+            # As under the plan, a spectral norm is improved once in a step.
+            power_iteration = without_power_iteration(self._power_iterations) if number else nullcontext()
+            buffers = _preserve_buffers(self.model, not group.updates_statistics)
+            with default_dtype(self.setup.dtype), buffers, power_iteration:
                 group_sum, group_count = self._backward(group)
             loss_sum, count = loss_sum + group_sum, count + group_count
             self._after_group(group)
@@ -100,6 +111,11 @@ class Reference(PlainTraining):
         with default_dtype(self.setup.dtype):
             loss_sum, count = self._backward(group)
         return self.gradients(), float(loss_sum), float(count)
+
+    @property
+    def lifted_casts(self) -> int:
+        """How often the model asked for fp32 and got fp64."""
+        return self._lift_casts.lifted if self._lift_casts else 0
 
     @property
     def loss_kind(self) -> str:
@@ -133,7 +149,11 @@ class Reference(PlainTraining):
         the group, and the number to divide it by for the mean; both are 0 for a group that has only borrowed
         samples."""
         model_batch = self._model_batch(group)
-        with torch.set_grad_enabled(group.samples > 0):
+        with self._lift_casts or nullcontext():
+            return self._backward_of(model_batch, group)
+
+    def _backward_of(self, model_batch: ModelBatch, group: SampleGroup) -> tuple[Tensor, Tensor]:
+        with torch.set_grad_enabled(group.samples > 0), self._loss.forward_context():
             output = at_least_fp32(self._forward(model_batch))
         if not group.samples:  # the group has only borrowed samples: the forward pass was for running statistics
             return self._zero, self._zero
@@ -151,7 +171,9 @@ class Reference(PlainTraining):
         return self.model(*model_batch.arguments, **model_batch.keywords)
 
     def _model_batch(self, group: SampleGroup) -> ModelBatch:
-        return split_batch(move_to_device(group.data, self.device), self.setup.target)
+        return split_batch(
+            move_to_device(group.data, self.device), target_key(self.setup.target, self.setup.loss is not None)
+        )
 
     def _seed(self, rank: int) -> None:
         """Seeds all generators as a session does for each step and data rank, so that a model draws the same random
@@ -162,6 +184,14 @@ class Reference(PlainTraining):
             torch.cuda.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
+
+
+def _loss_of(setup: ReferenceSetup, grouping: Grouping) -> Loss:
+    """Returns the loss of the reference. If the whole batch goes through the model at once, the user's loss is taken as
+    it is: whatever it is, its value for the whole batch is right, and shows whether the trial was right as well."""
+    if grouping == "whole" and needs_trial(setup.loss):
+        return Loss(setup.loss or ModelLoss(), "samples")
+    return setup.tried_loss
 
 
 def _without_borrowed(data: Any, group: SampleGroup) -> Any:

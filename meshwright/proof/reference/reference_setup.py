@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any, Literal
 
@@ -20,18 +20,22 @@ from meshwright.call import bind, build
 from meshwright.data.loading import Batch, LoadingOptions, SampleShare, train_batches
 from meshwright.job import Job
 from meshwright.proof.reference.dropout import disable_dropout
+from meshwright.proof.reference.eager_experts import use_eager_experts
 from meshwright.proof.request import COMPARISON_DTYPES, ProofRequest, UserModel
 from meshwright.proof.torch_private import apply_to_tensors, tree_map
 from meshwright.train.build import build_data, build_initialized_model, build_loading, frozen_modules, schedule_unit
+from meshwright.train.loss.loss import Loss, LossFunction
+from meshwright.train.loss.made_outputs import FakeModel
+from meshwright.train.loss.trial import find_loss, find_model_loss
 from meshwright.train.session import MakeOptimizer, MakeSchedule
-from meshwright.train.step.loss import LossFunction
 from meshwright.train.step.optimizer import optimizer_for_parameters, optimizer_groups, rebuild_optimizer
 
 
 @dataclass(frozen=True)
 class ReferenceSetup:
     """Everything that a training loop needs. `disabled_dropouts` is the number of dropout probabilities that were set
-    to zero. `frozen` holds the names of the modules that stay in eval mode."""
+    to zero. `uses_eager_experts`: mixtures of experts were switched to their eager form. `frozen` holds the names of
+    the modules that stay in eval mode."""
 
     model: nn.Module
     make_optimizer: MakeOptimizer
@@ -48,6 +52,19 @@ class ReferenceSetup:
     frozen: tuple[str, ...]
     dtype: torch.dtype
     disabled_dropouts: int
+    uses_eager_experts: bool = False
+
+    @cached_property
+    def tried_loss(self) -> Loss:
+        """The loss, and what it is a mean over."""
+        if self.loss is None:
+            return find_model_loss(self.model, self.sample())
+        return find_loss(self.loss, FakeModel(self.model), self.sample(), self.target)
+
+    @property
+    def compares_samples(self) -> bool:
+        """Whether the loss compares all samples of a global batch with each other."""
+        return self.tried_loss.kind == "compares_samples"
 
     def sample(self) -> Any:
         """Returns a batch of two samples, for plans that trace the model before they split or cut it."""
@@ -80,7 +97,13 @@ def build_setup(request: ProofRequest) -> ReferenceSetup:
     if setup.loading.partition == "sample":  # one device reads the same parts as the ranks, in the same order
         parts = setup.loading.parts or request.plan.data_ranks
         setup = replace(setup, loading=replace(setup.loading, parts=parts))
-    return replace(setup, loss=_loss_in_dtype(setup.loss, dtype), dtype=dtype, disabled_dropouts=disabled_dropouts)
+    return replace(
+        setup,
+        loss=_loss_in_dtype(setup.loss, dtype),
+        dtype=dtype,
+        disabled_dropouts=disabled_dropouts,
+        uses_eager_experts=dtype == torch.float64 and use_eager_experts(setup.model),
+    )
 
 
 def batch_in_dtype(batch: Batch, dtype: torch.dtype) -> Batch:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from meshwright.checkpoint.agreement import from_first_rank, gather_results
 from meshwright.checkpoint.load import difference, find_newest_valid
@@ -63,11 +63,13 @@ class RunCheckpoints:
         key = find_nonfinite_key(state, allowed, self._world.size)
         return None if key is None else key.removeprefix("model/")
 
-    def save(self, state: State, step: int, about: dict[str, Any], best: BestCheckpoint | None) -> None:
-        """Saves a checkpoint, and deletes old ones. `best` is the best one so far, or None."""
+    def save(self, state: State, step: int, about: dict[str, Any], best: BestCheckpoint | None) -> Path:
+        """Saves a checkpoint, deletes old ones, and returns the path of the new one. `best` is the best one so far, or
+        None."""
         from_first_rank(self._create_folder)
         path = save(state, self._folder, step, about)
         from_first_rank(lambda: self._link_and_prune(path, is_best=best is not None and best.step == step))
+        return path
 
     def _create_folder(self) -> None:
         self._run_folder.check_exists()
@@ -102,9 +104,9 @@ class RunCheckpoints:
             problems.append(problem)
             checkpoint, damaged = self._newest_before(checkpoint.manifest.step)
         if newest is None and damaged:
-            count = f"none of the {len(damaged)} checkpoints" if len(damaged) > 1 else "the only checkpoint"
+            which = f"none of the {len(damaged)} checkpoints" if len(damaged) > 1 else "not even the only checkpoint"
             raise CheckpointError(
-                f"{count} in {self._folder} can be used: {damaged[0]}; mend it, or start a new run with --resume never"
+                f"{which} in {self._folder} can be used: {damaged[0]}; mend it, or start a new run with --resume never"
             )
         return newest or (None, ())
 
@@ -138,9 +140,13 @@ class RunCheckpoints:
             return False
         if best is None:
             return True
-        name, better = self._options.best or "", self._options.better
-        lower = better == "lower" if better else any(word in name.lower() for word in LOWER_IS_BETTER)
+        lower = is_lower_better(self._options.best or "", self._options.better)
         return value < best.value if lower else value > best.value
+
+
+def is_lower_better(metric: str, better: Literal["lower", "higher"] | None) -> bool:
+    """Whether lower values of the metric of this name are better. If `better` is None, the name decides."""
+    return better == "lower" if better else any(word in metric.lower() for word in LOWER_IS_BETTER)
 
 
 def _infinite_buffers(state: State) -> set[str]:

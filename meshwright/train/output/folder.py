@@ -30,7 +30,7 @@ from meshwright.train.output.origin import ORIGIN_FILE, origin_text, read_run_fi
 
 # The fields that may change when a run is resumed: all that do not decide which model is trained on which data.
 MAY_CHANGE = {
-    "": ("name", "metrics", "checkpoint", "log", "plan", "cluster", "output"),
+    "": ("name", "metrics", "callbacks", "checkpoint", "log", "plan", "cluster", "output"),
     "data": ("eval", "workers", "pin_memory"),
     "train": ("epochs", "steps", "timeout_s", "restarts", "grace_s", "deterministic", "weights", "on_nonfinite"),
 }

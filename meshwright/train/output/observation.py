@@ -22,7 +22,7 @@ from meshwright.parallel.model import ParallelModel
 from meshwright.parallel.weights.layout import gather_parameter, local_tensor
 from meshwright.plain_values import tensor_bytes
 from meshwright.train.step.batch import samples_in
-from meshwright.train.torch_private import tree_leaves
+from meshwright.train.torch_private import DisableTorchFunction, tree_leaves
 
 # Bits of each dtype's mantissa, including the implicit leading one, from the shortest to the longest. If a shorter
 # dtype represents a tensor's values exactly, the tensor carries no more bits than that dtype has.
@@ -152,7 +152,8 @@ def record_output_bits(module: nn.Module, bits: dict[str, int]) -> Callable[[], 
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 return  # reading values is not allowed while a CUDA graph is captured
             # Subclasses of Tensor are left out: their values may be on other ranks, and reading them would communicate.
-            output_bits = [mantissa_bits(leaf.detach()) for leaf in tree_leaves(output) if type(leaf) is Tensor]
+            with DisableTorchFunction():  # a proof in fp64 runs in a mode that changes conversions to fp32
+                output_bits = [mantissa_bits(leaf.detach()) for leaf in tree_leaves(output) if type(leaf) is Tensor]
             bits[name] = max([bits.get(name, 0), *output_bits])
 
         return hook

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from meshwright.checkpoint.load import load
 from meshwright.checkpoint.manifest import Manifest
@@ -28,6 +29,7 @@ from meshwright.train.servers.rounds import ServerRounds
 from meshwright.train.servers.server_group import ServerGroup
 from meshwright.train.servers.training_spec import TrainingSpec
 from meshwright.train.step.optimizer import use_fused_kernels
+from meshwright.train.step.schedule import needs_metric, step_schedule
 
 
 @dataclass
@@ -97,8 +99,16 @@ class Server:
         self.coordinator.positions[0] = (0, 0)
 
     @property
+    def module(self) -> None:
+        """None: only workers have the model."""
+
+    @property
     def optimizer(self) -> torch.optim.Optimizer:
         return self._shard.optimizer
+
+    @property
+    def schedule(self) -> LRScheduler | None:
+        return self._shard.schedule
 
     @property
     def staleness(self) -> Staleness:
@@ -138,14 +148,20 @@ class Server:
         self.nonfinite = problem if result.left_out else None
         server_step.samples, server_step.last = result.samples, self.position[1] == 0
         server_step.epoch = self.position[0] - server_step.last
-        schedule = self._shard.schedule
+        schedule = self.schedule
         # Stepped once per step of the run, not per update: otherwise it would depend on the number of workers.
-        if schedule and (result.stepped if self._schedule_per == "step" else server_step.last):
+        is_due = result.stepped if self._schedule_per == "step" else server_step.last
+        if schedule and is_due and not needs_metric(schedule):
             schedule.step()
         return torch.tensor(result.loss, dtype=torch.float64)
 
     def leave_out(self, server_step: Any) -> None:
         raise AssertionError("`restore` refuses runs that leave out batches")
+
+    def step_schedule(self, metric: float | None = None) -> None:
+        """Steps the learning-rate schedule, with the metric if it needs one. Does nothing without a schedule."""
+        if self.schedule is not None:
+            step_schedule(self.schedule, metric)
 
     def _coordinate_step(self) -> Any:
         """Runs a step with the other servers, and returns the fields of its `_StepResult`."""

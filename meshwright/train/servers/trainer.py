@@ -1,12 +1,9 @@
 """`ServerTrainer`: the trainer on a server. It logs, evaluates, saves and resumes as `Trainer` does, and also reports
 the staleness of gradients."""
 
-import json
 from typing import Any
 
-from meshwright.files.storage import write_atomically
 from meshwright.launch.signals import StopRequest
-from meshwright.train.output.folder import read_result
 from meshwright.train.servers.server import Server
 from meshwright.train.trainer import Trainer
 
@@ -21,20 +18,20 @@ class ServerTrainer(Trainer):
 
     def _train(self, stop: StopRequest) -> bool:
         self.server.set_data_parts(self.loading)
-        self.server.limit(self.total_steps())
+        self.server.limit(self.length.total_steps())
         self.server.coordinator.participants.print_line = self.display.line
         return super()._train(stop)
 
-    def _finish(self) -> None:
-        super()._finish()
-        result = read_result(self.folder) if self.world.rank == 0 else None
-        if result is not None:
-            staleness = self.staleness()
-            restarts = self.world.attempt + self.server.coordinator.participants.rejoined
-            result = {**result, "restarts": restarts, "staleness": staleness}
-            write_atomically(self.folder.result, json.dumps(result, indent=1))
-            bound = f", the largest lead {staleness['largest_lead']}" if "largest_lead" in staleness else ""
-            self.display.line(f"staleness: mean {staleness['mean']:.2f}, max {staleness['max']}{bound}")
+    def _finish(self) -> dict[str, Any]:
+        result = super()._finish()
+        staleness = self.staleness()
+        bound = f", the largest lead {staleness['largest_lead']}" if "largest_lead" in staleness else ""
+        self.display.line(f"staleness: mean {staleness['mean']:.2f}, max {staleness['max']}{bound}")
+        return result
+
+    def _describe_result(self) -> dict[str, Any]:
+        restarts = self.world.attempt + self.server.coordinator.participants.rejoined
+        return {**super()._describe_result(), "restarts": restarts, "staleness": self.staleness()}
 
     def staleness(self) -> dict[str, float]:
         """Returns the `mean` and `max` staleness of gradients, in updates. With `bounded` updates, `largest_lead` is
@@ -49,7 +46,7 @@ class ServerTrainer(Trainer):
         super()._log(batch)
         steps = self.session.steps
         if self.metrics_log and self.session.plan.gradients.updates != "synchronous":
-            if steps % self.job.log.every_steps and not self._at_end():
+            if steps % self.job.log.every_steps and not self.length.at_end():
                 return
             values = {f"staleness_{name}": value for name, value in self.staleness().items()}
             self.metrics_log.write("servers", steps, batch.epoch, values)

@@ -8,7 +8,6 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from meshwright.call import build
 from meshwright.errors import InputError
 from meshwright.job import Job
 from meshwright.plan import Axes, Gradients, Plan
@@ -16,6 +15,7 @@ from meshwright.train.build import build_initialized_model, schedule_unit
 from meshwright.train.servers.assignment import ParameterRows, assign_parameters, is_elementwise
 from meshwright.train.session import MakeOptimizer, MakeSchedule
 from meshwright.train.step.optimizer import optimizer_for_parameters, optimizer_groups
+from meshwright.train.step.schedule import build_schedule
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def training_spec_of(job: Job) -> TrainingSpec:
     return TrainingSpec(
         model=model,
         make_optimizer=partial(optimizer_for_parameters, job.optimizer, optimizer_groups(job.optimizer, model)),
-        make_schedule=partial(build, job.schedule, role="schedule") if job.schedule else None,
+        make_schedule=partial(build_schedule, job) if job.schedule else None,
         schedule_per=schedule_unit(job),
         clip_norm=job.train.clip_norm,
         seed=job.train.seed,

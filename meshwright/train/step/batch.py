@@ -4,7 +4,11 @@ from typing import Any
 
 import torch
 
+from meshwright.data.batch import Microbatch
+from meshwright.data.partition import even_share
+from meshwright.data.prepared import PreparedShare
 from meshwright.errors import InputError
+from meshwright.plan import Plan
 from meshwright.train.torch_private import tree_leaves, tree_map
 
 
@@ -30,6 +34,23 @@ def samples_in(data: Any) -> int:
         if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
             return int(leaf.shape[0])
     raise InputError("the batch holds no tensor, so its size is unknown: make the loader return tensors")
+
+
+def cut_share(share: PreparedShare, plan: Plan) -> tuple[list[Microbatch], int | None]:
+    """Cuts a rank's share of a global batch into the plan's number of microbatches. Returns them, and the number of
+    samples over all ranks, or None if it is not known.
+
+    If the number over all ranks is known, every rank gets as many microbatches as the rank with the most samples needs.
+    Missing ones repeat the last one with weight 0.
+    """
+    counts = share.samples > 0
+    parts = split_into_microbatches(share.data, plan.microbatches)
+    microbatches = [Microbatch(part, samples_in(part) if counts else 0) for part in parts]
+    if share.global_samples is not None:
+        most = len(even_share(share.global_samples, 0, plan.data_ranks))
+        missing = min(plan.microbatches, most) - len(microbatches)
+        microbatches += [Microbatch(parts[-1], 0)] * missing
+    return microbatches, share.global_samples
 
 
 def split_into_microbatches(data: Any, parts: int) -> list[Any]:

@@ -1,6 +1,6 @@
 """Evaluation over several ranks: which batches each rank runs, and how their totals are combined."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,9 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.batch import ModelBatch
 from meshwright.data.loading import LoadingOptions, Microbatch, SampleShare, eval_batches
 from meshwright.exchange import all_gather_values
-from meshwright.train.metrics import MetricTotals
+from meshwright.parallel.gather_samples import GatherSamples
+from meshwright.parallel.model import ParallelModel
+from meshwright.train.loss.loss import Loss, over_all_ranks
+from meshwright.train.metrics import Metric, MetricTotals, compares_samples
 
 
 class EvaluationBatches:
@@ -64,6 +68,58 @@ class EvaluationBatches:
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         has_batch, stop = (bool(flag) for flag in flags.tolist())
         return has_batch, stop
+
+
+class Evaluator:
+    """Evaluates a model on data sets. `make_example` turns a batch, and the width of its input or None, into the
+    model's arguments and the target. `gather_samples` is None if there is only one data rank."""
+
+    def __init__(
+        self,
+        parallel: ParallelModel,
+        loss: Loss,
+        gather_samples: GatherSamples | None,
+        make_example: Callable[[Any, int | None], ModelBatch],
+        ranks: int,
+    ) -> None:
+        self._parallel = parallel
+        self.loss = loss
+        self._gather_samples = gather_samples
+        self._make_example = make_example
+        self._ranks = ranks
+
+    def totals(
+        self,
+        dataset: Any,
+        metrics: Mapping[str, Metric],
+        batch: int,
+        share: SampleShare,
+        loading: LoadingOptions,
+        interrupted: Callable[[], bool],
+    ) -> tuple[MetricTotals, bool]:
+        """Evaluates one share of the data set. Returns its totals, which are not combined with those of other ranks,
+        and whether the evaluation was interrupted. Leaves the model in evaluation mode."""
+        self._parallel.align_buffers()
+        self._parallel.train(False)
+        any_compares = self.loss.kind == "compares_samples" or any(map(compares_samples, metrics.values()))
+        metrics = {name: over_all_ranks(metric, self._gather_samples) for name, metric in metrics.items()}
+        totals = MetricTotals(metrics, self._parallel.device)
+        same_count = (
+            self._parallel.needs_equal_batch_counts or share.ranks < self._ranks or (any_compares and self._ranks > 1)
+        )
+        batches = EvaluationBatches(dataset, max(1, batch // share.ranks), share, loading, interrupted, same_count)
+        with torch.no_grad():  # not inference_mode, whose tensors training could not use if the model caches one
+            for part in batches:
+                example = self._make_example(part.data, part.width)
+                with self.loss.forward_context():
+                    output = self._parallel.evaluate(example)
+                if not self._parallel.position.reports_loss or not (part.samples or any_compares):
+                    continue
+                loss = self.loss.sum_and_count(output, example.target, part.samples)
+                totals.add_value("loss", loss, part.samples)
+                totals.add(output, example.target, part.samples)
+        self._parallel.reshard()  # otherwise weights that the user changes would not be used by the next evaluation
+        return totals, batches.gave_up
 
 
 def combine_totals(local: MetricTotals, gave_up: bool, ranks: int) -> dict[str, float] | None:

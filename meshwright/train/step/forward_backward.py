@@ -19,7 +19,7 @@ from torch import Tensor
 from meshwright.parallel.clip import group_by_dtype_and_device
 from meshwright.parallel.model import Examples, ParallelModel
 from meshwright.parallel.weights.layout import local_tensor
-from meshwright.train.step.loss import Loss
+from meshwright.train.loss.loss import Loss
 from meshwright.train.step.loss_scale import LossScale
 from meshwright.train.torch_private import foreach_mul_
 
@@ -38,7 +38,7 @@ class ForwardBackward:
         self._parallel = parallel
         self._plan = parallel.plan
         self._device = parallel.device
-        self._loss = loss
+        self.loss = loss
         self._loss_scale = loss_scale
         self._report = report
         self._returns_count: bool | None = None  # learned in the first step; only for ranks that compute no loss
@@ -64,7 +64,7 @@ class ForwardBackward:
 
         def loss_of(number: int, output: Any) -> Tensor:
             example, samples = examples[number]
-            term = self._loss.term(output, example.target, samples)
+            term = self.loss.term(output, example.target, samples)
             terms = [term.sum] if term.returned_count is None else [term.sum, term.returned_count]
             sums[:] = [earlier + added for earlier, added in zip(sums, terms, strict=True)] if sums else terms
             scale = term.weight * ranks / total()
@@ -76,7 +76,8 @@ class ForwardBackward:
             return term.value if isinstance(scale, float) and scale == 1.0 else term.value * scale
 
         self._report("forward")
-        self._parallel.run_microbatches(examples, loss_of)
+        with self.loss.forward_context():
+            self._parallel.run_microbatches(examples, loss_of)
         loss_sum, count_sum, has_count = (reductions[0] if reductions else self._start_reducing(sums))()
         returns_count = self._check_returns_count(sums, has_count)
         if not divide:
@@ -90,7 +91,7 @@ class ForwardBackward:
         """Corrects the gradients of a loss function that returns its count. The count was not known before the backward
         pass, so the gradients were divided by the count `assumed`; they are multiplied by `assumed` / `count`. Returns
         the count, or 1 if the count is 0 (the gradients are 0 then)."""
-        divisor = count + (count == 0)
+        divisor = (count + (count == 0)).double()  # counts may be integers, whose quotients torch computes in fp32
         factor = torch.as_tensor(assumed / divisor, device=self._device) * (count != 0)
         parameters = self._parallel.module.parameters()
         for gradients in group_by_dtype_and_device(local_tensor(p.grad) for p in parameters if p.grad is not None):
@@ -101,14 +102,14 @@ class ForwardBackward:
         """Starts summing the count over ranks. Returns a function that waits for the sum and returns it. Without
         `divide`, it sets `self.count` to this rank's count instead, and the returned function returns 1."""
         if not divide:
-            counts = (self._loss.count(example.target, samples) for example, samples in examples)
-            self.count = 0.0 if self._loss.kind == "sum" else sum(counts)
+            counts = (self.loss.count(example.target, samples) for example, samples in examples)
+            self.count = 0.0 if self.loss.kind == "sum" else sum(counts)
             return lambda: 1.0
-        if self._loss.kind == "sum":
+        if self.loss.kind == "sum":
             return lambda: 1.0
-        if self._loss.kind in ("samples", "compares_samples") and global_samples is not None:
+        if self.loss.kind in ("samples", "compares_samples") and global_samples is not None:
             return lambda: global_samples
-        count = sum(self._loss.count(example.target, samples) for example, samples in examples)
+        count = sum(self.loss.count(example.target, samples) for example, samples in examples)
         if self._parallel.sums is None and not isinstance(count, Tensor):
             return lambda: count
         local = torch.as_tensor(count, device=self._device).double().reshape(1)

@@ -175,9 +175,13 @@ def test_an_interrupt_ends_all_ranks(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        launch(run, tmp_path, device="cpu")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # processes in the background ignore SIGINT
+    try:
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            launch(run, tmp_path, device="cpu")
+    finally:
+        signal.signal(signal.SIGINT, before)
     thread.join()
     wait_until(lambda: not any(is_alive(int(file.name)) for file in tmp_path.iterdir()), "no rank left")
 

@@ -15,7 +15,7 @@ from meshwright.proof.record.record import record
 from meshwright.proof.request import ProofRequest
 from tests.proof.cases import proof_request
 from tests.proof.causes import faults
-from tests.proof.injected_fault import InjectedFault, ScaledGradients
+from tests.proof.injected_fault import ComparesOwnSamples, InjectedFault, ScaledGradients
 from tests.proof.matrix_case import matrix_request
 from tests.ranks import RankPool
 
@@ -46,6 +46,14 @@ class Control:
 
 def plain(plan: dict[str, Any], **options: Any) -> ProofRequest:
     return proof_request("plain", optimizer="sgd", plan=plan, **{"steps": 2, **options})
+
+
+def comparing(plan: dict[str, Any]) -> ProofRequest:
+    return proof_request("plain", loss="spread", optimizer="sgd", plan=plan, steps=2)
+
+
+def following(plan: dict[str, Any]) -> ProofRequest:
+    return proof_request("following", optimizer="sgd", plan=plan, steps=2)
 
 
 def normalized(plan: dict[str, Any], **options: Any) -> ProofRequest:
@@ -81,6 +89,8 @@ QUICK = [
     Control(
         "different_start", plain(R2), faults.DifferentInitialWeight(), "rank 1 started with another weight head.weight"
     ),
+    Control("coupled_samples", comparing(R2), ComparesOwnSamples(), "compared its own samples only"),
+    Control("batch_buffer", following(R2), InjectedFault(), "follows the samples of data rank 0"),
     Control("wrong_samples", plain(R2), faults.SamplesOfRank0(), "rank 1 computed step 1 on 4 samples, 0 of the 4"),
     Control("not_optimized", plain(R2), faults.MissingInOptimizer(), "no rank has it in its optimizer"),
     Control("local_clip", plain(S2), faults.ClippedByLocalNorm(), "the norm of its own part"),
@@ -106,6 +116,8 @@ QUICK = [
     Control("unknown", plain(S2), faults.StaleGradient()),
 ]
 SOAK = [
+    Control("coupled_samples", comparing(S2), ComparesOwnSamples(), "compared its own samples only"),
+    Control("batch_buffer", following(S2), InjectedFault(), "follows the samples of data rank 0"),
     Control("doubled_reduction", bert("T2"), faults.TensorReducedTwice(), "reduced twice over the tensor axis of 2"),
     Control("tied_drift", bert("P2"), faults.DriftingTiedCopy(), "on stages 0 and 1 have different values"),
     Control(

@@ -27,8 +27,9 @@ JOB: dict[str, Any] = {
 
 
 class DisturbedPoints:
-    """A data set that does something to the disk of a run, once, when a rank reads its 21st sample: with batches of 8
-    samples that is in step 3 of one rank, and in step 6 of two."""
+    """A data set that does something to the disk of a run, once, when a rank reads its 24th sample: with batches of 8
+    samples that is in step 3 of one rank, and in step 6 of two, which read three samples at the start to compare
+    them."""
 
     def __init__(self, disk: str, action: str) -> None:
         from tests.train.toy import points
@@ -41,7 +42,7 @@ class DisturbedPoints:
 
     def __getitem__(self, index: int) -> Any:
         self._samples_read += 1
-        if self._samples_read == 21:
+        if self._samples_read == 24:
             with suppress(FileExistsError):
                 self._disk.with_suffix(".disturbed").touch(exist_ok=False)
                 ACTIONS[self._action](self._disk)

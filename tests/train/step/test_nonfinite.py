@@ -152,6 +152,8 @@ def train_with_nan(rank: int, size: int, gradients: dict[str, Any]) -> list[floa
 
 @pytest.mark.parametrize("method", all_but(QUICK_METHODS, METHODS))
 def test_training_goes_on_with_every_way_of_combining_gradients(two: RankPool, method: str) -> None:
+    if method == "PowerSGD" and torch.cuda.is_available():
+        pytest.skip("PowerSGD refuses CPU ranks where there is a GPU")
     for losses in two.run(train_with_nan, METHODS[method]):
         assert losses[4] < losses[2], "the steps before the fourth were not lost"
         assert losses[6] < losses[4], "the steps after it train on"

@@ -117,6 +117,7 @@ def test_alarms_are_counted_on_rows_that_ran() -> None:
     assert (counts.ran, counts.false_alarms, counts.failed, counts.called) == (1, 1, 1, 1)
 
 
+@pytest.mark.soak
 def test_the_report_names_every_row_that_is_left_out() -> None:
     cases = tuple(map(case, ("vtrain_single-0023", "vtrain_single-0064", "sailor_clariden-0013")))
     report = make_report(coverage=Coverage(cases, {"other-1": "a reason"}))

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from meshwright.errors import InputError
 from meshwright.plan import Plan
+from meshwright.train.loss.loss import classify_loss, loss_from_model
 from meshwright.train.session import Session
-from meshwright.train.step.loss import classify_loss, loss_from_model
 from tests.train.one_process import world
 
 GENERATOR = torch.Generator().manual_seed(0)

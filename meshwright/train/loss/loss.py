@@ -1,4 +1,4 @@
-"""Finds out what a loss is a mean over, so that ranks, microbatches and ignored targets get the right weights.
+"""What a loss is a mean over, so that ranks, microbatches and ignored targets get the right weights.
 
 A loss is called as `loss(output, target)` and returns one of
 
@@ -6,14 +6,16 @@ A loss is called as `loss(output, target)` and returns one of
 - a pair (sum, count): the loss is the sum divided by the count, both taken over the whole global batch.
 
 torch's cross entropy and negative log likelihood are recognized: their mean is over the targets that are not ignored,
-weighted by class if they have class weights. A loss with `reduction="sum"` is recognized, too, and is not divided.
+weighted by class if they have class weights. A loss with `reduction="sum"` is recognized, too, and is not divided. What
+other losses are is found out by trying them on a sample batch (trial.py).
 
 A loss that compares the samples of a batch with each other has a method `joined(across)`, which returns the loss for
 one rank of many: `across(rows)` returns the rows of all ranks, and the index at which this rank's rows begin. The
 returned loss gives the sum over this rank's samples; the sum over all ranks is divided by the number of samples.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +27,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import InputError
 from meshwright.plan import Plan
+from meshwright.train.loss.cross_entropy import Count, count_targets, count_targets_in_modules
 from meshwright.train.metrics import compares_samples, without_rows
 
 LossFunction = Callable[[Any, Any], Any]
@@ -38,31 +41,29 @@ class Loss:
     `kind` says what `function` returns. `samples`: the mean over the batch's samples. `targets`: the sum over the
     targets that are not ignored (a mean would be 0/0 if all are ignored). `sum`: the sum over the batch; the loss is
     the sum over the global batch, and is not divided. `compares_samples`: the sum over the batch's samples, which the
-    function compares with the samples of other ranks.
+    function compares with the samples of other ranks. The model's forward pass runs within `forward_context()`.
+    `is_divisible` is False for a loss inside a model that cannot be computed from the losses of parts of a batch.
     """
 
     function: LossFunction
     kind: Kind
     ignore_index: int = -100
     class_weight: Tensor | None = None
+    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    is_divisible: bool = True
 
     def count(self, target: Any, samples: int) -> Tensor | float:
         """The number of the batch's samples or valid targets, or the sum of the class weights of these targets. The sum
         of the loss is divided by the sum of these counts. Can be called before the forward pass."""
         if self.kind != "targets" or not isinstance(target, Tensor) or not samples:
             return float(samples)
-        if target.is_floating_point():  # class probabilities: nothing is ignored
-            return float(target.numel() / target.shape[-1 if target.dim() == 1 else 1])
-        valid = target != self.ignore_index
-        if self.class_weight is None:
-            return valid.sum()
-        return self.class_weight.to(target.device)[target[valid]].sum()
+        return count_targets(target, self.ignore_index, self.class_weight)
 
     def term(self, output: Any, target: Any, samples: int) -> "LossTerm":
         """Returns what the batch adds to the sum over the global batch. If `samples` is 0, the batch only lets a rank
         take part in a step, and has weight 0."""
         if self.kind == "compares_samples" and not samples:  # other ranks must not compare with its samples either
-            output = without_rows(output)
+            output, target = without_rows(output), without_rows(target)
         value, returned_count = _value_and_count(self.function(output, target))
         present = 1.0 if samples else 0.0
         if returned_count is not None:
@@ -100,6 +101,13 @@ def over_all_ranks(function: Any, across: Callable[[Tensor], tuple[Tensor, int]]
 def check_sample_comparison(loss: Loss, plan: Plan) -> None:
     """Raises an `InputError` if the loss compares all samples of a global batch, but never gets all of them together
     under this plan."""
+    if not loss.is_divisible and plan.shares > 1:
+        raise InputError(
+            "the loss that the model computes is neither a mean nor a sum over samples or targets: it compares samples"
+            " with each other, or adds means over different numbers of targets. So it cannot be divided among the"
+            f" {plan.data_ranks} data ranks × {plan.microbatches} microbatches of the plan ({plan.summary()}): compute"
+            " it in a loss function from the model's output, or use a plan without data parallelism and microbatches"
+        )
     if loss.kind != "compares_samples":
         return
     if plan.microbatches > 1:
@@ -115,17 +123,36 @@ def check_sample_comparison(loss: Loss, plan: Plan) -> None:
         )
 
 
-def loss_from_model() -> Loss:
-    """Returns the `Loss` for a model that computes its loss itself. The model returns it as a scalar, as `output.loss`,
-    or under the key `loss`. It is taken as a mean over samples."""
+class ModelLoss:
+    """The loss function for a model that computes its loss itself, and returns it as a scalar, as `output.loss`, or
+    under the key `loss`. If the model computes cross entropies, the result is a pair (sum, count) with their number of
+    targets. Otherwise it is the loss itself, which is taken as a mean over samples."""
 
-    def pick(output: Any, target: Any) -> Any:
+    def __init__(self) -> None:
+        self._counts: list[Count] = []
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """The context for the model's forward pass."""
+        with count_targets_in_modules() as counts:
+            self._counts = counts
+            yield
+
+    def __call__(self, output: Any, target: Any) -> Any:
         value = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
-        if isinstance(value, Tensor) and value.numel() == 1:
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise InputError(f"the job has no loss, and the model returned {type(output).__name__} without one")
+        if not self._counts:
             return value
-        raise InputError(f"the job has no loss, and the model returned {type(output).__name__} without one")
+        count = self._counts[0]
+        self._counts.clear()
+        return value * count, count
 
-    return Loss(pick, "samples")
+
+def loss_from_model() -> Loss:
+    """Returns the `Loss` for a model that computes its loss itself."""
+    function = ModelLoss()
+    return Loss(function, "samples", forward_context=function.forward_context)
 
 
 def classify_loss(function: LossFunction) -> Loss:

@@ -1,0 +1,117 @@
+"""`meshwright plan`: the fastest plans for a job, or for a model that is named without a job."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meshwright.cli.options import (
+    AsJson,
+    ClusterName,
+    GlobalBatch,
+    ImageSize,
+    SequenceLength,
+    Settings,
+    check_output,
+    path_option,
+)
+from meshwright.cli.ready_jobs import complete_job_or_model, find_job, is_model_name
+from meshwright.errors import InputError
+
+if TYPE_CHECKING:
+    from meshwright.job import Job
+
+MOST_SHOWN_PLANS = 100_000
+
+
+def plan(
+    job: Annotated[
+        str,
+        typer.Argument(
+            metavar="JOB|MODEL",
+            help="A job, as for train; or a model: hf:FOLDER (or its config.json, or a model type such as hf:llama),"
+            " timm:NAME or torchvision:NAME.",
+            autocompletion=complete_job_or_model,
+        ),
+    ],
+    cluster: ClusterName = None,
+    plan: Annotated[Path | None, path_option("--plan", "FILE", "Predict this plan only.")] = None,
+    output: Annotated[
+        Path | None, path_option("--output", "FILE", "Write the best plan to this file, for --plan; replaces the file.")
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, max=MOST_SHOWN_PLANS, help="How many plans to show.")] = 5,
+    exact: Annotated[
+        bool,
+        typer.Option("--exact", help="Only plans that compute the same values as one device, up to the order of sums."),
+    ] = False,
+    global_batch: GlobalBatch = None,
+    sequence: SequenceLength = None,
+    image: ImageSize = None,
+    html: Annotated[Path | None, path_option("--html", "FILE", "Write the report as HTML (not implemented).")] = None,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the fastest plan for a job on any cluster, without using the cluster. Prints ranked plans, and why others
+    were rejected. A model is planned without a job, weights or network."""
+    from functools import partial
+    from time import perf_counter
+
+    from rich.console import Console
+
+    from meshwright.auto.choose import dimension_plan
+    from meshwright.auto.inputs import planning_inputs
+    from meshwright.calibrate.probe import measure_machine
+    from meshwright.cluster.detect import find_cluster
+    from meshwright.job import load_plan
+    from meshwright.planner.inputs import with_measured_operators
+    from meshwright.planner.report import predict_given_plan, report_search, show
+    from meshwright.planner.search import search
+    from meshwright.train.job_parts import JobParts
+
+    if html:
+        raise InputError(f"--html {html}: HTML reports are not implemented yet, use --json")
+    if output:
+        check_output(output)
+    begin = perf_counter()
+    loaded_job = _load(job, settings or [], global_batch, sequence, image)
+    parts = JobParts(loaded_job)
+    given_plan = load_plan(plan) if plan else None
+    machines = find_cluster(cluster or loaded_job.cluster, measure_machine)
+    if given_plan is None and loaded_job.data.partition == "dimension":  # this partition determines the plan
+        given_plan = dimension_plan(parts, machines)
+    notify = partial(print, file=sys.stderr)
+    inputs, profiles = planning_inputs(parts, machines, exact=exact, top=top, notify=notify)
+    inputs = with_measured_operators(inputs, profiles)
+    if given_plan:
+        report = predict_given_plan(given_plan, inputs, profiles)
+    else:
+        report = report_search(search(inputs, profiles), inputs, profiles)
+    if output:
+        report.ranked[0][0].save(output)
+    seconds = round(perf_counter() - begin, 3)
+    if as_json:
+        print(json.dumps({**report.to_dict(), "seconds": seconds}), flush=True)
+    else:
+        show(report, inputs, Console(width=None if sys.stdout.isatty() else 200), seconds)
+
+
+def _load(word: str, settings: list[str], global_batch: int | None, sequence: int | None, image: int | None) -> "Job":
+    """Returns the job that the user names, or the job that `meshwright init` would write for the model."""
+    from meshwright.job import load_job
+
+    if is_model_name(word):
+        from meshwright.zoo.job_text import job_text
+
+        return load_job(word, settings, job_text(word, global_batch, sequence, image))
+    for name, value, field in (
+        ("--global-batch", global_batch, "train.global_batch=N"),
+        ("--sequence", sequence, "A.B=N with the job's own field"),
+        ("--image", image, "A.B=N with the job's own field"),
+    ):
+        if value is not None:
+            raise InputError(
+                f"{name} {value}: this option is for models such as hf:llama; for a job, use --set {field}"
+            )
+    return load_job(find_job(word), settings)

@@ -1,0 +1,89 @@
+"""Counts the targets that torch's cross entropies are means over.
+
+A user's loss function, and the loss inside a model (every loss of the transformers library), mostly end in
+`torch.nn.functional.cross_entropy` or `nll_loss`, whose mean is over the targets that are not ignored. The number of
+these targets is known only there: the model may have shifted the labels, or replaced some of them.
+
+If all targets are ignored, the mean is 0/0. Where targets are counted it is 0, so that a rank without any target
+contributes nothing.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from meshwright.profile.torch_private import FakeTensor
+
+Count = Tensor | float
+_SIGNATURES = {name: inspect.signature(getattr(F, name)) for name in ("cross_entropy", "nll_loss")}
+_DEFAULTS = {"reduction": "mean", "reduce": None, "size_average": None, "ignore_index": -100, "weight": None}
+
+
+def count_targets(target: Tensor, ignore_index: int, class_weight: Tensor | None) -> Count:
+    """Returns what the mean of a cross entropy is divided by: the number of targets that are not ignored, or the sum of
+    their class weights."""
+    if target.is_floating_point():  # class probabilities: nothing is ignored
+        return float(target.numel() / target.shape[-1 if target.dim() == 1 else 1])
+    valid = target != ignore_index
+    if class_weight is None:
+        return valid.sum()
+    return class_weight.to(target.device)[target[valid]].sum()
+
+
+class CountTargets(TorchFunctionMode):
+    """Within this context, the targets of cross entropies are counted, however these functions were imported. `counts`
+    holds the count of each call so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[Count] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _SIGNATURES and func is getattr(F, name):
+            return _call_and_count(name, func, self.counts, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def count_targets_in_modules() -> Iterator[list[Count]]:
+    """Like `CountTargets`, but only for calls through the module `torch.nn.functional`. It costs other operators
+    nothing and does not disturb torch.compile, so a whole forward pass can run in it. Yields the list of counts."""
+    counts: list[Count] = []
+    originals = {name: getattr(F, name) for name in _SIGNATURES}
+    for name, original in originals.items():
+        setattr(F, name, _counting(name, original, counts))
+    try:
+        yield counts
+    finally:
+        for name, original in originals.items():
+            setattr(F, name, original)
+
+
+def _counting(name: str, original: Callable[..., Any], counts: list[Count]) -> Callable[..., Any]:
+    @wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return _call_and_count(name, original, counts, args, kwargs)
+
+    return call
+
+
+def _call_and_count(name: str, original: Callable[..., Any], counts: list[Count], args: Any, kwargs: Any) -> Any:
+    """Calls a cross entropy. If it returns a mean, its count is added to `counts`."""
+    bound = _SIGNATURES[name].bind(*args, **kwargs)
+    options = {**_DEFAULTS, **bound.arguments}
+    is_mean = options["reduction"] == "mean" and options["reduce"] is None and options["size_average"] is None
+    if not is_mean or isinstance(options["target"], FakeTensor):  # a pipeline finds shapes with fake tensors first
+        return original(*args, **kwargs)
+    count = count_targets(options["target"], options["ignore_index"], options["weight"])
+    counts.append(count)
+    bound.arguments["reduction"] = "sum"
+    total = original(*bound.args, **bound.kwargs)
+    return total / (torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1.0)

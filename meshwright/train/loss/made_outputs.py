@@ -1,0 +1,85 @@
+"""Random values in the form of a model's output, for trying a loss function without running the model."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.batch import split_batch
+from meshwright.output_trees import know_dataclasses
+from meshwright.profile.fake import FakeRules, fake_batch, fake_model, one_sequence_per_row
+from meshwright.profile.torch_private import FakeTensorMode
+from meshwright.train.torch_private import tree_flatten, tree_unflatten
+
+
+@dataclass(frozen=True)
+class OutputForm:
+    """The structure of a model's output, the shapes of its tensors for a number of samples, and for each tensor the
+    dimension that grows with the number of samples (None if there is none)."""
+
+    structure: Any
+    shapes: tuple[torch.Size, ...]
+    dtypes: tuple[torch.dtype, ...]
+    sample_dims: tuple[int | None, ...]
+    samples: int
+
+    def make(self, generator: torch.Generator, dtype: torch.dtype, change: Callable[[Tensor], Tensor]) -> Any:
+        """Returns an output of random tensors. Floating-point tensors are normally distributed, in `dtype`, and changed
+        by `change`; other tensors hold zeros and ones."""
+        leaves = [
+            change(torch.randn(shape, generator=generator, dtype=dtype))
+            if of.is_floating_point
+            else torch.randint(0, 2, shape, generator=generator).to(of)
+            for shape, of in zip(self.shapes, self.dtypes, strict=True)
+        ]
+        return tree_unflatten(leaves, self.structure)
+
+    def rows(self, output: Any, sample: int) -> Any:
+        """Returns the part of an output that belongs to one sample."""
+        leaves, structure = tree_flatten(output)
+        parts = []
+        for leaf, dim in zip(leaves, self.sample_dims, strict=True):
+            size = 0 if dim is None else leaf.shape[dim] // self.samples
+            parts.append(leaf if dim is None else leaf.narrow(dim, sample * size, size))
+        return tree_unflatten(parts, structure)
+
+
+class FakeModel:
+    """A copy of a model without memory, from which the form of its output can be found later, when the plan has changed
+    the model itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._mode = FakeTensorMode()
+        self._model = fake_model(model, self._mode)
+
+    def output_form(self, sample: Any, samples: int, target_key: str | None) -> OutputForm | None:
+        """Returns the form of the output for batches of `samples` samples like the sample batch; None if the model
+        cannot run on tensors without values, or if its output holds something else than tensors."""
+        try:
+            outputs = [self._forward(sample, count, target_key) for count in (samples, samples + 1)]
+        except Exception:  # whatever the model's own code raises on tensors without values
+            return None
+        (leaves, structure), (larger, _) = (tree_flatten(output) for output in outputs)
+        if not leaves or len(leaves) != len(larger) or not all(isinstance(leaf, Tensor) for leaf in leaves):
+            return None
+        dims = [_differing_dim(a, b) for a, b in zip(leaves, larger, strict=True)]
+        return OutputForm(
+            structure,
+            tuple(leaf.shape for leaf in leaves),
+            tuple(leaf.dtype for leaf in leaves),
+            tuple(dims),
+            samples,
+        )
+
+    def _forward(self, sample: Any, samples: int, target_key: str | None) -> Any:
+        inputs = split_batch(fake_batch(sample, samples, self._mode), target_key)
+        with self._mode, torch.no_grad(), FakeRules(), one_sequence_per_row(sample):
+            output = self._model(*inputs.arguments, **inputs.keywords)
+        know_dataclasses(output)
+        return output
+
+
+def _differing_dim(a: Tensor, b: Tensor) -> int | None:
+    return next((dim for dim in range(a.dim()) if a.dim() == b.dim() and a.shape[dim] != b.shape[dim]), None)

@@ -1,0 +1,252 @@
+"""`OwnLoop`: the part of a session for training loops that call backward themselves, instead of `Session.step`.
+
+loss = session.forward(batch)          the mean loss over the global batch
+loss = session.mean(value)             the same for a loss that the loop computes from `session.model(...)`
+session.backward(loss)                 leaves the mean of the data ranks' gradients in the parameters
+session.optimizer.step()
+
+mean                 = Σ over data ranks of (count · value) / Σ of the counts                            _GlobalMean
+gradient on a rank   = data ranks · count / Σ of the counts · gradient of the rank's own value           _GlobalMean
+gradient             = mean of these over the data ranks                                                 backward
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from meshwright.batch import ModelBatch, split_batch
+from meshwright.data.batch import SampleShare
+from meshwright.data.digest import check_same_samples, check_same_weights, check_shares
+from meshwright.data.loading import LoadingOptions, is_stream
+from meshwright.data.order import derive_seed
+from meshwright.data.prepared import PreparedLoader, PreparedShare, check_divisible
+from meshwright.errors import InputError
+from meshwright.parallel.model import ParallelModel
+from meshwright.plan import Plan
+from meshwright.train.loss.loss import Loss
+from meshwright.train.step.batch import move_to_device, samples_in
+from meshwright.train.step.randomness import seeded
+from meshwright.train.step.remote_optimizer import RemoteOptimizer
+
+
+class OwnLoop:
+    """Forward and backward passes that a user's loop calls. `steps` is the number of optimizer steps so far. The random
+    numbers of forward passes depend on it and on `seed`."""
+
+    def __init__(self, parallel: ParallelModel, loss: Loss, seed: int, target: str | None) -> None:
+        """`target` is the key of the target in batches that are dicts."""
+        self._parallel = parallel
+        self._loss = loss
+        self._target = target
+        self.seed = seed
+        self.steps = 0
+        self.gradient_norm: Tensor | None = None
+        self.remote_optimizer: RemoteOptimizer | None = None
+        self.checks_first_batch = (
+            False  # whether the first batch of another loader is compared with those of other ranks
+        )
+        self._synchronizes = True
+        self._prepared_share: PreparedShare | None = None  # what the loop of a prepared loader trains on at the moment
+        self._forward_passes = 0  # since the last optimizer step
+        self._has_own_passes = False  # whether the loop has called the model since the last optimizer step
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """The same as `model`."""
+        return self.model(*arguments, **keywords)
+
+    def model(self, *arguments: Any, **keywords: Any) -> Any:
+        """Calls the parallel model and returns its output, in the plan's precision. Any number of calls, also of other
+        sessions' models, may come before a backward pass. Random numbers such as dropout masks depend on the session's
+        seed, the number of steps and the data rank; the generators of the caller are left as they were."""
+        if torch.is_grad_enabled() or self._parallel.pipeline is not None:
+            self._check_plan("model")
+        seed = derive_seed(self.seed, "forward", self.steps, self._forward_passes, self._parallel.position.data_rank)
+        if torch.is_grad_enabled():
+            self._has_own_passes = True
+            self._forward_passes += 1
+        with seeded(seed, self._parallel.device):
+            return self._parallel.forward(*arguments, **keywords)
+
+    def forward(self, batch: Any) -> Tensor:
+        """Calls the model and the loss function with this rank's share of a global batch. Returns the mean loss over
+        the global batch, the same on every rank. `backward` of it gives the gradient of that mean."""
+        self._check_first_batch(batch)
+        example, samples = self._example(batch, None), self._share_of(batch).samples
+        self._try_loss(batch)
+        with self._loss.forward_context():
+            output = self.model(*example.arguments, **example.keywords)
+        term = self._loss.term(output, example.target, samples)
+        count = self._loss.count(example.target, samples) if term.returned_count is None else term.returned_count
+        return self._global_mean(term.value, term.weight, None if self._loss.kind == "sum" else count)
+
+    def _try_loss(self, data: Any) -> None:
+        """Finds out with the first batch what the loss is a mean over, if no sample batch was there before. All ranks
+        call this together."""
+
+    def mean(self, value: Tensor, count: "int | float | Tensor | None" = None) -> Tensor:
+        """Returns the mean over the samples of all data ranks, the same on every rank, of a `value` that is the mean
+        over this rank's samples. The backward pass of the result gives the gradient of that mean, also if ranks have
+        different numbers of samples.
+
+        `count` is the number of samples (or of targets) that `value` is a mean over. None means this rank's share of
+        the batch that the session's prepared loader yielded last. All ranks call this together.
+        """
+        if count is None:
+            if self._prepared_share is None:
+                raise InputError(
+                    "session.mean(value) needs to know how many samples the value is a mean over: call it in a loop"
+                    " over session.prepare(loader), or give session.mean(value, count)"
+                )
+            count = self._prepared_share.samples
+        return self._global_mean(value, count, count)
+
+    def _global_mean(self, value: Tensor, weight: "float | Tensor", count: "float | Tensor | None") -> Tensor:
+        """Returns Σ weight · value / Σ count over the data ranks; the divisor is 1 if `count` is None or if the sum of
+        the counts is 0."""
+        parallel, ranks = self._parallel, self._parallel.plan.data_ranks
+        if not isinstance(weight, Tensor) and weight == 0:
+            value = value.nan_to_num()  # a rank without samples may have any value
+        terms = (weight * value.detach(), 1.0 if count is None else count)
+        sums = torch.stack([torch.as_tensor(term, device=value.device).double().reshape(()) for term in terms])
+        if parallel.sums is not None:
+            contributes = parallel.position.first_of_data_rank
+            sums = parallel.sums.start(sums if contributes else torch.zeros_like(sums))()
+        divisor = torch.ones_like(sums[1]) if count is None else sums[1] + (sums[1] == 0)
+        mean: Tensor = _GlobalMean.apply(value, weight * ranks / divisor, sums[0] / divisor)
+        return mean
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        """Runs the backward pass of a loss. The gradients of this session's parameters are then the mean over the data
+        ranks of what was accumulated in them; within `no_sync`, they are not combined. A loss of `forward` or `mean`
+        gives the gradient of the mean over the global batch; any other loss the mean of the ranks' gradients. Gradients
+        of other sessions' parameters, through which the loss was computed, are accumulated but not combined. All ranks
+        call this together."""
+        self._check_plan("backward")
+        self._parallel.backward(loss, synchronize=self._synchronizes, retain_graph=retain_graph)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within this context, `backward` accumulates gradients without combining them over the data ranks. Use it for
+        all but the last backward pass before an optimizer step."""
+        before, self._synchronizes = self._synchronizes, False
+        try:
+            yield
+        finally:
+            self._synchronizes = before
+
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """Scales the gradients so that the norm of the whole model's gradient is at most `max_norm`. Returns the norm
+        before, the same on every rank. All ranks call this together, after the last `backward` of a step."""
+        self.gradient_norm = norm = self._parallel.clip_(max_norm)
+        return norm
+
+    def _after_optimizer_step(self) -> None:
+        """Counts an optimizer step of the user's loop, and makes the buffers equal on all data ranks. Does nothing
+        after an optimizer step of `Session.step`."""
+        self._parallel.reshard()
+        if self._has_own_passes:
+            self._has_own_passes = False
+            self._forward_passes = 0
+            self.steps += 1
+            self._parallel.align_buffers()
+
+    # ---- batches
+
+    def prepare(self, loader: "DataLoader[Any]") -> PreparedLoader:
+        """Returns an iterable that yields this rank's share of every batch of a `DataLoader`, on the session's device,
+        for `step`, `forward` or `model`. All ranks call this together, and loop over the result together. Batch k is
+        the same on any number of ranks: rank 0 takes it from the loader's sampler. A rank without a sample of a short
+        batch gets one of another rank, which `step`, `forward` and `mean` give no weight."""
+        check_divisible(loader)
+        self._check_same_samples(loader.dataset)
+        this = ref(self)  # the loader may live longer than the session, and would keep its memory
+
+        def note(share: PreparedShare | None) -> None:
+            if (session := this()) is not None:
+                session._prepared_share = share
+
+        def steps() -> int:
+            return session.steps if (session := this()) else 0
+
+        device = self._parallel.device
+        return PreparedLoader(
+            loader, self._share(), self.seed, steps, note, lambda batch: move_to_device(batch, device)
+        )
+
+    def _check_same_samples(self, dataset: Any, loading: LoadingOptions | None = None) -> None:
+        """Raises an `InputError` if the samples, or the weights by which `loading` draws them, differ between ranks."""
+        if self._parallel.mesh is not None and self.remote_optimizer is None and not is_stream(dataset):
+            check_same_samples(dataset, self.seed)
+            if loading is not None and loading.sampling is not None:
+                check_same_weights(loading.sampling.weights)
+
+    def _share(self) -> SampleShare:
+        if self.remote_optimizer is not None:
+            return self.remote_optimizer.share
+        place = self._parallel.position
+        plan = self._parallel.plan
+        return SampleShare(place.data_rank, plan.data_ranks, place.tensor, plan.axes.tensor)
+
+    def _example(self, data: Any, width: int | None) -> ModelBatch:
+        """Moves a batch to the device, and splits it into the model's arguments and the target. `width` is the number
+        of columns of the full input if `data` holds only this rank's columns of it, otherwise None."""
+        channels_last = self._parallel.plan.compute.layout == "channels_last"
+        moved = move_to_device(data, self._parallel.device, channels_last=channels_last)
+        example = split_batch(moved, self._target)
+        return example if width is None else self._parallel.with_input_columns(example, width)
+
+    def _share_of(self, data: Any) -> PreparedShare:
+        """Returns the batch with the number of its samples that count. This is 0 if the loop of a prepared loader is at
+        a batch that has no sample for this rank. The number of samples over all ranks is None if it is not known."""
+        share = self._prepared_share
+        if share is not None and share.data is data:
+            return share
+        return PreparedShare(data, 0 if share is not None and share.samples == 0 else samples_in(data), None)
+
+    def _check_first_batch(self, data: Any) -> None:
+        """In the first step of a user's loop over another loader, raises an `InputError` if the ranks' batches cannot
+        be their shares of a global batch."""
+        if self.checks_first_batch and self._parallel.mesh is not None and self._prepared_share is None:
+            check_shares(data, self._parallel.position.data_rank)
+        self.checks_first_batch = False
+
+    def _check_plan(self, method: str) -> None:
+        reason = _why_only_step(self._parallel.plan)
+        if reason is not None:
+            raise InputError(f"session.{method} cannot run under the plan ({self._parallel.plan.summary()}): {reason}")
+
+
+def _why_only_step(plan: Plan) -> str | None:
+    """Returns why only `Session.step` can train under this plan; None if loops with their own backward can, too."""
+    if plan.axes.pipeline > 1:
+        return "a pipeline runs forward and backward passes of microbatches in turns, call session.step(batch) instead"
+    if plan.memory.accumulation > 1:
+        return (
+            f"memory.accumulation is {plan.memory.accumulation}, which session.step does: call it instead, or set"
+            " accumulation to 1 and accumulate in your loop with session.no_sync()"
+        )
+    if plan.gradients.local_steps > 1:
+        return "gradients.local_steps is for session.step: call it instead, or set local_steps to 1"
+    if plan.numerics.precision == "fp16":
+        return "gradients in fp16 need the loss scale of session.step: call it instead, or choose bf16 or fp32"
+    if plan.gradients.powersgd_rank:
+        return "gradients.powersgd_rank is for session.step: call it instead, or set powersgd_rank to 0"
+    return None
+
+
+class _GlobalMean(torch.autograd.Function):
+    """Returns `mean`; its gradient with respect to `value`, this rank's part of it, is `scale`."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, scale: Tensor, mean: Tensor) -> Tensor:
+        ctx.scale = scale
+        return mean.to(value.dtype).reshape(value.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient * ctx.scale.to(gradient.dtype), None, None

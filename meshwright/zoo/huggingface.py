@@ -1,0 +1,149 @@
+"""Builds models of Hugging Face's transformers from a config alone, with random weights, without the network and
+without code that a config brings along. `read_config` reads a config, `training_kind` says what the model is
+trained for, and `build` returns the model."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from meshwright.call import load
+from meshwright.errors import InputError, did_you_mean
+from meshwright.files.user_path import user_path
+
+# What models are trained for, and the part of the name of transformers' table of such classes. A model type whose
+# config names no class is trained for the first of these that has the type.
+KINDS = {
+    "speech recognition": "SPEECH_SEQ_2_SEQ",
+    "sequence to sequence": "SEQ_TO_SEQ_CAUSAL_LM",
+    "masked language model": "MASKED_LM",
+    "causal language model": "CAUSAL_LM",
+    "image classification": "IMAGE_CLASSIFICATION",
+    "sequence classification": "SEQUENCE_CLASSIFICATION",
+}
+_MOST_CONFIG_BYTES = 2**24
+
+
+@dataclass(frozen=True)
+class TrainingKind:
+    """What a model is trained for (a key of `KINDS`), and the name of the class in transformers."""
+
+    kind: str
+    class_name: str
+
+
+def build(config: str, **changes: Any) -> nn.Module:
+    """Returns a model of transformers with random weights. `config` is a folder with config.json, such a file, or a
+    model type (`llama`), whose default config is used. Each of the `changes` replaces a field of the config:
+    `num_hidden_layers: 2`."""
+    loaded = read_config(config)
+    for name, value in changes.items():
+        _change(loaded, name, value, config)
+    training = training_kind(loaded, config)
+    loaded.use_cache = False  # the cache of keys and values is for generating text
+    _set_special_tokens(loaded, training.kind)
+    model_class = load(f"transformers:{training.class_name}")
+    try:
+        model: nn.Module = model_class(loaded)
+    except ImportError as error:  # a package that this model needs
+        raise InputError(f"hf:{config}: {training.class_name} cannot be built: {str(error).strip()}") from None
+    return model
+
+
+def _set_special_tokens(config: Any, kind: str) -> None:
+    """Sets the tokens without which a model of this kind cannot compute its loss, where the config has none."""
+    if kind == "sequence classification" and getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = 0  # decoders that classify look for the last token before the padding
+    if kind == "sequence to sequence" and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # the decoder's input begins with it
+
+
+def config_file(config: str) -> Path | None:
+    """Returns the absolute path of the config's file. It is None if `config` is a model type."""
+    path = user_path(config, "hf:")
+    if path.is_dir():
+        path = path / "config.json"
+    if path.is_file():
+        return path.resolve()
+    if "/" in config or path.suffix or path.name == "config.json":
+        raise InputError(
+            f"hf:{config}: there is no such folder with config.json, and nothing is downloaded: download the model's"
+            " config.json first, and write hf:FOLDER"
+        )
+    return None
+
+
+def read_config(config: str) -> Any:
+    """Returns the config of transformers that `config` names, as `build` says. The class is always one of transformers'
+    own: a config's `auto_map`, which names code to download, is ignored."""
+    file = config_file(config)
+    config_classes = load("transformers.models.auto.configuration_auto:CONFIG_MAPPING")
+    if file is None:
+        if config not in config_classes:
+            raise InputError(
+                f"hf:{config}: this is neither a folder with config.json nor a model type of transformers"
+                f"{did_you_mean(config, config_classes)} (nothing is downloaded: download config.json first, and write"
+                " hf:FOLDER)"
+            )
+        return config_classes[config]()
+    fields = _read_fields(file)
+    model_type = fields.get("model_type")
+    if not isinstance(model_type, str) or model_type not in config_classes:
+        near = did_you_mean(str(model_type), config_classes) if model_type is not None else ""
+        raise InputError(
+            f"{file}: model_type is {model_type!r}, which this version of transformers does not have{near};"
+            " code that comes with a model is never executed"
+        )
+    try:
+        return config_classes[model_type].from_dict(fields)
+    except Exception as error:  # whatever the config's class raises about its fields
+        raise InputError(f"{file}: {' '.join(str(error).split())}") from None
+
+
+def training_kind(config: Any, source: str) -> TrainingKind:
+    """Returns what a model with this config is trained for: the first class in the config's `architectures`, or if it
+    names none, the first of `KINDS` that has a class for this type of model. `source` is named in errors."""
+    classes = {kind: load(f"{_TABLES}:MODEL_FOR_{table}_MAPPING_NAMES") for kind, table in KINDS.items()}
+    named = (getattr(config, "architectures", None) or [None])[0]
+    for kind, by_type in classes.items():
+        names = by_type.get(config.model_type, ())
+        names = (names,) if isinstance(names, str) else tuple(names)
+        if names and named is None:
+            return TrainingKind(kind, names[0])
+        if named in names:
+            return TrainingKind(kind, named)
+    model = f"architectures is {named}" if named else f"model_type is {config.model_type}"
+    raise InputError(
+        f"hf:{source}: {model}, for which there is no loss and no data here: name a class for"
+        f" {', '.join(list(KINDS)[:-1])} or {list(KINDS)[-1]} in architectures, or write a job with your own data"
+    )
+
+
+_TABLES = "transformers.models.auto.modeling_auto"
+
+
+def _read_fields(file: Path) -> dict[str, Any]:
+    try:
+        if file.stat().st_size > _MOST_CONFIG_BYTES:
+            raise InputError(f"{file}: a config has at most {_MOST_CONFIG_BYTES} bytes")
+        fields = json.loads(file.read_text())
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{file}: is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise InputError(f"{file}: is not a config: write a JSON object")
+    return fields
+
+
+def _change(config: Any, name: str, value: Any, source: str) -> None:
+    if name == "experts_implementation":
+        config._experts_implementation = value
+    elif name == "attn_implementation":
+        config._attn_implementation = value
+    elif hasattr(config, name):
+        setattr(config, name, value)
+    else:
+        raise InputError(f"model: the config of hf:{source} has no '{name}'{did_you_mean(name, config.to_dict())}")
