@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from meshwright.dtypes import widen_half
 from meshwright.errors import InputError, did_you_mean
-from meshwright.output_trees import know_dataclasses
+from meshwright.output_trees import register_dataclasses
 
 TARGET_KEYS = ("target", "targets", "label", "labels")
 # Passed as the key of the target, this means that nothing is taken out of the batch before it goes into the model.
@@ -74,5 +74,5 @@ def _whole_batch(data: Any) -> ModelBatch:
 def at_least_fp32(output: Any) -> Any:
     """Returns a model's output in the same structure, with bf16 and fp16 tensors converted to fp32, because losses are
     computed in at least fp32."""
-    know_dataclasses(output)
+    register_dataclasses(output)
     return tree_map(widen_half, output)

@@ -11,20 +11,20 @@ from typing import Any
 from torch.utils._pytree import SUPPORTED_NODES, register_pytree_node
 
 
-def know_dataclasses(value: Any) -> None:
+def register_dataclasses(value: Any) -> None:
     """Registers with torch the classes of all dataclasses in a value, also those in tuples, lists, dicts and other
     dataclasses. Classes that are registered already, by their users or by a library, stay as they are."""
     if is_dataclass(value) and not isinstance(value, type):
         if type(value) not in SUPPORTED_NODES:
             _register(type(value))
         for field in fields(value):
-            know_dataclasses(getattr(value, field.name, None))
+            register_dataclasses(getattr(value, field.name, None))
     elif isinstance(value, Mapping):
         for entry in value.values():
-            know_dataclasses(entry)
+            register_dataclasses(entry)
     elif isinstance(value, tuple | list):
         for entry in value:
-            know_dataclasses(entry)
+            register_dataclasses(entry)
 
 
 def _register(kind: type[Any]) -> None:

@@ -32,7 +32,7 @@ def check_same_samples(dataset: Any, seed: int) -> None:
     indices = sorted({0, size // 2, size - 1})
     digests = _sample_digests(dataset, seed, indices)
     of_ranks = all_gather_values((size, digests))
-    if all(found == of_ranks[0] for found in of_ranks):
+    if all(of_rank == of_ranks[0] for of_rank in of_ranks):
         return
     cause = (
         "each rank builds the data set, and its code probably draws random numbers without a seed: seed them, for"
@@ -44,11 +44,11 @@ def check_same_samples(dataset: Any, seed: int) -> None:
             raise InputError(f"{name} has {first_size} samples on rank 0 and {rank_size} on rank {rank}: {cause}")
     repeated_of_ranks = all_gather_values(_sample_digests(dataset, seed, indices))
     for position, index in enumerate(indices):
-        found = [rank_digests[position] for _, rank_digests in of_ranks]
-        if found != [repeated[position] for repeated in repeated_of_ranks]:
-            continue  # it is another one each time
-        for rank, rank_digest in enumerate(found):
-            if rank_digest != found[0]:
+        sample_digests = [rank_digests[position] for _, rank_digests in of_ranks]
+        if sample_digests != [rank_digests[position] for rank_digests in repeated_of_ranks]:
+            continue  # the sample is another one each time it is read
+        for rank, rank_digest in enumerate(sample_digests):
+            if rank_digest != sample_digests[0]:
                 raise InputError(f"sample {index} of {name} is not the same on ranks 0 and {rank}: {cause}")
 
 
@@ -82,8 +82,8 @@ def check_shares(batch: Any, data_rank: int) -> None:
         "loop over session.prepare(loader), which divides the loader's batches among ranks, or session.batches(dataset)"
     )
     by_data_rank: dict[int, str] = {}
-    for rank, (place, found) in enumerate(of_ranks):
-        if by_data_rank.setdefault(place, found) != found:
+    for rank, (rank_place, rank_digest) in enumerate(of_ranks):
+        if by_data_rank.setdefault(rank_place, rank_digest) != rank_digest:
             raise InputError(
                 f"rank {rank} has another batch than a rank that has to train on the same samples: {instead}"
             )

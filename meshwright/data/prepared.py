@@ -149,9 +149,11 @@ class _Indices(Dataset[Any]):
 def _index_batches(loader: "DataLoader[Any]") -> Iterator[list[int]]:
     """Yields the indices of the samples of each batch, as the sampler of rank 0 gives them, on every rank."""
     # A DataLoader draws from its generator what it draws on one process, so the sampler gives the same order there.
-    own = iter(DataLoader(_Indices(), batch_sampler=loader.batch_sampler, collate_fn=list, generator=loader.generator))
+    batches = iter(
+        DataLoader(_Indices(), batch_sampler=loader.batch_sampler, collate_fn=list, generator=loader.generator)
+    )
     while True:
-        indices = broadcast_value(_next_indices(own, type(loader.batch_sampler).__name__))
+        indices = broadcast_value(_next_indices(batches, type(loader.batch_sampler).__name__))
         if indices is None:
             return
         yield indices

@@ -289,7 +289,6 @@ class _Values:
         return container(item for item, _ in items), 1 + sum(size for _, size in items)
 
     def _tensor(self, tensor: _TensorInStorage) -> "Tensor":
-
         self._tensors += 1
         if self._tensors > _MOST_TENSORS:
             raise PtFileError(f"it has more than {_MOST_TENSORS:,} tensors")

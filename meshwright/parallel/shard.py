@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.blocks.recompute import find_blocks
 from meshwright.errors import InputError
-from meshwright.output_trees import know_dataclasses
+from meshwright.output_trees import register_dataclasses
 from meshwright.parallel.pipeline.check import shared_between_stages_error
 from meshwright.parallel.pipeline.remote_modules import RemoteModule
 from meshwright.parallel.precision import sharding_policy
@@ -72,7 +72,7 @@ def shard(module: nn.Module, mesh: DeviceMesh, plan: Plan, *, per_block: bool = 
     reshard_blocks = plan.memory.sharding == "parameters"
     policy = sharding_policy(plan)
     for block in _unit_blocks(module) if per_block else []:
-        block.register_forward_hook(_know_dataclasses)
+        block.register_forward_hook(_register_dataclasses)
         fully_shard(
             block,
             mesh=data_mesh,
@@ -83,7 +83,7 @@ def shard(module: nn.Module, mesh: DeviceMesh, plan: Plan, *, per_block: bool = 
     in_blocks = {p for block in module.modules() if isinstance(block, FSDPModule) for p in block.parameters()}
     # The root unit is needed at the end of the forward pass and again at the beginning of the backward pass. Therefore
     # FSDP2's default (None) leaves it gathered in between.
-    module.register_forward_hook(_know_dataclasses)
+    module.register_forward_hook(_register_dataclasses)
     fully_shard(
         module,
         mesh=data_mesh,
@@ -100,9 +100,9 @@ def shard(module: nn.Module, mesh: DeviceMesh, plan: Plan, *, per_block: bool = 
         _keep_gradient_hooks(module, hooks)
 
 
-def _know_dataclasses(unit: nn.Module, inputs: Any, output: Any) -> None:
+def _register_dataclasses(unit: nn.Module, inputs: Any, output: Any) -> None:
     """A forward hook that runs before FSDP2's own, which then finds the tensors in an output that is a dataclass."""
-    know_dataclasses(output)
+    register_dataclasses(output)
 
 
 def _keep_gradient_hooks(module: nn.Module, hooks: dict[str, tuple[list[Any], list[Any]]]) -> None:

@@ -36,19 +36,20 @@ class FakeRules(TorchFunctionMode):
 
     Grouped products, of which torch knows the shapes in bf16 only, run in bf16. A random number without dimensions is
     0.5, because models use one to decide whether to skip a layer (Whisper), and a fake tensor has no value. This is for
-    costs only: with `chance=False` such a model fails, because how it can be split or cut must not depend on chance.
+    costs only: without `fixes_random_scalars` such a model fails, because how it can be split or cut must not depend on
+    a random number.
     """
 
-    def __init__(self, chance: bool = True) -> None:
+    def __init__(self, fixes_random_scalars: bool = True) -> None:
         super().__init__()
-        self._chance = chance
+        self._fixes_random_scalars = fixes_random_scalars
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
-        if self._chance and name == "rand" and list(args) in ([[]], [()]):
+        if self._fixes_random_scalars and name == "rand" and list(args) in ([[]], [()]):
             return torch.tensor(0.5)
         if name in ("grouped_mm", "_grouped_mm"):
             products = [value.bfloat16() for value in args[:2]]

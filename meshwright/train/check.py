@@ -26,7 +26,7 @@ from meshwright.train.build import (
 from meshwright.train.callbacks.callbacks import build_callbacks
 from meshwright.train.job_parts import JobParts
 from meshwright.train.loss.loss import check_sample_comparison, classify_loss
-from meshwright.train.loss.made_outputs import FakeModel
+from meshwright.train.loss.output_form import FakeModel
 from meshwright.train.loss.trial import find_loss, find_model_loss, is_from_torch
 from meshwright.train.step.optimizer import build_optimizer
 from meshwright.train.step.sampling import check_sampling

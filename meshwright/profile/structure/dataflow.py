@@ -267,9 +267,10 @@ def record_dataflow(
     for name, value in _named_arguments(fake, inputs):
         for position, leaf in enumerate(leaves := _leaves(value)):
             recorder.register(leaf, "input", name if len(leaves) == 1 else f"{name}.{position}")
+    rules = GpuRules(fixes_random_scalars=False)
     try:
         # With gradients enabled, as in training, because some modules run a fused fast path without them.
-        with mode, torch.enable_grad(), GpuRules(chance=False), recorder, recording_module_calls(names, recorder):
+        with mode, torch.enable_grad(), rules, recorder, recording_module_calls(names, recorder):
             fake(*inputs.arguments, **inputs.keywords)
     except (IndexError, InputError):  # a model that indexes its blocks by number fails without the skipped ones
         raise

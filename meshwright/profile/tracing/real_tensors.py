@@ -79,7 +79,7 @@ class GpuRulesForRealTensors(GpuRules):
     """`GpuRules` for real tensors on a CPU. RMS norm runs as on the CPU, because the fused RMS norm has no kernel."""
 
     def __init__(self) -> None:
-        super().__init__(chance=False)
+        super().__init__(fixes_random_scalars=False)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -25,7 +25,7 @@ from meshwright.proof.request import COMPARISON_DTYPES, ProofRequest, UserModel
 from meshwright.proof.torch_private import apply_to_tensors, tree_map
 from meshwright.train.build import build_data, build_initialized_model, build_loading, frozen_modules, schedule_unit
 from meshwright.train.loss.loss import Loss, LossFunction
-from meshwright.train.loss.made_outputs import FakeModel
+from meshwright.train.loss.output_form import FakeModel
 from meshwright.train.loss.trial import find_loss, find_model_loss
 from meshwright.train.session import MakeOptimizer, MakeSchedule
 from meshwright.train.step.optimizer import optimizer_for_parameters, optimizer_groups, rebuild_optimizer

@@ -17,7 +17,7 @@ from meshwright.train.loss.loss import (
     loss_from_model,
     over_all_ranks,
 )
-from meshwright.train.loss.made_outputs import FakeModel
+from meshwright.train.loss.output_form import FakeModel
 from meshwright.train.loss.trial import find_loss, find_model_loss, is_from_torch
 
 

@@ -20,7 +20,7 @@ from meshwright.profile.tracing.real_tensors import model_device
 from meshwright.train.loss.cross_entropy import CountTargets
 from meshwright.train.loss.joined import JoinedLoss, count_rows
 from meshwright.train.loss.loss import Loss, LossFunction, classify_loss, loss_from_model
-from meshwright.train.loss.made_outputs import FakeModel, OutputForm
+from meshwright.train.loss.output_form import FakeModel, OutputForm
 from meshwright.train.torch_private import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 _SAMPLES = 5  # of a trial; the samples of the sample batch are repeated

@@ -47,9 +47,7 @@ class OwnLoop:
         self.steps = 0
         self.gradient_norm: Tensor | None = None
         self.remote_optimizer: RemoteOptimizer | None = None
-        self.checks_first_batch = (
-            False  # whether the first batch of another loader is compared with those of other ranks
-        )
+        self.checks_first_batch = False  # whether the first batch of another loader is compared between ranks
         self._synchronizes = True
         self._prepared_share: PreparedShare | None = None  # what the loop of a prepared loader trains on at the moment
         self._forward_passes = 0  # since the last optimizer step

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from meshwright.data.loading import LoadingOptions, SampleShare, train_batches
 from meshwright.errors import InputError
 from meshwright.plan import Plan
-from meshwright.train.loss.made_outputs import FakeModel
+from meshwright.train.loss.output_form import FakeModel
 from meshwright.train.loss.trial import find_loss
 from meshwright.train.session import Session
 from tests.ranks import RankPool

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.batch import split_batch
-from meshwright.output_trees import know_dataclasses
+from meshwright.output_trees import register_dataclasses
 from meshwright.profile.fake import FakeRules, fake_batch, fake_model, one_sequence_per_row
 from meshwright.profile.torch_private import FakeTensorMode
 from meshwright.train.torch_private import tree_flatten, tree_unflatten
@@ -77,7 +77,7 @@ class FakeModel:
         inputs = split_batch(fake_batch(sample, samples, self._mode), target_key)
         with self._mode, torch.no_grad(), FakeRules(), one_sequence_per_row(sample):
             output = self._model(*inputs.arguments, **inputs.keywords)
-        know_dataclasses(output)
+        register_dataclasses(output)
         return output
 
 
