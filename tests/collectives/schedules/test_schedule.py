@@ -27,7 +27,8 @@ def test_an_ambiguous_or_invalid_round_is_refused(sends: Round, message: str) ->
 
 
 def test_a_round_may_read_a_chunk_twice_and_write_its_neighbor() -> None:
-    Schedule("fine", 3, 2, ((Send(0, 1, 0, "copy"), Send(0, 2, 0, "copy"), Send(1, 0, 1, "add")),))
+    sends = (Send(0, 1, 0, "copy"), Send(0, 2, 0, "copy"), Send(1, 0, 1, "add"))
+    assert Schedule("fine", 3, 2, (sends,)).rounds == (sends,)
 
 
 def test_a_schedule_without_ranks_or_chunks_is_refused() -> None:
