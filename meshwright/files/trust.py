@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import os
 import secrets
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
@@ -104,9 +105,16 @@ def _create_secret(file: Path) -> None:
 
 
 def _read_secret(file: Path) -> bytes | None:
-    """Returns the secret; None if the file is empty, belongs to another user, or can be read or written by others."""
+    """Returns the secret; None if the file is empty, or, with a warning, if it belongs to another user or can be read
+    or written by others."""
     with file.open("rb") as stream:
         status = os.fstat(stream.fileno())
         secret = stream.read(_LARGEST_KEY_BYTES).strip()
-    is_private = status.st_uid == os.geteuid() and not status.st_mode & 0o077
-    return secret if secret and is_private else None
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        warnings.warn(
+            f"{file} is not used as your key, because other users own it or can read or write it: delete it, so that"
+            " the next `train` creates a new one; if nobody has read it, `chmod 600` lets you keep it",
+            stacklevel=2,
+        )
+        return None
+    return secret or None

@@ -64,7 +64,10 @@ def test_the_secret_of_a_user_is_created_once_and_private(tmp_path: Path) -> Non
     assert accepted_keys() == [secret]
     assert [path.name for path in file.parent.iterdir()] == ["key"]
     file.chmod(0o644)
-    assert user_key() is None, "a secret that others can read signs nothing"
+    with pytest.warns(UserWarning, match=r"key is not used as your key, because .*: delete it"):
+        assert user_key() is None, "a secret that others can read signs nothing"
+    with pytest.warns(UserWarning, match="key is not used"):
+        assert accepted_keys() == []
 
 
 def test_the_own_secret_is_accepted_beside_the_key_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
