@@ -68,13 +68,24 @@ _RENAME_EXCHANGE = 2
 
 
 def save(state: State, folder: Path, step: int, about: dict[str, Any]) -> Path:
-    """Saves a checkpoint to `folder/step-…`, as `save_at` does."""
-    return save_at(state, folder / checkpoint_name(step), step, about)
+    """Saves a checkpoint to `folder/step-…`, as `save_at` does. The folder has to exist: that of a run which was
+    deleted meanwhile is not created again."""
+    return _save(state, folder / checkpoint_name(step), step, about)
 
 
 def save_at(state: State, final: Path, step: int, about: dict[str, Any]) -> Path:
-    """Saves a checkpoint to the folder `final`, and returns that path once the checkpoint is published. All ranks call
-    this together, and each rank writes its shards."""
+    """Saves a checkpoint to the folder `final`, and returns that path once the checkpoint is published. Folders above
+    it are created. All ranks call this together, and each rank writes its shards."""
+    from_first_rank(lambda: _create_parents(final))
+    return _save(state, final, step, about)
+
+
+def _create_parents(final: Path) -> None:
+    with writing(final.parent):
+        final.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _save(state: State, final: Path, step: int, about: dict[str, Any]) -> Path:
     rank = dist.get_rank() if dist.is_initialized() else 0
     from_first_rank(lambda: _refuse_other_folder(final))
     temporary = final.parent / f"{WRITING}{final.name}"
@@ -148,7 +159,7 @@ def _prepare(temporary: Path, needed: int) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     require_space(temporary.parent, needed)
     with writing(temporary.parent, needed):
-        temporary.mkdir(parents=True)
+        temporary.mkdir()
 
 
 def _write_share(temporary: Path, state: State, share: RankShare, rank: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from meshwright.checkpoint.load import find_newest_valid
 from meshwright.checkpoint.manifest import MANIFEST, Manifest, write_manifest
 from meshwright.checkpoint.reader import open_checkpoint, plan_transfers, transfer, verify
 from meshwright.checkpoint.save import clear_unfinished, prune, save, save_at
-from meshwright.errors import CheckpointError, InputError
+from meshwright.errors import CheckpointError, InputError, StorageError
 from meshwright.plain_values import tensor_bytes
 
 STATE = {"model/weight": torch.arange(1000.0), "schedule": {"last_epoch": 3}, "optimizer_groups": []}
@@ -290,6 +290,13 @@ def test_an_object_that_is_not_plain_is_refused_by_name_and_nothing_is_left(tmp_
     with pytest.raises(CheckpointError, match=r"schedule\['anneal'\] is a builtins.function, which cannot be saved"):
         save({**STATE, "schedule": {"anneal": about}}, tmp_path, 1, about(1))
     assert names(tmp_path) == []
+
+
+def test_a_run_folder_that_was_deleted_is_not_created_again_but_folders_of_a_user_are(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="checkpoints"):
+        save(STATE, tmp_path / "run" / "checkpoints", 1, about(1))
+    assert names(tmp_path) == []
+    assert save_at(STATE, tmp_path / "mine" / "last", 1, about(1)).is_dir()
 
 
 def test_something_else_than_a_checkpoint_is_never_replaced(tmp_path: Path) -> None:
