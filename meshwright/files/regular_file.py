@@ -8,10 +8,10 @@ from io import BufferedReader
 from pathlib import Path
 
 
-def open_regular_file(path: Path) -> BufferedReader:
+def open_regular_file(path: Path, follow_link: bool = True) -> BufferedReader:
     """Opens a file for reading. Raises an `OSError` if it is a folder, a pipe, a socket or a device: opening or reading
-    some of these might never end."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    some of these might never end. Without `follow_link`, a symbolic link is an error, too."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_link else os.O_NOFOLLOW))
     try:
         mode = os.fstat(descriptor).st_mode
         if stat.S_ISDIR(mode):

@@ -3,7 +3,6 @@ Whatever imports what a job.yaml names executes code, so it reads the job with `
 this user did not write, unless the user trusts it."""
 
 import os
-import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,14 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from meshwright.errors import InputError
+from meshwright.files.regular_file import open_regular_file
 from meshwright.files.trust import accepted_keys, is_signed_by, sign, user_key
 from meshwright.files.yaml_file import parse_mapping
 from meshwright.job import Job, load_job, load_plan
 from meshwright.plan import Plan
 
 ORIGIN_FILE = "origin.json"
-_LARGEST_FILE_BYTES = 64 * 1024 * 1024
+_LARGEST_FILE_BYTES = 4 * 2**20  # a job or plan has at most 2**20 characters (files/yaml_file.py), each up to 4 bytes
 _MOST_NAMED_IMPORTS = 20
 
 
@@ -48,10 +48,7 @@ def read_run_file(file: Path) -> str:
     """Returns the text of a file that `train` wrote. Raises an `InputError` if it is a symbolic link, which could lead
     anywhere, or not a regular file, whose reading might not end."""
     try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with os.fdopen(descriptor, "rb") as stream:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise InputError(f"{file} is not a regular file: `train` did not write it")
+        with open_regular_file(file, follow_link=False) as stream:
             content = stream.read(_LARGEST_FILE_BYTES + 1)
     except FileNotFoundError:
         raise InputError(
