@@ -92,9 +92,10 @@ def _restore_cache(model: Any, job: Job) -> None:
         uses_cache = getattr(read_config(job.model.arguments["config"]), "use_cache", None)
     except InputError:  # the config was moved since
         return
-    if uses_cache is not None:
-        model.config.use_cache = uses_cache
-    if uses_cache is not None and model.can_generate():
+    if uses_cache is None:
+        return
+    model.config.use_cache = uses_cache
+    if model.can_generate():
         model.generation_config.use_cache = uses_cache
 
 

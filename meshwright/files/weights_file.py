@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from meshwright.errors import InputError
 from meshwright.files.pt_file import read_pt_file
+from meshwright.user_code import first_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,7 +88,7 @@ def _read_index(index: Path) -> dict[str, str]:
             raise InputError(f"train.weights: {index} has more than {_LARGEST_INDEX_BYTES:,} bytes")
         content = json.loads(index.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"train.weights: {index} cannot be read as JSON: {_first_line(error)}") from None
+        raise InputError(f"train.weights: {index} cannot be read as JSON: {first_line(error)}") from None
     names = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
         raise InputError(f"train.weights: {index} has no weight_map, which names the file of each tensor")
@@ -105,7 +106,7 @@ def _open_file(path: Path) -> _TensorFile:
     except InputError:
         raise
     except Exception as error:  # safetensors and damaged pickles raise several classes
-        raise InputError(f"train.weights: {path} cannot be read as weights: {_first_line(error)}") from None
+        raise InputError(f"train.weights: {path} cannot be read as weights: {first_line(error)}") from None
 
 
 class _SafetensorsFile:
@@ -139,7 +140,3 @@ class _PtFile:
 
     def read(self, name: str, region: tuple[slice, ...]) -> "Tensor":
         return self._tensors[name][region]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -124,7 +124,8 @@ def _picture_data(config: Any, image: int | None) -> tuple[dict[str, Any], list[
             f"--image {image}: image_size in the model's config is {size}: change it there, or leave --image out"
         )
     return {
-        "call": "meshwright.zoo.pictures:labelled_pictures",
+        "call": "meshwright.zoo.pictures:pictures",
+        "as_dict": True,
         "size": image or size or 224,
         "classes": config.num_labels,
         "channels": getattr(vision, "num_channels", 3),

@@ -23,37 +23,26 @@ def pictures(
     damaged: str = "fatal",
     samples: int = SAMPLES,
     seed: int = 0,
-) -> Dataset[tuple[Tensor, Any]]:
+    as_dict: bool = False,
+) -> Dataset[Any]:
     """Returns a data set of (picture, class): normalized floats (channels, size, size), and a number below `classes`.
+    With `as_dict`, samples are {pixel_values, labels}, the arguments of image classifiers of transformers.
 
     The pictures are those of `root`, a folder with train/<class>/*.JPEG and val/<class>/*.JPEG. With `synthetic` they
     are generated, and `samples` is their number.
     """
     if size < 1 or classes < 1 or channels < 1:
         raise InputError(f"size is {size}, classes is {classes} and channels is {channels}: each must be at least 1")
+    dataset: Dataset[Any]
     if synthetic:
-        return GeneratedPictures(split, size, classes, channels, samples, seed)
-    if channels != 3:
+        dataset = GeneratedPictures(split, size, classes, channels, samples, seed)
+    elif channels != 3:
         raise InputError(f"channels is {channels}: pictures in files are read with 3, so name your own data set")
-    from meshwright.workloads.images.image_folder import image_folder  # needs pillow
+    else:
+        from meshwright.workloads.images.image_folder import image_folder  # needs pillow
 
-    return image_folder(split, root, False, damaged, size, classes)
-
-
-def labelled_pictures(
-    split: str = "train",
-    size: int = 224,
-    classes: int = 1000,
-    channels: int = 3,
-    root: str | None = None,
-    synthetic: bool = False,
-    damaged: str = "fatal",
-    samples: int = SAMPLES,
-    seed: int = 0,
-) -> Dataset[dict[str, Any]]:
-    """Returns the data set of `pictures` with samples {pixel_values, labels}, which are the arguments of image
-    classifiers of transformers."""
-    return LabelledPictures(pictures(split, size, classes, channels, root, synthetic, damaged, samples, seed))
+        dataset = image_folder(split, root, False, damaged, size, classes)
+    return PicturesAsDicts(dataset) if as_dict else dataset
 
 
 class GeneratedPictures(GeneratedSamples):
@@ -71,7 +60,7 @@ class GeneratedPictures(GeneratedSamples):
         return mean + torch.randn(shape, generator=generator, dtype=torch.float32) / 2, label
 
 
-class LabelledPictures(Dataset[dict[str, Any]]):
+class PicturesAsDicts(Dataset[dict[str, Any]]):
     """{pixel_values, labels} of a data set of (picture, class)."""
 
     def __init__(self, samples: Any) -> None:

@@ -7,22 +7,21 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from meshwright.data.randomness import preserve_generators
+
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Within this context, the generators begin at `seed`. Afterwards they are as they were before, so that the random
     numbers of a training loop do not depend on what its sessions draw."""
-    before = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     gpu_before = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    seed_all(seed, device)
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.default_generator.set_state(before[2])
-        if gpu_before is not None:
-            torch.cuda.set_rng_state(gpu_before, device)
+    with preserve_generators():
+        seed_all(seed, device)
+        try:
+            yield
+        finally:
+            if gpu_before is not None:
+                torch.cuda.set_rng_state(gpu_before, device)
 
 
 def seed_all(seed: int, device: torch.device) -> None:

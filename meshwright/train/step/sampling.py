@@ -13,7 +13,7 @@ from meshwright.data.samples import dataset_size, name_of
 from meshwright.data.sampling import WeightedSampling
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.job import Data, Job
-from meshwright.user_code import raise_user_code_error
+from meshwright.user_code import first_line, raise_user_code_error
 
 
 def build_sampling(job: Job) -> WeightedSampling | None:
@@ -57,9 +57,9 @@ def _read_weights(data: Data, job: Job) -> np.ndarray:
             return _as_array(np.load(file, allow_pickle=False), "data.weights")
         return np.array([float(line) for line in file.read_text().split()], np.float64)
     except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(
-            f"data.weights: {file} cannot be read as numbers, one for each sample, in a text or .npy file: {reason}"
+            f"data.weights: {file} cannot be read as numbers, one for each sample, in a text or .npy file:"
+            f" {first_line(error)}"
         ) from None
 
 
