@@ -3,7 +3,8 @@
 from importlib import import_module
 from typing import Any
 
-# The package `meshwright.launch` is loaded here, so that no later import of it replaces the function of this name.
+# The package `meshwright.launch` is loaded here, so that no later import of it replaces the function of this name. Its
+# modules are imported with `from meshwright.launch.world import join`; `meshwright.launch.world` is no attribute.
 from meshwright.launch.local.launch_function import launch
 
 __version__ = "0.1.0"

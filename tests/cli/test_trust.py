@@ -120,12 +120,9 @@ def test_a_link_or_a_pipe_instead_of_a_file_is_refused(run: Path, run_command: R
     assert f"{name} cannot be read: it is a symbolic link" in refusal(run_command, "export", "run", "--to", "bf16")
     (run / name).unlink()
     os.mkfifo(run / name)
-    assert f"{name} cannot be read: it is not a regular file" in refusal(
-        run_command, "export", "run", "--to", "bf16", "--trust"
-    )
-    assert f"{name} cannot be read: it is not a regular file" in refusal(
-        run_command, "prove", "--against", "run", "run"
-    )
+    message = f"{name} cannot be read: it is not a regular file"
+    assert message in refusal(run_command, "export", "run", "--to", "bf16", "--trust")
+    assert message in refusal(run_command, "prove", "--against", "run", "run")
 
 
 def test_prove_with_the_own_job_reads_only_data_of_the_runs(run: Path, run_command: RunCommand) -> None:
