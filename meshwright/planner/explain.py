@@ -101,7 +101,7 @@ def _memory(best: PricedPlan, summary: ModelSummary, inputs: PlanningInputs) -> 
     dividing = [f"{name} {getattr(axes, name)}" for name in ("shard", "tensor", "pipeline") if getattr(axes, name) > 1]
     if best.candidate.sizes.splits_wide_layers:
         dividing.append("splitting the wide layers")
-    used = f"The plan uses {gib(best.needed_bytes)} of the {gib(memory_bytes)} of a {device}"
+    used = f"The plan uses {gib(best.needed_bytes)} of the {gib(memory_bytes)} of one {device}"
     if states_bytes > inputs.capacity_bytes:
         return [
             f"Weights, gradients and optimizer state take {gib(states_bytes)}, more than one {device} has, so they are"

@@ -369,7 +369,7 @@ def _no_plan_fits(inputs: PlanningInputs, results: Iterable[SearchResult]) -> st
     capacity, gib = inputs.capacity_bytes, 2**30
     return (
         f"the model fits no plan on '{inputs.cluster.name}': the closest, {plan.summary()}, needs {at_least}"
-        f"{needed / gib:.1f} GiB, but a plan may use {capacity / gib:.1f} GiB of a {device.name}"
+        f"{needed / gib:.1f} GiB, but a plan may use {capacity / gib:.1f} GiB of one {device.name}"
         f" ({device.memory_bytes / gib:.1f} GiB without a margin of {inputs.memory_margin:.0%}). That is"
         f" {(needed - capacity) / gib:.1f} GiB too much: use more or larger devices, or a smaller batch"
     )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.world import World
 from meshwright.proof.record.record_with_servers import record_with_servers
-from meshwright.proof.reference.own_casts import LiftCasts
+from meshwright.proof.reference.lift_casts import LiftCasts
 from meshwright.proof.reference.reference_setup import ReferenceSetup, batch_in_dtype, build_setup, default_dtype
 from meshwright.proof.request import ProofRequest
 from meshwright.train.output.recording import StepRecorder

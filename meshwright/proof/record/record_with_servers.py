@@ -11,7 +11,7 @@ from meshwright.data.batch import Batch
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.peer_connection import store_connector
 from meshwright.launch.world import World
-from meshwright.proof.reference.own_casts import LiftCasts
+from meshwright.proof.reference.lift_casts import LiftCasts
 from meshwright.proof.reference.reference_setup import ReferenceSetup, batch_in_dtype, build_setup, default_dtype
 from meshwright.proof.request import ProofRequest
 from meshwright.train.output.recording import StepRecorder

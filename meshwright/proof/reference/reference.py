@@ -16,7 +16,7 @@ from meshwright.blocks.power_iteration import power_iterations, without_power_it
 from meshwright.data.order import derive_seed
 from meshwright.parallel.weights.state import dense
 from meshwright.proof.reference.groups import GlobalBatch, Grouping, SampleGroup, global_batches
-from meshwright.proof.reference.own_casts import LiftCasts
+from meshwright.proof.reference.lift_casts import LiftCasts
 from meshwright.proof.reference.reference_setup import ReferenceSetup, default_dtype
 from meshwright.proof.request import ProofRequest
 from meshwright.proof.torch_private import tree_map

@@ -42,15 +42,14 @@ def prove_model(
     return prove_in_pool(rank, size, ProofRequest(user_model, Plan.model_validate(plan)), folder)
 
 
-EACH = [f"{name}: {axis}" for name in CASES for axis in PLANS]
+# Encoder-decoders, which have no cut here, have tests of their own below.
+EACH = [f"{name}: {axis}" for name in CASES for axis in PLANS if axis != "pipeline" or CASES[name].cut]
 QUICK = {"llama: replicate", "llama: tensor", "llama: pipeline", "bert: shard", "t5: replicate", "mixtral: shard"}
 
 
 @pytest.mark.parametrize("case", all_but(QUICK, EACH))
 def test_a_model_with_its_own_loss_is_proved(two: RankPool, case: str, tmp_path: Path) -> None:
     name, axis = case.split(": ")
-    if axis == "pipeline" and CASES[name].cut is None:
-        pytest.skip("an encoder-decoder is not cut into stages")
     if name == "mixtral" and axis in ("tensor", "pipeline"):
         # Experts in their eager form, which fp64 needs, choose rows by values.
         with pytest.raises(RankFailure, match=r"cannot be traced in model\.layers\.0\.mlp\.experts"):
