@@ -28,7 +28,8 @@ class BurgersLoss(nn.Module):
     error multiplied by `value_weight`, at points of the kind `VALUE`. A target is (kind of the point, known value).
 
     The model's output has the solution `u` (batch,) and, if any point is of the kind `EQUATION`, its derivatives `u_t`,
-    `u_x` and `u_xx`. Without derivatives, as in evaluation, points of this kind are an error."""
+    `u_x` and `u_xx`. In evaluation the model returns no derivatives; then points of this kind raise an
+    `InputError`."""
 
     def __init__(self, viscosity: float = VISCOSITY, value_weight: float = 1.0) -> None:
         super().__init__()
@@ -40,6 +41,11 @@ class BurgersLoss(nn.Module):
         kind, value = target.unbind(-1)
         errors = self.value_weight * (output["u"] - value).square()
         if "u_xx" not in output:
+            if (kind == EQUATION).any():
+                raise InputError(
+                    f"points for evaluation are of the kind {VALUE}, but some are of the kind {EQUATION}: give each the"
+                    " known value of the solution, or leave it out"
+                )
             return errors.mean()
         residual = output["u_t"] + output["u"] * output["u_x"] - self.viscosity * output["u_xx"]
         return torch.where(kind == EQUATION, residual.square(), errors).mean()

@@ -78,6 +78,9 @@ def test_the_loss_uses_the_residual_or_the_value_by_the_kind_of_each_point() -> 
     assert float(loss(output, target)) == pytest.approx(((3 + 2 * 5 - 0.5 * 7) ** 2 + 4 * 0.5**2) / 2)
     metric = RelativeError()
     assert metric.finish(metric(output, target)) == pytest.approx(0.5 / 1.5)
+    assert float(loss({"u": output["u"][1:]}, target[1:])) == pytest.approx(4 * 0.5**2)
+    with pytest.raises(InputError, match="points for evaluation are of the kind 1, but some are of the kind 0"):
+        loss({"u": output["u"]}, target)
     with pytest.raises(InputError, match="viscosity is 0"):
         BurgersLoss(viscosity=0)
 
