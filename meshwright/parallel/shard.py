@@ -61,7 +61,7 @@ def shard(module: nn.Module, mesh: DeviceMesh, plan: Plan, *, per_block: bool = 
             f"plan.modules.splits.{over_replicate[0]} splits a layer over the replicate axis, and plan.axes.shard is "
             f"{plan.axes.shard}: they do not go together, set shard to 1 or leave the split out"
         )
-    hooks = {name: hooks for name, p in module.named_parameters() if any(hooks := gradient_hooks(p))}
+    hooks = {name: gradient_hooks(p) for name, p in module.named_parameters() if any(gradient_hooks(p))}
     already_sharded = next((name for name, p in module.named_parameters() if isinstance(p, DTensor)), None)
     if already_sharded is not None:
         raise shared_between_stages_error(already_sharded.removeprefix("model."), plan)

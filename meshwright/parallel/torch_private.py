@@ -90,8 +90,9 @@ def forget_forward_order(group: Any) -> None:
 def gradient_hooks(parameter: nn.Parameter) -> tuple[list[Any], list[Any]]:
     """The hooks that were registered with a parameter: those of its gradient, and those that run after the gradient was
     accumulated."""
-    hooks: Any = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
-    return tuple(list((registered or {}).values()) for registered in hooks)  # type: ignore[return-value]
+    of_gradient: Any = parameter._backward_hooks or {}
+    after_accumulation: Any = parameter._post_accumulate_grad_hooks or {}
+    return list(of_gradient.values()), list(after_accumulation.values())
 
 
 def forward_is_running(unit: FSDPModule) -> bool:

@@ -24,6 +24,7 @@ KINDS = {
     "sequence classification": "SEQUENCE_CLASSIFICATION",
 }
 _MOST_CONFIG_BYTES = 2**24
+_TABLES = "transformers.models.auto.modeling_auto"
 
 
 @dataclass(frozen=True)
@@ -119,9 +120,6 @@ def training_kind(config: Any, source: str) -> TrainingKind:
         f"hf:{source}: {model}, for which there is no loss and no data here: name a class for"
         f" {', '.join(list(KINDS)[:-1])} or {list(KINDS)[-1]} in architectures, or write a job with your own data"
     )
-
-
-_TABLES = "transformers.models.auto.modeling_auto"
 
 
 def _read_fields(file: Path) -> dict[str, Any]:

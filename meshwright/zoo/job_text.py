@@ -13,6 +13,18 @@ from meshwright.zoo import huggingface, image_models
 GLOBAL_BATCH = 256
 _LONGEST_SEQUENCE = 4096  # without --sequence, of models that allow more
 _SEQUENCE = 512  # without --sequence, of models whose config has no limit, such as T5
+_EXAMPLES = {"hf": "hf:llama or hf:FOLDER", "timm": "timm:resnet50", "torchvision": "torchvision:resnet50"}
+_TEXT_DATA = {  # the function in text.py that makes the data of each kind
+    "causal language model": "causal",
+    "masked language model": "masked",
+    "sequence to sequence": "sequence_to_sequence",
+    "sequence classification": "classified",
+}
+_OWN_DATA_COMMENT = ["The data are generated: name your own data set in data.train, whose samples have the same keys."]
+_PICTURES_COMMENT = [
+    "The data are generated. To train on pictures: set data.root to a folder with train/<class>/*.JPEG and",
+    "val/<class>/*.JPEG, and data.synthetic to false.",
+]
 
 
 @dataclass(frozen=True)
@@ -37,9 +49,6 @@ def job_text(name: str, global_batch: int | None = None, sequence: int | None = 
         raise InputError(f"{name}: write the model after the colon, such as {_EXAMPLES[source]}")
     parts = _huggingface(rest, sequence, image) if source == "hf" else _image_model(source, rest, sequence, image)
     return _write(parts, GLOBAL_BATCH if global_batch is None else global_batch)
-
-
-_EXAMPLES = {"hf": "hf:llama or hf:FOLDER", "timm": "timm:resnet50", "torchvision": "torchvision:resnet50"}
 
 
 def _huggingface(config: str, sequence: int | None, image: int | None) -> ModelSections:
@@ -88,16 +97,7 @@ def _text_data(kind: str, config: Any, text: Any, sequence: int | None) -> tuple
     if kind == "sequence classification":
         problem = config.problem_type or ("regression" if config.num_labels == 1 else "single_label_classification")
         data |= {"classes": config.num_labels, "problem": problem}
-    return data, _OWN_DATA
-
-
-_TEXT_DATA = {
-    "causal language model": "causal",
-    "masked language model": "masked",
-    "sequence to sequence": "sequence_to_sequence",
-    "sequence classification": "classified",
-}
-_OWN_DATA = ["The data are generated: name your own data set in data.train, whose samples have the same keys."]
+    return data, _OWN_DATA_COMMENT
 
 
 def _speech_data(config: Any, text: Any, sequence: int | None, source: str) -> tuple[dict[str, Any], list[str]]:
@@ -112,7 +112,7 @@ def _speech_data(config: Any, text: Any, sequence: int | None, source: str) -> t
         "frames": 2 * config.max_source_positions,  # the second convolution of the encoder halves them
         "sequence": _sequence(sequence, text),
         "vocabulary": text.vocab_size,
-    }, _OWN_DATA
+    }, _OWN_DATA_COMMENT
 
 
 def _picture_data(config: Any, image: int | None) -> tuple[dict[str, Any], list[str]]:
@@ -129,13 +129,7 @@ def _picture_data(config: Any, image: int | None) -> tuple[dict[str, Any], list[
         "size": image or size or 224,
         "classes": config.num_labels,
         "channels": getattr(vision, "num_channels", 3),
-    }, _PICTURES
-
-
-_PICTURES = [
-    "The data are generated. To train on pictures: set data.root to a folder with train/<class>/*.JPEG and",
-    "val/<class>/*.JPEG, and data.synthetic to false.",
-]
+    }, _PICTURES_COMMENT
 
 
 def _sequence(wanted: int | None, text: Any) -> int:
@@ -159,7 +153,7 @@ def _image_model(source: str, name: str, sequence: int | None, image: int | None
         raise InputError(f"--sequence {sequence}: {source}:{name} takes pictures: use --image")
     model = image_models.find(source, name, image)
     return ModelSections(
-        [f"{name} of {source}, with random weights.", *_PICTURES],
+        [f"{name} of {source}, with random weights.", *_PICTURES_COMMENT],
         model.call,
         {"call": "meshwright.zoo.pictures:pictures", "size": model.image, "classes": model.classes},
         "{call: torch.nn.functional:cross_entropy}",

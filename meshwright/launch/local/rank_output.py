@@ -19,9 +19,10 @@ class Screen:
         self._unfinished: set[int] = set()  # streams in which the last line of rank 0 has no end yet
 
     def print_as_is(self, number: int, text: str) -> None:
-        self._unfinished -= {number}
-        if not text.endswith("\n"):
-            self._unfinished |= {number}
+        if text.endswith("\n"):
+            self._unfinished.discard(number)
+        else:
+            self._unfinished.add(number)
         self._write(number, text)
 
     def print_line(self, number: int, line: str) -> None:

@@ -64,6 +64,8 @@ def run_in_ranks(
     device: str,
     timeout_s: float | None,
 ) -> Any:
+    """Returns what the function returns in rank 0 of `count` new ranks. Raises a `RankError` about the rank that failed
+    first, or about the ranks that have not returned after `timeout_s`; None means no limit."""
     call = pickle_call(function, args, kwargs)
     preparation = json.dumps(asdict(_preparation(device))).encode()
     deadline = None if timeout_s is None else time.monotonic() + timeout_s

@@ -19,6 +19,9 @@ from torch.distributed.tensor import DTensor
 from meshwright.parallel.differentiable_collectives import AxisGroup, ShardRanges, all_gather_tensor, consecutive_ranges
 from meshwright.parallel.torch_private import local_shape_and_offset
 
+# Returns a part of a whole tensor. The arguments are the offsets at which it begins, and its size in each dimension.
+ReadRegion = Callable[[tuple[int, ...], tuple[int, ...]], Tensor]
+
 
 @dataclass(frozen=True)
 class ParameterLayout:
@@ -86,10 +89,6 @@ def gather_shards(shard: Tensor, layout: ParameterLayout, group: dist.ProcessGro
 
 
 # ---- FSDP2 divides the rows of a shard once more
-
-
-# Returns a part of a whole tensor: so many elements per dimension (second argument), beginning at the offsets (first).
-ReadRegion = Callable[[tuple[int, ...], tuple[int, ...]], Tensor]
 
 
 class TiedLayout(Protocol):

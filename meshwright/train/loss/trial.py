@@ -67,9 +67,8 @@ def find_model_loss(model: nn.Module, sample: Any) -> Loss:
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             model.eval()
-            whole, *parts = (
-                _model_loss(loss, model, rows) for rows in (batch, *(_rows(batch, row, 2) for row in range(2)))
-            )
+            whole = _model_loss(loss, model, batch)
+            parts = [_model_loss(loss, model, _rows(batch, row, 2)) for row in range(2)]
     except Exception:  # whatever the model's own code raises
         return loss
     finally:

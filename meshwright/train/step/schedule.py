@@ -12,6 +12,8 @@ from meshwright.exchange import broadcast_value
 from meshwright.job import Job, LearningRateSchedule
 from meshwright.train.step_runner import StepRunner
 
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
 
 def build_schedule(job: Job, optimizer: torch.optim.Optimizer) -> LRScheduler:
     """Returns the schedule of a job that has one. Raises an `InputError` if the run could not step it."""
@@ -49,9 +51,6 @@ def needs_metric(schedule: LRScheduler) -> bool:
     """Whether the schedule's `step` must be called with a metric, as that of `ReduceLROnPlateau`."""
     parameters = inspect.signature(schedule.step).parameters.values()
     return any(parameter.default is parameter.empty and parameter.kind in _POSITIONAL for parameter in parameters)
-
-
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def step_schedule(schedule: LRScheduler, metric: float | None) -> None:
