@@ -125,6 +125,12 @@ def test_a_link_or_a_pipe_instead_of_a_file_is_refused(run: Path, run_command: R
     assert message in refusal(run_command, "prove", "--against", "run", "run")
 
 
+def test_a_file_that_is_larger_than_any_job_is_not_read_whole(run: Path, run_command: RunCommand) -> None:
+    (run / "job.yaml").write_bytes(b"#" * (5 * 2**20))
+    message = refusal(run_command, "export", "run", "--to", "bf16", "--trust")
+    assert "job.yaml has more than 4,194,304 bytes: `train` did not write it" in message
+
+
 def test_prove_with_the_own_job_reads_only_data_of_the_runs(run: Path, run_command: RunCommand) -> None:
     shutil.copy(run / "job.yaml", "mine.yaml")
     (run / "origin.json").unlink()
