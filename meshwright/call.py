@@ -15,6 +15,7 @@ from zlib import crc32
 from pydantic import BaseModel, ConfigDict, field_validator
 
 from meshwright.errors import InputError, did_you_mean
+from meshwright.torchvision_import import mend_torchvision
 from meshwright.user_code import announced_if_slow, raise_user_code_error
 
 _USER_MODULE = "meshwright_user_"  # begins the names of modules that are imported from a file
@@ -168,8 +169,7 @@ def _import_module(module: str, path: str) -> Any:
     # Users keep their modules in the working folder, which console scripts do not have on the path.
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-    if module.split(".")[0] in ("torchvision", "timm", "transformers"):  # timm and transformers import torchvision
-        _define_torchvision_operators()
+    mend_torchvision()
     try:
         with nullcontext() if module in sys.modules else announced_if_slow(f"importing {module}"):
             return importlib.import_module(module)
@@ -196,6 +196,7 @@ def _import_file(file: Path, path: str) -> Any:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    mend_torchvision()
     try:
         with announced_if_slow(f"importing {file.name}"):
             spec.loader.exec_module(module)
@@ -224,29 +225,3 @@ def _attribute(module: Any, name: str, path: str) -> Any:
 
 def _public_names(module: Any) -> list[str]:
     return [name for name in dir(module) if not name.startswith("_")]
-
-
-_torchvision_operators: list[Any] = []  # torch drops a library's operators when the last reference to it is gone
-
-
-def _define_torchvision_operators() -> None:
-    """Makes torchvision importable when it was built for another version of torch. Such a torchvision cannot load its
-    compiled operators, and its import fails because two of them are undefined. Its models and data sets call neither of
-    the two, so defining the signatures of both is enough."""
-    if _torchvision_operators or "torchvision" in sys.modules:
-        return
-    import torch
-
-    try:
-        import torchvision  # noqa: F401
-    except RuntimeError as error:
-        if "torchvision::" not in str(error):
-            raise
-        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
-            del sys.modules[name]
-        library = torch.library.Library("torchvision", "DEF")
-        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _torchvision_operators.append(library)
-    except ImportError:
-        pass  # torchvision is not installed: the import that the caller makes next reports it

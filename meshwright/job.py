@@ -116,7 +116,8 @@ class LearningRateSchedule(Call):
 
 
 class Weights(_Section):
-    """A file of pretrained weights to start from. Parameters that match a `skip` pattern keep their initial values."""
+    """A file or a Hugging Face folder of pretrained weights to start from. Parameters that match a `skip` pattern keep
+    their initial values."""
 
     path: str
     skip: list[str] = []
@@ -124,7 +125,7 @@ class Weights(_Section):
 
 _HINTS = {
     **{kind.__name__: "write {call: package.module:name, ...}" for kind in (Call, Optimizer, LearningRateSchedule)},
-    Weights.__name__: "write the path of a file, or {path: file, skip: [patterns]}",
+    Weights.__name__: "write the path of a file or a Hugging Face folder, or {path: file_or_folder, skip: [patterns]}",
 }
 
 

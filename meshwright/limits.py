@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 # The planner ranks the plans of a cluster of this size in about ten seconds; its time grows with the number of devices.
 MOST_DEVICES = 65_536
 MOST_RANKS_HERE = 1_024  # processes that a command starts on this machine
+MOST_RANKS_PER_CORE = 32  # more of them take turns on a core for so long that they seem to hang
 LARGEST_COUNT = 2**31 - 1
 MOST_STEPS = 99_999_999  # the names of checkpoints have eight digits
 

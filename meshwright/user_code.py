@@ -9,6 +9,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -55,8 +56,22 @@ def user_position(error: BaseException) -> tuple[str, int] | None:
 
 
 def is_user_file(file: str) -> bool:
-    """Whether a file of a traceback is the user's, and not one of meshwright, of Python or of an installed library."""
-    return not file.startswith("<") and not any(Path(file).is_relative_to(folder) for folder in _LIBRARY_FOLDERS)
+    """Whether a file of a traceback is the user's, and not one of meshwright, of Python or of an installed library. A
+    library may also be in a folder that a `.pth` file or `PYTHONPATH` names."""
+    if file.startswith("<"):
+        return False
+    folders = [*_LIBRARY_FOLDERS, *(Path(entry) for entry in sys.path if _has_installed_packages(entry))]
+    return not any(Path(file).is_relative_to(folder) for folder in folders)
+
+
+@cache
+def _has_installed_packages(folder: str) -> bool:
+    """Whether pip has installed packages into this folder: each of them has a folder of metadata there. A project that
+    is installed in editable mode, which is the user's own code, has it elsewhere."""
+    try:
+        return bool(folder) and any(entry.suffix == ".dist-info" for entry in Path(folder).iterdir())
+    except OSError:  # a zip file, or a folder that does not exist
+        return False
 
 
 def raise_user_code_error(error: BaseException, what_failed: str) -> NoReturn:

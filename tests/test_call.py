@@ -2,6 +2,8 @@
 
 import os
 import signal
+import site
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from meshwright import user_code
+from meshwright import torchvision_import, user_code
 from meshwright.call import Call, bind, build, load
 from meshwright.errors import InputError, UserCodeError
 from meshwright.user_code import exits_become_errors
@@ -298,3 +300,69 @@ def test_a_long_import_and_a_long_constructor_are_announced(
     )
     load("users_slow.py:value")
     assert capsys.readouterr().err == "", "a second load imports nothing"
+
+
+# ---- a torchvision that was built for another version of torch
+
+
+@pytest.fixture
+def old_torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package torchvision whose first import fails as the real one does if it cannot load its operators."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(torchvision_import, "_operators", ["those of the real torchvision"])
+    package = tmp_path / "old" / "torchvision"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("from torchvision import operators\n")
+    (package / "operators.py").write_text(
+        "from pathlib import Path\n"
+        "tried = Path(__file__).with_name('tried')\n"
+        "if not tried.exists():\n"
+        "    tried.touch()\n"
+        "    raise RuntimeError('operator torchvision::nms does not exist')\n"
+    )
+    monkeypatch.syspath_prepend(package.parent)
+    return package
+
+
+def test_a_users_file_may_import_what_imports_torchvision(tmp_path: Path, old_torchvision: Path) -> None:
+    (tmp_path / "users_library.py").write_text("import torchvision.operators\n")
+    (tmp_path / "users_model.py").write_text("import users_library\n\nsize = 3\n")
+    try:
+        assert load(f"{tmp_path}/users_model.py:size") == 3
+        assert sys.modules["torchvision"].__file__ == str(old_torchvision / "__init__.py")
+        assert (old_torchvision / "tried").exists()
+    finally:
+        for name in ("torchvision", "torchvision.operators"):
+            sys.modules.pop(name, None)
+
+
+def test_other_errors_of_torchvision_are_reported(tmp_path: Path, old_torchvision: Path) -> None:
+    (old_torchvision / "operators.py").write_text("raise RuntimeError('another reason')")
+    (tmp_path / "users_model.py").write_text("import torchvision\n")
+    with pytest.raises(UserCodeError, match="importing it failed: RuntimeError: another reason"):
+        load(f"{tmp_path}/users_model.py:size")
+
+
+@pytest.mark.soak
+def test_a_users_file_may_import_transformers_in_a_new_process(tmp_path: Path) -> None:
+    (tmp_path / "users_model.py").write_text("from transformers import ViTForImageClassification as model\n")
+    code = f"from meshwright.call import load; print(load('{tmp_path}/users_model.py:model').__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert done.stdout == "ViTForImageClassification\n", done.stderr
+
+
+# ---- whose code a file is
+
+
+def test_packages_that_a_path_file_adds_are_no_code_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed, project = tmp_path / "other" / "site-packages", tmp_path / "project"
+    (installed / "library-1.0.dist-info").mkdir(parents=True)
+    project.mkdir()
+    (tmp_path / "paths.pth").write_text(f"{installed}\n{project}\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    site.addsitedir(str(tmp_path))
+    assert not user_code.is_user_file(str(installed / "library" / "code.py"))
+    assert user_code.is_user_file(str(project / "model.py")), "a project that is installed in editable mode"

@@ -202,7 +202,12 @@ def test_files_in_the_working_folder_are_found_too(tmp_path: Path, monkeypatch: 
         ("optimizer.groups", [5], "optimizer.groups is [5]: write no_decay, or a list such as [{match: "),
         ("optimizer.groups", [{5: 1}], "optimizer.groups is [{5: 1}]: write no_decay, or a list such as [{match: "),
         ("optimizer", None, "optimizer is null: write {call: package.module:name, ...}"),
-        ("train.weights", 5, "train.weights is 5: write the path of a file, or {path: file, skip: [patterns]}"),
+        (
+            "train.weights",
+            5,
+            "train.weights is 5: write the path of a file or a Hugging Face folder, or {path: file_or_folder, skip:"
+            " [patterns]}",
+        ),
         ("train.freeze", "head", "train.freeze is 'head': write a list"),
         ("train.deterministic", "maybe", "train.deterministic is 'maybe': write true or false"),
         ("plan.pipeline.cuts", "a", "plan.pipeline.cuts is 'a': write a list"),

@@ -46,6 +46,7 @@ LEVELS = {
     "errors": 0,
     "limits": 0,
     "user_code": 0,
+    "torchvision_import": 0,
 }
 # The folders inside a package, from the lowest to the highest: each may import those before it.
 FOLDERS = {
@@ -61,9 +62,12 @@ FOLDERS = {
 }
 ENTRY_POINTS = ("__init__", "__main__")  # they may import anything, and nothing may import them
 # The files of level 0 that other files of level 0 may import.
-SHARED_BY_LEVEL_0 = ("errors", "dtypes", "files", "limits", "output_trees", "plain_values", "user_code")
+SHARED_BY_LEVEL_0 = (
+    *("errors", "dtypes", "files", "limits", "output_trees", "plain_values", "user_code"),
+    "torchvision_import",
+)
 PREDICTING, EXECUTING = {"simulator", "planner"}, {"parallel", "checkpoint", "train"}
-WITHOUT_TORCH = ("plan", "job", "errors", "call", "user_code", "limits", "files")
+WITHOUT_TORCH = ("plan", "job", "errors", "call", "user_code", "torchvision_import", "limits", "files")
 # `cache` reads XDG_CACHE_HOME and the home folder, `trust` the user's key (MESHWRIGHT_KEY, MESHWRIGHT_KEY_FILE and
 # XDG_STATE_HOME), `user_path` the home folders that `~` stands for; they read nothing else.
 MAY_READ_ENVIRONMENT = ("launch/", "files/cache.py", "files/trust.py", "files/user_path.py")

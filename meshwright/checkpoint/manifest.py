@@ -38,10 +38,11 @@ class About(_Section):
     """What is allowed in the field `about` of a manifest.
 
     `position` is the epoch and the index of the batch that come next; as every batch is one step, the index is at most
-    `step`. `parts` is the number of fixed parts of the data set, `plan` the plan of the run, `loss` the last loss,
-    `evaluated` the step of the last evaluation and its metrics, `best` the step of the best checkpoint and its metric,
-    `left_out` the batches that are not trained on, `skipped` the number of updates that were left out. Only runs with
-    parameter servers have `clocks` (worker, clock, epoch and batch of each), `workers` and `staleness`.
+    `step`. `parts` is the number of fixed parts of the data set, `stream` the state that a stream had before the last
+    batch and a digest of this batch, `plan` the plan of the run, `loss` the last loss, `evaluated` the step of the last
+    evaluation and its metrics, `best` the step of the best checkpoint and its metric, `left_out` the batches that are
+    not trained on, `skipped` the number of updates that were left out. Only runs with parameter servers have `clocks`
+    (worker, clock, epoch and batch of each), `workers` and `staleness`.
     """
 
     model_config = ConfigDict(strict=True)  # a number as a text would not be one for the trainer
@@ -50,6 +51,7 @@ class About(_Section):
     position: Position
     seed: NonNegativeInt
     parts: Parts | None = None
+    stream: tuple[dict[str, Any], str] | None = None
     plan: dict[str, Any] | None = None
     loss: float | None = None
     evaluated: tuple[NonNegativeInt, dict[str, float]] | None = None

@@ -23,14 +23,26 @@ class Microbatch:
 
 
 @dataclass(frozen=True)
+class StreamState:
+    """Where a stream was before it gave a global batch, for a run that is resumed after this batch. `before` is what
+    the stream's `state_dict` returned, and `digest` a digest of the batch: if the stream gives the same batch again,
+    `before` was right, and the next sample is the one that the resumed run needs."""
+
+    before: dict[str, Any]
+    digest: str
+
+
+@dataclass(frozen=True)
 class Batch:
-    """One rank's part of one global batch: at least one microbatch, and the same number of them on every rank."""
+    """One rank's part of one global batch: at least one microbatch, and the same number of them on every rank.
+    `stream` is None unless the samples come from a stream that has `state_dict`."""
 
     microbatches: tuple[Microbatch, ...]
     samples: int  # in the whole global batch, over all ranks
     epoch: int
     index: int  # of the batch within the epoch
     last: bool  # whether it is the last batch of the epoch
+    stream: StreamState | None = None
 
 
 @dataclass(frozen=True)

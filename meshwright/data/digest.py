@@ -1,5 +1,6 @@
 """Short digests of samples and batches, by which ranks find out whether they have the same data."""
 
+import json
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from meshwright.data.randomness import preserve_generators, seed_generators
-from meshwright.data.samples import dataset_size, name_of, read_sample
+from meshwright.data.samples import dataset_size, name_of, read_first_samples, read_sample
 from meshwright.errors import InputError
 from meshwright.exchange import all_gather_values
 
@@ -24,6 +25,37 @@ def digest(value: Any) -> str:
     return state.hexdigest()
 
 
+def digest_samples(samples: Sequence[Any]) -> str:
+    """Returns a digest of a list of samples. It is faster than `digest` for long lists of numbers."""
+    state = blake2b(digest_size=8)
+    for sample in samples:
+        try:
+            state.update(json.dumps(sample, default=digest).encode())
+        except (TypeError, ValueError):  # a dict whose keys are no texts, for example
+            state.update(digest(sample).encode())
+    return state.hexdigest()
+
+
+_CAUSE = (
+    "each rank builds the data set, and its code probably draws random numbers without a seed (seed them, for example"
+    " with torch.Generator().manual_seed(0)), or divides it among ranks already (leave that to Meshwright)"
+)
+
+
+def check_same_stream(dataset: Any, seed: int) -> None:
+    """Raises an `InputError` on every rank if the first two samples of a stream are not the same on all ranks. All
+    ranks call this together. The stream must begin anew with every `iter()`."""
+    with preserve_generators():
+        seed_generators(seed, "sample stream", 0)
+        found = digest_samples(read_first_samples(dataset, 2))
+    of_ranks = all_gather_values(found)
+    for rank, rank_digest in enumerate(of_ranks):
+        if rank_digest != of_ranks[0]:
+            raise InputError(
+                f"the first samples of the stream {name_of(dataset)} are not the same on ranks 0 and {rank}: {_CAUSE}"
+            )
+
+
 def check_same_samples(dataset: Any, seed: int) -> None:
     """Raises an `InputError` on every rank if the first, the middle or the last sample of the data set, or their
     number, is not the same on all ranks. A sample that is different each time it is read is not compared. All ranks
@@ -34,14 +66,10 @@ def check_same_samples(dataset: Any, seed: int) -> None:
     of_ranks = all_gather_values((size, digests))
     if all(of_rank == of_ranks[0] for of_rank in of_ranks):
         return
-    cause = (
-        "each rank builds the data set, and its code probably draws random numbers without a seed: seed them, for"
-        " example with torch.Generator().manual_seed(0)"
-    )
     name, first_size = name_of(dataset), of_ranks[0][0]
     for rank, (rank_size, _) in enumerate(of_ranks):
         if rank_size != first_size:
-            raise InputError(f"{name} has {first_size} samples on rank 0 and {rank_size} on rank {rank}: {cause}")
+            raise InputError(f"{name} has {first_size} samples on rank 0 and {rank_size} on rank {rank}: {_CAUSE}")
     repeated_of_ranks = all_gather_values(_sample_digests(dataset, seed, indices))
     for position, index in enumerate(indices):
         sample_digests = [rank_digests[position] for _, rank_digests in of_ranks]
@@ -49,7 +77,7 @@ def check_same_samples(dataset: Any, seed: int) -> None:
             continue  # the sample is another one each time it is read
         for rank, rank_digest in enumerate(sample_digests):
             if rank_digest != sample_digests[0]:
-                raise InputError(f"sample {index} of {name} is not the same on ranks 0 and {rank}: {cause}")
+                raise InputError(f"sample {index} of {name} is not the same on ranks 0 and {rank}: {_CAUSE}")
 
 
 def check_same_weights(weights: np.ndarray) -> None:

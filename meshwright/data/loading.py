@@ -6,15 +6,25 @@ accumulation, workers and restarts do not change it. `mapped` implements this fo
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from meshwright.data.batch import Batch, LoadingOptions, Microbatch, SampleShare
+from meshwright.data.batch import Batch, LoadingOptions, Microbatch, SampleShare, StreamState
 from meshwright.data.mapped import eval_mapped, train_mapped
 from meshwright.data.streams import eval_stream, train_stream
 
-__all__ = ["Batch", "LoadingOptions", "Microbatch", "SampleShare", "eval_batches", "is_stream", "train_batches"]
+__all__ = [
+    "Batch",
+    "LoadingOptions",
+    "Microbatch",
+    "SampleShare",
+    "StreamState",
+    "eval_batches",
+    "is_stream",
+    "train_batches",
+]
 
 
 def train_batches(
@@ -28,11 +38,13 @@ def train_batches(
     start: tuple[int, int] = (0, 0),
     epochs: int | None = None,
     drop_last: bool = False,
+    stream_state: StreamState | None = None,
 ) -> Iterator[Batch]:
     """Yields this rank's part of every global batch. Batches go from `start` = (epoch, index of the batch) to the end
-    of epoch `epochs` - 1; they never end if `epochs` is None. Close the iterator to end its worker processes at
-    once."""
-    train = train_stream if is_stream(dataset) else train_mapped
+    of epoch `epochs` - 1; they never end if `epochs` is None. `stream_state` is that of the batch before `start`, if a
+    checkpoint has it: a stream that can continue there does not read what comes before. Close the iterator to end its
+    worker processes at once."""
+    train = partial(train_stream, state=stream_state) if is_stream(dataset) else train_mapped
     return train(
         dataset,
         seed=seed,

@@ -14,7 +14,7 @@ from meshwright.data.batch import Batch, LoadingOptions, Microbatch, SampleShare
 from meshwright.data.columns import ColumnDataset
 from meshwright.data.partition import BatchPartition, Partition, PartPartition, even_shares, padded_microbatches
 from meshwright.data.randomness import preserve_generators, seed_generators
-from meshwright.data.samples import collate_samples, dataset_size, read_sample, read_samples
+from meshwright.data.samples import collate_samples, dataset_size, is_hugging_face, read_sample, read_samples
 from meshwright.data.sampling import repeat_numbers
 from meshwright.data.workers import load_items
 from meshwright.errors import InputError
@@ -192,7 +192,11 @@ def make_partition(
 
 
 def _reads_lists(dataset: Any) -> bool:
+    """Whether samples are read with one call of `__getitems__`."""
     # A Subset has __getitems__ even if the data set inside has not. Its samples would then share one seed.
     if isinstance(dataset, Subset):
         return _reads_lists(dataset.dataset)
+    # `with_transform` of Hugging Face's `datasets` may draw random numbers for each sample.
+    if is_hugging_face(dataset) and dataset.format["type"] == "custom":
+        return False
     return callable(getattr(dataset, "__getitems__", None))

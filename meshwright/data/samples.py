@@ -4,11 +4,12 @@ raises becomes a `UserCodeError` that names the sample, the file and the line. O
 
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import numpy as np
+from torch.utils.data import default_collate
 
 from meshwright.errors import InputError, UserCodeError
 from meshwright.user_code import raise_user_code_error, user_position
@@ -21,6 +22,12 @@ def dataset_size(dataset: Any, name: str | None = None) -> int:
     """Returns the number of samples, which is at least 1. `name` is what error messages call the data set; None for its
     class name."""
     name = name or f"the data set {name_of(dataset)}"
+    if isinstance(dataset, Mapping) and all(isinstance(key, str) for key in dataset):
+        keys = ", ".join(map(repr, dataset))
+        raise InputError(
+            f"{name} is a {type(dataset).__name__} with the keys {keys or 'of no split'}, not a data set: choose one of"
+            " its data sets by its key"
+        )
     length = getattr(type(dataset), "__len__", None)
     no_length = f"{name} has no length: give it __len__, or make it an IterableDataset to stream it"
     if length is None:
@@ -74,7 +81,7 @@ def collate_samples(
 ) -> Any:
     """Returns the batch that `collate` makes of these samples, which have these indices in the data set."""
     try:
-        return collate(samples)
+        batch = collate(samples)
     except BaseException as error:
         what_failed = f"making a batch of {describe_samples(dataset, indices)}"
         if user_position(error) is not None:
@@ -84,7 +91,55 @@ def collate_samples(
         for index, sample in zip(indices, samples, strict=False):
             if sample is None:
                 raise UserCodeError(f"sample {index} of {name_of(dataset)} is None: return a sample{where}") from error
+        unequal = _unequal_key(samples)
+        if unequal is not None:
+            raise UserCodeError(f"{what_failed}: {unequal}") from error
         raise_user_code_error(error, f"{what_failed}{where}")
+    if collate is default_collate and is_hugging_face(dataset) and isinstance(samples[0], dict):
+        _check_no_lists(samples[0])
+    return batch
+
+
+def _check_no_lists(row: dict[str, Any]) -> None:
+    """Raises an `InputError` if a row of Hugging Face's `datasets` has a list of numbers. torch's collate function
+    makes one tensor for each position of the list, which no model expects."""
+    for key, value in row.items():
+        if isinstance(value, list) and value and isinstance(value[0], int | float | list):
+            raise InputError(
+                f"'{key}' is a list in the rows of the data set, and lists do not become tensors: call"
+                ' with_format("torch") of the data set, or give a collate function'
+            )
+
+
+def _unequal_key(samples: list[Any]) -> str | None:
+    """Returns which key of dict samples, or which position of tuples, has values that cannot become one tensor, and
+    what to do. None if the samples are something else, or if no such value is found."""
+    if all(isinstance(sample, Mapping) for sample in samples):
+        keys: list[Any] = [key for key in samples[0] if all(key in sample for sample in samples)]
+    elif all(isinstance(sample, tuple) and len(sample) == len(samples[0]) for sample in samples):
+        keys = list(range(len(samples[0])))
+    else:
+        return None
+    for key in keys:
+        values = [sample[key] for sample in samples]
+        where = f"'{key}'" if isinstance(key, str) else f"part {key} of a sample"
+        if any(value is None for value in values):
+            return f"{where} is None in some samples: fill it in or leave it out, or give a collate function"
+        shapes = list(dict.fromkeys(map(_shape, values)))
+        if len(shapes) > 1 and None not in shapes:
+            return (
+                f"{where} has the shapes {shapes[0]} and {shapes[1]}: pad the samples to one length, or give a collate"
+                " function that does"
+            )
+    return None
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    """Returns the shape of a tensor, an array or a list of numbers; None for other values."""
+    shape = getattr(value, "shape", None)
+    if shape is not None:
+        return tuple(shape)
+    return (len(value),) if isinstance(value, list) else None
 
 
 def describe_samples(dataset: Any, indices: Sequence[int] | np.ndarray) -> str:
@@ -92,6 +147,20 @@ def describe_samples(dataset: Any, indices: Sequence[int] | np.ndarray) -> str:
     named = ", ".join(str(index) for index in indices[:_MOST_NAMED])
     more = f" and {len(indices) - _MOST_NAMED} more" if len(indices) > _MOST_NAMED else ""
     return f"sample{'s' if len(indices) > 1 else ''} {named}{more} of {name_of(dataset)}"
+
+
+def is_hugging_face(dataset: Any) -> bool:
+    """Whether a data set is one of Hugging Face's `datasets`, with random access or streamed."""
+    return type(dataset).__module__.partition(".")[0] == "datasets"
+
+
+def check_undivided(dataset: Any) -> None:
+    """Raises an `InputError` if a stream of Hugging Face's `datasets` gives each rank its own samples already."""
+    if is_hugging_face(dataset) and getattr(dataset, "_distributed", None) is not None:
+        raise InputError(
+            "the stream was divided with split_dataset_by_node, but Meshwright divides its samples among ranks: leave"
+            " split_dataset_by_node out"
+        )
 
 
 def name_of(dataset: Any) -> str:

@@ -58,8 +58,13 @@ def write_folder(model: Any, job: Job, folder: Path, needed_bytes: int) -> None:
 def read_folder(model: nn.Module, folder: Path) -> nn.Module:
     """Returns a model of the same class, read from a folder by transformers."""
     model_class: Any = type(model)
-    with quiet():
-        loaded: Any = model_class.from_pretrained(str(folder), local_files_only=True)
+    try:
+        with quiet():
+            loaded: Any = model_class.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # transformers checks the config and the names and shapes of weights
+        raise InputError(
+            f"{folder} is written, but transformers cannot read it: {' '.join(str(error).split())[:300]}"
+        ) from error
     loaded.config.use_cache = False  # as in training: the cache of keys and values is for generating text
     result: nn.Module = loaded.eval()
     return result

@@ -68,6 +68,7 @@ def open_weights(path: Path) -> WeightsFiles:
             f"train.weights: the folder {path} has neither {', '.join(_FILES_OF_FOLDER[:-1])} nor"
             f" {_FILES_OF_FOLDER[-1]}: name a folder that save_pretrained wrote, or a file"
         )
+    _refuse_quantized(path)
     if found.suffix != ".json":
         return WeightsFiles(path, [_open_file(found)])
     file_names = _read_index(found)
@@ -79,6 +80,22 @@ def open_weights(path: Path) -> WeightsFiles:
                 " again"
             )
     return WeightsFiles(path, list(files.values()))
+
+
+def _refuse_quantized(folder: Path) -> None:
+    """Raises an `InputError` if the folder's config says that its weights are quantized."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError, RecursionError):  # weights can be read without a config
+        return
+    quantization = config.get("quantization_config") if isinstance(config, dict) else None
+    if not quantization:
+        return
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    raise InputError(
+        f"train.weights: the weights in {folder} are quantized ({method or 'quantization_config in config.json'}), and"
+        " quantized weights are not read: name the folder of the model before it was quantized"
+    )
 
 
 def _read_index(index: Path) -> dict[str, str]:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from meshwright.call import Call, bind, build
-from meshwright.data.loading import LoadingOptions
+from meshwright.data.loading import LoadingOptions, is_stream
 from meshwright.data.samples import collate_samples, dataset_size, read_first_samples, read_sample
 from meshwright.errors import InputError, MeshwrightError, did_you_mean
 from meshwright.files.weights_file import open_weights
@@ -130,7 +130,7 @@ def match_weights(model: nn.Module, weights: Weights) -> dict[str, PretrainedTen
 def sample_batch(job: Job, dataset: Any) -> Any:
     """Returns a batch of the data set's first two samples, from which the structure of its batches can be seen."""
     collate = bind(job.data.collate, "data.collate") if job.data.collate else default_collate
-    if hasattr(dataset, "__getitem__"):
+    if not is_stream(dataset):
         indices = [index % dataset_size(dataset) for index in range(2)]
         samples = [read_sample(dataset, index) for index in indices]
     else:

@@ -12,6 +12,7 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.errors import InputError
 from meshwright.files.trust import environment_key
 from meshwright.job import Job
+from meshwright.limits import MOST_RANKS_HERE, MOST_RANKS_PER_CORE
 from meshwright.parallel.check import check_cast, check_runnable, check_sparse, checker_of_structure, needs_structure
 from meshwright.parallel.tensor.dimension_partition import check_dimension_partition
 from meshwright.plan import Plan
@@ -120,6 +121,16 @@ def check_devices(plan: Plan, cluster: Cluster) -> None:
             f"plan.axes: {axes} = {plan.world_size} ranks, but the cluster '{cluster.name}' has"
             f" {cluster.device_count} devices ({kind}): choose axes whose product is at most {cluster.device_count}"
             f"{share_cores if cluster.kind == 'cpu' else ''}"
+        )
+
+
+def check_rank_count(plan: Plan, cluster: Cluster) -> None:
+    """Raises an `InputError` if the plan has more processes than a command starts on this machine."""
+    most = min(MOST_RANKS_HERE, MOST_RANKS_PER_CORE * cluster.cores)
+    if plan.processes > most:
+        raise InputError(
+            f"the plan ({plan.summary()}) has {plan.processes} processes, but this machine has {cluster.cores} cores"
+            f" and starts at most {most}: use --cluster {most}xcpu or fewer, or a plan of fewer ranks"
         )
 
 

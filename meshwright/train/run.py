@@ -15,7 +15,7 @@ from meshwright.job import Job
 from meshwright.launch.local.launch import RankSettings, launch
 from meshwright.plan import Plan
 from meshwright.train.auto_precision import choose_precision
-from meshwright.train.check import check_job
+from meshwright.train.check import check_job, check_rank_count
 from meshwright.train.job_parts import JobParts
 from meshwright.train.output.folder import lock_run_folder, read_result, write_job_and_plan
 
@@ -41,6 +41,7 @@ def train(
     """
     parts = parts or JobParts(job)
     check_is_local(cluster)
+    check_rank_count(plan, cluster)
     choice = choose_precision(plan, job, cluster, parts)
     if choice.reason:
         print(choice.reason, file=sys.stderr, flush=True)

@@ -15,7 +15,7 @@ from meshwright.checkpoint.load import load, read_manifest_once
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.save import save_at
 from meshwright.checkpoint.state import State, model_state, optimizer_state
-from meshwright.data.loading import Batch, LoadingOptions, Microbatch, SampleShare, train_batches
+from meshwright.data.loading import Batch, LoadingOptions, Microbatch, SampleShare, StreamState, train_batches
 from meshwright.data.order import derive_seed
 from meshwright.data.prepared import refuse_loader
 from meshwright.errors import InputError
@@ -51,9 +51,10 @@ class Session(OwnLoop):
     schedule. `OwnLoop` has the methods for loops that call backward themselves.
 
     `steps` is the number of steps so far, and `position` the epoch and the index of the batch that come next. `parts`
-    is the number of fixed parts of the data set with `data.partition: sample`, otherwise None. `gradient_norm` is the
-    norm of the last step's gradients before clipping, or None without clipping. `on_gradients` is called in each step
-    when the gradients are complete, before they are clipped.
+    is the number of fixed parts of the data set with `data.partition: sample`, otherwise None. `stream_state` is that
+    of the last batch, if it came from a stream that can continue there, otherwise None. `gradient_norm` is the norm of
+    the last step's gradients before clipping, or None without clipping. `on_gradients` is called in each step when the
+    gradients are complete, before they are clipped.
 
     `nonfinite` says what was NaN or infinite in the last step, such as `the loss is nan`; None if nothing was, and
     always with `on_nonfinite="ignore"`. `skipped_steps` is the number of steps whose update was left out for this.
@@ -119,6 +120,7 @@ class Session(OwnLoop):
         self._evaluator = Evaluator(self._parallel, self._loss, self._gather_samples, self._example, world.size)
         self.parts: int | None = None
         self.position = (0, 0)
+        self.stream_state: StreamState | None = None
         self._train_mode()
         after_step = WeakMethod(self._after_optimizer_step)  # a hook that held the session would keep it alive
         self.optimizer.register_step_post_hook(lambda *_: method() if (method := after_step()) else None)
@@ -173,6 +175,7 @@ class Session(OwnLoop):
             start=self.position,
             epochs=epochs,
             drop_last=drop_last,
+            stream_state=self.stream_state,
         )
 
     def step(self, batch: Any) -> Tensor:
@@ -228,6 +231,7 @@ class Session(OwnLoop):
         self.steps += 1
         if batch:
             self.position = (batch.epoch + 1, 0) if batch.last else (batch.epoch, batch.index + 1)
+            self.stream_state = None if batch.last else batch.stream
         # A schedule that is stepped per step is not stepped if the optimizer's step was skipped. One that needs a
         # metric is stepped by `step_schedule` only.
         is_due = stepped if self._schedule_per == "step" else batch and batch.last
@@ -324,10 +328,11 @@ class Session(OwnLoop):
 
     def about(self) -> dict[str, Any]:
         """What a checkpoint's manifest says about its position in the run: `step`, `position`, `seed`, `skipped`, and
-        `parts` if it is not None. Seed and step determine all random numbers."""
+        `parts` and `stream` if they are not None. Seed and step determine all random numbers."""
         position, skipped = list(self.position), self.skipped_steps
         about = {"step": self.steps, "position": position, "seed": self.seed, "skipped": skipped}
-        return about | ({"parts": self.parts} if self.parts else {})
+        stream = {"stream": [self.stream_state.before, self.stream_state.digest]} if self.stream_state else {}
+        return about | ({"parts": self.parts} if self.parts else {}) | stream
 
     def save(self, path: str | Path) -> Path:
         """Writes a checkpoint to the folder `path`, and returns it. All ranks must call this together."""
@@ -352,6 +357,7 @@ class Session(OwnLoop):
         self.seed = int(about["seed"])  # order and random numbers continue as in the saved run
         self.position = (int(about["position"][0]), int(about["position"][1]))
         self.parts = int(about["parts"]) if about.get("parts") else None
+        self.stream_state = StreamState(*about["stream"]) if about.get("stream") else None
         self.skipped_steps = int(about.get("skipped", 0))
         self._parallel.reset_compression()
 

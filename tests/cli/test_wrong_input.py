@@ -80,6 +80,11 @@ WRONG_SETTINGS: list[tuple[str, list[str], str]] = [
         "plan.axes: replicate(3) = 3 ranks, but the cluster '2xcpu' has 2 devices (CPU cores): choose axes whose"
         " product is at most 2, or use --cluster 3xcpu",
     ),
+    (
+        "thousands of ranks",
+        ["cluster=5000xcpu", "plan.axes.replicate=5000", "train.global_batch=5000"],
+        "the plan (replicate 5000 · fp32) has 5000 processes, but this machine has",
+    ),
     ("stages without cuts", ["plan.axes.pipeline=2"], "0 cuts make 1 stages, but 1f1b on 2 ranks runs 2"),
     ("plan field", ["plan.axis.tensor=2"], "plan.axis is not a field: did you mean 'axes'?"),
     ("plan file", ["plan=plans/none.yaml"], "none.yaml: there is no such plan file"),

@@ -1,4 +1,7 @@
 import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -142,3 +145,51 @@ def test_an_empty_stream_is_refused(workers: int) -> None:
 def test_an_iterator_that_cannot_start_again_is_refused() -> None:
     with pytest.raises(InputError, match=r"generator ended before its first batch in epoch 1"):
         batches(number for number in range(5))
+
+
+class StatefulStream(Stream):
+    """A stream that says where it is, and continues there."""
+
+    def __init__(self, size: int, holds: Any = None) -> None:
+        super().__init__(size)
+        self.holds = holds
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+    def __iter__(self) -> Iterator[Any]:
+        begin, self.position = self.position, 0
+        for position in range(begin, self.size):
+            self.position = position + 1
+            yield self.epoch, position, draw()
+        self.position = 0
+
+
+def test_a_stream_with_a_state_continues_there(caplog: pytest.LogCaptureFixture) -> None:
+    whole = batches(StatefulStream(13), epochs=2)
+    for number, batch in enumerate(whole[1:-1], 1):
+        start = (batch.epoch + 1, 0) if batch.last else (batch.epoch, batch.index + 1)
+        state = None if batch.last else batch.stream
+        for workers in (0, 2) if number == 2 else (0,):
+            resumed = batches(StatefulStream(13), start=start, stream_state=state, epochs=2, workers=workers)
+            assert [samples_of(share) for share in resumed] == [samples_of(share) for share in whole[number + 1 :]]
+    assert [record.args[2] for record in caplog.records if isinstance(record.args, tuple)] == [
+        4
+    ]  # after batch 0 of epoch 1
+
+
+@pytest.mark.parametrize("holds", ["a lock", "another state"])
+def test_a_stream_that_cannot_continue_is_read_from_its_beginning(holds: str, caplog: pytest.LogCaptureFixture) -> None:
+    whole = batches(StatefulStream(13), epochs=1)
+    state = whole[1].stream
+    assert state is not None
+    if holds == "another state":
+        state = replace(state, before={"of": "other code"})
+    stream = StatefulStream(13, Lock() if holds == "a lock" else None)
+    resumed = batches(stream, start=(0, 2), stream_state=state, epochs=1)
+    assert [samples_of(share) for share in resumed] == [samples_of(share) for share in whole[2:]]
+    assert "reading and dropping 8 samples to continue at batch 2 of epoch 0" in caplog.text

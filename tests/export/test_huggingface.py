@@ -85,3 +85,12 @@ def test_a_trained_llama_is_written_as_a_folder_with_equal_outputs(
 def test_other_models_are_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="Net is no PreTrainedModel: use --to safetensors"):
         export(train_run(toy_job(), tmp_path / "run"), "huggingface")
+
+
+def test_a_folder_that_transformers_cannot_read_back_is_named_in_one_line(tmp_path: Path) -> None:
+    saved = save_pretrained(tmp_path, "gpt2")
+    model = build(str(saved))
+    (saved / "config.json").write_text("{")
+    with pytest.raises(InputError, match=r"gpt2-saved is written, but transformers cannot read it: ") as caught:
+        huggingface.read_folder(model, saved)
+    assert "\n" not in str(caught.value)

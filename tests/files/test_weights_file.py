@@ -68,3 +68,15 @@ def test_a_folder_that_cannot_be_read_is_refused_in_one_line(tmp_path: Path, ind
     assert message in str(refusal.value)
     assert str(refusal.value).startswith("train.weights: ")
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(("quantization", "method"), [({"quant_method": "gptq", "bits": 4}, "gptq"), ({"bits": 4}, "")])
+def test_a_folder_of_quantized_weights_is_refused(tmp_path: Path, quantization: dict[str, Any], method: str) -> None:
+    write(tmp_path, STATE, "safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": None}))
+    assert open_weights(tmp_path).shapes
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    with pytest.raises(InputError, match=r"are quantized \(.*\), and quantized weights are not read: name") as caught:
+        open_weights(tmp_path)
+    assert method in str(caught.value)
+    assert "\n" not in str(caught.value)

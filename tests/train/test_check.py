@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
 from meshwright.errors import InputError
 from meshwright.plan import Plan
-from meshwright.train.check import check_batch, check_devices, check_job
+from meshwright.train.check import check_batch, check_devices, check_job, check_rank_count
 from tests.train.one_process import EVALUATED, toy_job
 
 TWO = find_cluster("2xcpu")
@@ -45,6 +46,19 @@ def test_every_rank_needs_a_device() -> None:
     check_devices(plan(2), TWO)
     with pytest.raises(InputError, match=r"plan.axes: replicate\(3\) = 3 ranks, but the cluster '2xcpu' has 2 devices"):
         check_devices(plan(3), TWO)
+
+
+def test_a_machine_starts_a_limited_number_of_ranks() -> None:
+    def machine(cores: int) -> Cluster:
+        cluster = find_cluster("5000xcpu")
+        return cluster.model_copy(update={"nodes": (cluster.nodes[0].model_copy(update={"cores": cores}),)})
+
+    check_rank_count(plan(64), machine(2))
+    check_rank_count(plan(1024), machine(96))
+    with pytest.raises(InputError, match=r"has 1000 processes, but this machine has 2 cores and starts at most 64"):
+        check_rank_count(plan(1000), machine(2))
+    with pytest.raises(InputError, match=r"has 1025 processes, but this machine has 96 cores and starts at most 1024"):
+        check_rank_count(plan(1025), machine(96))
 
 
 def test_every_microbatch_needs_a_sample() -> None:

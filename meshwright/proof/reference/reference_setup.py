@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import default_collate
 
 from meshwright.call import bind, build
-from meshwright.data.loading import Batch, LoadingOptions, SampleShare, train_batches
+from meshwright.data.loading import Batch, LoadingOptions, SampleShare, is_stream, train_batches
 from meshwright.job import Job
 from meshwright.proof.reference.dropout import disable_dropout
 from meshwright.proof.reference.eager_experts import use_eager_experts
@@ -68,7 +68,7 @@ class ReferenceSetup:
 
     def sample(self) -> Any:
         """Returns a batch of two samples, for plans that trace the model before they split or cut it."""
-        samples = islice(self.data, 2) if isinstance(self.data, IterableDataset) else [self.data[0]] * 2
+        samples = islice(self.data, 2) if is_stream(self.data) else [self.data[0]] * 2
         data = (self.loading.collate or default_collate)(list(samples))
         return tree_map(lambda value: _cast(value, self.dtype) if isinstance(value, Tensor) else value, data)
 

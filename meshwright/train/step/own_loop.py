@@ -21,10 +21,11 @@ from torch.utils.data import DataLoader
 
 from meshwright.batch import ModelBatch, split_batch
 from meshwright.data.batch import SampleShare
-from meshwright.data.digest import check_same_samples, check_same_weights, check_shares
+from meshwright.data.digest import check_same_samples, check_same_stream, check_same_weights, check_shares
 from meshwright.data.loading import LoadingOptions, is_stream
 from meshwright.data.order import derive_seed
 from meshwright.data.prepared import PreparedLoader, PreparedShare, check_divisible
+from meshwright.data.samples import check_undivided, is_hugging_face
 from meshwright.errors import InputError
 from meshwright.parallel.model import ParallelModel
 from meshwright.plan import Plan
@@ -178,7 +179,13 @@ class OwnLoop:
 
     def _check_same_samples(self, dataset: Any, loading: LoadingOptions | None = None) -> None:
         """Raises an `InputError` if the samples, or the weights by which `loading` draws them, differ between ranks."""
-        if self._parallel.mesh is not None and self.remote_optimizer is None and not is_stream(dataset):
+        if self._parallel.mesh is None or self.remote_optimizer is not None:
+            return
+        if is_stream(dataset):
+            if is_hugging_face(dataset):  # begins anew with every iter(), which other streams may not do
+                check_undivided(dataset)
+                check_same_stream(dataset, self.seed)
+        else:
             check_same_samples(dataset, self.seed)
             if loading is not None and loading.sampling is not None:
                 check_same_weights(loading.sampling.weights)

@@ -111,7 +111,7 @@ def _parquet_rows(file: Path) -> Iterator[Row]:
                 number += 1
                 yield number, list(fields)
     except (ArrowException, OSError) as error:
-        raise InputError(f"{file} cannot be read as a Parquet file: {error}") from None
+        raise InputError(f"{file} cannot be read as a Parquet file: {' '.join(str(error).split())}") from None
 
 
 def _convert(rows: list[Row], file: Path, integers: int, categories: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -143,8 +143,10 @@ def _convert(rows: list[Row], file: Path, integers: int, categories: int) -> tup
 
 
 def _is_empty(field: Any) -> bool:
-    return field is None or field == ""
+    return field is None or field in ("", b"")
 
 
 def _hash(category: Any) -> int:
-    return 0 if _is_empty(category) else zlib.crc32(str(category).encode())
+    if _is_empty(category):
+        return 0
+    return zlib.crc32(category if isinstance(category, bytes) else str(category).encode())

@@ -12,16 +12,19 @@ import yaml
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from meshwright.job import Job, parse_job
+from meshwright.call import Call
+from meshwright.job import Job, load_job, parse_job
 from meshwright.train.callbacks.callbacks import build_callbacks
 from meshwright.train.output.folder import read_result
+from meshwright.zoo.job_text import job_text
 from tests.ranks import RankPool
 from tests.train.loops.test_readme import code_blocks
 from tests.train.one_process import EVALUATED, toy_job, train
+from tests.zoo_models.configs import write_config
 
 PAGE = "docs/callbacks.md"
 PART = "tests.train.callbacks.test_page:"
-CLASSES = ("StopWhenLow", "WandB", "MLflow", "Aim", "Generate")
+CLASSES = ("StopWhenLow", "WandB", "MLflow", "Aim", "Generate", "GenerateWithTransformers")
 
 
 def written(folder: Path) -> Path:
@@ -127,3 +130,36 @@ def test_text_is_generated_on_one_rank_and_under_shards_and_splits(tmp_path: Pat
     for axis in ("shard", "tensor"):
         two.run(generate, file, {axis: 2}, tmp_path / axis)
         assert last_text(tmp_path / axis) == last_text(tmp_path / "alone")
+
+
+# ---- text generation by a model of transformers
+
+
+def gpt2_job(file: Path, config: Path, plan: dict[str, Any], everywhere: bool) -> Job:
+    settings = ["train.steps=2", "train.global_batch=4", "data.train.samples=8", "data.eval.samples=2"]
+    settings += ["log.tensorboard=false", "checkpoint.every_steps=null", f"plan={plan}"]
+    job = load_job("job", settings, job_text(f"hf:{config}"))
+    name = "GenerateWithTransformers" if everywhere else "OnFirstRank"
+    callback = {"call": f"{file}:{name}", "prompt": [3, 4, 5], "tokens": 5}
+    return job.model_copy(update={"callbacks": [Call.model_validate(callback)]})
+
+
+def generate_with_gpt2(
+    rank: int, size: int, file: Path, config: Path, plan: dict[str, Any], folder: Path, everywhere: bool = True
+) -> None:
+    train(gpt2_job(file, config, plan, everywhere), folder, rank=rank, size=size)
+
+
+@pytest.mark.parametrize(
+    ("axis", "everywhere"),
+    [("replicate", False), ("shard", True), pytest.param("tensor", True, marks=pytest.mark.soak)],
+)
+def test_gpt2_generates_under_plans_what_it_generates_alone(
+    tmp_path: Path, two: RankPool, axis: str, everywhere: bool
+) -> None:
+    file, config = written(tmp_path), write_config(tmp_path, "gpt2")
+    file.write_text(f"{file.read_text()}\n\nclass OnFirstRank(GenerateWithTransformers):\n    every_rank = False\n")
+    generate_with_gpt2(0, 1, file, config, {"axes": {}}, tmp_path / "alone")
+    assert last_text(tmp_path / "alone").startswith("step 2: [3, 4, 5, ")
+    two.run(generate_with_gpt2, file, config, {"axes": {axis: 2}}, tmp_path / "run", everywhere)
+    assert last_text(tmp_path / "run") == last_text(tmp_path / "alone")

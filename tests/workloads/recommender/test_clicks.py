@@ -4,11 +4,12 @@ import os
 import pickle
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 
 from meshwright.errors import InputError
 from meshwright.workloads.recommender.clicks import Clicks, clicks
@@ -49,38 +50,43 @@ def test_a_table_is_converted_once_and_again_after_a_change(tmp_path: Path) -> N
     assert len(read(tmp_path)) == 2
 
 
-def test_parquet_tables_are_read_by_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for pyarrow, because not every environment has it."""
-    columns = [
-        SimpleNamespace(to_pylist=lambda values=values: values)
-        for values in ([1, 0], [3, None], [4, 5], ["a", None], ["b", "c"])
-    ]
-
-    class ParquetFile:
-        def __init__(self, file: Path) -> None:
-            assert file.name == "train.parquet"
-
-        def iter_batches(self, batch_size: int) -> list[Any]:
-            return [SimpleNamespace(columns=columns)]
-
-    pyarrow = SimpleNamespace(ArrowException=RuntimeError, parquet=SimpleNamespace(ParquetFile=ParquetFile))
-    monkeypatch.setitem(sys.modules, "pyarrow", pyarrow)
-    (tmp_path / "train.parquet").write_bytes(b"")
-    integers, categories, labels = read(tmp_path).batch_of([0, 1])
-    assert labels.tolist() == [1, 0]
-    assert torch.allclose(integers.expm1(), torch.tensor([[3.0, 4], [0, 5]]))
-    assert (categories != 0).tolist() == [[True, True], [False, True]]
+def write_parquet(root: Path, columns: dict[str, Any], name: str = "train.parquet", **options: Any) -> Path:
+    parquet.write_table(pyarrow.table(columns), root / name, **options)
+    return root
 
 
-def test_a_real_parquet_table_is_read(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    names = ["label", "i1", "i2", "c1", "c2"]
-    values = ([1, 0], [3, None], [4, 5], ["a", None], ["b", "c"])
-    parquet.write_table(pyarrow.table(dict(zip(names, values, strict=True))), tmp_path / "train.parquet")
-    integers, _, labels = read(tmp_path).batch_of([0, 1])
-    assert labels.tolist() == [1, 0]
-    assert torch.allclose(integers.expm1(), torch.tensor([[3.0, 4], [0, 5]]))
+def test_a_parquet_table_gives_what_the_same_csv_gives(tmp_path: Path) -> None:
+    expected = read(write(tmp_path, [*ROWS, ["0", "7", "8", "9", "c"]])).batch_of([0, 1, 2, 3])
+    (tmp_path / "train.csv").unlink()
+    columns = {
+        "label": pyarrow.array([True, False, True, False]),
+        "i1": pyarrow.array([0, None, 5, 7], pyarrow.int8()),
+        "i2": pyarrow.array([20.0, -3.0, 1.0, 8.0], pyarrow.float32()),
+        "c1": pyarrow.array(["a", None, "a", "9"]).dictionary_encode(),
+        "c2": pyarrow.array([b"x y", b"b", b"b", b"c"]),
+    }
+    write_parquet(tmp_path, columns, row_group_size=2, compression="zstd")
+    found = read(tmp_path).batch_of([0, 1, 2, 3])
+    assert all(torch.equal(part, same) for part, same in zip(found, expected, strict=True))
+
+
+def test_numbers_are_categories_as_their_text(tmp_path: Path) -> None:
+    columns = {"label": [1, 0], "i1": [1, 2], "i2": [3, 4], "c1": [17, 18], "c2": ["17", ""]}
+    _, categories, _ = read(write_parquet(tmp_path, columns)).batch_of([0, 1])
+    assert categories[0, 0] == categories[0, 1] != categories[1, 0]
+    assert categories[1, 1] == 0
+
+
+def test_a_wrong_parquet_file_is_named_in_one_line(tmp_path: Path) -> None:
+    columns = {"label": [1, 3], "i1": [1, 2], "i2": [3, 4], "c1": ["a", "b"], "c2": ["c", "d"]}
+    with pytest.raises(InputError, match=r"train.parquet, row 2: the label is 3"):
+        read(write_parquet(tmp_path, columns))
+    whole = (tmp_path / "train.parquet").read_bytes()
+    for damaged in (b"", b"PAR1", whole[: len(whole) // 2], whole[:-8] + b"\xff\xff\xff\x7fPAR1"):
+        (tmp_path / "train.parquet").write_bytes(damaged)
+        with pytest.raises(InputError, match=r"train.parquet cannot be read as a Parquet file") as caught:
+            read(tmp_path)
+        assert "\n" not in str(caught.value)
 
 
 def test_without_pyarrow_a_parquet_file_is_an_input_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,18 +4,22 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 
 from meshwright.errors import InputError
 from meshwright.export.export import export
+from meshwright.job import load_job
 from meshwright.plan import Plan
 from meshwright.train.metrics import MetricTotals
 from meshwright.workloads.recommender.dlrm import DLRM, AreaUnderCurve
 from tests.export.runs import train_run
 from tests.ranks import RankPool
 from tests.soaked import all_but
-from tests.workloads.job_proofs import assert_loss_falls_as_the_file_says, prove_in_rank, small_job
+from tests.train.one_process import train
+from tests.workloads.job_proofs import JOBS, assert_loss_falls_as_the_file_says, prove_in_rank, small_job
 
 TABLES = {"tables.*": {"kind": "vocabulary"}}
 PLANS: dict[str, dict[str, Any]] = {
@@ -36,6 +40,22 @@ def test_the_job_trains_under_plans_as_on_one_device(two: RankPool, tmp_path: Pa
     cache, settings = Path(os.environ["XDG_CACHE_HOME"]), (f"model.sparse={str(kind == 'sparse').lower()}",)
     proof = two.run(prove_in_rank, "recommender", Plan.model_validate(PLANS[kind]), tmp_path, cache, *settings)[0]
     assert proof.equal, proof.first_difference
+
+
+def test_the_job_trains_on_parquet_files(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for name, size in (("train", 40), ("val", 8)):
+        numbers = torch.randint(0, 50, (40, size), generator=generator).tolist()
+        columns = [[value % 2 for value in numbers[0]], *numbers[1:14], *([f"c{v}" for v in c] for c in numbers[14:])]
+        table = pyarrow.table({f"column {place}": column for place, column in enumerate(columns)})
+        parquet.write_table(table, tmp_path / f"{name}.parquet")
+    small = ("model.rows=100", "model.dim=4", "model.bottom=[8]", "model.top=[8]")
+    job = load_job(
+        JOBS / "recommender.yaml", [f"data.root={tmp_path}", *small, "train.global_batch=10", "log.tensorboard=false"]
+    )
+    trainer = train(job, tmp_path / "run")
+    assert trainer.session.steps == 4
+    assert set(trainer.last_evaluation[1]) == {"loss", "auc"}  # type: ignore[index]
 
 
 @pytest.mark.soak
