@@ -159,13 +159,15 @@ class Checkpoint(_Section):
     """When to save checkpoints and which to keep.
 
     `best` is the name of the metric that selects the best checkpoint. `better` says whether `lower` or `higher` values
-    are better; null means lower for losses, errors and perplexities, and higher otherwise.
+    are better; null means lower for losses, errors and perplexities, and higher otherwise. With `frozen: false`, frozen
+    parameters are left out: a run that resumes gets them from `model` and `train.weights` again.
     """
 
     every_steps: Steps | None = 100
     keep: Count = 3
     best: str | None = None
     better: Literal["lower", "higher"] | None = None
+    frozen: bool = True
 
 
 class Log(_Section):

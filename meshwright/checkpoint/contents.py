@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.checkpoint.frozen import FROZEN, is_description
 from meshwright.checkpoint.index import SavedTensor
 from meshwright.checkpoint.state import GROUPS, split_entry_key
 
@@ -18,6 +19,12 @@ def check_contents(tensors: Mapping[str, SavedTensor], objects: Mapping[str, Any
         return "it has no schedule"
     if scale is not None and not _is_loss_scale(scale):
         return "its loss_scale is not a factor with two counts"
+    frozen = objects.get(FROZEN, {})
+    if not isinstance(frozen, dict) or not all(map(is_description, frozen.values())):
+        return "its descriptions of frozen weights are not dtypes, shapes and digests"
+    held = next((name for name in frozen if f"model/{name}" in tensors or f"model/{name}" in objects), None)
+    if held is not None:
+        return f"it has {held!r:.100}, but says that this weight was left out"
     names = [name for group in groups for name in group["names"]]
     trained = set(names)
     if len(trained) < len(names):

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.checkpoint.agreement import from_first_rank, on_all_ranks
 from meshwright.checkpoint.chunks import ChunkedTensor, chunks_of, local_value
+from meshwright.checkpoint.frozen import FROZEN, check_frozen
 from meshwright.checkpoint.manifest import Manifest, checkpoint_name, checkpoints_in, read_manifest
 from meshwright.checkpoint.reader import (
     CheckpointReader,
@@ -89,8 +90,9 @@ def load(
     tied: Sequence[TiedLayout] = (),
     mesh: DeviceMesh | None = None,
 ) -> dict[str, Any]:
-    """Loads the model's weights and buffers in place, and the optimizer's state unless `optimizer` is None. Returns the
-    small objects that the checkpoint also has, such as `schedule`, by key. `layouts`, `tied` and `mesh` describe how a
+    """Loads the model's weights and buffers in place, and the optimizer's state unless `optimizer` is None. Frozen
+    weights that were left out of the checkpoint stay as they are. Returns the small objects that the checkpoint also
+    has, such as `schedule`, by key. `layouts`, `tied` and `mesh` describe how a
     plan has divided the model. All ranks call this together.
 
     Files that differ from `manifest` are refused on all ranks before anything is changed. A rank opens only the files
@@ -100,6 +102,7 @@ def load(
         reader = on_all_ranks(lambda: stack.enter_context(open_checkpoint(path, manifest)))
         check_model(module, reader.tensors, reader.objects, layouts, mesh)
         state: State = model_state(module, layouts)
+        check_frozen(state, reader.objects.get(FROZEN))
         if optimizer is not None:
             groups = reader.objects[GROUPS]
             on_all_ranks(lambda: check_trained(module, optimizer, groups, tied))

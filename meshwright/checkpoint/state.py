@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshwright.checkpoint.chunks import ChunkedTensor, as_chunked, local_value
+from meshwright.checkpoint.frozen import FROZEN
 from meshwright.checkpoint.index import SavedTensor
 from meshwright.dtypes import torch_name
 from meshwright.errors import CheckpointError, InputError
@@ -170,8 +171,8 @@ def check_model(
     difference = find_difference(model, tensors, objects)
     if difference is not None:
         raise CheckpointError(difference)
-    saved = (key.removeprefix("model/") for key in (*tensors, *objects) if key.startswith("model/"))
-    extra = sorted(name for name in saved if name not in model)
+    saved = [key.removeprefix("model/") for key in (*tensors, *objects) if key.startswith("model/")]
+    extra = sorted(name for name in (*saved, *objects.get(FROZEN, {})) if name not in model)
     if extra:
         raise CheckpointError(f"the checkpoint holds {extra[0]}, which the model has not: it is of another model")
 
@@ -195,9 +196,16 @@ def find_difference(
 ) -> str | None:
     """Returns a sentence about the first tensor of the model that the checkpoint does not have, or has with another
     shape or kind of numbers. None if it has all of them. `tensors` and `objects` are those of the checkpoint."""
+    frozen = objects.get(FROZEN, {})
     for name, kind in model.items():
         key = f"model/{name}"
         saved = tensors.get(key)
+        if name in frozen:  # it was left out
+            dtype, shape, _ = frozen[name]
+            if kind != (tuple(shape), dtype):
+                in_model = f"{kind[1]} of {kind[0]}" if kind else "no tensor"
+                return f"{name} was a frozen {dtype} of {tuple(shape)} at the save, but is {in_model} in the model"
+            continue
         if saved is None and key not in objects:
             return f"the checkpoint has no {name}, which the model has: it is of another model"
         if saved is None or kind is None:

@@ -1,5 +1,6 @@
 """Writes a model of transformers as a folder that `from_pretrained` reads: config.json, the weights in safetensors
-files of at most 5 GB with an index, and the tokenizer's files of the folder that the job started from."""
+files of at most 5 GB with an index, and the tokenizer's files of the folder that the job started from. Of a model of
+peft, only its adapters are written (adapters.py)."""
 
 import os
 import secrets
@@ -12,6 +13,7 @@ from torch import nn
 
 from meshwright.call import load
 from meshwright.errors import InputError, StorageError
+from meshwright.export.adapters import has_adapters, read_adapters, save_adapters
 from meshwright.export.program import quiet
 from meshwright.files.storage import writing
 from meshwright.job import Job
@@ -28,7 +30,9 @@ _COPIED = (
 
 
 def check_model(model: nn.Module) -> None:
-    """Raises an `InputError` if the model is none of transformers'."""
+    """Raises an `InputError` if the model is none of transformers' or peft's."""
+    if has_adapters(model):
+        return
     if "transformers" not in sys.modules or not isinstance(model, load("transformers:PreTrainedModel")):
         raise InputError(
             f"--to huggingface writes models of transformers, and {type(model).__name__} is no PreTrainedModel: use"
@@ -56,7 +60,10 @@ def write_folder(model: Any, job: Job, folder: Path, needed_bytes: int) -> None:
 
 
 def read_folder(model: nn.Module, folder: Path) -> nn.Module:
-    """Returns a model of the same class, read from a folder by transformers."""
+    """Returns a model of the same class, read from a folder by transformers or peft."""
+    if has_adapters(model):
+        with quiet():
+            return read_adapters(model, folder)
     model_class: Any = type(model)
     try:
         with quiet():
@@ -71,18 +78,22 @@ def read_folder(model: nn.Module, folder: Path) -> nn.Module:
 
 
 def folder_bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.iterdir())
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def _save(model: Any, job: Job, folder: Path) -> None:
     _restore_cache(model, job)
     try:
         with quiet():
-            model.save_pretrained(str(folder), max_shard_size=_LARGEST_FILE)
+            if has_adapters(model):
+                save_adapters(model, folder)
+            else:
+                model.save_pretrained(str(folder), max_shard_size=_LARGEST_FILE)
     except (OSError, StorageError):
         raise
-    except Exception as error:  # transformers checks the config and its conversions of weights
-        raise InputError(f"transformers cannot write this model: {' '.join(str(error).split())[:300]}") from error
+    except Exception as error:  # they check the config and their conversions of weights
+        library = "peft" if has_adapters(model) else "transformers"
+        raise InputError(f"{library} cannot write this model: {' '.join(str(error).split())[:300]}") from error
     source = _source_folder(job)
     for name in _COPIED if source else ():
         if source and (source / name).is_file():

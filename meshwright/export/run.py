@@ -8,13 +8,14 @@ from pathlib import Path
 
 from torch import nn
 
+from meshwright.checkpoint.frozen import FROZEN
 from meshwright.checkpoint.load import find_newest_valid, load
 from meshwright.checkpoint.manifest import Manifest, checkpoints_in, step_of
-from meshwright.checkpoint.reader import verify
+from meshwright.checkpoint.reader import open_checkpoint, verify
 from meshwright.errors import CheckpointError, InputError
 from meshwright.job import Job
 from meshwright.parallel.weights.initialize import initialize_model
-from meshwright.train.build import construct_model
+from meshwright.train.build import build_initialized_model, construct_model
 from meshwright.train.output.folder import RunFolder
 from meshwright.train.output.origin import open_run
 
@@ -46,9 +47,19 @@ def read_run(path: Path, step: str | None = None, settings: Sequence[str] = (), 
             raise InputError(f"{path}: this is no run folder, it has no {part.name}: name one that `train` wrote")
     job, _ = open_run(path, trust, settings)
     checkpoint, manifest, notes = _checkpoint(folder, step)
-    model = initialize_model(lambda: construct_model(job), job.train.seed)
+    model = _build_model(job, checkpoint, manifest)
     load(checkpoint, manifest, model, None)
     return TrainedModel(folder, job, model.eval(), manifest.step, notes)
+
+
+def _build_model(job: Job, checkpoint: Path, manifest: Manifest) -> nn.Module:
+    """Returns the job's model with its initial weights. `train.weights` is read only if the checkpoint needs the frozen
+    weights in it, as the file may not exist any more."""
+    with open_checkpoint(checkpoint, manifest) as reader:
+        has_all_weights = not reader.objects.get(FROZEN)
+    if has_all_weights:
+        return initialize_model(lambda: construct_model(job), job.train.seed)
+    return build_initialized_model(job)
 
 
 def _checkpoint(folder: RunFolder, step: str | None) -> tuple[Path, Manifest, tuple[str, ...]]:

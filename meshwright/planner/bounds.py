@@ -3,10 +3,10 @@ that the floors exclude is never simulated.
 
 Memory: the maximum over the first and the last rank of a pipeline (`floor`), and at least `states` of a mean rank:
 
-    states  = (1 + state) · W / n + max(W' + G', gradients and temporaries of the optimizer)        _states_bytes
+    states  = (W + state · T) / n + max(W' + G', gradients and temporaries of the optimizer)        _states_bytes
               state: bytes of optimizer state per byte of weights. W: bytes of a rank's weights, divided by the tensor
-              axis. n: size of the shard axis. W', G': bytes of weights and gradients that a rank needs in full during
-              the backward pass at this level of sharding
+              axis. T: those of them that are not frozen. n: size of the shard axis. W', G': bytes of weights and
+              gradients that a rank needs in full during the backward pass at this level of sharding
     floor   = states + saved activations · microbatches in flight                                   memory_floor
 
 Time, with c = f + b the seconds of a stage (forward f, backward b), divided by the tensor axis, and m microbatches:
@@ -29,7 +29,7 @@ floors exclude candidates.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshwright.blocks.module_names import is_inside
 from meshwright.cluster.cluster import Collective
@@ -47,6 +47,13 @@ _OVERLAPPED = 0.8
 
 _Stages = list[tuple[int, int]]  # [begin, end): the pieces of each stage
 _StageSeconds = list[tuple[float, float]]  # forward and backward pass of each stage, for one microbatch
+
+
+class _WeightBytes(NamedTuple):
+    """The bytes of a rank's weights, and of those of them that are trained."""
+
+    all: float
+    trained: float
 
 
 @dataclass(frozen=True)
@@ -81,11 +88,12 @@ class PrefixSums:
 
 @dataclass(frozen=True)
 class _PieceSums:
-    """The pieces of one rank, with sums over consecutive pieces: `weights` are bytes of weights, `saved` are bytes of
-    activations per sample that are saved for the backward pass."""
+    """The pieces of one rank, with sums over consecutive pieces: `weights` are bytes of weights, `trained` those that
+    are not frozen, `saved` are bytes of activations per sample that are saved for the backward pass."""
 
     pieces: tuple[PieceSummary, ...]
     weights: PrefixSums
+    trained: PrefixSums
     saved: PrefixSums
 
 
@@ -99,7 +107,7 @@ class BoundCalculator:
     _collective_seconds: dict[tuple[Collective, float, RankGroup], float] = field(default_factory=dict)
     _groups: dict[tuple[AxisSizes, tuple[str, ...]], RankGroup] = field(default_factory=dict)
     _pass_seconds: dict[Candidate, _PassSeconds] = field(default_factory=dict)
-    _largest_weights: dict[tuple[Any, ...], float] = field(default_factory=dict)
+    _largest_weights: dict[tuple[Any, ...], _WeightBytes] = field(default_factory=dict)
     _piece_sums: dict[tuple[int, str], _PieceSums] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -138,20 +146,22 @@ class BoundCalculator:
             return max(
                 self._states_bytes(sizes, _weight_bytes(pieces), pieces) for pieces in self._rank_pieces(sizes, "none")
             )
-        return self._states_bytes(sizes, self._rank_weights(sizes, [(0, len(self.summary.pieces))]) / sizes.pipeline)
+        total = self._rank_weights(sizes, [(0, len(self.summary.pieces))])
+        return self._states_bytes(sizes, _WeightBytes(*(size / sizes.pipeline for size in total)))
 
-    def _states_bytes(self, sizes: AxisSizes, weights: float, pieces: tuple[PieceSummary, ...] | None = None) -> float:
-        """Bytes of weights, gradients and optimizer state of a rank with `weights` bytes of weights. Their peak is in
-        the backward pass, with gathered weights and unsharded gradients, or in the optimizer's step, with its
-        temporaries."""
+    def _states_bytes(
+        self, sizes: AxisSizes, weights: _WeightBytes, pieces: tuple[PieceSummary, ...] | None = None
+    ) -> float:
+        """Bytes of weights, gradients and optimizer state of a rank with these weights. Their peak is in the backward
+        pass, with gathered weights and unsharded gradients, or in the optimizer's step, with its temporaries."""
         optimizer = self.inputs.optimizer
-        shard = weights / sizes.shard
-        weights_and_state = shard * (1 + optimizer.state_ratio)
-        in_optimizer = shard * (1 + (optimizer.temporary_ratio if optimizer.multi_tensor else 0.0))
+        trained = weights.trained / sizes.shard
+        weights_and_state = weights.all / sizes.shard + trained * optimizer.state_ratio
+        in_optimizer = trained * (1 + (optimizer.temporary_ratio if optimizer.multi_tensor else 0.0))
         if sizes.shard == 1:
-            return weights_and_state + max(weights, in_optimizer)
-        gathered = weights if sizes.sharding != "parameters" else self._gathered_bytes(sizes.tensor, pieces)
-        gradients = weights if sizes.sharding == "optimizer" else shard
+            return weights_and_state + max(trained, in_optimizer)
+        gathered = weights.all if sizes.sharding != "parameters" else self._gathered_bytes(sizes.tensor, pieces)
+        gradients = weights.trained if sizes.sharding == "optimizer" else trained
         return weights_and_state + max(gathered + gradients, in_optimizer)
 
     def _gathered_bytes(self, tensor: int, pieces: tuple[PieceSummary, ...] | None = None) -> float:
@@ -166,20 +176,27 @@ class BoundCalculator:
         pieces = self.summary.rank_pieces(tensor, recompute)
         sums = self._piece_sums.get((tensor, recompute))
         if sums is None or sums.pieces is not pieces:  # a profile was added since, which changed the pieces
-            weights = PrefixSums([piece.weight_bytes for piece in pieces])
-            sums = _PieceSums(pieces, weights, PrefixSums([piece.saved_bytes for piece in pieces]))
+            sums = _PieceSums(
+                pieces,
+                PrefixSums([piece.weight_bytes for piece in pieces]),
+                PrefixSums([piece.trained_bytes for piece in pieces]),
+                PrefixSums([piece.saved_bytes for piece in pieces]),
+            )
             self._piece_sums[tensor, recompute] = sums
         return sums
 
-    def _rank_weights(self, sizes: AxisSizes, stages: _Stages) -> float:
-        """The bytes of weights of a rank that has these pipeline stages, before sharding."""
-        weights = self._sums(sizes.tensor, "none").weights
-        total = sum(weights.of(*stage) for stage in stages)
+    def _rank_weights(self, sizes: AxisSizes, stages: _Stages) -> _WeightBytes:
+        """The bytes of weights of a rank that has these pipeline stages, before sharding. If wide layers are split, the
+        trained ones are a lower bound: the wide layers count as trained."""
+        sums = self._sums(sizes.tensor, "none")
+        weights = sum(sums.weights.of(*stage) for stage in stages)
+        trained = sum(sums.trained.of(*stage) for stage in stages)
         if not sizes.splits_wide_layers or self.summary.wide_layers is None:
-            return total
-        return total * (1 - self.summary.wide_layers.weight_share * (1 - 1 / sizes.replicate))
+            return _WeightBytes(weights, trained)
+        elsewhere = weights * self.summary.wide_layers.weight_share * (1 - 1 / sizes.replicate)
+        return _WeightBytes(weights - elsewhere, max(0.0, trained - elsewhere))
 
-    def _largest_rank_weights(self, candidate: Candidate, stages: _Stages) -> float:
+    def _largest_rank_weights(self, candidate: Candidate, stages: _Stages) -> _WeightBytes:
         """The bytes of weights of the pipeline rank that has most, before sharding."""
         sizes = candidate.sizes
         replicate = sizes.splits_wide_layers and sizes.replicate
@@ -226,7 +243,7 @@ class BoundCalculator:
         forward, backward = max(seconds, key=sum)
         span = candidate.microbatches * (forward + backward)
         weights = max(map(_weight_bytes, self._rank_pieces(sizes, candidate.recompute)))
-        guess = span + self._optimizer_s(sizes, weights)
+        guess = span + self._optimizer_s(sizes, weights.trained)
         if sizes.splits_shared_layers:
             groups = len(shared_groups(summary, ranks))
             all_reduce_s = self._collective_s("all_reduce", self._median_sent_bytes * batch, sizes, "tensor")
@@ -282,7 +299,7 @@ class BoundCalculator:
         passes."""
         sizes = candidate.sizes
         weights = self._largest_rank_weights(candidate, stages)
-        seconds = self._optimizer_s(sizes, weights)
+        seconds = self._optimizer_s(sizes, weights.trained)
         sent_bytes = self._median_sent_bytes * candidate.microbatch_samples
         if sizes.tensor > 1:  # one all-reduce for each group of split modules, forward and backward
             all_reduce_s = self._collective_s("all_reduce", sent_bytes, sizes, "tensor")
@@ -297,21 +314,21 @@ class BoundCalculator:
             seconds += self._wide_layers_communication_s(candidate)
         return seconds
 
-    def _optimizer_s(self, sizes: AxisSizes, weights: float) -> float:
+    def _optimizer_s(self, sizes: AxisSizes, trained_bytes: float) -> float:
         """The seconds of the optimizer's step, which is limited by memory bandwidth: it reads weights, gradients and
         state, and writes weights and state."""
-        moved_bytes = weights / sizes.shard * (3 + 2 * self.inputs.optimizer.state_ratio)
+        moved_bytes = trained_bytes / sizes.shard * (3 + 2 * self.inputs.optimizer.state_ratio)
         return moved_bytes / max(self.summary.device.bandwidth_bytes_per_s, 1.0)
 
-    def _gradients_s(self, candidate: Candidate, weights: float, passes: _PassSeconds) -> float:
+    def _gradients_s(self, candidate: Candidate, weights: _WeightBytes, passes: _PassSeconds) -> float:
         """The seconds of averaging gradients and gathering sharded weights that do not overlap with a rank's passes."""
         sizes, kind = candidate.sizes, self.inputs.cluster.kind
         forward, backward = passes.forward_s, passes.backward_s
-        all_reduce = self._collective_s("all_reduce", weights / sizes.shard, sizes, "replicate")
+        all_reduce = self._collective_s("all_reduce", weights.trained / sizes.shard, sizes, "replicate")
         if sizes.shard == 1:
             return overlap(_OVERLAPPED * backward, all_reduce, kind).exposed_s
-        gather = self._collective_s("all_gather", weights, sizes, "shard")
-        scatter = self._collective_s("reduce_scatter", weights, sizes, "shard")
+        gather = self._collective_s("all_gather", weights.all, sizes, "shard")
+        scatter = self._collective_s("reduce_scatter", weights.trained, sizes, "shard")
         if sizes.sharding == "optimizer":
             exposed = overlap(_OVERLAPPED * backward, all_reduce + scatter, kind).exposed_s
             return exposed + overlap(forward, gather, kind).exposed_s
@@ -341,8 +358,10 @@ class BoundCalculator:
         return self._collective_seconds[key]
 
 
-def _weight_bytes(pieces: tuple[PieceSummary, ...]) -> float:
-    return float(sum(piece.weight_bytes for piece in pieces))
+def _weight_bytes(pieces: tuple[PieceSummary, ...]) -> _WeightBytes:
+    return _WeightBytes(
+        float(sum(piece.weight_bytes for piece in pieces)), float(sum(piece.trained_bytes for piece in pieces))
+    )
 
 
 def _in_flight(candidate: Candidate, rank: int) -> int:

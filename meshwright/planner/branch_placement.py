@@ -103,7 +103,7 @@ def branch_seconds(branch: Sequence[str], summary: ModelSummary, inputs: Plannin
         for piece, (forward, backward) in zip(summary.pieces, summary.piece_seconds(local_batch), strict=True)
         if _branch_of(piece, branch)
     )
-    weights = sum(piece.weight_bytes for piece in summary.pieces if _branch_of(piece, branch)) / axes.shard
+    weights = sum(piece.trained_bytes for piece in summary.pieces if _branch_of(piece, branch)) / axes.shard
     optimizer_bytes = weights * (3 + 2 * inputs.optimizer.state_ratio)
     optimizer_s = optimizer_bytes / max(summary.device.bandwidth_bytes_per_s, 1.0)
     replicas = group_of_axes(axes, ("replicate",), inputs.cluster)
@@ -133,7 +133,7 @@ def rank_pieces(
             if branch is None
             else whole
             if ranks[branch] == rank
-            else replace(whole, weight_bytes=0, saved_bytes=0.0)
+            else replace(whole, weight_bytes=0, trained_bytes=0, saved_bytes=0.0)
             for whole, shared, branch in zip(whole_pieces, shared_pieces, branches, strict=True)
         )
         for rank in range(tensor)

@@ -95,7 +95,8 @@ def _share(priced: PricedPlan, name: str) -> float:
 def _memory(best: PricedPlan, summary: ModelSummary, inputs: PlanningInputs) -> list[str]:
     """Says whether weights, gradients and optimizer state of the whole model fit on one device, and how much memory the
     plan uses."""
-    states_bytes = summary.profile.parameter_bytes * (2 + inputs.optimizer.state_ratio)
+    trained_bytes = sum(parameter.bytes for parameter in summary.profile.parameters if parameter.trainable)
+    states_bytes = summary.profile.parameter_bytes + trained_bytes * (1 + inputs.optimizer.state_ratio)
     memory_bytes, device = inputs.device.memory_bytes, inputs.device.name
     axes = best.plan.axes
     dividing = [f"{name} {getattr(axes, name)}" for name in ("shard", "tensor", "pipeline") if getattr(axes, name) > 1]

@@ -28,6 +28,7 @@ class PieceSummary:
     """One piece of the model: a module that a pipeline stage contains as a whole.
 
     weight_bytes  the piece's weights
+    trained_bytes those of them that are not frozen
     saved_bytes   activations of one sample that are kept for the backward pass
     sent_bytes    activations of one sample that the next piece receives
     cuttable      the model can be cut behind the piece
@@ -36,6 +37,7 @@ class PieceSummary:
 
     name: str
     weight_bytes: int
+    trained_bytes: int
     saved_bytes: float
     sent_bytes: float
     cuttable: bool
@@ -256,11 +258,12 @@ def _summarize_pieces(profile: ModelProfile) -> tuple[PieceSummary, ...]:
     structure = profile.structure
     names = structure.pieces if structure and structure.pieces else ("",)
     piece_index = _PieceIndex({name: index for index, name in enumerate(names)})
-    weights = [0] * len(names)
+    weights, trained = [0] * len(names), [0] * len(names)
     for parameter in profile.parameters:
         # A tied weight counts in every piece that has one of its names.
         for index in {piece_index.of(name.rpartition(".")[0]) for name in parameter.names}:
             weights[index] += parameter.bytes
+            trained[index] += parameter.bytes if parameter.trainable else 0
     saved = [0.0] * len(names)
     for segment in profile.segments:
         if segment.phase == "forward":
@@ -278,6 +281,7 @@ def _summarize_pieces(profile: ModelProfile) -> tuple[PieceSummary, ...]:
         PieceSummary(
             name=name,
             weight_bytes=weights[index],
+            trained_bytes=trained[index],
             saved_bytes=saved[index],
             sent_bytes=sent.get(name, 0.0),
             cuttable=name in sent,

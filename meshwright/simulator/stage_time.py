@@ -56,7 +56,11 @@ def stage_times(
     times = []
     for whole, local in zip(whole_stages, rank_stages, strict=True):
         weights_bytes = sum(parameter.bytes for parameter in local.profile.parameters)
-        key = (weights_bytes, *((s.phase, s.block_count, s.operators) for s in local.profile.segments))
+        key = (
+            weights_bytes,
+            _trained_bytes(local.profile),
+            *((s.phase, s.block_count, s.operators) for s in local.profile.segments),
+        )
         if key not in priced:
             priced[key] = _stage_time(whole.profile, local.profile, weights_bytes, inputs)
         times.append(priced[key])
@@ -92,7 +96,7 @@ def _stage_time(whole: ModelProfile, local: ModelProfile, weights_bytes: float, 
         runtime.host_wait_s(launch_s, device_s) + _orchestration_s(local, messages, inputs),
         tensor_forward_s,
         tensor_backward_s,
-        _shard_s(weights_bytes, len(local.blocks), forward_s, backward_s, inputs),
+        _shard_s(weights_bytes, local, forward_s, backward_s, inputs),
     )
 
 
@@ -104,7 +108,7 @@ def _accumulate_s(local: ModelProfile, inputs: StepInputs) -> float:
     # A pipeline scatters gradients once, after the last microbatch.
     scatters_each = plan.memory.sharding != "optimizer" and plan.axes.pipeline == 1
     parts = plan.axes.shard if scatters_each else 1
-    weights = sum(p.bytes for p in local.parameters if p.trainable) / _FP32_BYTES / parts
+    weights = _trained_bytes(local) / _FP32_BYTES / parts
     added_share = 1 - 1 / plan.microbatches
     return added_share * inputs.runtime.accumulate_bytes_per_weight * weights / inputs.speeds.bandwidth_bytes_per_s
 
@@ -120,14 +124,21 @@ def _orchestration_s(local: ModelProfile, messages: Sequence[TensorMessage], inp
     return inputs.device.launch_s * (work.unit * units + work.message * message_count + work.stage * has_stages)
 
 
-def _shard_s(weights_bytes: float, blocks: int, forward_s: float, backward_s: float, inputs: StepInputs) -> float:
+def _trained_bytes(profile: ModelProfile) -> float:
+    return sum(parameter.bytes for parameter in profile.parameters if parameter.trainable)
+
+
+def _shard_s(
+    weights_bytes: float, local: ModelProfile, forward_s: float, backward_s: float, inputs: StepInputs
+) -> float:
     """Seconds that gathering weights and scattering gradients adds to both passes of a microbatch. A pass exchanges
     weights and gradients block by block: the first block is added in full, of the other blocks only what does not hide
     behind compute."""
     plan, runtime = inputs.plan, inputs.runtime
     if plan.axes.shard == 1 or plan.memory.sharding == "optimizer":
         return 0.0
-    exchange = gradient_exchange(weights_bytes, blocks, plan, inputs.cluster, runtime)
+    trained_bytes = _trained_bytes(local)
+    exchange = gradient_exchange(weights_bytes, len(local.blocks), plan, inputs.cluster, runtime, trained_bytes)
     gather_s = exchange.gather_s if plan.memory.sharding == "parameters" else 0.0
     added_s = 0.0
     for compute_s, exchange_s in ((forward_s, gather_s), (backward_s, gather_s + exchange.scatter_s)):

@@ -46,11 +46,15 @@ def step_end(
     if plan.axes.pipeline > 1:
         numbers = stages_of_rank(plan.pipeline.schedule, plan.axes.pipeline, plan.stages_per_rank, rank)
     profiles = [stages[number].profile for number in numbers]
-    trained = [parameter for profile in profiles for parameter in profile.parameters if parameter.trainable]
+    parameters = [parameter for profile in profiles for parameter in profile.parameters]
+    trained = [parameter for parameter in parameters if parameter.trainable]
     not_combined = {name for profile in profiles for name in replicate_split_parameters(profile, plan)}
-    combined_bytes = sum(parameter.bytes for parameter in trained if parameter.names[0] not in not_combined)
+    weights_bytes, combined_bytes = (
+        sum(parameter.bytes for parameter in group if parameter.names[0] not in not_combined)
+        for group in (parameters, trained)
+    )
     blocks = sum(len(profile.blocks) for profile in profiles)
-    exchange = gradient_exchange(combined_bytes, blocks, plan, inputs.cluster, runtime)
+    exchange = gradient_exchange(weights_bytes, blocks, plan, inputs.cluster, runtime, combined_bytes)
     scatter_s = exchange.scatter_s if plan.memory.sharding == "optimizer" else 0.0
     # A rank with several stages combines the gradients of a finished stage while a round of microbatches (one per rank)
     # passes its other stages.

@@ -49,6 +49,11 @@ def check_job(job: Job, plan: Plan, cluster: Cluster, parts: JobParts | None = N
             f" gradients.servers is {plan.gradients.servers}: set train.on_nonfinite to skip or stop, or"
             " gradients.servers to 0"
         )
+    if plan.gradients.servers and not job.checkpoint.frozen:
+        raise InputError(
+            "checkpoint.frozen is false, but parameter servers save all weights, and gradients.servers is"
+            f" {plan.gradients.servers}: leave out checkpoint.frozen, or set gradients.servers to 0"
+        )
     check_devices(plan, cluster)
     check_batch(job, plan)
     model = _check_model(job, parts)

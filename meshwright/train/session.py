@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from meshwright.batch import ModelBatch, target_key
+from meshwright.checkpoint.frozen import without_frozen
 from meshwright.checkpoint.load import load, read_manifest_once
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.save import save_at
@@ -334,9 +335,11 @@ class Session(OwnLoop):
         stream = {"stream": [self.stream_state.before, self.stream_state.digest]} if self.stream_state else {}
         return about | ({"parts": self.parts} if self.parts else {}) | stream
 
-    def save(self, path: str | Path) -> Path:
-        """Writes a checkpoint to the folder `path`, and returns it. All ranks must call this together."""
-        return save_at(self.state(), Path(path), self.steps, self.about())
+    def save(self, path: str | Path, frozen: bool = True) -> Path:
+        """Writes a checkpoint to the folder `path`, and returns it. With `frozen=False` it does not hold the frozen
+        parameters: `load` needs a model that has them already. All ranks must call this together."""
+        state = self.state() if frozen else without_frozen(self.state(), self.module)
+        return save_at(state, Path(path), self.steps, self.about())
 
     def load(self, path: str | Path) -> None:
         """Verifies a checkpoint of any plan and resumes from it. All ranks must call this together."""

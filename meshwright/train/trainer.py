@@ -83,7 +83,7 @@ class Trainer:
     def run(self, stop: StopRequest) -> bool:
         """Trains to the end, or until a stop is requested. Returns True if the run is finished, and False if it was
         stopped."""
-        self.checkpoints.note_start(self.session.state())
+        self.checkpoints.note_start(self.session.state(), self.session.module)
         start_message = self._resume()
         self._open_outputs()
         try:

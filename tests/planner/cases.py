@@ -43,6 +43,15 @@ def small_decoder(layers: int = 8, hidden: int = 1024) -> Profiles:
 
 
 @cache
+def frozen_decoder() -> Profiles:
+    """Of which only the norms are trained."""
+    profiles = small_decoder.__wrapped__()
+    for name, parameter in profiles.model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    return profiles
+
+
+@cache
 def published_decoder(size: str, sequence: int = 2048, **keywords: Any) -> Profiles:
     with torch.device("meta"):
         model = decoder(size, sequence=sequence, **keywords)

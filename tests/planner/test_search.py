@@ -22,6 +22,7 @@ from tests.planner.cases import (
     ADAMW,
     MOMENTUM,
     faster_links,
+    frozen_decoder,
     images,
     one_layer,
     published_decoder,
@@ -138,8 +139,12 @@ def test_plans_are_ranked_and_fit() -> None:
 
 @pytest.mark.parametrize(
     ("cluster", "profiles", "batch"),
-    [(find_cluster("8xA100-80GB"), small_decoder(), 64), (faster_links(PCIE, 10), images("vgg16"), 256)],
-    ids=["decoder", "wide layers"],
+    [
+        (find_cluster("8xA100-80GB"), small_decoder(), 64),
+        (find_cluster("2xA100-80GB"), frozen_decoder(), 8),
+        (faster_links(PCIE, 10), images("vgg16"), 256),
+    ],
+    ids=["decoder", "frozen decoder", "wide layers"],
 )
 def test_bounds_exclude_no_plan_that_is_better(cluster: Cluster, profiles: Profiles, batch: int) -> None:
     inputs, result = search_plans(cluster, profiles, batch)
@@ -150,6 +155,13 @@ def test_bounds_exclude_no_plan_that_is_better(cluster: Cluster, profiles: Profi
         assert bound is not None
         assert bound.floor_s <= step_s(priced)
         assert bound.memory_bytes <= priced.needed_bytes
+
+
+def test_frozen_weights_need_no_gradients_and_no_optimizer_state() -> None:
+    with pytest.raises(InputError, match="the model fits no plan"):
+        search_plans("1xV100-16GB", small_decoder(), 1, memory_margin=0.91)
+    inputs, result = search_plans("1xV100-16GB", frozen_decoder(), 1, memory_margin=0.91)
+    assert result.ranked[0].needed_bytes <= inputs.capacity_bytes
 
 
 def test_no_hand_made_plan_is_faster() -> None:

@@ -6,10 +6,11 @@ step does not include these messages):
     forward  all_gather of n (2C + 1) numbers        backward  all_reduce of 2C
 
 Gradients and weights, where W is the bytes of the rank's parameters except those that are split over the replicate
-axis. They are exchanged in pieces, which are blocks if there is a shard axis, and else buckets (`gradient_exchange`):
+axis, and T the bytes of those of them that are trained. They are exchanged in pieces, which are blocks if there is a
+shard axis, and else buckets (`gradient_exchange`):
 
-    replicate  all_reduce W / shard, once a step, by the plan's algorithm (combining.py)
-    shard      reduce_scatter W, in every backward pass; once a step where only the optimizer's state is divided
+    replicate  all_reduce T / shard, once a step, by the plan's algorithm (combining.py)
+    shard      reduce_scatter T, in every backward pass; once a step where only the optimizer's state is divided
                all_gather W, in both passes where parameters are divided; else once a step
     pipeline   point_to_point: the tensor that crosses a cut, forward and backward                transfer_s
 
@@ -75,31 +76,39 @@ class GradientExchange:
 
 
 def gradient_exchange(
-    weights_bytes: float, blocks: int, plan: Plan, cluster: Cluster, runtime: Runtime
+    weights_bytes: float,
+    blocks: int,
+    plan: Plan,
+    cluster: Cluster,
+    runtime: Runtime,
+    trained_bytes: float | None = None,
 ) -> GradientExchange:
-    """The time of exchanging gradients and weights, for a rank with `weights_bytes` of parameters in `blocks`
-    blocks."""
+    """The time of exchanging gradients and weights, for a rank with `weights_bytes` of parameters in `blocks` blocks.
+    `trained_bytes` are those that are not frozen; None means all."""
     axes, shard = plan.axes, plan.axes.shard
     if not weights_bytes:
         return GradientExchange(0.0, 0.0, 0.0, 1)
     exchange = runtime.parameter_exchange(plan)
-    pieces, gradient, weight = exchanged_pieces(weights_bytes, blocks, plan, runtime)
+    pieces, gradient, weight = exchanged_pieces(weights_bytes, blocks, plan, runtime, trained_bytes)
     replicate_s = scatter_s = gather_s = 0.0
-    if axes.replicate > 1:
+    if axes.replicate > 1 and gradient:
         replicate = group_of_axes(axes, ("replicate",), cluster)
         replicate_s = pieces * combine_s(gradient / shard, replicate, exchange.replicate_algorithm, cluster)
     if shard > 1:
         sharded = group_of_axes(axes, ("shard",), cluster)
-        scatter_s = pieces * collective_s(exchange.shard_collective, gradient, sharded, cluster)
+        if gradient:
+            scatter_s = pieces * collective_s(exchange.shard_collective, gradient, sharded, cluster)
         gather_s = pieces * collective_s("all_gather", weight, sharded, cluster)
     return GradientExchange(replicate_s, scatter_s, gather_s, pieces)
 
 
-def exchanged_pieces(weights_bytes: float, blocks: int, plan: Plan, runtime: Runtime) -> tuple[int, float, float]:
+def exchanged_pieces(
+    weights_bytes: float, blocks: int, plan: Plan, runtime: Runtime, trained_bytes: float | None = None
+) -> tuple[int, float, float]:
     """The number of pieces (blocks with a shard axis, else buckets) in which gradients and weights are exchanged, the
     bytes of gradients in one piece, and the bytes of weights in one piece."""
     exchange = runtime.parameter_exchange(plan)
-    gradients = weights_bytes * exchange.gradient_share
+    gradients = (weights_bytes if trained_bytes is None else trained_bytes) * exchange.gradient_share
     pieces = max(1, blocks) if plan.axes.shard > 1 else max(1, round(gradients / plan.gradients.bucket_bytes))
     return pieces, gradients / pieces, weights_bytes * exchange.weight_share / pieces
 

@@ -16,25 +16,27 @@ from meshwright.train.torch_private import tree_flatten, tree_unflatten
 
 @dataclass(frozen=True)
 class OutputForm:
-    """The structure of a model's output, the shapes of its tensors for a number of samples, and for each tensor the
-    dimension that grows with the number of samples (None if there is none)."""
+    """The structure of a model's output, its values for a number of samples, and for each value the dimension that
+    grows with the number of samples (None if there is none). Tensors among the values have a shape and a dtype, but no
+    memory. Other values, such as a cache of keys and values, are the same in all outputs."""
 
     structure: Any
-    shapes: tuple[torch.Size, ...]
-    dtypes: tuple[torch.dtype, ...]
+    values: tuple[Any, ...]
     sample_dims: tuple[int | None, ...]
     samples: int
 
     def make(self, generator: torch.Generator, dtype: torch.dtype, change: Callable[[Tensor], Tensor]) -> Any:
         """Returns an output of random tensors. Floating-point tensors are normally distributed, in `dtype`, and changed
         by `change`; other tensors hold zeros and ones."""
-        leaves = [
-            change(torch.randn(shape, generator=generator, dtype=dtype))
-            if of.is_floating_point
-            else torch.randint(0, 2, shape, generator=generator).to(of)
-            for shape, of in zip(self.shapes, self.dtypes, strict=True)
-        ]
-        return tree_unflatten(leaves, self.structure)
+
+        def make_leaf(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if value.dtype.is_floating_point:
+                return change(torch.randn(value.shape, generator=generator, dtype=dtype))
+            return torch.randint(0, 2, value.shape, generator=generator).to(value.dtype)
+
+        return tree_unflatten([make_leaf(value) for value in self.values], self.structure)
 
     def rows(self, output: Any, sample: int) -> Any:
         """Returns the part of an output that belongs to one sample."""
@@ -56,22 +58,16 @@ class FakeModel:
 
     def output_form(self, sample: Any, samples: int, target_key: str | None) -> OutputForm | None:
         """Returns the form of the output for batches of `samples` samples like the sample batch; None if the model
-        cannot run on tensors without values, or if its output holds something else than tensors."""
+        cannot run on tensors without values, or if its output has no tensors."""
         try:
             outputs = [self._forward(sample, count, target_key) for count in (samples, samples + 1)]
         except Exception:  # whatever the model's own code raises on tensors without values
             return None
         (leaves, structure), (larger, _) = (tree_flatten(output) for output in outputs)
-        if not leaves or len(leaves) != len(larger) or not all(isinstance(leaf, Tensor) for leaf in leaves):
+        if len(leaves) != len(larger) or not any(isinstance(leaf, Tensor) for leaf in leaves):
             return None
         dims = [_differing_dim(a, b) for a, b in zip(leaves, larger, strict=True)]
-        return OutputForm(
-            structure,
-            tuple(leaf.shape for leaf in leaves),
-            tuple(leaf.dtype for leaf in leaves),
-            tuple(dims),
-            samples,
-        )
+        return OutputForm(structure, tuple(leaves), tuple(dims), samples)
 
     def _forward(self, sample: Any, samples: int, target_key: str | None) -> Any:
         inputs = split_batch(fake_batch(sample, samples, self._mode), target_key)
@@ -81,5 +77,7 @@ class FakeModel:
         return output
 
 
-def _differing_dim(a: Tensor, b: Tensor) -> int | None:
+def _differing_dim(a: Any, b: Any) -> int | None:
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return None
     return next((dim for dim in range(a.dim()) if a.dim() == b.dim() and a.shape[dim] != b.shape[dim]), None)

@@ -5,7 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from torch import nn
+
 from meshwright.checkpoint.agreement import from_first_rank, gather_results
+from meshwright.checkpoint.frozen import FROZEN, without_frozen
 from meshwright.checkpoint.load import difference, find_newest_valid
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.save import check_savable, clear_unfinished, prune, save
@@ -47,14 +50,20 @@ class RunCheckpoints:
         self._options = options
         self._nonfinite_at_start: list[str] = []
         self._model: ModelDescription = {}
+        self._module: nn.Module | None = None
+        self._frozen_at_start: Any = None
 
-    def note_start(self, state: State) -> None:
+    def note_start(self, state: State, module: nn.Module | None = None) -> None:
         """Notes which tensors are not finite before training, such as a buffer that masks with -inf. They do not keep a
         checkpoint from being good. Raises a `CheckpointError` if the state holds anything that cannot be saved, so that
-        a run does not find this out at its first checkpoint."""
+        a run does not find this out at its first checkpoint. `module` is this rank's model, or None if other processes
+        have it."""
         check_savable(state)
         self._model = describe_model(state)
         self._nonfinite_at_start = nonfinite_keys(state)
+        self._module = module
+        if not self._options.frozen and module is not None:
+            self._frozen_at_start = without_frozen(state, module)[FROZEN]
 
     def find_nonfinite(self, state: State) -> str | None:
         """Returns the name of a weight, buffer or optimizer entry that has become NaN or infinite, the same on all
@@ -67,9 +76,17 @@ class RunCheckpoints:
         """Saves a checkpoint, deletes old ones, and returns the path of the new one. `best` is the best one so far, or
         None."""
         from_first_rank(self._create_folder)
-        path = save(state, self._folder, step, about)
+        path = save(self._without_frozen(state), self._folder, step, about)
         from_first_rank(lambda: self._link_and_prune(path, is_best=best is not None and best.step == step))
         return path
+
+    def _without_frozen(self, state: State) -> State:
+        """Returns the state without frozen parameters if the job leaves them out. If any of them was changed or frozen
+        since the start, it returns the whole state, because the model would be built again without that."""
+        if self._options.frozen or self._module is None:
+            return state
+        smaller = without_frozen(state, self._module)
+        return smaller if smaller[FROZEN] == self._frozen_at_start else state
 
     def _create_folder(self) -> None:
         self._run_folder.check_exists()

@@ -1,6 +1,6 @@
 """Small models of the kinds that users bring, each with something that is easily got wrong: models of timm, weights
 that are computed from others, custom gradients, outputs that are dataclasses, decisions that depend on data, weights in
-bf16, recomputation that the model does itself, and adapters on frozen layers."""
+bf16, recomputation that the model does itself, and adapters on frozen layers, written by hand and of peft."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 from meshwright.call import load
 from tests.proof.models.transformers_models import CASES, Samples
+from tests.zoo_models.adapters import with_lora
 
 SAMPLES, WIDTH, CLASSES = 21, 8, 4
 
@@ -211,7 +212,12 @@ def timm(name: str, **options: Any) -> nn.Module:
     return model
 
 
+def lora(name: str, **options: Any) -> nn.Module:
+    return with_lora(CASES[name].build(), **options)
+
+
 VECTORS = Vectors()
+_LORA_CUT = "base_model.model.model.layers.0"
 
 
 @dataclass(frozen=True)
@@ -242,6 +248,13 @@ KINDS = {
     "dataclass loss": Kind(DataclassLoss, loss=None),
     "deciding": Kind(Deciding),
     "adapters": Kind(adapters),
+    "lora": Kind(lambda: lora("llama", lora_dropout=0.1), _LORA_CUT, Samples("causal"), None),
+    "lora of all layers": Kind(lambda: lora("llama", target_modules="all-linear"), _LORA_CUT, Samples("causal"), None),
+    "lora and a whole layer": Kind(
+        lambda: lora("llama", modules_to_save=["lm_head"]), _LORA_CUT, Samples("causal"), None
+    ),
+    "dora": Kind(lambda: lora("llama", use_dora=True), _LORA_CUT, Samples("causal"), None),
+    "lora in bf16": Kind(lambda: lora("llama").to(torch.bfloat16), _LORA_CUT, Samples("causal"), None),
     "bf16 weights": Kind(bf16_weights),
     "recomputing llama": Kind(lambda: recomputing("llama"), "model.layers.0", Samples("causal"), None),
     "recomputing t5": Kind(lambda: recomputing("t5"), None, Samples("translated"), None),

@@ -139,6 +139,18 @@ def test_gradients_are_summed_in_buckets() -> None:
     assert exchange.scatter_s == exchange.gather_s == 0
 
 
+@pytest.mark.parametrize("axes", [{"shard": 8}, {"shard": 4, "replicate": 2}])
+def test_gradients_of_frozen_weights_are_not_exchanged(axes: dict[str, int]) -> None:
+    cluster, plan = cluster_from_name("8xA100-80GB"), make_plan(axes=axes)
+    whole = gradient_exchange(2**30, LAYERS, plan, cluster, OUR_RUNTIME)
+    adapters = gradient_exchange(2**30, LAYERS, plan, cluster, OUR_RUNTIME, trained_bytes=2**20)
+    small = gradient_exchange(2**20, LAYERS, plan, cluster, OUR_RUNTIME)
+    assert adapters.gather_s == whole.gather_s
+    assert (adapters.scatter_s, adapters.replicate_s) == (small.scatter_s, small.replicate_s)
+    nothing = gradient_exchange(2**30, LAYERS, plan, cluster, OUR_RUNTIME, trained_bytes=0)
+    assert nothing.scatter_s == nothing.replicate_s == 0
+
+
 def test_transfers_between_stages_are_faster_within_a_node() -> None:
     cluster, plan = cluster_from_name("2x4xV100-32GB@OmniPath-100G"), make_plan(axes={"pipeline": 4, "replicate": 2})
     transfers = [transfer_s(2.0**23, plan, cluster, OUR_RUNTIME, rank) for rank in range(4)]

@@ -211,6 +211,20 @@ def test_a_loss_of_probabilities_is_tried_with_probabilities() -> None:
     assert find_loss(summed, FakeModel(model), (torch.randn(2, 3), torch.rand(2, 2)), None).kind == "sum"
 
 
+class Cache:
+    """Something in a model's output that is no tensor."""
+
+
+class Caching(Net):
+    def forward(self, words: Tensor, mask: Tensor, next: Tensor, goal: Tensor) -> dict[str, Any]:
+        return {**super().forward(words, mask, next, goal), "cache": Cache()}
+
+
+def test_a_loss_is_tried_although_the_output_holds_something_else_than_tensors() -> None:
+    sample = torch.utils.data.default_collate([Tokens()[0], Tokens()[1]])
+    assert find_loss(sum_over_tokens, FakeModel(Caching()), sample, None).kind == "sum"
+
+
 def test_a_trial_changes_neither_the_model_nor_the_random_numbers() -> None:
     model = make_model()
     sample = torch.utils.data.default_collate([Tokens()[0], Tokens()[1]])
