@@ -9,10 +9,11 @@ Without a loss function the model computes its loss itself, and gets the whole b
 dict as keyword arguments, the items of a tuple or list as positional arguments. The target is then for metrics only.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from meshwright.dtypes import widen_half
@@ -69,6 +70,41 @@ def _whole_batch(data: Any) -> ModelBatch:
     if isinstance(data, tuple | list):
         return ModelBatch(tuple(data), {}, data[-1])
     return ModelBatch((data,), {}, data)
+
+
+def listed_samples(data: Any) -> int | None:
+    """Returns the number of samples of a batch that has its samples in lists, because their sizes differ: one of its
+    entries is a list of dicts, as the targets of a detector are. None for all other batches."""
+    entries = _entries(data)
+    lengths = {len(entry) for entry in entries if _is_list(entry)}
+    has_dicts = any(
+        len(entry) > 0 and all(isinstance(item, Mapping) for item in entry) for entry in entries if _is_list(entry)
+    )
+    return lengths.pop() if has_dicts and len(lengths) == 1 else None
+
+
+def take_listed(data: Any, indices: Sequence[int]) -> Any:
+    """Returns the samples with these indices, of a batch for which `listed_samples` is not None."""
+    size = listed_samples(data)
+
+    def take(entry: Any) -> Any:
+        if _is_list(entry):
+            return type(entry)(entry[index] for index in indices)
+        return entry[list(indices)] if isinstance(entry, Tensor) and entry.dim() > 0 and len(entry) == size else entry
+
+    if isinstance(data, Mapping):
+        return {name: take(entry) for name, entry in data.items()}
+    return type(data)(take(entry) for entry in data)
+
+
+def _entries(data: Any) -> list[Any]:
+    if isinstance(data, Mapping):
+        return list(data.values())
+    return list(data) if _is_list(data) else []
+
+
+def _is_list(value: Any) -> bool:
+    return type(value) in (list, tuple)
 
 
 def at_least_fp32(output: Any) -> Any:

@@ -28,9 +28,14 @@ def find_cluster(name: str, measure: Measure | None = None) -> Cluster:
     """
     if is_file(name):
         return load_cluster(name)
-    if name == "local":
-        return _measured(detect(), measure)
     counts, word, links = parse_cluster_name(name)
+    if word.lower() == "local":
+        if counts or links:
+            raise InputError(
+                f"cluster '{name}' is not known: local is this machine with all its devices, write 'local', or '2xcpu'"
+                " for two CPU ranks on it"
+            )
+        return _measured(detect(), measure)
     if word.lower() == "cpu":
         if len(counts) > 1 or links:
             raise InputError(f"cluster '{name}' is not known: cpu is a core of this machine, write '3xcpu' for three")

@@ -29,7 +29,7 @@ from meshwright.parallel.branches.branches import (
     recompute_branch_blocks,
 )
 from meshwright.parallel.branches.check import check_branches, has_assigned_branches, without_branch_splits
-from meshwright.parallel.check import check_cast, check_runnable, check_structure, needs_structure
+from meshwright.parallel.check import check_cast, check_runnable, check_structure, needs_structure, structure_for
 from meshwright.parallel.compiled import compile_blocks
 from meshwright.parallel.float8 import convert_linears_to_float8
 from meshwright.parallel.mesh import build_mesh, data_group, position_in_mesh
@@ -41,12 +41,12 @@ from meshwright.parallel.replicate.batch_norm import synchronize_batch_norm
 from meshwright.parallel.replicate.gradient_averaging import gradient_averager
 from meshwright.parallel.replicate.local_steps import LocalSteps
 from meshwright.parallel.replicate.replicate import replicate
-from meshwright.parallel.shard import shard
+from meshwright.parallel.shard import may_run_different_blocks, shard
 from meshwright.parallel.tensor.split_modules import split_modules
 from meshwright.parallel.weights.layout import ParameterLayout
 from meshwright.plan import Plan
-from meshwright.profile.structure.dataflow import Dataflow, record_dataflow
-from meshwright.profile.structure.structure import Structure, find_structure
+from meshwright.profile.structure.model_structure import ModelStructure
+from meshwright.profile.structure.structure import Structure
 
 T = TypeVar("T")
 # Allocates and initializes the weights of a module that is on the meta device, given the layouts of split parameters.
@@ -89,6 +89,7 @@ def apply(
     mesh = build_mesh(plan, device.type, world_size)
     position = position_in_mesh(mesh, plan)
     structure = _checked_structure(plan, module, sample, target)
+    shards_blocks = plan.axes.shard > 1 and not may_run_different_blocks(module, structure, sample, target)
     state_names = tuple(module.state_dict())
     # Divide the model before anything wraps it: later steps see the shard of a weight as an ordinary parameter.
     stages = _cut_stages(plan, module, structure, position.pipeline, sample, target)
@@ -98,7 +99,7 @@ def apply(
     sums = _small_sums(plan, device, local.module) if world_size > 1 else None
     # Shard or replicate after everything that replaces parameters, because DDP and FSDP2 keep the parameters that they
     # find.
-    runner, make_averager = _shard_or_replicate(plan, local, structure, mesh, sums, device, fill)
+    runner, make_averager = _shard_or_replicate(plan, local, shards_blocks, mesh, sums, device, fill)
     # The hooks of branches after all other hooks: branches exchange tensors outside of what those hooks do.
     if local.branches:
         connect_branches(local.branches, module)
@@ -180,7 +181,7 @@ def _replace_forward_passes(
 def _shard_or_replicate(
     plan: Plan,
     local: _LocalModel,
-    structure: Structure | None,
+    shards_blocks: bool,
     mesh: DeviceMesh | None,
     sums: SmallSums | None,
     device: torch.device,
@@ -198,7 +199,7 @@ def _shard_or_replicate(
         # call. If random numbers or data decide which blocks run, the model is one unit, because all ranks have to
         # gather in the same order.
         for model in local.stages.stages if local.stages else local.models:
-            shard(model, _required(mesh), plan, per_block=not (structure and structure.found_in_evaluation))
+            shard(model, _required(mesh), plan, per_block=shards_blocks)
         if fill is not None:
             fill(local.module, local.layouts)
     elif plan.axes.replicate > 1:
@@ -281,12 +282,9 @@ def _checked_structure(plan: Plan, module: nn.Module, sample: Any, target: str |
             f"the plan ({plan.summary()}) divides the model, and a batch is needed to find out how it can be divided:"
             " give parallelize(…, sample_batch=batch)"
         )
-    structure = find_structure(module, sample, target=target)
-
-    def record() -> Dataflow:
-        return record_dataflow(module, sample, 2, target=target, evaluating=structure.found_in_evaluation)
-
-    check_branches(plan, module, record)
+    model_structure = ModelStructure(module, sample, target)
+    structure = structure_for(plan, model_structure)
+    check_branches(plan, module, lambda: model_structure.dataflow(structure.found_in_evaluation))
     check_structure(plan, module, structure)
     return without_branch_splits(structure, plan)
 

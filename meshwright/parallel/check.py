@@ -15,10 +15,10 @@ from meshwright.parallel.pipeline.stage_dataflow import cuts_of_plan
 from meshwright.parallel.tensor.split_modules import check_splits
 from meshwright.parallel.torch_private import AnyBatchNorm
 from meshwright.plan import Plan
-from meshwright.profile.structure.dataflow import Dataflow
+from meshwright.profile.structure.dataflow import ControlFlowError, Dataflow
 from meshwright.profile.structure.model_structure import ModelStructure
 from meshwright.profile.structure.splits import SplitGroup
-from meshwright.profile.structure.structure import Structure
+from meshwright.profile.structure.structure import Structure, untraced_structure
 
 
 def check_plan(plan: Plan, model: nn.Module, sample: Any, target: str | None = None) -> None:
@@ -49,11 +49,47 @@ def checker_of_structure(structure: ModelStructure) -> Callable[[Plan], None]:
         check_cast(plan, model)
         if is_sparse():
             check_sparse(plan, model)
+        check_derivatives(plan, flow)
         if needs_structure(plan):
             check_branches(plan, model, flow)
-            check_structure(plan, model, structure.find())
+            check_structure(plan, model, structure_for(plan, structure))
 
     return check
+
+
+def structure_for(plan: Plan, structure: ModelStructure) -> Structure:
+    """Returns the structure of the model. A model whose code depends on the values of tensors cannot be traced; for it,
+    only what the plan names can be split, and plans that need to know more raise an `InputError`."""
+    try:
+        return structure.find()
+    except ControlFlowError as error:
+        names_splits = any(split.kind != "none" for split in plan.modules.splits.values())
+        if not names_splits or plan.axes.pipeline > 1 or plan.modules.sequence or plan.modules.loss:
+            raise
+        return untraced_structure(structure.model, str(error))
+
+
+def check_derivatives(plan: Plan, flow: Callable[[], Dataflow]) -> None:
+    """Raises an `InputError` if the forward pass of the model takes derivatives, and the plan recomputes selectively or
+    compiles blocks, through which torch cannot differentiate twice. `flow` records the forward pass; a model that
+    cannot be traced is not refused."""
+    recompute, compile_mode = plan.memory.recompute, plan.compute.compile
+    if recompute != "selective" and compile_mode == "none":
+        return
+    try:
+        takes_derivatives = any(operator.in_backward for operator in flow().operators)
+    except InputError:
+        return
+    if takes_derivatives:
+        field, value, instead = (
+            ("memory.recompute", "selective", "none or full")
+            if recompute == "selective"
+            else ("compute.compile", compile_mode, "none")
+        )
+        raise InputError(
+            f"plan.{field} is {value}, but the model takes derivatives in its forward pass (torch.autograd.grad), and"
+            f" torch cannot differentiate such blocks a second time: set {field} to {instead}"
+        )
 
 
 def needs_structure(plan: Plan) -> bool:

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.errors import InputError
 from meshwright.profile.torch_private import FakeTensorMode, tree_leaves, tree_map
+from meshwright.user_code import user_position
 
 
 def fake_model(model: nn.Module, mode: FakeTensorMode, skipped: Iterable[str] = ()) -> nn.Module:
@@ -110,3 +111,10 @@ def _has_positions(sample: Any) -> bool:
 def tensor_bytes(batch: Any) -> int:
     """Bytes of all tensors in the batch."""
     return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+
+
+def reads_values(error: BaseException) -> str:
+    """Returns a phrase for users about a `DataDependentOutputException`: the model's code has read the value of a fake
+    tensor, which has none."""
+    position = user_position(error)
+    return f"its code depends on the values of tensors{f' ({position[0]}, line {position[1]})' if position else ''}"

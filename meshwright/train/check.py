@@ -71,7 +71,7 @@ def check_job(job: Job, plan: Plan, cluster: Cluster, parts: JobParts | None = N
         check_dimension_partition(
             plan, construct_model(job), split_batch(parts.sample, target_key(job.data.target, job.loss is not None))
         )
-    if needs_structure(plan):
+    if needs_structure(plan) or plan.memory.recompute == "selective" or plan.compute.compile != "none":
         checker_of_structure(parts.structure)(plan)
 
 

@@ -25,6 +25,7 @@ from meshwright.train.build import (
     schedule_unit,
 )
 from meshwright.train.loss.finder import needs_trial
+from meshwright.train.loss.loss import LossFunction
 from meshwright.train.session import Report, Session
 from meshwright.train.step.optimizer import optimizer_for_parameters, optimizer_groups
 from meshwright.train.step.schedule import build_schedule
@@ -53,9 +54,13 @@ def build_session(job: Job, plan: Plan, world: World, report: Report) -> Session
         target=job.data.target,
         frozen=frozen_modules(model) if job.train.freeze else (),
         report=report,
-        sample=sample_batch(job, build_data(job)[0]) if needs_structure(plan) or needs_trial(loss) else None,
+        sample=sample_batch(job, build_data(job)[0]) if _needs_sample(plan, loss) else None,
         fill=fill,
     )
+
+
+def _needs_sample(plan: Plan, loss: LossFunction | None) -> bool:
+    return needs_structure(plan) or plan.axes.shard > 1 or needs_trial(loss)
 
 
 def _build_model(job: Job, plan: Plan, device: torch.device) -> tuple[nn.Module, FillWeights | None]:

@@ -54,6 +54,17 @@ def without_rows(output: Any) -> Any:
     return tree_map(lambda value: value[:0] if isinstance(value, Tensor) else value, output)
 
 
+def evaluated_value(values: Mapping[str, float], name: str, field: str) -> float:
+    """Returns the value of a metric of an evaluation. Raises an `InputError` if it is not there, although the job's
+    `field` names it: the evaluation of a model that returns its loss in training mode only has no `loss`."""
+    if name not in values:
+        raise InputError(
+            f"{field} is '{name}', but the evaluation has only {', '.join(values)}, because the model returns no loss"
+            f" in evaluation mode: name one of metrics in {field}"
+        )
+    return values[name]
+
+
 class MetricTotals:
     """Adds up the loss and the metrics of an evaluation on one rank, and computes their values from the totals of all
     ranks."""

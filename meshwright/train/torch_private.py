@@ -1,9 +1,12 @@
 """The private interfaces of torch that training uses, in one place. Seen to work on torch 2.11, 2.13 and 2.15."""
 
 import torch
+from torch.nn.modules import batchnorm, dropout
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
+    "AnyBatchNorm",
+    "AnyDropout",
     "DisableTorchFunction",
     "foreach_add_",
     "foreach_div_",
@@ -15,6 +18,10 @@ __all__ = [
     "tree_unflatten",
     "unscale_and_check_finite_",
 ]
+
+# The base classes of all of torch's BatchNorm and Dropout modules.
+AnyBatchNorm = batchnorm._BatchNorm
+AnyDropout = dropout._DropoutNd
 
 # A context in which neither modes nor subclasses of tensors change what torch's functions do.
 DisableTorchFunction = torch._C.DisableTorchFunction

@@ -28,6 +28,7 @@ from meshwright.launch.world import World
 from meshwright.train.build import build_data, build_loading, build_metrics
 from meshwright.train.callbacks.callbacks import Callbacks, build_callbacks
 from meshwright.train.callbacks.run import CallbackRun
+from meshwright.train.metrics import evaluated_value
 from meshwright.train.output.checkpoints import BestCheckpoint, RunCheckpoints, SavedCheckpoint
 from meshwright.train.output.folder import RunFolder
 from meshwright.train.output.metrics_log import MetricsLog, finite_or_none
@@ -310,8 +311,8 @@ class Trainer:
         step_after_evaluation(self.session, self.job.schedule.metric if self.job.schedule else None, values)
         self.callbacks.evaluation(values)
         name = self.job.checkpoint.best
-        if name and self.checkpoints.is_better(values[name], self.best):
-            previous, self.best = self.best, BestCheckpoint(step, values[name])
+        if name and self.checkpoints.is_better(value := evaluated_value(values, name, "checkpoint.best"), self.best):
+            previous, self.best = self.best, BestCheckpoint(step, value)
             if not self._save():
                 self.best = previous
         return True

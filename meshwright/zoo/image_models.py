@@ -42,6 +42,11 @@ def _find_timm(name: str, image: int | None) -> ImageModel:
 
 def _find_torchvision(name: str, image: int | None) -> ImageModel:
     names = load("torchvision.models:list_models")(module=load("torchvision:models"))
+    if name in load("torchvision.models:list_models")(module=load("torchvision.models:detection")):
+        raise InputError(
+            f"torchvision:{name}: what a detector computes depends on the boxes in its images, so it cannot be planned:"
+            " write a job with your own data and a plan with the axes replicate or shard"
+        )
     if name not in names:
         raise InputError(f"torchvision:{name}: there is no such image classifier{did_you_mean(name, names)}")
     weights = load("torchvision.models:get_model_weights")(name)

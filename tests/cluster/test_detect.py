@@ -158,3 +158,9 @@ def test_measurements_that_cannot_be_stored_cost_only_time(monkeypatch: pytest.M
     detected = detect.detect_cpu()
     with pytest.warns(UserWarning, match="until then this machine is measured in every run"):
         save_measured(detected, detected)
+
+
+def test_local_is_the_whole_machine() -> None:
+    assert find_cluster(" Local") == find_cluster("local")
+    with pytest.raises(InputError, match="'2xlocal' is not known: local is this machine with all its devices"):
+        find_cluster("2xlocal")

@@ -53,3 +53,41 @@ def test_a_cut_between_layers_that_are_split_together_is_refused_with_cuts_that_
         plan_with_cut("up", up={"kind": "none"}),
     ):
         check_plan(accepted, model, sample)
+
+
+def test_a_tensor_axis_without_a_layer_to_split_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    plan = Plan.model_validate({"axes": {"tensor": 2}})
+    with pytest.raises(InputError, match=r"tensor is 2, but there is no layer to split, .* set axes\.tensor to 1"):
+        check_plan(plan, model, torch.zeros(2, 8))
+    named = Plan.model_validate({"axes": {"tensor": 2}, "modules": {"splits": {"0": {"kind": "column"}}}})
+    check_plan(named, model, torch.zeros(2, 8))
+
+
+class Derivative(nn.Module):
+    """Returns the derivative of its output by its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        (derivative,) = torch.autograd.grad(self.layers(x).sum(), x, create_graph=True)
+        return derivative
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({"memory": {"recompute": "selective"}}, "set memory.recompute to none or full"),
+        ({"compute": {"compile": "default"}}, "set compute.compile to none"),
+    ],
+)
+def test_models_that_take_derivatives_refuse_what_torch_cannot_differentiate_twice(
+    plan: dict[str, dict[str, str]], words: str
+) -> None:
+    with pytest.raises(InputError, match=f"takes derivatives in its forward pass .*: {words}"):
+        check_plan(Plan.model_validate(plan), Derivative(), torch.zeros(2, 8))
+    check_plan(Plan.model_validate(plan), nn.Sequential(nn.Linear(8, 8)), torch.zeros(2, 8))
+    check_plan(Plan.model_validate({"memory": {"recompute": "full"}}), Derivative(), torch.zeros(2, 8))

@@ -151,3 +151,9 @@ def test_data_of_which_there_is_no_reader_is_refused_without_synthetic(tmp_path:
         job = load_job("job", ["data.synthetic=false"], job_text(f"hf:{write_config(tmp_path, name)}"))
         with pytest.raises(InputError, match=r"has generated samples only: set data\.synthetic to true"):
             build_data(job)
+
+
+def test_detectors_are_refused_with_the_reason() -> None:
+    words = "a detector computes depends on the boxes in its images, so it cannot be planned: write a job"
+    with pytest.raises(InputError, match=words):
+        job_text("torchvision:fasterrcnn_resnet50_fpn")

@@ -147,7 +147,13 @@ def _checked_group(group: SplitGroup, axis: str, plan: Plan) -> CoupledSplits:
 def check_splits(model: nn.Module, plan: Plan, structure: Structure) -> None:
     """Raises an `InputError` if the ranks do not divide what the plan splits, or the plan names an unknown module."""
     check_names(plan.modules, model, structure)
-    for coupled in _coupled_splits(model, plan, structure):
+    splits = list(_coupled_splits(model, plan, structure))
+    if plan.axes.tensor > 1 and not splits and not plan.modules.splits and not plan.modules.branches:
+        raise InputError(
+            f"plan.axes.tensor is {plan.axes.tensor}, but there is no layer to split, so its ranks would all compute"
+            " the same: set axes.tensor to 1, or name layers in plan.modules.splits"
+        )
+    for coupled in splits:
         ranks = getattr(plan.axes, coupled.axis)
         if ranks == 1 and coupled.axis == "replicate":
             raise InputError(

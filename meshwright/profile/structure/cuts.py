@@ -12,8 +12,9 @@ produced before the cut and used after it must be one of:
 
 If code between the pieces computes further with one of its own values, each stage computes that value again from the
 outputs of the pieces. There is no cut where a module passes on a value that it does not return, where a module with
-weights runs on both sides, where a received value would be overwritten in place, where both sides would need the same
-random numbers, or where the forward pass differentiates what it has computed on the other side (`CutProblem`).
+weights runs on both sides or computes a value that depends on none, where a received value would be overwritten in
+place, where both sides would need the same random numbers, or where the forward pass differentiates what it has
+computed on the other side (`CutProblem`).
 """
 
 from dataclasses import dataclass
@@ -79,9 +80,17 @@ class Cut:
         return sum(value.bytes_per_sample for value in self.crossing)
 
 
-CutProblem = Literal["hidden_value", "same_random_numbers", "overwritten_input", "runs_on_both_sides", "differentiated"]
+CutProblem = Literal[
+    "hidden_value",
+    "value_without_weights",
+    "same_random_numbers",
+    "overwritten_input",
+    "runs_on_both_sides",
+    "differentiated",
+]
 _PROBLEMS: dict[CutProblem, str] = {
     "hidden_value": "{module} passes on a value that it does not return",
+    "value_without_weights": "{module} computes a value that depends on no weight and that is used behind the cut",
     "same_random_numbers": "the forward pass draws random numbers that both sides use",
     "overwritten_input": "{module} overwrites its input in place",
     "runs_on_both_sides": "{module} runs on both sides",
@@ -185,6 +194,7 @@ def _needed_after_cut(pieces: ModulePieces, piece: int, boundary: int) -> _Neede
         if value.source == "parameter":
             weights.add(value.name)
         elif not pieces.depends_on_weights[root]:
+            _check_every_stage_computes(pieces, root)
             inputs |= pieces.model_inputs[root]
         elif (output := _returned_value(pieces, root, piece)) is not None:
             received[root] = output
@@ -201,6 +211,22 @@ def _needed_after_cut(pieces: ModulePieces, piece: int, boundary: int) -> _Neede
             seen.update(unseen)
             todo += unseen
     return _NeededAfterCut(received, inputs, weights)
+
+
+def _check_every_stage_computes(pieces: ModulePieces, root: int) -> None:
+    """Raises `_CannotCut` if a piece that has weights, and so runs in one stage only, takes part in computing a value
+    that depends on no weight. Such values are not sent: every stage computes them itself."""
+    todo, seen = [root], {root}
+    while todo:
+        producer = pieces.flow.values[todo.pop()].producer
+        if producer is None:
+            continue
+        piece = pieces.piece_of_operator[producer]
+        if piece >= 0 and pieces.holds_parameters[piece]:
+            raise _CannotCut("value_without_weights", pieces.names[piece])
+        unseen = [value for value in pieces.operator_inputs[producer] if value not in seen]
+        seen.update(unseen)
+        todo += unseen
 
 
 def _live_values(pieces: ModulePieces, boundary: int) -> list[int]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from meshwright.batch import ModelBatch, split_batch
 from meshwright.errors import InputError
 from meshwright.profile.equal_blocks import EqualBlocks, remove_skipped_blocks, skipped_blocks
-from meshwright.profile.fake import fake_batch, fake_model
+from meshwright.profile.fake import fake_batch, fake_model, reads_values
 from meshwright.profile.gpu_rules import GpuRules
 from meshwright.profile.operator_costs import operator_flops
 from meshwright.profile.torch_private import (
@@ -237,6 +237,15 @@ class DataflowRecorder(TorchDispatchMode):
         call.end, call.outputs = len(self.flow.operators), self.values_in(output)
 
 
+class ControlFlowError(InputError):
+    """The values of tensors decide what the model's code does, so it cannot be traced. `module` is the name of the
+    module whose code reads the values."""
+
+    def __init__(self, message: str, module: str) -> None:
+        super().__init__(message)
+        self.module = module
+
+
 def record_dataflow(
     model: nn.Module,
     sample: Any,
@@ -275,10 +284,11 @@ def record_dataflow(
     except (IndexError, InputError):  # a model that indexes its blocks by number fails without the skipped ones
         raise
     except DataDependentOutputException as error:
-        raise InputError(
-            f"the model cannot be traced in {_running_module(model, recorder)}, because its code depends on the values"
-            f" of tensors ({first_line(error)}), so it can be neither split nor cut into stages: use the axes replicate"
-            " and shard"
+        raise ControlFlowError(
+            f"the model cannot be traced in {_running_module(model, recorder)}, because {reads_values(error)}. So it"
+            " cannot be cut into stages, and only the layers that plan.modules.splits names can be split: use the axes"
+            " replicate and shard, or name splits",
+            recorder.running_module,
         ) from error
     except Exception as error:
         raise InputError(

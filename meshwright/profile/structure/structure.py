@@ -124,6 +124,11 @@ def find_structure(
     )
 
 
+def untraced_structure(model: nn.Module, reason: str) -> Structure:
+    """Returns the structure of a model that cannot be traced for this reason: nothing is known but its tied weights."""
+    return Structure((), (), (), (), (), reason, (), tuple(_ties(model)))
+
+
 def _record_dataflows(
     model: nn.Module, sample: Any, equal_blocks: tuple[EqualBlocks, ...], target: str | None
 ) -> tuple[Dataflow, Dataflow, bool]:

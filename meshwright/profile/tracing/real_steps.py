@@ -35,7 +35,9 @@ from meshwright.profile.tracing.trace import memory_role, model_parameters, trac
 from meshwright.profile.values import BatchPolynomial, MemoryChange, ModelProfile, Operator, Phase, TraceSegment
 from meshwright.user_code import describe_error
 
-_NO_DEVICE = "it lies on no device, so no real step can be measured"
+_NO_DEVICE = (
+    "it lies on no device, so no real step can be measured: write the plan yourself, with the axes replicate or shard"
+)
 
 
 def trace_or_measure_profile(

@@ -20,11 +20,18 @@ from meshwright.blocks.recompute import Recompute, find_blocks
 from meshwright.dtypes import torch_name
 from meshwright.errors import InputError
 from meshwright.profile.equal_blocks import EqualBlocks, find_equal_blocks, remove_skipped_blocks, skipped_blocks
-from meshwright.profile.fake import FakeRules, fake_batch, fake_model, one_sequence_per_row, tensor_bytes
+from meshwright.profile.fake import (
+    FakeRules,
+    fake_batch,
+    fake_model,
+    one_sequence_per_row,
+    reads_values,
+    tensor_bytes,
+)
 from meshwright.profile.gpu_rules import GpuRules
 from meshwright.profile.structure.model_structure import ModelStructure
 from meshwright.profile.structure.split_marks import SplitMarks, find_split_marks
-from meshwright.profile.torch_private import FakeTensorMode
+from meshwright.profile.torch_private import DataDependentOutputException, FakeTensorMode
 from meshwright.profile.tracing.recorder import RecordedOperator, RulesContext, StepTrace, StorageEvent, record_step
 from meshwright.profile.tracing.step import LossFunction, compute_loss
 from meshwright.profile.values import (
@@ -158,7 +165,8 @@ class _FakeStep:
         except InputError:
             raise
         except Exception as error:
-            raise InputError(f"{_failing_module(error, names)}: {first_line(error)}") from error
+            reason = reads_values(error) if isinstance(error, DataDependentOutputException) else first_line(error)
+            raise InputError(f"{_failing_module(error, names)}: {reason}") from error
 
 
 def _trace_all_batches(

@@ -43,7 +43,7 @@ class LossFinder:
         self._model: FakeModel | None = None
         if function is None:
             is_tried = sample is not None and plan.shares > 1
-            self.loss = find_model_loss(model, sample) if is_tried else loss_from_model()
+            self.loss = find_model_loss(model, sample) if is_tried else loss_from_model(model)
         else:
             self.loss = classify_loss(function)
             if needs_trial(function):

@@ -28,10 +28,11 @@ from torch import Tensor, nn
 from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.train.loss.cross_entropy import Count, count_targets, count_targets_in_modules
+from meshwright.train.loss.detection import BoxCounts, DetectorLoss, has_detector
 from meshwright.train.metrics import compares_samples, without_rows
 
 LossFunction = Callable[[Any, Any], Any]
-Kind = Literal["samples", "targets", "sum", "compares_samples"]
+Kind = Literal["samples", "targets", "sum", "compares_samples", "terms"]
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,11 @@ class Loss:
     `kind` says what `function` returns. `samples`: the mean over the batch's samples. `targets`: the sum over the
     targets that are not ignored (a mean would be 0/0 if all are ignored). `sum`: the sum over the batch; the loss is
     the sum over the global batch, and is not divided. `compares_samples`: the sum over the batch's samples, which the
-    function compares with the samples of other ranks. The model's forward pass runs within `forward_context()`.
-    `is_divisible` is False for a loss inside a model that cannot be computed from the losses of parts of a batch.
+    function compares with the samples of other ranks. `terms`: a sum of means over different numbers of objects, each
+    multiplied by this rank's part of its number over all ranks (detection.py); `function` is called with the number of
+    samples in place of the target, and the results of all ranks are added. The model's forward pass runs within
+    `forward_context()`. `is_divisible` is False for a loss inside a model that cannot be computed from the losses of
+    parts of a batch.
     """
 
     function: LossFunction
@@ -62,6 +66,8 @@ class Loss:
     def term(self, output: Any, target: Any, samples: int) -> "LossTerm":
         """Returns what the batch adds to the sum over the global batch. If `samples` is 0, the batch only lets a rank
         take part in a step, and has weight 0."""
+        if self.kind == "terms":
+            return LossTerm(self.function(output, samples), 1.0, None)
         if self.kind == "compares_samples" and not samples:  # other ranks must not compare with its samples either
             output, target = without_rows(output), without_rows(target)
         value, returned_count = _value_and_count(self.function(output, target))
@@ -69,6 +75,16 @@ class Loss:
         if returned_count is not None:
             return LossTerm(value, present, returned_count * present)
         return LossTerm(value, float(samples) if self.kind == "samples" else present, None)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether the sum of the loss over ranks and microbatches is divided by the sum of their counts."""
+        return self.kind not in ("sum", "terms")
+
+    def is_in(self, output: Any) -> bool:
+        """Whether a loss can be computed from this output. Models that compute their loss themselves may do so in
+        training mode only."""
+        return not isinstance(self.function, ModelLoss | DetectorLoss) or find_model_value(output) is not None
 
     def sum_and_count(self, output: Any, target: Any, samples: int) -> tuple[Tensor, Tensor | float]:
         """Returns what the batch adds to the sum of the loss, and to the number by which that sum is divided."""
@@ -108,25 +124,30 @@ def check_sample_comparison(loss: Loss, plan: Plan) -> None:
             f" {plan.data_ranks} data ranks × {plan.microbatches} microbatches of the plan ({plan.summary()}): compute"
             " it in a loss function from the model's output, or use a plan without data parallelism and microbatches"
         )
-    if loss.kind != "compares_samples":
+    if loss.kind not in ("compares_samples", "terms"):
         return
+    compares = (
+        "the loss compares all samples of a global batch with each other"
+        if loss.kind == "compares_samples"
+        else "the losses of this detector are means over the boxes of a whole global batch"
+    )
     if plan.microbatches > 1:
         raise InputError(
-            f"the loss compares all samples of a global batch with each other, but the plan ({plan.summary()}) cuts a"
+            f"{compares}, but the plan ({plan.summary()}) cuts a"
             f" rank's share of it into {plan.microbatches} microbatches: set memory.accumulation and"
             " pipeline.microbatches to 1"
         )
     if plan.gradients.servers:
         raise InputError(
-            "the loss compares all samples of a global batch with each other, but workers of parameter servers do not"
-            " exchange samples: set gradients.servers to 0"
+            f"{compares}, but workers of parameter servers do not exchange samples or numbers of boxes: set"
+            " gradients.servers to 0"
         )
 
 
 class ModelLoss:
-    """The loss function for a model that computes its loss itself, and returns it as a scalar, as `output.loss`, or
-    under the key `loss`. If the model computes cross entropies, the result is a pair (sum, count) with their number of
-    targets. Otherwise it is the loss itself, which is taken as a mean over samples."""
+    """The loss function for a model that computes its loss itself, and returns it as `find_model_value` says. If the
+    model computes cross entropies, the result is a pair (sum, count) with their number of targets. Otherwise it is the
+    loss itself, which is taken as a mean over samples."""
 
     def __init__(self) -> None:
         self._counts: list[Count] = []
@@ -139,8 +160,8 @@ class ModelLoss:
             yield
 
     def __call__(self, output: Any, target: Any) -> Any:
-        value = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
-        if not isinstance(value, Tensor) or value.numel() != 1:
+        value = find_model_value(output)
+        if value is None:
             raise InputError(f"the job has no loss, and the model returned {type(output).__name__} without one")
         if not self._counts:
             return value
@@ -149,8 +170,25 @@ class ModelLoss:
         return value * count, count
 
 
-def loss_from_model() -> Loss:
-    """Returns the `Loss` for a model that computes its loss itself."""
+def find_model_value(output: Any) -> Tensor | None:
+    """Returns the loss in the output of a model that computes it; None if there is none. It is the output itself, its
+    attribute or key `loss`, or the sum of a dict of scalars, which detectors return."""
+    value = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    if value is None and isinstance(output, Mapping) and output and all(map(_is_scalar, output.values())):
+        value = torch.stack([loss.reshape(()) for loss in output.values()]).sum()
+    return value if _is_scalar(value) else None
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+def loss_from_model(model: nn.Module | None = None) -> Loss:
+    """Returns the `Loss` for a model that computes its loss itself. Without the model, it is not known whether this is
+    one of torchvision's detectors, and the loss is right for undivided batches only."""
+    if model is not None and has_detector(model):
+        counts = BoxCounts()
+        return Loss(DetectorLoss(counts), "terms", forward_context=counts.recording)
     function = ModelLoss()
     return Loss(function, "samples", forward_context=function.forward_context)
 

@@ -2,11 +2,12 @@
 
 The loss of a whole batch is compared with the losses of its samples one by one. A loss function is tried on random
 outputs in the form of the model's, so the model is not run. A model that computes its loss itself is run in evaluation
-mode, without gradients. A loss that is none of the above compares samples with each other: under data parallelism it
-must see the samples of all ranks together.
+mode, or in training mode if it returns no loss otherwise, without gradients. A loss that is none of the above compares
+samples with each other: under data parallelism it must see the samples of all ranks together.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,14 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.batch import WHOLE_BATCH, split_batch
+from meshwright.batch import WHOLE_BATCH, listed_samples, split_batch, take_listed
 from meshwright.errors import InputError
 from meshwright.profile.tracing.real_tensors import model_device
 from meshwright.train.loss.cross_entropy import CountTargets
 from meshwright.train.loss.joined import JoinedLoss, count_rows
 from meshwright.train.loss.loss import Loss, LossFunction, classify_loss, loss_from_model
 from meshwright.train.loss.output_form import FakeModel, OutputForm
-from meshwright.train.torch_private import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from meshwright.train.torch_private import (
+    AnyBatchNorm,
+    AnyDropout,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 
 _SAMPLES = 5  # of a trial; the samples of the sample batch are repeated
 _TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-6}
@@ -55,25 +63,29 @@ def find_loss(function: LossFunction, model: FakeModel, sample: Any, target_key:
 
 def find_model_loss(model: nn.Module, sample: Any) -> Loss:
     """Returns the `Loss` for a model that computes its loss itself, tried on the samples of the sample batch, one by
-    one and together. The model runs in evaluation mode and is not changed. A model that cannot be tried, because it is
-    on the meta device or too large, or returns no loss in evaluation mode, gets the result of `loss_from_model`."""
-    loss = loss_from_model()
+    one and together. The model is not changed. It runs in evaluation mode or, if it returns no loss there, in training
+    mode. A model that cannot be tried, because it is on the meta device or too large, gets the result of
+    `loss_from_model`, and so do torchvision's detectors, whose losses are known."""
+    loss = loss_from_model(model)
     parameters = list(model.parameters())
-    if any(p.is_meta for p in parameters) or sum(p.numel() for p in parameters) > _LARGEST_TRIED:
+    is_large = sum(p.numel() for p in parameters) > _LARGEST_TRIED
+    if loss.kind == "terms" or is_large or any(p.is_meta for p in parameters):
         return loss
-    was_training = [module for module in model.modules() if module.training]
     device = model_device(model)
     batch = tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, _repeat_samples(sample, 2))
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            model.eval()
-            whole = _model_loss(loss, model, batch)
-            parts = [_model_loss(loss, model, _rows(batch, row, 2)) for row in range(2)]
-    except Exception:  # whatever the model's own code raises
-        return loss
-    finally:
-        for module in was_training:
-            module.training = True
+    for training in (False, True):
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), _in_mode(model, training):
+                whole = _model_loss(loss, model, batch)
+                parts = [_model_loss(loss, model, _rows(batch, row, 2)) for row in range(2)]
+            return _divided(loss, whole, parts)
+        except Exception:  # whatever the model's own code raises, and a model that returns no loss in this mode
+            continue
+    return loss
+
+
+def _divided(loss: Loss, whole: Any, parts: list[Any]) -> Loss:
+    """Returns the `Loss` of a model whose loss is `whole` for a batch, and `parts` for the samples of the batch."""
     if isinstance(whole, tuple):
         is_divisible = _close(whole[0], sum(part[0] for part in parts), _MODEL_TOLERANCE)
     elif _close(whole, sum(parts), _MODEL_TOLERANCE):
@@ -81,6 +93,24 @@ def find_model_loss(model: nn.Module, sample: Any) -> Loss:
     else:
         is_divisible = _close(whole, sum(parts) / len(parts), _MODEL_TOLERANCE)
     return replace(loss, is_divisible=is_divisible)
+
+
+@contextmanager
+def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Within this context, the model is in training or evaluation mode; its BatchNorm and dropout layers are in
+    evaluation mode always, because they would make the loss of a sample depend on the other samples or on chance. After
+    it, the modes and the buffers are as they were."""
+    modes = {module: module.training for module in model.modules()}
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()] if training else []
+    try:
+        for module in modes:
+            module.training = training and not isinstance(module, AnyBatchNorm | AnyDropout)
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        for buffer, values in buffers:
+            buffer.copy_(values)
 
 
 def _model_loss(loss: Loss, model: nn.Module, batch: Any) -> Any:
@@ -212,6 +242,9 @@ class WeightedByMask:
 
 
 def _repeat_samples(target: Any, samples: int) -> Any:
+    listed = listed_samples(target)
+    if listed is not None:
+        return take_listed(target, [row % listed for row in range(samples)])
     size = count_rows(target)
 
     def repeat(value: Any) -> Any:
@@ -227,6 +260,9 @@ def _has_rows(value: Any) -> bool:
 
 
 def _rows(target: Any, row: int, samples: int) -> Any:
+    if listed_samples(target) is not None:
+        return take_listed(target, [row])
+
     def pick(value: Any) -> Any:
         return value[row : row + 1] if _has_rows(value) and value.shape[0] == samples else value
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from meshwright.batch import listed_samples, take_listed
 from meshwright.data.batch import Microbatch
 from meshwright.data.partition import even_share
 from meshwright.data.prepared import PreparedShare
@@ -29,7 +30,11 @@ def move_to_device(data: Any, device: torch.device, *, channels_last: bool = Fal
 
 
 def samples_in(data: Any) -> int:
-    """The number of samples in a batch: the size of dimension 0 of its first tensor that has dimensions."""
+    """The number of samples in a batch: the length of its lists of samples, or else the size of dimension 0 of its
+    first tensor that has dimensions."""
+    listed = listed_samples(data)
+    if listed is not None:
+        return listed
     for leaf in tree_leaves(data):
         if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
             return int(leaf.shape[0])
@@ -54,14 +59,17 @@ def cut_share(share: PreparedShare, plan: Plan) -> tuple[list[Microbatch], int |
 
 
 def split_into_microbatches(data: Any, parts: int) -> list[Any]:
-    """Cuts a batch along dimension 0 into `parts` microbatches, or into one per sample if it has fewer samples. Values
-    without a dimension of the samples are the same in every microbatch."""
+    """Cuts a batch along dimension 0, or its lists of samples, into `parts` microbatches, or into one per sample if it
+    has fewer samples. Values without a dimension of the samples are the same in every microbatch."""
     if parts == 1:
         return [data]
     size = samples_in(data)
     bounds = [(size * part // parts, size * (part + 1) // parts) for part in range(parts)]
 
     def cut(begin: int, end: int) -> Any:
+        if listed_samples(data) is not None:
+            return take_listed(data, range(begin, end))
+
         def narrow(value: Any) -> Any:
             has_samples = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == size
             return value[begin:end] if has_samples else value

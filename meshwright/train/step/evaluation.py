@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meshwright.batch import ModelBatch
 from meshwright.data.loading import LoadingOptions, Microbatch, SampleShare, eval_batches
+from meshwright.errors import InputError
 from meshwright.exchange import all_gather_values
 from meshwright.parallel.gather_samples import GatherSamples
 from meshwright.parallel.model import ParallelModel
@@ -115,8 +116,14 @@ class Evaluator:
                     output = self._parallel.evaluate(example)
                 if not self._parallel.position.reports_loss or not (part.samples or any_compares):
                     continue
-                loss = self.loss.sum_and_count(output, example.target, part.samples)
-                totals.add_value("loss", loss, part.samples)
+                if self.loss.is_in(output):
+                    loss = self.loss.sum_and_count(output, example.target, part.samples)
+                    totals.add_value("loss", loss, part.samples)
+                elif not metrics:
+                    raise InputError(
+                        f"the model returned {type(output).__name__} without a loss in evaluation mode, and there is no"
+                        " metric: name one in metrics, or leave data.eval out"
+                    )
                 totals.add(output, example.target, part.samples)
         self._parallel.reshard()  # otherwise weights that the user changes would not be used by the next evaluation
         return totals, batches.gave_up

@@ -103,9 +103,9 @@ class ForwardBackward:
         `divide`, it sets `self.count` to this rank's count instead, and the returned function returns 1."""
         if not divide:
             counts = (self.loss.count(example.target, samples) for example, samples in examples)
-            self.count = 0.0 if self.loss.kind == "sum" else sum(counts)
+            self.count = sum(counts) if self.loss.is_divided else 0.0
             return lambda: 1.0
-        if self.loss.kind == "sum":
+        if not self.loss.is_divided:
             return lambda: 1.0
         if self.loss.kind in ("samples", "compares_samples") and global_samples is not None:
             return lambda: global_samples

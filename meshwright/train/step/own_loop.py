@@ -81,7 +81,7 @@ class OwnLoop:
             output = self.model(*example.arguments, **example.keywords)
         term = self._loss.term(output, example.target, samples)
         count = self._loss.count(example.target, samples) if term.returned_count is None else term.returned_count
-        return self._global_mean(term.value, term.weight, None if self._loss.kind == "sum" else count)
+        return self._global_mean(term.value, term.weight, count if self._loss.is_divided else None)
 
     def _try_loss(self, data: Any) -> None:
         """Finds out with the first batch what the loss is a mean over, if no sample batch was there before. All ranks

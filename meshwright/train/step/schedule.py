@@ -10,6 +10,7 @@ from meshwright.call import build
 from meshwright.errors import InputError
 from meshwright.exchange import broadcast_value
 from meshwright.job import Job, LearningRateSchedule
+from meshwright.train.metrics import evaluated_value
 from meshwright.train.step_runner import StepRunner
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -70,4 +71,4 @@ def step_after_evaluation(session: StepRunner, metric: str | None, values: Mappi
     """Steps the session's schedule if it needs a metric, with the value of this metric; None means `loss`. All ranks
     call this together."""
     if session.schedule is not None and needs_metric(session.schedule):
-        session.step_schedule(values[metric or "loss"])
+        session.step_schedule(evaluated_value(values, metric or "loss", "schedule.metric"))

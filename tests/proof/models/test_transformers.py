@@ -5,7 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import default_collate
 
+from meshwright.batch import WHOLE_BATCH
+from meshwright.errors import InputError
+from meshwright.parallel.check import check_plan
 from meshwright.plan import Plan
 from meshwright.proof.request import ProofRequest, UserModel
 from tests.proof.cases import prove_in_pool
@@ -67,8 +71,19 @@ def test_an_encoder_decoder_is_cut_in_its_encoder(two: RankPool, tmp_path: Path)
     assert proof["max_relative_error"] <= 1e-9
 
 
-@pytest.mark.soak
-def test_a_decoder_whose_layers_share_tensors_is_not_cut(two: RankPool, tmp_path: Path) -> None:
-    words = r"decoder\.block\.1 needs a tensor that an earlier pipeline stage computes .* put the cut somewhere else"
-    with pytest.raises(RankFailure, match=words):
-        two.run(prove_model, "t5", "pipeline", tmp_path, "decoder.block.0")
+@pytest.mark.parametrize(
+    ("name", "cut", "words"),
+    [
+        (
+            "t5",
+            "decoder.block.0",
+            "block.0 computes a value that depends on no weight .* nearest cuts are after",
+        ),
+        ("whisper", "model.encoder.layers.0", "chance or data decide which modules of this model run in training"),
+    ],
+)
+def test_models_that_cannot_be_cut_are_refused_before_ranks_start(name: str, cut: str, words: str) -> None:
+    samples = Samples(CASES[name].samples)
+    plan = Plan.model_validate({"axes": {"pipeline": 2}, "pipeline": {"cuts": [cut], "microbatches": 2}})
+    with pytest.raises(InputError, match=words):
+        check_plan(plan, CASES[name].build(), default_collate([samples[0], samples[1]]), WHOLE_BATCH)

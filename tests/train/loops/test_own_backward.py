@@ -349,3 +349,25 @@ def test_a_mean_needs_a_count_outside_of_a_prepared_loop() -> None:
     with pytest.raises(InputError, match=r"session\.mean\(value, count\)"):
         session.mean(torch.ones((), dtype=torch.float64))
     assert session.mean(torch.full((), 2.0), 3).item() == 2.0
+
+
+# ---- hooks that are registered after parallelize
+
+
+def calls_of_hooks(rank: int, size: int, plan: Plan) -> list[str]:
+    module = model(5, 4)
+    session = session_for(module, plan)
+    calls: list[str] = []
+    block = module.get_submodule("blocks.1")
+    block.register_forward_hook(lambda *_: calls.append("forward"))
+    block.register_full_backward_hook(lambda *_: calls.append("backward"))
+    weight = session.module.get_parameter("blocks.1.0.weight")
+    weight.register_post_accumulate_grad_hook(lambda _: calls.append("accumulated"))
+    session.step(next(iter(session.prepare(shuffled(pairs(22))))))
+    return calls
+
+
+@pytest.mark.parametrize("axis", ["replicate", "shard"])
+def test_hooks_of_modules_and_accumulated_gradients_run(two: RankPool, axis: str) -> None:
+    for calls in two.run(calls_of_hooks, plan_of(axis, 2)):
+        assert sorted(calls) == ["accumulated", "backward", "forward"]
