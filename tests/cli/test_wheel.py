@@ -1,6 +1,7 @@
 """The wheel works in an environment outside the repository, where only the dependencies are installed beside it."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,8 @@ REPOSITORY = Path(__file__).parents[2]
 def run(*command: object, folder: Path) -> str:
     """Runs a command and returns what it prints."""
     words = [str(word) for word in command]
-    process = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=250, check=False)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # no other package
+    process = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
     assert process.returncode == 0, process.stderr
     return process.stdout
 

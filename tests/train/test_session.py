@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
 import meshwright
 from meshwright.errors import CheckpointError, InputError
@@ -69,7 +69,9 @@ def test_bf16_computes_in_bf16_but_keeps_losses_and_weights_in_fp32() -> None:
 
     layer_dtypes: list[torch.dtype] = []
     model = new_model(Images)
-    session = session_of(model, Plan.model_validate({"numerics": {"precision": "bf16"}}), loss)
+    bf16 = Plan.model_validate({"numerics": {"precision": "bf16"}})
+    session = session_of(model, bf16, loss, sample=default_collate([pictures()[0], pictures()[1]]))
+    loss_dtypes.clear()  # those of the trial before training
     model.get_submodule("conv").register_forward_hook(lambda module, inputs, output: layer_dtypes.append(output.dtype))
     losses = [session.step(batch) for batch in session.batches(pictures(), epochs=5, global_batch=8)]
     session.evaluate(pictures())

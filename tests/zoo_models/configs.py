@@ -17,6 +17,7 @@ _GPT2: dict[str, Any] = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_he
 _TOKENS: dict[str, Any] = {"vocab_size": 99, "bos_token_id": 1, "eos_token_id": 2}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", **_SIZES},
+    "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 8, **_SIZES},
     "gpt2": {"architectures": ["GPT2LMHeadModel"], **_GPT2, **_TOKENS},
     "bert": {"model_type": "bert", "architectures": ["BertForMaskedLM"], **_SIZES},
     "bert_classes": {"model_type": "bert", "architectures": ["BertForSequenceClassification"], **_SIZES},

@@ -16,6 +16,7 @@ from meshwright.parallel.pipeline.remote_modules import tensors_in
 from meshwright.parallel.pipeline.stage_dataflow import CallKey, StageDataflow, TensorPosition
 from meshwright.parallel.pipeline.transport import ActivationSpec, activation_spec
 from meshwright.parallel.torch_private import FakeTensorMode, tree_flatten, tree_map
+from meshwright.profile.fake import FakeRules
 
 _MAX_CACHED = 64  # input signatures: batches of many sequence lengths would fill the memory
 
@@ -65,7 +66,7 @@ class ShapeInference:
                     lambda leaf: self._fake(leaf, self._device) if isinstance(leaf, Tensor) else leaf,
                     (example.arguments, example.keywords),
                 )
-            with self.fake_mode, precision():
+            with self.fake_mode, FakeRules(fixes_random_scalars=False), precision():
                 self.fake_model(*args, **kwargs)
         finally:
             for handle in handles:

@@ -52,6 +52,34 @@ class CountTargets(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class FindIgnoredTargets(TorchFunctionMode):
+    """Within this context, `flags` gets a tensor for each cross entropy that is a mean over classes: whether it ignores
+    one of its targets. It gets none where no value can be read (`_has_no_value`)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flags: list[Tensor] = []
+
+    @property
+    def ignores(self) -> bool:
+        """Whether a target is ignored. Waits for the device."""
+        return any(map(bool, self.flags))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _SIGNATURES and func is getattr(F, name):
+            options = {**_DEFAULTS, **_SIGNATURES[name].bind(*args, **(kwargs or {})).arguments}
+            target = options["target"]
+            if options["reduction"] == "mean" and not target.is_floating_point() and not _has_no_value(target):
+                self.flags.append((target == options["ignore_index"]).any())
+        return func(*args, **(kwargs or {}))
+
+
+def _has_no_value(tensor: Tensor) -> bool:
+    """Whether no value can be read: of a fake tensor, and while a CUDA graph is recorded."""
+    return isinstance(tensor, FakeTensor) or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 @contextmanager
 def count_targets_in_modules() -> Iterator[list[Count]]:
     """Like `CountTargets`, but only for calls through the module `torch.nn.functional`. It costs other operators

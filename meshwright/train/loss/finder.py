@@ -18,7 +18,8 @@ from meshwright.train.loss.loss import (
     over_all_ranks,
 )
 from meshwright.train.loss.output_form import FakeModel
-from meshwright.train.loss.trial import find_loss, find_model_loss, is_from_torch
+from meshwright.train.loss.target_counts import CountedByTarget
+from meshwright.train.loss.trial import WithoutIgnoredTargets, find_loss, find_model_loss, is_from_torch
 
 
 def needs_trial(function: LossFunction | None) -> bool:
@@ -50,6 +51,8 @@ class LossFinder:
                 self._model = FakeModel(model)
                 if sample is not None:
                     self._try(sample)
+                    if plan.world_size > 1 and not plan.gradients.servers:
+                        self._check_agreement()
         check_sample_comparison(self.loss, plan)
 
     @property
@@ -65,14 +68,28 @@ class LossFinder:
     def try_batch(self, data: Any) -> None:
         """Tries the loss on a batch of this rank. All ranks must call this together."""
         self._try(data)
-        results = all_gather_values([self.loss.kind, type(self.loss.function).__name__])
-        if any(result != results[0] for result in results):
-            raise InputError(
-                "ranks do not agree on what the loss is a mean over, because their first batches differ: pass"
-                " sample_batch to parallelize()"
-            )
+        self._check_agreement()
         check_sample_comparison(self.loss, self._plan)
 
+    def _check_agreement(self) -> None:
+        """Raises an `InputError` if ranks have found different results. All ranks must call this together."""
+        results = all_gather_values([self.loss.kind, _kind_of_count(self.loss.function)])
+        if any(result != results[0] for result in results):
+            raise InputError(
+                "ranks do not agree on what the loss is a mean over, because their sample batches differ: pass the same"
+                " sample_batch to parallelize() on all ranks"
+            )
+
     def over_ranks(self, gather: GatherSamples | None) -> Loss:
-        """Returns the loss as a rank computes it: one that compares samples gets those of all ranks."""
+        """Returns the loss as a rank computes it: one that compares samples gets those of all ranks, and where nothing
+        divides a batch, it may have ignored targets."""
+        if isinstance(self.loss.function, WithoutIgnoredTargets) and self._plan.shares == 1:
+            return replace(self.loss, function=self.loss.function.function)
         return replace(self.loss, function=over_all_ranks(self.loss.function, gather))
+
+
+def _kind_of_count(function: LossFunction) -> list[Any]:
+    """Returns values that are equal on all ranks whose losses are divided by the same count."""
+    if isinstance(function, CountedByTarget):
+        return [function.leaf, function.rule]
+    return [type(function).__name__]

@@ -208,7 +208,8 @@ def classify_loss(function: LossFunction) -> Loss:
     reduction = keywords.get("reduction")
     if reduction == "none":
         raise InputError("the loss has reduction='none': a loss must return one number, use 'mean' or 'sum'")
-    if reduction == "sum":
+    is_legacy_sum = keywords.get("size_average") is False and keywords.get("reduce") is not False
+    if reduction == "sum" or is_legacy_sum:
         return Loss(function, "sum")
     index = keywords.get("ignore_index")
     ignore_index = -100 if index is None else int(index)

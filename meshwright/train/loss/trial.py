@@ -6,33 +6,36 @@ mode, or in training mode if it returns no loss otherwise, without gradients. A 
 samples with each other: under data parallelism it must see the samples of all ranks together.
 """
 
+import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from meshwright.batch import WHOLE_BATCH, listed_samples, split_batch, take_listed
 from meshwright.errors import InputError
 from meshwright.profile.tracing.real_tensors import model_device
-from meshwright.train.loss.cross_entropy import CountTargets
+from meshwright.train.loss.cross_entropy import CountTargets, FindIgnoredTargets
 from meshwright.train.loss.joined import JoinedLoss, count_rows
 from meshwright.train.loss.loss import Loss, LossFunction, classify_loss, loss_from_model
 from meshwright.train.loss.output_form import FakeModel, OutputForm
+from meshwright.train.loss.target_counts import COUNTS, CountedByTarget, has_rows, shorten_one_row, varied_targets
 from meshwright.train.torch_private import (
     AnyBatchNorm,
     AnyDropout,
-    tree_flatten,
     tree_leaves,
     tree_map,
-    tree_unflatten,
 )
 
 _SAMPLES = 5  # of a trial; the samples of the sample batch are repeated
-_TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-6}
+_DRAWS = 8  # of a loss that draws random numbers
+# In fp64 first, which tells apart losses that are nearly equal; functions with fp32 constants may only run in fp32.
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
 _MODEL_TOLERANCE = 1e-3  # the model runs in the precision of its weights
 _LARGEST_TRIED = 2 * 10**8  # parameters: a larger model is not run for a trial
 _CHANGES: tuple[Callable[[Tensor], Tensor], ...] = (lambda x: x, torch.sigmoid, lambda x: x.softmax(-1))
@@ -76,23 +79,29 @@ def find_model_loss(model: nn.Module, sample: Any) -> Loss:
     for training in (False, True):
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]), _in_mode(model, training):
-                whole = _model_loss(loss, model, batch)
-                parts = [_model_loss(loss, model, _rows(batch, row, 2)) for row in range(2)]
-            return _divided(loss, whole, parts)
+                cases = [_model_losses(loss, model, rows) for rows in (batch, shorten_one_row(batch))]
+            return _divided(loss, cases)
         except Exception:  # whatever the model's own code raises, and a model that returns no loss in this mode
             continue
     return loss
 
 
-def _divided(loss: Loss, whole: Any, parts: list[Any]) -> Loss:
-    """Returns the `Loss` of a model whose loss is `whole` for a batch, and `parts` for the samples of the batch."""
-    if isinstance(whole, tuple):
-        is_divisible = _close(whole[0], sum(part[0] for part in parts), _MODEL_TOLERANCE)
-    elif _close(whole, sum(parts), _MODEL_TOLERANCE):
+def _divided(loss: Loss, cases: list[list[Any]]) -> Loss:
+    """Returns the `Loss` of a model whose losses were tried on two batches: each of `cases` has the loss of a whole
+    batch, and those of its samples."""
+    if isinstance(cases[0][0], tuple):  # cross entropies with their numbers of targets
+        sums = ([total for total, _ in case] for case in cases)
+        return replace(loss, is_divisible=all(_close(whole, sum(parts), _MODEL_TOLERANCE) for whole, *parts in sums))
+    telling = [values for values in cases if math.isfinite(values[0]) and any(values)]
+    if telling and all(_close(whole, sum(parts), _MODEL_TOLERANCE) for whole, *parts in telling):
         return replace(loss, kind="sum")
-    else:
-        is_divisible = _close(whole, sum(parts) / len(parts), _MODEL_TOLERANCE)
-    return replace(loss, is_divisible=is_divisible)
+    is_mean = all(_close(whole, sum(parts) / len(parts), _MODEL_TOLERANCE) for whole, *parts in telling)
+    return replace(loss, is_divisible=is_mean)
+
+
+def _model_losses(loss: Loss, model: nn.Module, batch: Any) -> list[Any]:
+    """Returns the loss of two samples together, and the losses of each."""
+    return [_model_loss(loss, model, rows) for rows in (batch, *(_rows(batch, row, 2) for row in range(2)))]
 
 
 @contextmanager
@@ -128,6 +137,23 @@ def is_from_torch(function: Any) -> bool:
     return module in ("torch.nn.modules.loss", "torch.nn.functional")
 
 
+@dataclass(frozen=True)
+class _Case:
+    """Targets for the samples of a trial, the loss of all samples together, and the sum and the count of each sample: a
+    pair that the function returned, or its value and 1. `ignores` says whether a cross entropy that is a mean ignores
+    one of the targets."""
+
+    target: Any
+    value: float
+    parts: list[tuple[float, float]]
+    ignores: bool
+
+    @property
+    def is_telling(self) -> bool:
+        """Whether sums and means of the parts differ, and can be compared with the value."""
+        return math.isfinite(self.value) and any(total != 0 for total, _ in self.parts)
+
+
 class _Trial:
     """One loss function, and the outputs and targets of a few samples."""
 
@@ -135,76 +161,162 @@ class _Trial:
         self._loss = loss
         self._form = form
         self._output = output
-        self._target = target
         self._tolerance = tolerance
+        self._first = self._case(target)
 
     def result(self) -> Loss:
+        first, value = self._first, self._value(self._first.target)
+        if math.isfinite(value) and not self._close(first.value, value):
+            return self._random()
+        cases = [case for case in (first, *self._varied_cases()) if case.is_telling]
+        without_ignored = cases if first.ignores else [case for case in cases if not case.ignores]
+        if without_ignored:
+            for holds, loss in self._candidates():
+                # With a count of the targets that are not ignored, it may ignore some that the sample batch does not.
+                if all(map(holds, cases if loss.function is self._counted else without_ignored)):
+                    return loss
+        return self._joined()
+
+    def _candidates(self) -> Iterator[tuple[Callable[[_Case], bool], Loss]]:
+        """What the loss may be, each with a function that says whether it is so in a case. Earlier ones are preferred
+        where the cases do not tell them apart."""
         function = self._loss.function
-        value, parts = self._values(function, self._target)
-        if isinstance(value, tuple):  # a sum and a count, which must be those of its samples
-            pairs = zip(*parts, strict=True)
-            return self._loss if all(map(self._close, value, map(sum, pairs))) else self._joined()
-        if not self._close(function(self._output, self._target), value):
-            return self._loss  # it draws random numbers
-        if self._close(value, sum(parts)):
-            return replace(self._loss, kind="sum")
-        counted = returns_sum_and_count(function)
-        if self._counts_targets(counted, value):
-            return replace(self._loss, function=counted)
-        for leaf in range(len(tree_leaves(self._target))):
-            weighted = WeightedByMask(function, leaf)
-            if self._is_mask(leaf) and self._is_weighted(weighted):
-                return replace(self._loss, function=weighted)
-        return self._loss if self._close(value, sum(parts) / len(parts)) else self._joined()
+        if not self._returns_pairs:
+            yield self._is_sum, replace(self._loss, kind="sum")
+            yield self._counts_targets, replace(self._loss, function=self._counted)
+        yield self._is_mean, replace(self._loss, function=self._without_ignored_targets())
+        for leaf, value in enumerate(tree_leaves(self._first.target)):
+            for rule in COUNTS if has_rows(value, _SAMPLES) else ():
+                counted = CountedByTarget(function, leaf, rule)
+                yield partial(self._is_counted, counted), replace(self._loss, function=counted)
 
-    def _values(self, function: LossFunction, target: Any) -> tuple[Any, list[Any]]:
-        """Returns the loss of all samples together, and those of the samples one by one."""
-        parts = [function(self._form.rows(self._output, row), _rows(target, row, _SAMPLES)) for row in range(_SAMPLES)]
-        return function(self._output, target), parts
+    def _is_sum(self, case: _Case) -> bool:
+        return self._close(case.value, sum(total for total, _ in case.parts))
 
-    def _counts_targets(self, counted: LossFunction, value: Tensor) -> bool:
+    def _is_mean(self, case: _Case) -> bool:
+        """Whether the loss is the mean over samples, or the quotient of the sums of its pairs."""
+        return self._is_quotient(case, case.parts)
+
+    def _counts_targets(self, case: _Case) -> bool:
         """Whether the loss is the mean of cross entropies over their valid targets."""
         try:
-            total, parts = self._values(counted, self._target)
+            parts = [self._counted(*self._rows(case.target, row)) for row in range(_SAMPLES)]
         except _NoCount:
             return False
-        return self._close(total[0] / total[1], value) and self._close(total[0], sum(part[0] for part in parts))
+        return self._is_quotient(case, [(float(total), float(count)) for total, count in parts])
 
-    def _is_mask(self, leaf: int) -> bool:
-        """Whether a tensor of the target has zeros and ones only, several for each sample."""
-        value = tree_leaves(self._target)[leaf]
-        if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[0] != _SAMPLES or not value.any():
-            return False
-        return bool(((value == 0) | (value == 1)).all())
+    def _is_counted(self, counted: CountedByTarget, case: _Case) -> bool:
+        """Whether the loss is a mean over numbers of the target."""
+        counts = [float(counted.count(_rows(case.target, row, _SAMPLES))) for row in range(_SAMPLES)]
+        values = [total if count else 0.0 for (total, _), count in zip(case.parts, counts, strict=True)]
+        return self._is_quotient(case, [(value * count, count) for value, count in zip(values, counts, strict=True)])
 
-    def _is_weighted(self, weighted: "WeightedByMask") -> bool:
-        """Whether the loss is a mean over the places where a mask is 1. Other places of the mask are set to 0 first, so
-        that samples have different numbers of ones."""
-        leaves, structure = tree_flatten(self._target)
-        mask = leaves[weighted.leaf].clone()
-        for row in range(_SAMPLES):  # row k keeps a part of its ones
-            ones = mask[row].flatten().nonzero().flatten()
-            mask[row].view(-1)[ones[: len(ones) * row // (2 * _SAMPLES)]] = 0
-        leaves[weighted.leaf] = mask
-        target = tree_unflatten(leaves, structure)
-        total, parts = self._values(weighted, target)
-        counts = {float(part[1]) for part in parts}
-        equal = self._close(total[0], sum(part[0] for part in parts))
-        unweighted, means = self._values(weighted.function, target)
-        is_mean = self._close(unweighted, sum(means) / len(means))
-        return equal and len(counts) > 1 and not is_mean
+    def _is_quotient(self, case: _Case, parts: list[tuple[float, float]]) -> bool:
+        """Whether the loss of all samples follows from sums and counts, as training combines those of ranks."""
+        count = sum(count for _, count in parts)
+        return count != 0 and self._close(case.value, sum(total for total, _ in parts) / count)
+
+    def _varied_cases(self) -> Iterator[_Case]:
+        """Yields a case for each varied target that changes the loss and that the function accepts."""
+        for target, is_class in varied_targets(self._first.target, _SAMPLES):
+            try:
+                with nullcontext() if is_class else _RefuseCtcLoss():
+                    if self._value(target) != self._first.value:
+                        yield self._case(target)
+            except Exception:  # whatever the function raises on targets that no data set has
+                continue
+
+    def _case(self, target: Any) -> _Case:
+        with FindIgnoredTargets() as mode:
+            value = self._value(target)
+        parts = []
+        for row in range(_SAMPLES):
+            result = self._loss.function(*self._rows(target, row))
+            total, count = result if isinstance(result, tuple) else (result, 1)
+            parts.append((float(total), float(count)))
+        return _Case(target, value, parts, mode.ignores)
+
+    def _value(self, target: Any) -> float:
+        """The loss of all samples together."""
+        result = self._loss.function(self._output, target)
+        return float(result[0] / result[1]) if isinstance(result, tuple) else float(result)
+
+    def _rows(self, target: Any, row: int) -> tuple[Any, Any]:
+        return self._form.rows(self._output, row), _rows(target, row, _SAMPLES)
+
+    @cached_property
+    def _counted(self) -> LossFunction:
+        return returns_sum_and_count(self._loss.function)
+
+    @cached_property
+    def _returns_pairs(self) -> bool:
+        return isinstance(self._loss.function(self._output, self._first.target), tuple)
+
+    def _without_ignored_targets(self) -> LossFunction:
+        """Returns the function. If it has cross entropies, but the sample batch has no target that they ignore, nobody
+        knows whether it is a mean over samples with such targets, so these are refused."""
+        function = self._loss.function
+        with FindIgnoredTargets() as mode:
+            function(self._output, self._first.target)
+        return WithoutIgnoredTargets(function) if mode.flags and not mode.ignores else function
+
+    def _random(self) -> Loss:
+        """What a loss is that draws random numbers: a sum if the mean of several draws is nearer to that."""
+        cases = [self._case(self._first.target) for _ in range(_DRAWS)]
+        value = sum(case.value for case in cases)
+        parts = sum(total / max(count, 1.0) for case in cases for total, count in case.parts)
+        if not self._returns_pairs and abs(value - parts) < abs(value - parts / _SAMPLES):
+            return replace(self._loss, kind="sum")
+        try:
+            self._counted(self._output, self._first.target)
+        except (_NoCount, TypeError):
+            return self._loss
+        return replace(self._loss, function=self._counted)
 
     def _joined(self) -> Loss:
         if any(dim not in (0, None) for dim in self._form.sample_dims):
             raise InputError(
-                "the loss compares the samples of a batch with each other, and the model's output has its samples in"
-                " another dimension than the first: return outputs whose first dimension is the samples"
+                "the loss is neither a mean nor a sum over samples or targets, so it needs the outputs of all ranks,"
+                " but the samples are not the first dimension of the model's output: let the loss return a pair"
+                " (sum, count), or the model outputs whose first dimension is the samples"
             )
         has_samples = tuple(dim == 0 for dim in self._form.sample_dims)
         return Loss(JoinedLoss(self._loss.function, has_samples), "compares_samples")
 
     def _close(self, a: Any, b: Any) -> bool:
         return _close(a, b, self._tolerance)
+
+
+class WithoutIgnoredTargets:
+    """A loss function with cross entropies that is a mean over samples while no target is ignored. Raises an
+    `InputError` for a batch with ignored targets; on a GPU in the call after, so that no call waits for the device."""
+
+    def __init__(self, function: LossFunction) -> None:
+        self.function = function
+        self._unread: list[Tensor] = []
+
+    def __call__(self, output: Any, target: Any) -> Any:
+        with FindIgnoredTargets() as mode:
+            result = self.function(output, target)
+        is_on_gpu = any(flag.is_cuda for flag in mode.flags)
+        to_read, self._unread = (self._unread, mode.flags) if is_on_gpu else (mode.flags, [])
+        if any(map(bool, to_read)):
+            raise InputError(
+                "the loss adds a cross entropy and other terms, which are means over different numbers where targets"
+                " are ignored, but the sample batch has no ignored target: put a sample with ignored targets into it"
+                " (in a job: among the first two), and the loss gets the outputs of all ranks; or use a plan without"
+                " data parallelism and microbatches"
+            )
+        return result
+
+
+class _RefuseCtcLoss(TorchFunctionMode):
+    """Raises an error if torch's CTC loss is called: it reads outside of its input if a target is not a class."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "ctc_loss":
+            raise ValueError("the CTC loss does not check its targets")
+        return func(*args, **(kwargs or {}))
 
 
 class _NoCount(Exception):
@@ -223,19 +335,6 @@ def _sum_and_count(function: LossFunction, output: Any, target: Any) -> tuple[Te
     if not mode.counts or any(count is not mode.counts[0] and count != mode.counts[0] for count in mode.counts):
         raise _NoCount
     return value * mode.counts[0], mode.counts[0]
-
-
-class WeightedByMask:
-    """A loss function that returns a pair: the value of `function`, which is a mean over the places where a mask is 1,
-    times the number of these places, and this number. `leaf` is the number of the mask among the target's tensors."""
-
-    def __init__(self, function: LossFunction, leaf: int) -> None:
-        self.function = function
-        self.leaf = leaf
-
-    def __call__(self, output: Any, target: Any) -> tuple[Tensor, Tensor]:
-        count = tree_leaves(target)[self.leaf].sum()
-        return self.function(output, target) * count, count
 
 
 # ---- samples

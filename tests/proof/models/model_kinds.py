@@ -207,6 +207,10 @@ def recomputing(name: str) -> nn.Module:
     return model
 
 
+def build(name: str) -> nn.Module:
+    return KINDS[name].build()
+
+
 def timm(name: str, **options: Any) -> nn.Module:
     model: nn.Module = load("timm:create_model")(name, num_classes=CLASSES, **options)
     return model

@@ -26,7 +26,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def prove_model(
-    rank: int, size: int, name: str, axis: str, folder: Path, cut: str | None = None
+    rank: int, size: int, name: str, axis: str, folder: Path, cut: str | None = None, dtype: str = "fp64"
 ) -> dict[str, Any] | None:
     """Runs in every rank of a pool. Returns the proof as JSON on rank 0."""
     plan = {**PLANS[axis]}
@@ -43,7 +43,7 @@ def prove_model(
         global_batch=9,
         clip_norm=0.5,
     )
-    return prove_in_pool(rank, size, ProofRequest(user_model, Plan.model_validate(plan)), folder)
+    return prove_in_pool(rank, size, ProofRequest(user_model, Plan.model_validate(plan), dtype=dtype), folder)
 
 
 # Encoder-decoders, which have no cut here, have tests of their own below.
@@ -62,6 +62,14 @@ def test_a_model_with_its_own_loss_is_proved(two: RankPool, case: str, tmp_path:
     proof = two.run(prove_model, name, axis, tmp_path)[0]
     assert proof["equal"], proof["first_difference"]
     assert proof["max_relative_error"] <= 1e-9
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("axis", PLANS)
+def test_experts_are_also_proved_with_their_grouped_product_in_fp32(two: RankPool, axis: str, tmp_path: Path) -> None:
+    proof = two.run(prove_model, "mixtral", axis, tmp_path, None, "fp32")[0]
+    assert proof["equal"], proof["first_difference"]
+    assert not any("eager" in note for note in proof["notes"])
 
 
 @pytest.mark.soak

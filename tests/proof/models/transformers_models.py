@@ -1,5 +1,5 @@
-"""Small models of the transformers library and of timm, with batches as their users make them: padded rows, ignored
-labels, and no loss function, because the models compute their loss themselves."""
+"""Small models of the transformers library, with batches as their users make them: padded rows, ignored labels, and no
+loss function, because the models compute their loss themselves."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -112,6 +112,10 @@ CASES = {
 }
 
 
+def build(name: str) -> nn.Module:
+    return CASES[name].build()
+
+
 class Samples(Dataset[dict[str, Tensor]]):
     """Random samples of one kind. Rows have different lengths, so padding and ignored labels differ between ranks."""
 
@@ -127,6 +131,7 @@ class Samples(Dataset[dict[str, Tensor]]):
         length = 3 + index % (LENGTH - 2)
         mask = (torch.arange(LENGTH) < length).long()
         labels = words.masked_fill(mask == 0, -100)
+        label = torch.tensor(-100 if index % 7 == 5 else index % 3)
         if self.kind == "causal":
             return {"input_ids": words * mask, "attention_mask": mask, "labels": labels}
         if self.kind == "masked":
@@ -135,9 +140,9 @@ class Samples(Dataset[dict[str, Tensor]]):
             ids = words.masked_fill(chosen, 1)
             return {"input_ids": ids * mask, "attention_mask": mask, "labels": labels.masked_fill(~chosen, -100)}
         if self.kind == "classified text":
-            return {"input_ids": words * mask, "attention_mask": mask, "labels": torch.tensor(index % 3)}
+            return {"input_ids": words * mask, "attention_mask": mask, "labels": label}
         if self.kind == "translated":
             return {"input_ids": words * mask, "attention_mask": mask, "labels": labels[:6]}
         if self.kind == "pictures":
-            return {"pixel_values": torch.randn(3, 8, 8, generator=draw), "labels": torch.tensor(index % 3)}
+            return {"pixel_values": torch.randn(3, 8, 8, generator=draw), "labels": label}
         return {"input_features": torch.randn(4, 16, generator=draw), "labels": labels[:6]}

@@ -118,3 +118,9 @@ def test_a_student_learns_from_its_teacher_as_on_one_process(size: int, axis: st
     for found in on_ranks(student_of, size, axis):
         for ours, plain in zip(found, expected, strict=True):
             assert_close(ours, plain)
+
+
+def test_several_models_share_the_process_group_that_the_first_one_makes() -> None:
+    found = mw.launch(lambda: gan(0, 2, "shard"), ranks=2, device="cpu")
+    for ours, plain in zip(found, plain_gan(), strict=True):
+        assert_close(ours, plain)
