@@ -69,6 +69,7 @@ def results(run: Path) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.soak
 def test_all_formats_are_read_without_meshwright(run: Path, results: dict[str, Any]) -> None:
     model = read_run(run).model
     for name, expected_model in (("decoder.safetensors", model), ("decoder-bf16.safetensors", copy_in_bf16(model))):

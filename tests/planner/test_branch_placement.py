@@ -104,6 +104,7 @@ def test_towers_are_not_placed_where_one_has_most_of_the_work() -> None:
     assert f"but that is {placed / plain - 1:.1%} slower: computing takes" in explanation
 
 
+@pytest.mark.soak
 def test_heads_are_placed_where_launching_them_takes_longer_than_the_encoder() -> None:
     inputs, result = search_for("heads", 32)
     best = result.ranked[0]

@@ -87,13 +87,10 @@ ALL_FOUR = "R2S2T2P2"
 ATTENTION_MODELS = ("gpt", "bert")
 
 COVERING: tuple[tuple[str, str], ...] = (
-    ("mnist", "R2 twice"),
     ("mnist", "S2P2 twice"),
     ("vgg", "R2 wide"),
     ("resnet", "R2P2 twice"),
-    ("resnet", "S2 synchronized optimizer"),
     ("gpt", "T2 sequence loss twice"),
-    ("gpt", "P2 zbv twice"),
     ("bert", "R2T2 twice"),
     ("bert", "T2P2"),
     ("two_tower", "R2S2 twice"),

@@ -83,6 +83,7 @@ def agree_on_folder(rank: int, world_size: int, output: str, error: MeshwrightEr
     return type(folder).__name__, str(folder.path), locked_run is not None
 
 
+@pytest.mark.soak
 def test_all_ranks_use_the_folder_that_rank_0_chose(two: RankPool, tmp_path: Path) -> None:
     path = str(tmp_path / "runs" / "toy-0001")
     first, second = two.run(agree_on_folder, str(tmp_path / "runs"), None)

@@ -63,6 +63,7 @@ def test_deeplabs_auxiliary_head_runs_in_training_only() -> None:
     assert model.eval()(images).shape == (2, 21, 64, 64)
 
 
+@pytest.mark.soak
 def test_zero_init_residual_sets_the_last_norms_of_deeplabs_blocks_to_zero() -> None:
     from meshwright.parallel.weights.initialize import initialize_model
 

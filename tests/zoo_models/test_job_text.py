@@ -93,7 +93,7 @@ def test_sizes_are_those_of_the_model_or_of_the_options(
         ("hf:", {}, "hf:: write the model after the colon, such as hf:llama or hf:FOLDER"),
         ("timm:resnet5O", {}, r"timm:resnet5O: there is no such model: did you mean 'resnet50'\?"),
         ("timm:hf_hub:timm/resnet50", {}, "there is no such model"),
-        ("torchvision:fasterrcnn_resnet50_fpn", {}, "there is no such image classifier"),
+        ("torchvision:resnet5O", {}, "there is no such image classifier"),
         ("timm:resnet50", {"sequence": 8}, "--sequence 8: timm:resnet50 takes pictures: use --image"),
         ("hf:vit", {"sequence": 8}, "--sequence 8: ViTForImageClassification .* has no such size"),
         ("hf:gpt2", {"image": 8}, "--image 8: GPT2LMHeadModel .* has no such size"),

@@ -21,6 +21,7 @@ from meshwright.profile.tracing.trace import trace_profile
 from meshwright.simulator.memory.device_memory import CUDA_MEMORY
 from meshwright.simulator.memory.peak import predict_memory
 from tests.profile.models import image_batch, small_model
+from tests.soaked import all_but
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -138,7 +139,7 @@ def test_measuring_changes_neither_the_model_nor_the_random_generators(kind: typ
     assert (numpy.random.get_state()[1] == rng_state[2]).all()  # type: ignore[index]
 
 
-@pytest.mark.parametrize("name", ["mnist", "resnet18", "gpt", "llama", "encoder"])
+@pytest.mark.parametrize("name", all_but({"mnist", "gpt", "llama"}, ["mnist", "resnet18", "gpt", "llama", "encoder"]))
 def test_measured_and_traced_profiles_agree(name: str) -> None:
     model, batch, loss = small_model(name, batch=6)
     traced = trace_profile(model, batch, loss, on_gpu=False, merge_equal_blocks=False)

@@ -37,6 +37,7 @@ def relative_errors(names: tuple[str, ...] | None = None) -> dict[str, float]:
     return {c["name"]: predict(c).allocated_bytes / peaks[c["name"]] - 1 for c in selected}
 
 
+@pytest.mark.soak
 def test_a_few_steps_measured_on_an_h200_are_predicted() -> None:
     errors = relative_errors(A_FEW)
     assert len(errors) == len(A_FEW)

@@ -49,6 +49,7 @@ def check_deleted(case: list[dict[str, Any]], disk: Path) -> None:
     assert outcome["names"] == []  # nothing was created again
 
 
+@pytest.mark.soak
 def test_a_full_disk_and_a_deleted_folder_are_named_and_the_last_checkpoint_stays(tmp_path: Path) -> None:
     cases = outcomes(tmp_path, 2, "later_save", "deleted")
     check_full_at_a_later_save(cases["later_save"], tmp_path / "later_save", 2)

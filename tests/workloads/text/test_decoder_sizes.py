@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from meshwright.errors import InputError
 from meshwright.workloads.text.decoder import Decoder, default_feedforward
 from meshwright.workloads.text.decoder_sizes import decoder, published_keywords, published_sizes
+from tests.soaked import all_but
 
 
 def on_meta(size: str) -> Decoder:
@@ -32,7 +33,10 @@ def parameter_count(size: str) -> int:
     return int(k["layers"] * (attention + feedforward + 2 * norm) + norm + table)
 
 
-@pytest.mark.parametrize("size", sorted(published_sizes()))
+_LARGEST = {"megatron-530B", "1T", "gpt3-175B"}
+
+
+@pytest.mark.parametrize("size", all_but({*published_sizes()} - _LARGEST, sorted(published_sizes())))
 def test_parameters_equal_the_formula_and_the_published_total(size: str) -> None:
     model = on_meta(size)
     total = sum(p.numel() for p in model.parameters())

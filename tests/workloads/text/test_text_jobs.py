@@ -97,7 +97,7 @@ def test_model_loss_and_optimizer_of_a_job_work_together_at_full_size(name: str)
         build(full_job.schedule, optimizer, role="schedule")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", all_but({"gpt", "two_tower"}, NAMES))
 def test_on_generated_data_the_loss_falls_as_the_job_file_says(name: str) -> None:
     comment = (JOBS / f"{name}.yaml").read_text().replace("\n#", "")
     match = re.search(r"falls below (\d+)% of its first value in 20 steps", comment)
