@@ -110,5 +110,7 @@ def _is_list(value: Any) -> bool:
 def at_least_fp32(output: Any) -> Any:
     """Returns a model's output in the same structure, with bf16 and fp16 tensors converted to fp32, because losses are
     computed in at least fp32."""
+    if isinstance(output, Tensor):
+        return widen_half(output)
     register_dataclasses(output)
     return tree_map(widen_half, output)

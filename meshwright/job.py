@@ -15,7 +15,7 @@ from meshwright.errors import InputError, did_you_mean
 from meshwright.files.user_path import expand_home, user_path
 from meshwright.files.yaml_file import dump, parse, parse_mapping, read_mapping, validate
 from meshwright.limits import Count, CountOrZero, Parts, ProcessesOrZero, Samples, Seed, Steps, Timeout
-from meshwright.plan import Plan
+from meshwright.plan import Numerics, Plan
 
 _DEEPEST_FIELD = 50  # names before the last dot of a field that `--set` sets, such as an argument of a nested call
 
@@ -198,6 +198,9 @@ class Job(_Section):
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
     plan: Literal["auto"] | Plan = "auto"
+    # What `plan: auto` may do to the numerical result: nothing but another order of sums, other last bits, or anything.
+    allow: Numerics = "rounding"
+    tune: bool = True  # a long run with `plan: auto` first measures which `compute` fields make its steps faster
     cluster: str = "local"
     output: str = "runs"
     synthetic: dict[str, Any] = {}

@@ -6,10 +6,11 @@ Each field is marked with its effect on the numerical result: `same` (equal up t
 """
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic.fields import FieldInfo
 
 from meshwright.files.storage import write_atomically
 from meshwright.limits import (
@@ -26,6 +27,7 @@ from meshwright.limits import (
 )
 
 Numerics = Literal["same", "rounding", "changes"]
+NUMERICS: tuple[Numerics, ...] = ("same", "rounding", "changes")  # each includes the ones before it
 Algorithm = Literal["auto", "native", "ring", "tree", "halving_doubling", "two_level", "shared_memory"]
 MIB = 2**20
 # The last axis varies fastest over the ranks: tensor ranks, which exchange the most bytes, are neighbours.
@@ -35,6 +37,11 @@ STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "zbv": 2}  # the other schedules accep
 
 def _choice(default: Any, numerics: Numerics, **limits: Any) -> Any:
     return Field(default=default, json_schema_extra={"numerics": numerics}, **limits)
+
+
+def _effect(field: FieldInfo) -> Numerics:
+    assert isinstance(field.json_schema_extra, dict)
+    return cast(Numerics, field.json_schema_extra["numerics"])
 
 
 class _PlanGroup(BaseModel):
@@ -168,16 +175,26 @@ class Gradients(_PlanGroup):
 class Compute(_PlanGroup):
     """How each rank runs its operators.
 
-    `layout`: memory format of image tensors. `compile`: the `torch.compile` mode for the model's blocks. `cuda_graphs`:
-    kernel launches are captured once as a CUDA graph and replayed. `fused_optimizer`: one kernel updates many weights.
-    `threads`: CPU threads per rank; null divides the machine's cores among its ranks.
+    `layout`: memory format of image tensors. `compile`: what `torch.compile` compiles: `none`, each of the model's
+    `blocks` by itself, or the whole `model`. `compile_mode`: with `max-autotune`, the compiler measures several kernels
+    for each product. `cuda_graphs`: kernel launches are captured once as a CUDA graph and replayed. `fused_optimizer`:
+    one kernel updates many weights. `threads`: CPU threads per rank; null divides the machine's cores among its ranks.
     """
 
     layout: Literal["contiguous", "channels_last"] = _choice("contiguous", "rounding")
-    compile: Literal["none", "default", "max-autotune"] = _choice("none", "rounding")
+    compile: Literal["none", "blocks", "model"] = _choice("none", "rounding")
+    compile_mode: Literal["default", "max-autotune"] = _choice("default", "rounding")
     cuda_graphs: bool = _choice(False, "rounding")
     fused_optimizer: bool = _choice(False, "rounding")
     threads: Threads | None = _choice(None, "rounding")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_earlier_values_of_compile(cls, values: Any) -> Any:
+        """In plans that were saved before `compile_mode` existed, `compile` is the mode for the model's blocks."""
+        if isinstance(values, dict) and values.get("compile") in ("default", "max-autotune"):
+            return {**values, "compile": "blocks", "compile_mode": values["compile"]}
+        return values
 
 
 class Plan(_PlanGroup):
@@ -299,6 +316,14 @@ class Plan(_PlanGroup):
         """Number of processes of a run: the training ranks and the parameter servers."""
         return self.world_size + self.gradients.servers
 
+    def stays_within(self, allow: Numerics) -> bool:
+        """Whether no field that differs from its default has a larger effect on the numerical result than `allow`."""
+        return all(
+            getattr(group, name) == field.default or NUMERICS.index(_effect(field)) <= NUMERICS.index(allow)
+            for _, group in self
+            for name, field in type(group).model_fields.items()
+        )
+
     def summary(self) -> str:
         """The plan in one line, with the fields that differ from their defaults, such as
         `replicate 4 × tensor 2 · bf16 · 1f1b/8 · recompute full`."""
@@ -328,7 +353,8 @@ class Plan(_PlanGroup):
         if self.compute.layout != "contiguous":
             parts.append(self.compute.layout)
         if self.compute.compile != "none":
-            parts.append("compiled" if self.compute.compile == "default" else f"compiled {self.compute.compile}")
+            mode = "" if self.compute.compile_mode == "default" else f" {self.compute.compile_mode}"
+            parts.append(f"compiled {self.compute.compile}{mode}")
         if self.compute.cuda_graphs:
             parts.append("CUDA graphs")
         if self.compute.fused_optimizer:

@@ -47,6 +47,8 @@ train: {epochs: 2, steps: 50, global_batch: 16, clip_norm: 1, seed: 3, weights: 
 checkpoint: {every_steps: 7, keep: 2, best: accuracy, better: higher, frozen: false}
 log: {every_steps: 3, eval_every_steps: 9, tensorboard: false}
 plan: {axes: {replicate: 2}, numerics: {precision: bf16}, compute: {threads: 1, layout: channels_last}}
+allow: changes
+tune: false
 cluster: 2xcpu
 output: elsewhere
 synthetic: {train.steps: 3}
@@ -274,3 +276,11 @@ def test_synthetic_data_apply_the_fields_of_the_synthetic_section(tmp_path: Path
     assert small.data.train.arguments == {"size": 32}
     assert small.model.arguments == {"in_features": 8}
     assert small.synthetic == {}  # so that reading the run's own job file does not apply it again
+
+
+def test_what_plans_may_change_is_rounding_unless_the_job_says_otherwise() -> None:
+    assert parse_job(SMALLEST).allow == "rounding"
+    assert "allow is 'exact': input should be 'same', 'rounding' or 'changes'" in refusal(changed("allow", "exact"))
+    jobs = Path(__file__).parent.parent / "jobs"
+    assert load_job(jobs / "mnist.yaml").allow == "rounding"
+    assert load_job(jobs / "gpt.yaml").allow == "changes"

@@ -57,7 +57,7 @@ FOLDERS = {
     "profile": ("structure", "tracing"),
     "proof": ("reference", "record", "compare", "causes"),
     "simulator": ("compute", "tensor", "communication", "pipeline", "memory"),
-    "train": ("loss", "step", "output", "callbacks", "servers"),
+    "train": ("loss", "step", "output", "callbacks", "servers", "tuning"),
     "workloads": ("text", "images", "segmentation", "recommender", "physics"),
 }
 ENTRY_POINTS = ("__init__", "__main__")  # they may import anything, and nothing may import them

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from meshwright.errors import InputError
 from meshwright.job import load_plan
-from meshwright.plan import Plan
+from meshwright.plan import NUMERICS, Numerics, Plan
 
 SIZES = st.integers(1, 8)
 PLANS = st.fixed_dictionaries(
@@ -85,6 +85,24 @@ def test_every_field_is_marked_with_its_effect_on_the_numbers() -> None:
     marks = [field.json_schema_extra["numerics"] for field in leaves(Plan)]
     assert len(marks) >= 8
     assert set(marks) <= {"same", "rounding", "changes"}
+
+
+@pytest.mark.parametrize(
+    ("groups", "effect"),
+    [
+        ({}, "same"),
+        ({"axes": {"replicate": 2}, "memory": {"recompute": "full"}}, "same"),
+        ({"axes": {"tensor": 2}, "modules": {"splits": {"head": {"kind": "column"}}}}, "same"),
+        ({"compute": {"layout": "channels_last"}}, "rounding"),
+        ({"axes": {"replicate": 2}, "compute": {"fused_optimizer": True}}, "rounding"),
+        ({"compute": {"compile": "model", "cuda_graphs": True}}, "rounding"),
+        ({"numerics": {"precision": "bf16"}}, "changes"),
+        ({"compute": {"fused_optimizer": True}, "gradients": {"precision": "bf16"}}, "changes"),
+    ],
+)
+def test_a_plan_stays_within_the_largest_effect_of_its_fields(groups: dict[str, Any], effect: Numerics) -> None:
+    plan = Plan.model_validate(groups)
+    assert [allow for allow in NUMERICS if plan.stays_within(allow)] == list(NUMERICS[NUMERICS.index(effect) :])
 
 
 def test_a_plan_cannot_be_changed() -> None:
@@ -164,3 +182,10 @@ def test_the_way_gradients_are_combined_is_part_of_the_summary() -> None:
     assert (plan.world_size, plan.processes) == (3, 5)
     local = Plan.model_validate({"axes": {"replicate": 3}, "gradients": {"algorithm": "native", "local_steps": 8}})
     assert local.summary() == "replicate 3 · fp32 · native · 8 local steps"
+
+
+def test_plans_that_were_saved_with_a_mode_in_compile_are_read() -> None:
+    plan = Plan.model_validate({"compute": {"compile": "max-autotune"}})
+    assert (plan.compute.compile, plan.compute.compile_mode) == ("blocks", "max-autotune")
+    assert Plan.model_validate({"compute": {"compile": "default"}}).compute.compile == "blocks"
+    assert "compiled blocks max-autotune" in plan.summary()

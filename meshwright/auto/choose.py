@@ -1,7 +1,7 @@
 """Chooses the plan for `plan: auto` of a job and for `mw.best_plan`: the fastest plan that the executor can run."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -15,9 +15,11 @@ from meshwright.cluster.detect import find_cluster
 from meshwright.data.randomness import preserve_generators
 from meshwright.errors import InputError, MeshwrightError, UserCodeError
 from meshwright.exchange import broadcast_value
+from meshwright.job import Job, load_plan
 from meshwright.launch.world import World, join
 from meshwright.parallel.tensor.dimension_partition import dimension_partition_plan
-from meshwright.plan import Axes, Plan
+from meshwright.plan import Axes, Numerics, Plan
+from meshwright.planner.choice import describe_choice
 from meshwright.planner.inputs import PlanningInputs, with_measured_operators
 from meshwright.planner.profiles import Profiles
 from meshwright.planner.search import PricedPlan, search
@@ -25,6 +27,8 @@ from meshwright.profile.tracing.step import LossFunction
 from meshwright.simulator.predict import predict_plan
 from meshwright.train.build import construct_model
 from meshwright.train.job_parts import JobParts
+from meshwright.train.output.folder import RunFolder, find_run_to_resume
+from meshwright.train.output.origin import read_run_file
 from meshwright.user_code import first_line
 
 
@@ -34,37 +38,67 @@ def choose_plan(inputs: PlanningInputs, profiles: Profiles) -> PricedPlan:
     return search(inputs, profiles).ranked[0]
 
 
-def plan_of_job(parts: JobParts, cluster: Cluster, plan: "Plan | Literal['auto']") -> tuple[Plan, float | None]:
-    """Returns the plan that a job is trained with, and the predicted seconds of a step. The seconds are None if the
-    machine has not been measured, if the model or the plan cannot be predicted, or if the plan leaves its precision to
-    the run.
+@dataclass(frozen=True)
+class JobPlan:
+    """The plan that a job is trained with. `step_s` are the predicted seconds of a step, None without a prediction.
+    `line` says how `plan: auto` has chosen the plan; None if the job names its plan, or if its code fails.
+    `is_searched`: the plan was found by a search, and not named by the job or stored in a run."""
 
-    If `plan` is "auto", the result is the fastest plan that does not change the numerics. If no prediction is possible,
+    plan: Plan
+    step_s: float | None = None
+    line: str | None = None
+    is_searched: bool = False
+
+
+def plan_of_job(parts: JobParts, cluster: Cluster, plan: "Plan | Literal['auto']", resume: str = "never") -> JobPlan:
+    """Returns the plan that a job is trained with. It has no prediction if the machine has not been measured, if the
+    model or the plan cannot be predicted, or if the plan leaves its precision to the run.
+
+    If `plan` is "auto", the result is the plan of the run that `resume` (of `lock_run_folder`) continues, if that plan
+    suits the job and the cluster; else the fastest plan that the job's `allow` permits. If no prediction is possible,
     it is the plan in which every device is a replica.
     """
     job = parts.job
+    if plan == "auto" and (run := find_run_to_resume(job, resume)) and (stored := _stored_plan(run, job, cluster)):
+        predicted = plan_of_job(parts, cluster, stored)
+        return replace(predicted, line=f"plan: {stored.summary()}, with which {run.path} was trained before")
     if plan == "auto" and job.data.partition == "dimension":  # the partition determines the plan
         plan = dimension_plan(parts, cluster)
     fallback = replicate_plan(cluster, job.train.global_batch) if plan == "auto" else plan
+    line = f"plan: {fallback.summary()}, without a prediction" if plan == "auto" else None
     if not _is_measured(cluster):
-        return fallback, None
+        return JobPlan(fallback, line=line and f"{line}, as this machine is not measured: run meshwright doctor once")
     try:
-        inputs, profiles = planning_inputs(parts, cluster, exact=True, even_shares=False)
+        inputs, profiles = planning_inputs(parts, cluster, even_shares=False)
     except UserCodeError:  # a second attempt would execute the failing code again, for example the import of a file
         raise
     except Exception:  # raised by the job's own code; the checks before the run report it
-        return fallback, None
+        return JobPlan(fallback)
     try:
         if plan == "auto":
-            best = choose_plan(inputs, profiles)
-            return best.plan, best.prediction.step_s
+            result = search(inputs, profiles)
+            best = result.ranked[0]
+            line = describe_choice(result, inputs, profiles)
+            return JobPlan(best.plan, best.prediction.step_s, line, is_searched=True)
         if plan.numerics.precision == "auto":
-            return plan, None  # the run measures which precision is the fastest
+            return JobPlan(plan)  # the run measures which precision is the fastest
         profile = profiles.get(plan.numerics.precision, plan.memory.recompute)
         ranks = cluster.with_device_count(min(plan.world_size, cluster.device_count))
-        return plan, predict_plan(ranks, profile, plan, inputs.global_batch, inputs.optimizer).step_s
+        return JobPlan(plan, predict_plan(ranks, profile, plan, inputs.global_batch, inputs.optimizer).step_s)
     except MeshwrightError:  # the model cannot be traced, or no plan is predicted to fit: train anyway
-        return fallback, None
+        return JobPlan(fallback, line=line)
+
+
+def _stored_plan(run: RunFolder, job: Job, cluster: Cluster) -> Plan | None:
+    """Returns the plan with which a run has been trained so far, so that it goes on with the same bits. Returns None if
+    it changes more than the job allows, if it is for another number of devices, or if it cannot be read."""
+    try:
+        plan = load_plan(run.plan, text=read_run_file(run.plan))
+    except MeshwrightError:
+        return None
+    ranks, devices = plan.world_size, cluster.device_count
+    uses_devices = ranks == devices or (job.train.global_batch < devices and ranks < devices)
+    return plan if uses_devices and plan.stays_within(job.allow) else None
 
 
 def dimension_plan(parts: JobParts, cluster: Cluster) -> Plan:
@@ -81,14 +115,6 @@ def replicate_plan(cluster: Cluster, global_batch: int) -> Plan:
     return Plan(axes=Axes(replicate=min(cluster.device_count, global_batch)))
 
 
-def unmeasured_note(plan: Plan, cluster: Cluster, given: "Plan | Literal['auto']") -> str | None:
-    """Returns a sentence for users of `plan: auto` whose machine has not been measured, and None in all other cases.
-    `given` is the job's plan, `plan` the plan that was chosen."""
-    if given != "auto" or _is_measured(cluster):
-        return None
-    return f"plan: {plan.summary()}, without a prediction, as this machine is not measured: run meshwright doctor once"
-
-
 def _is_measured(cluster: Cluster) -> bool:
     return all(node.device.is_known for node in cluster.nodes)
 
@@ -101,14 +127,15 @@ def best_plan(
     loss: LossFunction | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     cluster: str | Cluster | None = None,
-    exact: bool = False,
+    allow: Numerics = "rounding",
     target: str | None = None,
     device: str | None = None,
     timeout_s: float = 600,
 ) -> Plan:
     """Returns the fastest plan for this model that `parallelize` can run. The model and the batch may be on the meta
-    device. `optimizer` is a template for the optimizer; without it, the plan is for plain SGD. With `exact`, the plan
-    does not change the numerics.
+    device. `optimizer` is a template for the optimizer; without it, the plan is for plain SGD. `allow` says how much
+    the plan may change the numerical result: `same`, only the order of sums; `rounding`, also the last bits, by other
+    kernels; `changes`, also the arithmetic, for example by computing in bf16.
 
     Without `cluster`, the plan is for the ranks that there are: those of the process group or of the launcher, or one
     rank if there is neither. `device` is `cuda` or `cpu`; None means `cuda` if there is a GPU. Rank 0 searches, and all
@@ -126,7 +153,7 @@ def best_plan(
             global_batch=global_batch,
             loss=loss,
             optimizer=optimizer,
-            exact=exact,
+            allow=allow,
             target=target,
         )
         return choose_plan(with_measured_operators(inputs, profiles), profiles).plan

@@ -14,6 +14,7 @@ from meshwright.call import bind
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.parallel.check import checker_of_structure
+from meshwright.plan import Numerics
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.profiles import Profiles
 from meshwright.profile.optimizer import optimizer_cost
@@ -21,20 +22,21 @@ from meshwright.profile.structure.model_structure import ModelStructure
 from meshwright.profile.tracing.step import LossFunction
 from meshwright.train.build import build_data, sample_batch
 from meshwright.train.job_parts import JobParts
-from meshwright.train.step.optimizer import build_optimizer
+from meshwright.train.step.optimizer import build_optimizer, can_fuse_on_gpus
 
 
 def planning_inputs(
     parts: JobParts,
     cluster: Cluster,
     *,
-    exact: bool = False,
+    allow: Numerics | None = None,
     top: int = 1,
     even_shares: bool = True,
     notify: Callable[[str], None] = lambda line: None,
 ) -> tuple[PlanningInputs, Profiles]:
-    """Returns the planning inputs of a job, and the profiles of its model. If the sample batch is generated because the
-    job's data are missing, `notify` is called with a sentence that says so."""
+    """Returns the planning inputs of a job, and the profiles of its model. If `allow` is None, it is that of the
+    job. If the sample batch is generated because the job's data are missing, `notify` is called with a sentence that
+    says so."""
     job, on_gpu = parts.job, cluster.kind == "cuda"
     training = planning_data(parts)
     structure, training_set = training.structure, training.training_set
@@ -48,11 +50,12 @@ def planning_inputs(
         cluster,
         job.train.global_batch,
         optimizer_cost(optimizer, on_gpu),
-        exact=exact,
+        allow=allow or job.allow,
         top=top,
         even_shares=even_shares,
         check_plan=checker_of_structure(structure),
         epoch_samples=len(training_set) if hasattr(training_set, "__len__") and not training.is_generated else None,
+        can_fuse_optimizer=on_gpu and _can_fuse(optimizer, structure.model),
     )
     loss = bind(job.loss, "loss") if job.loss else None
     profiles = parts.once(f"profiles for {cluster.kind}", lambda: _profiles(structure, loss, on_gpu))
@@ -67,16 +70,20 @@ def model_planning_inputs(
     global_batch: int,
     loss: LossFunction | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    exact: bool = False,
+    allow: Numerics = "rounding",
     target: str | None = None,
 ) -> tuple[PlanningInputs, Profiles]:
     """Returns the planning inputs for a model, and the profiles of the model. Without an optimizer, they are for plain
     SGD."""
     on_gpu = cluster.kind == "cuda"
     structure = ModelStructure(model, sample, target_key(target, loss is not None))
-    check_plan = checker_of_structure(structure)
     inputs = PlanningInputs(
-        cluster, global_batch, optimizer_cost(optimizer, on_gpu), exact=exact, check_plan=check_plan
+        cluster,
+        global_batch,
+        optimizer_cost(optimizer, on_gpu),
+        allow=allow,
+        check_plan=checker_of_structure(structure),
+        can_fuse_optimizer=on_gpu and optimizer is not None and _can_fuse(optimizer, model),
     )
     return inputs, _profiles(structure, loss, on_gpu)
 
@@ -89,7 +96,7 @@ def _profiles(structure: ModelStructure, loss: LossFunction | None, on_gpu: bool
 def _with_dense_gradients(model: nn.Module) -> nn.Module:
     """Returns the model, or if some of its embeddings have sparse gradients, a copy with the same parameters and dense
     gradients. Sparse gradients cannot be traced, and dense ones take at least as long."""
-    if not any(getattr(module, "sparse", False) is True for module in model.modules()):
+    if not _has_sparse_gradients(model):
         return model
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     copy = deepcopy(model, shared)
@@ -97,6 +104,15 @@ def _with_dense_gradients(model: nn.Module) -> nn.Module:
         if getattr(module, "sparse", False) is True:
             module.sparse = False  # type: ignore[assignment]
     return copy
+
+
+def _has_sparse_gradients(model: nn.Module) -> bool:
+    return any(getattr(module, "sparse", False) is True for module in model.modules())
+
+
+def _can_fuse(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    """Whether fused kernels of GPUs can update the model. They do not take sparse gradients."""
+    return can_fuse_on_gpus(optimizer) and not _has_sparse_gradients(model)
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bf16": {"numerics": {"precision": "bf16"}},
     "bf16 fused optimizer": {"numerics": {"precision": "bf16"}, "compute": {"fused_optimizer": True}},
     "bf16 CUDA graphs": {"numerics": {"precision": "bf16"}, "compute": {"cuda_graphs": True}},
-    "bf16 compiled": {"numerics": {"precision": "bf16"}, "compute": {"compile": "default"}},
+    "bf16 compiled": {"numerics": {"precision": "bf16"}, "compute": {"compile": "blocks"}},
     "fp16": {"numerics": {"precision": "fp16"}},
     "fp8": {"numerics": {"precision": "fp8"}},
-    "fp8 compiled": {"numerics": {"precision": "fp8"}, "compute": {"compile": "default"}},
+    "fp8 compiled": {"numerics": {"precision": "fp8"}, "compute": {"compile": "blocks"}},
 }
 _GPU_ONLY = ("tf32", "bf16 CUDA graphs", "fp8", "fp8 compiled")
 

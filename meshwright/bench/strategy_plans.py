@@ -20,8 +20,8 @@ def strategy_plan(strategy: str, parts: JobParts, cluster: Cluster) -> Plan:
     """Returns the plan that trains a job with this strategy. If there is none, raises an `InputError` with the
     reason."""
     if strategy == "auto":
-        return plan_of_job(parts, cluster, "auto")[0]
-    return one_axis_plan(strategy, cluster.device_count, lambda: planning_inputs(parts, cluster, exact=True))
+        return plan_of_job(parts, cluster, "auto").plan
+    return one_axis_plan(strategy, cluster.device_count, lambda: planning_inputs(parts, cluster, allow="same"))
 
 
 def one_axis_plan(strategy: str, devices: int, planning: Callable[[], tuple[PlanningInputs, Profiles]]) -> Plan:

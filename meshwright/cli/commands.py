@@ -109,16 +109,16 @@ def train(
         result = train_as_launched_rank(loaded_job, fixed_plan, machines, resume, record)
     else:
         with preloaded("meshwright.train.rank"):
-            from meshwright.auto.choose import plan_of_job, unmeasured_note
+            from meshwright.auto.choose import plan_of_job
             from meshwright.cluster.detect import find_cluster
             from meshwright.train.job_parts import JobParts
             from meshwright.train.run import train as run
 
             machines = find_cluster(cluster or loaded_job.cluster)
             parts = JobParts(loaded_job)
-            run_plan, step_s = plan_of_job(parts, machines, given_plan)
-            note = unmeasured_note(run_plan, machines, given_plan)
-            result = run(loaded_job, run_plan, machines, resume, step_s, record, note, parts)
+            chosen = plan_of_job(parts, machines, given_plan, resume)
+            tunes = chosen.is_searched and loaded_job.tune
+            result = run(loaded_job, chosen.plan, machines, resume, chosen.step_s, record, chosen.line, parts, tunes)
     if result is not None:
         _print_result(result, as_json)
 
@@ -180,7 +180,7 @@ def prove(
 
             parts = JobParts(loaded_job)
             if proof_plan == "auto":
-                proof_plan, _ = plan_of_job(parts, find_cluster(loaded_job.cluster), "auto")
+                proof_plan = plan_of_job(parts, find_cluster(loaded_job.cluster), "auto").plan
             proof = run(loaded_job, proof_plan, ranks=ranks, steps=steps, dtype=dtype, dropout=dropout, parts=parts)
         file = save_proof(proof, Path(loaded_job.output), loaded_job.name)
     _print_proof(proof, file, as_json)

@@ -26,6 +26,7 @@ train:     {epochs: 1, global_batch: 128, seed: 0}
 checkpoint: {every_steps: 100, keep: 3, best: accuracy}
 log:       {every_steps: 10, tensorboard: true}
 plan: auto                  # or the file that `meshwright plan JOB --output plan.yaml` writes
+allow: rounding             # what plan: auto may change: same, rounding (the last bits), changes (bf16 or fp16, too)
 cluster: local              # all devices of this machine
 output: runs                # the folder of the runs
 """

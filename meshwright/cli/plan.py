@@ -44,7 +44,10 @@ def plan(
     top: Annotated[int, typer.Option(min=1, max=MOST_SHOWN_PLANS, help="How many plans to show.")] = 5,
     exact: Annotated[
         bool,
-        typer.Option("--exact", help="Only plans that compute the same values as one device, up to the order of sums."),
+        typer.Option(
+            "--exact",
+            help="Only plans that compute the same values as one device, up to the order of sums, as with allow: same.",
+        ),
     ] = False,
     global_batch: GlobalBatch = None,
     sequence: SequenceLength = None,
@@ -82,7 +85,7 @@ def plan(
     if given_plan is None and loaded_job.data.partition == "dimension":  # this partition determines the plan
         given_plan = dimension_plan(parts, machines)
     notify = partial(print, file=sys.stderr)
-    inputs, profiles = planning_inputs(parts, machines, exact=exact, top=top, notify=notify)
+    inputs, profiles = planning_inputs(parts, machines, allow="same" if exact else None, top=top, notify=notify)
     inputs = with_measured_operators(inputs, profiles)
     if given_plan:
         report = predict_given_plan(given_plan, inputs, profiles)

@@ -30,7 +30,7 @@ from meshwright.parallel.branches.branches import (
 )
 from meshwright.parallel.branches.check import check_branches, has_assigned_branches, without_branch_splits
 from meshwright.parallel.check import check_cast, check_runnable, check_structure, needs_structure, structure_for
-from meshwright.parallel.compiled import compile_blocks
+from meshwright.parallel.compiled import Compilation, compile_model
 from meshwright.parallel.float8 import convert_linears_to_float8
 from meshwright.parallel.mesh import build_mesh, data_group, position_in_mesh
 from meshwright.parallel.model import MakeAverager, ParallelModel
@@ -95,7 +95,7 @@ def apply(
     stages = _cut_stages(plan, module, structure, position.pipeline, sample, target)
     local = _divide(plan, module, stages, structure, mesh, device, move=fill is None)
     # Replace forward passes before DDP and FSDP2 register their hooks, which then run around the replaced passes.
-    _replace_forward_passes(plan, module, local, mesh, device)
+    compilation = _replace_forward_passes(plan, module, local, mesh, device)
     sums = _small_sums(plan, device, local.module) if world_size > 1 else None
     # Shard or replicate after everything that replaces parameters, because DDP and FSDP2 keep the parameters that they
     # find.
@@ -122,6 +122,7 @@ def apply(
         make_averager,
         local_steps,
         sums,
+        compilation,
     )
 
 
@@ -163,8 +164,9 @@ def _divide(
 
 def _replace_forward_passes(
     plan: Plan, module: nn.Module, local: _LocalModel, mesh: DeviceMesh | None, device: torch.device
-) -> None:
-    """Installs synchronized BatchNorm, recomputation, fp8 and compilation, where the plan has them."""
+) -> Compilation:
+    """Installs synchronized BatchNorm, recomputation, fp8 and compilation, where the plan has them. Returns what is
+    compiled."""
     # Synchronized BatchNorm replaces the forward pass of layers before recomputing wraps the forward pass of blocks.
     if plan.numerics.batch_norm == "synchronized" and (group := data_group(mesh, plan)) is not None:
         for model in local.models:
@@ -175,7 +177,7 @@ def _replace_forward_passes(
     if plan.numerics.precision == "fp8":
         convert_linears_to_float8(module, device)
     # Compiling before DDP and FSDP2, so that their hooks stay outside of the compiled code.
-    compile_blocks(local.module, plan, device)
+    return compile_model(local.module, plan, device)
 
 
 def _shard_or_replicate(

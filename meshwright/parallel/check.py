@@ -137,7 +137,7 @@ def _check_precision(plan: Plan) -> None:
     if plan.compute.cuda_graphs and plan.compute.compile == "none" and plan.world_size > 1:
         raise InputError(
             "plan.compute.cuda_graphs needs a single rank, or compiled blocks (compute.compile), but the plan is"
-            f" {plan.summary()}: set compute.cuda_graphs to false, or set compute.compile to default"
+            f" {plan.summary()}: set compute.cuda_graphs to false, or set compute.compile to blocks"
         )
 
 

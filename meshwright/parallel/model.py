@@ -17,6 +17,7 @@ from meshwright.collectives.small_sums import SmallSums
 from meshwright.parallel import shard
 from meshwright.parallel.attention_fastpath import without_attention_fastpath
 from meshwright.parallel.clip import clip_
+from meshwright.parallel.compiled import Compilation
 from meshwright.parallel.mesh import MeshPosition
 from meshwright.parallel.pipeline.pipeline import PipelineExecutor
 from meshwright.parallel.precision import forward_precision, fp32_product_precision
@@ -31,7 +32,8 @@ from meshwright.plan import Plan
 
 Examples = Sequence[tuple[ModelBatch, int]]  # microbatches, with their numbers of samples
 MakeAverager = Callable[[], GradientAverager]
-MicrobatchLoss = Callable[[int, Any], Tensor]  # (index of the microbatch, model output) → the loss to differentiate
+LossFunction = Callable[[Any, Any, bool], Any]  # (model output, target, whether the microbatch has samples) → any value
+MicrobatchLoss = Callable[[int, Any], Tensor]  # (index of the microbatch, that value) → the loss to differentiate
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class ParallelModel:
     make_averager: MakeAverager | None = None  # None if FSDP2 averages gradients, or if nothing is averaged
     local_steps: LocalSteps | None = None
     sums: SmallSums | None = None  # sums of a few numbers over all ranks; None on a single rank
+    compilation: Compilation = field(default_factory=Compilation)
 
     @property
     def needs_equal_batch_counts(self) -> bool:
@@ -86,24 +89,52 @@ class ParallelModel:
     def _power_iterations(self) -> list[Any]:
         return power_iterations(self.module)
 
-    def run_microbatches(self, examples: Examples, loss_of: MicrobatchLoss) -> None:
+    def run_microbatches(self, examples: Examples, loss_function: LossFunction, loss_of: MicrobatchLoss) -> None:
         """Runs the forward and backward passes of one step, and leaves the mean of the data ranks' gradients in the
-        parameters (with `local_steps`, after the first `local_after` steps, this rank's own gradients). `loss_of` is
-        called on the ranks that have the model's output. A pipeline needs all microbatches of the plan, also those
-        without samples."""
+        parameters (with `local_steps`, after the first `local_after` steps, this rank's own gradients). `loss_function`
+        and `loss_of` are called on the ranks that have the model's output. A pipeline needs all microbatches of the
+        plan, also those without samples."""
         with fp32_product_precision(self.plan, self.device.type):
             if self.pipeline is not None:
-                self._run_stages(self.pipeline, examples, loss_of)
+                self._run_stages(self.pipeline, examples, loss_function, loss_of)
                 return
             last = len(examples) - 1
-            for number, (example, _) in enumerate(examples):
+            forward = self._forward_of(loss_function)
+            for number, (example, samples) in enumerate(examples):
                 power_iteration = without_power_iteration(self._power_iterations) if number else nullcontext()
                 with self._gradient_synchronization(number == 0, number == last), power_iteration:
-                    loss_of(number, self._forward(self.runner, example)).backward()
+                    value = forward(example.arguments, example.keywords, example.target, samples > 0)
+                    loss_of(number, value).backward()
 
-    def _run_stages(self, pipeline: PipelineExecutor, examples: Examples, loss_of: MicrobatchLoss) -> None:
+    def _forward_of(self, loss_function: LossFunction) -> Callable[..., Any]:
+        """Returns the function that computes the model's output and then the value of `loss_function`. It is compiled
+        if the whole model is."""
+
+        def forward(arguments: tuple[Any, ...], keywords: dict[str, Any], target: Any, has_samples: bool) -> Any:
+            output = self._forward(self.runner, ModelBatch(arguments, keywords, target))
+            return loss_function(output, target, has_samples)
+
+        if not self.compilation.whole:
+            return forward
+        if loss_function not in self._compiled_forward:
+            self._compiled_forward.clear()
+            self._compiled_forward[loss_function] = self.compilation.function(forward)
+        return self._compiled_forward[loss_function]
+
+    @cached_property
+    def _compiled_forward(self) -> dict[LossFunction, Callable[..., Any]]:
+        """The last function that `_forward_of` has compiled, by loss function."""
+        return {}
+
+    def _run_stages(
+        self, pipeline: PipelineExecutor, examples: Examples, loss_function: LossFunction, loss_of: MicrobatchLoss
+    ) -> None:
+        def loss_of_output(number: int, output: Any) -> Tensor:
+            example, samples = examples[number]
+            return loss_of(number, loss_function(output, example.target, samples > 0))
+
         self.align_buffers()
-        pipeline.run(examples, loss_of)
+        pipeline.run(examples, loss_of_output)
         if self.plan.axes.shard > 1:
             for stage in pipeline.local_stages.stages:
                 shard.finish_step(stage)
@@ -198,8 +229,9 @@ class ParallelModel:
 
     def reshard(self) -> None:
         """Frees the full weights that FSDP2 gathered for an evaluation. The module's parameters are then the shards."""
-        for module in self.pipeline.local_stages.stages if self.pipeline else (self.module,):
-            shard.reshard(module)
+        if self.plan.axes.shard > 1:
+            for module in self.pipeline.local_stages.stages if self.pipeline else (self.module,):
+                shard.reshard(module)
 
     def full_state(self) -> dict[str, Any]:
         """Returns the `state_dict` of the user's model with full tensors, on every rank. All ranks have to call it. On

@@ -197,3 +197,15 @@ def is_view(tensor: Tensor) -> bool:
     """Whether autograd tracks the tensor as a view of another tensor. Such a view cannot be detached in place
     (pipeline/pipeline.py)."""
     return tensor._is_view()
+
+
+# ---- compilation (compiled.py)
+
+
+def compiler_errors() -> tuple[type[Exception], ...]:
+    """The classes of the errors that `torch.compile` raises when it cannot compile. They are imported here, because
+    importing the compiler takes a second."""
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._inductor.exc import InductorError
+
+    return TorchDynamoException, InductorError

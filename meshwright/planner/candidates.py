@@ -245,7 +245,6 @@ def plan_of(candidate: Candidate, summary: ModelSummary, inputs: PlanningInputs)
     pipelined = sizes.pipeline > 1
     cuts = summary.cuts(candidate.stages, candidate.recompute) if pipelined else ()
     assert cuts is not None
-    images = summary.has_convolutions and not inputs.exact
     return Plan(
         axes=sizes.axes,
         modules=_modules(sizes, summary, inputs),
@@ -260,7 +259,7 @@ def plan_of(candidate: Candidate, summary: ModelSummary, inputs: PlanningInputs)
             accumulation=1 if pipelined else candidate.microbatches,
         ),
         numerics=NumericsGroup.model_validate({"precision": candidate.precision}),
-        compute=Compute(layout="channels_last" if images else "contiguous"),
+        compute=Compute(layout=summary.memory_layout),
     )
 
 

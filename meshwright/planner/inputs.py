@@ -8,9 +8,10 @@ from math import gcd
 from meshwright.calibrate.model_operators import is_this_machine, measure_model_operators
 from meshwright.cluster.cluster import Cluster, Device
 from meshwright.dtypes import Dtype
-from meshwright.plan import Plan
+from meshwright.plan import Numerics, Plan
 from meshwright.planner.profiles import Profiles
 from meshwright.profile.optimizer import OptimizerCost
+from meshwright.profile.values import ModelProfile
 
 # The share of a device's memory that a plan leaves free for what is not simulated, such as fragmentation and the
 # workspaces of convolutions. This is a chosen value. `python -m validation` prints how many published runs are, with
@@ -18,7 +19,7 @@ from meshwright.profile.optimizer import OptimizerCost
 MARGIN = 0.08
 TOP = 5
 _LOWER_PRECISIONS: tuple[Dtype, ...] = ("bf16", "fp16")  # the preferred one first
-_EXACT = "fp32"
+_FULL = "fp32"
 
 CheckPlan = Callable[[Plan], None]
 """Raises an `InputError` for a plan that the executor cannot run."""
@@ -32,7 +33,7 @@ def accept_every_plan(_: Plan) -> None:
 class PlanningInputs:
     """The inputs of a search for plans, apart from the model.
 
-    exact             only plans that do not change the numerics
+    allow             how much plans may change the numerical result, as the fields of a plan are marked (plan.py)
     even_shares       every data rank gets equally many samples of a batch; if False, some may get one more than others
     memory_margin     the share of a device's memory that is left free
     top               how many plans are ranked
@@ -40,12 +41,13 @@ class PlanningInputs:
     check_plan        raises an `InputError` for a plan that the executor cannot run
     compares_samples  the loss compares all samples of the global batch; a rank's share is therefore one microbatch
     epoch_samples     the number of samples in an epoch; None where it is not known
+    can_fuse_optimizer  the optimizer has a fused implementation on these devices, and does not use it yet
     """
 
     cluster: Cluster
     global_batch: int
     optimizer: OptimizerCost
-    exact: bool = False
+    allow: Numerics = "changes"
     even_shares: bool = True
     memory_margin: float = MARGIN
     top: int = TOP
@@ -53,6 +55,7 @@ class PlanningInputs:
     check_plan: CheckPlan = accept_every_plan
     compares_samples: bool = False
     epoch_samples: int | None = None
+    can_fuse_optimizer: bool = False
 
     @property
     def device(self) -> Device:
@@ -71,16 +74,17 @@ class PlanningInputs:
         return gcd(*(node.count for node in self.cluster.nodes))
 
     def precisions_to_try(self) -> tuple[str, ...]:
-        """With `exact`, only fp32; else `precisions` if given. Otherwise the first of bf16 and fp16 that the device
-        computes faster than fp32 (on CPUs also fp32, which may be faster for this model), or else tf32 or fp32."""
-        if self.exact:
-            return (_EXACT,)
+        """Only fp32 unless plans may change the arithmetic; else `precisions` if given. Otherwise the first of bf16 and
+        fp16 that the device computes faster than fp32 (on CPUs also fp32, which may be faster for this model), or else
+        tf32 or fp32."""
+        if self.allow != "changes":
+            return (_FULL,)
         if self.precisions:
             return self.precisions
         lower = next((dtype for dtype in _LOWER_PRECISIONS if self._speeds_up(dtype)), None)
         if lower is None:
-            return ("tf32",) if self.device.accelerates("tf32") else (_EXACT,)
-        return (lower, _EXACT) if self.device.kind == "cpu" else (lower,)
+            return ("tf32",) if self.device.accelerates("tf32") else (_FULL,)
+        return (lower, _FULL) if self.device.kind == "cpu" else (lower,)
 
     def _speeds_up(self, dtype: Dtype) -> bool:
         rates = self.device.rates
@@ -89,12 +93,23 @@ class PlanningInputs:
 
 def with_measured_operators(inputs: PlanningInputs, profiles: Profiles) -> PlanningInputs:
     """Returns the inputs with a cluster in which the model's operators have been measured on this machine, with the
-    batch that a rank gets if every device is a replica. Returns the same inputs if the cluster is not this machine."""
+    batch that a rank gets if every device is a replica, in each memory layout that the search considers. Returns the
+    same inputs if the cluster is not this machine."""
     cluster, devices = inputs.cluster, inputs.cluster.device_count
     if not is_this_machine(cluster):
         return inputs
     for precision in inputs.precisions_to_try():
         axes = {"replicate": min(devices, inputs.global_batch)}
-        plan = Plan.model_validate({"axes": axes, "numerics": {"precision": precision}})
-        cluster = measure_model_operators(cluster, profiles.get(precision, "none"), plan, inputs.global_batch)
+        profile = profiles.get(precision, "none")
+        for layout in _layouts(profile, inputs.allow):
+            groups = {"axes": axes, "numerics": {"precision": precision}, "compute": {"layout": layout}}
+            plan = Plan.model_validate(groups)
+            cluster = measure_model_operators(cluster, profile, plan, inputs.global_batch)
     return replace(inputs, cluster=cluster)
+
+
+def _layouts(profile: ModelProfile, allow: Numerics) -> tuple[str, ...]:
+    """The memory layouts in which the search considers plans with this profile."""
+    if allow == "same" or not profile.has_convolutions:
+        return ("contiguous",)
+    return ("contiguous", "channels_last") if profile.precision == "fp32" else ("channels_last",)

@@ -73,7 +73,7 @@ class ModelSummary:
     profile: ModelProfile
     device: Device
     cores: int = 1
-    memory_layout: str = "contiguous"
+    memory_layout: Literal["contiguous", "channels_last"] = "contiguous"
     branch_groups: tuple[BranchGroup, ...] = ()
     branch_ranks: dict[tuple[Axes, str], dict[str, int]] = field(default_factory=dict)
     _piece_seconds: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
@@ -124,7 +124,7 @@ class ModelSummary:
 
     @cached_property
     def has_convolutions(self) -> bool:
-        return any(o.kind == "convolution" for segment in self.profile.segments for o in segment.operators)
+        return self.profile.has_convolutions
 
     @cached_property
     def tensor_degree(self) -> int:

@@ -3,6 +3,7 @@ first needed, because tracing a large model takes seconds and a search needs onl
 
 from collections import Counter
 from dataclasses import InitVar, dataclass, field
+from time import perf_counter
 from typing import Any
 
 from torch import nn
@@ -18,8 +19,8 @@ from meshwright.profile.values import ModelProfile
 @dataclass
 class Profiles:
     """Traces and caches the profiles of one model. The model may be on the meta device; it is not changed. `method` is
-    a phrase that says how the latest profile was obtained. `known_structure` is the `ModelStructure` of the same model
-    and sample, if the caller has one to share."""
+    a phrase that says how the latest profile was obtained, `trace_s` how long that took. `known_structure` is the
+    `ModelStructure` of the same model and sample, if the caller has one to share."""
 
     model: nn.Module
     sample: Any
@@ -27,6 +28,7 @@ class Profiles:
     target: str | None = None
     on_gpu: bool = True
     method: str = ""
+    trace_s: float = 0.0
     known_structure: InitVar[ModelStructure | None] = None
     _profiles: dict[tuple[str, str], ModelProfile] = field(default_factory=dict)
 
@@ -40,11 +42,16 @@ class Profiles:
         True."""
         return Counter(call.module for call in self.structure.dataflow(evaluating).calls)
 
+    def is_traced(self, precision: str, recompute: Recompute) -> bool:
+        """Whether `get` returns this profile without tracing it."""
+        return (precision, recompute) in self._profiles
+
     def get(self, precision: str, recompute: Recompute) -> ModelProfile:
         """Returns the profile in this precision, with this level of recomputation. It includes the model's structure if
         it could be traced."""
         key = (precision, recompute)
         if key not in self._profiles:
+            begin = perf_counter()
             self._profiles[key], self.method = trace_or_measure_profile(
                 self.model,
                 self.sample,
@@ -56,4 +63,5 @@ class Profiles:
                 with_structure=True,
                 model_structure=self.structure,
             )
+            self.trace_s = perf_counter() - begin
         return self._profiles[key]

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from meshwright.errors import InputError
 from meshwright.plan import Plan
+from meshwright.planner.choice import describe_choice
 from meshwright.planner.explain import explain, gib, reason, seconds, step_shares, too_large
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.profiles import Profiles
@@ -20,16 +21,18 @@ from meshwright.simulator.predict import Prediction, predict_plan
 class PlanReport:
     """The result of a search, or of one given plan: the best plans with their predictions (the fastest first),
     sentences about the best plan, and rejected plans with the reasons. `candidate_count` is the number of plans that
-    were considered."""
+    were considered. `choice` is the line about the best plan at the top (choice.py), empty for a given plan."""
 
     ranked: tuple[tuple[Plan, Prediction], ...]
     explanation: tuple[str, ...]
     rejected: tuple[tuple[Plan, str], ...]
     candidate_count: int
+    choice: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         ranked = [_entry(plan, prediction) for plan, prediction in self.ranked]
         return {
+            "choice": self.choice,
             "best": ranked[0],
             "ranked": ranked,
             "explanation": " ".join(self.explanation),
@@ -54,6 +57,7 @@ def report_search(result: SearchResult, inputs: PlanningInputs, profiles: Profil
         (*explain(result, inputs), _basis(inputs, profiles)),
         tuple(rejected),
         result.candidate_count,
+        describe_choice(result, inputs, profiles),
     )
 
 
@@ -100,8 +104,10 @@ def _plan_dict(plan: Plan) -> dict[str, Any]:
 
 
 def show(report: PlanReport, inputs: PlanningInputs, console: Console, took_s: float) -> None:
-    """Prints the ranked plans, the sentences, the rejected plans, and the best plan in the format of a plan file.
-    `took_s` is the time that the search took."""
+    """Prints the choice, the ranked plans, the sentences, the rejected plans, and the best plan in the format of a plan
+    file. `took_s` is the time that the search took."""
+    if report.choice:
+        console.print(f"{report.choice}\n", markup=False, highlight=False, soft_wrap=True)
     console.print(_ranked_table(report, inputs))
     for line in report.explanation:
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -11,6 +11,8 @@ may use of a device. Ranked plans are the fastest simulated plans that fit. A fa
     branches    the candidate with the fastest guess of each family that places branches on different ranks is always
                 simulated, for up to `_MOST_PLACED_FAMILIES` families, because the guess does not take into account that
                 the ranks of such a plan launch fewer operators
+    compute     of the best plans, and of the best plan of each family that is almost as fast, the variants of how a
+                rank runs its operators are simulated (compute_variants.py)
     end         when the guess of the next candidate is more than `_GUESS_TOLERANCE` times as slow as the slowest ranked
                 plan; or when `_MOST_PRICED` candidates were simulated and some fit; or when `_MOST_FITTING` fit
 
@@ -29,6 +31,7 @@ from meshwright.plan import Plan
 from meshwright.planner.bounds import BoundCalculator, Bounds
 from meshwright.planner.branch_placement import find_branch_groups
 from meshwright.planner.candidates import RECOMPUTES, Candidate, candidate_series, plan_of, possible_axis_sizes
+from meshwright.planner.compute_variants import best_variant
 from meshwright.planner.inputs import PlanningInputs, accept_every_plan
 from meshwright.planner.model_summary import ModelSummary
 from meshwright.planner.profiles import Profiles
@@ -42,17 +45,21 @@ _MOST_PRICED = 20
 _MOST_FITTING = 10
 _MOST_PLACED_FAMILIES = 6
 _MOST_EXPLAINED_FAMILIES = 4  # families that are simulated only to say why they were not chosen
+_MOST_VARIED = 3  # ranked plans for which the variants of their compute fields are simulated, too
+_VARIED_FAMILIES_WITHIN = 1.5  # and the best plans of other families, if they are at most so many times as slow
 _GUESS_TOLERANCE = 1.1
 _SHARED_TEMPORARIES = 0.8  # other candidates are assumed to have this share of the smallest temporaries so far
 
 
 @dataclass(frozen=True)
 class PricedPlan:
-    """A plan whose step was simulated. The plan fits if `needed_bytes` is at most `PlanningInputs.capacity_bytes`."""
+    """A plan whose step was simulated. The plan fits if `needed_bytes` is at most `PlanningInputs.capacity_bytes`.
+    `plain` is the plan before the variants of its `compute` fields were tried; None if none of them was better."""
 
     candidate: Candidate
     plan: Plan
     prediction: Prediction
+    plain: "PricedPlan | None" = None
 
     @property
     def needed_bytes(self) -> int:
@@ -130,14 +137,28 @@ class _PlanSearch:
                 return None
             self.summary.add_profile(recompute, profile)
             plan = with_gradient_algorithm(plan, profile, inputs.cluster)
-            prediction = predict_plan(inputs.cluster, profile, plan, inputs.global_batch, inputs.optimizer)
-            self.priced[candidate] = PricedPlan(candidate, plan, prediction)
+            self.priced[candidate] = PricedPlan(candidate, plan, self.predict(plan))
             self._update_temporaries(self.priced[candidate])
         priced = self.priced[candidate]
         if not self.fits(priced):
             key, batch = candidate.without_microbatch, candidate.microbatch_samples
             self.smallest_not_fitting[key] = min(self.smallest_not_fitting.get(key, batch), batch)
         return priced
+
+    def predict(self, plan: Plan) -> Prediction:
+        inputs, profile = self.inputs, self.profiles.get(plan.numerics.precision, plan.memory.recompute)
+        return predict_plan(inputs.cluster, profile, plan, inputs.global_batch, inputs.optimizer)
+
+    def choose_compute(self, candidates: Iterable[Candidate]) -> None:
+        """Replaces the plans of these candidates by the best of their variants (compute_variants.py)."""
+        images, blocks = self.summary.has_convolutions, bool(self.summary.profile.blocks)
+        for candidate in candidates:
+            plain = self.priced[candidate]
+            plan, prediction = best_variant(
+                plain.plan, plain.prediction, self.inputs, self.predict, images=images, blocks=blocks
+            )
+            if plan != plain.plan:
+                self.priced[candidate] = PricedPlan(candidate, plan, prediction, plain)
 
     def _update_temporaries(self, priced: PricedPlan) -> None:
         candidate = priced.candidate
@@ -224,6 +245,9 @@ def _search_precision(inputs: PlanningInputs, profiles: Profiles, precision: str
     _price_placements(state, [candidate for candidate, _ in bounded if candidate.sizes.placed_branches])
     family_bests = _family_bests(state, bounded)
     ranked = state.ranked()
+    fast = [best for best in family_bests if ranked and _step_s(best) <= _VARIED_FAMILIES_WITHIN * _step_s(ranked[0])]
+    state.choose_compute({priced.candidate for priced in (*ranked[:_MOST_VARIED], *fast) if state.fits(priced)})
+    family_bests, ranked = tuple(state.priced[best.candidate] for best in family_bests), state.ranked()
     return SearchResult(tuple(ranked), family_bests, tuple(excluded), summary, count, len(state.priced), 0.0)
 
 
@@ -242,7 +266,7 @@ def summarize_model(inputs: PlanningInputs, profiles: Profiles, precision: str) 
     """Returns the summary of the model in this precision, on the device of the inputs."""
     profile = profiles.get(precision, "none")
     summary = ModelSummary(profile, inputs.device, inputs.cluster.cores if inputs.cluster.kind == "cpu" else 1)
-    if summary.has_convolutions and not inputs.exact:
+    if summary.has_convolutions and precision != "fp32":  # for fp32, compute_variants.py predicts both layouts
         summary.memory_layout = "channels_last"
     structure = summary.structure
     if structure is not None and structure.branches:

@@ -152,6 +152,10 @@ class ModelProfile:
         """Bytes of all parameters, tied weights counted once."""
         return sum(parameter.bytes for parameter in self.parameters)
 
+    @property
+    def has_convolutions(self) -> bool:
+        return any(operator.kind == "convolution" for segment in self.segments for operator in segment.operators)
+
     def flops(self, batch: float, phase: Phase | None = None) -> float:
         """FLOPs of one step, or of one of its two passes."""
         return sum(

@@ -107,7 +107,7 @@ def check_servers(plan: Plan) -> None:
         raise InputError(
             "plan.compute.cuda_graphs captures whole steps unless blocks are compiled, and such a CUDA graph cannot"
             f" include the communication with parameter servers, but gradients.servers is {plan.gradients.servers}: set"
-            " compute.cuda_graphs to false, compute.compile to default, or gradients.servers to 0"
+            " compute.cuda_graphs to false, compute.compile to blocks, or gradients.servers to 0"
         )
     if plan.modules.splits:
         raise InputError(

@@ -14,10 +14,11 @@ from meshwright.errors import InputError, Stopped
 from meshwright.job import Job
 from meshwright.launch.local.launch import RankSettings, launch
 from meshwright.plan import Plan
-from meshwright.train.auto_precision import choose_precision
 from meshwright.train.check import check_job, check_rank_count
 from meshwright.train.job_parts import JobParts
 from meshwright.train.output.folder import lock_run_folder, read_result, write_job_and_plan
+from meshwright.train.tuning.compute import tune
+from meshwright.train.tuning.precision import choose_precision
 
 # cuBLAS is deterministic only with a fixed workspace, which must be set before a process initializes CUDA.
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -32,21 +33,26 @@ def train(
     recorded_steps: int = 0,
     note: str | None = None,
     parts: JobParts | None = None,
+    tunes: bool = False,
 ) -> dict[str, Any]:
     """Trains on this machine, and returns the result, which is the content of result.json.
 
     `resume` is that of `lock_run_folder`. `predicted_step_s` is only copied into the result. `recorded_steps` is the
     number of steps, from the first one on, to record for `prove --against`. `note` is printed after the job was
-    checked. `parts` caches what planning has built of the job; its memory is released before the ranks start.
+    checked. `parts` caches what planning has built of the job; its memory is released before the ranks start. With
+    `tunes`, a long run begins with measuring which `compute` fields of the plan make its steps faster.
     """
     parts = parts or JobParts(job)
     check_is_local(cluster)
     check_rank_count(plan, cluster)
     choice = choose_precision(plan, job, cluster, parts)
     if choice.reason:
-        print(choice.reason, file=sys.stderr, flush=True)
+        _print_note(choice.reason)
     plan = choice.plan
     check_job(job, plan, cluster, parts)
+    if tunes and job.allow != "same" and (tuning := tune(plan, parts, cluster, predicted_step_s, _print_note)):
+        plan = tuning.plan
+        _print_note(tuning.reason)
     parts.release()
     if recorded_steps and plan.gradients.servers:
         raise InputError(
@@ -58,7 +64,7 @@ def train(
     locked_run = lock_run_folder(job, resume)
     folder = locked_run.folder
     for line in filter(None, (locked_run.note, note)):
-        print(line, file=sys.stderr, flush=True)
+        _print_note(line)
     write_job_and_plan(folder, job, plan)
     threads = plan.compute.threads or max(1, cluster.cores // plan.world_size)
     # With parameter servers, each worker (ranks below `workers`) can be restarted alone, and the first server, which is
@@ -90,3 +96,7 @@ def train(
     if result is None:
         raise Stopped(f"{folder.path}: the ranks were told to stop; the same command resumes it")
     return result
+
+
+def _print_note(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

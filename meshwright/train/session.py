@@ -38,7 +38,6 @@ from meshwright.train.step.loss_scale import LossScale
 from meshwright.train.step.nonfinite import NonFiniteCheck
 from meshwright.train.step.optimizer import use_fused_kernels
 from meshwright.train.step.own_loop import OwnLoop
-from meshwright.train.step.randomness import seeded
 from meshwright.train.step.schedule import needs_metric, step_schedule
 
 Report = Callable[[str], None]  # called with what the rank is doing, for its heartbeat
@@ -114,8 +113,8 @@ class Session(OwnLoop):
         self._nonfinite_check = check if on_nonfinite == "skip" else None
         self.nonfinite: str | None = None
         self.skipped_steps = 0
-        # Captures forward and backward passes of a single rank. With `compile`, torch captures the blocks itself.
-        captures = plan.compute.cuda_graphs and plan.compute.compile == "none" and world.device.type == "cuda"
+        # Captures forward and backward passes of a single rank. With several ranks, compiled code captures itself.
+        captures = plan.compute.cuda_graphs and plan.processes == 1 and world.device.type == "cuda"
         self._graphs = StepGraphs(self._run_forward_backward, list(self.module.parameters())) if captures else None
         self._forward_backward = ForwardBackward(self._parallel, self._loss, self.loss_scale, report)
         self._evaluator = Evaluator(self._parallel, self._loss, self._gather_samples, self._example, world.size)
@@ -185,7 +184,7 @@ class Session(OwnLoop):
         on every rank."""
         # Random numbers depend only on the seed, the step and the data rank. Therefore evaluations and restarts do not
         # change them, and ranks that compute the same activations use the same dropout masks.
-        with seeded(derive_seed(self.seed, "step", self.steps, self._share().rank), self.world.device):
+        with self.generators.seeded(derive_seed(self.seed, "step", self.steps, self._share().rank)):
             return self._step(batch)
 
     def _step(self, batch: Any) -> Tensor:

@@ -35,7 +35,7 @@ from meshwright.train.output.metrics_log import MetricsLog, finite_or_none
 from meshwright.train.output.peak_memory import peak_memory_bytes
 from meshwright.train.output.progress import Display, SilentDisplay, describe_metrics, make_display
 from meshwright.train.output.recording import record_steps
-from meshwright.train.output.throughput import ThroughputMeter
+from meshwright.train.output.throughput import ThroughputMeter, describe_wait
 from meshwright.train.step.divergence import DivergenceMonitor
 from meshwright.train.step.job_length import JobLength
 from meshwright.train.step.schedule import step_after_evaluation
@@ -146,7 +146,7 @@ class Trainer:
         recorded = self.recorded_steps if self.session.steps == 0 else 0  # the first steps of a resumed run are over
         with closing(batches), record_steps(self.session, self.folder.record, recorded) as step:  # type: ignore[type-var]
             self._report("data")
-            for batch in batches:
+            for batch in self.meter.waiting(batches):
                 agreement.start()
                 is_left_out = (batch.epoch, batch.index) in self.left_out
                 if is_left_out:
@@ -191,6 +191,8 @@ class Trainer:
             raise TrainingDiverged(f"the run ends after step {self.session.steps}, {self._describe_saved()}")
         self._report("result")
         result = self._describe_result()
+        if self.world.rank == 0 and (line := describe_wait(self.meter.loader_share, self.job.data.workers)):
+            self.display.line(line)
         if self.world.rank == 0:
             write_atomically(self.folder.result, json.dumps(result, indent=1))
         return result
@@ -206,6 +208,7 @@ class Trainer:
             "loss": finite_or_none(loss),
             "metrics": {name: finite_or_none(value) for name, value in metrics.items()},
             "samples_per_s": self.meter.samples_per_s,
+            "loader_share": self.meter.loader_share,
             "skipped_steps": self.session.skipped_steps,
             "restarts": self.world.attempt,
             "predicted_step_s": self.predicted_step_s,

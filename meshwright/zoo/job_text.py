@@ -181,6 +181,7 @@ def _write(parts: ModelSections, global_batch: int) -> str:
             "checkpoint: {every_steps: 200, keep: 3}",
             "log:       {every_steps: 10, eval_every_steps: 200, tensorboard: true}",
             "plan: auto                  # or the file that `meshwright plan JOB --output plan.yaml` writes",
+            "allow: changes              # plan: auto may compute in bf16 or fp16; rounding: only in fp32",
             "cluster: local              # all devices of this machine",
             "output: runs                # the folder of the runs",
             "",

@@ -13,6 +13,8 @@ import meshwright as mw
 from meshwright.auto.choose import best_plan
 from meshwright.auto.inputs import model_planning_inputs
 from meshwright.call import bind
+from meshwright.cluster.cluster import Cluster
+from meshwright.cluster.detect import find_cluster
 from meshwright.errors import InputError
 from meshwright.job import load_job
 from meshwright.parallel.check import check_plan
@@ -122,3 +124,17 @@ def test_the_best_plan_of_sparse_embeddings_is_one_that_the_executor_accepts(two
     assert plan.axes.replicate == plan.world_size == 2
     losses = two.run(train_sparse_words, plan)
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("sparse", "cluster", "can_fuse"),
+    [(False, "2xH100", True), (True, "2xH100", False), (False, cpu_cluster(2), False)],
+)
+def test_a_fused_optimizer_is_for_dense_gradients(sparse: bool, cluster: str | Cluster, can_fuse: bool) -> None:
+    model = SparseWords(10)
+    model.table.sparse = sparse
+    for optimizer in (torch.optim.SGD(model.parameters(), lr=0.1), None):
+        machines = find_cluster(cluster) if isinstance(cluster, str) else cluster
+        inputs, _ = model_planning_inputs(model, sparse_sample(), machines, global_batch=8, optimizer=optimizer)
+        assert inputs.can_fuse_optimizer is (can_fuse and optimizer is not None)
+        assert inputs.allow == "rounding"

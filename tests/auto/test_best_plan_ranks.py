@@ -29,7 +29,7 @@ def best_plan(global_batch: int = 16, **options: Any) -> Plan:
     sample = (torch.randn(4, 6), torch.randint(0, 3, (4,)))
     with patch.object(choose, "find_cluster", machine):
         return mw.best_plan(
-            model, sample, loss=F.cross_entropy, global_batch=global_batch, exact=True, device="cpu", **options
+            model, sample, loss=F.cross_entropy, global_batch=global_batch, allow="same", device="cpu", **options
         )
 
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from meshwright.auto.choose import plan_of_job, unmeasured_note
+from meshwright.auto import choose
+from meshwright.auto.choose import JobPlan, plan_of_job
+from meshwright.cluster.detect import find_cluster
 from meshwright.errors import InputError, UserCodeError
 from meshwright.job import Job, parse_job
 from meshwright.plan import Plan
@@ -16,6 +18,7 @@ from meshwright.profile.tracing import real_steps
 from meshwright.train import job_parts
 from meshwright.train.check import check_job
 from meshwright.train.job_parts import JobParts
+from meshwright.train.output.folder import lock_run_folder, write_job_and_plan
 from tests.auto.machines import cpu_cluster
 
 TWO_REPLICAS = Plan.model_validate({"axes": {"replicate": 2}})
@@ -39,15 +42,73 @@ def test_a_job_gets_a_plan_that_runs_and_does_not_change_the_numerics(batch: int
     (node,) = measured.nodes
     unknown = node.device.model_copy(update={"bandwidth_bytes_per_s": None, "rates": {}})
     unmeasured = measured.model_copy(update={"nodes": (node.model_copy(update={"device": unknown}),)})
-    assert plan_of_job(JobParts(job), unmeasured, "auto") == (TWO_REPLICAS, None)
-    plan, step_s = plan_of_job(JobParts(job), measured, "auto")
-    assert plan == TWO_REPLICAS
-    assert step_s is not None
-    assert plan_of_job(JobParts(job), measured, TWO_REPLICAS) == (TWO_REPLICAS, pytest.approx(step_s))
-    assert plan_of_job(JobParts(job), measured, Plan())[1] is not None
-    assert "is not measured" in (unmeasured_note(plan, unmeasured, "auto") or "")
-    assert unmeasured_note(plan, measured, "auto") is None
-    assert unmeasured_note(plan, unmeasured, plan) is None
+    without = plan_of_job(JobParts(job), unmeasured, "auto")
+    assert (without.plan, without.step_s) == (TWO_REPLICAS, None)
+    assert "is not measured" in (without.line or "")
+    best = plan_of_job(JobParts(job), measured, "auto")
+    assert best.plan == TWO_REPLICAS
+    assert best.step_s is not None
+    assert (best.line or "").startswith("plan: replicate 2 · fp32, ")
+    assert (best.line or "").endswith(" a step predicted")
+    named = plan_of_job(JobParts(job), measured, TWO_REPLICAS)
+    assert (named.plan, named.step_s, named.line) == (TWO_REPLICAS, pytest.approx(best.step_s), None)
+    assert plan_of_job(JobParts(job), measured, Plan()).step_s is not None
+    assert plan_of_job(JobParts(job), unmeasured, TWO_REPLICAS) == JobPlan(TWO_REPLICAS)
+
+
+@pytest.mark.parametrize(("allow", "precision"), [({}, "fp32"), ({"allow": "changes"}, "bf16")])
+def test_what_a_plan_may_change_is_said_by_the_job(allow: dict[str, Any], precision: str) -> None:
+    job = parse_job({**toy_job().model_dump(mode="json", exclude={"allow"}), **allow})
+    plan = plan_of_job(JobParts(job), find_cluster("2xH100"), "auto").plan
+    assert plan.numerics.precision == precision
+    assert plan.stays_within(job.allow)
+
+
+def store_run(job: Job, plan: Plan, folder: Path) -> Job:
+    """Returns the job with an unfinished run in `folder`, which was trained with this plan."""
+    job = job.model_copy(update={"output": str(folder)})
+    locked_run = lock_run_folder(job, "never")
+    write_job_and_plan(locked_run.folder, job, plan)
+    locked_run.folder.logs.mkdir()
+    locked_run.lock.close()
+    return job
+
+
+SHARDS = Plan.model_validate({"axes": {"shard": 2}, "compute": {"fused_optimizer": True}})
+
+
+def test_a_resumed_run_keeps_its_plan_and_searches_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "search", lambda *_: pytest.fail("a plan is searched"))
+    job = store_run(toy_job(), SHARDS, tmp_path)
+    for resume in ("auto", str(tmp_path / "job-0001")):
+        resumed = plan_of_job(JobParts(job), cpu_cluster(2), "auto", resume)
+        assert resumed.plan == SHARDS
+        assert resumed.step_s is not None
+        assert resumed.line == f"plan: {SHARDS.summary()}, with which {tmp_path}/job-0001 was trained before"
+    assert plan_of_job(JobParts(job), cpu_cluster(2), TWO_REPLICAS, "auto").plan == TWO_REPLICAS
+
+
+@pytest.mark.parametrize(
+    ("stored", "devices", "changes"),
+    [
+        (SHARDS, 1, {}),  # the machine has fewer devices than before
+        (SHARDS, 3, {}),  # or more
+        (SHARDS, 2, {"allow": "same"}),  # the user has changed the job
+    ],
+)
+def test_a_resumed_run_is_planned_anew_if_its_plan_does_not_suit(
+    stored: Plan, devices: int, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    job = store_run(toy_job(), stored, tmp_path).model_copy(update=changes)
+    plan = plan_of_job(JobParts(job), cpu_cluster(devices), "auto", "auto").plan
+    assert plan.world_size == devices
+    assert not plan.compute.fused_optimizer
+
+
+def test_a_plan_that_cannot_be_read_is_not_kept(tmp_path: Path) -> None:
+    job = store_run(toy_job(), SHARDS, tmp_path)
+    (tmp_path / "job-0001" / "plan.yaml").write_text("axes: {replicas: 2}")
+    assert plan_of_job(JobParts(job), cpu_cluster(2), "auto", "auto").plan == TWO_REPLICAS
 
 
 @pytest.fixture
@@ -75,7 +136,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def test_planning_and_checking_a_job_build_its_parts_once(calls: Counter[str]) -> None:
     job, cluster = toy_job(), cpu_cluster(2)
     parts = JobParts(job)
-    plan, _ = plan_of_job(parts, cluster, "auto")
+    plan = plan_of_job(parts, cluster, "auto").plan
     check_job(job, plan, cluster, parts)
     tensor = Plan.model_validate({"axes": {"tensor": 2}})
     check_job(job, tensor, cluster, parts)
@@ -99,7 +160,7 @@ def test_released_parts_are_built_again(calls: Counter[str]) -> None:
 def test_a_mistake_in_the_data_is_reported_by_every_reader() -> None:
     job = parse_job({**toy_job().model_dump(mode="json"), "data": {"train": {"call": "fractions:Fraction"}}})
     parts = JobParts(job)
-    assert plan_of_job(parts, cpu_cluster(2), "auto") == (TWO_REPLICAS, None)
+    assert plan_of_job(parts, cpu_cluster(2), "auto") == JobPlan(TWO_REPLICAS)
     with pytest.raises(InputError, match="which is no data set"):
         check_job(job, TWO_REPLICAS, cpu_cluster(2), parts)
 

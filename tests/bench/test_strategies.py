@@ -52,7 +52,7 @@ def _cluster(devices: int) -> Cluster:
 
 def _plan(strategy: str, devices: int, model: nn.Module, sample: Any, batch: int = 128) -> Plan:
     profiles = Profiles(model, sample, LOSS, None, on_gpu=False)
-    inputs = PlanningInputs(_cluster(devices), batch, optimizer_cost(None, False), exact=True)
+    inputs = PlanningInputs(_cluster(devices), batch, optimizer_cost(None, False), allow="same")
     return one_axis_plan(strategy, devices, lambda: (inputs, profiles))
 
 

@@ -23,6 +23,7 @@ def test_a_model_is_planned_without_a_job(folder: Path, run_command: RunCommand)
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout.splitlines()[-1])
     assert len(report["ranked"]) == 2
+    assert report["best"]["plan"]["numerics"]["precision"] == "bf16", "without a job, plans may change the arithmetic"
     assert file_names(folder) == before | {"plan.yaml"}
     sgd = "optimizer={call: torch.optim:SGD, lr: 0.1}"
     given = run_command("plan", model, *words, "--plan", "plan.yaml", "--set", sgd)

@@ -11,8 +11,10 @@ import yaml
 import meshwright.auto.choose
 import meshwright.train.rank
 import meshwright.train.run
+from meshwright.auto.choose import JobPlan
 from meshwright.cli.commands import _print_result
 from meshwright.errors import Stopped
+from meshwright.job import load_plan
 from meshwright.plan import Plan
 from tests.cli.commands import CommandResult, RefusalOf, RunCommand, file_names
 
@@ -51,7 +53,7 @@ def test_the_json_line_is_the_content_of_result_json(
         meshwright.train.rank.main()
 
     monkeypatch.setattr(meshwright.train.run, "launch", run_rank_here)
-    monkeypatch.setattr(meshwright.auto.choose, "plan_of_job", lambda *_: (Plan(), 0.25))
+    monkeypatch.setattr(meshwright.auto.choose, "plan_of_job", lambda *_: JobPlan(Plan(), 0.25))
     printed = last_json(run_command("train", "job.yaml", "--json", "--set", "train={steps: 1, global_batch: 30}"))
     assert printed == json.loads((folder / "runs" / "job-0001" / "result.json").read_text())
     assert (printed["run"], printed["predicted_step_s"]) == (str(folder.resolve() / "runs" / "job-0001"), 0.25)
@@ -73,6 +75,22 @@ def test_a_stopped_run_ends_with_exit_code_1_and_without_json(
     assert not (folder / "runs" / "job-0001" / "result.json").exists()
 
 
+def test_a_run_begins_with_its_plan_and_a_resumed_one_keeps_it(
+    folder: Path, run_command: RunCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: Any) -> None:
+        raise Stopped("stopped")
+
+    monkeypatch.setattr(meshwright.train.run, "launch", stop)
+    assert run_command("train", "job.yaml").stderr.startswith("plan: replicate 2 · fp32, ")
+    file = folder / "runs" / "job-0001" / "plan.yaml"
+    stored = Plan.model_validate({"axes": {"shard": 2}, "memory": {"recompute": "full"}}).save(file)
+    resumed = run_command("train", "job.yaml")
+    assert resumed.stderr.startswith(f"plan: {stored.summary()}, with which runs/job-0001 was trained before\n")
+    assert load_plan(file) == stored
+    assert run_command("train", "job.yaml", "--resume", "never").stderr.startswith("plan: replicate 2 · fp32, ")
+
+
 def test_people_read_accuracy_speed_and_the_whole_run_path(capsys: pytest.CaptureFixture[str]) -> None:
     _print_result(RESULT, as_json=False)
     printed = capsys.readouterr().out
@@ -84,7 +102,7 @@ def test_people_read_accuracy_speed_and_the_whole_run_path(capsys: pytest.Captur
 
 def test_the_json_of_a_plan_has_the_fields_that_scripts_rely_on(folder: Path, run_command: RunCommand) -> None:
     report = last_json(run_command("plan", "job.yaml", "--cluster", "2xA100-80GB", "--top", "2", "--json"))
-    assert set(report) == {"best", "ranked", "explanation", "rejected", "candidates", "seconds"}
+    assert set(report) == {"choice", "best", "ranked", "explanation", "rejected", "candidates", "seconds"}
     assert report["best"] == report["ranked"][0]
     assert len(report["ranked"]) == 2
     for entry in report["ranked"]:

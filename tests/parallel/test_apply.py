@@ -60,7 +60,7 @@ def train_on_ranks(rank: int, size: int) -> dict[str, Any]:
             gradients.append(float(model.scale.grad[0]))
         return output
 
-    parallel.run_microbatches([(example, 1), (example, 1)], loss_of)
+    parallel.run_microbatches([(example, 1), (example, 1)], lambda output, *_: output, loss_of)
     assert model.scale.grad is not None
     gradients.append(float(model.scale.grad[0]))
     count.fill_(float(rank + 1))

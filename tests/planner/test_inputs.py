@@ -3,12 +3,16 @@
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
-from meshwright.plan import Plan
+from meshwright.plan import Numerics, Plan
 from meshwright.planner import inputs as planning
 from meshwright.planner.inputs import PlanningInputs, with_measured_operators
+from meshwright.planner.profiles import Profiles
 from meshwright.profile.values import ModelProfile
 from tests.planner.cases import MOMENTUM, one_layer
 
@@ -27,6 +31,31 @@ def test_every_precision_is_measured_as_a_replica_runs_it(monkeypatch: pytest.Mo
     assert seen == [("bf16", 2, "bf16", 8), ("fp32", 2, "fp32", 8)]
 
 
+@pytest.mark.parametrize(
+    ("allow", "precision", "layouts"),
+    [
+        ("same", "fp32", ["contiguous"]),
+        ("rounding", "fp32", ["contiguous", "channels_last"]),
+        ("changes", "bf16", ["channels_last"]),
+    ],
+)
+def test_images_are_measured_in_the_layouts_that_the_search_considers(
+    allow: Numerics, precision: str, layouts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, str]] = []
+
+    def measured(cluster: Cluster, _: ModelProfile, plan: Plan, __: int) -> Cluster:
+        seen.append((plan.numerics.precision, plan.compute.layout))
+        return cluster
+
+    monkeypatch.setattr(planning, "is_this_machine", lambda cluster: True)
+    monkeypatch.setattr(planning, "measure_model_operators", measured)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2))
+    profiles = Profiles(model, (torch.zeros(2, 1, 4, 4), torch.zeros(2, dtype=torch.long)), F.cross_entropy)
+    with_measured_operators(PlanningInputs(find_cluster("2xH100"), 8, MOMENTUM, allow=allow), profiles)
+    assert seen == [(precision, layout) for layout in layouts]
+
+
 def test_another_machine_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(*_: Any) -> Cluster:
         return pytest.fail("another machine's operators are measured here")
@@ -34,3 +63,8 @@ def test_another_machine_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(planning, "measure_model_operators", nothing)
     inputs = PlanningInputs(find_cluster("2xH100"), 8, MOMENTUM)
     assert with_measured_operators(inputs, one_layer()) is inputs
+
+
+@pytest.mark.parametrize(("allow", "precision"), [("same", "fp32"), ("rounding", "fp32"), ("changes", "bf16")])
+def test_another_precision_is_tried_only_if_plans_may_change_the_arithmetic(allow: Numerics, precision: str) -> None:
+    assert PlanningInputs(find_cluster("2xH100"), 8, MOMENTUM, allow=allow).precisions_to_try() == (precision,)

@@ -95,6 +95,7 @@ def test_a_finished_run_has_a_result_metrics_and_a_checkpoint(tmp_path: Path) ->
         "loss",
         "metrics",
         "samples_per_s",
+        "loader_share",
         "skipped_steps",
         "restarts",
         "predicted_step_s",

@@ -38,17 +38,17 @@ def count_targets(target: Tensor, ignore_index: int, class_weight: Tensor | None
 
 
 class CountTargets(TorchFunctionMode):
-    """Within this context, the targets of cross entropies are counted, however these functions were imported. `counts`
-    holds the count of each call so far."""
+    """Within this context, the targets of cross entropies are counted, however these functions were imported. The count
+    of each call is added to `counts`."""
 
-    def __init__(self) -> None:
+    def __init__(self, counts: list[Count]) -> None:
         super().__init__()
-        self.counts: list[Count] = []
+        self._counts = counts
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name in _SIGNATURES and func is getattr(F, name):
-            return _call_and_count(name, func, self.counts, args, kwargs or {})
+            return _call_and_count(name, func, self._counts, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
@@ -80,19 +80,28 @@ def _has_no_value(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor) or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-@contextmanager
-def count_targets_in_modules() -> Iterator[list[Count]]:
+class CountTargetsInModules:
     """Like `CountTargets`, but only for calls through the module `torch.nn.functional`. It costs other operators
-    nothing and does not disturb torch.compile, so a whole forward pass can run in it. Yields the list of counts."""
-    counts: list[Count] = []
-    originals = {name: getattr(F, name) for name in _SIGNATURES}
-    for name, original in originals.items():
-        setattr(F, name, _counting(name, original, counts))
-    try:
-        yield counts
-    finally:
-        for name, original in originals.items():
-            setattr(F, name, original)
+    nothing, so a whole forward pass can run in it. Code that torch has compiled in it stays valid, because every use of
+    this object puts the same functions there. `counts` holds the count of each call so far."""
+
+    def __init__(self) -> None:
+        self.counts: list[Count] = []
+        self._originals = {name: getattr(F, name) for name in _SIGNATURES}
+        self._replacements = {
+            name: _counting(name, original, self.counts) for name, original in self._originals.items()
+        }
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """The context in which targets are counted."""
+        for name, replacement in self._replacements.items():
+            setattr(F, name, replacement)
+        try:
+            yield
+        finally:
+            for name, original in self._originals.items():
+                setattr(F, name, original)
 
 
 def _counting(name: str, original: Callable[..., Any], counts: list[Count]) -> Callable[..., Any]:

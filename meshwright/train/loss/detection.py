@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import InputError
-from meshwright.train.loss.cross_entropy import Count, count_targets_in_modules
+from meshwright.train.loss.cross_entropy import Count, CountTargetsInModules
 
 _DETECTION = "torchvision.models.detection"
 _DETECTORS = (("generalized_rcnn", "GeneralizedRCNN"), ("ssd", "SSD"), ("fcos", "FCOS"))
@@ -56,17 +56,18 @@ class BoxCounts:
 
     def __init__(self) -> None:
         self.numbers: dict[str, Count] = {}
-        self._targets: list[Count] = []  # of the cross entropies: first of the classes, then of the keypoints
+        self._counting = CountTargetsInModules()  # of the cross entropies: first of the classes, then of the keypoints
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         self.numbers = {}
+        self._counting.counts.clear()
         functions = list(_counting_functions(self.numbers))
         originals = [(owner, name, getattr(owner, name)) for owner, name, _ in functions]
         for owner, name, counting in functions:
             setattr(owner, name, counting)
         try:
-            with count_targets_in_modules() as self._targets:
+            with self._counting.active():
                 yield
         finally:
             for owner, name, original in originals:
@@ -75,14 +76,15 @@ class BoxCounts:
     def of(self, loss: str) -> Count | None:
         """Returns the number of boxes that this loss is a mean over; None if it is not known."""
         if loss == "loss_keypoint":
-            return self._targets[1] if len(self._targets) > 1 else 0.0
+            counts = self._counting.counts
+            return counts[1] if len(counts) > 1 else 0.0
         return self.numbers.get(_COUNTED.get(loss, ""))
 
 
 class DetectorLoss:
-    """Called with the dict of losses that a detector returned and the number of samples of the batch, it returns this
-    rank's part of the loss; the parts of all ranks are added. With 0 samples, the batch has no weight. The detector's
-    forward pass runs within `counts.recording()`."""
+    """Called with the dict of losses that a detector returned and whether the batch has samples, it returns this rank's
+    part of the loss; the parts of all ranks are added. Without samples, the batch has no weight. The detector's forward
+    pass runs within `counts.recording()`."""
 
     def __init__(self, counts: BoxCounts, across: Across | None = None) -> None:
         self._counts = counts
@@ -92,17 +94,17 @@ class DetectorLoss:
         """Returns the loss for one rank of many. `across` returns the rows of all ranks."""
         return DetectorLoss(self._counts, across)
 
-    def __call__(self, output: Any, samples: int) -> Tensor:
+    def __call__(self, output: Any, has_samples: bool) -> Tensor:
         losses = self._losses(output)
         values = torch.stack([loss.reshape(()) for loss in losses.values()])
         if self._across is None:
-            return values.sum() if samples else values.nan_to_num().sum() * 0
+            return values.sum() if has_samples else values.nan_to_num().sum() * 0
         counts = [torch.as_tensor(self._counts.of(name), device=values.device).double() for name in losses]
-        local = torch.stack(counts) * bool(samples)
+        local = torch.stack(counts) * has_samples
         of_all_ranks = self._across(local.unsqueeze(0))[0].sum(0)
         # A mean over nothing is divided by 1 on the rank, too.
-        weights = local.clamp(min=bool(samples)) / of_all_ranks.clamp(min=1)
-        return (values.nan_to_num() if not samples else values).mul(weights.to(values.dtype)).sum()
+        weights = local.clamp(min=int(has_samples)) / of_all_ranks.clamp(min=1)
+        return (values if has_samples else values.nan_to_num()).mul(weights.to(values.dtype)).sum()
 
     def _losses(self, output: Any) -> Mapping[str, Tensor]:
         if not isinstance(output, Mapping):

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,12 +27,21 @@ from torch import Tensor, nn
 
 from meshwright.errors import InputError
 from meshwright.plan import Plan
-from meshwright.train.loss.cross_entropy import Count, count_targets, count_targets_in_modules
+from meshwright.train.loss.cross_entropy import Count, CountTargetsInModules, count_targets
 from meshwright.train.loss.detection import BoxCounts, DetectorLoss, has_detector
 from meshwright.train.metrics import compares_samples, without_rows
 
 LossFunction = Callable[[Any, Any], Any]
 Kind = Literal["samples", "targets", "sum", "compares_samples", "terms"]
+
+
+class CountedMean(NamedTuple):
+    """What losses return that are found to be means over targets: the `total` of the targets, the `number` of targets,
+    and the `mean`, which is 0 if there are none."""
+
+    total: Tensor
+    number: Count
+    mean: Tensor
 
 
 @dataclass(frozen=True)
@@ -43,10 +52,10 @@ class Loss:
     targets that are not ignored (a mean would be 0/0 if all are ignored). `sum`: the sum over the batch; the loss is
     the sum over the global batch, and is not divided. `compares_samples`: the sum over the batch's samples, which the
     function compares with the samples of other ranks. `terms`: a sum of means over different numbers of objects, each
-    multiplied by this rank's part of its number over all ranks (detection.py); `function` is called with the number of
-    samples in place of the target, and the results of all ranks are added. The model's forward pass runs within
+    multiplied by this rank's part of its number over all ranks (detection.py); `function` is called with whether there
+    are samples in place of the target, and the results of all ranks are added. The model's forward pass runs within
     `forward_context()`. `is_divisible` is False for a loss inside a model that cannot be computed from the losses of
-    parts of a batch.
+    parts of a batch. `whole` is the function for batches that are not divided, if it is another one.
     """
 
     function: LossFunction
@@ -55,6 +64,7 @@ class Loss:
     class_weight: Tensor | None = None
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
     is_divisible: bool = True
+    whole: LossFunction | None = None
 
     def count(self, target: Any, samples: int) -> Tensor | float:
         """The number of the batch's samples or valid targets, or the sum of the class weights of these targets. The sum
@@ -63,14 +73,24 @@ class Loss:
             return float(samples)
         return count_targets(target, self.ignore_index, self.class_weight)
 
-    def term(self, output: Any, target: Any, samples: int) -> "LossTerm":
-        """Returns what the batch adds to the sum over the global batch. If `samples` is 0, the batch only lets a rank
-        take part in a step, and has weight 0."""
+    def evaluate(self, output: Any, target: Any, has_samples: bool) -> Any:
+        """Returns what the loss function returns for a batch. A batch without samples only lets a rank take part in a
+        step."""
         if self.kind == "terms":
-            return LossTerm(self.function(output, samples), 1.0, None)
-        if self.kind == "compares_samples" and not samples:  # other ranks must not compare with its samples either
+            return self.function(output, has_samples)
+        if self.kind == "compares_samples" and not has_samples:  # other ranks must not compare with its samples either
             output, target = without_rows(output), without_rows(target)
-        value, returned_count = _value_and_count(self.function(output, target))
+        return self.function(output, target)
+
+    def term(self, output: Any, target: Any, samples: int) -> "LossTerm":
+        """Returns what the batch adds to the sum over the global batch; with `samples` 0, its weight is 0."""
+        return self.term_of(self.evaluate(output, target, samples > 0), samples)
+
+    def term_of(self, result: Any, samples: int) -> "LossTerm":
+        """Returns what a batch adds to the sum over the global batch, given what `evaluate` returned for it."""
+        value, returned_count = _value_and_count(result)
+        if self.kind == "terms":
+            return LossTerm(value, 1.0, None)
         present = 1.0 if samples else 0.0
         if returned_count is not None:
             return LossTerm(value, present, returned_count * present)
@@ -85,6 +105,21 @@ class Loss:
         """Whether a loss can be computed from this output. Models that compute their loss themselves may do so in
         training mode only."""
         return not isinstance(self.function, ModelLoss | DetectorLoss) or find_model_value(output) is not None
+
+    def mean(self, output: Any, target: Any, has_samples: bool = True) -> Tensor:
+        """Returns the loss of a batch that is the whole global batch, for a loss that does not compare samples. If no
+        target is valid, it is 0."""
+        result = self.whole(output, target) if self.whole else self.evaluate(output, target, has_samples)
+        if isinstance(result, CountedMean):
+            return result.mean
+        value, returned_count = _value_and_count(result)
+        if returned_count is None:
+            if self.kind != "targets" or not isinstance(target, Tensor):
+                return value
+            count = count_targets(target, self.ignore_index, self.class_weight)
+            returned_count = count if isinstance(count, Tensor) else torch.tensor(count)
+        is_integer = not returned_count.is_floating_point()
+        return value / (returned_count.clamp(min=1) if is_integer else returned_count + (returned_count == 0))
 
     def sum_and_count(self, output: Any, target: Any, samples: int) -> tuple[Tensor, Tensor | float]:
         """Returns what the batch adds to the sum of the loss, and to the number by which that sum is divided."""
@@ -150,24 +185,25 @@ class ModelLoss:
     loss itself, which is taken as a mean over samples."""
 
     def __init__(self) -> None:
-        self._counts: list[Count] = []
+        self._counting = CountTargetsInModules()
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
         """The context for the model's forward pass."""
-        with count_targets_in_modules() as counts:
-            self._counts = counts
+        self._counting.counts.clear()
+        with self._counting.active():
             yield
 
     def __call__(self, output: Any, target: Any) -> Any:
         value = find_model_value(output)
         if value is None:
             raise InputError(f"the job has no loss, and the model returned {type(output).__name__} without one")
-        if not self._counts:
+        counts = self._counting.counts
+        if not counts:
             return value
-        count = self._counts[0]
-        self._counts.clear()
-        return value * count, count
+        count = counts[0]
+        counts.clear()
+        return CountedMean(value * count, count, value)
 
 
 def find_model_value(output: Any) -> Tensor | None:
@@ -228,6 +264,8 @@ def _value_and_count(result: Any) -> tuple[Tensor, Tensor | None]:
     pair."""
     if isinstance(result, Tensor) and result.numel() == 1:
         return result.reshape(()), None
+    if isinstance(result, CountedMean):
+        result = (result.total, result.number)
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor):
         total, count = result
         if total.numel() == 1:

@@ -20,9 +20,9 @@ from torch.overrides import TorchFunctionMode
 from meshwright.batch import WHOLE_BATCH, listed_samples, split_batch, take_listed
 from meshwright.errors import InputError
 from meshwright.profile.tracing.real_tensors import model_device
-from meshwright.train.loss.cross_entropy import CountTargets, FindIgnoredTargets
+from meshwright.train.loss.cross_entropy import Count, CountTargets, FindIgnoredTargets
 from meshwright.train.loss.joined import JoinedLoss, count_rows
-from meshwright.train.loss.loss import Loss, LossFunction, classify_loss, loss_from_model
+from meshwright.train.loss.loss import CountedMean, Loss, LossFunction, classify_loss, loss_from_model
 from meshwright.train.loss.output_form import FakeModel, OutputForm
 from meshwright.train.loss.target_counts import COUNTS, CountedByTarget, has_rows, shorten_one_row, varied_targets
 from meshwright.train.torch_private import (
@@ -90,7 +90,7 @@ def _divided(loss: Loss, cases: list[list[Any]]) -> Loss:
     """Returns the `Loss` of a model whose losses were tried on two batches: each of `cases` has the loss of a whole
     batch, and those of its samples."""
     if isinstance(cases[0][0], tuple):  # cross entropies with their numbers of targets
-        sums = ([total for total, _ in case] for case in cases)
+        sums = ([result[0] for result in case] for case in cases)
         return replace(loss, is_divisible=all(_close(whole, sum(parts), _MODEL_TOLERANCE) for whole, *parts in sums))
     telling = [values for values in cases if math.isfinite(values[0]) and any(values)]
     if telling and all(_close(whole, sum(parts), _MODEL_TOLERANCE) for whole, *parts in telling):
@@ -184,7 +184,7 @@ class _Trial:
         if not self._returns_pairs:
             yield self._is_sum, replace(self._loss, kind="sum")
             yield self._counts_targets, replace(self._loss, function=self._counted)
-        yield self._is_mean, replace(self._loss, function=self._without_ignored_targets())
+        yield self._is_mean, replace(self._loss, function=self._without_ignored_targets(), whole=function)
         for leaf, value in enumerate(tree_leaves(self._first.target)):
             for rule in COUNTS if has_rows(value, _SAMPLES) else ():
                 counted = CountedByTarget(function, leaf, rule)
@@ -203,7 +203,7 @@ class _Trial:
             parts = [self._counted(*self._rows(case.target, row)) for row in range(_SAMPLES)]
         except _NoCount:
             return False
-        return self._is_quotient(case, [(float(total), float(count)) for total, count in parts])
+        return self._is_quotient(case, [(float(total), float(count)) for total, count, _ in parts])
 
     def _is_counted(self, counted: CountedByTarget, case: _Case) -> bool:
         """Whether the loss is a mean over numbers of the target."""
@@ -246,7 +246,7 @@ class _Trial:
 
     @cached_property
     def _counted(self) -> LossFunction:
-        return returns_sum_and_count(self._loss.function)
+        return returns_counted_mean(self._loss.function)
 
     @cached_property
     def _returns_pairs(self) -> bool:
@@ -323,18 +323,19 @@ class _NoCount(Exception):
     """A loss function called no cross entropy, or several with different numbers of targets."""
 
 
-def returns_sum_and_count(function: LossFunction) -> LossFunction:
-    """Returns a loss function that returns a pair: the value of `function` times the number of targets of the cross
-    entropies that it calls, and this number."""
-    return partial(_sum_and_count, function)
+def returns_counted_mean(function: LossFunction) -> LossFunction:
+    """Returns a loss function that returns the value of `function` as a `CountedMean` over the targets of the cross
+    entropies that it calls."""
+    return partial(_counted_mean, function)
 
 
-def _sum_and_count(function: LossFunction, output: Any, target: Any) -> tuple[Tensor, Any]:
-    with CountTargets() as mode:
+def _counted_mean(function: LossFunction, output: Any, target: Any) -> CountedMean:
+    counts: list[Count] = []
+    with CountTargets(counts):
         value = function(output, target)
-    if not mode.counts or any(count is not mode.counts[0] and count != mode.counts[0] for count in mode.counts):
+    if not counts or any(count is not counts[0] and count != counts[0] for count in counts):
         raise _NoCount
-    return value * mode.counts[0], mode.counts[0]
+    return CountedMean(value * counts[0], counts[0], value)
 
 
 # ---- samples

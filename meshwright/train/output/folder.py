@@ -30,7 +30,7 @@ from meshwright.train.output.origin import ORIGIN_FILE, origin_text, read_run_fi
 
 # The fields that may change when a run is resumed: all that do not decide which model is trained on which data.
 MAY_CHANGE = {
-    "": ("name", "metrics", "callbacks", "checkpoint", "log", "plan", "cluster", "output"),
+    "": ("name", "metrics", "callbacks", "checkpoint", "log", "plan", "allow", "tune", "cluster", "output"),
     "data": ("eval", "workers", "pin_memory"),
     "train": ("epochs", "steps", "timeout_s", "restarts", "grace_s", "deterministic", "weights", "on_nonfinite"),
 }
@@ -113,6 +113,19 @@ def lock_run_folder(job: Job, resume: str) -> LockedRun:
         return LockedRun(unfinished, False, lock)
     reason = reason or "another process is training there"
     return replace(_create_folder(output, job.name), note=f"not resuming {unfinished.path}: {reason}")
+
+
+def find_run_to_resume(job: Job, resume: str) -> RunFolder | None:
+    """Returns the run that `lock_run_folder` continues, unless another process is training there; None if it creates a
+    new folder or raises an error."""
+    if resume == "never":
+        return None
+    if resume == "auto":
+        unfinished = [run for run in _runs(Path(job.output), job.name)[-1:] if not run.result.exists()]
+        runs = [run for run in unfinished if not _why_not_resumed(job, run)]
+        return runs[0] if runs else None
+    folder = RunFolder(user_path(resume, "--resume"))
+    return folder if os.path.exists(folder.job) and not _why_not_resumed(job, folder) else None
 
 
 def write_job_and_plan(folder: RunFolder, job: Job, plan: Plan) -> None:

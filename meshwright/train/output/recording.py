@@ -45,9 +45,11 @@ class StepRecorder:
         self._observed: dict[str, Any] = {}  # fields of this step's observation
         self._gradients: Tensors = {}
         self._remove_hooks = record_output_bits(session.module, self._output_bits)
+        session.generators.always_seeds = True  # `drew_random_numbers` compares with a seeded generator
 
     def close(self) -> None:
         self._remove_hooks()
+        self._session.generators.always_seeds = False
 
     def write_start(self) -> None:
         """Writes the weights before the first step."""

@@ -2,7 +2,12 @@
 step."""
 
 import time
+from collections.abc import Iterable, Iterator
 from statistics import median
+from typing import TypeVar
+
+Item = TypeVar("Item")
+_TOLD_SHARE = 0.1
 
 
 class ThroughputMeter:
@@ -13,16 +18,31 @@ class ThroughputMeter:
         self._began: float | None = None
         self._samples = 0
         self._steps = 0
+        self._waited_s = 0.0
         self._windows: list[tuple[float, int, int]] = []  # seconds, steps, samples
+        self._waited_in_windows_s = 0.0
 
     def step(self, samples: int) -> None:
         """Counts a step whose work was submitted to the device. The first step after the start or a pause is not
         measured."""
         if self._began is None:  # the first step after the start or a pause is not timed: allocations, loader start-up
             self._began = time.perf_counter()
+            self._waited_s = 0.0
             return
         self._samples += samples
         self._steps += 1
+
+    def waiting(self, batches: Iterable[Item]) -> Iterator[Item]:
+        """Yields the batches, and measures how long each one is waited for."""
+        iterator = iter(batches)
+        while True:
+            began = time.perf_counter()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            self._waited_s += time.perf_counter() - began
+            yield batch
 
     def end_window(self) -> float | None:
         """Ends a window, and returns its samples per second; None if it has no steps."""
@@ -31,7 +51,8 @@ class ThroughputMeter:
         now = time.perf_counter()
         window = (now - self._began, self._steps, self._samples)
         self._windows.append(window)
-        self._began, self._steps, self._samples = now, 0, 0
+        self._waited_in_windows_s += self._waited_s
+        self._began, self._steps, self._samples, self._waited_s = now, 0, 0, 0.0
         return window[2] / window[0]
 
     def pause(self) -> None:
@@ -47,6 +68,22 @@ class ThroughputMeter:
         return sum(window[2] for window in self._windows) / seconds if seconds else None
 
     @property
+    def loader_share(self) -> float | None:
+        """The share of the time of all windows in which the rank waited for its data loader; None without windows."""
+        seconds = sum(window[0] for window in self._windows)
+        return self._waited_in_windows_s / seconds if seconds else None
+
+    @property
     def step_s(self) -> float | None:
         """The median over all windows of the seconds per step; None if there are no windows."""
         return median(seconds / steps for seconds, steps, _ in self._windows) if self._windows else None
+
+
+def describe_wait(share: float | None, workers: int) -> str | None:
+    """Returns a line for users whose run has waited for its data in this share of the time; None if it is small."""
+    if share is None or share < _TOLD_SHARE:
+        return None
+    return (
+        f"{share:.0%} of the training time was spent waiting for data: raise data.workers (now {workers}), or make the"
+        " data set faster"
+    )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.batch import ModelBatch
-from meshwright.train.torch_private import tree_flatten, tree_map
+from meshwright.train.step.batch import map_tensors, tensors_in
 
 Examples = list[tuple[ModelBatch, int]]
 RunStep = Callable[[Examples, int | None], Tensor]
@@ -63,8 +63,9 @@ class StepGraphs:
 
     def _capture(self, key: _Key, examples: Examples, samples: int | None) -> bool:
         """Captures a step. Returns False when that fails; from then on all steps run without graphs."""
-        clones = [(tree_map(_clone, example), count) for example, count in map(_as_tuples, examples)]
-        graph_examples = [(ModelBatch(*example), count) for example, count in clones]
+        graph_examples = [
+            (ModelBatch(*map_tensors(Tensor.clone, _parts(example))), count) for example, count in examples
+        ]
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
@@ -92,15 +93,12 @@ class StepGraphs:
         return loss
 
 
-def _as_tuples(pair: tuple[ModelBatch, int]) -> tuple[Any, int]:
-    """Returns the example as nested tuples and dicts, which `tree_map` can traverse, and its number of samples."""
-    example, count = pair
-    return (example.arguments, example.keywords, example.target), count
+def _parts(example: ModelBatch) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    return example.arguments, example.keywords, example.target
 
 
 def _tensors(example: ModelBatch) -> list[Tensor]:
-    leaves, _ = tree_flatten((example.arguments, example.keywords, example.target))
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return tensors_in(_parts(example))
 
 
 def _shapes(examples: Examples) -> Hashable:
@@ -109,7 +107,3 @@ def _shapes(examples: Examples) -> Hashable:
     return tuple(
         (count, tuple((tuple(t.shape), t.stride(), t.dtype) for t in _tensors(example))) for example, count in examples
     )
-
-
-def _clone(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value

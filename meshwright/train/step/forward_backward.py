@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from meshwright.parallel.clip import group_by_dtype_and_device
+from meshwright.parallel.compiled import is_compile_error
 from meshwright.parallel.model import Examples, ParallelModel
 from meshwright.parallel.weights.layout import local_tensor
 from meshwright.train.loss.loss import Loss
@@ -52,6 +53,36 @@ class ForwardBackward:
         The count is known before the forward pass, or summed over ranks during it. The sum of the loss is reduced over
         ranks during the backward pass. Among ranks that have the same samples, only one contributes to these two sums.
         """
+        try:
+            return self._run(examples, global_samples, divide)
+        except Exception as error:
+            if not self._parallel.compilation.is_on or not is_compile_error(error):
+                raise
+            self._parallel.compilation.turn_off(error)
+        for parameter in self._parallel.module.parameters():
+            parameter.grad = None
+        return self._run(examples, global_samples, divide)
+
+    def _run(self, examples: Examples, global_samples: int | None, divide: bool) -> Tensor:
+        is_alone = self._plan.world_size == 1 and self._plan.microbatches == 1 and divide
+        has_global_batch = is_alone and self.loss.kind != "compares_samples"
+        return self._run_alone(examples) if has_global_batch else self._run_share(examples, global_samples, divide)
+
+    def _run_alone(self, examples: Examples) -> Tensor:
+        """The step of a rank whose only microbatch is the whole global batch."""
+        means: list[Tensor] = []
+
+        def loss_of(number: int, mean: Tensor) -> Tensor:
+            means.append(mean.detach())
+            self._report("backward")
+            return mean * self._loss_scale.value if self._loss_scale else mean
+
+        self._report("forward")
+        with self.loss.forward_context():
+            self._parallel.run_microbatches(examples, self.loss.mean, loss_of)
+        return means[0]
+
+    def _run_share(self, examples: Examples, global_samples: int | None, divide: bool) -> Tensor:
         ranks = self._plan.data_ranks
         total = self._start_total(examples, global_samples, divide)
         sums: list[Tensor] = []  # the sum of the loss and, if the loss function returns counts, the sum of the counts
@@ -62,9 +93,8 @@ class ForwardBackward:
             stages reduce after the step instead, because they communicate throughout it."""
             return number == len(examples) - 1 and self._plan.axes.pipeline == 1
 
-        def loss_of(number: int, output: Any) -> Tensor:
-            example, samples = examples[number]
-            term = self.loss.term(output, example.target, samples)
+        def loss_of(number: int, result: Any) -> Tensor:
+            term = self.loss.term_of(result, examples[number][1])
             terms = [term.sum] if term.returned_count is None else [term.sum, term.returned_count]
             sums[:] = [earlier + added for earlier, added in zip(sums, terms, strict=True)] if sums else terms
             scale = term.weight * ranks / total()
@@ -77,7 +107,7 @@ class ForwardBackward:
 
         self._report("forward")
         with self.loss.forward_context():
-            self._parallel.run_microbatches(examples, loss_of)
+            self._parallel.run_microbatches(examples, self.loss.evaluate, loss_of)
         loss_sum, count_sum, has_count = (reductions[0] if reductions else self._start_reducing(sums))()
         returns_count = self._check_returns_count(sums, has_count)
         if not divide:

@@ -109,6 +109,22 @@ def _check_parameters(optimizer: torch.optim.Optimizer, parameters: Mapping[str,
             )
 
 
+# torch.optim.Adagrad has fused kernels for CPUs only.
+_FUSED_ON_GPUS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+
+
+def can_fuse_on_gpus(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer has fused kernels on GPUs for its parameters, and its options do not say which
+    implementation it uses."""
+    options = (optimizer.defaults, *optimizer.param_groups)
+    return (
+        type(optimizer) in _FUSED_ON_GPUS
+        and all(option["fused"] is None and option["foreach"] is None for option in options)
+        and not any(option["differentiable"] for option in options)
+        and all(parameter.is_floating_point() for group in optimizer.param_groups for parameter in group["params"])
+    )
+
+
 def use_fused_kernels(optimizer: torch.optim.Optimizer) -> None:
     """Makes the optimizer use its fused kernels, which update many weights at once. Warns if it has none."""
     if "fused" not in optimizer.defaults:

@@ -31,7 +31,7 @@ from meshwright.parallel.model import ParallelModel
 from meshwright.plan import Plan
 from meshwright.train.loss.loss import Loss
 from meshwright.train.step.batch import move_to_device, samples_in
-from meshwright.train.step.randomness import seeded
+from meshwright.train.step.randomness import StepGenerators
 from meshwright.train.step.remote_optimizer import RemoteOptimizer
 
 
@@ -46,6 +46,7 @@ class OwnLoop:
         self._target = target
         self.seed = seed
         self.steps = 0
+        self.generators = StepGenerators(parallel.device)
         self.gradient_norm: Tensor | None = None
         self.remote_optimizer: RemoteOptimizer | None = None
         self.checks_first_batch = False  # whether the first batch of another loader is compared between ranks
@@ -68,7 +69,7 @@ class OwnLoop:
         if torch.is_grad_enabled():
             self._has_own_passes = True
             self._forward_passes += 1
-        with seeded(seed, self._parallel.device):
+        with self.generators.seeded(seed):
             return self._parallel.forward(*arguments, **keywords)
 
     def forward(self, batch: Any) -> Tensor:

@@ -40,7 +40,7 @@ def train_divided(rank: int, size: int) -> dict[str, Any]:
     assert parallel.pipeline is not None
     stages = parallel.pipeline.local_stages.stages
     tied = {id(p) for s in stages for name, p in s.model.named_parameters(remove_duplicate=False) if name in TIED}
-    parallel.run_microbatches(microbatches_of(batch, [2, 2]), lambda _, output: total(output))
+    parallel.run_microbatches(microbatches_of(batch, [2, 2]), lambda output, *_: total(output), lambda _, loss: loss)
     return {
         "parameters": len(tied),
         "names": [name for name in parallel.parameters() if name in TIED],

@@ -43,9 +43,10 @@ def test_the_model_gets_the_whole_batch_and_its_loss_counts_its_targets() -> Non
     model = Scored("mean")
     with loss.forward_context():
         output = model(X, Y)
-    total, count = loss.function(output, Y)
+    total, count, mean = loss.function(output, Y)
     assert int(count) == 5
     torch.testing.assert_close(total / count, output["loss"])
+    assert mean is output["loss"]
     assert loss.is_divisible
 
 

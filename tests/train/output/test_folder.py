@@ -14,6 +14,7 @@ from meshwright.plan import Plan
 from meshwright.train.output.folder import (
     LockedRun,
     RunFolder,
+    find_run_to_resume,
     job_differences,
     lock_run_folder,
     read_result,
@@ -41,6 +42,20 @@ def test_an_unfinished_run_is_gone_on_with_and_a_finished_one_is_not(tmp_path: P
     assert (again.folder.path.name, again.is_new) == ("toy-0001", False)
     start(job, finish=True)
     assert start(job).folder.path.name == "toy-0002"
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_the_run_to_resume_is_the_one_that_is_locked(tmp_path: Path, named: bool) -> None:
+    job = toy_job(output=str(tmp_path))
+    resume = str(tmp_path / "toy-0001") if named else "auto"
+    assert find_run_to_resume(job, resume) is None
+    folder = start(job).folder
+    assert find_run_to_resume(job, resume) == folder == start(job, resume).folder
+    assert find_run_to_resume(job, "never") is None
+    other = toy_job(output=str(tmp_path), optimizer={"call": "torch.optim:SGD", "lr": 0.5})
+    assert find_run_to_resume(other, resume) is None
+    start(job, resume, finish=True)
+    assert find_run_to_resume(job, resume) == (folder if named else None)
 
 
 def test_never_starts_anew(tmp_path: Path) -> None:

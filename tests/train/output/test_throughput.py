@@ -1,9 +1,11 @@
 """Speed counts training alone: neither the first step's warm-up nor evaluations and checkpoints."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from meshwright.train.output import throughput as meter_module
-from meshwright.train.output.throughput import ThroughputMeter
+from meshwright.train.output.throughput import ThroughputMeter, describe_wait
 
 
 class Clock:
@@ -59,3 +61,22 @@ def test_a_step_is_the_median_and_the_rate_is_over_all(clock: Clock) -> None:
 def test_nothing_measured_is_not_zero() -> None:
     assert ThroughputMeter().samples_per_s is None
     assert ThroughputMeter().step_s is None
+
+
+def test_waiting_for_data_is_a_share_of_the_measured_time(clock: Clock) -> None:
+    meter = ThroughputMeter()
+
+    def slow_loader() -> Iterator[int]:
+        for batch in range(4):
+            clock.now += 3
+            yield batch
+
+    assert meter.loader_share is None
+    for _ in meter.waiting(slow_loader()):
+        step(meter, clock, 1)
+    meter.end_window()
+    assert meter.loader_share == 9 / 12, "the first step is not measured"
+    assert "75% of the training time was spent waiting for data: raise data.workers (now 2)" in str(
+        describe_wait(meter.loader_share, 2)
+    )
+    assert describe_wait(0.05, 2) is None

@@ -14,6 +14,7 @@ KEYS = [
     "loss",
     "metrics",
     "samples_per_s",
+    "loader_share",
     "skipped_steps",
     "restarts",
     "predicted_step_s",

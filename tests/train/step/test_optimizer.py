@@ -9,7 +9,7 @@ from torch import nn
 import meshwright
 from meshwright.errors import InputError
 from meshwright.job import Optimizer
-from meshwright.train.step.optimizer import build_optimizer, matches, rebuild_optimizer
+from meshwright.train.step.optimizer import build_optimizer, can_fuse_on_gpus, matches, rebuild_optimizer
 
 
 class Net(nn.Module):
@@ -163,3 +163,22 @@ def test_a_class_or_function_instead_of_an_optimizer_is_refused(function: str, o
     assert "construct one and pass it, for example optimizer=torch.optim.SGD(model.parameters(), lr=0.1)" in str(
         refusal.value
     )
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "can_fuse"),
+    [
+        (torch.optim.SGD, {}, True),
+        (torch.optim.AdamW, {}, True),
+        (torch.optim.AdamW, {"foreach": False}, False),
+        (torch.optim.AdamW, {"fused": False}, False),
+        (torch.optim.Adam, {"differentiable": True}, False),
+        (torch.optim.Adagrad, {}, False),
+        (torch.optim.RMSprop, {}, False),
+    ],
+)
+def test_an_optimizer_is_fused_on_gpus_if_it_can_be_and_its_options_leave_it_open(
+    optimizer: type[torch.optim.Optimizer], options: dict[str, Any], can_fuse: bool
+) -> None:
+    model = nn.Linear(2, 2)
+    assert can_fuse_on_gpus(optimizer(model.parameters(), lr=0.1, **options)) is can_fuse  # type: ignore[call-arg]

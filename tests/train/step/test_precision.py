@@ -184,7 +184,7 @@ def test_the_factor_grows_after_many_good_steps_and_is_saved() -> None:
             {"axes": {"tensor": 2}, "numerics": {"precision": "fp8"}},
             "fp8, which works only with the replicate and shard",
         ),
-        ({"axes": {"replicate": 2}, "compute": {"cuda_graphs": True}}, "or set compute.compile to default"),
+        ({"axes": {"replicate": 2}, "compute": {"cuda_graphs": True}}, "or set compute.compile to blocks"),
     ],
 )
 def test_plans_whose_numerics_do_not_combine_are_refused(plan: dict[str, Any], words: str) -> None:

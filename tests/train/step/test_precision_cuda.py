@@ -54,7 +54,7 @@ def test_recorded_steps_are_those_of_eager_ones() -> None:
         torch.testing.assert_close(theirs.state_dict()[name], value, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("compute", [{"compile": "default"}, {"compile": "default", "cuda_graphs": True}])
+@pytest.mark.parametrize("compute", [{"compile": "blocks"}, {"compile": "blocks", "cuda_graphs": True}])
 def test_compiled_blocks_train_as_eager_ones(compute: dict[str, object]) -> None:
     eager, _ = trained({})
     compiled, session = trained({"compute": compute})

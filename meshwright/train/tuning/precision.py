@@ -2,23 +2,18 @@
 precisions that the device has instructions for, and takes the fastest. A lower precision is not always faster, because
 rounding the inputs of small operators can take more time than the faster products save."""
 
-import time
 from dataclasses import dataclass
-from statistics import median
-
-import torch
 
 from meshwright.cluster.cluster import Cluster, Device
 from meshwright.dtypes import Dtype
 from meshwright.job import Job
-from meshwright.launch.world import World
 from meshwright.plan import Plan
-from meshwright.train.build import build_data, build_loading
 from meshwright.train.check import check_job
 from meshwright.train.job_parts import JobParts
+from meshwright.train.tuning.measure import MeasuredSteps, StepMeasurer
 
 _CANDIDATES: tuple[Dtype, ...] = ("tf32", "bf16", "fp16")
-_WARM_UP_STEPS, _MEASURED_STEPS = 2, 3
+_TIMEOUT_S = 600.0  # for each precision, most of which a large model takes to be built
 
 
 @dataclass(frozen=True)
@@ -45,12 +40,19 @@ def choose_precision(plan: Plan, job: Job, cluster: Cluster, parts: JobParts | N
     if not candidates:
         reason = f"precision fp32: {device.name} has no instructions for bf16 or fp16"
         return PrecisionChoice(_with_precision(plan, "fp32"), reason)
-    try:
-        step_s = {dtype: _measure(_with_precision(plan, dtype), job, cluster) for dtype in ("fp32", *candidates)}
-    except (torch.OutOfMemoryError, MemoryError):
+    plans = [_with_precision(plan, dtype) for dtype in ("fp32", *candidates)]
+    with StepMeasurer(job, plan, cluster) as measurer:
+        measured = [measurer.measure(candidate, _TIMEOUT_S) for candidate in plans]
+    failed = next((result for result in measured if isinstance(result, str)), None)
+    if failed is not None:
         lowest = candidates[-1]
-        reason = f"precision {lowest}: the model is too large for one device to measure it"
+        reason = f"precision {lowest}: steps cannot be measured on one device ({failed})"
         return PrecisionChoice(_with_precision(plan, lowest), reason)
+    step_s = {
+        str(candidate.numerics.precision): result.step_s
+        for candidate, result in zip(plans, measured, strict=True)
+        if isinstance(result, MeasuredSteps)
+    }
     best = min(step_s, key=lambda dtype: step_s[dtype])
     others = ", ".join(f"{seconds * 1e3:.3g} ms in {dtype}" for dtype, seconds in step_s.items() if dtype != best)
     instructions = f" ({instructions_for(device, best)})" if best != "fp32" else ""
@@ -67,28 +69,3 @@ def instructions_for(device: Device, dtype: str) -> str:
 
 def _with_precision(plan: Plan, precision: str) -> Plan:
     return plan.model_copy(update={"numerics": plan.numerics.model_copy(update={"precision": precision})})
-
-
-def _measure(plan: Plan, job: Job, cluster: Cluster) -> float:
-    """Returns the median seconds per step of a single rank, on batches of the size of one microbatch of the plan.
-    Communication is not measured, because its time does not depend on the precision."""
-    # Imported here, because the import takes a second and only `auto` needs it.
-    from meshwright.train.job_session import build_session
-
-    one_rank = Plan(numerics=plan.numerics.model_copy(update={"cast": "operators"}), compute=plan.compute)
-    samples = max(1, job.train.global_batch // plan.shares)
-    device = torch.device("cuda", 0) if cluster.kind == "cuda" else torch.device("cpu")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(plan.compute.threads or max(1, cluster.cores // plan.world_size))
-    try:
-        session = build_session(job, one_rank, World(0, 0, 1, 1, 0, device, None), lambda activity: None)
-        batches = session.batches(build_data(job)[0], None, samples, build_loading(job, device))
-        durations_s = []
-        for _ in range(_WARM_UP_STEPS + _MEASURED_STEPS):
-            batch = next(batches)
-            began = time.perf_counter()
-            float(session.step(batch))  # reading the loss waits for the device
-            durations_s.append(time.perf_counter() - began)
-    finally:
-        torch.set_num_threads(threads)
-    return median(durations_s[_WARM_UP_STEPS:])

@@ -6,8 +6,9 @@ import torch
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
 from meshwright.plan import Plan
-from meshwright.train import auto_precision
-from meshwright.train.auto_precision import choose_precision, instructions_for
+from meshwright.train.tuning import precision
+from meshwright.train.tuning.measure import MeasuredSteps, StepMeasurer
+from meshwright.train.tuning.precision import choose_precision, instructions_for
 from tests.train.one_process import toy_job
 
 AUTO = Plan.model_validate({"axes": {"replicate": 2}, "numerics": {"precision": "auto"}})
@@ -21,7 +22,7 @@ def machine(*instructions: str) -> Cluster:
 
 
 def test_without_instructions_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(auto_precision, "_measure")
+    monkeypatch.delattr(precision, "StepMeasurer")
     choice = choose_precision(AUTO, toy_job(), machine("avx2-fp32"))
     assert choice.plan.numerics.precision == "fp32"
     assert choice.reason == "precision fp32: Processor has no instructions for bf16 or fp16"
@@ -35,10 +36,12 @@ def test_without_instructions_nothing_is_measured(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_the_fastest_precision_is_chosen(monkeypatch: pytest.MonkeyPatch, faster: str, reason: str) -> None:
-    def measured(plan: Plan, *_: object) -> float:
-        return 1e-3 if plan.numerics.precision == faster else 2e-3
+    def measure(self: StepMeasurer, plan: Plan, timeout_s: float) -> MeasuredSteps:
+        return MeasuredSteps(1e-3 if plan.numerics.precision == faster else 2e-3, 1.0)
 
-    monkeypatch.setattr(auto_precision, "_measure", measured)
+    monkeypatch.setattr(StepMeasurer, "measure", measure)
+    monkeypatch.setattr(StepMeasurer, "__enter__", lambda self: self)
+    monkeypatch.setattr(StepMeasurer, "__exit__", lambda *_: None)
     choice = choose_precision(AUTO, toy_job(), machine("amx-bf16", "amx-fp16"))
     assert choice.plan == AUTO.model_copy(update={"numerics": AUTO.numerics.model_copy(update={"precision": faster})})
     assert choice.reason == reason

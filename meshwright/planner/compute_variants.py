@@ -1,0 +1,97 @@
+"""How each rank of a plan runs its operators: the memory layout of images, a fused optimizer, `torch.compile` and CUDA
+graphs. The search ranks plans by their axes, precision and memory first; `best_variant` then predicts the few best
+plans with these choices, one group of choices after the other:
+
+    layout        channels_last, for convolutions in fp32 (in lower precisions the search lays all images out like this)
+    optimizer     fused kernels, on GPUs
+    compilation   CUDA graphs, compiled blocks, compiled blocks with CUDA graphs, the compiled model, or that with CUDA
+                  graphs; on GPUs
+
+In each group the fastest choice that fits wins, or the simplest one that is at most `_TOLERANCE` slower than that.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from meshwright.errors import InputError
+from meshwright.plan import Plan
+from meshwright.planner.inputs import PlanningInputs
+from meshwright.simulator.predict import Prediction
+
+# A chosen value: what saves less is not worth the additional seconds before the first step, or other last bits.
+_TOLERANCE = 0.01
+
+Predict = Callable[[Plan], Prediction]
+_Choices = list[dict[str, Any]]  # fields of `Compute`, the simplest choice first
+
+
+def best_variant(
+    plan: Plan, prediction: Prediction, inputs: PlanningInputs, predict: Predict, *, images: bool, blocks: bool
+) -> tuple[Plan, Prediction]:
+    """Returns the plan with the best choices for its `compute` fields, and its prediction. `prediction` is that of the
+    plan as it is. `images` says whether the model has convolutions, and `blocks` whether it has blocks that are
+    compiled by themselves."""
+    if inputs.allow == "same":
+        return plan, prediction
+    for choices in (_layouts(plan, images), _optimizers(inputs), _compilations(plan, inputs, blocks)):
+        plan, prediction = _fastest(plan, prediction, choices, inputs, predict)
+    return plan, prediction
+
+
+def _fastest(
+    plan: Plan, prediction: Prediction, choices: _Choices, inputs: PlanningInputs, predict: Predict
+) -> tuple[Plan, Prediction]:
+    """Returns the fastest of the plan and its variants that the executor accepts and that fit, or the first that is
+    almost as fast."""
+    options = [(plan, prediction), *_predicted(plan, choices, inputs, predict)]
+    fastest_s = min(predicted.step_s for _, predicted in options)
+    return next(option for option in options if option[1].step_s <= (1 + _TOLERANCE) * fastest_s)
+
+
+def _predicted(
+    plan: Plan, choices: _Choices, inputs: PlanningInputs, predict: Predict
+) -> Iterator[tuple[Plan, Prediction]]:
+    for choice in choices:
+        variant = plan.model_copy(update={"compute": plan.compute.model_copy(update=choice)})
+        if _is_accepted(variant, inputs):
+            prediction = predict(variant)
+            if prediction.memory.device_bytes <= inputs.capacity_bytes:
+                yield variant, prediction
+
+
+def _is_accepted(plan: Plan, inputs: PlanningInputs) -> bool:
+    try:
+        inputs.check_plan(plan)
+    except InputError:
+        return False
+    return True
+
+
+def _layouts(plan: Plan, images: bool) -> _Choices:
+    is_fixed = not images or plan.numerics.precision != "fp32"
+    return [] if is_fixed else [{"layout": "channels_last"}]
+
+
+def _optimizers(inputs: PlanningInputs) -> _Choices:
+    return [{"fused_optimizer": True}] if inputs.can_fuse_optimizer else []
+
+
+def _compilations(plan: Plan, inputs: PlanningInputs, blocks: bool) -> _Choices:
+    # On CPUs nothing is compiled yet: the time of compiled operators is not calibrated there.
+    if inputs.cluster.kind != "cuda":
+        return []
+    choices: _Choices = []
+    if plan.world_size == 1:  # without compiled code, a graph includes the whole step and cannot include communication
+        choices.append({"cuda_graphs": True})
+    if _can_compile(plan):
+        # Of a sharded model the blocks are compiled in either case, and a model without blocks is compiled as a whole.
+        wholes = [] if plan.axes.shard > 1 else ["model"]
+        for compiled in (["blocks"] if blocks or not wholes else []) + wholes:
+            choices += [{"compile": compiled}, {"compile": compiled, "cuda_graphs": True}]
+    return choices
+
+
+def _can_compile(plan: Plan) -> bool:
+    """Whether the executor compiles under this plan: it does not if layers are split or the model is cut into
+    stages."""
+    return plan.axes.tensor == plan.axes.pipeline == 1 and not plan.modules.splits

@@ -1,0 +1,166 @@
+"""How a rank runs its operators: the fastest variant that can run and that fits, and no variant that gains nothing."""
+
+import warnings
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import meshwright.planner.search
+from meshwright.cluster.detect import find_cluster
+from meshwright.errors import InputError
+from meshwright.parallel.check import check_runnable
+from meshwright.parallel.compiled import compile_model
+from meshwright.plan import Numerics, Plan
+from meshwright.planner.compute_variants import best_variant
+from meshwright.planner.inputs import PlanningInputs
+from meshwright.simulator.predict import Prediction, predict_plan
+from tests.auto.machines import cpu_cluster
+from tests.planner.cases import MOMENTUM, one_layer, search_plans
+
+H100 = PlanningInputs(find_cluster("8xH100"), 8, MOMENTUM, allow="rounding", can_fuse_optimizer=True)
+# Seconds of a step that each choice saves, in a step of one second.
+GAINS = {
+    "layout channels_last": 0.02,
+    "fused_optimizer True": 0.05,
+    "compile blocks": 0.1,
+    "compile model": 0.2,
+    "cuda_graphs True": 0.3,
+}
+
+
+@cache
+def plain_prediction() -> Prediction:
+    profile = one_layer().get("fp32", "none")
+    return replace(predict_plan(find_cluster("8xH100"), profile, Plan(), 8, MOMENTUM), step_s=1.0)
+
+
+def predict(plan: Plan, gains: dict[str, float] = GAINS, too_large: str = "") -> Prediction:
+    """Returns a prediction in which each choice of the plan saves its gain, and `too_large` needs too much memory."""
+    chosen = {f"{name} {value}" for name, value in plan.compute}
+    prediction = replace(plain_prediction(), step_s=1 - sum(gain for name, gain in gains.items() if name in chosen))
+    if too_large not in chosen:
+        return prediction
+    return replace(prediction, memory=replace(prediction.memory, device_bytes=2**40))
+
+
+def choose(
+    groups: dict[str, Any], inputs: PlanningInputs = H100, *, images: bool = False, blocks: bool = True, **options: Any
+) -> dict[str, Any]:
+    """Returns the chosen `compute` fields that differ from their defaults."""
+    plan, prediction = best_variant(
+        Plan.model_validate(groups),
+        plain_prediction(),
+        inputs,
+        lambda plan: predict(plan, **options),
+        images=images,
+        blocks=blocks,
+    )
+    assert prediction.step_s == predict(plan, **options).step_s
+    assert plan.stays_within(inputs.allow if plan.numerics.precision == "fp32" else "changes")
+    check_runnable(plan)
+    return plan.compute.model_dump(exclude_defaults=True)
+
+
+FUSED = {"fused_optimizer": True}
+MODEL = {**FUSED, "compile": "model", "cuda_graphs": True}
+BLOCKS = {**FUSED, "compile": "blocks", "cuda_graphs": True}
+
+
+@pytest.mark.parametrize(
+    ("groups", "chosen"),
+    [
+        ({}, MODEL),
+        ({"axes": {"replicate": 8}}, MODEL),
+        ({"axes": {"shard": 8}}, BLOCKS),
+        ({"axes": {"tensor": 8}}, FUSED),
+        ({"axes": {"pipeline": 2}}, FUSED),
+        ({"axes": {"replicate": 8}, "modules": {"splits": {"a": {"kind": "column", "axis": "replicate"}}}}, FUSED),
+    ],
+)
+def test_the_fastest_variant_that_can_run_is_chosen(
+    groups: dict[str, Any], chosen: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert choose(groups) == chosen
+    plan = Plan.model_validate({**groups, "compute": {"compile": "model"}})
+    monkeypatch.setattr(nn.Module, "compile", lambda *_, **__: None)
+    with warnings.catch_warnings(record=True) as refusals:
+        warnings.simplefilter("always")
+        compile_model(nn.Linear(1, 1), plan, torch.device("cpu"))
+    compiles = not any("not compiled" in str(refusal.message) for refusal in refusals)
+    assert compiles == ("compile" in chosen), "the planner compiles where the executor does"
+
+
+def test_cuda_graphs_alone_are_for_a_single_rank() -> None:
+    gains = {"cuda_graphs True": 0.3}
+    assert choose({}, gains=gains) == {"cuda_graphs": True}
+    assert choose({"axes": {"replicate": 8}}, gains=gains) == {"compile": "blocks", "cuda_graphs": True}
+    assert choose({"axes": {"tensor": 8}}, gains=gains) == {}
+
+
+def test_a_simpler_variant_is_preferred_if_it_is_almost_as_fast() -> None:
+    assert choose({}, gains={"compile blocks": 0.2, "compile model": 0.205}) == {"compile": "blocks"}
+    assert choose({}, gains={"compile blocks": 0.2, "compile model": 0.25}) == {"compile": "model"}
+    assert choose({}, gains={"fused_optimizer True": 0.009, "compile model": 0.009, "cuda_graphs True": -1}) == {}
+
+
+def test_a_model_without_blocks_is_compiled_as_a_whole() -> None:
+    assert choose({}, blocks=False, gains={"compile blocks": 0.2, "compile model": 0.2}) == {"compile": "model"}
+    assert choose({"axes": {"shard": 8}}, blocks=False, gains={"compile blocks": 0.2}) == {"compile": "blocks"}
+
+
+def test_a_variant_that_does_not_fit_is_not_chosen() -> None:
+    assert choose({}, too_large="cuda_graphs True") == {**FUSED, "compile": "model"}
+
+
+def test_images_in_fp32_get_the_layout_that_is_predicted_to_be_faster() -> None:
+    assert choose({}, images=True)["layout"] == "channels_last"
+    assert "layout" not in choose({}, images=True, gains={"layout channels_last": 0.005})
+    assert "layout" not in choose({"numerics": {"precision": "bf16"}}, images=True)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "chosen"),
+    [
+        (replace(H100, allow="same"), {}),
+        (replace(H100, can_fuse_optimizer=False), {"compile": "model", "cuda_graphs": True}),
+        (PlanningInputs(cpu_cluster(2), 8, MOMENTUM, allow="rounding"), {"layout": "channels_last"}),
+    ],
+)
+def test_what_may_not_change_and_what_the_device_lacks_is_not_chosen(
+    inputs: PlanningInputs, chosen: dict[str, Any]
+) -> None:
+    assert choose({}, inputs, images=inputs.cluster.kind == "cpu" or inputs.allow == "same") == chosen
+
+
+def test_what_the_executor_refuses_is_not_chosen() -> None:
+    def check_plan(plan: Plan) -> None:
+        if plan.compute.compile != "none":
+            raise InputError("the model takes derivatives in its forward pass")
+
+    assert choose({}, replace(H100, check_plan=check_plan)) == {**FUSED, "cuda_graphs": True}
+
+
+@pytest.mark.parametrize("allow", ["same", "rounding", "changes"])
+def test_the_search_ranks_plans_with_their_best_variants(monkeypatch: pytest.MonkeyPatch, allow: Numerics) -> None:
+    """The replicas of the toy are slower than the shards, until whole models are compiled."""
+
+    def predict_toy(*arguments: Any) -> Prediction:
+        plan: Plan = arguments[2]
+        replicated_s = 0.5 if plan.compute.compile == "model" else 1.0
+        return replace(plain_prediction(), step_s=0.9 if plan.axes.shard > 1 else replicated_s)
+
+    monkeypatch.setattr(meshwright.planner.search, "predict_plan", predict_toy)
+    _, result = search_plans("2xH100", one_layer(), 8, allow=allow)
+    best = result.ranked[0]
+    if allow == "same":
+        assert (best.plan.axes.shard, best.plain) == (2, None)
+    else:
+        assert (best.plan.axes.replicate, best.plan.compute.compile, best.prediction.step_s) == (2, "model", 0.5)
+        assert best.plain is not None
+        assert (best.plain.plan.compute.compile, best.plain.prediction.step_s) == ("none", 1.0)
+        assert best in result.family_bests
+    assert all(priced.plan.stays_within(allow) for priced in result.ranked)

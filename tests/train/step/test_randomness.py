@@ -1,0 +1,64 @@
+"""Generators are seeded for each step and restored afterwards, at little cost where nothing draws."""
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from meshwright.train.step.randomness import StepGenerators
+
+CPU = torch.device("cpu")
+
+
+def draw() -> tuple[float, float, float]:
+    return random.random(), float(np.random.rand()), float(torch.rand(1))
+
+
+def test_a_step_draws_by_its_seed_and_leaves_the_generators_as_they_were() -> None:
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    untouched = draw()
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    generators, drawn = StepGenerators(CPU), []
+    for step in (5, 6, 5):
+        with generators.seeded(step):
+            drawn.append(draw())
+    assert drawn[0] == drawn[2] != drawn[1]
+    assert draw() == untouched
+
+
+@pytest.mark.parametrize("draw_one", [random.random, np.random.rand])
+def test_generators_that_nothing_draws_from_are_no_longer_seeded_until_something_does(
+    monkeypatch: pytest.MonkeyPatch, draw_one: Callable[[], float]
+) -> None:
+    generators, seeds, seed = StepGenerators(CPU), [], np.random.seed
+
+    def count(value: int) -> None:
+        seeds.append(value)
+        seed(value)
+
+    monkeypatch.setattr(np.random, "seed", count)
+    for step in range(100):
+        with generators.seeded(step):
+            torch.rand(1)
+    assert len(seeds) == 20, "the steps after the first ones do not seed NumPy"
+    for step in range(100, 120):  # one of sixteen steps is checked
+        with generators.seeded(step):
+            draw_one()
+    drawn = []
+    for _ in range(2):
+        with generators.seeded(7):
+            drawn.append(draw_one())
+    assert drawn[0] == drawn[1]
+
+
+def test_a_recorded_session_seeds_all_generators_in_every_step() -> None:
+    generators, drawn = StepGenerators(CPU, always_seeds=True), []
+    for step in range(40):
+        with generators.seeded(step):
+            pass
+    for _ in range(2):
+        with generators.seeded(3):
+            drawn.append(draw())
+    assert drawn[0] == drawn[1]
