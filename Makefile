@@ -4,9 +4,10 @@ PYTHON ?= python3
 TORCH ?= 2.13.0
 VENV := $(if $(filter 2.13.0,$(TORCH)),.venv,.venv-torch-$(TORCH))
 BIN := $(VENV)/bin
+PEERS := accelerate==1.15.0 lightning==2.6.6 deepspeed==0.19.8
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo test check soak validate clean
+.PHONY: setup demo test check soak validate peers clean
 
 setup: $(VENV)/ready
 
@@ -40,5 +41,16 @@ soak: setup
 validate: setup
 	$(BIN)/python -m validation $(if $(ALL),--all)
 
+# The libraries that `meshwright bench peers` compares with, in an environment of their own. torch comes first and pinned
+# here, too. DeepSpeed looks at the installed torch while it is built, and compiles its kernels when they are first used.
+peers: .venv-peers/ready
+
+.venv-peers/ready: Makefile pyproject.toml constraints.txt
+	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install -q torch==2.13.0
+	.venv-peers/bin/python -m pip install -q -c constraints.txt "setuptools>=68" wheel -e .
+	DS_BUILD_OPS=0 .venv-peers/bin/python -m pip install -q --no-build-isolation -c constraints.txt $(PEERS)
+	touch $@
+
 clean:
-	rm -rf .venv .venv-torch-* .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-torch-* .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -50,7 +50,7 @@ LEVELS = {
 }
 # The folders inside a package, from the lowest to the highest: each may import those before it.
 FOLDERS = {
-    "bench": ("collectives",),
+    "bench": ("collectives", "peers"),
     "collectives": ("schedules", "shared_memory"),
     "launch": ("local",),
     "parallel": ("weights", "tensor", "pipeline", "branches", "replicate"),

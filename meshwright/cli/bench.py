@@ -2,11 +2,12 @@
 
 import json
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Literal
 
 import typer
 
-from meshwright.cli.options import AsJson, ClusterName, JobFile, Settings
+from meshwright.cli.options import AsJson, ClusterName, JobFile, Settings, path_option
 from meshwright.limits import LARGEST_COUNT, MOST_RANKS_HERE
 
 MOST_REPETITIONS = 1_000_000
@@ -73,6 +74,65 @@ def strategies(
         print(json.dumps(result), flush=True)
         return
     for line in report_lines(rows, skipped):
+        print(line, flush=True)
+
+
+@bench.command()
+def peers(
+    job: JobFile,
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, max=MOST_RANKS_HERE, metavar="N", help="The number of ranks; by default one per device."),
+    ] = None,
+    only: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Measure only these peers. Plain DDP is always measured.")
+    ] = None,
+    precision: Annotated[Literal["fp32", "bf16"], typer.Option(help="The precision in which all train.")] = "fp32",
+    steps: Annotated[
+        int, typer.Option(min=2, max=MOST_REPETITIONS, help="The number of timed steps of one measurement.")
+    ] = 60,
+    rounds: Rounds = 5,
+    python: Annotated[
+        Path | None,
+        path_option("--python", "FILE", "The interpreter that has the peers; by default that of `make peers`."),
+    ] = None,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare with other libraries that train the same model on the same batches.
+
+    \b
+    ddp         plain PyTorch DistributedDataParallel, the reference
+    accelerate  Hugging Face Accelerate
+    fabric      Lightning Fabric
+    trainer     Lightning Trainer
+    deepspeed   DeepSpeed
+    fsdp2       PyTorch's FSDP2 and torch.compile, applied by hand
+
+    Each is measured at its defaults and with the options that its documentation recommends for speed. Final losses must
+    agree. `make peers` installs the peers; those that are not installed are listed with the command that installs them.
+    """
+    from meshwright.job import load_job
+    from meshwright.launch.local.fork_server import preloaded
+
+    loaded_job = load_job(job, settings or [])
+    with preloaded("meshwright.train.rank"):
+        from meshwright.bench.peers.catalog import find_interpreter, selected_peers
+        from meshwright.bench.peers.compare import cluster_of_ranks, compare
+        from meshwright.bench.peers.rows import report_lines
+
+        chosen = selected_peers(only)
+        interpreter = find_interpreter(python)
+        report = compare(
+            loaded_job,
+            cluster_of_ranks(ranks),
+            chosen,
+            interpreter,
+            precision=precision,
+            steps=steps,
+            rounds=rounds,
+        )
+    for line in [json.dumps(report.to_json())] if as_json else report_lines(report):
         print(line, flush=True)
 
 

@@ -52,6 +52,11 @@ def store_address() -> tuple[str, int]:
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
+def python_path_with(folder: Path) -> str:
+    """Returns the value of PYTHONPATH that makes Python find this folder's packages, too."""
+    return os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+
+
 @contextmanager
 def environment_variables(variables: Mapping[str, str]) -> Iterator[None]:
     """Sets variables within the context, for processes that are started there, and restores the old values after it."""
