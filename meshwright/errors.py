@@ -17,6 +17,11 @@ class InputError(MeshwrightError):
     exit_code = 2
 
 
+class ModelConstructorError(InputError):
+    """The constructor of a library's model failed with the arguments of the job, on this device. The message says which
+    constructor, and with which error it failed."""
+
+
 class UserCodeError(MeshwrightError):
     """The user's own code failed: an imported file, a model, a data set or a loss, for example. The message says what
     was being done, with which error it failed, and in which file and line."""

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from meshwright.errors import InputError
 from meshwright.files.pt_file import read_pt_file
+from meshwright.files.regular_file import open_regular_file
 from meshwright.user_code import first_line
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 # The first of these that a folder has is read. An index names the file of each tensor.
@@ -22,6 +24,7 @@ _FILES_OF_FOLDER = (
     "pytorch_model.bin.index.json",
 )
 _LARGEST_INDEX_BYTES = 2**28
+_LONGEST_FILE_NAME = 255  # bytes; the file systems of Linux and macOS have no longer names
 
 
 class _TensorFile(Protocol):
@@ -40,6 +43,11 @@ class WeightsFiles:
         self.path = path
         self._file_of = {name: file for file in files for name in file.shapes}
         self.shapes = {name: file.shapes[name] for name, file in self._file_of.items()}
+
+    def dtype(self, name: str) -> "torch.dtype":
+        """Returns the dtype of a tensor. No element of it is read, unless it is a scalar."""
+        nothing = (0,) * len(self.shapes[name])
+        return self.read_region(name, nothing, nothing).dtype
 
     def read(self, name: str) -> "Tensor":
         """Returns a whole tensor on the CPU."""
@@ -85,7 +93,8 @@ def open_weights(path: Path) -> WeightsFiles:
 def _refuse_quantized(folder: Path) -> None:
     """Raises an `InputError` if the folder's config says that its weights are quantized."""
     try:
-        config = json.loads((folder / "config.json").read_text())
+        with open_regular_file(folder / "config.json") as file:
+            config = json.loads(file.read(_LARGEST_INDEX_BYTES))
     except (OSError, ValueError, RecursionError):  # weights can be read without a config
         return
     quantization = config.get("quantization_config") if isinstance(config, dict) else None
@@ -110,8 +119,8 @@ def _read_index(index: Path) -> dict[str, str]:
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
         raise InputError(f"train.weights: {index} has no weight_map, which names the file of each tensor")
     for file in names.values():
-        if Path(file).name != file:
-            raise InputError(f"train.weights: {index} names '{file}', which is no file next to it")
+        if Path(file).name != file or len(file.encode(errors="surrogatepass")) > _LONGEST_FILE_NAME:
+            raise InputError(f"train.weights: {index} names '{file[:300]}', which is no file next to it")
     return names
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import default_collate
 from meshwright.call import Call, bind, build
 from meshwright.data.loading import LoadingOptions, is_stream
 from meshwright.data.samples import collate_samples, dataset_size, read_first_samples, read_sample
-from meshwright.errors import InputError, MeshwrightError, did_you_mean
+from meshwright.errors import InputError, MeshwrightError, ModelConstructorError, did_you_mean
 from meshwright.files.weights_file import open_weights
 from meshwright.job import Job, Weights
 from meshwright.parallel.weights.initialize import initialize_model
@@ -18,7 +18,7 @@ from meshwright.parallel.weights.pretrained import PretrainedTensor, load_pretra
 from meshwright.train.metrics import Metric
 from meshwright.train.step.optimizer import matches
 from meshwright.train.step.sampling import build_sampling
-from meshwright.user_code import describe_error
+from meshwright.user_code import describe_error, user_position
 
 
 def build_data(job: Job) -> tuple[Any, Any]:
@@ -83,8 +83,16 @@ def build_initialized_model(job: Job) -> nn.Module:
 
 
 def construct_model(job: Job) -> nn.Module:
-    """Calls the job's model constructor and returns the model, without seeding, loading or freezing anything."""
-    model = build(job.model, role="model")
+    """Calls the job's model constructor and returns the model, without seeding, loading or freezing anything. Raises a
+    `ModelConstructorError` if a constructor of a library fails. What the user's own code raises is raised as it is."""
+    try:
+        model = build(job.model, role="model")
+    except MeshwrightError:
+        raise
+    except Exception as error:  # whatever a library raises about the arguments
+        if user_position(error) is not None:
+            raise
+        raise ModelConstructorError(f"model: {job.model.call} failed: {describe_error(error)}") from error
     if not isinstance(model, nn.Module):
         raise InputError(f"model: {job.model.call} makes a {type(model).__name__}, not an nn.Module")
     return model

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.batch import target_key
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, ModelConstructorError
 from meshwright.job import Job
 from meshwright.profile.structure.model_structure import ModelStructure
 from meshwright.train.build import build_data, construct_model, freeze, sample_batch
@@ -56,6 +56,8 @@ class JobParts:
         try:
             with torch.device("meta"):
                 return construct_model(self.job)
+        except ModelConstructorError:
+            return None
         except MeshwrightError:
             raise
         except Exception:  # whatever a model's own code raises on the meta device

@@ -24,6 +24,9 @@ KINDS = {
     "sequence classification": "SEQUENCE_CLASSIFICATION",
 }
 _MOST_CONFIG_BYTES = 2**24
+_MOST_LAYERS = 10_000  # the modules of more layers take minutes and gigabytes to build
+# Other implementations that a config can name are downloaded from the Hub and executed.
+_IMPLEMENTATIONS_OF_TRANSFORMERS = ("eager", "sdpa")
 _TABLES = "transformers.models.auto.modeling_auto"
 
 
@@ -78,7 +81,7 @@ def config_file(config: str) -> Path | None:
 
 def read_config(config: str) -> Any:
     """Returns the config of transformers that `config` names, as `build` says. The class is always one of transformers'
-    own: a config's `auto_map`, which names code to download, is ignored."""
+    own: what names code to download in a config is ignored, such as `auto_map` and kernels for attention."""
     file = config_file(config)
     config_classes = load("transformers.models.auto.configuration_auto:CONFIG_MAPPING")
     if file is None:
@@ -97,10 +100,39 @@ def read_config(config: str) -> Any:
             f"{file}: model_type is {model_type!r}, which this version of transformers does not have{near};"
             " code that comes with a model is never executed"
         )
+    _check(fields, file)
     try:
-        return config_classes[model_type].from_dict(fields)
+        loaded = config_classes[model_type].from_dict(_without_kernels(fields))
     except Exception as error:  # whatever the config's class raises about its fields
         raise InputError(f"{file}: {' '.join(str(error).split())}") from None
+    layers = getattr(loaded, "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > _MOST_LAYERS:
+        raise InputError(f"{file}: num_hidden_layers is {layers}: at most {_MOST_LAYERS}")
+    return loaded
+
+
+def _without_kernels(fields: Any) -> Any:
+    """Returns a copy of the fields, at any depth, without implementations of attention and experts that may have to be
+    downloaded. The model then uses the default of its class."""
+    if isinstance(fields, list):
+        return [_without_kernels(item) for item in fields]
+    if not isinstance(fields, dict):
+        return fields
+    return {
+        name: _without_kernels(value)
+        for name, value in fields.items()
+        if "_implementation" not in name or value in _IMPLEMENTATIONS_OF_TRANSFORMERS
+    }
+
+
+def _check(fields: dict[str, Any], file: Path) -> None:
+    """Raises an `InputError` if a field has a value that transformers does not check when it reads the config."""
+    architectures = fields.get("architectures")
+    if architectures is not None and not isinstance(architectures, list):
+        raise InputError(f"{file}: architectures is {architectures!r}: write a list with the name of a class")
+    timm_model = fields.get("architecture")
+    if fields.get("model_type") == "timm_wrapper" and (not isinstance(timm_model, str) or ":" in timm_model):
+        raise InputError(f"{file}: architecture is {timm_model!r}: write the name of a model of timm, without a source")
 
 
 def training_kind(config: Any, source: str) -> TrainingKind:

@@ -1,6 +1,7 @@
 """Files and folders of weights: tensors are read whole and in parts, and damaged folders are refused in one line."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,8 @@ def test_tensors_of_a_folder_are_read_whole_and_in_parts(tmp_path: Path, kind: s
             "names '../model-1.safetensors', which is no file next to it",
         ),
         ({"weight_map": {"a": "model-1.safetensors"}}, "there is no file"),
+        ({"weight_map": {"a": 300 * "m"}}, "which is no file next to it"),
+        ({"weight_map": {"a": "\ud800"}}, "there is no file"),
         ({"weight_map": {"b": "model-0.safetensors"}}, "has no b, but model.safetensors.index.json names it there"),
         (None, "has neither model.safetensors, "),
     ],
@@ -68,6 +71,12 @@ def test_a_folder_that_cannot_be_read_is_refused_in_one_line(tmp_path: Path, ind
     assert message in str(refusal.value)
     assert str(refusal.value).startswith("train.weights: ")
     assert "\n" not in str(refusal.value)
+
+
+def test_a_config_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    write(tmp_path, STATE, "safetensors")
+    os.mkfifo(tmp_path / "config.json")
+    assert set(open_weights(tmp_path).shapes) == set(STATE)
 
 
 @pytest.mark.parametrize(("quantization", "method"), [({"quant_method": "gptq", "bits": 4}, "gptq"), ({"bits": 4}, "")])

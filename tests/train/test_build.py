@@ -12,6 +12,7 @@ from meshwright.errors import InputError
 from meshwright.job import Job, Weights
 from meshwright.plan import Plan
 from meshwright.train.build import build_data, build_initialized_model, build_loading, build_metrics, load_weights
+from meshwright.train.job_parts import JobParts
 from meshwright.train.job_session import build_session
 from tests.train.one_process import equal_states, toy_job, world
 
@@ -227,3 +228,9 @@ def test_a_data_set_that_fails_is_reported_in_one_line() -> None:
     job = toy_job(data={"train": {"call": "tests.train.test_build:failing"}})
     with pytest.raises(InputError, match=r"^data.train: .*ValueError: the split is unknown \(.*test_build\.py, line"):
         build_data(job)
+
+
+def test_what_a_constructor_of_a_library_raises_is_an_input_error() -> None:
+    job = toy_job(model={"call": "torch.nn:Linear", "in_features": -1, "out_features": 2})
+    with pytest.raises(InputError, match=r"^model: torch.nn:Linear failed: RuntimeError: .*negative dimension -1"):
+        _ = JobParts(job).model

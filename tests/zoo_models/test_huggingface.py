@@ -70,6 +70,15 @@ def test_code_that_comes_with_a_model_is_never_executed(tmp_path: Path) -> None:
     assert not (tmp_path / "executed").exists()
 
 
+def test_kernels_that_a_config_names_are_not_downloaded(tmp_path: Path) -> None:
+    kernels = {"attn_implementation": "kernels-community/other", "_experts_implementation": "other/kernel"}
+    config = read_config(str(write_config(tmp_path, "llama", **kernels)))
+    assert not config._attn_implementation
+    assert config._experts_implementation != "other/kernel"
+    eager = read_config(str(write_config(tmp_path, "gpt2", attn_implementation="eager")))
+    assert eager._attn_implementation == "eager"
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
@@ -98,6 +107,15 @@ def test_what_is_not_here_is_refused(config: str, words: str) -> None:
             "architectures is LlamaModel, for which",
         ),
         ('{"model_type": "llama", "hidden_size": "x"}', "hidden_size"),
+        (
+            '{"model_type": "llama", "architectures": {"0": "LlamaForCausalLM"}}',
+            "write a list with the name",
+        ),
+        ('{"model_type": "llama", "num_hidden_layers": 10000000}', "num_hidden_layers is 10000000: at most 10000"),
+        (
+            '{"model_type": "timm_wrapper", "architecture": "hf-hub:other/model"}',
+            "architecture is 'hf-hub:other/model",
+        ),
     ],
 )
 def test_a_wrong_config_is_refused(tmp_path: Path, text: str, words: str) -> None:

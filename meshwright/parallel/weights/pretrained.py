@@ -30,6 +30,10 @@ class FileTensor:
     name: str
     shape: tuple[int, ...]
 
+    def file_dtypes(self) -> set[torch.dtype]:
+        """Returns the dtype of the tensor in the files."""
+        return {self.files.dtype(self.name)}
+
     def read_region(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
         """Returns `sizes` elements per dimension, beginning at `offsets`. Nothing else is read."""
         return self.files.read_region(self.name, offsets, sizes)
@@ -43,6 +47,10 @@ class ConvertedTensor:
     name: str
     shape: tuple[int, ...]
     conversion: Conversion
+
+    def file_dtypes(self) -> set[torch.dtype]:
+        """Returns the dtypes of the tensors in the files that this one is computed from."""
+        return {self.files.dtype(name) for name, _ in self.conversion.sources}
 
     def read_region(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
         """Returns `sizes` elements per dimension, beginning at `offsets`. The whole tensor is computed first."""
@@ -75,6 +83,7 @@ def match_tensors(
                 " name what is to keep its initial values in train.weights.skip"
             )
         _check_shape(name, value, files, tensor)
+        _check_dtype(name, value, files, tensor)
         pretrained[name] = tensor
     _check_unknown(model, model_state, files, found)
     return pretrained
@@ -123,6 +132,17 @@ def _check_shape(name: str, value: Any, files: WeightsFiles, tensor: PretrainedT
             f"train.weights: {name} is {tensor.shape} in {files.path}, but"
             f" {tuple(value.shape)} in the model; name it in train.weights.skip to start it anew"
         )
+
+
+def _check_dtype(name: str, value: Any, files: WeightsFiles, tensor: PretrainedTensor) -> None:
+    """Raises an `InputError` if the numbers in the files are of another kind than the model's: integers for floating
+    point numbers are mostly quantized weights, and of complex numbers the imaginary part would be lost."""
+    for dtype in tensor.file_dtypes():
+        if (dtype.is_floating_point, dtype.is_complex) != (value.dtype.is_floating_point, value.dtype.is_complex):
+            raise InputError(
+                f"train.weights: {name} is {dtype} in {files.path}, but {value.dtype} in the model; quantized weights"
+                " are not read: name files of the same kind of numbers, or name it in train.weights.skip"
+            )
 
 
 def _check_unknown(

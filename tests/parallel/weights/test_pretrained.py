@@ -67,6 +67,12 @@ def test_a_base_model_is_loaded_from_the_files_of_a_model_with_a_head(tmp_path: 
     assert torch.equal(model.embedding.weight, value)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64])
+def test_numbers_of_another_kind_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    with pytest.raises(InputError, match=rf"embedding.weight is {dtype} in .*, but torch.float32 in the model"):
+        load(Base(), tmp_path, {"embedding.weight": torch.zeros(5, 3, dtype=dtype)})
+
+
 def test_what_the_class_computes_or_does_not_need_may_be_in_the_files(tmp_path: Path) -> None:
     names = ("model.pooler.weight", "model.frequencies", "layers.0.rotary_emb.inv_freq", "model.position_ids")
     model, value = WithHead(), torch.randn(5, 3)
