@@ -2,7 +2,8 @@
 smallest one. A number outside of them raises an error that says the limit, where computing with it would fail later,
 give infinities, or never end."""
 
-from typing import Annotated
+from numbers import Real
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic_core import PydanticCustomError
@@ -13,6 +14,11 @@ MOST_RANKS_HERE = 1_024  # processes that a command starts on this machine
 MOST_RANKS_PER_CORE = 32  # more of them take turns on a core for so long that they seem to hang
 LARGEST_COUNT = 2**31 - 1
 MOST_STEPS = 99_999_999  # the names of checkpoints have eight digits
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is an integer or a floating-point number of Python or NumPy; NaN is one, True is none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def at_most(limit: float, text: str) -> AfterValidator:

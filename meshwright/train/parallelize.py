@@ -1,7 +1,9 @@
 """`parallelize`: returns a session for a user's own training loop, in ranks that torchrun has started (or mpirun or
 srun with torchrun's environment variables), or in a single process."""
 
+import math
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -9,8 +11,10 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from meshwright.errors import InputError
 from meshwright.job import load_plan
 from meshwright.launch.world import join
+from meshwright.limits import is_number
 from meshwright.plan import Plan
 from meshwright.profile.optimizer import check_is_optimizer
 from meshwright.train.loss.loss import LossFunction
@@ -48,8 +52,7 @@ def parallelize(
     model. `timeout_s` is how long a rank waits for other ranks before it fails; a process group that the script has
     made keeps its own.
     """
-    if optimizer is not None:
-        check_is_optimizer(optimizer)
+    _check_arguments(model, optimizer, loss, clip_norm, on_nonfinite, seed, device, timeout_s)
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     world = join(kind, timeout_s)
     if plan is not None and not isinstance(plan, Plan):
@@ -73,6 +76,36 @@ def parallelize(
         _mark_used(optimizer)
     session.checks_first_batch = True
     return session
+
+
+def _check_arguments(
+    model: Any,
+    optimizer: Any,
+    loss: Any,
+    clip_norm: Any,
+    on_nonfinite: Any,
+    seed: Any,
+    device: Any,
+    timeout_s: Any,
+) -> None:
+    """Raises an `InputError` if an argument of `parallelize` cannot be used. Otherwise some of them would fail much
+    later, or train in the wrong direction."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}, not an nn.Module")
+    if optimizer is not None:
+        check_is_optimizer(optimizer)
+    if loss is not None and not callable(loss):
+        raise InputError(f"loss is {loss!r}: give a function of the model's output and the target")
+    if clip_norm is not None and not (is_number(clip_norm) and clip_norm > 0):
+        raise InputError(f"clip_norm is {clip_norm!r}: give a number above 0, or None")
+    if on_nonfinite not in ("ignore", "skip"):
+        raise InputError(f"on_nonfinite is {on_nonfinite!r}: give 'ignore' or 'skip'")
+    if not isinstance(seed, Integral):
+        raise InputError(f"seed is {seed!r}: give a whole number")
+    if device not in (None, "cuda", "cpu"):
+        raise InputError(f"device is {device!r}: give 'cuda', 'cpu' or None")
+    if not (is_number(timeout_s) and 0 < timeout_s < math.inf):
+        raise InputError(f"timeout_s is {timeout_s!r}: give a number of seconds above 0")
 
 
 def _without_parameters() -> torch.optim.Optimizer:

@@ -122,7 +122,9 @@ class Session(OwnLoop):
         self.position = (0, 0)
         self.stream_state: StreamState | None = None
         self._train_mode()
-        after_step = WeakMethod(self._after_optimizer_step)  # a hook that held the session would keep it alive
+        # A hook that held the session would keep it alive.
+        before_step, after_step = WeakMethod(self._before_optimizer_step), WeakMethod(self._after_optimizer_step)
+        self.optimizer.register_step_pre_hook(lambda *_: method() if (method := before_step()) else None)
         self.optimizer.register_step_post_hook(lambda *_: method() if (method := after_step()) else None)
 
     @property
@@ -253,6 +255,7 @@ class Session(OwnLoop):
             self.on_gradients()
         if self._clip_norm is not None:
             self.gradient_norm = self._parallel.clip_(self._clip_norm)
+        self._gradients_are_combined = True
         self.optimizer.step()
         return True
 

@@ -10,6 +10,7 @@ gradient on a rank   = data ranks · count / Σ of the counts · gradient of the
 gradient             = mean of these over the data ranks                                                 backward
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +28,7 @@ from meshwright.data.order import derive_seed
 from meshwright.data.prepared import PreparedLoader, PreparedShare, check_divisible
 from meshwright.data.samples import check_undivided, is_hugging_face
 from meshwright.errors import InputError
+from meshwright.limits import is_number
 from meshwright.parallel.model import ParallelModel
 from meshwright.plan import Plan
 from meshwright.train.loss.loss import Loss
@@ -54,6 +56,8 @@ class OwnLoop:
         self._prepared_share: PreparedShare | None = None  # what the loop of a prepared loader trains on at the moment
         self._forward_passes = 0  # since the last optimizer step
         self._has_own_passes = False  # whether the loop has called the model since the last optimizer step
+        # Whether the last backward pass combined the gradients of the ranks; None if there was none since the last step
+        self._gradients_are_combined: bool | None = None
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """The same as `model`."""
@@ -103,6 +107,10 @@ class OwnLoop:
                     " over session.prepare(loader), or give session.mean(value, count)"
                 )
             count = self._prepared_share.samples
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise InputError(f"session.mean takes a loss, one number, and this is {_describe_loss(value)}")
+        if not isinstance(count, Tensor) and not (is_number(count) and 0 <= count < math.inf):
+            raise InputError(f"session.mean: count is {count!r}: give the number of samples of this rank, at least 0")
         return self._global_mean(value, count, count)
 
     def _global_mean(self, value: Tensor, weight: "float | Tensor", count: "float | Tensor | None") -> Tensor:
@@ -127,7 +135,13 @@ class OwnLoop:
         of other sessions' parameters, through which the loss was computed, are accumulated but not combined. All ranks
         call this together."""
         self._check_plan("backward")
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise InputError(
+                f"session.backward takes a loss with a gradient, one number, and this is {_describe_loss(loss)}: give"
+                " what session.forward or session.mean returned"
+            )
         self._parallel.backward(loss, synchronize=self._synchronizes, retain_graph=retain_graph)
+        self._gradients_are_combined = self._synchronizes
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -142,13 +156,33 @@ class OwnLoop:
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scales the gradients so that the norm of the whole model's gradient is at most `max_norm`. Returns the norm
         before, the same on every rank. All ranks call this together, after the last `backward` of a step."""
+        if not (is_number(max_norm) and max_norm > 0):
+            raise InputError(f"session.clip_gradients: max_norm is {max_norm!r}: give a number above 0")
         self.gradient_norm = norm = self._parallel.clip_(max_norm)
         return norm
+
+    def _before_optimizer_step(self) -> None:
+        """Raises an `InputError` if a loop has computed gradients that are not combined over the data ranks: every rank
+        would go on with weights of its own."""
+        if not self._has_own_passes or self._gradients_are_combined or self._parallel.plan.data_ranks == 1:
+            return
+        if self._gradients_are_combined is False:
+            raise InputError(
+                "the last session.backward before session.optimizer.step() was within session.no_sync(), so the ranks'"
+                " gradients are not combined: call it outside of no_sync for the last batch of a step"
+            )
+        averager, parameters = self._parallel.gradient_averager, self._parallel.module.parameters()
+        if averager is not None and any(parameter.grad is not None for parameter in parameters):
+            raise InputError(
+                "session.optimizer.step() without session.backward(loss), so the ranks' gradients are not combined:"
+                " replace loss.backward() by session.backward(loss) of the session whose optimizer makes the step"
+            )
 
     def _after_optimizer_step(self) -> None:
         """Counts an optimizer step of the user's loop, and makes the buffers equal on all data ranks. Does nothing
         after an optimizer step of `Session.step`."""
         self._parallel.reshard()
+        self._gradients_are_combined = None
         if self._has_own_passes:
             self._has_own_passes = False
             self._forward_passes = 0
@@ -225,6 +259,13 @@ class OwnLoop:
         reason = _why_only_step(self._parallel.plan)
         if reason is not None:
             raise InputError(f"session.{method} cannot run under the plan ({self._parallel.plan.summary()}): {reason}")
+
+
+def _describe_loss(value: Any) -> str:
+    """Returns what a user gave as a loss: its class, or of a tensor the shape, and whether it has no gradient."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return f"a tensor of shape {tuple(value.shape)}{'' if value.requires_grad else ' without a gradient'}"
 
 
 def _why_only_step(plan: Plan) -> str | None:
