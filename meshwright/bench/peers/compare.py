@@ -144,7 +144,7 @@ def _own_runs(job: Job, cluster: Cluster, precision: str) -> dict[Contestant, Ru
     for settings, own_job in _own_jobs(job).items():
         parts = JobParts(own_job)
         _check_batch(parts, cluster.device_count)
-        plan = plan_of_job(parts, cluster, own_job.plan)[0]
+        plan = plan_of_job(parts, cluster, own_job.plan).plan
         if settings != "allow: changes":
             numerics = plan.numerics.model_copy(update={"precision": precision})
             plan = plan.model_copy(update={"numerics": numerics})
@@ -157,7 +157,7 @@ def _own_runs(job: Job, cluster: Cluster, precision: str) -> dict[Contestant, Ru
 def _own_jobs(job: Job) -> dict[str, Job]:
     if job.plan != "auto":
         return {"plan of the job": job}
-    if getattr(job, "allow", None) != "changes":
+    if job.allow != "changes":
         return {"plan: auto": job}
     return {"plan: auto": job.model_copy(update={"allow": "rounding"}), "allow: changes": job}
 
