@@ -28,7 +28,7 @@ def describe_error(error: BaseException) -> str:
     of the user's code in which it was raised. If none of the user's code was running, it is the line that raised it."""
     raised_at = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)[-1:]]
     position = user_position(error) or (raised_at[0] if raised_at else None)
-    message = " ".join(str(error).split())
+    message = " ".join(_message(error).split())
     if isinstance(error, SystemExit):
         message = f"exit code {0 if error.code is None else error.code}"
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__
@@ -38,9 +38,17 @@ def describe_error(error: BaseException) -> str:
 def first_line(error: BaseException) -> str:
     """Returns the first line of an exception's message, or its class if it has no message. If the exception came
     through the user's code, the file and line follow."""
-    text = str(error).strip().partition("\n")[0] or type(error).__name__
+    text = _message(error).strip().partition("\n")[0] or type(error).__name__
     position = user_position(error)
     return f"{text} ({position[0]}, line {position[1]})" if position else text
+
+
+def _message(error: BaseException) -> str:
+    """Returns the message of an exception; empty if computing it fails, as it can in a class of the user."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
 
 
 def user_position(error: BaseException) -> tuple[str, int] | None:

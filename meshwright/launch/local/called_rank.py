@@ -56,12 +56,15 @@ def main() -> None:
     rank = environment.read_environment()
     connection = _take_connection()
     _open_streams()
+    process = os.getpid()
     try:
         _prepare(Preparation(**json.loads(connection.recv_bytes())), rank.local_rank)
         function, args, kwargs = unpickle_call(connection.recv_bytes())
         value = function(*args, **kwargs)
+        _end_forked_copy(process, 0)
         pickled = pickle_value(value, function) if rank.rank == 0 else None
     except BaseException as error:
+        _end_forked_copy(process, 1)
         _report_and_exit(error, connection)
     _send(connection, Report())
     if pickled is not None:
@@ -100,6 +103,13 @@ def _prepare(preparation: Preparation, local_rank: int) -> None:
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     if preparation.device == "cuda":
         torch.cuda.set_device(local_rank)
+
+
+def _end_forked_copy(rank_process: int, exit_code: int) -> None:
+    """Ends this process if the user's function has forked it from the rank: only the rank itself reports to the
+    launcher."""
+    if os.getpid() != rank_process:
+        os._exit(exit_code)
 
 
 def _report_and_exit(error: BaseException, connection: Connection) -> NoReturn:

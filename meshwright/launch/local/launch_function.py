@@ -1,5 +1,6 @@
 """`mw.launch`: calls a function in several ranks of this machine, from a notebook cell or a script."""
 
+import os
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
@@ -45,6 +46,9 @@ def launch(
 
 
 def _check(function: object, ranks: object, timeout_s: object) -> None:
+    # Imported here, because it imports pydantic, which `import meshwright` does not need.
+    from meshwright.limits import MOST_RANKS_HERE, MOST_RANKS_PER_CORE
+
     env = environment.read_environment()
     if env.launched:
         raise InputError(
@@ -58,6 +62,9 @@ def _check(function: object, ranks: object, timeout_s: object) -> None:
         )
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
         raise InputError(f"ranks={ranks!r}: write a whole number from 1 on")
+    most = min(MOST_RANKS_HERE, MOST_RANKS_PER_CORE * (os.cpu_count() or 1))
+    if ranks > most:
+        raise InputError(f"ranks={ranks}: this machine starts at most {most}")
     if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s > 0):
         raise InputError(f"timeout_s={timeout_s!r}: write a number of seconds above 0, or None for no limit")
 

@@ -240,12 +240,36 @@ def test_what_cannot_be_copied_is_named() -> None:
         launch(use, None, ranks=1, device="cpu")
 
 
+def test_a_process_that_the_function_forks_does_not_answer_for_the_rank() -> None:
+    def fork() -> str:
+        child = os.fork()
+        if child == 0:
+            return "child"
+        os.waitpid(child, 0)
+        return "rank"
+
+    assert launch(fork, ranks=1, device="cpu", timeout_s=60) == "rank"
+
+
+def test_an_exception_without_a_readable_message_is_named() -> None:
+    class UnreadableError(Exception):
+        def __str__(self) -> str:
+            raise ValueError
+
+    def fail() -> None:
+        raise UnreadableError
+
+    with pytest.raises(RankError, match=r"rank 0 of 1 failed: UnreadableError \("):
+        launch(fail, ranks=1, device="cpu", timeout_s=60)
+
+
 @pytest.mark.parametrize(
     ("function", "options", "message"),
     [
         (None, {}, r"None is none: write mw\.launch\(train, 3\), not mw\.launch\(train\(3\)\)"),
         (print, {"ranks": 0}, "ranks=0: write a whole number from 1 on"),
         (print, {"ranks": True}, "ranks=True"),
+        (print, {"ranks": 10**6}, "ranks=1000000: this machine starts at most"),
         (print, {"timeout_s": 0}, "timeout_s=0: write a number of seconds above 0"),
         (print, {"device": "gpu"}, "device='gpu': write 'cuda', 'cpu', or None"),
         (print, {"ranks": 3}, "3 ranks need 3 GPUs, and this machine has 2: start fewer ranks, or write device='cpu'"),
