@@ -120,6 +120,7 @@ class Session(OwnLoop):
         self._evaluator = Evaluator(self._parallel, self._loss, self._gather_samples, self._example, world.size)
         self.parts: int | None = None
         self.position = (0, 0)
+        self._ended_epoch = False  # whether an epoch ended since the session began or was loaded
         self.stream_state: StreamState | None = None
         self._train_mode()
         # A hook that held the session would keep it alive.
@@ -153,9 +154,15 @@ class Session(OwnLoop):
         loading: LoadingOptions | None = None,
         drop_last: bool = False,
     ) -> Iterator[Batch]:
-        """Yields this rank's share of every global batch, from `position` on; without end if `epochs` is None. All
-        ranks call this together."""
+        """Yields this rank's share of every global batch, from `position` on, until the session has trained `epochs`
+        epochs in all; without end if `epochs` is None. All ranks call this together."""
         refuse_loader(dataset, "session.batches takes a data set: loop over session.prepare(loader) instead")
+        if epochs is not None and self._ended_epoch and self.position >= (epochs, 0):
+            raise InputError(
+                f"session.batches: epochs is {epochs}, but this session has already trained {self.position[0]}, and"
+                " epochs counts from the session's first step: call it once with the number of all epochs, or in epoch"
+                f" e of a loop of your own with epochs=e + 1 (now epochs={self.position[0] + 1})"
+            )
         if global_batch < self.plan.shares:
             raise InputError(
                 f"train.global_batch is {global_batch}, fewer than the {self.plan.data_ranks} ranks × "
@@ -234,6 +241,7 @@ class Session(OwnLoop):
         if batch:
             self.position = (batch.epoch + 1, 0) if batch.last else (batch.epoch, batch.index + 1)
             self.stream_state = None if batch.last else batch.stream
+            self._ended_epoch |= batch.last
         # A schedule that is stepped per step is not stepped if the optimizer's step was skipped. One that needs a
         # metric is stepped by `step_schedule` only.
         is_due = stepped if self._schedule_per == "step" else batch and batch.last
@@ -361,6 +369,7 @@ class Session(OwnLoop):
         self.steps = int(about["step"])
         self.seed = int(about["seed"])  # order and random numbers continue as in the saved run
         self.position = (int(about["position"][0]), int(about["position"][1]))
+        self._ended_epoch = False
         self.parts = int(about["parts"]) if about.get("parts") else None
         self.stream_state = StreamState(*about["stream"]) if about.get("stream") else None
         self.skipped_steps = int(about.get("skipped", 0))

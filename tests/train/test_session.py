@@ -180,6 +180,18 @@ def test_an_evaluation_does_not_change_training() -> None:
     assert losses(True) == losses(False)
 
 
+def test_epochs_of_batches_count_from_the_first_step_of_the_session(tmp_path: Path) -> None:
+    session = session_of(new_model())
+    steps = [len([session.step(batch) for batch in session.batches(points(24), epoch + 1, 12)]) for epoch in range(2)]
+    assert steps == [2, 2]
+    with pytest.raises(InputError, match=r"epochs is 1, but this session has already trained 2, .* \(now epochs=3\)"):
+        session.batches(points(24), epochs=1, global_batch=12)
+    session.save(tmp_path / "finished")
+    again = session_of(Net())
+    again.load(tmp_path / "finished")
+    assert not list(again.batches(points(24), epochs=2, global_batch=12)), "a finished run that is loaded ends"
+
+
 # ---- saving and resuming
 
 
