@@ -31,12 +31,7 @@ from tests.train.one_process import world
 
 JOBS = Path(__file__).parents[2] / "jobs"
 SETTINGS = ["data.synthetic=true", "data.eval=null", "metrics={}", "checkpoint.best=null"]
-SLOW = ("deeplab", "resnet18", "resnet50", "unet", "vgg16")
-
-
-def job_names() -> list[object]:
-    names = sorted(file.stem for file in JOBS.glob("*.yaml"))
-    return [pytest.param(name, marks=pytest.mark.soak) if name in SLOW else name for name in names]
+QUICK = {"mnist", "gpt", "two_tower"}
 
 
 def train_one_step(rank: int, size: int, name: str, plan: Plan) -> float:
@@ -59,7 +54,7 @@ def train_one_step(rank: int, size: int, name: str, plan: Plan) -> float:
     return float(session.step(next(batches)))
 
 
-@pytest.mark.parametrize("name", all_but({"mnist", "gpt", "two_tower", "unet"}, job_names()))
+@pytest.mark.parametrize("name", all_but(QUICK, sorted(file.stem for file in JOBS.glob("*.yaml"))))
 def test_the_best_plan_of_every_job_is_run_by_parallelize(two: RankPool, name: str) -> None:
     job = load_job(JOBS / f"{name}.yaml", SETTINGS)
     parts = JobParts(job)

@@ -89,6 +89,7 @@ def test_all_formats_are_read_without_meshwright(run: Path, results: dict[str, A
     assert not torch.equal(expected["decoder-int8.pt2"], expected["decoder.pt2"])
 
 
+@pytest.mark.soak
 def test_programs_with_integer_weights_need_torch_alone(results: dict[str, Any]) -> None:
     assert {"decoder-int8.pt2", "decoder-int16.pt2", "decoder.pt2"} <= results["read without torchao"]
 

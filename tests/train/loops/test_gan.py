@@ -120,6 +120,7 @@ def test_a_student_learns_from_its_teacher_as_on_one_process(size: int, axis: st
             assert_close(ours, plain)
 
 
+@pytest.mark.soak
 def test_several_models_share_the_process_group_that_the_first_one_makes() -> None:
     found = mw.launch(lambda: gan(0, 2, "shard"), ranks=2, device="cpu")
     for ours, plain in zip(found, plain_gan(), strict=True):
