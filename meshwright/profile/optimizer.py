@@ -8,7 +8,7 @@ all parameters in one go, and single-tensor, which updates one parameter after a
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,7 +30,8 @@ class OptimizerCost:
     the bytes of the largest parameter. `operators_per_parameter` and `traffic_ratio` (bytes read and written) describe
     a single-tensor step; they are 0 if that was not measured. If `waits_for_device` is True, the host reads the value
     of a gradient before the step. It therefore launches the operators of the step only after the device has finished
-    all earlier work. Otherwise it launches them ahead of time.
+    all earlier work. Otherwise it launches them ahead of time. `has_fused` says whether torch has a fused
+    implementation, `is_fused` whether the cost is that of the fused step, which goes over all tensors once.
     """
 
     state_ratio: float
@@ -39,6 +40,16 @@ class OptimizerCost:
     operators_per_parameter: float = 0.0
     traffic_ratio: float = 0.0
     waits_for_device: bool = True
+    has_fused: bool = False
+    is_fused: bool = False
+
+    def fused(self) -> "OptimizerCost":
+        """The cost of the fused step; the same cost if there is none."""
+        if not self.has_fused:
+            return self
+        return replace(
+            self, temporary_ratio=0.0, multi_tensor=True, operators_per_parameter=0.0, traffic_ratio=0.0, is_fused=True
+        )
 
 
 def measure_optimizer_cost(make_optimizer: OptimizerFactory, multi_tensor: bool) -> OptimizerCost:
@@ -69,6 +80,7 @@ def measure_optimizer_cost(make_optimizer: OptimizerFactory, multi_tensor: bool)
         multi_tensor=multi_tensor,
         operators_per_parameter=0.0 if multi_tensor else len(operators) / len(parameters),
         traffic_ratio=0.0 if multi_tensor else sum(map(_traffic_bytes, operators)) / parameter_bytes,
+        has_fused="fused" in optimizer.defaults,
     )
 
 

@@ -6,7 +6,7 @@ memory. Consecutive equal blocks share one segment, which names all of them. The
 segments.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
 
@@ -52,6 +52,18 @@ class SplitMark:
 
 
 @dataclass(frozen=True)
+class TensorUse:
+    """A tensor that an operator reads or writes, and its bytes. `value` is a number that all operators of a step which
+    use the same contents have in common: an operator that changes a tensor in place reads one value and writes another
+    one. A view is the same value as the tensor that it is a view of. `is_gradient` is True for the gradient of a
+    parameter, which outlives the step."""
+
+    value: int
+    bytes: BatchPolynomial
+    is_gradient: bool = False
+
+
+@dataclass(frozen=True)
 class Operator:
     """One operator of a step, with its costs as functions of the batch size.
 
@@ -59,7 +71,8 @@ class Operator:
     torch's name of the dtype ("float32", ...), empty if no tensor of the operator is floating-point. `shape` is
     described in `operator_costs.operator_shape`. `split` is None for an operator that no split divides.
     `workspace_bytes` is the memory that the operator allocates on a GPU while it runs. `computes_gradient` is False in
-    the forward pass and for operators of the forward pass that the backward pass runs again (recomputation).
+    the forward pass and for operators of the forward pass that the backward pass runs again (recomputation). `reads`
+    and `writes` are the tensors that the operator uses; both are empty if that was not recorded.
     """
 
     layer: str
@@ -72,6 +85,8 @@ class Operator:
     split: SplitMark | None = None
     workspace_bytes: BatchPolynomial = BatchPolynomial(0.0, 0.0)
     computes_gradient: bool = False
+    reads: tuple[TensorUse, ...] = field(default=(), compare=False, repr=False)
+    writes: tuple[TensorUse, ...] = field(default=(), compare=False, repr=False)
 
 
 @dataclass(frozen=True)

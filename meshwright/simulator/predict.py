@@ -7,6 +7,7 @@ from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.profile.optimizer import OptimizerCost
 from meshwright.profile.values import ModelProfile
+from meshwright.simulator.compute.compiled_profile import compiled_profile
 from meshwright.simulator.memory.device_memory import CPU_MEMORY, CUDA_MEMORY, DeviceMemory
 from meshwright.simulator.memory.peak import MemoryPrediction, predict_memory
 from meshwright.simulator.pipeline.timeline import Timeline
@@ -59,10 +60,11 @@ def plan_memory(
     cluster: Cluster, profile: ModelProfile, plan: Plan, global_batch: int, optimizer: OptimizerCost, runtime: Runtime
 ) -> MemoryPrediction:
     """The peak memory of the rank that needs most. Time is not predicted."""
+    samples = _microbatch_samples(plan, global_batch)
+    profile = compiled_profile(profile, plan, samples)
+    optimizer = optimizer.fused() if plan.compute.fused_optimizer else optimizer
     inputs = runtime.memory_inputs(profile, plan, optimizer, device_memory(cluster))
-    return predict_memory(
-        inputs.profile, plan, _microbatch_samples(plan, global_batch), inputs.optimizer, inputs.device
-    )
+    return predict_memory(inputs.profile, plan, samples, inputs.optimizer, inputs.device)
 
 
 def _microbatch_samples(plan: Plan, global_batch: int) -> int:

@@ -10,16 +10,18 @@ launch      = on GPUs, the seconds by which the host's launches take longer than
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.profile.values import ModelProfile
+from meshwright.profile.values import ModelProfile, Phase
 from meshwright.simulator.communication.collectives import collective_launch_s, overlap
 from meshwright.simulator.communication.exchange import gradient_exchange, messages_s
 from meshwright.simulator.communication.placement import axis_groups
+from meshwright.simulator.compute.host_work import changes_host_work, host_launches
 from meshwright.simulator.compute.passes import operator_launch_s, pass_s
 from meshwright.simulator.pipeline.stages import StageProfile
 from meshwright.simulator.step_inputs import StepInputs
 from meshwright.simulator.tensor.messages import TensorMessage, tensor_messages
 
 _FP32_BYTES = 4
+_PHASES: tuple[Phase, Phase] = ("forward", "backward")
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,10 @@ def _stage_time(whole: ModelProfile, local: ModelProfile, weights_bytes: float, 
     )
     messages = (*along_tensor, *along_replicate)
     launch_s = 0.0
+    if changes_host_work(local, plan, inputs.device.kind == "cuda"):
+        forward_operators, backward_operators = (
+            host_launches(local, phase, plan, inputs.device.kind == "cuda") for phase in _PHASES
+        )
     if inputs.device.kind == "cuda":
         operators_s = (forward_operators + backward_operators) * operator_launch_s(inputs.device)
         launch_s = operators_s + sum(message.times for message in messages) * collective_launch_s(cluster)

@@ -2,7 +2,8 @@
 
 `python -m validation.speed.measure RESULTS.json [NAME ...]` measures the cases of validation/steps/cases.yaml with
 these names (all of `WORKLOADS` by default) and adds them to the file. Rows that the file has already are not measured
-again, so the measurement can be stopped and taken up later. With `--table` it only prints the rows of the file.
+again, so the measurement can be stopped and taken up later; rows with a `source`, which are single runs, are replaced.
+With `--table` it only prints the rows of the file.
 """
 
 import gc
@@ -19,19 +20,13 @@ import torch
 from torch import Tensor
 
 from meshwright.launch.world import World
-from meshwright.plan import Plan
 from meshwright.train.session import Session
 from validation.memory.one_gpu import OPTIMIZERS, case_loss, make_batch, make_model
 from validation.speed.by_hand import MODES, train_step
+from validation.speed.plans import MEASURED_PLANS, plan_of
 from validation.steps.steps import cases
 
 WORKLOADS = ("mnist", "vgg16", "vgg16-256", "resnet50", "deeplab", "gpt2", "gpt2-xl")
-PLANS: dict[str, dict[str, Any]] = {
-    "eager": {},
-    "graphs": {"cuda_graphs": True},
-    "compiled": {"compile": "model"},
-    "compiled with graphs": {"compile": "model", "cuda_graphs": True},
-}
 ROUNDS, WARM_UP_STEPS = 5, 8
 _VOCABULARY = 50257
 _LARGE = ("gpt2-xl",)  # measured without graphs, whose memory cannot be shared between the variants of a round
@@ -40,7 +35,9 @@ _LARGE = ("gpt2-xl",)  # measured without graphs, whose memory cannot be shared 
 def variants(name: str) -> list[str]:
     """What is measured of a workload: `hand` and `ours`, each in several ways."""
     ways = [way for way in MODES if name not in _LARGE or "graphs" not in way]
-    return [f"hand {way}" for way in ways] + [f"ours {way}" for way in PLANS if name not in _LARGE or way in ways]
+    return [f"hand {way}" for way in ways] + [
+        f"ours {way}" for way in MEASURED_PLANS if name not in _LARGE or way in ways
+    ]
 
 
 def measure(name: str, batch: int) -> list[dict[str, Any]]:
@@ -96,14 +93,11 @@ def _step(case: dict[str, Any], variant: str) -> Callable[[Tensor, Tensor], Tens
         return train_step(case, MODES[way])
     with torch.device("cuda"):
         model = make_model(case)
-    compute = {"fused_optimizer": True, **PLANS[way]}
-    if "tokens" not in case["input"]:
-        compute["layout"] = "channels_last"
     session = Session(
         model,
         lambda parameters: OPTIMIZERS[case["optimizer"]](parameters.values()),
         loss=case_loss,
-        plan=Plan.model_validate({"numerics": {"precision": "bf16"}, "compute": compute}),
+        plan=plan_of(case, way),
         world=World(0, 0, 1, 1, 0, torch.device("cuda", 0), None),
     )
     return lambda inputs, targets: session.step((inputs, targets))
@@ -122,9 +116,9 @@ def _data(case: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """A line for each row, with its ratio to the fastest step by hand of the same workload."""
+    """A line for each row that is not a single run, with its ratio to the fastest step by hand of its workload."""
     lines = []
-    for row in rows:
+    for row in (row for row in rows if "source" not in row):
         by_hand = [
             other["step_s"]
             for other in rows
@@ -144,9 +138,10 @@ def main(arguments: list[str]) -> None:
     warnings.simplefilter("ignore")
     for name in () if "--table" in arguments else names or WORKLOADS:
         batch = cases()[name]["batch"]
-        if any((row["name"], row["batch"]) == (name, batch) for row in rows):
+        recorded = [row for row in rows if (row["name"], row["batch"]) == (name, batch)]
+        if any("source" not in row for row in recorded):
             continue
-        rows += measure(name, batch)
+        rows = [row for row in rows if row not in recorded] + measure(name, batch)
         results.write_text(json.dumps(rows, indent=1) + "\n")
         gc.collect()
         torch.cuda.empty_cache()

@@ -53,6 +53,16 @@ class OperatorOrigin:
     computes_gradient: bool
 
 
+@dataclass(frozen=True)
+class RecordedUse:
+    """A tensor that an operator reads or writes, see `TensorUse`. `allocation` is the index of the event that allocated
+    its storage; -1 if the storage existed before the step."""
+
+    value: int
+    bytes: int
+    allocation: int
+
+
 @dataclass
 class RecordedOperator:
     """One operator as it ran, with its costs at the batch size of the recorded step."""
@@ -65,6 +75,8 @@ class RecordedOperator:
     shape: tuple[int, ...]
     workspace_bytes: int
     origin: OperatorOrigin
+    reads: tuple[RecordedUse, ...] = ()
+    writes: tuple[RecordedUse, ...] = ()
 
 
 @dataclass
@@ -112,6 +124,8 @@ class TraceRecorder(TorchDispatchMode):
         self._next_recomputed: int | None = None  # while a block is recomputed: number of the next forward operator
         self._allocations: dict[int, int] = {}  # storage id -> index of its allocation; -1 if it existed before
         self._storages: dict[int, weakref.ref[Any]] = {}
+        self._values: dict[int, int] = {}  # storage id -> the number of its present contents
+        self._value_count = 0
         self.in_backward = False
         self.is_finished = False
 
@@ -136,8 +150,9 @@ class TraceRecorder(TorchDispatchMode):
             return answer_tensor_query(func, args, kwargs)
         name = operator_name(func)
         origin = self._origin(name, args)
-        result = func(*args, **kwargs)
         kind = operator_kind(func)
+        reads = self._uses((args, kwargs)) if kind != "view" else ()
+        result = func(*args, **kwargs)
         if kind != "view":
             self.trace.operators.append(
                 RecordedOperator(
@@ -149,12 +164,31 @@ class TraceRecorder(TorchDispatchMode):
                     shape=operator_shape(kind, func, args, result),
                     workspace_bytes=operator_workspace_bytes(kind, func, args, result),
                     origin=origin,
+                    reads=reads,
                 )
             )
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._follow_storage(leaf, origin)
+                if kind != "view":
+                    self._values.pop(id(leaf.untyped_storage()), None)
+        if kind != "view":
+            self.trace.operators[-1].writes = self._uses(result)
         return result
+
+    def _uses(self, tensors: Any) -> tuple[RecordedUse, ...]:
+        """The distinct tensors in a tree, with the numbers of their values. Contents that are new have a new number."""
+        uses: dict[int, RecordedUse] = {}
+        for leaf in tree_leaves(tensors):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                key, size = id(storage), min(leaf.numel() * leaf.element_size(), storage.nbytes())
+                if key not in self._values:
+                    self._values[key], self._value_count = self._value_count, self._value_count + 1
+                value = self._values[key]
+                size = max(size, uses[value].bytes) if value in uses else size
+                uses[value] = RecordedUse(value, size, self._allocations.get(key, -1))
+        return tuple(uses.values())
 
     # ---- to which forward operator an operator belongs
 
@@ -220,6 +254,7 @@ class TraceRecorder(TorchDispatchMode):
         def on_freed(_: Any) -> None:
             self._allocations.pop(key, None)
             self._storages.pop(key, None)
+            self._values.pop(key, None)
             if self.is_finished:  # tensors that the caller still references are freed after the step
                 return
             size = trace.memory[allocation].bytes

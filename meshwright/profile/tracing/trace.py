@@ -8,6 +8,7 @@ batch size, where the bytes of every operator must lie on their parabola (`_chec
 """
 
 import traceback
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -32,7 +33,14 @@ from meshwright.profile.gpu_rules import GpuRules
 from meshwright.profile.structure.model_structure import ModelStructure
 from meshwright.profile.structure.split_marks import SplitMarks, find_split_marks
 from meshwright.profile.torch_private import DataDependentOutputException, FakeTensorMode
-from meshwright.profile.tracing.recorder import RecordedOperator, RulesContext, StepTrace, StorageEvent, record_step
+from meshwright.profile.tracing.recorder import (
+    RecordedOperator,
+    RecordedUse,
+    RulesContext,
+    StepTrace,
+    StorageEvent,
+    record_step,
+)
 from meshwright.profile.tracing.step import LossFunction, compute_loss
 from meshwright.profile.values import (
     BatchPolynomial,
@@ -42,6 +50,7 @@ from meshwright.profile.values import (
     Operator,
     Parameter,
     Phase,
+    TensorUse,
     TraceSegment,
 )
 from meshwright.user_code import first_line
@@ -249,7 +258,7 @@ def _combine(
                 f" of small batches ({', '.join(map(str, sizes))})"
             )
     operators = [
-        _combine_operator([trace.operators[number] for trace in traces], sizes, marks)
+        _combine_operator([trace.operators[number] for trace in traces], sizes, marks, first.gradients.keys())
         for number in range(len(first.operators))
     ]
     event_ranges = [next(candidate for candidate in ranges if candidate.contains(event)) for event in first.memory]
@@ -275,8 +284,11 @@ def _combine(
     )
 
 
-def _combine_operator(recorded: list[RecordedOperator], sizes: tuple[int, ...], marks: SplitMarks) -> Operator:
-    """Returns one operator with its costs as functions of the batch size, given its recordings at each batch size."""
+def _combine_operator(
+    recorded: list[RecordedOperator], sizes: tuple[int, ...], marks: SplitMarks, gradients: Set[int]
+) -> Operator:
+    """Returns one operator with its costs as functions of the batch size, given its recordings at each batch size.
+    `gradients` are the allocations that became gradients of parameters."""
     first = recorded[0]
     shapes = zip(*(operator.shape for operator in recorded), strict=True)
     return Operator(
@@ -290,6 +302,17 @@ def _combine_operator(recorded: list[RecordedOperator], sizes: tuple[int, ...], 
         split=marks.operators.get(first.origin.forward_number),
         workspace_bytes=fit_batch_polynomial([operator.workspace_bytes for operator in recorded], sizes),
         computes_gradient=first.origin.computes_gradient,
+        reads=_combine_uses([operator.reads for operator in recorded], sizes, gradients),
+        writes=_combine_uses([operator.writes for operator in recorded], sizes, gradients),
+    )
+
+
+def _combine_uses(
+    recorded: list[tuple[RecordedUse, ...]], sizes: tuple[int, ...], gradients: Set[int]
+) -> tuple[TensorUse, ...]:
+    fitted = [fit_batch_polynomial([use.bytes for use in uses], sizes) for uses in zip(*recorded, strict=False)]
+    return tuple(
+        TensorUse(use.value, size, use.allocation in gradients) for use, size in zip(recorded[0], fitted, strict=True)
     )
 
 

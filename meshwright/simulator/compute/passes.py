@@ -86,7 +86,7 @@ def optimizer_s(
         launch_s = operator_launch_s(device) * _CPU_OPTIMIZER_OPERATORS * tensors
     traffic = weights_bytes * (3 + 2 * optimizer.state_ratio)
     # A measured multi-tensor step goes over all tensors several times, once per operation; a fused step only once.
-    fused = optimizer.state_ratio >= 2 and not optimizer.temporary_ratio
+    fused = optimizer.is_fused or (optimizer.state_ratio >= 2 and not optimizer.temporary_ratio)
     table = None
     if optimizer.state_ratio and not fused:
         table = speeds.table("optimizer 2" if optimizer.state_ratio > 1 else "optimizer 1", "forward", "fp32")

@@ -2,6 +2,7 @@
 freed.
 
     allocated = weights + buffers + inputs + optimizer state + workspace                       _permanent
+              + with a CUDA graph of the step, its copies of inputs and workspace              _permanent
               + max over the step of  gathered weights + gradients + buckets                   replay.py
                                     + activations of the microbatches in flight + temporaries + rounding
     shard n:    optimizer state / n, weights / n, and the weights that are gathered            _permanent
@@ -24,6 +25,7 @@ from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.profile.optimizer import OptimizerCost
 from meshwright.profile.values import BatchPolynomial, ModelProfile, Parameter
+from meshwright.simulator.compute.host_work import captures_step
 from meshwright.simulator.memory.device_memory import DeviceMemory
 from meshwright.simulator.memory.replay import GatheredWeights, LiveBytes, MemoryMoment, PassPeaks, replay
 from meshwright.simulator.pipeline.order import Action, Order, pipeline_order, stages_of_rank
@@ -208,6 +210,9 @@ def _permanent(
         "optimizer state": sum(trainable) * optimizer.state_ratio,
         "workspace": float(device.workspace_bytes),
     }
+    if captures_step(plan, on_gpu=device.workspace_bytes > 0):
+        # The graph has a copy of the inputs and, because it runs on a stream of its own, a second workspace.
+        permanent["CUDA graph"] = permanent["inputs"] + permanent["workspace"]
     return permanent, sum(map(rounding, weights)) + optimizer.state_ratio * sum(map(rounding, trainable))
 
 

@@ -1,0 +1,218 @@
+"""The profile of a model that `torch.compile` compiles: fused kernels take the place of the operators that they
+compute, and only the tensors that kernels and products write are in memory (fusion.py)."""
+
+from dataclasses import replace
+from math import ceil
+
+from meshwright.blocks.module_names import is_inside
+from meshwright.blocks.operator_kinds import OperatorKind
+from meshwright.dtypes import ITEM_BYTES
+from meshwright.plan import Plan
+from meshwright.profile.values import BatchPolynomial, MemoryChange, MemoryRole, ModelProfile, Operator, TraceSegment
+from meshwright.simulator.compute.fusion import (
+    FusedStep,
+    StepOperator,
+    computes_statistics,
+    fuse,
+    reduces,
+)
+
+FUSED = "fused"  # the name of operators that are kernels of the compiler
+_NOTHING = BatchPolynomial(0.0, 0.0)
+# Products with fewer FLOPs per byte wait for memory on every GPU of the catalog, and are not padded.
+_PADDED_FLOPS_PER_BYTE = 100
+_ALIGNED_BYTES = 16
+
+
+def compiled_units(profile: ModelProfile, plan: Plan) -> tuple[str, ...]:
+    """The modules that are compiled under the plan, each by itself: ("",) for the whole model with its loss, and () if
+    nothing is compiled (parallel/compiled.py)."""
+    is_divided = plan.axes.tensor > 1 or plan.axes.pipeline > 1 or bool(plan.modules.splits)
+    if plan.compute.compile == "none" or is_divided:
+        return ()
+    if not profile.blocks or (plan.compute.compile == "model" and plan.axes.shard == 1):
+        return ("",)
+    return profile.blocks
+
+
+def compiled_profile(profile: ModelProfile, plan: Plan, batch: float) -> ModelProfile:
+    """The profile of the model as the plan compiles it; the profile itself if nothing is compiled, or if the trace does
+    not say which tensors operators read. Which values are saved is decided for a batch of this many samples."""
+    units = compiled_units(profile, plan)
+    if not units:
+        return profile
+    operators = [
+        StepOperator(operator, number, position, segment.phase == "backward", _unit(operator, units, plan))
+        for number, segment in enumerate(profile.segments)
+        for position, operator in enumerate(segment.operators)
+    ]
+    if not any(step.operator.writes for step in operators):
+        return profile
+    fused = fuse(operators, batch)
+    return replace(
+        profile,
+        segments=tuple(
+            replace(segment, operators=operators, changes=changes)
+            for segment, operators, changes in zip(
+                profile.segments, _operators(fused, len(profile.segments)), _changes(fused, profile), strict=True
+            )
+        ),
+    )
+
+
+def _unit(operator: Operator, units: tuple[str, ...], plan: Plan) -> str | None:
+    """The compiled module that an operator belongs to; None if it belongs to none. A BatchNorm whose ranks exchange
+    statistics is not compiled."""
+    exchanges = plan.numerics.batch_norm == "synchronized" and plan.data_ranks > 1
+    if exchanges and computes_statistics(operator):
+        return None
+    return next((unit for unit in units if not unit or is_inside(operator.layer, unit)), None)
+
+
+# ---- operators
+
+
+def _operators(fused: FusedStep, segments: int) -> list[tuple[Operator, ...]]:
+    """The operators of each segment: products, what is not compiled, and fused kernels. A kernel with operators of
+    several segments has a part in each of them, which moves what those operators read and write."""
+    placed: list[list[tuple[int, Operator]]] = [[] for _ in range(segments)]
+    for kernel in fused.kernels:
+        first = fused.operators[kernel.members[0]]
+        if not first.is_fused:
+            placed[first.segment] += [(first.position, operator) for operator in _unfused(first, fused.batch)]
+            continue
+        for segment in sorted({fused.operators[number].segment for number in kernel.members}):
+            members = [number for number in kernel.members if fused.operators[number].segment == segment]
+            uses = (*kernel.reads.items(), *kernel.writes.items())
+            moved = [value for value, number in uses if fused.operators[number].segment == segment]
+            position, like = fused.operators[members[0]].position, fused.operators[members[0]].operator
+            if moved:
+                reduces_any = any(reduces(fused.operators[number].operator) for number in members)
+                placed[segment].append((position, _kernel(like, fused.total_bytes(moved), reduces_any)))
+            for number in members:
+                if computes_statistics(fused.operators[number].operator):
+                    read = fused.total_bytes(fused.sources(number))
+                    placed[segment].append((position, _kernel(like, read, reduces=True)))
+    return [tuple(operator for _, operator in sorted(found, key=lambda item: item[0])) for found in placed]
+
+
+def _unfused(step: StepOperator, batch: float) -> list[Operator]:
+    """What runs in place of an operator that is not fused: the operator itself; for a compiled product with padded
+    sizes; for a compiled convolution without its bias, which a fused kernel adds, and whose gradient is summed by
+    another kernel."""
+    operator = step.operator
+    if step.unit is not None and operator.kind == "matmul":
+        return _padded(operator, batch)
+    if step.unit is None or operator.kind != "convolution":
+        return [operator]
+    width = operator.shape[4].constant
+    uses = operator.writes if operator.computes_gradient else operator.reads
+    biases = (use for use in uses[1:] if use.bytes.constant in (2 * width, 4 * width) and not _grows(use.bytes))
+    bias = next(biases, None)
+    if bias is None:
+        return [operator]
+    without_bias = replace(operator, bytes=_sum(operator.bytes, bias.bytes.scaled(-1.0)))
+    if not operator.computes_gradient:
+        return [without_bias]
+    return [without_bias, _kernel(operator, _sum(operator.reads[0].bytes, bias.bytes), reduces=True)]
+
+
+def _padded(operator: Operator, batch: float) -> list[Operator]:
+    """The product with sizes that are multiples of 16 bytes, and the kernel that copies its operands to these sizes.
+    The compiler pads products whose time depends on arithmetic (torch/_inductor/fx_passes/pad_mm.py)."""
+    copied = _padding_bytes(operator, batch)
+    if not copied.at(1):
+        return [operator]
+    count, *sizes = operator.shape
+    item = ITEM_BYTES.get(operator.dtype, 4)
+    padded = [size if _grows(size) else BatchPolynomial(_aligned(size, item), 0.0) for size in sizes]
+    return [_kernel(operator, copied.scaled(2.0), reduces=False), replace(operator, shape=(count, *padded))]
+
+
+def _padding_bytes(operator: Operator, batch: float) -> BatchPolynomial:
+    """The bytes of the operands of a compiled product that are copied because one of their sizes is padded."""
+    if operator.kind != "matmul" or operator.flops.at(batch) < _PADDED_FLOPS_PER_BYTE * operator.bytes.at(batch):
+        return _NOTHING
+    item = ITEM_BYTES.get(operator.dtype, 4)
+    odd_m, odd_n, odd_k = (not _grows(size) and _aligned(size, item) != size.constant for size in operator.shape[1:])
+    left, right = operator.reads[-2:] if len(operator.reads) > 1 else operator.reads * 2
+    return _sum(left.bytes if odd_m or odd_k else _NOTHING, right.bytes if odd_n or odd_k else _NOTHING)
+
+
+def _aligned(size: BatchPolynomial, item: int) -> float:
+    return ceil(size.constant * item / _ALIGNED_BYTES) * _ALIGNED_BYTES / item
+
+
+def _grows(size: BatchPolynomial) -> bool:
+    return bool(size.linear or size.square)
+
+
+def _kernel(like: Operator, moved: BatchPolynomial, reduces: bool) -> Operator:
+    """A fused kernel that moves these bytes; layer and dtype are those of one of its operators. If it reduces anything,
+    it is as fast as a sum."""
+    kind: OperatorKind = "reduction" if reduces else "elementwise"
+    return Operator(like.layer, FUSED, kind, like.dtype, _NOTHING, moved, (), computes_gradient=like.computes_gradient)
+
+
+def _sum(left: BatchPolynomial, right: BatchPolynomial) -> BatchPolynomial:
+    return BatchPolynomial(left.constant + right.constant, left.linear + right.linear, left.square + right.square)
+
+
+# ---- memory
+
+
+def _changes(fused: FusedStep, profile: ModelProfile) -> list[tuple[MemoryChange, ...]]:
+    """The changes of memory in each segment. A tensor is allocated by the operator that writes it, and freed by the
+    last operator that reads it. A kernel may write a result over a tensor that nothing reads afterwards, so it frees
+    first; a product allocates first."""
+    events: list[tuple[int, bool, MemoryChange]] = []  # the operator, whether it is done first, and the change
+    for kernel in fused.kernels:
+        is_fused = fused.operators[kernel.members[0]].is_fused
+        for number in kernel.members:
+            events += _padded_operands(fused, number)
+            for use in fused.operators[number].operator.writes:
+                readers = fused.readers.get(use.value, [])
+                if not (readers or use.is_gradient) and is_fused:
+                    continue
+                events += _lifetime(fused, profile.segments, number, use.value, readers, use.is_gradient)
+    changes: list[list[MemoryChange]] = [[] for _ in profile.segments]
+    for number, _, change in sorted(events, key=lambda event: (event[0], not event[1])):
+        changes[fused.operators[number].segment].append(change)
+    return [tuple(segment) for segment in changes]
+
+
+def _padded_operands(fused: FusedStep, number: int) -> list[tuple[int, bool, MemoryChange]]:
+    """The copies of a product's operands that are padded, which are in memory while the product runs."""
+    step = fused.operators[number]
+    copied = _padding_bytes(step.operator, fused.batch) if step.unit is not None else _NOTHING
+    if not copied.at(1):
+        return []
+    allocated = MemoryChange(0, copied, "temporary", step.operator.layer)
+    return [(number, True, allocated), (number, False, replace(allocated, bytes=copied.scaled(-1.0)))]
+
+
+def _lifetime(
+    fused: FusedStep,
+    segments: tuple[TraceSegment, ...],
+    producer: int,
+    value: int,
+    readers: list[int],
+    is_gradient: bool,
+) -> list[tuple[int, bool, MemoryChange]]:
+    """The allocation of a tensor and, unless it is a gradient, its release."""
+    operators, size = fused.operators, fused.sizes[value]
+    last = max([producer, *readers])
+    role: MemoryRole = "temporary"
+    if is_gradient:
+        role = "gradient"
+    elif operators[last].backward and not operators[producer].backward:
+        role = "saved"
+    layer, allocating, freeing = operators[producer].operator.layer, operators[producer], operators[last]
+    allocated = (producer, not allocating.is_fused, MemoryChange(0, size, role, layer))
+    if is_gradient:
+        return [allocated]
+    # Memory that every block allocates, but that is freed outside of blocks, is freed once per block.
+    block_count = segments[allocating.segment].block_count
+    count = 1 if segments[freeing.segment].blocks else block_count
+    freed = MemoryChange(0, size.scaled(-1.0), role, layer, tensor_count=count)
+    return [allocated, (last, freeing.is_fused, freed)]
