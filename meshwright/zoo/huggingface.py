@@ -40,20 +40,43 @@ class TrainingKind:
 
 def build(config: str, **changes: Any) -> nn.Module:
     """Returns a model of transformers with random weights. `config` is a folder with config.json, such a file, or a
-    model type (`llama`), whose default config is used. Each of the `changes` replaces a field of the config:
+    model type (`llama`), whose default config is used. The class is the first of the config's `architectures`, of any
+    kind, or without it the one of `training_kind`. Each of the `changes` replaces a field of the config:
     `num_hidden_layers: 2`."""
     loaded = read_config(config)
     for name, value in changes.items():
         _change(loaded, name, value, config)
-    training = training_kind(loaded, config)
+    training = _find_kind(loaded)
+    if training is None:
+        model_class = _other_class(loaded, config)
+    else:
+        _set_special_tokens(loaded, training.kind)
+        model_class = load(f"transformers:{training.class_name}")
     loaded.use_cache = False  # the cache of keys and values is for generating text
-    _set_special_tokens(loaded, training.kind)
-    model_class = load(f"transformers:{training.class_name}")
     try:
         model: nn.Module = model_class(loaded)
     except ImportError as error:  # a package that this model needs
-        raise InputError(f"hf:{config}: {training.class_name} cannot be built: {str(error).strip()}") from None
+        raise InputError(f"hf:{config}: {model_class.__name__} cannot be built: {str(error).strip()}") from None
     return model
+
+
+def _other_class(config: Any, source: str) -> Any:
+    """Returns the class of a model for which there is no generated data here: the class in `architectures`, which has
+    to be a model of transformers for this config."""
+    named = _named_class(config)
+    if named is None:
+        raise _no_data(config, source)
+    is_name = isinstance(named, str) and named.isidentifier()
+    model_class: Any = load(f"transformers:{named}") if is_name else None
+    if not (isinstance(model_class, type) and issubclass(model_class, load("transformers:PreTrainedModel"))):
+        raise InputError(f"hf:{source}: architectures is {named!r}, which is no class of a model in transformers")
+    config_class: Any = getattr(model_class, "config_class", None)  # None for abstract classes
+    if config_class is None or not isinstance(config, config_class):
+        raise InputError(
+            f"hf:{source}: architectures is {named}, whose config is a {getattr(config_class, '__name__', None)}, but"
+            f" model_type is {config.model_type}: name a class of this type"
+        )
+    return model_class
 
 
 def _set_special_tokens(config: Any, kind: str) -> None:
@@ -138,8 +161,16 @@ def _check(fields: dict[str, Any], file: Path) -> None:
 def training_kind(config: Any, source: str) -> TrainingKind:
     """Returns what a model with this config is trained for: the first class in the config's `architectures`, or if it
     names none, the first of `KINDS` that has a class for this type of model. `source` is named in errors."""
+    training = _find_kind(config)
+    if training is None:
+        raise _no_data(config, source)
+    return training
+
+
+def _find_kind(config: Any) -> TrainingKind | None:
+    """Returns the same as `training_kind`, and None if the class is of none of the `KINDS`."""
     classes = {kind: load(f"{_TABLES}:MODEL_FOR_{table}_MAPPING_NAMES") for kind, table in KINDS.items()}
-    named = (getattr(config, "architectures", None) or [None])[0]
+    named = _named_class(config)
     for kind, by_type in classes.items():
         names = by_type.get(config.model_type, ())
         names = (names,) if isinstance(names, str) else tuple(names)
@@ -147,10 +178,25 @@ def training_kind(config: Any, source: str) -> TrainingKind:
             return TrainingKind(kind, names[0])
         if named in names:
             return TrainingKind(kind, named)
-    model = f"architectures is {named}" if named else f"model_type is {config.model_type}"
-    raise InputError(
-        f"hf:{source}: {model}, for which there is no loss and no data here: name a class for"
-        f" {', '.join(list(KINDS)[:-1])} or {list(KINDS)[-1]} in architectures, or write a job with your own data"
+    return None
+
+
+def _named_class(config: Any) -> Any:
+    """Returns the first of the config's `architectures`, or None if it has none."""
+    return (getattr(config, "architectures", None) or [None])[0]
+
+
+def _no_data(config: Any, source: str) -> InputError:
+    named = _named_class(config)
+    if named is None:
+        return InputError(
+            f"hf:{source}: model_type is {config.model_type}, and it has no class for"
+            f" {', '.join(list(KINDS)[:-1])} or {list(KINDS)[-1]}: name a class in architectures of its config.json"
+        )
+    return InputError(
+        f"hf:{source}: architectures is {named}, for which no data can be generated here: write a job with your own"
+        f" data and with model: {{call: meshwright.zoo.huggingface:build, config: {source}}}, or name a class for"
+        f" {', '.join(list(KINDS)[:-1])} or {list(KINDS)[-1]} in architectures"
     )
 
 

@@ -88,7 +88,7 @@ def test_kernels_that_a_config_names_are_not_downloaded(tmp_path: Path) -> None:
         ),
         ("none/config.json", "there is no such folder with config.json"),
         ("lama", r"neither a folder with config.json nor a model type of transformers: did you mean 'llama'\?"),
-        ("clip_text_model", "model_type is clip_text_model, for which there is no loss and no data here"),
+        ("clip_text_model", "model_type is clip_text_model, and it has no class for speech recognition, "),
     ],
 )
 def test_what_is_not_here_is_refused(config: str, words: str) -> None:
@@ -102,9 +102,12 @@ def test_what_is_not_here_is_refused(config: str, words: str) -> None:
         ("{", "is not JSON"),
         ("[]", "is not a config"),
         ("{}", "model_type is None"),
+        ('{"model_type": "llama", "architectures": ["LlamaConfig"]}', "'LlamaConfig', which is no class of a model"),
+        ('{"model_type": "llama", "architectures": ["LlamaForImages"]}', "LlamaForImages"),
+        ('{"model_type": "llama", "architectures": ["os.system"]}', "'os.system', which is no class of a model"),
         (
-            '{"model_type": "llama", "architectures": ["LlamaModel"]}',
-            "architectures is LlamaModel, for which",
+            '{"model_type": "llama", "architectures": ["BertForTokenClassification"]}',
+            "BertForTokenClassification, whose config is a BertConfig, but model_type is llama",
         ),
         ('{"model_type": "llama", "hidden_size": "x"}', "hidden_size"),
         (
@@ -122,3 +125,16 @@ def test_a_wrong_config_is_refused(tmp_path: Path, text: str, words: str) -> Non
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(InputError, match=words):
         build(str(tmp_path))
+
+
+@pytest.mark.parametrize("class_name", ["DistilBertForTokenClassification", "DistilBertModel"])
+def test_classes_without_generated_data_are_built_for_jobs_with_data_of_their_own(
+    tmp_path: Path, class_name: str
+) -> None:
+    sizes = {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 16, "vocab_size": 20}
+    config = {"model_type": "distilbert", "architectures": [class_name], **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert type(build(str(tmp_path))).__name__ == class_name
+    words = rf"architectures is {class_name}, for which no data can be generated here: write a job with your own data"
+    with pytest.raises(InputError, match=words):
+        training_kind(read_config(str(tmp_path)), str(tmp_path))
