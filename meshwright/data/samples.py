@@ -94,7 +94,8 @@ def collate_samples(
         unequal = _unequal_key(samples)
         if unequal is not None:
             raise UserCodeError(f"{what_failed}: {unequal}") from error
-        raise_user_code_error(error, f"{what_failed}{where}")
+        advice = " (samples of different sizes need data.collate, the collate_fn of a DataLoader)"
+        raise_user_code_error(error, f"{what_failed}{where}{advice if 'equal size' in str(error) else ''}")
     if collate is default_collate and is_hugging_face(dataset) and isinstance(samples[0], dict):
         _check_no_lists(samples[0])
     return batch

@@ -27,19 +27,30 @@ Metric = Callable[[Any, Any], Any]
 def accuracy(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the number of samples whose largest output is at the target class, and the number of samples. A negative
     target marks a sample that was skipped, and is not counted."""
+    _check_tensor("accuracy", output)
     return (output.argmax(dim=1) == target).sum(), (target >= 0).sum()
 
 
 def top_k(output: Tensor, target: Tensor, k: int = 5) -> tuple[Tensor, Tensor]:
     """Returns the number of samples whose target class is among the `k` largest outputs (or all outputs, if there are
     fewer), and the number of samples. Samples with a negative target are not counted."""
+    _check_tensor("top_k", output)
     largest = output.topk(min(k, output.shape[1]), dim=1).indices
     return (largest == target.unsqueeze(1)).any(dim=1).sum(), (target >= 0).sum()
 
 
 def mean_error(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
     """Returns the sum of the absolute errors and the number of elements, whose quotient is the mean absolute error."""
+    _check_tensor("mean_error", output)
     return (output - target).abs().double().sum(), target.numel()
+
+
+def _check_tensor(metric: str, output: Any) -> None:
+    if not isinstance(output, Tensor):
+        raise InputError(
+            f"the metric {metric} takes a tensor, but the model returns a {type(output).__name__}: name a metric of"
+            " your own in metrics, which takes the tensor out of it (output.logits for models of transformers)"
+        )
 
 
 def compares_samples(function: Any) -> bool:

@@ -196,7 +196,8 @@ def test_a_sample_that_is_none_is_named() -> None:
 
 def test_samples_of_different_shapes_are_named() -> None:
     samples = [torch.zeros(index) for index in range(SIZE)]
-    words = r"^making a batch of samples 0, 1, 2, 3 of Numbers \(.*test_samples\.py, line \d+\): RuntimeError: stack "
+    where = r"^making a batch of samples 0, 1, 2, 3 of Numbers \(.*test_samples\.py, line \d+\)"
+    words = where + r" \(samples of different sizes need data\.collate, .*\): RuntimeError: stack "
     with pytest.raises(UserCodeError, match=words):
         read_evaluation(Numbers(samples))
 

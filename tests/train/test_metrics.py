@@ -88,3 +88,10 @@ def test_labels_of_skipped_pictures_are_not_counted() -> None:
     assert [int(part) for part in accuracy(scores, truth)] == [1, 3]
     assert [int(part) for part in top_k(scores, truth, k=2)] == [2, 3]
     assert [int(part) for part in top_k(scores, truth, k=5)] == [3, 3]  # there are but three classes
+
+
+@pytest.mark.parametrize("metric", [accuracy, top_k, mean_error])
+def test_outputs_that_are_no_tensor_are_refused_with_what_to_do(metric: Callable[[Any, Any], Any]) -> None:
+    words = rf"^the metric {metric.__name__} takes a tensor, but the model returns a dict: name a metric of your own"
+    with pytest.raises(InputError, match=words):
+        metric({"logits": OUTPUT}, TARGET)

@@ -36,7 +36,8 @@ from meshwright.profile.values import BatchPolynomial, MemoryChange, ModelProfil
 from meshwright.user_code import describe_error
 
 _NO_DEVICE = (
-    "it lies on no device, so no real step can be measured: write the plan yourself, with the axes replicate or shard"
+    "it was built without values (on the meta device), so no real step can be measured: write the plan yourself, with"
+    " the axes replicate or shard"
 )
 
 
