@@ -211,6 +211,12 @@ def test_a_peer_gets_the_jobs_model_data_and_optimizer() -> None:
     assert task.loss(model, batches[0]).item() < loss.item()
 
 
+def test_only_at_its_best_a_peer_has_a_fused_optimizer() -> None:
+    task = PeerTask(_job(), 3, True, "fp32", "cpu")
+    assert task.optimizer(task.model()).param_groups[0]["fused"] is True
+    assert not replace(task, is_best=False).optimizer(task.model()).param_groups[0]["fused"]
+
+
 def test_the_measured_job_has_no_schedule_evaluation_or_checkpoint(tmp_path: Path) -> None:
     job = job_of_steps(_job(), 65, tmp_path)
     assert (job.train.steps, job.train.epochs, job.schedule, job.data.eval) == (65, None, None, None)

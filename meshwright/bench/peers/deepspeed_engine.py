@@ -1,7 +1,8 @@
 """DeepSpeed.
 
-Defaults: `deepspeed.initialize` with the job's optimizer and only the batch size in the configuration. Best: ZeRO stage
-1 with communication during the backward pass, the engine compiled (`engine.compile`), and a fused optimizer."""
+Defaults: `deepspeed.initialize` with the job's optimizer, and only the batch size and the clipping of gradients in the
+configuration. Best: ZeRO stage 1 with communication during the backward pass, the engine compiled (`engine.compile`),
+and a fused optimizer."""
 
 from typing import Any
 
@@ -29,11 +30,12 @@ def train(task: PeerTask, recorder: StepRecorder) -> None:
 
 def configuration(task: PeerTask, ranks: int) -> dict[str, Any]:
     """Returns DeepSpeed's configuration, which its documentation has in a JSON file."""
-    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": task.job.train.global_batch // ranks}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": task.job.train.global_batch // ranks,
+        "gradient_clipping": task.clip_norm or 0.0,  # without this entry, DeepSpeed clips to 1.0
+    }
     if task.precision == "bf16":
         config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
-    if task.clip_norm:
-        config["gradient_clipping"] = task.clip_norm
     if task.is_best:
         config["zero_optimization"] = {"stage": 1, "overlap_comm": True, "contiguous_gradients": True}
         config["zero_allow_untested_optimizer"] = True

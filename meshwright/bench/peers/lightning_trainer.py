@@ -54,9 +54,10 @@ def train(task: PeerTask, recorder: StepRecorder) -> None:
             gradient_clip_val=task.clip_norm,
             callbacks=[_RecordSteps(recorder)],
             default_root_dir=folder,
+            use_distributed_sampler=False,  # Lightning's own would shuffle the samples
             **options,
         )
-        trainer.fit(module, task.loader(ranks))
+        trainer.fit(module, task.distributed_loader())
 
 
 if __name__ == "__main__":

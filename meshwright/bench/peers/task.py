@@ -19,7 +19,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.distributed.tensor import DTensor
+from torch.optim import Adam, AdamW, Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
@@ -69,9 +70,12 @@ class PeerTask:
         return build_initialized_model(self.job)
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """Returns the job's optimizer, with fused kernels if it has them and the best options are asked for."""
+        """Returns the job's optimizer. At the peer's best it has fused kernels, if torch has them: for weights that
+        FSDP2 has sharded, only those of Adam and AdamW."""
         optimizer = build_optimizer(self.job.optimizer, model)
-        if self.is_best and "fused" in optimizer.defaults:
+        is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        has_kernels = isinstance(optimizer, Adam | AdamW) if is_sharded else "fused" in optimizer.defaults
+        if self.is_best and has_kernels:
             use_fused_kernels(optimizer)
         return optimizer
 
