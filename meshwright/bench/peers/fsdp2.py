@@ -7,11 +7,10 @@ a whole."""
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from meshwright.bench.peers.task import PeerTask, StepRecorder, run_peer
+from meshwright.bench.peers.task import PeerTask, StepRecorder, run_peer, train_by_hand
 from meshwright.blocks.recompute import find_blocks
 
 
@@ -26,15 +25,7 @@ def train(task: PeerTask, recorder: StepRecorder) -> None:
         module.compile()
     for module in [*blocks, model]:
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-    optimizer = task.optimizer(model)
-    for batch in task.distributed_loader():
-        loss = task.loss(model, task.on_device(batch))
-        optimizer.zero_grad()
-        loss.backward()
-        if task.clip_norm:
-            nn.utils.clip_grad_norm_(model.parameters(), task.clip_norm)
-        optimizer.step()
-        recorder.step(loss)
+    train_by_hand(task, recorder, model, model)
 
 
 if __name__ == "__main__":

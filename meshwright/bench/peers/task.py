@@ -135,6 +135,26 @@ def sample_order(seed: int, samples: int, batch: int, steps: int) -> np.ndarray:
     return np.concatenate(whole_batches)[: steps * batch]
 
 
+def train_by_hand(
+    task: PeerTask,
+    recorder: "StepRecorder",
+    parallel_model: nn.Module,
+    model: nn.Module,
+    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> None:
+    """The plain PyTorch training loop. `parallel_model` is called, and wraps `model`, whose parameters are trained."""
+    optimizer = task.optimizer(model)
+    for batch in task.distributed_loader():
+        with forward_context():
+            loss = task.loss(parallel_model, task.on_device(batch))
+        optimizer.zero_grad()
+        loss.backward()
+        if task.clip_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), task.clip_norm)
+        optimizer.step()
+        recorder.step(loss)
+
+
 class StepRecorder:
     """Times the steps of a rank, and keeps the losses of its first and last step. Call `step` at the end of each
     step."""
