@@ -52,7 +52,6 @@ def plan(
     global_batch: GlobalBatch = None,
     sequence: SequenceLength = None,
     image: ImageSize = None,
-    html: Annotated[Path | None, path_option("--html", "FILE", "Write the report as HTML (not implemented).")] = None,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
@@ -73,8 +72,6 @@ def plan(
     from meshwright.planner.search import search
     from meshwright.train.job_parts import JobParts
 
-    if html:
-        raise InputError(f"--html {html}: HTML reports are not implemented yet, use --json")
     if output:
         check_output(output)
     begin = perf_counter()
