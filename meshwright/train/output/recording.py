@@ -45,11 +45,12 @@ class StepRecorder:
         self._observed: dict[str, Any] = {}  # fields of this step's observation
         self._gradients: Tensors = {}
         self._remove_hooks = record_output_bits(session.module, self._output_bits)
+        self._always_seeded = session.generators.always_seeds
         session.generators.always_seeds = True  # `drew_random_numbers` compares with a seeded generator
 
     def close(self) -> None:
         self._remove_hooks()
-        self._session.generators.always_seeds = False
+        self._session.generators.always_seeds = self._always_seeded
 
     def write_start(self) -> None:
         """Writes the weights before the first step."""

@@ -48,7 +48,7 @@ class OwnLoop:
         self._target = target
         self.seed = seed
         self.steps = 0
-        self.generators = StepGenerators(parallel.device)
+        self.generators = StepGenerators(parallel.device, always_seeds=parallel.plan.world_size > 1)
         self.gradient_norm: Tensor | None = None
         self.remote_optimizer: RemoteOptimizer | None = None
         self.checks_first_batch = False  # whether the first batch of another loader is compared between ranks

@@ -17,8 +17,8 @@ class StepGenerators:
 
     Seeding `random` and NumPy takes longer than launching several operators, and few models draw from them. If none of
     the first steps has drawn from one of these two, they are no longer seeded. One step in a few is then checked: if it
-    has drawn from them after all, they are seeded in all later steps. With `always_seeds`, they are seeded in every
-    step.
+    has drawn from them after all, they are seeded in all later steps. The few steps before draw numbers that do not
+    depend on the seed. With `always_seeds`, they are seeded in every step: several ranks have to draw the same numbers.
     """
 
     def __init__(self, device: torch.device, always_seeds: bool = False) -> None:

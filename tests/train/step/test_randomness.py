@@ -6,8 +6,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from meshwright.plan import Plan
+from meshwright.train.session import Session
 from meshwright.train.step.randomness import StepGenerators
+from tests.ranks import RankPool
+from tests.train.one_process import world
 
 CPU = torch.device("cpu")
 
@@ -51,6 +56,22 @@ def test_generators_that_nothing_draws_from_are_no_longer_seeded_until_something
         with generators.seeded(7):
             drawn.append(draw_one())
     assert drawn[0] == drawn[1]
+
+
+def always_seeds(rank: int, size: int) -> bool:
+    session = Session(
+        nn.Linear(2, 2),
+        lambda parameters: torch.optim.SGD(parameters.values(), lr=0.1),
+        loss=nn.MSELoss(),
+        plan=Plan.model_validate({"axes": {"replicate": size}}),
+        world=world(rank, size),
+    )
+    return session.generators.always_seeds
+
+
+def test_several_ranks_seed_all_generators_in_every_step(two: RankPool) -> None:
+    assert two.run(always_seeds) == [True, True]
+    assert not always_seeds(0, 1)
 
 
 def test_a_recorded_session_seeds_all_generators_in_every_step() -> None:
