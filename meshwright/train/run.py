@@ -38,7 +38,7 @@ def train(
     """Trains on this machine, and returns the result, which is the content of result.json.
 
     `resume` is that of `lock_run_folder`. `predicted_step_s` is only copied into the result. `recorded_steps` is the
-    number of steps, from the first one on, to record for `prove --against`. `note` is printed after the job was
+    number of steps, from the first one on, to record for `prove --against`. `note` is printed when the job has been
     checked. `parts` caches what planning has built of the job; its memory is released before the ranks start. With
     `tunes`, a long run begins with measuring which `compute` fields of the plan make its steps faster.
     """
@@ -50,33 +50,30 @@ def train(
         _print_note(choice.reason)
     plan = choice.plan
     check_job(job, plan, cluster, parts)
-    if tunes and job.allow != "same" and (tuning := tune(plan, parts, cluster, predicted_step_s, _print_note)):
-        plan = tuning.plan
-        _print_note(tuning.reason)
-    parts.release()
     if recorded_steps and plan.gradients.servers:
         raise InputError(
             f"--record does not work with parameter servers, but plan.gradients.servers is {plan.gradients.servers}:"
             " leave out --record, or set gradients.servers to 0"
         )
+    if note:
+        _print_note(note)
+    if tunes and job.allow != "same" and (tuning := tune(plan, parts, cluster, predicted_step_s, _print_note)):
+        plan = tuning.plan
+        _print_note(tuning.reason)
+    parts.release()
     output = Path(job.output)
     new_folders = [path for path in (output, *output.parents) if not os.path.lexists(path)]
     locked_run = lock_run_folder(job, resume)
     folder = locked_run.folder
-    for line in filter(None, (locked_run.note, note)):
-        _print_note(line)
+    if locked_run.note:
+        _print_note(locked_run.note)
     write_job_and_plan(folder, job, plan)
-    threads = plan.compute.threads or max(1, cluster.cores // plan.world_size)
-    # With parameter servers, each worker (ranks below `workers`) can be restarted alone, and the first server, which is
-    # rank `workers`, prints to the terminal. Without them, no rank can be restarted alone, and rank 0 prints.
-    workers = plan.world_size if plan.gradients.servers else 0
-    ranks = RankSettings(plan.processes, cluster.kind, threads, job.train.restarts, job.train.grace_s, workers, workers)
     prediction = "" if predicted_step_s is None else str(predicted_step_s)
     try:
         launch(
             "meshwright.train.rank",
             [str(folder.path.resolve()), cluster.kind, str(recorded_steps), prediction],
-            ranks,
+            _rank_settings(job, plan, cluster),
             folder.logs,
             DETERMINISTIC if job.train.deterministic else {},
         )
@@ -96,6 +93,14 @@ def train(
     if result is None:
         raise Stopped(f"{folder.path}: the ranks were told to stop; the same command resumes it")
     return result
+
+
+def _rank_settings(job: Job, plan: Plan, cluster: Cluster) -> RankSettings:
+    threads = plan.compute.threads or max(1, cluster.cores // plan.world_size)
+    # With parameter servers, each worker (ranks below `workers`) can be restarted alone, and the first server, which is
+    # rank `workers`, prints to the terminal. Without them, no rank can be restarted alone, and rank 0 prints.
+    workers = plan.world_size if plan.gradients.servers else 0
+    return RankSettings(plan.processes, cluster.kind, threads, job.train.restarts, job.train.grace_s, workers, workers)
 
 
 def _print_note(line: str) -> None:

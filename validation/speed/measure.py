@@ -50,9 +50,9 @@ def measure(name: str, batch: int) -> list[dict[str, Any]]:
         before = torch.cuda.memory_allocated()
         begin = time.perf_counter()
         steps[variant] = step = _step(case, variant)
-        for _ in range(WARM_UP_STEPS):
+        for number in range(WARM_UP_STEPS):
             step(inputs, targets)
-            if _ == 1:
+            if number == 1:
                 torch.cuda.synchronize()
                 wait_s = time.perf_counter() - begin
         torch.cuda.synchronize()

@@ -10,7 +10,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,8 @@ def tune(
     known = _load(file)
     if known is not None:
         tuned = plan.model_copy(update={"compute": known})
-        return Tuning(tuned, "measured in an earlier run") if known != plan.compute else None
+        reason = f"tuned as in an earlier run of this job: {tuned.summary()}"
+        return Tuning(tuned, reason) if known != plan.compute else None
     budget_s = _SHARE_OF_RUN * steps * step_s
     if budget_s < _LEAST_BUDGET_S:
         return None
@@ -76,36 +77,29 @@ def _steps_of(parts: JobParts) -> int | None:
     return min(in_epochs, train.steps or in_epochs)
 
 
+@dataclass
 class _Search:
-    """One tuning."""
+    """The search for the fastest `compute` fields of `plan`, in a run of this many `steps`. It may take `budget_s`
+    seconds."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        model: nn.Module,
-        cluster: Cluster,
-        steps: int,
-        budget_s: float,
-        measurer: StepMeasurer,
-        notify: Callable[[str], None],
-    ) -> None:
-        self._plan = plan
-        self._model = model
-        self._cluster = cluster
-        self._steps = steps
-        self._budget_s = budget_s
-        self._measurer = measurer
-        self._notify = notify
-        self._begin = time.perf_counter()
+    plan: Plan
+    model: nn.Module
+    cluster: Cluster
+    steps: int
+    budget_s: float
+    measurer: StepMeasurer
+    notify: Callable[[str], None]
+    begin: float = field(default_factory=time.perf_counter)
 
     def run(self, file: Path) -> Tuning | None:
-        first = self._measure(self._plan, "the plan as it is")
+        """Returns the result, and keeps it in `file`; None if the plan as it is cannot be measured."""
+        first = self._measure(self.plan, "the plan as it is")
         if first is None:
             return None
-        self._budget_s = min(self._budget_s, _SHARE_OF_RUN * self._steps * first.step_s)
-        best, best_plan, was_cut_short = first, self._plan, False
-        for name, change, ready_s in _changes(self._plan, self._model, self._cluster):
-            if self._spent_s + ready_s > self._budget_s:
+        self.budget_s = min(self.budget_s, _SHARE_OF_RUN * self.steps * first.step_s)
+        best, best_plan, was_cut_short = first, self.plan, False
+        for name, change, ready_s in _changes(self.plan, self.model, self.cluster):
+            if self._spent_s + ready_s > self.budget_s:
                 was_cut_short = True
                 continue
             candidate = best_plan.model_copy(update={"compute": best_plan.compute.model_copy(update=change)})
@@ -115,23 +109,24 @@ class _Search:
         if not was_cut_short:  # a longer run would measure more
             _save(file, best_plan.compute)
         gain_s = first.step_s - best.step_s
-        if best_plan is self._plan:
-            return Tuning(self._plan, f"tuning took {self._spent_s:.0f} s and found nothing faster")
+        if best_plan is self.plan:
+            return Tuning(self.plan, f"tuning took {self._spent_s:.0f} s and found nothing faster")
         return Tuning(
             best_plan,
-            f"tuning took {self._spent_s:.0f} s: {best.step_s * 1e3:.3g} ms of compute a step instead of"
-            f" {first.step_s * 1e3:.3g} ms, paid back after {self._spent_s / gain_s:,.0f} of {self._steps:,} steps",
+            f"tuned to {best_plan.summary()} in {self._spent_s:.0f} s: {best.step_s * 1e3:.3g} ms of compute a step"
+            f" instead of {first.step_s * 1e3:.3g} ms, paid back after {self._spent_s / gain_s:,.0f} of"
+            f" {self.steps:,} steps",
         )
 
     @property
     def _spent_s(self) -> float:
-        return time.perf_counter() - self._begin
+        return time.perf_counter() - self.begin
 
     def _measure(self, plan: Plan, name: str) -> MeasuredSteps | None:
-        self._notify(f"tuning: measuring {name}")
-        result = self._measurer.measure(plan, max(_LEAST_BUDGET_S, 4 * (self._budget_s - self._spent_s)))
+        self.notify(f"tuning: measuring {name}")
+        result = self.measurer.measure(plan, max(_LEAST_BUDGET_S, 4 * (self.budget_s - self._spent_s)))
         if isinstance(result, str):
-            self._notify(f"tuning: {name} is left out: {result}")
+            self.notify(f"tuning: {name} is left out: {result}")
             return None
         return result
 

@@ -3,7 +3,7 @@ all memory and all compiled code of the measurements, and an error that ends it 
 
 import multiprocessing
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from multiprocessing.connection import Connection
 from statistics import median
@@ -41,12 +41,13 @@ class StepMeasurer:
         threads = plan.compute.threads or max(1, cluster.cores // plan.world_size)
         samples = max(1, job.train.global_batch // plan.shares)
         context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        arguments = (theirs, job, cluster.kind, samples, threads)
+        self._connection, self._its_connection = context.Pipe()
+        arguments = (self._its_connection, job, cluster.kind, samples, threads)
         self._process = context.Process(target=_answer_requests, args=arguments, daemon=True)
 
     def __enter__(self) -> Self:
         self._process.start()
+        self._its_connection.close()  # otherwise nobody would notice here that the process has ended
         return self
 
     def __exit__(
@@ -57,18 +58,16 @@ class StepMeasurer:
 
     def measure(self, plan: Plan, timeout_s: float) -> MeasuredSteps | str:
         """Returns the measured steps under the numerics and the compute of a plan, or why they cannot be measured."""
-        if not self._process.is_alive():
-            return "the measuring process has ended"
-        self._connection.send(Plan(numerics=plan.numerics, compute=plan.compute))
-        if not self._connection.poll(timeout_s):
-            self._process.kill()  # it cannot be asked again
-            self._process.join()
-            return f"it was not measured within {timeout_s:.0f} s"
         try:
-            answer: MeasuredSteps | str = self._connection.recv()
-        except EOFError:
+            self._connection.send(Plan(numerics=plan.numerics, compute=plan.compute))
+            if self._connection.poll(timeout_s):
+                answer: MeasuredSteps | str = self._connection.recv()
+                return answer
+        except (EOFError, OSError):  # for example, the system has killed it because it used too much memory
             return "the measuring process has ended"
-        return answer
+        self._process.kill()  # it cannot be asked again
+        self._process.join()
+        return f"it was not measured within {timeout_s:.0f} s"
 
 
 def _answer_requests(connection: Connection, job: Job, kind: str, samples: int, threads: int) -> None:
@@ -91,8 +90,9 @@ def _measure(job: Job, plan: Plan, world: World, samples: int, batches: list[Any
     begin = time.perf_counter()
     session = build_session(job, plan, world, lambda activity: None)
     if not batches:
-        loader = session.batches(build_data(job)[0], None, samples, build_loading(job, world.device))
-        batches += islice(loader, _BATCHES)
+        # Without workers, which a process that ends with its parent may not start.
+        loading = replace(build_loading(job, world.device), workers=0)
+        batches += islice(session.batches(build_data(job)[0], None, samples, loading), _BATCHES)
     for number in range(_WARM_UP_STEPS):
         float(session.step(batches[number % len(batches)]))  # reading the loss waits for the device
     ready_s = time.perf_counter() - begin

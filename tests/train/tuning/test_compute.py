@@ -7,10 +7,13 @@ import pytest
 
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
+from meshwright.errors import Stopped
+from meshwright.job import load_plan
 from meshwright.plan import Plan
+from meshwright.train import run
 from meshwright.train.job_parts import JobParts
 from meshwright.train.tuning import compute
-from meshwright.train.tuning.compute import tune
+from meshwright.train.tuning.compute import Tuning, tune
 from meshwright.train.tuning.measure import MeasuredSteps, StepMeasurer
 from tests.train.one_process import toy_job
 
@@ -135,3 +138,40 @@ def test_steps_of_a_job_are_measured_in_a_process_of_their_own() -> None:
     assert "precision is auto" in refused
     assert isinstance(result, MeasuredSteps)
     assert 0 < result.step_s < result.ready_s
+
+
+def test_a_data_set_with_workers_is_measured_and_a_process_that_ended_is_noticed() -> None:
+    """A process that ends with its parent may not start the workers of a loader."""
+    with StepMeasurer(toy_job(data={"workers": 1}), ONE_RANK, CPU) as measurer:
+        assert isinstance(measurer.measure(ONE_RANK, 60), MeasuredSteps)
+        measurer._process.kill()
+        assert measurer.measure(ONE_RANK, 60) == "the measuring process has ended"
+
+
+# ---- runs
+
+
+@pytest.mark.parametrize(
+    ("allow", "tunes", "is_tuned"), [("rounding", True, True), ("rounding", False, False), ("same", True, False)]
+)
+def test_a_run_is_trained_with_the_tuned_plan_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    allow: str,
+    tunes: bool,
+    is_tuned: bool,
+) -> None:
+    fused = Plan.model_validate({"compute": {"fused_optimizer": True}})
+
+    def no_ranks(*_: Any) -> None:
+        raise Stopped("no rank was started")
+
+    monkeypatch.setattr(run, "tune", lambda plan, *_: Tuning(fused, "tuned to a fused optimizer"))
+    monkeypatch.setattr(run, "launch", no_ranks)
+    job = toy_job(allow=allow, output=str(tmp_path))
+    with pytest.raises(Stopped):
+        run.train(job, ONE_RANK, find_cluster("1xcpu"), note="plan: one rank", tunes=tunes)
+    (stored,) = tmp_path.glob("*/plan.yaml")
+    assert load_plan(stored) == (fused if is_tuned else ONE_RANK)
+    assert capsys.readouterr().err.splitlines() == ["plan: one rank", *["tuned to a fused optimizer"] * is_tuned]
