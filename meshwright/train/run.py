@@ -16,7 +16,7 @@ from meshwright.launch.local.launch import RankSettings, launch
 from meshwright.plan import Plan
 from meshwright.train.check import check_job, check_rank_count
 from meshwright.train.job_parts import JobParts
-from meshwright.train.output.folder import lock_run_folder, read_result, write_job_and_plan
+from meshwright.train.output.folder import RunFolder, lock_run_folder, read_result, write_job_and_plan
 from meshwright.train.tuning.compute import tune
 from meshwright.train.tuning.precision import choose_precision
 
@@ -55,21 +55,21 @@ def train(
             f"--record does not work with parameter servers, but plan.gradients.servers is {plan.gradients.servers}:"
             " leave out --record, or set gradients.servers to 0"
         )
-    if note:
-        _print_note(note)
-    if tunes and job.allow != "same" and (tuning := tune(plan, parts, cluster, predicted_step_s, _print_note)):
-        plan = tuning.plan
-        _print_note(tuning.reason)
-    parts.release()
     output = Path(job.output)
     new_folders = [path for path in (output, *output.parents) if not os.path.lexists(path)]
     locked_run = lock_run_folder(job, resume)
     folder = locked_run.folder
-    if locked_run.note:
-        _print_note(locked_run.note)
-    write_job_and_plan(folder, job, plan)
-    prediction = "" if predicted_step_s is None else str(predicted_step_s)
     try:
+        if note:
+            _print_note(note)
+        if locked_run.note:
+            _print_note(locked_run.note)
+        if tunes and job.allow != "same" and (tuning := tune(plan, parts, cluster, predicted_step_s, _print_note)):
+            plan = tuning.plan
+            _print_note(tuning.reason)
+        parts.release()
+        write_job_and_plan(folder, job, plan)
+        prediction = "" if predicted_step_s is None else str(predicted_step_s)
         launch(
             "meshwright.train.rank",
             [str(folder.path.resolve()), cluster.kind, str(recorded_steps), prediction],
@@ -79,20 +79,27 @@ def train(
         )
     except InputError:
         if locked_run.is_new and not folder.checkpoints.exists():
-            shutil.rmtree(folder.path)  # wrong input leaves no files
-            with suppress(OSError):  # another run may have created a folder there
-                for path in new_folders:
-                    path.rmdir()
+            _remove(folder, new_folders)  # wrong input leaves no files
         raise
     except Stopped:
         if read_result(folder) is None:
             raise Stopped(f"{folder.path}: stopped before the end; the same command resumes it") from None
     finally:
+        if locked_run.is_new and not folder.job.exists():  # stopped before the ranks started
+            _remove(folder, new_folders)
         locked_run.lock.close()
     result = read_result(folder)
     if result is None:
         raise Stopped(f"{folder.path}: the ranks were told to stop; the same command resumes it")
     return result
+
+
+def _remove(folder: RunFolder, new_folders: list[Path]) -> None:
+    """Deletes a run folder that no rank has trained in, and the folders above it that were created for it."""
+    shutil.rmtree(folder.path, ignore_errors=True)
+    with suppress(OSError):  # another run may have created a folder there
+        for path in new_folders:
+            path.rmdir()
 
 
 def _rank_settings(job: Job, plan: Plan, cluster: Cluster) -> RankSettings:

@@ -175,3 +175,16 @@ def test_a_run_is_trained_with_the_tuned_plan_and_says_so(
     (stored,) = tmp_path.glob("*/plan.yaml")
     assert load_plan(stored) == (fused if is_tuned else ONE_RANK)
     assert capsys.readouterr().err.splitlines() == ["plan: one rank", *["tuned to a fused optimizer"] * is_tuned]
+
+
+def test_a_run_that_is_stopped_while_it_is_tuned_leaves_no_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def stopped(*_: Any) -> Tuning:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "tune", stopped)
+    job = toy_job(allow="rounding", output=str(tmp_path / "runs"))
+    with pytest.raises(KeyboardInterrupt):
+        run.train(job, ONE_RANK, find_cluster("1xcpu"), tunes=True)
+    assert not (tmp_path / "runs").exists()
