@@ -75,11 +75,11 @@ def _whole_batch(data: Any) -> ModelBatch:
 def listed_samples(data: Any) -> int | None:
     """Returns the number of samples of a batch that has its samples in lists, because their sizes differ: one of its
     entries is a list of dicts, as the targets of a detector are. None for all other batches."""
-    entries = _entries(data)
-    lengths = {len(entry) for entry in entries if _is_list(entry)}
-    has_dicts = any(
-        len(entry) > 0 and all(isinstance(item, Mapping) for item in entry) for entry in entries if _is_list(entry)
-    )
+    lists = [entry for entry in _entries(data) if type(entry) in (list, tuple)]
+    if not lists:
+        return None
+    lengths = {len(entry) for entry in lists}
+    has_dicts = any(len(entry) > 0 and all(isinstance(item, Mapping) for item in entry) for entry in lists)
     return lengths.pop() if has_dicts and len(lengths) == 1 else None
 
 
@@ -98,9 +98,9 @@ def take_listed(data: Any, indices: Sequence[int]) -> Any:
 
 
 def _entries(data: Any) -> list[Any]:
-    if isinstance(data, Mapping):
-        return list(data.values())
-    return list(data) if _is_list(data) else []
+    if type(data) in (list, tuple):
+        return list(data)
+    return list(data.values()) if isinstance(data, Mapping) else []
 
 
 def _is_list(value: Any) -> bool:

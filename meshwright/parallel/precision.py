@@ -9,8 +9,7 @@
 With `cast: weights` FSDP2 rounds weights before it gathers them; the shards keep the dtype of the model.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -27,16 +26,13 @@ def forward_precision(plan: Plan, device_type: str) -> AbstractContextManager[An
     return nullcontext()
 
 
-@contextmanager
-def fp32_product_precision(plan: Plan, device_type: str) -> Iterator[None]:
+def fp32_product_precision(plan: Plan, device_type: str) -> AbstractContextManager[Any]:
     """The context in which forward and backward passes run. On a GPU it makes fp32 matrix products and convolutions
     compute in tf32 if that is the plan's precision, otherwise in fp32 (PyTorch's default rounds convolutions to
     tf32)."""
     if device_type != "cuda":
-        yield
-        return
-    with float32_matmul_precision("tf32" if plan.numerics.precision == "tf32" else "fp32"):
-        yield
+        return nullcontext()
+    return float32_matmul_precision("tf32" if plan.numerics.precision == "tf32" else "fp32")
 
 
 def gathered_weight_dtype(plan: Plan) -> torch.dtype | None:

@@ -17,7 +17,6 @@ from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.save import save_at
 from meshwright.checkpoint.state import State, model_state, optimizer_state
 from meshwright.data.loading import Batch, LoadingOptions, Microbatch, SampleShare, StreamState, train_batches
-from meshwright.data.order import derive_seed
 from meshwright.data.prepared import refuse_loader
 from meshwright.errors import InputError
 from meshwright.launch.world import World
@@ -38,6 +37,7 @@ from meshwright.train.step.loss_scale import LossScale
 from meshwright.train.step.nonfinite import NonFiniteCheck
 from meshwright.train.step.optimizer import use_fused_kernels
 from meshwright.train.step.own_loop import OwnLoop
+from meshwright.train.step.randomness import step_seed
 from meshwright.train.step.schedule import needs_metric, step_schedule
 
 Report = Callable[[str], None]  # called with what the rank is doing, for its heartbeat
@@ -193,8 +193,11 @@ class Session(OwnLoop):
         on every rank."""
         # Random numbers depend only on the seed, the step and the data rank. Therefore evaluations and restarts do not
         # change them, and ranks that compute the same activations use the same dropout masks.
-        with self.generators.seeded(derive_seed(self.seed, "step", self.steps, self._share().rank)):
+        states = self.generators.seed(step_seed(self.seed, self.steps, self._share().rank))
+        try:
             return self._step(batch)
+        finally:
+            self.generators.restore(states)
 
     def _step(self, batch: Any) -> Tensor:
         if self._nonfinite_check:

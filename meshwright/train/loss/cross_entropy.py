@@ -11,6 +11,7 @@ contributes nothing.
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -22,8 +23,28 @@ from torch.overrides import TorchFunctionMode
 from meshwright.profile.torch_private import FakeTensor
 
 Count = Tensor | float
-_SIGNATURES = {name: inspect.signature(getattr(F, name)) for name in ("cross_entropy", "nll_loss")}
-_DEFAULTS = {"reduction": "mean", "reduce": None, "size_average": None, "ignore_index": -100, "weight": None}
+_PARAMETERS = {name: tuple(inspect.signature(getattr(F, name)).parameters) for name in ("cross_entropy", "nll_loss")}
+_DEFAULTS = {
+    "reduction": "mean",
+    "reduce": None,
+    "size_average": None,
+    "ignore_index": -100,
+    "weight": None,
+}
+
+
+@dataclass(frozen=True)
+class CountedMean:
+    """What losses return that are found to be means over targets: the `mean`, which is 0 if there are no targets, and
+    their `number`."""
+
+    mean: Tensor
+    number: Count
+
+    @property
+    def total(self) -> Tensor:
+        """The sum over the targets."""
+        return self.mean * self.number
 
 
 def count_targets(target: Tensor, ignore_index: int, class_weight: Tensor | None) -> Count:
@@ -47,7 +68,7 @@ class CountTargets(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name in _SIGNATURES and func is getattr(F, name):
+        if name in _PARAMETERS and func is getattr(F, name):
             return _call_and_count(name, func, self._counts, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
@@ -67,8 +88,8 @@ class FindIgnoredTargets(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name in _SIGNATURES and func is getattr(F, name):
-            options = {**_DEFAULTS, **_SIGNATURES[name].bind(*args, **(kwargs or {})).arguments}
+        if name in _PARAMETERS and func is getattr(F, name):
+            options = _options(name, args, kwargs or {})
             target = options["target"]
             if options["reduction"] == "mean" and not target.is_floating_point() and not _has_no_value(target):
                 self.flags.append((target == options["ignore_index"]).any())
@@ -87,7 +108,7 @@ class CountTargetsInModules:
 
     def __init__(self) -> None:
         self.counts: list[Count] = []
-        self._originals = {name: getattr(F, name) for name in _SIGNATURES}
+        self._originals = {name: getattr(F, name) for name in _PARAMETERS}
         self._replacements = {
             name: _counting(name, original, self.counts) for name, original in self._originals.items()
         }
@@ -114,13 +135,24 @@ def _counting(name: str, original: Callable[..., Any], counts: list[Count]) -> C
 
 def _call_and_count(name: str, original: Callable[..., Any], counts: list[Count], args: Any, kwargs: Any) -> Any:
     """Calls a cross entropy. If it returns a mean, its count is added to `counts`."""
-    bound = _SIGNATURES[name].bind(*args, **kwargs)
-    options = {**_DEFAULTS, **bound.arguments}
+    options = _options(name, args, kwargs)
+    target = options.get("target")
     is_mean = options["reduction"] == "mean" and options["reduce"] is None and options["size_average"] is None
-    if not is_mean or isinstance(options["target"], FakeTensor):  # a pipeline finds shapes with fake tensors first
+    # A pipeline finds shapes with fake tensors first.
+    if not is_mean or not isinstance(target, Tensor) or isinstance(target, FakeTensor):
         return original(*args, **kwargs)
-    count = count_targets(options["target"], options["ignore_index"], options["weight"])
+    count = count_targets(target, options["ignore_index"], options["weight"])
     counts.append(count)
-    bound.arguments["reduction"] = "sum"
-    total = original(*bound.args, **bound.kwargs)
+    total = original(
+        *args[:2], **{**dict(zip(_PARAMETERS[name][2:], args[2:], strict=False)), **kwargs, "reduction": "sum"}
+    )
     return total / (torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1.0)
+
+
+def _options(name: str, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call of a cross entropy, by name."""
+    return {
+        **_DEFAULTS,
+        **dict(zip(_PARAMETERS[name], args, strict=False)),
+        **kwargs,
+    }  # a wrong call is refused by torch

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -27,21 +27,12 @@ from torch import Tensor, nn
 
 from meshwright.errors import InputError
 from meshwright.plan import Plan
-from meshwright.train.loss.cross_entropy import Count, CountTargetsInModules, count_targets
+from meshwright.train.loss.cross_entropy import CountedMean, CountTargetsInModules, count_targets
 from meshwright.train.loss.detection import BoxCounts, DetectorLoss, has_detector
 from meshwright.train.metrics import compares_samples, without_rows
 
 LossFunction = Callable[[Any, Any], Any]
 Kind = Literal["samples", "targets", "sum", "compares_samples", "terms"]
-
-
-class CountedMean(NamedTuple):
-    """What losses return that are found to be means over targets: the `total` of the targets, the `number` of targets,
-    and the `mean`, which is 0 if there are none."""
-
-    total: Tensor
-    number: Count
-    mean: Tensor
 
 
 @dataclass(frozen=True)
@@ -107,19 +98,27 @@ class Loss:
         return not isinstance(self.function, ModelLoss | DetectorLoss) or find_model_value(output) is not None
 
     def mean(self, output: Any, target: Any, has_samples: bool = True) -> Tensor:
-        """Returns the loss of a batch that is the whole global batch, for a loss that does not compare samples. If no
-        target is valid, it is 0."""
+        """Returns the loss of a batch that is the whole global batch, for a loss that does not compare samples. Its
+        gradient is 0 if no target is valid, but its value need not be: see `value_of_mean`."""
         result = self.whole(output, target) if self.whole else self.evaluate(output, target, has_samples)
         if isinstance(result, CountedMean):
             return result.mean
         value, returned_count = _value_and_count(result)
         if returned_count is None:
-            if self.kind != "targets" or not isinstance(target, Tensor):
+            if self.whole or self.kind != "targets" or not isinstance(target, Tensor):
                 return value
             count = count_targets(target, self.ignore_index, self.class_weight)
             returned_count = count if isinstance(count, Tensor) else torch.tensor(count)
         is_integer = not returned_count.is_floating_point()
         return value / (returned_count.clamp(min=1) if is_integer else returned_count + (returned_count == 0))
+
+    def value_of_mean(self, mean: Tensor, target: Any) -> Tensor:
+        """Returns the value of what `mean` returned, which is 0 if no target is valid: torch's cross entropy is 0/0
+        then. Without gradients, this takes less time than a division by the number of targets."""
+        value = mean.detach()
+        if self.kind != "targets" or not isinstance(target, Tensor) or target.is_floating_point():
+            return value
+        return torch.where((target != self.ignore_index).any(), value, 0)
 
     def sum_and_count(self, output: Any, target: Any, samples: int) -> tuple[Tensor, Tensor | float]:
         """Returns what the batch adds to the sum of the loss, and to the number by which that sum is divided."""
@@ -203,7 +202,7 @@ class ModelLoss:
             return value
         count = counts[0]
         counts.clear()
-        return CountedMean(value * count, count, value)
+        return CountedMean(value, count)
 
 
 def find_model_value(output: Any) -> Tensor | None:
@@ -249,14 +248,21 @@ def classify_loss(function: LossFunction) -> Loss:
         return Loss(function, "sum")
     index = keywords.get("ignore_index")
     ignore_index = -100 if index is None else int(index)
-    if isinstance(inner, nn.CrossEntropyLoss | nn.NLLLoss):
-        sum_loss: Any = copy(inner)
-        sum_loss.reduction = "sum"
-        return Loss(sum_loss, "targets", ignore_index, keywords.get("weight"))
-    if inner in (F.cross_entropy, F.nll_loss):
-        sum_loss = partial(cast(Any, function), reduction="sum")
-        return Loss(sum_loss, "targets", ignore_index, keywords.get("weight"))
+    if isinstance(inner, nn.CrossEntropyLoss | nn.NLLLoss) or inner in (F.cross_entropy, F.nll_loss):
+        weight = keywords.get("weight")
+        # The gradient of a mean over no valid targets is 0, unless they have weights: these may be 0 for valid targets.
+        whole = function if weight is None else None
+        return Loss(_with_sum(function), "targets", ignore_index, weight, whole=whole)
     return Loss(function, "samples")
+
+
+def _with_sum(cross_entropy: Any) -> LossFunction:
+    """Returns a cross entropy that is the sum over the targets, not their mean."""
+    if not isinstance(cross_entropy, nn.Module):
+        return partial(cross_entropy, reduction="sum")
+    sum_loss: Any = copy(cross_entropy)
+    sum_loss.reduction = "sum"
+    return sum_loss
 
 
 def _value_and_count(result: Any) -> tuple[Tensor, Tensor | None]:

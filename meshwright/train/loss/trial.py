@@ -20,9 +20,9 @@ from torch.overrides import TorchFunctionMode
 from meshwright.batch import WHOLE_BATCH, listed_samples, split_batch, take_listed
 from meshwright.errors import InputError
 from meshwright.profile.tracing.real_tensors import model_device
-from meshwright.train.loss.cross_entropy import Count, CountTargets, FindIgnoredTargets
+from meshwright.train.loss.cross_entropy import Count, CountedMean, CountTargets, FindIgnoredTargets
 from meshwright.train.loss.joined import JoinedLoss, count_rows
-from meshwright.train.loss.loss import CountedMean, Loss, LossFunction, classify_loss, loss_from_model
+from meshwright.train.loss.loss import Loss, LossFunction, classify_loss, loss_from_model
 from meshwright.train.loss.output_form import FakeModel, OutputForm
 from meshwright.train.loss.target_counts import COUNTS, CountedByTarget, has_rows, shorten_one_row, varied_targets
 from meshwright.train.torch_private import (
@@ -89,8 +89,8 @@ def find_model_loss(model: nn.Module, sample: Any) -> Loss:
 def _divided(loss: Loss, cases: list[list[Any]]) -> Loss:
     """Returns the `Loss` of a model whose losses were tried on two batches: each of `cases` has the loss of a whole
     batch, and those of its samples."""
-    if isinstance(cases[0][0], tuple):  # cross entropies with their numbers of targets
-        sums = ([result[0] for result in case] for case in cases)
+    if isinstance(cases[0][0], CountedMean):
+        sums = ([result.total for result in case] for case in cases)
         return replace(loss, is_divisible=all(_close(whole, sum(parts), _MODEL_TOLERANCE) for whole, *parts in sums))
     telling = [values for values in cases if math.isfinite(values[0]) and any(values)]
     if telling and all(_close(whole, sum(parts), _MODEL_TOLERANCE) for whole, *parts in telling):
@@ -203,7 +203,7 @@ class _Trial:
             parts = [self._counted(*self._rows(case.target, row)) for row in range(_SAMPLES)]
         except _NoCount:
             return False
-        return self._is_quotient(case, [(float(total), float(count)) for total, count, _ in parts])
+        return self._is_quotient(case, [(float(part.total), float(part.number)) for part in parts])
 
     def _is_counted(self, counted: CountedByTarget, case: _Case) -> bool:
         """Whether the loss is a mean over numbers of the target."""
@@ -335,7 +335,7 @@ def _counted_mean(function: LossFunction, output: Any, target: Any) -> CountedMe
         value = function(output, target)
     if not counts or any(count is not counts[0] and count != counts[0] for count in counts):
         raise _NoCount
-    return CountedMean(value * counts[0], counts[0], value)
+    return CountedMean(value, counts[0])
 
 
 # ---- samples

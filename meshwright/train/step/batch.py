@@ -59,6 +59,8 @@ def samples_in(data: Any) -> int:
     listed = listed_samples(data)
     if listed is not None:
         return listed
+    if type(data) is tuple and data and isinstance(data[0], Tensor) and data[0].dim() > 0:
+        return len(data[0])
     for tensor in tensors_in(data):
         if tensor.dim() > 0:
             return int(tensor.shape[0])
@@ -72,6 +74,8 @@ def cut_share(share: PreparedShare, plan: Plan) -> tuple[list[Microbatch], int |
     If the number over all ranks is known, every rank gets as many microbatches as the rank with the most samples needs.
     Missing ones repeat the last one with weight 0.
     """
+    if plan.microbatches == 1:
+        return [Microbatch(share.data, share.samples)], share.global_samples
     counts = share.samples > 0
     parts = split_into_microbatches(share.data, plan.microbatches)
     microbatches = [Microbatch(part, samples_in(part) if counts else 0) for part in parts]

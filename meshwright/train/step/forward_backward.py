@@ -73,7 +73,7 @@ class ForwardBackward:
         means: list[Tensor] = []
 
         def loss_of(number: int, mean: Tensor) -> Tensor:
-            means.append(mean.detach())
+            means.append(self.loss.value_of_mean(mean, examples[number][0].target))
             self._report("backward")
             return mean * self._loss_scale.value if self._loss_scale else mean
 

@@ -121,3 +121,30 @@ def test_results_that_are_no_loss_are_refused() -> None:
         classify_loss(lambda output, target: output).term(OUTPUT, TARGET, 12)
     with pytest.raises(InputError, match="reduction='none'"):
         classify_loss(nn.MSELoss(reduction="none"))
+
+
+@pytest.mark.parametrize(
+    ("loss", "target"),
+    [
+        (F.cross_entropy, torch.full((12,), -100)),
+        (partial(F.cross_entropy, label_smoothing=0.1), torch.full((12,), -100)),
+        (nn.NLLLoss(ignore_index=3), torch.full((12,), 3)),
+        (nn.CrossEntropyLoss(weight=torch.tensor([0.0, 1.0, 1.0, 1.0])), torch.zeros(12, dtype=torch.int64)),
+        (sum_and_count, torch.full((12,), -100)),
+        (lambda output, target: F.cross_entropy(output, target), torch.full((12,), -100)),
+    ],
+)
+def test_a_batch_without_valid_targets_has_loss_0_and_no_gradient(loss: Any, target: Tensor) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    before = model.weight.detach().clone()
+    session = Session(
+        model,
+        lambda parameters: torch.optim.SGD(parameters.values(), lr=1.0),
+        loss=loss,
+        plan=Plan(),
+        world=world(0, 1),
+        sample=(OUTPUT.float(), TARGET),
+    )
+    assert float(session.step((OUTPUT.float(), target))) == 0
+    torch.testing.assert_close(session.state_dict()["weight"], before, rtol=0, atol=0)

@@ -43,10 +43,10 @@ def test_the_model_gets_the_whole_batch_and_its_loss_counts_its_targets() -> Non
     model = Scored("mean")
     with loss.forward_context():
         output = model(X, Y)
-    total, count, mean = loss.function(output, Y)
-    assert int(count) == 5
-    torch.testing.assert_close(total / count, output["loss"])
-    assert mean is output["loss"]
+    counted = loss.function(output, Y)
+    assert int(counted.number) == 5
+    assert counted.mean is output["loss"]
+    torch.testing.assert_close(counted.total / 5, output["loss"])
     assert loss.is_divisible
 
 
