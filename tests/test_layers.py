@@ -4,7 +4,8 @@ its folders (shared values) or above them (code that combines them). Files and f
 of `validation/` are small enough to read as one."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,7 @@ MAY_READ_PICKLES = {
     "files/safe_pickle.py": "an unpickler that calls only what it is told to",
     "launch/local/function_pickle.py": "the user's own function and its value, over a private pair of sockets",
 }
+READ_NODES = (ast.Import, ast.ImportFrom, ast.Attribute, ast.Constant, ast.Call)  # the syntax that the checks look at
 MOST_FILES = 15  # directly in one folder, without `__init__.py`
 MOST_LINES = 400
 
@@ -93,15 +95,18 @@ MOST_LINES = 400
 def layer_problems(package: Path) -> list[str]:
     """Returns every breach of the table, and of the sizes, in a package called meshwright."""
     problems: list[str] = []
+    imports: dict[str, set[str]] = {}
     for file in sorted(package.rglob("*.py")):
         module_path = file.relative_to(package).with_suffix("").parts
         subpackage = module_path[0]
         name = f"{package.name}/{file.relative_to(package)}"
         tree = ast.parse(file.read_text())
+        nodes = [node for node in ast.walk(tree) if isinstance(node, READ_NODES)]
+        imports[_module_name(package, file)] = modules = set(_imported(nodes, module_path))
         if not file.relative_to(package).as_posix().startswith(MAY_READ_ENVIRONMENT):
-            problems += [f"{name}:{line} reads the environment" for line in _environment_reads(tree)]
+            problems += [f"{name}:{line} reads the environment" for line in _environment_reads(nodes)]
         if file.relative_to(package).as_posix() not in MAY_READ_PICKLES:
-            problems += [f"{name}:{line} reads pickles" for line in _pickle_reads(tree)]
+            problems += [f"{name}:{line} reads pickles" for line in _pickle_reads(nodes)]
         if subpackage in WITHOUT_TORCH:
             imports_torch = any(module.split(".")[0] == "torch" for module in _imported(tree.body, module_path))
             problems += [f"{name} imports torch when it is loaded"] * imports_torch
@@ -110,10 +115,10 @@ def layer_problems(package: Path) -> list[str]:
         if subpackage not in LEVELS:
             problems.append(f"{name}: '{subpackage}' is not in the design's table")
             continue
-        for module in _imported(ast.walk(tree), module_path):
+        for module in sorted(modules):
             reasons = (*_level_breaches(subpackage, module), *_folder_breaches(module_path, module))
             problems += [f"{name}: {reason}" for reason in reasons]
-    return problems + _import_cycles(package) + size_problems(package)
+    return problems + _import_cycles(imports) + size_problems(package)
 
 
 def _level_breaches(importer: str, module: str) -> Iterator[str]:
@@ -145,13 +150,8 @@ def _folder_breaches(importer_path: tuple[str, ...], module: str) -> Iterator[st
         yield f"{subpackage}/{importer_path[1]} imports {subpackage}/{folder_and_file[0]}, which lies above it"
 
 
-def _import_cycles(package: Path) -> list[str]:
-    """Returns the files that import each other, directly or through other files."""
-    files = {_module_name(package, file): file for file in package.rglob("*.py")}
-    imports: dict[str, set[str]] = {}
-    for name, file in files.items():
-        module_path = file.relative_to(package).with_suffix("").parts
-        imports[name] = set(_imported(ast.walk(ast.parse(file.read_text())), module_path)) & files.keys()
+def _import_cycles(imports: dict[str, set[str]]) -> list[str]:
+    """Returns the files that import each other, directly or through other files, from what each file imports."""
     # A file that imports none of the remaining files, or that none of them imports, is in no cycle.
     while True:
         remaining = {name for name, imported in imports.items() if imported & imports.keys()}
@@ -179,7 +179,7 @@ def size_problems(root: Path) -> list[str]:
     return problems
 
 
-def _imported(nodes: Iterator[ast.AST] | list[ast.stmt], importer_path: tuple[str, ...]) -> Iterator[str]:
+def _imported(nodes: Iterable[ast.AST], importer_path: tuple[str, ...]) -> Iterator[str]:
     """Yields the dotted names of imported modules; `from meshwright import errors` is meshwright.errors."""
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -191,6 +191,7 @@ def _imported(nodes: Iterator[ast.AST] | list[ast.stmt], importer_path: tuple[st
                 yield f"{module}.{alias.name}" if _is_module(module, alias.name) else module
 
 
+@cache
 def _is_module(module: str, name: str) -> bool:
     """Returns whether `from module import name` imports a file or folder called `name`."""
     if module == "meshwright":
@@ -199,9 +200,9 @@ def _is_module(module: str, name: str) -> bool:
     return (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file()
 
 
-def _environment_reads(tree: ast.AST) -> Iterator[int]:
+def _environment_reads(nodes: Iterable[ast.AST]) -> Iterator[int]:
     """Yields the numbers of lines that read environment variables, by whichever function."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and node.attr in READS_ENVIRONMENT:
             yield node.lineno
         if isinstance(node, ast.ImportFrom) and any(alias.name in READS_ENVIRONMENT for alias in node.names):
@@ -210,9 +211,9 @@ def _environment_reads(tree: ast.AST) -> Iterator[int]:
             yield node.lineno
 
 
-def _pickle_reads(tree: ast.AST) -> Iterator[int]:
+def _pickle_reads(nodes: Iterable[ast.AST]) -> Iterator[int]:
     """Yields the numbers of lines that import a module for pickles, or call what reads them."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import) and any(alias.name.split(".")[0] in PICKLE_MODULES for alias in node.names):
             yield node.lineno
         if isinstance(node, ast.ImportFrom):
@@ -240,7 +241,7 @@ def test_imports_flow_down_only() -> None:
 
 
 def test_every_file_that_may_read_pickles_does() -> None:
-    assert all(list(_pickle_reads(ast.parse((PACKAGE / file).read_text()))) for file in MAY_READ_PICKLES)
+    assert all(list(_pickle_reads(ast.walk(ast.parse((PACKAGE / file).read_text())))) for file in MAY_READ_PICKLES)
 
 
 @pytest.mark.parametrize("folder", ["tests", "validation"])
