@@ -7,6 +7,9 @@ BIN := $(VENV)/bin
 PEERS := accelerate==1.15.0 lightning==2.6.6 deepspeed==0.19.8
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+# Tests start many processes, which would otherwise compile the package again each time.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup demo test check soak validate peers clean
 
 setup: $(VENV)/ready

@@ -4,6 +4,8 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -37,19 +39,32 @@ def scripts() -> tuple[str, str, int]:
     return plain, ours, sum(line.startswith("+") for line in lines)
 
 
-def printed(script: str, capfd: pytest.CaptureFixture[str]) -> list[str]:
-    exec(compile(script, "script.py", "exec"), {})
-    return capfd.readouterr().out.splitlines()
+def printed(script: str, names: dict[str, Any] | None = None) -> list[str]:
+    """Returns the lines that a script prints in this process. `names` gets the script's variables."""
+    with redirect_stdout(StringIO()) as output:
+        exec(compile(script, "script.py", "exec"), {} if names is None else names)
+    return output.getvalue().splitlines()
 
 
-def test_the_plain_script_and_ours_print_the_same_alone_and_on_two_ranks(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def printed_on_rank(rank: int, size: int, script: str) -> list[str]:
+    names: dict[str, Any] = {}
+    lines = printed(script, names)
+    assert names["session"].world.size == size
+    return lines
+
+
+def test_the_plain_script_and_ours_print_the_same_alone_and_on_two_ranks(two: RankPool) -> None:
     plain, ours, new_lines = scripts()
     assert new_lines <= 5
-    expected = printed(plain, capfd)
+    expected = printed(plain)
     assert len(expected) == 3
-    assert printed(ours, capfd) == expected
+    assert printed(ours) == expected
+    assert two.run(printed_on_rank, ours) == [expected, expected]
+
+
+@pytest.mark.soak
+def test_our_script_prints_the_same_in_the_ranks_of_torchrun(tmp_path: Path) -> None:
+    plain, ours, _ = scripts()
     file = tmp_path / "script.py"
     file.write_text(ours)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -68,7 +83,7 @@ def test_the_plain_script_and_ours_print_the_same_alone_and_on_two_ranks(
     )
     assert run.returncode == 0, run.stderr
     found = re.findall(r"epoch \d: loss \d+\.\d{4}", run.stdout)  # ranks may print into the same line
-    assert sorted(found) == sorted(2 * expected)
+    assert sorted(found) == sorted(2 * printed(plain))
     assert "find_unused_parameters" not in run.stderr
 
 

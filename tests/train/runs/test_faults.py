@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from meshwright.checkpoint.load import find_newest_valid, load
+from meshwright.job import parse_job
 from meshwright.train.output.folder import RunFolder
-from tests.train import commands
+from tests.ranks import run_ranks
+from tests.train import commands, one_process
 from tests.train.kill import kill_at, wait_for
 from tests.train.toy import Net
 
@@ -32,9 +34,12 @@ JOB: dict[str, Any] = {
 }
 
 
+def job_on(ranks: int) -> dict[str, Any]:
+    return {**JOB, "plan": {"axes": {"replicate": ranks}, "gradients": {"bucket_bytes": 8000}}}
+
+
 def start(folder: Path, ranks: int) -> tuple[subprocess.Popen[str], RunFolder]:
-    plan = {"axes": {"replicate": ranks}, "gradients": {"bucket_bytes": 8000}}
-    return commands.start(folder, {**JOB, "plan": plan}, ranks)
+    return commands.start(folder, job_on(ranks), ranks)
 
 
 def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
@@ -71,12 +76,15 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     @cache
     def run(ranks: int) -> dict[str, Any]:
-        process, folder = start(tmp_path_factory.mktemp("undisturbed"), ranks)
-        result = finish(process)
-        assert result["restarts"] == 0
-        return final_state(folder)
+        folder = tmp_path_factory.mktemp("undisturbed")
+        run_ranks(train_on_rank, ranks, job_on(ranks), folder)
+        return final_state(RunFolder(folder))
 
     return run
+
+
+def train_on_rank(rank: int, size: int, job: dict[str, Any], folder: Path) -> None:
+    one_process.train(parse_job({"name": "toy", **job}), folder, None, rank, size)
 
 
 def a_random_moment(seed: int, ranks: int) -> tuple[int, int, str]:
