@@ -1,14 +1,18 @@
 """Pools of ranks that many tests share, and the order and shards of tests."""
 
+import atexit
 import errno
 import os
 import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import cache
 
 import pytest
 import torch
 from hypothesis import settings
 
+from meshwright.launch.local import fork_server
 from tests.ranks import RankPool, ranks
 
 settings.register_profile("meshwright", deadline=None)  # no test fails because a core is busy
@@ -35,6 +39,21 @@ def three() -> Iterator[RankPool]:
 def four() -> Iterator[RankPool]:
     with ranks(4) as pool:
         yield pool
+
+
+@pytest.fixture
+def shared_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets commands that a test runs in its own process fork their ranks from a server that all tests share, because
+    every new server imports torch again."""
+    monkeypatch.setattr(fork_server, "preloaded", lambda module: nullcontext())
+    monkeypatch.setattr(fork_server, "_preloaded", _started_fork_server())
+
+
+@cache
+def _started_fork_server() -> fork_server.ForkServer:
+    server = fork_server.ForkServer("meshwright.train.rank")
+    atexit.register(server.close)
+    return server
 
 
 @pytest.fixture

@@ -3,11 +3,14 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from tests.cli.commands import CommandResult, run_in_process
 
 JOB = Path("jobs/mnist.yaml")
 
@@ -21,15 +24,25 @@ FAULTY: dict[str, Any] = {
 }
 
 
-def prove(job: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def prove_as_process(job: Path, *options: str) -> CommandResult:
     command = [sys.executable, "-m", "meshwright", "prove", str(job), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    return CommandResult(process.returncode, process.stdout, process.stderr)
 
 
-def test_the_default_job_is_proved(tmp_path: Path) -> None:
+@pytest.fixture
+def prove(
+    shared_fork_server: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., CommandResult]:
+    """Runs `meshwright prove` in this process, with these words after it."""
+    return lambda *words: run_in_process(monkeypatch, capfd, ("prove", *words))
+
+
+def test_the_default_job_is_proved(tmp_path: Path, prove: Callable[..., CommandResult]) -> None:
     settings = [f"output={tmp_path / 'runs'}", "train.global_batch=16", "plan.axes.replicate=2"]
-    result = prove(JOB, "--json", "--steps", "2", *(option for setting in settings for option in ("--set", setting)))
-    assert result.returncode == 0, result.stderr
+    words = (option for setting in settings for option in ("--set", setting))
+    result = prove(str(JOB), "--json", "--steps", "2", *words)
+    assert result.exit_code == 0, result.stderr
     proof = json.loads(result.stdout.splitlines()[-1])
     assert (proof["equal"], proof["ranks"], proof["steps"], proof["first_difference"]) == (True, 2, 2, None)
     assert proof["checked"] == {"losses": 2, "gradients": 16, "norms": 2, "buffers": 0, "weights": 24}
@@ -40,8 +53,8 @@ def test_the_default_job_is_proved(tmp_path: Path) -> None:
 def test_a_wrong_model_makes_it_exit_3(tmp_path: Path) -> None:
     job = tmp_path / "faulty.yaml"
     job.write_text(yaml.safe_dump({**FAULTY, "output": str(tmp_path / "runs")}))
-    result = prove(job, "--ranks", "2", "--json")
-    assert result.returncode == 3, result.stderr
+    result = prove_as_process(job, "--ranks", "2", "--json")
+    assert result.exit_code == 3, result.stderr
     proof = json.loads(result.stdout.splitlines()[-1])
     assert proof["equal"] is False
     assert proof["ranks"] == 2
@@ -55,9 +68,9 @@ def test_a_wrong_model_makes_it_exit_3(tmp_path: Path) -> None:
     assert proof == {**saved, "file": str(tmp_path / "runs" / "faulty-proof-0001.json")}
 
 
-def test_a_wrong_job_leaves_no_files(tmp_path: Path) -> None:
+def test_a_wrong_job_leaves_no_files(tmp_path: Path, prove: Callable[..., CommandResult]) -> None:
     settings = [f"output={tmp_path / 'runs'}", "train.global_batch=1", "plan.axes.replicate=2"]
-    result = prove(JOB, *(option for setting in settings for option in ("--set", setting)))
-    assert result.returncode == 2
+    result = prove(str(JOB), *(option for setting in settings for option in ("--set", setting)))
+    assert result.exit_code == 2
     assert "global_batch is 1" in result.stderr
     assert not (tmp_path / "runs").exists()

@@ -14,16 +14,23 @@ from meshwright.train.output.folder import RunFolder
 
 def start(folder: Path, job: Mapping[str, Any], ranks: int, *options: str) -> tuple[subprocess.Popen[str], RunFolder]:
     """Starts the job on so many CPU ranks in `folder`. Returns the process and the run folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "toy.yaml"
-    file.write_text(yaml.safe_dump({"cluster": f"{ranks}xcpu", "output": str(folder / "runs"), **job}))
+    words, run_folder = write_job(folder, job, ranks)
     process = subprocess.Popen(
-        [sys.executable, "-m", "meshwright", "train", str(file), "--json", *options],
+        [sys.executable, "-m", "meshwright", *words, *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    return process, RunFolder(folder / "runs" / "toy-0001")
+    return process, run_folder
+
+
+def write_job(folder: Path, job: Mapping[str, Any], ranks: int) -> tuple[list[str], RunFolder]:
+    """Writes the job, for so many CPU ranks, to `folder`. Returns the words of the command that trains it, after
+    `meshwright`, and the run folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "toy.yaml"
+    file.write_text(yaml.safe_dump({"cluster": f"{ranks}xcpu", "output": str(folder / "runs"), **job}))
+    return ["train", str(file), "--json"], RunFolder(folder / "runs" / "toy-0001")
 
 
 def finish(process: subprocess.Popen[str], steps: int) -> tuple[dict[str, Any], str]:

@@ -35,6 +35,7 @@ def job_of(name: str) -> dict[str, Any]:
     return {**job, "model": {"call": f"{models}:build", "name": name}, "data": {"train": data}}
 
 
+@pytest.mark.usefixtures("shared_fork_server")
 @pytest.mark.parametrize("name", all_but({"vit"}, [*CASES, *TIMM]))
 def test_a_model_trains_in_a_job(tmp_path: Path, run_command: RunCommand, name: str) -> None:
     job = tmp_path / "job.yaml"

@@ -16,6 +16,7 @@ from meshwright.errors import TrainingDiverged
 from meshwright.launch.signals import StopRequest
 from meshwright.train.output.folder import read_result
 from meshwright.train.step.divergence import MOST_SKIPPED_STEPS
+from tests.cli.commands import run_in_process
 from tests.ranks import RankPool
 from tests.train import commands
 from tests.train.one_process import BATCH, EVALUATED, SIZE, TOY, equal_states, make_trainer, session_of, toy_job, train
@@ -203,14 +204,18 @@ def test_a_run_whose_last_update_breaks_the_weights_does_not_succeed(tmp_path: P
     assert (outcome.saved, outcome.result) == ([last - 1], None)
 
 
-def test_the_command_ends_with_one_line_and_without_a_restart(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("shared_fork_server")
+def test_the_command_ends_with_one_line_and_without_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     job = {**TOY, **PROBLEMS["nan"], "plan": {"axes": {"replicate": 2}}}
-    process, folder = commands.start(tmp_path, job, 2)
-    _, printed = process.communicate(timeout=100)
-    assert process.returncode == 1
-    assert f"the loss is nan since step {BAD_STEPS[0]}, for 3 steps in a row: look at the" in printed.splitlines()[-1]
-    assert "start again" not in printed
-    assert "Traceback" not in printed
+    words, folder = commands.write_job(tmp_path, job, 2)
+    result = run_in_process(monkeypatch, capfd, tuple(words))
+    assert result.exit_code == 1
+    last_line = result.stderr.splitlines()[-1]
+    assert f"the loss is nan since step {BAD_STEPS[0]}, for 3 steps in a row: look at the" in last_line
+    assert "start again" not in result.stderr
+    assert "Traceback" not in result.stderr
     assert read_result(folder) is None
 
 

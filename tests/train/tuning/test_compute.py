@@ -129,23 +129,18 @@ def test_cpu_ranks_try_no_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any("CUDA" in plan for plan in measurer.measured)
 
 
-def test_steps_of_a_job_are_measured_in_a_process_of_their_own() -> None:
+def test_steps_of_a_job_are_measured_in_a_process_of_their_own_and_its_end_is_noticed() -> None:
+    """The data set has a worker: a process that ends with its parent may not start the workers of a loader."""
     bad = Plan.model_validate({"numerics": {"precision": "auto"}})
-    with StepMeasurer(toy_job(), ONE_RANK, CPU) as measurer:
+    with StepMeasurer(toy_job(data={"workers": 1}), ONE_RANK, CPU) as measurer:
         refused = measurer.measure(bad, 60)
         result = measurer.measure(ONE_RANK, 60)
+        measurer._process.kill()
+        assert measurer.measure(ONE_RANK, 60) == "the measuring process has ended"
     assert isinstance(refused, str)
     assert "precision is auto" in refused
     assert isinstance(result, MeasuredSteps)
     assert 0 < result.step_s < result.ready_s
-
-
-def test_a_data_set_with_workers_is_measured_and_a_process_that_ended_is_noticed() -> None:
-    """A process that ends with its parent may not start the workers of a loader."""
-    with StepMeasurer(toy_job(data={"workers": 1}), ONE_RANK, CPU) as measurer:
-        assert isinstance(measurer.measure(ONE_RANK, 60), MeasuredSteps)
-        measurer._process.kill()
-        assert measurer.measure(ONE_RANK, 60) == "the measuring process has ended"
 
 
 # ---- runs
