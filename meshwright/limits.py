@@ -53,6 +53,7 @@ Samples = Annotated[PositiveInt, at_most(LARGEST_COUNT, "2**31 - 1 samples")]
 Steps = Annotated[PositiveInt, at_most(MOST_STEPS, f"{MOST_STEPS:,} steps, which checkpoints can number")]
 StepsOrZero = Annotated[NonNegativeInt, at_most(MOST_STEPS, f"{MOST_STEPS:,} steps, which checkpoints can number")]
 Microbatches = Annotated[PositiveInt, at_most(65_536, "65,536 microbatches, as the schedule lists each of them")]
+LossChunks = Annotated[PositiveInt, at_most(4_096, "4,096 chunks of a loss")]
 Parts = Annotated[PositiveInt, at_most(2**20, "2**20 parts")]
 Seed = Annotated[NonNegativeInt, at_most(2**63 - 1, "2**63 - 1, which is the largest seed of torch's generators")]
 

@@ -17,6 +17,7 @@ from meshwright.limits import (
     MOST_DEVICES,
     CountOrZero,
     Devices,
+    LossChunks,
     MessageBytes,
     Microbatches,
     ProcessesOrZero,
@@ -178,7 +179,10 @@ class Compute(_PlanGroup):
     `layout`: memory format of image tensors. `compile`: what `torch.compile` compiles: `none`, each of the model's
     `blocks` by itself, or the whole `model`. `compile_mode`: with `max-autotune`, the compiler measures several kernels
     for each product. `cuda_graphs`: kernel launches are captured once as a CUDA graph and replayed. `fused_optimizer`:
-    one kernel updates many weights. `threads`: CPU threads per rank; null divides the machine's cores among its ranks.
+    one kernel updates many weights. `loss_chunks`: when above 1, the head (the linear layer that computes the scores)
+    is joined with the cross entropy, and the tokens of a microbatch go through both in this many chunks, so that only
+    the scores of one chunk are in memory. `threads`: CPU threads per rank; null divides the machine's cores among its
+    ranks.
     """
 
     layout: Literal["contiguous", "channels_last"] = _choice("contiguous", "rounding")
@@ -186,6 +190,7 @@ class Compute(_PlanGroup):
     compile_mode: Literal["default", "max-autotune"] = _choice("default", "rounding")
     cuda_graphs: bool = _choice(False, "rounding")
     fused_optimizer: bool = _choice(False, "rounding")
+    loss_chunks: LossChunks = _choice(1, "rounding")
     threads: Threads | None = _choice(None, "rounding")
 
     @model_validator(mode="before")
@@ -359,6 +364,8 @@ class Plan(_PlanGroup):
             parts.append("CUDA graphs")
         if self.compute.fused_optimizer:
             parts.append("fused optimizer")
+        if self.compute.loss_chunks > 1:
+            parts.append(f"loss in {self.compute.loss_chunks} chunks")
         return " · ".join(parts)
 
     def _gradient_summary(self) -> list[str]:

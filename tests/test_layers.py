@@ -54,7 +54,7 @@ FOLDERS = {
     "bench": ("collectives", "peers"),
     "collectives": ("schedules", "shared_memory"),
     "launch": ("local",),
-    "parallel": ("weights", "tensor", "pipeline", "branches", "replicate"),
+    "parallel": ("weights", "tensor", "pipeline", "branches", "replicate", "chunked_loss"),
     "profile": ("structure", "tracing"),
     "proof": ("reference", "record", "compare", "causes"),
     "simulator": ("compute", "tensor", "communication", "pipeline", "memory"),

@@ -30,6 +30,7 @@ from meshwright.parallel.branches.branches import (
 )
 from meshwright.parallel.branches.check import check_branches, has_assigned_branches, without_branch_splits
 from meshwright.parallel.check import check_cast, check_runnable, check_structure, needs_structure, structure_for
+from meshwright.parallel.chunked_loss.head import head_to_join, join_head_with_loss
 from meshwright.parallel.compiled import Compilation, compile_model
 from meshwright.parallel.float8 import convert_linears_to_float8
 from meshwright.parallel.mesh import build_mesh, data_group, position_in_mesh
@@ -89,11 +90,14 @@ def apply(
     mesh = build_mesh(plan, device.type, world_size)
     position = position_in_mesh(mesh, plan)
     structure = _checked_structure(plan, module, sample, target)
+    head = _head_to_join(plan, module, sample, target)
     shards_blocks = plan.axes.shard > 1 and not may_run_different_blocks(module, structure, sample, target)
     state_names = tuple(module.state_dict())
     # Divide the model before anything wraps it: later steps see the shard of a weight as an ordinary parameter.
     stages = _cut_stages(plan, module, structure, position.pipeline, sample, target)
     local = _divide(plan, module, stages, structure, mesh, device, move=fill is None)
+    if head:
+        join_head_with_loss(head, plan.compute.loss_chunks, compiled=plan.compute.compile != "none")
     # Replace forward passes before DDP and FSDP2 register their hooks, which then run around the replaced passes.
     compilation = _replace_forward_passes(plan, module, local, mesh, device)
     sums = _small_sums(plan, device, local.module) if world_size > 1 else None
@@ -279,16 +283,30 @@ def _checked_structure(plan: Plan, module: nn.Module, sample: Any, target: str |
     nor cuts. Raises an `InputError` if the plan cannot run on the model."""
     if not needs_structure(plan):
         return None
-    if sample is None:
-        raise InputError(
-            f"the plan ({plan.summary()}) divides the model, and a batch is needed to find out how it can be divided:"
-            " give parallelize(…, sample_batch=batch)"
-        )
-    model_structure = ModelStructure(module, sample, target)
+    model_structure = _traced_structure(plan, module, sample, target)
     structure = structure_for(plan, model_structure)
     check_branches(plan, module, lambda: model_structure.dataflow(structure.found_in_evaluation))
     check_structure(plan, module, structure)
     return without_branch_splits(structure, plan)
+
+
+def _head_to_join(plan: Plan, module: nn.Module, sample: Any, target: str | None) -> nn.Linear | None:
+    """Returns the layer that computes the model's scores, if the plan joins it with the loss; else None."""
+    if plan.compute.loss_chunks == 1:
+        return None
+    structure = _traced_structure(plan, module, sample, target)
+    head = module.get_submodule(head_to_join(plan, module, structure.forward_pass))
+    assert isinstance(head, nn.Linear)
+    return head
+
+
+def _traced_structure(plan: Plan, module: nn.Module, sample: Any, target: str | None) -> ModelStructure:
+    if sample is None:
+        raise InputError(
+            f"the plan ({plan.summary()}) divides the model or joins its head with the loss, and a batch is needed to"
+            " find out how: give parallelize(…, sample_batch=batch)"
+        )
+    return ModelStructure(module, sample, target)
 
 
 def _required(value: T | None) -> T:

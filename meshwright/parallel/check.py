@@ -10,6 +10,7 @@ from torch import nn
 
 from meshwright.errors import InputError
 from meshwright.parallel.branches.check import check_branches, has_assigned_branches, without_branch_splits
+from meshwright.parallel.chunked_loss.head import check_loss_chunks, head_to_join
 from meshwright.parallel.pipeline.check import check_pipeline
 from meshwright.parallel.pipeline.stage_dataflow import cuts_of_plan
 from meshwright.parallel.tensor.split_modules import check_splits
@@ -37,8 +38,7 @@ def checker_of_structure(structure: ModelStructure) -> Callable[[Plan], None]:
     """Returns a function that raises an `InputError` if a plan cannot run on the model of this structure."""
     model = structure.model
 
-    def flow() -> Dataflow:
-        return structure.dataflow(structure.find().found_in_evaluation)
+    flow = structure.forward_pass
 
     @cache
     def is_sparse() -> bool:
@@ -50,6 +50,8 @@ def checker_of_structure(structure: ModelStructure) -> Callable[[Plan], None]:
         if is_sparse():
             check_sparse(plan, model)
         check_derivatives(plan, flow)
+        if plan.compute.loss_chunks > 1:
+            head_to_join(plan, model, flow)
         if needs_structure(plan):
             check_branches(plan, model, flow)
             check_structure(plan, model, structure_for(plan, structure))
@@ -100,6 +102,7 @@ def needs_structure(plan: Plan) -> bool:
 def check_runnable(plan: Plan) -> None:
     """Raises an `InputError` if the plan contradicts itself, so that no model can run with it."""
     _check_precision(plan)
+    check_loss_chunks(plan)
     over_replicate = [
         name for name, split in plan.modules.splits.items() if split.axis == "replicate" and split.kind != "none"
     ]

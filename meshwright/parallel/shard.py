@@ -203,6 +203,8 @@ class _PreBackward:
     forward pass of the model runs, it only gathers the unit's weights: the model differentiates its output, and the
     backward pass, which differentiates once more, needs the weights until its end."""
 
+    ignores_gradient = True  # it returns the gradient that it is called with (chunked_loss/scores.py)
+
     def __init__(self, unit: FSDPModule, original: Callable[[Tensor], Tensor]) -> None:
         self._unit = unit
         self._original = original

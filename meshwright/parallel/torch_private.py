@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
-# ---- tensor subclasses (tensor/shard_view.py, tensor/dispatch.py, branches/pending.py)
+# ---- tensor subclasses (tensor/shard_view.py, tensor/dispatch.py, branches/pending.py, chunked_loss/scores.py)
 #
 # `DisableTorchFunctionSubclass` calls a torch function on a subclass without entering its `__torch_function__` again.
 
@@ -46,6 +46,9 @@ make_wrapper_subclass = Tensor._make_wrapper_subclass
 linear_function = torch._C._nn.linear
 attention_function = torch._C._nn.scaled_dot_product_attention
 cross_entropy_function = torch._C._nn.cross_entropy_loss
+
+# Whether the backward pass that is running keeps the graph for another one (chunked_loss/cross_entropy.py).
+keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 # Checks a condition on the device without making the host wait for the device (tensor/vocabulary.py).
 assert_async = torch._assert_async

@@ -30,6 +30,10 @@ class ModelStructure:
             )
         return self._structures[merge_equal_blocks]
 
+    def forward_pass(self) -> Dataflow:
+        """Returns the dataflow of a forward pass in the mode in which the structure was found."""
+        return self.dataflow(self.find().found_in_evaluation)
+
     def dataflow(self, evaluating: bool) -> Dataflow:
         """Returns the dataflow of a forward pass with two samples, in evaluation mode if `evaluating`, else in training
         mode."""

@@ -27,7 +27,7 @@ def find_vocabulary_splits(flow: Dataflow, other_groups: tuple[SplitGroup, ...])
             ]
     for name, layer in find_linear_layers(flow).items():
         is_wide = layer.outputs >= layer.inputs or layer.outputs in vocabulary_sizes
-        if name in used or not is_wide or not _is_model_output(flow, layer):
+        if name in used or not is_wide or not is_model_output(flow, layer):
             continue
         module = flow.calls[flow.operators[layer.operators[0]].call].module
         output_layer = ParameterSplit(
@@ -56,7 +56,7 @@ def _is_model_input(flow: Dataflow, value: int) -> bool:
     return flow.values[value].source == "input"
 
 
-def _is_model_output(flow: Dataflow, layer: LinearLayer) -> bool:
+def is_model_output(flow: Dataflow, layer: LinearLayer) -> bool:
     """Whether the layer's output is an output of the model, possibly reshaped, cast or with a bias added."""
     if len(layer.operators) != 1:
         return False

@@ -1,0 +1,72 @@
+"""Joins the head of a model with its loss (`compute.loss_chunks`): the head returns lazy scores, from which a cross
+entropy is computed chunk by chunk."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.blocks.module_names import is_inside
+from meshwright.blocks.recompute import find_blocks
+from meshwright.errors import InputError
+from meshwright.parallel.chunked_loss.scores import lazy_scores, run_uncompiled
+from meshwright.plan import Plan
+from meshwright.profile.structure.dataflow import Dataflow
+from meshwright.profile.structure.head import find_head
+
+_OFF = "set compute.loss_chunks to 1"
+
+
+def check_loss_chunks(plan: Plan) -> None:
+    """Raises an `InputError` if the plan computes the loss in chunks and has another choice that does not support
+    this, for any model."""
+    if plan.compute.loss_chunks == 1:
+        return
+    axes = plan.axes
+    reasons = {
+        "layers that are split or placed on ranks": axes.tensor > 1 or bool(plan.modules.splits),
+        "a pipeline": axes.pipeline > 1,
+        "numerics.precision fp8": plan.numerics.precision == "fp8",
+    }
+    reason = next((words for words, holds in reasons.items() if holds), None)
+    if reason is not None:
+        raise InputError(
+            f"plan.compute.loss_chunks is {plan.compute.loss_chunks}, which does not work with {reason}, but the plan"
+            f" is {plan.summary()}: {_OFF}, or change the other choice"
+        )
+
+
+def head_to_join(plan: Plan, model: nn.Module, flow: Callable[[], Dataflow]) -> str:
+    """Returns the name of the head that is joined with the loss under a plan with `loss_chunks`. Raises an `InputError`
+    if the model has no such head, or one that the plan cannot join. `flow` records a forward pass of the model."""
+    chunks = plan.compute.loss_chunks
+    name = find_head(model, flow())
+    if name is None:
+        raise InputError(
+            f"plan.compute.loss_chunks is {chunks}, but {type(model).__name__} returns no scores of an nn.Linear that"
+            f" it calls once: {_OFF}"
+        )
+    block = next((block for block in find_blocks(model) if is_inside(name, block)), None)
+    changes_blocks = plan.axes.shard > 1 or plan.memory.recompute != "none" or plan.compute.compile != "none"
+    if block is not None and changes_blocks:
+        raise InputError(
+            f"plan.compute.loss_chunks is {chunks}, but the head {name} lies in the block {block}, which the plan"
+            f" ({plan.summary()}) shards, recomputes or compiles: {_OFF}"
+        )
+    return name
+
+
+def join_head_with_loss(head: nn.Linear, chunks: int, compiled: bool) -> None:
+    """Makes the head return lazy scores in training, in place. Evaluations get ordinary scores. `compiled` says whether
+    the model is compiled as a whole: head and loss run uncompiled then."""
+    compute_scores = head.forward
+
+    def forward(hidden: Tensor) -> Tensor:
+        if not (torch.is_grad_enabled() and head.training):
+            return compute_scores(hidden)
+        return lazy_scores(hidden, head.weight, head.bias, chunks)
+
+    if compiled:
+        run_uncompiled()
+        forward = torch.compiler.disable(forward)
+    head.forward = forward  # type: ignore[method-assign, assignment]
