@@ -20,6 +20,7 @@ LEVELS = {
     "proof": 6,
     "bench": 6,
     "export": 6,
+    "compat": 6,
     "auto": 5,
     "planner": 4,
     "train": 4,
@@ -53,6 +54,7 @@ LEVELS = {
 FOLDERS = {
     "bench": ("collectives", "peers"),
     "collectives": ("schedules", "shared_memory"),
+    "compat": ("lightning",),
     "launch": ("local",),
     "parallel": ("weights", "tensor", "pipeline", "branches", "replicate", "chunked_loss"),
     "profile": ("structure", "tracing"),

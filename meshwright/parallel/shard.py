@@ -98,6 +98,7 @@ def shard(module: nn.Module, mesh: DeviceMesh, plan: Plan, *, per_block: bool = 
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             replace_pre_backward(unit, partial(_PreBackward, unit))
+            unit.register_forward_pre_hook(_follow_requires_grad)
             for group in fsdp_parameter_groups(unit):
                 group.post_backward = _PostBackward(unit, group)
     if hooks:
@@ -107,6 +108,17 @@ def shard(module: nn.Module, mesh: DeviceMesh, plan: Plan, *, per_block: bool = 
 def _register_dataclasses(unit: nn.Module, inputs: Any, output: Any) -> None:
     """A forward hook that runs before FSDP2's own, which then finds the tensors in an output that is a dataclass."""
     register_dataclasses(output)
+
+
+def _follow_requires_grad(unit: nn.Module, inputs: Any) -> None:
+    """A forward hook that runs after FSDP2 has gathered the unit's weights. Loops that freeze weights for a while, such
+    as those of a GAN, set `requires_grad` of the shards; FSDP2 reads it only when it gathers a weight for the first
+    time."""
+    assert isinstance(unit, FSDPModule)
+    for group in fsdp_parameter_groups(unit):
+        for parameter in group.fsdp_params:
+            if was_gathered(parameter) and parameter.unsharded_param.is_leaf:
+                parameter.unsharded_param.requires_grad_(parameter.sharded_param.requires_grad)
 
 
 def _keep_gradient_hooks(module: nn.Module, hooks: dict[str, tuple[list[Any], list[Any]]]) -> None:

@@ -256,7 +256,7 @@ class OwnLoop:
         self.checks_first_batch = False
 
     def _check_plan(self, method: str) -> None:
-        reason = _why_only_step(self._parallel.plan)
+        reason = why_only_step(self._parallel.plan)
         if reason is not None:
             raise InputError(f"session.{method} cannot run under the plan ({self._parallel.plan.summary()}): {reason}")
 
@@ -268,7 +268,7 @@ def _describe_loss(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}{'' if value.requires_grad else ' without a gradient'}"
 
 
-def _why_only_step(plan: Plan) -> str | None:
+def why_only_step(plan: Plan) -> str | None:
     """Returns why only `Session.step` can train under this plan; None if loops with their own backward can, too."""
     if plan.axes.pipeline > 1:
         return "a pipeline runs forward and backward passes of microbatches in turns, call session.step(batch) instead"

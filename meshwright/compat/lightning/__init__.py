@@ -1,0 +1,24 @@
+"""Strategies for Lightning's `Trainer` and `Fabric`, registered as `meshwright` when this package is imported.
+
+import meshwright.compat.lightning
+
+Trainer(strategy="meshwright")
+Trainer(strategy=MeshwrightStrategy(plan="plan.yaml"))
+Fabric(strategy=MeshwrightFabricStrategy(plan="plan.yaml"))
+"""
+
+from meshwright.compat.lightning.version import check_version
+
+check_version()  # before anything of Lightning is imported
+
+from lightning.fabric.strategies import STRATEGY_REGISTRY  # noqa: E402
+from lightning.pytorch.strategies import StrategyRegistry  # noqa: E402
+
+from meshwright.compat.lightning.fabric_strategy import MeshwrightFabricStrategy  # noqa: E402
+from meshwright.compat.lightning.trainer_strategy import MeshwrightStrategy  # noqa: E402
+
+__all__ = ["MeshwrightFabricStrategy", "MeshwrightStrategy"]
+
+_DESCRIPTION = "Replicates or shards the model under a plan of Meshwright"
+StrategyRegistry.register("meshwright", MeshwrightStrategy, description=_DESCRIPTION, override=True)
+STRATEGY_REGISTRY.register("meshwright", MeshwrightFabricStrategy, description=_DESCRIPTION, override=True)

@@ -1,0 +1,95 @@
+"""Lightning's checkpoints as folders in Meshwright's format (docs/checkpoints.md): each rank writes its shards, nothing
+is pickled, and a folder loads under any plan and number of ranks.
+
+Tensors of the module and of all its optimizers are stored by parameter name. What else a checkpoint of Lightning has,
+such as the progress of its loops and the states of schedules and callbacks, is the object `lightning` of the index.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.checkpoint.load import load, read_manifest_once
+from meshwright.checkpoint.manifest import MANIFEST
+from meshwright.checkpoint.save import save_at
+from meshwright.checkpoint.state import State, model_state, optimizer_state
+from meshwright.errors import CheckpointError, InputError
+
+_OBJECT = "lightning"
+
+
+class JoinedOptimizers(torch.optim.Optimizer):
+    """Several optimizers of one module as a single one, with the groups and the states of all of them, for saving and
+    loading. It is made anew each time, because loading replaces the groups of an optimizer."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+        self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self.state: Any = {key: entry for optimizer in optimizers for key, entry in optimizer.state.items()}
+        parameters = [id(parameter) for group in self.param_groups for parameter in group["params"]]
+        if len(set(parameters)) < len(parameters):
+            raise InputError(
+                "two optimizers train the same parameter, whose states cannot be stored by its name: give each"
+                " parameter to one optimizer, or set checkpoint_format to 'lightning'"
+            )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        groups = list(state["param_groups"])
+        for optimizer in self._optimizers:
+            own = [groups.pop(0) for _ in optimizer.param_groups]
+            numbers = {number for group in own for number in group["params"]}
+            entries = {number: entry for number, entry in state["state"].items() if number in numbers}
+            optimizer.load_state_dict({"state": entries, "param_groups": own})
+
+
+def is_checkpoint_folder(path: Path) -> bool:
+    return (path / MANIFEST).exists()
+
+
+def save_folder(
+    path: Path,
+    module: nn.Module,
+    mesh: DeviceMesh | None,
+    optimizers: Sequence[torch.optim.Optimizer],
+    contents: Mapping[str, Any],
+    step: int = 0,
+) -> Path:
+    """Writes the module, the optimizers and the other `contents` of a checkpoint, which have to be plain values, to the
+    folder `path`, and returns it. All ranks call this together."""
+    joined = JoinedOptimizers(optimizers)
+    state: State = {
+        **model_state(module),
+        **optimizer_state(module, joined, {}, (), mesh),
+        "schedule": None,  # schedules are among the contents
+        "loss_scale": None,
+        _OBJECT: _with_plain_dicts(dict(contents)),
+    }
+    return save_at(state, path, step, {"step": step, "position": [0, step], "seed": 0})
+
+
+def load_folder(
+    path: Path, module: nn.Module, mesh: DeviceMesh | None, optimizers: Sequence[torch.optim.Optimizer]
+) -> dict[str, Any]:
+    """Loads the weights of a checkpoint and, if there are optimizers, their states. Returns the other contents. All
+    ranks call this together."""
+    joined = JoinedOptimizers(optimizers) if optimizers else None
+    objects = load(path, read_manifest_once(path), module, joined, {}, (), mesh)
+    if not isinstance(objects.get(_OBJECT), dict):
+        raise CheckpointError(f"{path}: this checkpoint was not saved by Lightning, so it has no progress of its loops")
+    contents: dict[str, Any] = objects[_OBJECT]
+    return contents
+
+
+def _with_plain_dicts(value: Any) -> Any:
+    """The value with subclasses of dict, such as Lightning's `AttributeDict`, replaced by dicts."""
+    if isinstance(value, dict) and type(value).__module__.startswith("lightning"):
+        return {key: _with_plain_dicts(item) for key, item in value.items()}
+    if type(value) is dict:
+        return {key: _with_plain_dicts(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_with_plain_dicts(item) for item in value)
+    return value

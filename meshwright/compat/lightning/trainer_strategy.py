@@ -1,0 +1,226 @@
+"""`MeshwrightStrategy`: lets Lightning's Trainer train under a plan. Lightning starts the ranks, calls the loops and
+the hooks, and logs; Meshwright replicates or shards the module, combines gradients, and gathers or divides
+checkpoints."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.strategy import _ForwardRedirection
+from lightning.pytorch.trainer.states import TrainerFn
+
+from meshwright.batch import at_least_fp32
+from meshwright.compat.lightning.checkpoint_folder import is_checkpoint_folder, load_folder, save_folder
+from meshwright.compat.lightning.parts import ModuleParts
+from meshwright.compat.lightning.plan_argument import (
+    CheckpointFormat,
+    PlanArgument,
+    check_format,
+    check_loop_plan,
+    check_precision,
+    read_plan,
+    with_precision,
+)
+from meshwright.compat.lightning.plan_precision import PlanPrecision
+from meshwright.compat.lightning.whole_states import divide_loaded_state, whole_optimizer_state
+from meshwright.launch.torch_private import add_gloo_for_cpu_tensors
+from meshwright.plan import Plan
+from meshwright.train.step.optimizer import use_fused_kernels
+
+
+class MeshwrightStrategy(DDPStrategy):
+    """Trains a LightningModule under a plan: a `Plan`, its groups as a dict, the path of a plan file, or `auto`.
+    Without a plan, every rank is a replica. Launching, environments and collectives are those of Lightning's
+    `DDPStrategy`.
+
+    `checkpoint_format` is the format in which checkpoints are saved: `lightning`, one file with whole tensors, or
+    `meshwright`, a folder of which each rank writes its part. Checkpoints of both formats are loaded. `options` are
+    those of `DDPStrategy` that are not about DDP: `cluster_environment`, `process_group_backend`, `timeout` and others.
+    """
+
+    def __init__(
+        self, plan: PlanArgument = None, *, checkpoint_format: CheckpointFormat = "lightning", **options: Any
+    ) -> None:
+        self._plan_argument = plan
+        self._precision_flag = "32-true"
+        self._parts: ModuleParts | None = None
+        self._precision_plugin: PlanPrecision | None = None
+        super().__init__(**options)
+        check_format(checkpoint_format)
+        self._checkpoint_format = checkpoint_format
+        self._loaded_folder = False  # whether the checkpoint that was loaded last is a folder
+        self._forward_redirection = _ForwardRedirection()
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that the module is trained under, once `setup` has read or chosen it."""
+        assert self._parts is not None, "the strategy is not set up"
+        return self._parts.plan
+
+    @property
+    def precision_plugin(self) -> PlanPrecision:
+        if self._precision_plugin is None:
+            self._precision_plugin = PlanPrecision()
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        if plugin is None or isinstance(plugin, PlanPrecision):
+            self._precision_plugin = plugin
+            return
+        check_precision(str(plugin.precision))
+        self._precision_flag = str(plugin.precision)
+
+    # ---- setting up
+
+    def setup(self, trainer: Any) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        self.model_to_device()
+        module: Any = self.lightning_module
+        if self._parts is None or self._parts.module is not module:
+            self._parts = self._divide(module)
+        self.model = module
+        self.precision_plugin.parts = self._parts
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _divide(self, module: Any) -> ModuleParts:
+        add_gloo_for_cpu_tensors()
+        plan = self._read_plan()
+        check_loop_plan(plan, has_session=False)
+        return ModuleParts(module, plan, self.root_device, self.world_size, in_parts=not module.automatic_optimization)
+
+    def _read_plan(self) -> Plan:
+        plan = with_precision(
+            read_plan(self._plan_argument, self.world_size), self._precision_flag, self._plan_argument is None
+        )
+        if self._layer_sync is not None:  # Trainer(sync_batchnorm=True)
+            numerics = plan.numerics.model_copy(update={"batch_norm": "synchronized"})
+            plan = plan.model_copy(update={"numerics": numerics})
+        return plan
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        self._reset_optimizers_and_schedulers()
+        super().setup_optimizers(trainer)
+        if self.plan.compute.fused_optimizer:
+            for optimizer in self.optimizers:
+                use_fused_kernels(optimizer)
+
+    def teardown(self) -> None:
+        if self._parts is None or self._parts.plan.axes.shard == 1:
+            super().teardown()
+            return
+        # Shards stay where they are: moving the module would not move what FSDP2 holds.
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self._parts.reshard()
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # ---- steps
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return at_least_fp32(self._run_step("training_step", *args, **kwargs))
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run_step("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run_step("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run_step("predict_step", *args, **kwargs)
+
+    def _run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a step of the module. Under automatic optimization this is a call of the module itself, so that FSDP2
+        gathers its weights."""
+        module = self.lightning_module
+        assert module is not None
+        assert self._parts is not None
+        with self._parts.forward_pass():
+            if module.automatic_optimization:
+                return self._forward_redirection(module, module, name, *args, **kwargs)
+            return getattr(module, name)(*args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        assert self._parts is not None
+        self._parts.after_optimizer_step(optimizer)
+        return output
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        assert self._parts is not None
+        with self._parts.no_sync():
+            yield
+
+    # ---- checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True  # a rank may hold shards only
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self._checkpoint_format == "lightning":
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        assert self._parts is not None
+        # The tensors are written from the module and the optimizers.
+        contents = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        path = Path(self.broadcast(str(filepath)))
+        # A checkpoint of weights only has no states of optimizers.
+        optimizers = self.optimizers if "optimizer_states" in checkpoint else []
+        step = int(checkpoint["global_step"])
+        save_folder(path, self._parts.module, self._parts.mesh, optimizers, contents, step)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        path = Path(checkpoint_path)
+        self._loaded_folder = is_checkpoint_folder(path)
+        if not self._loaded_folder:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        assert self._parts is not None
+        contents = load_folder(path, self._parts.module, self._parts.mesh, self.optimizers)
+        return {**contents, "state_dict": {}, "optimizer_states": []}
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The weights for `Trainer.save_checkpoint`: whole tensors for a file of Lightning's format, and what this rank
+        holds for a folder."""
+        assert self._parts is not None
+        if self._checkpoint_format == "lightning":
+            return self._parts.whole_state()
+        self._parts.reshard()
+        state: dict[str, Any] = self._parts.module.state_dict()
+        return state
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The module's weights as whole tensors, on every rank. All ranks call this together."""
+        assert self._parts is not None
+        return self._parts.whole_state()
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self._parts is not None
+        if not self._loaded_folder:
+            self._parts.load_whole_state(checkpoint["state_dict"], strict)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        assert self._parts is not None
+        if self._checkpoint_format == "meshwright":
+            return {}  # `save_checkpoint` writes the shards
+        self._parts.reshard()
+        return whole_optimizer_state(optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states = [] if self._loaded_folder else checkpoint["optimizer_states"]
+        for optimizer, state in zip(self.optimizers, states, strict=not self._loaded_folder):
+            optimizer.load_state_dict(divide_loaded_state(optimizer, state))
+        for optimizer in self.optimizers:
+            if self.plan.compute.fused_optimizer:
+                use_fused_kernels(optimizer)  # the saved state may be of an optimizer that was not fused
