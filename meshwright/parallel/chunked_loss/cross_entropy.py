@@ -59,7 +59,10 @@ def chunked_cross_entropy(
         if reduction == "none":
             return _LossOfEachToken.apply(hidden, weight, bias, targets)
         total: Tensor = _SumOfLosses.apply(hidden, weight, bias, targets)
-        return total if reduction == "sum" else total / targets.weight_of_tokens.sum()
+        if reduction == "sum":
+            return total
+        count = targets.weight_of_tokens.sum()
+        return total / torch.where(count == 0, 1, count)  # without valid targets it is 0, and so is its gradient
 
 
 class _SumOfLosses(torch.autograd.Function):

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -90,6 +91,17 @@ def test_all_scores_are_never_in_memory(model: str, loss: str, largest: int, pre
 
     assert largest_result(1) == scores
     assert largest_result(12) <= largest < scores
+
+
+def test_a_batch_without_valid_targets_has_loss_0_and_no_gradient() -> None:
+    session = make_session("plain", "mean", plan_of(3))
+    tokens, target = batch(0)
+    before = {name: tensor.clone() for name, tensor in session.state_dict().items()}
+    assert float(session.step((tokens, torch.full_like(target, -100)))) == 0
+    torch.testing.assert_close(session.state_dict(), before, rtol=0, atol=0)
+    scores = session.model(tokens)
+    F.cross_entropy(scores.view(-1, WORDS), torch.full((tokens.numel(),), -100)).backward()
+    assert all((weight.grad == 0).all() for weight in session.module.parameters() if weight.grad is not None)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
