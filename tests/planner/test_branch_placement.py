@@ -123,6 +123,7 @@ def test_heads_are_placed_where_launching_them_takes_longer_than_the_encoder() -
     assert "heads" in " ".join(explain(result, inputs))
 
 
+@pytest.mark.soak
 def test_heads_are_not_placed_where_every_rank_would_compute_the_encoder_for_more_samples() -> None:
     inputs, result = search_for("heads", 1024)
     assert not result.ranked[0].plan.modules.branches

@@ -91,9 +91,9 @@ COVERING: tuple[tuple[str, str], ...] = (
     ("vgg", "R2 wide"),
     ("resnet", "R2P2 twice"),
     ("gpt", "T2 sequence loss twice"),
-    ("bert", "R2T2 twice"),
     ("bert", "T2P2"),
     ("two_tower", "R2S2 twice"),
+    ("multitask", "R2T2 twice"),
     ("multitask", "S2T2 twice"),
 )
 

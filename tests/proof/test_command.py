@@ -1,8 +1,6 @@
 """`meshwright prove` as scripts use it: its JSON and its exit code."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,12 +20,6 @@ FAULTY: dict[str, Any] = {
     "train": {"epochs": 1, "global_batch": 8},
     "plan": {"axes": {"replicate": 4}},
 }
-
-
-def prove_as_process(job: Path, *options: str) -> CommandResult:
-    command = [sys.executable, "-m", "meshwright", "prove", str(job), *options]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    return CommandResult(process.returncode, process.stdout, process.stderr)
 
 
 @pytest.fixture
@@ -50,10 +42,10 @@ def test_the_default_job_is_proved(tmp_path: Path, prove: Callable[..., CommandR
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["mnist-proof-0001.json"]
 
 
-def test_a_wrong_model_makes_it_exit_3(tmp_path: Path) -> None:
+def test_a_wrong_model_makes_it_exit_3(tmp_path: Path, prove: Callable[..., CommandResult]) -> None:
     job = tmp_path / "faulty.yaml"
     job.write_text(yaml.safe_dump({**FAULTY, "output": str(tmp_path / "runs")}))
-    result = prove_as_process(job, "--ranks", "2", "--json")
+    result = prove(str(job), "--ranks", "2", "--json")
     assert result.exit_code == 3, result.stderr
     proof = json.loads(result.stdout.splitlines()[-1])
     assert proof["equal"] is False

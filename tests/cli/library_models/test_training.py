@@ -11,7 +11,6 @@ import yaml
 from tests.cli.commands import RunCommand
 from tests.proof.models.model_kinds import KINDS
 from tests.proof.models.transformers_models import CASES
-from tests.soaked import all_but
 
 TIMM = [name for name in KINDS if name.startswith("timm")]
 
@@ -35,8 +34,9 @@ def job_of(name: str) -> dict[str, Any]:
     return {**job, "model": {"call": f"{models}:build", "name": name}, "data": {"train": data}}
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("shared_fork_server")
-@pytest.mark.parametrize("name", all_but({"vit"}, [*CASES, *TIMM]))
+@pytest.mark.parametrize("name", [*CASES, *TIMM])
 def test_a_model_trains_in_a_job(tmp_path: Path, run_command: RunCommand, name: str) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(yaml.safe_dump({**job_of(name), "output": str(tmp_path / "runs")}))

@@ -42,7 +42,7 @@ def job_of(model: str, axis: str) -> Job:
             "model": {"call": f"{__name__}:{model}"},
             "data": {"train": {"call": "tests.proof.models.transformers_models:Samples", "kind": "causal"}},
             "optimizer": {"call": "torch.optim:AdamW", "lr": 0.02},
-            "train": {"steps": 20, "global_batch": SAMPLES, "clip_norm": 1.0},
+            "train": {"steps": 10, "global_batch": SAMPLES, "clip_norm": 1.0},
             "checkpoint": {"every_steps": None},
             "log": {"every_steps": 1, "tensorboard": False},
             "plan": {"axes": {axis: 2}},
