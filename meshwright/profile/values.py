@@ -72,7 +72,8 @@ class Operator:
     described in `operator_costs.operator_shape`. `split` is None for an operator that no split divides.
     `workspace_bytes` is the memory that the operator allocates on a GPU while it runs. `computes_gradient` is False in
     the forward pass and for operators of the forward pass that the backward pass runs again (recomputation). `reads`
-    and `writes` are the tensors that the operator uses; both are empty if that was not recorded.
+    and `writes` are the tensors that the operator uses; both are empty if that was not recorded. `in_chunk` is True for
+    an operator of a loss that is computed in chunks, which is never compiled.
     """
 
     layer: str
@@ -85,6 +86,7 @@ class Operator:
     split: SplitMark | None = None
     workspace_bytes: BatchPolynomial = BatchPolynomial(0.0, 0.0)
     computes_gradient: bool = False
+    in_chunk: bool = False
     reads: tuple[TensorUse, ...] = field(default=(), compare=False, repr=False)
     writes: tuple[TensorUse, ...] = field(default=(), compare=False, repr=False)
 

@@ -7,6 +7,7 @@ from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.profile.optimizer import OptimizerCost
 from meshwright.profile.values import ModelProfile
+from meshwright.simulator.compute.chunked_loss import chunked_profile
 from meshwright.simulator.compute.compiled_profile import compiled_profile
 from meshwright.simulator.memory.device_memory import CPU_MEMORY, CUDA_MEMORY, DeviceMemory
 from meshwright.simulator.memory.peak import MemoryPrediction, predict_memory
@@ -61,7 +62,7 @@ def plan_memory(
 ) -> MemoryPrediction:
     """The peak memory of the rank that needs most. Time is not predicted."""
     samples = _microbatch_samples(plan, global_batch)
-    profile = compiled_profile(profile, plan, samples)
+    profile = compiled_profile(chunked_profile(profile, plan), plan, samples)
     optimizer = optimizer.fused() if plan.compute.fused_optimizer else optimizer
     inputs = runtime.memory_inputs(profile, plan, optimizer, device_memory(cluster))
     return predict_memory(inputs.profile, plan, samples, inputs.optimizer, inputs.device)

@@ -18,6 +18,7 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.plan import Plan
 from meshwright.profile.optimizer import OptimizerCost
 from meshwright.profile.values import ModelProfile
+from meshwright.simulator.compute.chunked_loss import chunked_profile
 from meshwright.simulator.compute.compiled_profile import compiled_profile
 from meshwright.simulator.pipeline.shared_weights import tied_gradients_s
 from meshwright.simulator.pipeline.stages import stage_profiles
@@ -62,7 +63,8 @@ def predict_step(
     device, speeds = slowest_device(cluster, plan, runtime)
     optimizer = optimizer.fused() if plan.compute.fused_optimizer else optimizer
     inputs = StepInputs(cluster, plan, batch, optimizer, runtime, device, speeds)
-    executed = runtime.executed_profile(with_standalone_splits(compiled_profile(profile, plan, batch), plan))
+    compiled = compiled_profile(chunked_profile(profile, plan), plan, batch)
+    executed = runtime.executed_profile(with_standalone_splits(compiled, plan))
     if places_branches(plan):
         return _step_with_branches(executed, inputs)
     return _step_of_equal_ranks(executed, inputs)[0]

@@ -78,6 +78,7 @@ class _SumOfLosses(torch.autograd.Function):
                 scores_gradient = _score_gradient(log_softmax, targets, begin, end)
                 del log_softmax
                 gradients.add(begin, end, rows, matrix, scores_gradient, targets.is_valid[begin:end])
+                del scores_gradient  # so that the next chunk can use its memory
         ctx.gradients = gradients.in_own_dtypes()
         return total
 
@@ -119,6 +120,7 @@ class _LossOfEachToken(torch.autograd.Function):
                 scores_gradient = _score_gradient(log_softmax, targets, begin, end)
                 del log_softmax
                 gradients.add(begin, end, rows, matrix, scores_gradient, factors[begin:end])
+                del scores_gradient
         return (*gradients.in_own_dtypes(), None)
 
 
@@ -145,11 +147,10 @@ class _Gradients:
             self._weight = torch.zeros_like(weight) if needed[1] else None
             self._bias = torch.zeros_like(bias) if needed[2] and bias is not None else None
 
-    def add(self, begin: int, end: int, rows: Tensor, matrix: Tensor, scores_gradient: Tensor, factors: Tensor) -> None:
-        """Adds the chunk of the tokens [begin, end). `scores_gradient` is the gradient of the loss of each token,
-        which counts `factors` times. Tokens are multiplied by them where they have the width of the hidden state, which
-        is much smaller than the number of scores."""
-        gradient = scores_gradient.to(matrix.dtype)
+    def add(self, begin: int, end: int, rows: Tensor, matrix: Tensor, gradient: Tensor, factors: Tensor) -> None:
+        """Adds the chunk of the tokens [begin, end). `gradient` is that of the loss of each token with respect to its
+        scores, which counts `factors` times. Tokens are multiplied by them where they have the width of the hidden
+        state, which is much smaller than the number of scores."""
         of_tokens = factors.to(matrix.dtype).unsqueeze(1)
         if self._hidden is not None:
             self._hidden[begin:end] = (gradient @ matrix).mul_(of_tokens)
@@ -198,8 +199,8 @@ def _token_losses(log_softmax: Tensor, targets: TokenTargets, begin: int, end: i
 
 
 def _score_gradient(log_softmax: Tensor, targets: TokenTargets, begin: int, end: int) -> Tensor:
-    """The gradient of each token's loss with respect to its scores, also for ignored tokens. Overwrites
-    `log_softmax`."""
+    """The gradient of each token's loss with respect to its scores, also for ignored tokens, in the dtype of products.
+    Overwrites `log_softmax`."""
     smoothing, class_weight = targets.smoothing, targets.class_weight
     classes, count = targets.classes[begin:end].unsqueeze(1), log_softmax.shape[1]
     gradient = log_softmax.exp_()
@@ -212,4 +213,4 @@ def _score_gradient(log_softmax: Tensor, targets: TokenTargets, begin: int, end:
             gradient.sub_(smoothing / count * of_classes)
     elif smoothing:
         gradient.sub_(smoothing / count)
-    return gradient.scatter_(1, classes, gradient.gather(1, classes) - at_target)
+    return gradient.scatter_(1, classes, gradient.gather(1, classes) - at_target).to(targets.dtype)

@@ -62,9 +62,9 @@ def compiled_profile(profile: ModelProfile, plan: Plan, batch: float) -> ModelPr
 
 def _unit(operator: Operator, units: tuple[str, ...], plan: Plan) -> str | None:
     """The compiled module that an operator belongs to; None if it belongs to none. A BatchNorm whose ranks exchange
-    statistics is not compiled."""
+    statistics is not compiled, and neither is a loss in chunks."""
     exchanges = plan.numerics.batch_norm == "synchronized" and plan.data_ranks > 1
-    if exchanges and computes_statistics(operator):
+    if operator.in_chunk or (exchanges and computes_statistics(operator)):
         return None
     return next((unit for unit in units if not unit or is_inside(operator.layer, unit)), None)
 
