@@ -176,22 +176,29 @@ class Gradients(_PlanGroup):
 class Compute(_PlanGroup):
     """How each rank runs its operators.
 
-    `layout`: memory format of image tensors. `compile`: what `torch.compile` compiles: `none`, each of the model's
-    `blocks` by itself, or the whole `model`. `compile_mode`: with `max-autotune`, the compiler measures several kernels
-    for each product. `cuda_graphs`: kernel launches are captured once as a CUDA graph and replayed. `fused_optimizer`:
-    one kernel updates many weights. `loss_chunks`: when above 1, the head (the linear layer that computes the scores)
-    is joined with the cross entropy, and the tokens of a microbatch go through both in this many chunks, so that only
-    the scores of one chunk are in memory. `threads`: CPU threads per rank; null divides the machine's cores among its
-    ranks.
+    `layout`: memory format of image tensors. `convolutions`: which kernels compute the convolutions of CPU ranks:
+    torch's `default`, or `nnpack`, those of NNPACK with gradients as convolutions and matrix products. `compile`: what
+    `torch.compile` compiles: `none`, each of the model's `blocks` by itself, or the whole `model`. `compile_mode`: with
+    `max-autotune`, the compiler measures several kernels for each product. `cuda_graphs`: kernel launches are captured
+    once as a CUDA graph and replayed. `fused_optimizer`: one kernel updates many weights. `loss_chunks`: when above 1,
+    the head (the linear layer that computes the scores) is joined with the cross entropy, and the tokens of a
+    microbatch go through both in this many chunks, so that only the scores of one chunk are in memory. `threads`: CPU
+    threads per rank; null divides the machine's cores among its ranks.
     """
 
     layout: Literal["contiguous", "channels_last"] = _choice("contiguous", "rounding")
+    convolutions: Literal["default", "nnpack"] = _choice("default", "rounding")
     compile: Literal["none", "blocks", "model"] = _choice("none", "rounding")
     compile_mode: Literal["default", "max-autotune"] = _choice("default", "rounding")
     cuda_graphs: bool = _choice(False, "rounding")
     fused_optimizer: bool = _choice(False, "rounding")
     loss_chunks: LossChunks = _choice(1, "rounding")
     threads: Threads | None = _choice(None, "rounding")
+
+    @property
+    def image_kernels(self) -> Literal["contiguous", "channels_last", "nnpack"]:
+        """What decides the speed of operators on images: their memory format, or the kernels of their convolutions."""
+        return self.layout if self.convolutions == "default" else "nnpack"
 
     @model_validator(mode="before")
     @classmethod
@@ -357,6 +364,8 @@ class Plan(_PlanGroup):
         parts += self._gradient_summary()
         if self.compute.layout != "contiguous":
             parts.append(self.compute.layout)
+        if self.compute.convolutions != "default":
+            parts.append("NNPACK convolutions")
         if self.compute.compile != "none":
             mode = "" if self.compute.compile_mode == "default" else f" {self.compute.compile_mode}"
             parts.append(f"compiled {self.compute.compile}{mode}")

@@ -68,6 +68,7 @@ def test_the_product_of_the_axes_is_the_number_of_ranks(plan: Plan) -> None:
             "one rank · fp32 · wide layers split · recompute full",
         ),
         ({"compute": {"layout": "channels_last"}}, "one rank · fp32 · channels_last"),
+        ({"compute": {"convolutions": "nnpack"}}, "one rank · fp32 · NNPACK convolutions"),
     ],
 )
 def test_a_plan_prints_as_one_line(groups: dict[str, Any], line: str) -> None:
@@ -94,6 +95,7 @@ def test_every_field_is_marked_with_its_effect_on_the_numbers() -> None:
         ({"axes": {"replicate": 2}, "memory": {"recompute": "full"}}, "same"),
         ({"axes": {"tensor": 2}, "modules": {"splits": {"head": {"kind": "column"}}}}, "same"),
         ({"compute": {"layout": "channels_last"}}, "rounding"),
+        ({"compute": {"convolutions": "nnpack"}}, "rounding"),
         ({"axes": {"replicate": 2}, "compute": {"fused_optimizer": True}}, "rounding"),
         ({"compute": {"compile": "model", "cuda_graphs": True}}, "rounding"),
         ({"numerics": {"precision": "bf16"}}, "changes"),

@@ -9,6 +9,7 @@ from torch import nn
 
 from meshwright.auto.inputs import model_planning_inputs, planning_data, planning_inputs
 from meshwright.batch import split_batch
+from meshwright.calibrate.model_operators import is_this_machine, measure_model_operators
 from meshwright.calibrate.probe import measure_machine
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
@@ -22,7 +23,7 @@ from meshwright.plan import Axes, Numerics, Plan
 from meshwright.planner.choice import describe_choice
 from meshwright.planner.inputs import PlanningInputs, with_measured_operators
 from meshwright.planner.profiles import Profiles
-from meshwright.planner.search import PricedPlan, search
+from meshwright.planner.search import PricedPlan, SearchResult, search
 from meshwright.profile.tracing.step import LossFunction
 from meshwright.simulator.predict import predict_plan
 from meshwright.train.build import construct_model
@@ -31,11 +32,43 @@ from meshwright.train.output.folder import RunFolder, find_run_to_resume
 from meshwright.train.output.origin import read_run_file
 from meshwright.user_code import first_line
 
+# The operators of each plan that is considered are measured for about this time, and not again in later searches.
+_MEASURE_OPERATORS_S = 1.0
+_MOST_MEASURED_PLANS = 4
+
 
 def choose_plan(inputs: PlanningInputs, profiles: Profiles) -> PricedPlan:
     """Returns the fastest plan that fits and that `inputs.check_plan` accepts. Raises an `InputError` if there is
     none."""
-    return search(inputs, profiles).ranked[0]
+    return measured_search(inputs, profiles)[0].ranked[0]
+
+
+def measured_search(inputs: PlanningInputs, profiles: Profiles) -> tuple[SearchResult, PlanningInputs]:
+    """Searches, on this machine with measured times of the model's operators. The times of shapes that were not
+    measured are interpolated, and may make a plan seem faster than it is. So the operators of the plan that is found
+    are measured, too, until the search finds one whose operators were measured before. Returns the result, and the
+    inputs with the measured times."""
+    if not is_this_machine(inputs.cluster):
+        return search(inputs, profiles), inputs
+    inputs = with_measured_operators(inputs, profiles, _MEASURE_OPERATORS_S)
+    result = search(inputs, profiles)
+    measured: list[Plan] = []
+    for _ in range(_MOST_MEASURED_PLANS):
+        plan = result.ranked[0].plan
+        if plan in measured or _is_plain_replica(plan):
+            break
+        measured.append(plan)
+        profile = profiles.get(plan.numerics.precision, plan.memory.recompute)
+        cluster = measure_model_operators(inputs.cluster, profile, plan, inputs.global_batch, _MEASURE_OPERATORS_S)
+        inputs = replace(inputs, cluster=cluster)
+        result = search(inputs, profiles)
+    return result, inputs
+
+
+def _is_plain_replica(plan: Plan) -> bool:
+    """Whether `with_measured_operators` measures the operators of this plan."""
+    is_split = bool(plan.modules.splits) or plan.world_size > plan.axes.replicate
+    return not is_split and plan.microbatches == 1 and plan.memory.recompute == "none"
 
 
 @dataclass(frozen=True)
@@ -76,7 +109,9 @@ def plan_of_job(parts: JobParts, cluster: Cluster, plan: "Plan | Literal['auto']
         return JobPlan(fallback)
     try:
         if plan == "auto":
-            result = search(inputs, profiles)
+            # On GPUs, the operators are not measured: it would take memory of a device that the ranks need.
+            measures = cluster.kind == "cpu"
+            result, inputs = measured_search(inputs, profiles) if measures else (search(inputs, profiles), inputs)
             best = result.ranked[0]
             line = describe_choice(result, inputs, profiles)
             return JobPlan(best.plan, best.prediction.step_s, line, is_searched=True)
@@ -156,7 +191,7 @@ def best_plan(
             allow=allow,
             target=target,
         )
-        return choose_plan(with_measured_operators(inputs, profiles), profiles).plan
+        return choose_plan(inputs, profiles).plan
 
     with preserve_generators():  # only rank 0 may draw random numbers here
         return _plan_of_rank_0(search_here, world)

@@ -67,12 +67,13 @@ class _CallToTime:
 @dataclass(frozen=True)
 class _Rank:
     """How the plan runs one rank on this machine, which runs `ranks` of them at the same time. A CPU rank has `cores`
-    devices of one core each. With `tf32`, fp32 products round their inputs to tf32."""
+    devices of one core each. `layout` is `compute.image_kernels` of the plan. With `tf32`, fp32 products round their
+    inputs to tf32."""
 
     device: Device
     cores: int
     ranks: int
-    channels_last: bool
+    layout: str
     speeds: DeviceSpeeds
     tf32: bool
 
@@ -80,9 +81,8 @@ class _Rank:
     def torch_device(self) -> torch.device:
         return torch.device(self.device.kind)
 
-    @property
-    def layout(self) -> str:
-        return "channels_last" if self.channels_last else "contiguous"
+    def make_pool(self) -> TensorPool:
+        return TensorPool(self.torch_device, channels_last=self.layout == "channels_last")
 
 
 def measure_model_operators(
@@ -132,9 +132,9 @@ def _rank(node: Node, plan: Plan) -> _Rank:
     ranks, cores = min(plan.world_size, node.count), 1
     if node.device.kind == "cpu":
         cores = plan.compute.threads or max(1, node.cores // ranks)
-    precision, layout = plan.numerics.precision, plan.compute.layout
+    precision, layout = plan.numerics.precision, plan.compute.image_kernels
     rank_speeds = device_speeds(node.device, product_dtype(precision), cores, layout)
-    return _Rank(node.device, cores, ranks, layout == "channels_last", rank_speeds, precision == "tf32")
+    return _Rank(node.device, cores, ranks, layout, rank_speeds, precision == "tf32")
 
 
 # ---- which operators are timed
@@ -143,7 +143,7 @@ def _rank(node: Node, plan: Plan) -> _Rank:
 def _slowest_operators(profile: ModelProfile, batch: int, rank: _Rank, budget_s: float) -> list[_CallToTime]:
     """Returns the operators to time, in the order of the step: those with the longest predicted total time, as many as
     the time budget and the memory of a rank allow."""
-    builder = CallBuilder(batch, fuses_bias=rank.device.kind == "cpu")
+    builder = CallBuilder(batch, fuses_bias=rank.device.kind == "cpu", uses_nnpack=rank.layout == "nnpack")
     # By look-up key: the call, the predicted seconds of one call, and those of all equal calls in a step.
     candidates: dict[tuple[object, ...], tuple[_CallToTime, float, float]] = {}
     for segment in profile.segments:
@@ -186,7 +186,7 @@ def _seconds_of(calls: Sequence[_CallToTime], rank: _Rank, node: Node, batch: in
 
 def _time_on_gpu(calls: Sequence[_CallToTime], rank: _Rank) -> list[float]:
     """Returns the seconds of each call."""
-    pool, seconds = TensorPool(rank.torch_device, rank.channels_last), []
+    pool, seconds = rank.make_pool(), []
     with torch.random.fork_rng(), torch.no_grad():
         for timed in calls:
             with float32_matmul_precision(_dtype(timed.operator, rank)):
@@ -206,7 +206,7 @@ def _time_on_cores(calls: Sequence[_CallToTime], rank: _Rank, budget_s: float) -
     try:
         torch.set_num_threads(rank.cores)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            pool = TensorPool(rank.torch_device, rank.channels_last)
+            pool = rank.make_pool()
             _run_pass(calls, pool)
             pool.reallocate_generated()
             for neighbour in neighbours:
@@ -244,7 +244,7 @@ class _NeighbourRank(threading.Thread):
 
     def run(self) -> None:
         torch.set_num_threads(self._rank.cores)
-        pool = TensorPool(self._rank.torch_device, self._rank.channels_last)
+        pool = self._rank.make_pool()
         try:
             with torch.no_grad():
                 while True:
@@ -342,9 +342,10 @@ def _merged(calibrated: tuple[OperatorTime, ...], new: tuple[OperatorTime, ...])
 
     A look-up interpolates within one class (operator, direction, dtype, layout). If the calibration lacks the class of
     a new row, for example its backward direction, copies of the most similar calibrated rows are added to the class
-    first, because otherwise the model's few shapes would price all other shapes of that class. A new row is left out if
-    no calibrated row is similar."""
+    first, because otherwise the model's few shapes would price all other shapes of that class. Shapes that are measured
+    in this class themselves are not copied. A new row is left out if no calibrated row is similar."""
     rows = list(calibrated)
+    measured = {(_row_class(row), row.shape) for row in new}
     for row in new:
         key = _row_class(row)
         if not any(_row_class(other) == key for other in rows):
@@ -353,9 +354,12 @@ def _merged(calibrated: tuple[OperatorTime, ...], new: tuple[OperatorTime, ...])
             similar = [other for other in same_dtype if _row_class(other)[0] == name]
             similar = similar or [other for other in same_dtype if _row_class(other)[0] == SUBSTITUTE_CLASSES.get(name)]
             similar = [other for other in similar if other.direction == row.direction] or similar
-            similar = [other for other in similar if other.layout == row.layout] or similar
+            similar = [other for other in similar if other.layout == row.layout] or [
+                other for other in similar if other.layout == "contiguous"
+            ]
             new_class = {"operator": row.operator, "direction": row.direction, "layout": row.layout}
-            rows += [other.model_copy(update=new_class) for other in similar]
+            copies = [other.model_copy(update=new_class) for other in similar]
+            rows += [copy for copy in copies if (_row_class(copy), copy.shape) not in measured]
             if not similar:
                 continue
         rows.append(row)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.blocks.convolutions import convolution, convolution_gradients, is_suitable
 from meshwright.dtypes import DTYPES_BY_TORCH_NAME, ITEM_BYTES
 from meshwright.profile.values import BatchPolynomial, Operator
 from meshwright.simulator.compute.lookup import bias_bytes
@@ -109,10 +110,12 @@ def _view_as(tensor: Tensor | None, shape: _Shape) -> Tensor | None:
 @dataclass
 class CallBuilder:
     """Builds a call for each operator of a step; `build` must be called in the order of the step. `image_shapes` has
-    the shapes of the images that earlier operators read or wrote, by number of elements."""
+    the shapes of the images that earlier operators read or wrote, by number of elements. `uses_nnpack`: convolutions
+    are those of `blocks/convolutions.py` where these are suitable."""
 
     batch: int
     fuses_bias: bool  # whether a convolution kernel adds its bias itself
+    uses_nnpack: bool = False
     image_shapes: dict[int, _Shape] = field(default_factory=dict)
 
     def build(self, operator: Operator, backward: bool) -> OperatorCall | None:
@@ -147,6 +150,15 @@ class CallBuilder:
                 continue
             padding, out = geometry[0], (n, c_out, *geometry[1:])
             self.image_shapes.update({prod(image): image, prod(out): out})
+            if self.uses_nnpack and is_suitable((kernel,) * 2, (stride,) * 2, (padding,) * 2, (1, 1), groups):
+                if backward:
+                    return _nnpack_backward(image, filters, out, padding, dtype, bias, gradients == 2)
+                return lambda pool: convolution(
+                    pool.latest(image, dtype),
+                    pool.random(filters, dtype, owner),
+                    pool.random((c_out,), dtype, owner) if bias else None,
+                    (padding, padding),
+                )
             options = ([stride, stride], [padding, padding], [1, 1], False, [0, 0], groups)
             if not backward:
                 return lambda pool: aten.convolution(
@@ -214,6 +226,22 @@ def _padding_and_sides(h: int, w: int, kernel: int, stride: int, pixels: float) 
         if abs(height * width - pixels) < 0.5:
             return padding, height, width
     return None
+
+
+def _nnpack_backward(
+    image: _Shape, filters: _Shape, out: _Shape, padding: int, dtype: torch.dtype, bias: bool, of_input: bool
+) -> OperatorCall:
+    """Returns the call of the backward pass of `blocks/convolutions.py`, with the gradient of the input if
+    `of_input`."""
+    owner = object()
+
+    def run(pool: TensorPool) -> Tensor:
+        gradient, weight = pool.latest(out, dtype), pool.random(filters, dtype, owner)
+        needed = (of_input, True, bias)
+        gradients = convolution_gradients(gradient, pool.saved(image, dtype, owner), weight, (padding, padding), needed)
+        return _largest(gradients)
+
+    return run
 
 
 def _largest(results: Any) -> Tensor:

@@ -62,14 +62,13 @@ def plan(
 
     from rich.console import Console
 
-    from meshwright.auto.choose import dimension_plan
+    from meshwright.auto.choose import dimension_plan, measured_search
     from meshwright.auto.inputs import planning_inputs
     from meshwright.calibrate.probe import measure_machine
     from meshwright.cluster.detect import find_cluster
     from meshwright.job import load_plan
     from meshwright.planner.inputs import with_measured_operators
     from meshwright.planner.report import predict_given_plan, report_search, show
-    from meshwright.planner.search import search
     from meshwright.train.job_parts import JobParts
 
     if output:
@@ -83,11 +82,11 @@ def plan(
         given_plan = dimension_plan(parts, machines)
     notify = partial(print, file=sys.stderr)
     inputs, profiles = planning_inputs(parts, machines, allow="same" if exact else None, top=top, notify=notify)
-    inputs = with_measured_operators(inputs, profiles)
     if given_plan:
-        report = predict_given_plan(given_plan, inputs, profiles)
+        report = predict_given_plan(given_plan, with_measured_operators(inputs, profiles), profiles)
     else:
-        report = report_search(search(inputs, profiles), inputs, profiles)
+        result, inputs = measured_search(inputs, profiles)
+        report = report_search(result, inputs, profiles)
     if output:
         report.ranked[0][0].save(output)
     seconds = round(perf_counter() - begin, 3)

@@ -57,6 +57,7 @@ MeasuredOperator = Literal[
     "optimizer",
 ]
 MemoryLayout = Literal["contiguous", "channels_last"]
+ImageKernels = Literal["contiguous", "channels_last", "nnpack"]  # `compute.image_kernels` of a plan
 BasedOn = Literal["measured", "measured here, with the model's own shapes", "calibrated", "datasheet", "detected"]
 
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
@@ -103,7 +104,7 @@ class OperatorTime(_FrozenValue):
     direction: Literal["forward", "backward"] = "forward"
     dtype: Dtype
     shape: tuple[TensorSize, ...]
-    layout: MemoryLayout = "contiguous"
+    layout: ImageKernels = "contiguous"
     flops: Operations
     bytes: Bytes
     seconds: MeasuredSeconds

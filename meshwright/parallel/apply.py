@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from meshwright.blocks.convolutions import use_nnpack
 from meshwright.blocks.recompute import recompute_blocks
 from meshwright.collectives.reducers import make_reducer
 from meshwright.collectives.small_sums import SmallSums, make_small_sums
@@ -169,12 +170,16 @@ def _divide(
 def _replace_forward_passes(
     plan: Plan, module: nn.Module, local: _LocalModel, mesh: DeviceMesh | None, device: torch.device
 ) -> Compilation:
-    """Installs synchronized BatchNorm, recomputation, fp8 and compilation, where the plan has them. Returns what is
-    compiled."""
+    """Installs synchronized BatchNorm, the kernels of convolutions, recomputation, fp8 and compilation, where the plan
+    has them. Returns what is compiled."""
     # Synchronized BatchNorm replaces the forward pass of layers before recomputing wraps the forward pass of blocks.
     if plan.numerics.batch_norm == "synchronized" and (group := data_group(mesh, plan)) is not None:
         for model in local.models:
             synchronize_batch_norm(model, group)
+    # The kernels of convolutions before recomputing, so that recomputed layers use them, too.
+    if plan.compute.convolutions == "nnpack":
+        for model in local.models:
+            use_nnpack(model)
     # Recomputing before DDP and FSDP2, because both look for the parameters that the forward pass of whole blocks used.
     _recompute(plan, module, local.stages, local.branches)
     # fp8 before compiling, so that the casts are compiled together with the layers.

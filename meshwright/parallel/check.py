@@ -103,6 +103,7 @@ def check_runnable(plan: Plan) -> None:
     """Raises an `InputError` if the plan contradicts itself, so that no model can run with it."""
     _check_precision(plan)
     check_loss_chunks(plan)
+    _check_convolutions(plan)
     over_replicate = [
         name for name, split in plan.modules.splits.items() if split.axis == "replicate" and split.kind != "none"
     ]
@@ -116,6 +117,17 @@ def check_runnable(plan: Plan) -> None:
             f"plan.modules.branches.{next(iter(plan.modules.branches))} is placed on one rank of the tensor axis, which"
             f" a pipeline does not support, but the plan is {plan.summary()}: remove the branches, or set axes.pipeline"
             " to 1"
+        )
+
+
+def _check_convolutions(plan: Plan) -> None:
+    compute = plan.compute
+    if compute.convolutions == "nnpack" and (compute.layout != "contiguous" or compute.compile != "none"):
+        field, needed = ("layout", "contiguous") if compute.layout != "contiguous" else ("compile", "none")
+        raise InputError(
+            f"plan.compute.convolutions is nnpack, whose kernels take contiguous images and are not used in compiled"
+            f" code, but compute.{field} is {getattr(compute, field)}: set it to {needed}, or compute.convolutions to"
+            " default"
         )
 
 

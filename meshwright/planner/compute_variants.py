@@ -2,7 +2,8 @@
 graphs. The search ranks plans by their axes, precision and memory first; `best_variant` then predicts the few best
 plans with these choices, one group of choices after the other:
 
-    layout        channels_last, for convolutions in fp32 (in lower precisions the search lays all images out like this)
+    images        channels_last for convolutions in fp32 (in lower precisions the search lays all images out like this),
+                  or NNPACK's convolutions, on CPUs
     optimizer     fused kernels, on GPUs
     compilation   CUDA graphs, compiled blocks, compiled blocks with CUDA graphs, the compiled model, or that with CUDA
                   graphs; on GPUs
@@ -15,7 +16,7 @@ from typing import Any
 
 from meshwright.errors import InputError
 from meshwright.plan import Plan
-from meshwright.planner.inputs import PlanningInputs
+from meshwright.planner.inputs import PlanningInputs, fp32_image_kernels
 from meshwright.simulator.predict import Prediction
 
 # A chosen value: what saves less is not worth the additional seconds before the first step, or other last bits.
@@ -33,7 +34,7 @@ def best_variant(
     compiled by themselves."""
     if inputs.allow == "same":
         return plan, prediction
-    for choices in (_layouts(plan, images), _optimizers(inputs), _compilations(plan, inputs, blocks)):
+    for choices in (_image_kernels(plan, inputs, images), _optimizers(inputs), _compilations(plan, inputs, blocks)):
         plan, prediction = _fastest(plan, prediction, choices, inputs, predict)
     return plan, prediction
 
@@ -67,9 +68,9 @@ def _is_accepted(plan: Plan, inputs: PlanningInputs) -> bool:
     return True
 
 
-def _layouts(plan: Plan, images: bool) -> _Choices:
+def _image_kernels(plan: Plan, inputs: PlanningInputs, images: bool) -> _Choices:
     is_fixed = not images or plan.numerics.precision != "fp32"
-    return [] if is_fixed else [{"layout": "channels_last"}]
+    return [] if is_fixed else [dict(choice) for choice in fp32_image_kernels(inputs)]
 
 
 def _optimizers(inputs: PlanningInputs) -> _Choices:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import gcd
 
-from meshwright.calibrate.model_operators import is_this_machine, measure_model_operators
+from meshwright.calibrate.model_operators import BUDGET_S, is_this_machine, measure_model_operators
 from meshwright.cluster.cluster import Cluster, Device
 from meshwright.dtypes import Dtype
 from meshwright.plan import Numerics, Plan
@@ -91,25 +91,34 @@ class PlanningInputs:
         return self.device.accelerates(dtype) and rates.get(dtype, 0.0) > rates.get("fp32", 0.0)
 
 
-def with_measured_operators(inputs: PlanningInputs, profiles: Profiles) -> PlanningInputs:
+def with_measured_operators(inputs: PlanningInputs, profiles: Profiles, budget_s: float = BUDGET_S) -> PlanningInputs:
     """Returns the inputs with a cluster in which the model's operators have been measured on this machine, with the
-    batch that a rank gets if every device is a replica, in each memory layout that the search considers. Returns the
-    same inputs if the cluster is not this machine."""
+    batch that a rank gets if every device is a replica, in each memory layout and with all kernels of convolutions
+    that the search considers. Returns the same inputs if the cluster is not this machine."""
     cluster, devices = inputs.cluster, inputs.cluster.device_count
     if not is_this_machine(cluster):
         return inputs
     for precision in inputs.precisions_to_try():
         axes = {"replicate": min(devices, inputs.global_batch)}
         profile = profiles.get(precision, "none")
-        for layout in _layouts(profile, inputs.allow):
-            groups = {"axes": axes, "numerics": {"precision": precision}, "compute": {"layout": layout}}
+        for compute in _image_kernels(profile, inputs):
+            groups = {"axes": axes, "numerics": {"precision": precision}, "compute": compute}
             plan = Plan.model_validate(groups)
-            cluster = measure_model_operators(cluster, profile, plan, inputs.global_batch)
+            cluster = measure_model_operators(cluster, profile, plan, inputs.global_batch, budget_s)
     return replace(inputs, cluster=cluster)
 
 
-def _layouts(profile: ModelProfile, allow: Numerics) -> tuple[str, ...]:
-    """The memory layouts in which the search considers plans with this profile."""
-    if allow == "same" or not profile.has_convolutions:
-        return ("contiguous",)
-    return ("contiguous", "channels_last") if profile.precision == "fp32" else ("channels_last",)
+def _image_kernels(profile: ModelProfile, inputs: PlanningInputs) -> list[dict[str, str]]:
+    """The memory layouts and kernels of convolutions that the search considers in plans with this profile, as fields of
+    `Compute`."""
+    if inputs.allow == "same" or not profile.has_convolutions:
+        return [{}]
+    if profile.precision != "fp32":
+        return [{"layout": "channels_last"}]
+    return [{}, *fp32_image_kernels(inputs)]
+
+
+def fp32_image_kernels(inputs: PlanningInputs) -> list[dict[str, str]]:
+    """What `compute_variants.py` tries for convolutions in fp32, in place of the default, as fields of `Compute`."""
+    nnpack = [{"convolutions": "nnpack"}] if inputs.cluster.kind == "cpu" else []
+    return [{"layout": "channels_last"}, *nnpack]

@@ -38,4 +38,4 @@ def slowest_device(cluster: Cluster, plan: Plan, runtime: Runtime) -> tuple[Devi
     if device.rates.get(dtype, 0.0) < device.rates["fp32"] and device.kind == "cuda":
         # The device only emulates this dtype: libraries store tensors in it, but compute in fp32.
         device = device.model_copy(update={"rates": {**device.rates, dtype: device.rates["fp32"]}})
-    return device, device_speeds(device, dtype, cores, plan.compute.layout, runtime.tf32_convolutions)
+    return device, device_speeds(device, dtype, cores, plan.compute.image_kernels, runtime.tf32_convolutions)

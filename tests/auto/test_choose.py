@@ -3,16 +3,19 @@
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from meshwright.auto import choose
 from meshwright.auto.choose import JobPlan, plan_of_job
+from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
 from meshwright.errors import InputError, UserCodeError
 from meshwright.job import Job, parse_job
 from meshwright.plan import Plan
+from meshwright.planner.inputs import PlanningInputs
 from meshwright.profile.structure import model_structure
 from meshwright.profile.tracing import real_steps
 from meshwright.train import job_parts
@@ -20,6 +23,7 @@ from meshwright.train.check import check_job
 from meshwright.train.job_parts import JobParts
 from meshwright.train.output.folder import lock_run_folder, write_job_and_plan
 from tests.auto.machines import cpu_cluster
+from tests.planner.cases import MOMENTUM, one_layer
 
 TWO_REPLICAS = Plan.model_validate({"axes": {"replicate": 2}})
 
@@ -171,3 +175,32 @@ def test_a_model_file_that_exits_is_executed_once(tmp_path: Path, capsys: pytest
     with pytest.raises(UserCodeError, match=r"importing it failed: SystemExit: exit code 0 \(.*my_model.py, line 2\)"):
         plan_of_job(JobParts(parse_job(raw, folder=tmp_path)), cpu_cluster(2), "auto")
     assert capsys.readouterr().out == "executed\n"
+
+
+def test_operators_of_a_plan_that_seems_fastest_are_measured_before_it_is_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Plans with microbatches seem twice as fast as they are until they are measured."""
+    plans = [Plan.model_validate({"memory": {"accumulation": count}}) for count in (4, 2, 1)]
+    measured: list[int] = []
+
+    def search(inputs: Any, _: Any) -> Any:
+        seconds = {count: 1.0 if count in (1, *measured) else 0.5 / count for count in (4, 2, 1)}
+        ranked = sorted(plans, key=lambda plan: (seconds[plan.microbatches], plan.microbatches))
+        return SimpleNamespace(ranked=[SimpleNamespace(plan=plan) for plan in ranked])
+
+    def measure(cluster: Cluster, _: Any, plan: Plan, *__: Any) -> Cluster:
+        measured.append(plan.microbatches)
+        return cluster
+
+    monkeypatch.setattr(choose, "search", search)
+    monkeypatch.setattr(choose, "measure_model_operators", measure)
+    monkeypatch.setattr(choose, "with_measured_operators", lambda inputs, *_: inputs)
+    inputs = PlanningInputs(cpu_cluster(1), 8, MOMENTUM)
+    monkeypatch.setattr(choose, "is_this_machine", lambda _: True)
+    assert choose.choose_plan(inputs, one_layer()).plan == plans[-1]
+    assert measured == [4, 2]
+    monkeypatch.setattr(choose, "is_this_machine", lambda _: False)
+    measured.clear()
+    assert choose.choose_plan(inputs, one_layer()).plan == plans[0]
+    assert measured == []

@@ -83,6 +83,33 @@ def test_operators_are_built_as_the_model_runs_them() -> None:
     assert norms == {(BATCH, 8, 16, 16)}
 
 
+def test_the_convolutions_of_a_plan_with_nnpack_are_measured_and_predicted_by_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timed: list[list[str]] = []
+
+    def seconds(calls: Sequence[Any], *_: Any) -> list[float]:
+        with torch.profiler.profile() as profile, torch.no_grad():
+            for call in calls:
+                call.call(TensorPool(torch.device("cpu")))
+        timed.append([event.key for event in profile.key_averages()])
+        return [1e-3 * len(timed)] * len(calls)
+
+    monkeypatch.setattr(model_operators, "_time_on_cores", seconds)
+    cluster, profile = _here(), _traced()
+    for kernels in ("default", "nnpack"):
+        plan = Plan(compute=Compute.model_validate({"convolutions": kernels, "threads": 1}))
+        cluster = measure_model_operators(cluster, profile, plan, BATCH)
+    assert ["aten::_nnpack_spatial_convolution" in names for names in timed] == [
+        False,
+        torch.backends.nnpack.is_available(),
+    ]
+    (operator,) = (o for s in profile.segments for o in s.operators if (o.layer, o.name) == ("first", "convolution"))
+    for kernels, expected in (("contiguous", 1e-3), ("nnpack", 2e-3)):
+        speeds = device_speeds(cluster.nodes[0].device, "fp32", 1, kernels)
+        assert operator_s(operator, BATCH, speeds, False) == pytest.approx(expected, rel=1e-4)
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_measured_operator_is_predicted_to_take_as_long(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
     def seconds(calls: Sequence[Any], *_: Any) -> list[float]:

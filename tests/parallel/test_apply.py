@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.batch import ModelBatch, at_least_fp32
+from meshwright.blocks.convolutions import NnpackConvolution
 from meshwright.parallel.apply import apply
 from meshwright.plan import Plan
 from tests.ranks import run_ranks
@@ -19,6 +20,13 @@ def test_one_rank_runs_the_model_itself() -> None:
     parallel = apply(Plan(), model, CPU, 1)
     assert parallel.runner is model
     assert parallel.mesh is None
+
+
+def test_a_plan_with_nnpack_replaces_the_kernels_of_convolutions() -> None:
+    for kernels, is_replaced in (("default", False), ("nnpack", True)):
+        model = nn.Sequential(nn.Conv2d(1, 2, 3))
+        apply(Plan.model_validate({"compute": {"convolutions": kernels}}), model, CPU, 1)
+        assert isinstance(model[0]._conv_forward, NnpackConvolution) == is_replaced
 
 
 def test_half_precision_outputs_of_any_structure_become_fp32() -> None:

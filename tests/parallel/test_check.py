@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import InputError
-from meshwright.parallel.check import check_plan
+from meshwright.parallel.check import check_plan, check_runnable
 from meshwright.plan import Plan
 
 
@@ -91,3 +91,15 @@ def test_models_that_take_derivatives_refuse_what_torch_cannot_differentiate_twi
         check_plan(Plan.model_validate(plan), Derivative(), torch.zeros(2, 8))
     check_plan(Plan.model_validate(plan), nn.Sequential(nn.Linear(8, 8)), torch.zeros(2, 8))
     check_plan(Plan.model_validate({"memory": {"recompute": "full"}}), Derivative(), torch.zeros(2, 8))
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"layout": "channels_last"}, "compute.layout is channels_last: set it to contiguous"),
+        ({"compile": "model"}, "compute.compile is model: set it to none"),
+    ],
+)
+def test_nnpack_is_refused_with_what_would_not_use_it(other: dict[str, str], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        check_runnable(Plan.model_validate({"compute": {"convolutions": "nnpack", **other}}))

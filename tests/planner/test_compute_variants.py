@@ -122,6 +122,15 @@ def test_images_in_fp32_get_the_layout_that_is_predicted_to_be_faster() -> None:
     assert "layout" not in choose({"numerics": {"precision": "bf16"}}, images=True)
 
 
+def test_cpu_ranks_get_the_kernels_of_convolutions_that_are_predicted_to_be_faster() -> None:
+    cpus, gains = PlanningInputs(cpu_cluster(2), 8, MOMENTUM, allow="rounding"), {"layout channels_last": 0.1}
+    assert choose({}, cpus, images=True, gains={**gains, "convolutions nnpack": 0.2}) == {"convolutions": "nnpack"}
+    assert choose({}, cpus, images=True, gains={**gains, "convolutions nnpack": 0.05}) == {"layout": "channels_last"}
+    assert choose({}, cpus, images=False, gains={"convolutions nnpack": 0.2}) == {}
+    assert choose({}, images=True, gains={"convolutions nnpack": 0.2}) == {}
+    assert choose({}, replace(cpus, allow="same"), images=True, gains={"convolutions nnpack": 0.2}) == {}
+
+
 @pytest.mark.parametrize(
     ("inputs", "chosen"),
     [

@@ -20,7 +20,7 @@ from tests.planner.cases import MOMENTUM, one_layer
 def test_every_precision_is_measured_as_a_replica_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, int, str, int]] = []
 
-    def measured(cluster: Cluster, profile: ModelProfile, plan: Plan, global_batch: int) -> Cluster:
+    def measured(cluster: Cluster, profile: ModelProfile, plan: Plan, global_batch: int, _: float) -> Cluster:
         seen.append((plan.numerics.precision, plan.axes.replicate, profile.precision, global_batch))
         return cluster.model_copy(update={"name": "measured"})
 
@@ -32,28 +32,30 @@ def test_every_precision_is_measured_as_a_replica_runs_it(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("allow", "precision", "layouts"),
+    ("allow", "cluster", "precision", "kernels"),
     [
-        ("same", "fp32", ["contiguous"]),
-        ("rounding", "fp32", ["contiguous", "channels_last"]),
-        ("changes", "bf16", ["channels_last"]),
+        ("same", "2xH100", "fp32", ["contiguous"]),
+        ("rounding", "2xH100", "fp32", ["contiguous", "channels_last"]),
+        ("changes", "2xH100", "bf16", ["channels_last"]),
+        ("same", "2xcpu", "fp32", ["contiguous"]),
+        ("rounding", "2xcpu", "fp32", ["contiguous", "channels_last", "nnpack"]),
     ],
 )
-def test_images_are_measured_in_the_layouts_that_the_search_considers(
-    allow: Numerics, precision: str, layouts: list[str], monkeypatch: pytest.MonkeyPatch
+def test_images_are_measured_with_the_layouts_and_kernels_that_the_search_considers(
+    allow: Numerics, cluster: str, precision: str, kernels: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[str, str]] = []
 
-    def measured(cluster: Cluster, _: ModelProfile, plan: Plan, __: int) -> Cluster:
-        seen.append((plan.numerics.precision, plan.compute.layout))
+    def measured(cluster: Cluster, _: ModelProfile, plan: Plan, *__: object) -> Cluster:
+        seen.append((plan.numerics.precision, plan.compute.image_kernels))
         return cluster
 
     monkeypatch.setattr(planning, "is_this_machine", lambda cluster: True)
     monkeypatch.setattr(planning, "measure_model_operators", measured)
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2))
     profiles = Profiles(model, (torch.zeros(2, 1, 4, 4), torch.zeros(2, dtype=torch.long)), F.cross_entropy)
-    with_measured_operators(PlanningInputs(find_cluster("2xH100"), 8, MOMENTUM, allow=allow), profiles)
-    assert seen == [(precision, layout) for layout in layouts]
+    with_measured_operators(PlanningInputs(find_cluster(cluster), 8, MOMENTUM, allow=allow), profiles)
+    assert seen == [(precision, kernel) for kernel in kernels]
 
 
 def test_another_machine_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:

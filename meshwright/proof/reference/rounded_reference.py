@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from meshwright.batch import ModelBatch
+from meshwright.blocks.convolutions import use_nnpack
 from meshwright.parallel.float8 import convert_linears_to_float8
 from meshwright.parallel.precision import (
     forward_precision,
@@ -38,6 +39,8 @@ class RoundedReference(Reference):
         super().__init__(setup, request, grouping, device)
         if self._plan.compute.layout == "channels_last":  # its kernels sum in another order
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if self._plan.compute.convolutions == "nnpack":
+            use_nnpack(self.model)
         if self._plan.numerics.precision == "fp8":
             convert_linears_to_float8(self.model, device)
         self._rounds_all_reduce = gradient_reduce_dtype(self._plan) is not None

@@ -139,14 +139,20 @@ def _changes(plan: Plan, model: nn.Module, cluster: Cluster) -> Iterator[tuple[s
         yield "a fused optimizer", {"fused_optimizer": True}, 1.0
     has_images = any(parameter.dim() == 4 for parameter in model.parameters())
     if has_images and compute.layout == "contiguous":
-        yield "channels_last", {"layout": "channels_last"}, 1.0
+        yield "channels_last", {"layout": "channels_last", "convolutions": "default"}, 1.0
+    if has_images and not on_gpu and plan.numerics.precision == "fp32" and compute.convolutions == "default":
+        yield "NNPACK's convolutions", {"layout": "contiguous", "convolutions": "nnpack"}, 1.0
     if on_gpu and plan.processes == 1 and not compute.cuda_graphs:
         yield "CUDA graphs", {"cuda_graphs": True}, 2.0
     can_compile = plan.axes.tensor == 1 and plan.axes.pipeline == 1 and not plan.modules.splits
     if can_compile and compute.compile == "none":
         layers = sum(not any(True for _ in module.children()) for module in model.modules())
         kind = "model" if plan.axes.shard == 1 else "blocks"
-        yield "a compiled model", {"compile": kind}, _COMPILE_S + _COMPILE_S_PER_LAYER * layers
+        yield (
+            "a compiled model",
+            {"compile": kind, "convolutions": "default"},
+            _COMPILE_S + _COMPILE_S_PER_LAYER * layers,
+        )
 
 
 # ---- results of earlier runs

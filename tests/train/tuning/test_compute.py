@@ -4,11 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
 from meshwright.errors import Stopped
 from meshwright.job import load_plan
+from meshwright.parallel.check import check_runnable
 from meshwright.plan import Plan
 from meshwright.train import run
 from meshwright.train.job_parts import JobParts
@@ -127,6 +129,17 @@ def test_cpu_ranks_try_no_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     measurer = Measurer({})
     tuned(monkeypatch, measurer, cluster=CPU, plan=Plan.model_validate({"axes": {"replicate": 2}}))
     assert not any("CUDA" in plan for plan in measurer.measured)
+
+
+def test_cpu_ranks_try_nnpack_for_images() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3))
+    changes = {name: change for name, change, _ in compute._changes(ONE_RANK, model, CPU)}
+    assert changes["NNPACK's convolutions"] == {"layout": "contiguous", "convolutions": "nnpack"}
+    for change in changes.values():
+        plan = Plan.model_validate({"compute": {"convolutions": "nnpack"}})
+        check_runnable(plan.model_copy(update={"compute": plan.compute.model_copy(update=change)}))
+    assert "NNPACK's convolutions" not in [name for name, *_ in compute._changes(ONE_RANK, model, GPU)]
+    assert "NNPACK's convolutions" not in [name for name, *_ in compute._changes(ONE_RANK, nn.Linear(1, 1), CPU)]
 
 
 def test_steps_of_a_job_are_measured_in_a_process_of_their_own_and_its_end_is_noticed() -> None:
