@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.bench.peers import catalog, compare
 from meshwright.bench.peers.catalog import PEERS, Interpreter, find_interpreter, selected_peers
-from meshwright.bench.peers.compare import job_of_steps, measure_rounds, peer_threads
+from meshwright.bench.peers.compare import job_of_steps, measure_rounds, peer_threads, rate_after_warm_up
 from meshwright.bench.peers.ranks import RankCommand, run_ranks
 from meshwright.bench.peers.rows import Contestant, Measurement, PeerReport, make_rows, report_lines
 from meshwright.bench.peers.task import WARM_UP_STEPS, PeerTask, sample_order
@@ -219,6 +219,7 @@ def test_only_at_its_best_a_peer_has_a_fused_optimizer() -> None:
 
 def test_the_measured_job_has_no_schedule_evaluation_or_checkpoint(tmp_path: Path) -> None:
     job = job_of_steps(_job(), 65, tmp_path)
+    assert job.log.every_steps == WARM_UP_STEPS
     assert (job.train.steps, job.train.epochs, job.schedule, job.data.eval) == (65, None, None, None)
     assert job.checkpoint.every_steps is None
     with pytest.raises(InputError, match=r"data\.partition is sample"):
@@ -241,6 +242,14 @@ def test_peers_have_torchruns_threads_at_their_defaults_and_all_cores_at_their_b
     assert peer_threads("defaults", 2, 16) == 1
     assert peer_threads("best", 2, 16) == 8
     assert peer_threads("defaults", 1, 16) == 16
+
+
+def test_the_first_steps_of_our_runs_are_not_timed() -> None:
+    """The steps after the warm-up: 5 at 100 samples per second, and 2 at 50."""
+    rates = {WARM_UP_STEPS: 1.0, 2 * WARM_UP_STEPS: 100.0, 2 * WARM_UP_STEPS + 2: 50.0}
+    entries = [{"kind": "train", "step": step, "samples_per_s": rate} for step, rate in rates.items()]
+    rate = rate_after_warm_up([*entries, {"kind": "eval", "step": 2 * WARM_UP_STEPS + 2}])
+    assert rate == pytest.approx((WARM_UP_STEPS + 2) / (WARM_UP_STEPS / 100 + 2 / 50))
 
 
 @pytest.mark.soak

@@ -1,10 +1,12 @@
 """`meshwright bench peers`: how fast other libraries train a job, compared with plain DDP and with us. The contestants
 take turns, one run each per round."""
 
+import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +107,9 @@ def measure_rounds(
 
 def job_of_steps(job: Job, steps: int, folder: Path) -> Job:
     """Returns the job with this number of steps, and without what peers do not have or what is not training: the
-    schedule of the learning rate, evaluations, callbacks, TensorBoard and checkpoints before the end. Raises an
-    `InputError` if the job's samples come in an order that peers cannot follow."""
+    schedule of the learning rate, evaluations, callbacks, TensorBoard and checkpoints before the end. The steps
+    that are not timed are logged by themselves. Raises an `InputError` if the job's samples come in an order that peers
+    cannot follow."""
     for field, value in (("data.weights", job.data.weights), ("data.sampler", job.data.sampler)):
         if value is not None:
             raise InputError(f"bench peers cannot draw samples by weight as {field} says: leave it out")
@@ -117,7 +120,7 @@ def job_of_steps(job: Job, steps: int, folder: Path) -> Job:
             "train": job.train.model_copy(update={"steps": steps, "epochs": None}),
             "data": job.data.model_copy(update={"eval": None, "drop_last": True}),
             "checkpoint": job.checkpoint.model_copy(update={"every_steps": None, "best": None}),
-            "log": job.log.model_copy(update={"tensorboard": False}),
+            "log": job.log.model_copy(update={"tensorboard": False, "every_steps": WARM_UP_STEPS}),
             "schedule": None,
             "callbacks": [],
             "metrics": {},
@@ -165,7 +168,17 @@ def _own_jobs(job: Job) -> dict[str, Job]:
 def _train(job: Job, plan: Plan, cluster: Cluster) -> Measurement:
     result: dict[str, Any] = train(job, plan, cluster, resume="never")
     loss = result["loss"]
-    return Measurement(float(result["samples_per_s"]), float("nan") if loss is None else float(loss))
+    lines = (Path(result["run"]) / "metrics.jsonl").read_text().splitlines()
+    rate = rate_after_warm_up([json.loads(line) for line in lines])
+    return Measurement(rate, float("nan") if loss is None else float(loss))
+
+
+def rate_after_warm_up(entries: Sequence[Mapping[str, Any]]) -> float:
+    """Returns the samples per second of the steps of our run after the first `WARM_UP_STEPS`, which are not timed with
+    peers either. `entries` are the lines of the run's metrics log."""
+    logged = {entry["step"]: entry["samples_per_s"] for entry in entries if entry["kind"] == "train"}
+    timed_steps = [(end - begin, logged[end]) for begin, end in pairwise(sorted(logged)) if begin >= WARM_UP_STEPS]
+    return sum(steps for steps, _ in timed_steps) / sum(steps / rate for steps, rate in timed_steps)
 
 
 def _peer_runs(
