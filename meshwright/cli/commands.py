@@ -94,13 +94,18 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Train a job on all devices of this machine. If torchrun started this command, train as one of its ranks."""
-    from meshwright.job import load_job, load_plan
+    from meshwright.compat.lightning_job import is_module_job, load_train_job
+    from meshwright.job import load_plan
     from meshwright.launch.environment import read_environment
     from meshwright.launch.local.fork_server import preloaded
 
-    loaded_job = load_job(job, settings or [])
+    loaded_job = load_train_job(job, settings or [])
     given_plan = load_plan(plan) if plan else loaded_job.plan
-    if read_environment().launched:
+    if is_module_job(loaded_job):
+        from meshwright.cli.lightning_module import train_lightning_module
+
+        result: Any = train_lightning_module(loaded_job, given_plan, cluster, resume, record)
+    elif read_environment().launched:
         from meshwright.cluster.detect import find_cluster
         from meshwright.train.launched import train_as_launched_rank
 

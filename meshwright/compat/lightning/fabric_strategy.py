@@ -62,6 +62,7 @@ class MeshwrightFabricStrategy(DDPStrategy):
         check_format(checkpoint_format)
         self._plan_argument = plan
         self._precision_flag = "32-true"
+        self._precision: Precision | None = None
         super().__init__(**options)
         self._checkpoint_format = checkpoint_format
         self._modules: list[ModuleParts] = []
@@ -69,13 +70,15 @@ class MeshwrightFabricStrategy(DDPStrategy):
 
     @property
     def precision(self) -> Precision:
-        return Precision()  # the plan decides the precision
+        """The plan decides the precision; a plugin of the same precision serves `fabric.autocast`."""
+        return self._precision or Precision()
 
     @precision.setter
     def precision(self, plugin: Precision | None) -> None:
         if plugin is not None:
             check_precision(str(plugin.precision))
             self._precision_flag = str(plugin.precision)
+            self._precision = plugin
 
     def _read_plan(self) -> Plan:
         if self._plan_argument == "auto":

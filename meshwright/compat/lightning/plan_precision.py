@@ -11,17 +11,20 @@ from meshwright.compat.lightning.parts import ModuleParts
 
 
 class PlanPrecision(Precision):
-    """Lightning's plugin without precision of its own. `parts` is None until the strategy is set up."""
+    """Lightning's plugin without precision of its own. `parts` is None until the strategy is set up. `loss_weight` is
+    this rank's share of the batch's samples times the number of ranks; 1 if all ranks have equally many."""
 
     def __init__(self) -> None:
         self.parts: ModuleParts | None = None
+        self.loss_weight = 1.0
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         if self.parts is None:
             super().backward(tensor, model, optimizer, *args, **kwargs)
             return
+        weighted = tensor if self.loss_weight == 1 else tensor * self.loss_weight
         with self.parts.backward_pass():
-            super().backward(tensor, model, optimizer, *args, **kwargs)
+            super().backward(weighted, model, optimizer, *args, **kwargs)
 
     def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
         assert self.parts is not None

@@ -1,14 +1,17 @@
 """A regression and a GAN as LightningModules in fp64, with their data: 72 samples, 6 batches of 12
 in each of 5 epochs, so 30 steps."""
 
+import os
+import signal
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 GLOBAL_BATCH, EPOCHS = 12, 5
 
@@ -20,17 +23,23 @@ def samples() -> TensorDataset:
 
 
 class Samples(LightningDataModule):
-    """The batches are those of one of `ranks` ranks."""
+    """The batches in the order of the data set. If `ranks` is not None, they are those of one of so many ranks:
+    Lightning would shuffle the samples of a loader without a DistributedSampler."""
 
-    def __init__(self, ranks: int = 1) -> None:
+    def __init__(self, ranks: int | None = None, rank: int = 0, batch: int = GLOBAL_BATCH) -> None:
         super().__init__()
+        self.batch = batch
         self.ranks = ranks
+        self.rank = rank
 
     def train_dataloader(self) -> "DataLoader[Any]":
-        return DataLoader(samples(), batch_size=GLOBAL_BATCH // self.ranks)
+        if self.ranks is None:
+            return DataLoader(samples(), batch_size=self.batch)
+        sampler: Any = DistributedSampler(samples(), self.ranks, self.rank, shuffle=False)
+        return DataLoader(samples(), batch_size=GLOBAL_BATCH // self.ranks, sampler=sampler)
 
     def val_dataloader(self) -> "DataLoader[Any]":
-        return DataLoader(samples(), batch_size=GLOBAL_BATCH // self.ranks)
+        return self.train_dataloader()
 
 
 def network(width: int, outputs: int = 1) -> nn.Module:
@@ -135,3 +144,31 @@ def plain(state: dict[str, Any]) -> dict[str, Tensor]:
 def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor], names: Iterable[str] = ()) -> float:
     assert one.keys() == other.keys()
     return max(float((one[name] - other[name]).abs().max()) for name in (names or one))
+
+
+class FailOnce(Callback):
+    """Fails on all ranks in the middle of an epoch, in the first attempt only."""
+
+    def __init__(self, file: str, batch: int = 9) -> None:
+        self._file = Path(file)
+        self._batch = batch
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        if trainer.fit_loop.epoch_loop.total_batch_idx >= self._batch and not self._file.exists():
+            trainer.strategy.barrier()
+            self._file.touch()
+            raise RuntimeError(f"batch {self._batch}")
+
+
+class DieOnce(Callback):
+    """Kills the last rank in the middle of an epoch, in the first attempt only."""
+
+    def __init__(self, file: str, batch: int = 9) -> None:
+        self._file = Path(file)
+        self._batch = batch
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        batches = trainer.fit_loop.epoch_loop.total_batch_idx
+        if batches >= self._batch and trainer.global_rank == trainer.world_size - 1 and not self._file.exists():
+            self._file.touch()
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -82,7 +82,7 @@ def fit(
     clip = {"gradient_clip_val": 0.3} if name == "regression" else {}
     trainer = make_trainer(rank, size, strategy, folder, callbacks=[counter], **{**clip, **(options or {})})
     module: LightningModule = MODULES[name]()
-    trainer.fit(module, datamodule=Samples(size), ckpt_path=loads)
+    trainer.fit(module, datamodule=Samples(size, rank), ckpt_path=loads)
     if saves:
         trainer.save_checkpoint(saves)
     strategy_in_use: Any = trainer.strategy

@@ -1,0 +1,87 @@
+"""`GlobalBatchLoader`: a user's loader, each batch of which is divided among the data ranks. Batch k is the same on any
+number of ranks, and a run that is resumed within an epoch continues with the next batch."""
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from meshwright.data.batch import SampleShare
+from meshwright.data.order import derive_seed
+from meshwright.data.prepared import PreparedLoader, PreparedShare, check_divisible
+
+
+class GlobalBatchLoader:
+    """Yields this rank's share of each batch of a `DataLoader`. Shuffling depends on the seed and the epoch alone, and
+    so does random augmentation. Lightning saves and loads `state_dict`: how many batches of the epoch are over."""
+
+    def __init__(
+        self,
+        loader: "DataLoader[Any]",
+        share: SampleShare,
+        seed: int,
+        epoch: Callable[[], int],
+        note: Callable[[PreparedShare | None], None],
+        batches_begun: Callable[[], int],
+    ) -> None:
+        """`epoch` returns the number of the epoch, and `batches_begun` how many of its batches were begun, or 0 at its
+        end. `note` is called with each share before it is yielded, and with None at the end."""
+        check_divisible(loader)
+        self._loader = loader
+        self._share = share
+        self._seed = seed
+        self._epoch = epoch
+        self._note = note
+        self._batches_begun = batches_begun
+        self._skipped = 0
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        skipped, self._skipped = self._skipped, 0
+        loader = _without_first_batches(self._loader, skipped) if skipped else self._loader
+        prepared = PreparedLoader(loader, self._share, self._seed, self._epoch, self._note, lambda batch: batch)
+        batches = iter(prepared)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_seed(self._seed, "order", self._epoch()))
+            first = next(batches, None)  # samplers draw their order when their first index is read
+        if first is not None:
+            yield first
+            yield from batches
+
+    def state_dict(self) -> dict[str, int]:
+        return {"batches": self._batches_begun()}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._skipped = state["batches"]
+
+
+class _LaterBatches(Sampler[list[int]]):
+    """A batch sampler without its first batches."""
+
+    def __init__(self, batches: Any, skipped: int) -> None:
+        self._batches = batches
+        self._skipped = skipped
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return islice(iter(self._batches), self._skipped, None)
+
+
+def _without_first_batches(loader: "DataLoader[Any]", skipped: int) -> "DataLoader[Any]":
+    """The loader without its first batches. Their samples are not read."""
+    with_workers = {"prefetch_factor": loader.prefetch_factor} if loader.num_workers else {}
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=_LaterBatches(loader.batch_sampler, skipped),
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        generator=loader.generator,
+        multiprocessing_context=loader.multiprocessing_context,
+        **with_workers,  # type: ignore[arg-type]
+    )
