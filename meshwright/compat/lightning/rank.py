@@ -49,7 +49,7 @@ class RunStrategy(MeshwrightStrategy):
         """Sets the weight of this rank's loss: ranks may have different numbers of samples."""
         is_known = share is not None and share.global_samples
         weight = share.samples * self.world_size / share.global_samples if share is not None and is_known else 1.0
-        self.precision_plugin.loss_weight = weight  # type: ignore[operator]
+        self.precision_plugin.loss_weight = weight
 
     def _epoch(self) -> int:
         assert self.lightning_module is not None
@@ -186,7 +186,7 @@ def _log_over_ranks(module: LightningModule) -> None:
             kwargs.setdefault("sync_dist", True)
         original(*args, **kwargs)
 
-    module.log = log  # type: ignore[method-assign]
+    module.log = log
 
 
 def _result(trainer: Trainer, world: World, folder: RunFolder, metrics: dict[str, Any]) -> dict[str, Any]:
