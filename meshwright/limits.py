@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 MOST_DEVICES = 65_536
 MOST_RANKS_HERE = 1_024  # processes that a command starts on this machine
 MOST_RANKS_PER_CORE = 32  # more of them take turns on a core for so long that they seem to hang
+MOST_CHUNKS = 4_096  # of a loss
 LARGEST_COUNT = 2**31 - 1
 MOST_STEPS = 99_999_999  # the names of checkpoints have eight digits
 
@@ -53,7 +54,7 @@ Samples = Annotated[PositiveInt, at_most(LARGEST_COUNT, "2**31 - 1 samples")]
 Steps = Annotated[PositiveInt, at_most(MOST_STEPS, f"{MOST_STEPS:,} steps, which checkpoints can number")]
 StepsOrZero = Annotated[NonNegativeInt, at_most(MOST_STEPS, f"{MOST_STEPS:,} steps, which checkpoints can number")]
 Microbatches = Annotated[PositiveInt, at_most(65_536, "65,536 microbatches, as the schedule lists each of them")]
-LossChunks = Annotated[PositiveInt, at_most(4_096, "4,096 chunks of a loss")]
+LossChunks = Annotated[PositiveInt, at_most(MOST_CHUNKS, f"{MOST_CHUNKS:,} chunks of a loss")]
 Parts = Annotated[PositiveInt, at_most(2**20, "2**20 parts")]
 Seed = Annotated[NonNegativeInt, at_most(2**63 - 1, "2**63 - 1, which is the largest seed of torch's generators")]
 

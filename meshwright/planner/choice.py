@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from meshwright.errors import InputError
 from meshwright.plan import NUMERICS, Compute, Numerics, NumericsGroup, Plan
-from meshwright.planner.compute_variants import best_variant
+from meshwright.planner.compute_variants import best_variant, traits_of
 from meshwright.planner.explain import seconds
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.profiles import Profiles
@@ -60,8 +60,7 @@ def _fastest_with(
         try:
             inputs.check_plan(plan)
             prediction = predict(plan)
-            images, blocks = summary.has_convolutions, bool(summary.profile.blocks)
-            options.append(best_variant(plan, prediction, larger, predict, images=images, blocks=blocks))
+            options.append(best_variant(plan, prediction, larger, predict, traits_of(summary.profile)))
         except InputError:  # the model cannot be run or traced in this precision
             continue
     fitting = [option for option in options if option[1].memory.device_bytes <= inputs.capacity_bytes]

@@ -1,22 +1,29 @@
-"""How each rank of a plan runs its operators: the memory layout of images, a fused optimizer, `torch.compile` and CUDA
-graphs. The search ranks plans by their axes, precision and memory first; `best_variant` then predicts the few best
-plans with these choices, one group of choices after the other:
+"""How each rank of a plan runs its operators: the memory layout of images, a fused optimizer, a loss in chunks,
+`torch.compile` and CUDA graphs. The search ranks plans by their axes, precision and memory first; `best_variant` then
+predicts the few best plans with these choices, one group of choices after the other:
 
     images        channels_last for convolutions in fp32 (in lower precisions the search lays all images out like this),
                   or NNPACK's convolutions, on CPUs
     optimizer     fused kernels, on GPUs
     compilation   CUDA graphs, compiled blocks, compiled blocks with CUDA graphs, the compiled model, or that with CUDA
                   graphs; on GPUs
+    loss          in chunks of 4,096 or 1,024 tokens, for models whose loss is a cross entropy of a linear head's scores
 
 In each group the fastest choice that fits wins, or the simplest one that is at most `_TOLERANCE` slower than that.
+A plan that does not fit is simulated with a loss in chunks, too (`plan_that_fits`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 from meshwright.errors import InputError
+from meshwright.limits import MOST_CHUNKS
 from meshwright.plan import Plan
 from meshwright.planner.inputs import PlanningInputs, fp32_image_kernels
+from meshwright.profile.values import ModelProfile
+from meshwright.simulator.compute.chunked_loss import scored_tokens
 from meshwright.simulator.predict import Prediction
 
 # A chosen value: what saves less is not worth the additional seconds before the first step, or other last bits.
@@ -24,17 +31,48 @@ _TOLERANCE = 0.01
 
 Predict = Callable[[Plan], Prediction]
 _Choices = list[dict[str, Any]]  # fields of `Compute`, the simplest choice first
+# Tokens of a chunk. Fewer would make products so small that they are slow; the last number is only for plans that do
+# not fit otherwise. Chosen values.
+_CHUNK_TOKENS = (4096, 1024, 256)
+
+
+@dataclass(frozen=True)
+class ModelTraits:
+    """What decides which choices a model has. `images` says whether it has convolutions, `blocks` whether it has blocks
+    that are compiled by themselves. `loss_tokens` is the number of tokens of a sample whose loss can be computed in
+    chunks, 0 if it cannot."""
+
+    images: bool = False
+    blocks: bool = True
+    loss_tokens: float = 0.0
+
+
+def traits_of(profile: ModelProfile) -> ModelTraits:
+    return ModelTraits(profile.has_convolutions, bool(profile.blocks), scored_tokens(profile))
+
+
+def plan_that_fits(
+    plan: Plan, inputs: PlanningInputs, predict: Predict, profile: ModelProfile
+) -> tuple[Plan, Prediction]:
+    """Returns the plan and its prediction. If it does not fit, but does with a loss in chunks, it is returned with the
+    fewest chunks that fit."""
+    prediction = predict(plan)
+    if inputs.allow == "same" or prediction.memory.device_bytes <= inputs.capacity_bytes:
+        return plan, prediction
+    choices = _chunks(plan, prediction, traits_of(profile), _CHUNK_TOKENS)
+    return next(_predicted(plan, choices, inputs, predict), (plan, prediction))
 
 
 def best_variant(
-    plan: Plan, prediction: Prediction, inputs: PlanningInputs, predict: Predict, *, images: bool, blocks: bool
+    plan: Plan, prediction: Prediction, inputs: PlanningInputs, predict: Predict, traits: ModelTraits
 ) -> tuple[Plan, Prediction]:
     """Returns the plan with the best choices for its `compute` fields, and its prediction. `prediction` is that of the
-    plan as it is. `images` says whether the model has convolutions, and `blocks` whether it has blocks that are
-    compiled by themselves."""
+    plan as it is."""
     if inputs.allow == "same":
         return plan, prediction
-    for choices in (_image_kernels(plan, inputs, images), _optimizers(inputs), _compilations(plan, inputs, blocks)):
+    in_chunks = _chunks(plan, prediction, traits, _CHUNK_TOKENS[:2])
+    compilations = _compilations(plan, inputs, traits.blocks)
+    for choices in (_image_kernels(plan, inputs, traits.images), _optimizers(inputs), compilations, in_chunks):
         plan, prediction = _fastest(plan, prediction, choices, inputs, predict)
     return plan, prediction
 
@@ -75,6 +113,17 @@ def _image_kernels(plan: Plan, inputs: PlanningInputs, images: bool) -> _Choices
 
 def _optimizers(inputs: PlanningInputs) -> _Choices:
     return [{"fused_optimizer": True}] if inputs.can_fuse_optimizer else []
+
+
+def _chunks(plan: Plan, prediction: Prediction, traits: ModelTraits, sizes: Iterable[int]) -> _Choices:
+    """Losses in chunks of these numbers of tokens, as far as there are as many. None if the plan has chunks already, or
+    divides the model, with which chunks do not work."""
+    is_divided = plan.axes.tensor > 1 or plan.axes.pipeline > 1 or bool(plan.modules.splits)
+    if plan.compute.loss_chunks > 1 or is_divided:
+        return []
+    tokens = prediction.batch_per_rank * traits.loss_tokens
+    counts = dict.fromkeys(min(ceil(tokens / size), MOST_CHUNKS) for size in sizes)
+    return [{"loss_chunks": count} for count in counts if count > 1]
 
 
 def _compilations(plan: Plan, inputs: PlanningInputs, blocks: bool) -> _Choices:

@@ -15,6 +15,7 @@ from meshwright.planner.cuts import balanced
 from meshwright.profile.structure.splits import SplitGroup
 from meshwright.profile.structure.structure import Structure
 from meshwright.profile.values import ModelProfile, TraceSegment
+from meshwright.simulator.compute.chunked_loss import chunked_profile
 from meshwright.simulator.compute.operator_time import DeviceSpeeds, device_speeds, operator_s
 from meshwright.simulator.compute.passes import product_dtype
 from meshwright.simulator.tensor.split_profile import split_profile
@@ -265,7 +266,8 @@ def _summarize_pieces(profile: ModelProfile) -> tuple[PieceSummary, ...]:
             weights[index] += parameter.bytes
             trained[index] += parameter.bytes if parameter.trainable else 0
     saved = [0.0] * len(names)
-    for segment in profile.segments:
+    # The fewest bytes of any plan: with a loss in chunks, no scores are saved.
+    for segment in chunked_profile(profile, 2).segments:
         if segment.phase == "forward":
             for block in segment.blocks or ("",):
                 for layer, size in _saved(segment):

@@ -31,7 +31,7 @@ from meshwright.plan import Plan
 from meshwright.planner.bounds import BoundCalculator, Bounds
 from meshwright.planner.branch_placement import find_branch_groups
 from meshwright.planner.candidates import RECOMPUTES, Candidate, candidate_series, plan_of, possible_axis_sizes
-from meshwright.planner.compute_variants import best_variant
+from meshwright.planner.compute_variants import best_variant, plan_that_fits, traits_of
 from meshwright.planner.inputs import PlanningInputs, accept_every_plan
 from meshwright.planner.model_summary import ModelSummary
 from meshwright.planner.profiles import Profiles
@@ -137,7 +137,7 @@ class _PlanSearch:
                 return None
             self.summary.add_profile(recompute, profile)
             plan = with_gradient_algorithm(plan, profile, inputs.cluster)
-            self.priced[candidate] = PricedPlan(candidate, plan, self.predict(plan))
+            self.priced[candidate] = PricedPlan(candidate, *plan_that_fits(plan, inputs, self.predict, profile))
             self._update_temporaries(self.priced[candidate])
         priced = self.priced[candidate]
         if not self.fits(priced):
@@ -151,12 +151,10 @@ class _PlanSearch:
 
     def choose_compute(self, candidates: Iterable[Candidate]) -> None:
         """Replaces the plans of these candidates by the best of their variants (compute_variants.py)."""
-        images, blocks = self.summary.has_convolutions, bool(self.summary.profile.blocks)
+        traits = traits_of(self.summary.profile)
         for candidate in candidates:
             plain = self.priced[candidate]
-            plan, prediction = best_variant(
-                plain.plan, plain.prediction, self.inputs, self.predict, images=images, blocks=blocks
-            )
+            plan, prediction = best_variant(plain.plan, plain.prediction, self.inputs, self.predict, traits)
             if plan != plain.plan:
                 self.priced[candidate] = PricedPlan(candidate, plan, prediction, plain)
 

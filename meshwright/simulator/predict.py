@@ -62,7 +62,7 @@ def plan_memory(
 ) -> MemoryPrediction:
     """The peak memory of the rank that needs most. Time is not predicted."""
     samples = _microbatch_samples(plan, global_batch)
-    profile = compiled_profile(chunked_profile(profile, plan), plan, samples)
+    profile = compiled_profile(chunked_profile(profile, plan.compute.loss_chunks), plan, samples)
     optimizer = optimizer.fused() if plan.compute.fused_optimizer else optimizer
     inputs = runtime.memory_inputs(profile, plan, optimizer, device_memory(cluster))
     return predict_memory(inputs.profile, plan, samples, inputs.optimizer, inputs.device)

@@ -63,7 +63,7 @@ def predict_step(
     device, speeds = slowest_device(cluster, plan, runtime)
     optimizer = optimizer.fused() if plan.compute.fused_optimizer else optimizer
     inputs = StepInputs(cluster, plan, batch, optimizer, runtime, device, speeds)
-    compiled = compiled_profile(chunked_profile(profile, plan), plan, batch)
+    compiled = compiled_profile(chunked_profile(profile, plan.compute.loss_chunks), plan, batch)
     executed = runtime.executed_profile(with_standalone_splits(compiled, plan))
     if places_branches(plan):
         return _step_with_branches(executed, inputs)

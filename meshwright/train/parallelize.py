@@ -49,8 +49,8 @@ def parallelize(
     the update of a step whose loss or gradients are NaN or infinite is left out on all ranks and counted in the
     session's `skipped_steps`. `target` is the key of the target in batches that are dicts. `device` is `cuda` or `cpu`;
     None means `cuda` if there is a GPU. `sample_batch`, a batch of any size, is needed for plans that split or cut the
-    model. `timeout_s` is how long a rank waits for other ranks before it fails; a process group that the script has
-    made keeps its own.
+    model, or compute its loss in chunks. `timeout_s` is how long a rank waits for other ranks before it fails; a
+    process group that the script has made keeps its own.
     """
     _check_arguments(model, optimizer, loss, clip_norm, on_nonfinite, seed, device, timeout_s)
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -15,9 +15,11 @@ from meshwright.errors import InputError
 from meshwright.parallel.check import check_runnable
 from meshwright.parallel.compiled import compile_model
 from meshwright.plan import Numerics, Plan
-from meshwright.planner.compute_variants import best_variant
+from meshwright.planner.compute_variants import ModelTraits, best_variant, plan_that_fits
 from meshwright.planner.inputs import PlanningInputs
+from meshwright.planner.profiles import Profiles
 from meshwright.simulator.predict import Prediction, predict_plan
+from meshwright.workloads.text.decoder import Decoder, NextTokenLoss
 from tests.auto.machines import cpu_cluster
 from tests.planner.cases import MOMENTUM, one_layer, search_plans
 
@@ -48,7 +50,13 @@ def predict(plan: Plan, gains: dict[str, float] = GAINS, too_large: str = "") ->
 
 
 def choose(
-    groups: dict[str, Any], inputs: PlanningInputs = H100, *, images: bool = False, blocks: bool = True, **options: Any
+    groups: dict[str, Any],
+    inputs: PlanningInputs = H100,
+    *,
+    images: bool = False,
+    blocks: bool = True,
+    tokens: float = 0.0,
+    **options: Any,
 ) -> dict[str, Any]:
     """Returns the chosen `compute` fields that differ from their defaults."""
     plan, prediction = best_variant(
@@ -56,8 +64,7 @@ def choose(
         plain_prediction(),
         inputs,
         lambda plan: predict(plan, **options),
-        images=images,
-        blocks=blocks,
+        ModelTraits(images, blocks, tokens),
     )
     assert prediction.step_s == predict(plan, **options).step_s
     assert plan.stays_within(inputs.allow if plan.numerics.precision == "fp32" else "changes")
@@ -173,3 +180,49 @@ def test_the_search_ranks_plans_with_their_best_variants(monkeypatch: pytest.Mon
         assert (best.plain.plan.compute.compile, best.plain.prediction.step_s) == ("none", 1.0)
         assert best in result.family_bests
     assert all(priced.plan.stays_within(allow) for priced in result.ranked)
+
+
+# ---- a loss in chunks
+
+TOKENS = 1024  # of a sample; 8 samples
+CHUNKS = {**GAINS, "loss_chunks 2": 0.03, "loss_chunks 8": 0.05}
+
+
+def test_a_loss_in_chunks_is_chosen_where_it_is_faster() -> None:
+    assert choose({}, tokens=TOKENS, gains=CHUNKS) == {**MODEL, "loss_chunks": 8}
+    assert choose({}, tokens=TOKENS, gains={**CHUNKS, "loss_chunks 8": 0.03}) == {**MODEL, "loss_chunks": 2}
+    assert choose({}, tokens=TOKENS) == MODEL
+    assert choose({}, gains=CHUNKS) == MODEL
+    assert choose({"axes": {"tensor": 8}}, tokens=TOKENS, gains=CHUNKS) == FUSED
+    assert choose({}, replace(H100, allow="same"), tokens=TOKENS, gains=CHUNKS) == {}
+
+
+@cache
+def long_texts() -> Profiles:
+    """The scores of one sample need more memory than a GPU has."""
+    with torch.device("meta"):
+        model = Decoder(layers=1, hidden=64, heads=4, sequence=2**16, vocabulary=250_000, tied=False)
+        tokens = torch.empty(2, 2**16, dtype=torch.long)
+    return Profiles(model, (tokens, tokens), NextTokenLoss())
+
+
+def test_a_plan_that_only_fits_with_a_loss_in_chunks_has_the_fewest_chunks() -> None:
+    inputs = replace(H100, cluster=find_cluster("1xH100"), global_batch=1)
+    profile = long_texts().get("fp32", "none")
+    predictions: list[Plan] = []
+
+    def predict(plan: Plan) -> Prediction:
+        predictions.append(plan)
+        return predict_plan(inputs.cluster, profile, plan, 1, MOMENTUM)
+
+    plan, prediction = plan_that_fits(Plan(), inputs, predict, profile)
+    assert (plan.compute.loss_chunks, len(predictions)) == (16, 2)
+    assert prediction.memory.device_bytes <= inputs.capacity_bytes < predict(Plan()).memory.device_bytes
+    assert plan_that_fits(Plan(), replace(inputs, allow="same"), predict, profile)[0] == Plan()
+
+
+def test_the_search_finds_plans_that_only_fit_with_a_loss_in_chunks() -> None:
+    _, result = search_plans("1xH100", long_texts(), 1, allow="rounding")
+    assert result.ranked[0].plan.compute.loss_chunks > 1
+    with pytest.raises(InputError, match="fits no plan"):
+        search_plans("1xH100", long_texts(), 1, allow="same")

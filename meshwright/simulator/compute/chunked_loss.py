@@ -15,7 +15,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
-from meshwright.plan import Plan
 from meshwright.profile.values import (
     BatchPolynomial,
     MemoryChange,
@@ -51,13 +50,13 @@ class HeadLoss:
     results: tuple[TensorUse, ...]
 
 
-def chunked_profile(profile: ModelProfile, plan: Plan) -> ModelProfile:
-    """The profile with the loss in the plan's number of chunks; the profile itself without chunks, or if the loss is no
-    cross entropy of the scores of a linear head."""
-    loss = find_head_loss(profile) if plan.compute.loss_chunks > 1 else None
+def chunked_profile(profile: ModelProfile, chunk_count: int) -> ModelProfile:
+    """The profile with the loss in this many chunks; the profile itself for one chunk, or if the loss is no cross
+    entropy of the scores of a linear head."""
+    loss = find_head_loss(profile) if chunk_count > 1 else None
     if loss is None:
         return profile
-    chunks = _Chunks(profile, loss, plan.compute.loss_chunks)
+    chunks = _Chunks(profile, loss, chunk_count)
     segments = _without_scores(profile, loss)
     for places, (operators, changes) in ((loss.forward, chunks.forward()), (loss.backward, chunks.backward())):
         number = places[0][0]
@@ -66,14 +65,13 @@ def chunked_profile(profile: ModelProfile, plan: Plan) -> ModelProfile:
     return replace(profile, segments=tuple(segments))
 
 
-def score_elements(profile: ModelProfile) -> BatchPolynomial | None:
-    """The number of scores of a batch whose loss can be computed in chunks; None if it cannot."""
+def scored_tokens(profile: ModelProfile) -> float:
+    """The number of tokens of one sample whose loss can be computed in chunks; 0 if it cannot."""
     loss = find_head_loss(profile)
     if loss is None:
-        return None
+        return 0.0
     segment, position = loss.product
-    _, rows, columns, _ = profile.segments[segment].operators[position].shape
-    return rows.scaled(columns.constant)
+    return profile.segments[segment].operators[position].shape[1].at(1)
 
 
 # ---- which operators are replaced
@@ -138,8 +136,10 @@ def _loss_of_product(
                 return None
             members.append(place)
             values |= {use.value for use in operator.writes if use.bytes.at(1) > large}
-    of_backward, gradients = [], set(values)
-    hidden = weight = None
+    of_backward: list[_Place] = []
+    gradients = set(values)
+    hidden: _Place | None = None
+    weight: _Place | None = None
     for place, operator in backward.items():
         writes_scores = any(use.bytes.at(1) > large for use in operator.writes)
         if not gradients & {use.value for use in operator.reads}:
@@ -154,7 +154,7 @@ def _loss_of_product(
             gradients |= {use.value for use in operator.writes}
     if not of_backward or len({place[0] for place in members}) > 1 or len({place[0] for place in of_backward}) > 1:
         return None
-    results = []
+    results: list[TensorUse] = []
     for found in (hidden, weight):
         if found is None:
             continue
@@ -319,9 +319,9 @@ def _without_scores(profile: ModelProfile, loss: HeadLoss) -> list[TraceSegment]
     states and weight are temporary."""
     replaced, results = {*loss.forward, *loss.backward}, {use.value for use in loss.results}
     to_free: list[tuple[float, str, str]] = []  # bytes, role and layer of the tensors that are left out
-    segments = []
+    segments: list[TraceSegment] = []
     for number, segment in enumerate(profile.segments):
-        changes = []
+        changes: list[MemoryChange] = []
         for change in segment.changes:
             place = (number, change.after_operators - 1)
             key = (change.bytes.at(1), change.role, change.layer)

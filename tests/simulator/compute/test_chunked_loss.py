@@ -8,15 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.parallel.chunked_loss.head import join_head_with_loss
-from meshwright.plan import Plan
 from meshwright.profile.tracing.recorder import record_step
 from meshwright.profile.tracing.step import compute_loss
 from meshwright.profile.tracing.trace import trace_profile
 from meshwright.profile.values import ModelProfile
-from meshwright.simulator.compute.chunked_loss import chunked_profile, score_elements
+from meshwright.simulator.compute.chunked_loss import chunked_profile, scored_tokens
 from meshwright.simulator.compute.compiled_profile import compiled_profile
 from meshwright.simulator.memory.replay import replay
-from tests.parallel.chunked_loss.chunked_models import LENGTH, LOSSES, MODELS, SAMPLES, WORDS, batch, plan_of
+from tests.parallel.chunked_loss.chunked_models import LENGTH, LOSSES, MODELS, SAMPLES, batch, plan_of
 
 CHUNKS = 6
 
@@ -57,7 +56,7 @@ def test_operators_and_memory_are_those_of_a_recorded_step(model: str, loss: str
     whole = trace_profile(
         MODELS[model](), batch(0), LOSSES[loss], precision=precision, on_gpu=False, merge_equal_blocks=False
     )
-    chunked = chunked_profile(whole, plan_of(CHUNKS))
+    chunked = chunked_profile(whole, CHUNKS)
     assert chunked.flops(SAMPLES) == pytest.approx(whole.flops(SAMPLES))
     executed = MODELS[model]()
     join_head_with_loss(executed.head, CHUNKS, compiled=False)
@@ -71,7 +70,7 @@ def test_memory_that_is_allocated_is_freed() -> None:
     for compiled in ("none", "model"):
         plan = plan_of(CHUNKS, compute={"compile": compiled})
         profile = trace_profile(MODELS["plain"](), batch(0), LOSSES["mean"], precision="bf16")
-        profile = compiled_profile(chunked_profile(profile, plan), plan, SAMPLES)
+        profile = compiled_profile(chunked_profile(profile, CHUNKS), plan, SAMPLES)
         left = sum(
             segment.block_count * change.bytes.at(SAMPLES) * change.tensor_count
             for segment in profile.segments
@@ -82,17 +81,16 @@ def test_memory_that_is_allocated_is_freed() -> None:
 
 
 def test_scores_are_found_where_only_a_cross_entropy_reads_them() -> None:
-    def scores_of(model: str, loss: str) -> float | None:
-        elements = score_elements(trace_profile(MODELS[model](), batch(0, loss), LOSSES[loss]))
-        return elements.at(SAMPLES) if elements else None
+    def tokens_of(model: str, loss: str) -> float:
+        return scored_tokens(trace_profile(MODELS[model](), batch(0, loss), LOSSES[loss]))
 
-    assert scores_of("tied", "mean") == SAMPLES * LENGTH * WORDS
-    assert scores_of("tied", "scores too") is None
+    assert tokens_of("tied", "mean") == LENGTH
+    assert tokens_of("tied", "scores too") == 0
     regression = nn.Sequential(nn.Linear(4, 8))
     profile = trace_profile(regression, (torch.randn(2, 4), torch.randn(2)), regression_loss)
-    assert score_elements(profile) is None
-    assert chunked_profile(profile, plan_of(4)) is profile
-    assert chunked_profile(profile, Plan()) is profile
+    assert scored_tokens(profile) == 0
+    assert chunked_profile(profile, 4) is profile
+    assert chunked_profile(profile, 1) is profile
 
 
 def regression_loss(output: Tensor, target: Tensor) -> Tensor:
