@@ -54,7 +54,7 @@ LEVELS = {
 FOLDERS = {
     "bench": ("collectives", "peers"),
     "collectives": ("schedules", "shared_memory"),
-    "compat": ("lightning",),
+    "compat": ("accelerate", "lightning", "transformers"),
     "launch": ("local",),
     "parallel": ("weights", "tensor", "pipeline", "branches", "replicate", "chunked_loss"),
     "profile": ("structure", "tracing"),
