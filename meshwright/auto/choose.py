@@ -166,6 +166,7 @@ def best_plan(
     target: str | None = None,
     device: str | None = None,
     timeout_s: float = 600,
+    check: Callable[[Plan], None] | None = None,
 ) -> Plan:
     """Returns the fastest plan for this model that `parallelize` can run. The model and the batch may be on the meta
     device. `optimizer` is a template for the optimizer; without it, the plan is for plain SGD. `allow` says how much
@@ -174,7 +175,8 @@ def best_plan(
 
     Without `cluster`, the plan is for the ranks that there are: those of the process group or of the launcher, or one
     rank if there is neither. `device` is `cuda` or `cpu`; None means `cuda` if there is a GPU. Rank 0 searches, and all
-    ranks get its plan; they call this together, and wait at most `timeout_s` for it.
+    ranks get its plan; they call this together, and wait at most `timeout_s` for it. `check` raises an `InputError` for
+    plans that the caller's training loop cannot run.
     """
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     world = join(kind, timeout_s)
@@ -191,10 +193,22 @@ def best_plan(
             allow=allow,
             target=target,
         )
+        if check is not None:
+            inputs = replace(inputs, check_plan=_both(inputs.check_plan, check))
         return choose_plan(inputs, profiles).plan
 
     with preserve_generators():  # only rank 0 may draw random numbers here
         return _plan_of_rank_0(search_here, world)
+
+
+def _both(first: Callable[[Plan], None], second: Callable[[Plan], None]) -> Callable[[Plan], None]:
+    """Returns a check of a plan that makes both checks."""
+
+    def check_plan(plan: Plan) -> None:
+        first(plan)
+        second(plan)
+
+    return check_plan
 
 
 def _model_inputs(

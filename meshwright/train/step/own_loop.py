@@ -12,7 +12,7 @@ gradient             = mean of these over the data ranks                        
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import ref
 
@@ -52,6 +52,7 @@ class OwnLoop:
         self.gradient_norm: Tensor | None = None
         self.remote_optimizer: RemoteOptimizer | None = None
         self.checks_first_batch = False  # whether the first batch of another loader is compared between ranks
+        self.seeds_passes = True  # whether `model` seeds the generators; otherwise it draws from them as they are
         self._synchronizes = True
         self._prepared_share: PreparedShare | None = None  # what the loop of a prepared loader trains on at the moment
         self._forward_passes = 0  # since the last optimizer step
@@ -73,7 +74,7 @@ class OwnLoop:
         if torch.is_grad_enabled():
             self._has_own_passes = True
             self._forward_passes += 1
-        with self.generators.seeded(seed):
+        with self.generators.seeded(seed) if self.seeds_passes else nullcontext():
             return self._parallel.forward(*arguments, **keywords)
 
     def forward(self, batch: Any) -> Tensor:

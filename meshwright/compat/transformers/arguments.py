@@ -1,0 +1,125 @@
+"""What `TrainingArguments` ask for: mapped to the plan, or refused with one line."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import TrainingArguments
+
+from meshwright.errors import InputError
+from meshwright.job import load_plan
+from meshwright.plan import Axes, Plan
+from meshwright.train.step.own_loop import why_only_step
+
+# None: every rank is a replica. The text `auto`: the fastest plan that Trainer's loop can run. Other texts are paths.
+PlanArgument = Plan | Mapping[str, Any] | str | Path | None
+
+# Arguments that are refused if they are set, and what to do instead.
+_NOT_OFFERED = {
+    "fsdp": "leave it out, and give a plan with axes.shard",
+    "deepspeed": "leave it out, and give a plan with axes.shard",
+    "parallelism_config": "leave it out, and give a plan with axes.tensor or axes.shard",
+    "torch_compile": "leave it out, and set compute.compile of the plan",
+    "fp16": "set bf16=True, or numerics.precision: bf16 in the plan",
+    "fp16_full_eval": "leave it out: evaluations compute in the plan's precision",
+    "bf16_full_eval": "leave it out: evaluations compute in the plan's precision",
+    "auto_find_batch_size": "choose a per_device_train_batch_size that fits",
+}
+
+
+def check_arguments(args: TrainingArguments) -> None:
+    """Raises an `InputError` if `MeshwrightTrainer` does not have what one of the arguments asks for."""
+    for name, instead in _NOT_OFFERED.items():
+        if getattr(args, name):
+            raise InputError(f"MeshwrightTrainer: {name} is set, which it does not have: {instead}")
+    if any(word in str(args.optim) for word in ("lomo", "layerwise")):
+        raise InputError(
+            f"MeshwrightTrainer: optim is {args.optim}, which updates weights within the backward pass, before the"
+            " ranks' gradients are combined: choose another optimizer"
+        )
+    if args.world_size > 1:
+        _check_for_several_ranks(args)
+
+
+def _check_for_several_ranks(args: TrainingArguments) -> None:
+    config: Any = args.accelerator_config
+    for name in ("split_batches", "dispatch_batches"):
+        if getattr(config, name):
+            raise InputError(
+                f"MeshwrightTrainer: accelerator_config.{name} is set, but every rank loads its own samples of each"
+                " batch: leave it out"
+            )
+    if not args.average_tokens_across_devices:
+        raise InputError(
+            "MeshwrightTrainer: average_tokens_across_devices is False, but a loss is always the mean over the tokens"
+            " of all ranks: leave it out"
+        )
+    if args.eval_use_gather_object:
+        raise InputError(
+            "MeshwrightTrainer: eval_use_gather_object is set, but only tensors are gathered from several ranks: let"
+            " the model return tensors, or evaluate on one process"
+        )
+    if "rebalance" in str(args.train_sampling_strategy):
+        raise InputError(
+            f"MeshwrightTrainer: train_sampling_strategy is {args.train_sampling_strategy}, which divides the samples"
+            " among ranks itself: choose another one"
+        )
+
+
+def read_plan(argument: PlanArgument, args: TrainingArguments) -> Plan | Literal["auto"]:
+    """Returns the plan that the trainer was given, in the precision that the arguments ask for, or `auto`."""
+    if argument == "auto":
+        return "auto"
+    if argument is None:
+        return _with_precision(Plan(axes=Axes(replicate=args.world_size)), args, plan_decides=False)
+    plan = argument if isinstance(argument, Plan) else load_plan(argument, "MeshwrightTrainer")
+    return checked_plan(_with_precision(plan, args, plan_decides=True), args)
+
+
+def with_arguments_precision(plan: Plan, args: TrainingArguments) -> Plan:
+    """Returns a plan that was searched for, in the precision that the arguments ask for."""
+    return _with_precision(plan, args, plan_decides=False)
+
+
+def _with_precision(plan: Plan, args: TrainingArguments, *, plan_decides: bool) -> Plan:
+    wanted: Literal["bf16", "tf32"] | None = "bf16" if args.bf16 else "tf32" if args.tf32 else None
+    if wanted is None or wanted == plan.numerics.precision:
+        return plan
+    if plan_decides:
+        raise InputError(
+            f"MeshwrightTrainer: {wanted} is True, but the plan says numerics.precision: {plan.numerics.precision}:"
+            f" leave {wanted} out, as the plan decides it, or write numerics.precision: {wanted} in the plan"
+        )
+    return plan.model_copy(update={"numerics": plan.numerics.model_copy(update={"precision": wanted})})
+
+
+def checked_plan(plan: Plan, args: TrainingArguments) -> Plan:
+    """Returns the plan. Raises an `InputError` if Trainer's loop cannot run it, or not with these arguments."""
+    reason = _why_not(plan, args)
+    if reason is not None:
+        raise InputError(f"MeshwrightTrainer cannot run the plan ({plan.summary()}): {reason}")
+    return plan
+
+
+def _why_not(plan: Plan, args: TrainingArguments) -> str | None:
+    """Returns why Trainer's loop cannot run the plan; None if it can."""
+    if plan.axes.pipeline > 1:
+        return "a pipeline needs session.step, and Trainer makes its steps itself: choose other axes"
+    if plan.gradients.servers:
+        return "only `meshwright train` starts parameter servers: set gradients.servers to 0"
+    if plan.memory.accumulation > 1:
+        return "memory.accumulation is above 1: set it to 1, and give gradient_accumulation_steps to TrainingArguments"
+    if plan.modules.branches:
+        return (
+            "its branches are weights of one rank only, which checkpoints of transformers cannot hold: leave them out"
+        )
+    if plan.numerics.precision in ("fp8", "auto"):
+        return f"numerics.precision is {plan.numerics.precision}: choose fp32, tf32 or bf16"
+    if args.gradient_checkpointing and plan.memory.recompute != "none":
+        return f"it recomputes activations (memory.recompute: {plan.memory.recompute}), as gradient_checkpointing does"
+    divides = plan.world_size > plan.axes.replicate
+    if divides and getattr(args, "predict_with_generate", False):
+        return "predict_with_generate needs whole weights on every rank: choose a plan with replicas only"
+    if plan.axes.tensor > 1 and args.include_num_input_tokens_seen != "no":
+        return "include_num_input_tokens_seen would count tokens once for each tensor rank: leave it out"
+    return why_only_step(plan)

@@ -1,0 +1,78 @@
+"""Checkpoints of `MeshwrightTrainer`: plain transformers loads them, and a training goes on from them under any plan."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate", reason="transformers' Trainer needs the package accelerate: pip install accelerate")
+
+from transformers import AutoModelForCausalLM
+
+from tests.compat.transformers.test_trainer import CLOSE, REPLICATE, SHARD, TENSOR
+from tests.compat.transformers.trainers import Texts, collate, train
+from tests.ranks import RankPool
+
+SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3}
+
+
+def loss_of_folder(folder: Path) -> float:
+    """The loss of the first evaluated batch, of a model that plain transformers loads."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    evaluated = Texts(11, seed=7)
+    with torch.no_grad():
+        return float(model.eval()(**collate([evaluated[index] for index in range(4)])).loss)
+
+
+def train_here(folder: Path, plan: Any = None, name: str = "llama", resume: Any = None, **options: Any) -> Any:
+    return train(0, 1, name, plan, str(folder), 22, resume, options)
+
+
+@pytest.mark.parametrize("plan", [REPLICATE, SHARD, TENSOR], ids=["replicate", "shard", "tensor"])
+def test_killed_and_resumed_gives_the_same_losses(plan: Any, two: RankPool, tmp_path: Path) -> None:
+    whole = train_here(tmp_path / "one")
+    two.run(train, "llama", plan, str(tmp_path / "two"), 22, None, {**SAVING, "stop": 5})
+    folder = tmp_path / "two" / "checkpoint-3"
+    resumed = two.run(train, "llama", plan, str(tmp_path / "resumed"), 22, str(folder), {})[0]
+    assert resumed["losses"] == pytest.approx(whole["losses"], **CLOSE)  # the first three are in the saved state
+    assert loss_of_folder(tmp_path / "resumed" / "final") == pytest.approx(loss_of_folder(tmp_path / "one" / "final"))
+    # Transformers' own Trainer goes on from it, too.
+    ours = train_here(tmp_path / "trainer", "trainer", resume=str(folder))
+    assert ours["losses"] == pytest.approx(whole["losses"], **CLOSE)
+
+
+def test_two_ranks_go_on_from_a_checkpoint_of_trainer(two: RankPool, tmp_path: Path) -> None:
+    whole = train_here(tmp_path, "trainer", **SAVING)
+    resumed = two.run(train, "llama", SHARD, str(tmp_path / "two"), 22, str(tmp_path / "checkpoint-6"), {})[0]
+    assert resumed["losses"] == pytest.approx(whole["losses"], **CLOSE)
+
+
+def test_dropout_continues_in_a_resumed_training(two: RankPool, tmp_path: Path) -> None:
+    whole = two.run(train, "gpt2", SHARD, str(tmp_path), 22, None, SAVING)[0]
+    resumed = two.run(train, "gpt2", SHARD, str(tmp_path / "again"), 22, str(tmp_path / "checkpoint-3"), {})[0]
+    assert resumed["losses"] == pytest.approx(whole["losses"], **CLOSE)
+    # The output layer and the embedding are one weight, which is saved once.
+    assert loss_of_folder(tmp_path / "final") == pytest.approx(loss_of_folder(tmp_path / "again" / "final"), **CLOSE)
+
+
+def test_adapters_are_saved_as_peft_does_and_resumed(two: RankPool, tmp_path: Path) -> None:
+    whole = two.run(train, "adapters", SHARD, str(tmp_path), 22, None, SAVING)[0]
+    names = {file.name for file in (tmp_path / "checkpoint-3").iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json"} <= names
+    assert "model.safetensors" not in names
+    resumed = two.run(train, "adapters", SHARD, str(tmp_path / "again"), 22, str(tmp_path / "checkpoint-3"), {})[0]
+    assert resumed["losses"] == pytest.approx(whole["losses"], **CLOSE)
+
+
+def test_the_best_model_is_loaded_at_the_end(two: RankPool, tmp_path: Path) -> None:
+    best: dict[str, Any] = {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+    }
+    for name in ("llama", "adapters"):
+        whole = train_here(tmp_path / f"one {name}", "trainer", name, **SAVING, **best)
+        result = two.run(train, name, SHARD, str(tmp_path / name), 22, None, {**SAVING, **best})[0]
+        assert result["metrics"] == pytest.approx(whole["metrics"], **CLOSE)
