@@ -1,4 +1,4 @@
-"""Checkpoints of `MeshwrightTrainer`: plain transformers loads them, and a training goes on from them under any plan."""
+"""Checkpoints of `MeshwrightTrainer`: plain transformers loads them, and training continues under any plan."""
 
 from pathlib import Path
 from typing import Any
