@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.tensor import DTensor
 
+from meshwright.compat.accelerate.automatic_plan import choose_plan
 from meshwright.compat.accelerate.checkpoint_folder import (
     has_checkpoint,
     load_folder,
@@ -41,8 +42,8 @@ from meshwright.train.step.optimizer import use_fused_kernels
 class Accelerator(accelerate.Accelerator):
     """Accelerate's `Accelerator`, with the same arguments and one more.
 
-    `plan` is a `Plan`, its groups as a dict, or the path of a plan file. Without it, every process is a replica, as
-    under Accelerate.
+    `plan` is a `Plan`, its groups as a dict, the path of a plan file, or `auto`. Without it, every process is a
+    replica, as under Accelerate.
     """
 
     def __init__(self, *arguments: Any, plan: PlanArgument = None, **keywords: Any) -> None:
@@ -61,6 +62,8 @@ class Accelerator(accelerate.Accelerator):
     def plan(self) -> Plan:
         """The plan that prepared models are trained under."""
         if self._plan is None:
+            if self._plan_argument == "auto":
+                raise InputError("plan is 'auto': prepare the model and its DataLoader in one call first")
             self._plan = read_plan(
                 self._plan_argument, self.num_processes, self.state.mixed_precision, self.device.type
             )
@@ -71,6 +74,9 @@ class Accelerator(accelerate.Accelerator):
     def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
         """As Accelerate's. An optimizer that was made of a model's parameters before this call keeps its groups, and
         gets the parameters that the plan has left on this rank."""
+        if self._plan_argument == "auto" and any(isinstance(item, nn.Module) for item in objects):
+            device = self.device.type
+            self._plan_argument = choose_plan(objects, self.num_processes, self.split_batches, device)
         names = {
             id(parameter): (module, name)
             for module in objects

@@ -1,0 +1,60 @@
+"""`Accelerator(plan="auto")`."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+pytest.importorskip("accelerate", reason="the package accelerate is not installed")
+
+from meshwright.compat.accelerate import Accelerator, automatic_plan
+from meshwright.errors import InputError
+from meshwright.plan import Plan
+from tests.compat.accelerate.loops import accelerate_process, network, samples
+
+
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = network()
+
+    def forward(self, inputs: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.network(inputs), target)
+
+
+def test_the_plan_is_that_of_best_plan_for_the_loaders_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def best_plan(model: nn.Module, batch: Any, **options: Any) -> Plan:
+        calls.append(([part.shape[0] for part in batch], options["global_batch"], options["device"]))
+        return Plan.model_validate({"compute": {"fused_optimizer": True}})
+
+    monkeypatch.setattr(automatic_plan, "best_plan", best_plan)
+    with accelerate_process():
+        accelerator, model = Accelerator(plan="auto"), WithLoss()
+        loader: Any = DataLoader(samples(), batch_size=8, shuffle=True)
+        state = torch.get_rng_state()
+        model, optimizer, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert accelerator.plan.compute.fused_optimizer
+        assert optimizer.optimizer.defaults["fused"]
+    assert calls == [([8, 8], 8, "cpu")]
+
+
+def test_without_a_plan_that_can_run_every_rank_is_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    def best_plan(*args: Any, **options: Any) -> Plan:
+        raise InputError("the model returns no loss")
+
+    monkeypatch.setattr(automatic_plan, "best_plan", best_plan)
+    with accelerate_process():
+        accelerator = Accelerator(plan="auto")
+        with pytest.warns(UserWarning, match="is a replica, because: the model returns no loss"):
+            accelerator.prepare(WithLoss(), DataLoader(samples(), batch_size=8))
+        assert accelerator.plan == Plan()
+
+
+def test_auto_needs_a_loader() -> None:
+    with accelerate_process(), pytest.raises(InputError, match="give the model and its DataLoader to one call"):
+        Accelerator(plan="auto").prepare(WithLoss())
