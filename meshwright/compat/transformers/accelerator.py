@@ -12,7 +12,7 @@ from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from meshwright.compat.transformers.batches import RankBatchSampler, divide_loader
+from meshwright.compat.transformers.batches import RankBatchSampler, RankStream, divide_loader
 from meshwright.compat.transformers.session_model import SessionModel
 from meshwright.errors import InputError
 from meshwright.plan import Plan
@@ -74,13 +74,6 @@ class SessionAccelerator(Accelerator):
         plan = self.plan_for(data_loader)  # also on one process, because `auto` needs a sample batch
         if self.num_processes == 1 or getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, *args, **kwargs)
-        if isinstance(data_loader.dataset, IterableDataset):
-            if plan.axes.tensor > 1:
-                raise InputError(
-                    f"the plan ({plan.summary()}) has several ranks with the same samples, but an IterableDataset is"
-                    " divided among all ranks: give a data set with a length, or a plan without a tensor axis"
-                )
-            return super().prepare_data_loader(data_loader, *args, **kwargs)
         data_rank = self.process_index // plan.axes.tensor
         divided = divide_loader(data_loader, self.num_processes, data_rank, plan.data_ranks)
         prepared = prepare_data_loader(
@@ -100,7 +93,9 @@ class SessionAccelerator(Accelerator):
     @property
     def divides_loader(self) -> bool:
         """Whether the loader that is iterated over is one that `prepare_data_loader` has divided."""
-        return self._rank_batch_sampler() is not None
+        loader = self.gradient_state.active_dataloader
+        is_stream = isinstance(getattr(loader, "dataset", None), RankStream)
+        return is_stream or self._rank_batch_sampler() is not None
 
     @property
     def borrows_sample(self) -> bool:

@@ -32,7 +32,7 @@ def check_arguments(args: TrainingArguments) -> None:
     for name, instead in _NOT_OFFERED.items():
         if getattr(args, name):
             raise InputError(f"MeshwrightTrainer: {name} is set, which it does not have: {instead}")
-    if any(word in str(args.optim) for word in ("lomo", "layerwise")):
+    if any(word in str(args.optim).lower() for word in ("lomo", "layerwise")):
         raise InputError(
             f"MeshwrightTrainer: optim is {args.optim}, which updates weights within the backward pass, before the"
             " ranks' gradients are combined: choose another optimizer"
@@ -59,7 +59,7 @@ def _check_for_several_ranks(args: TrainingArguments) -> None:
             "MeshwrightTrainer: eval_use_gather_object is set, but only tensors are gathered from several ranks: let"
             " the model return tensors, or evaluate on one process"
         )
-    if "rebalance" in str(args.train_sampling_strategy):
+    if "rebalance" in str(args.train_sampling_strategy).lower():
         raise InputError(
             f"MeshwrightTrainer: train_sampling_strategy is {args.train_sampling_strategy}, which divides the samples"
             " among ranks itself: choose another one"

@@ -1,8 +1,9 @@
-"""`RankBatchSampler`: which samples of each global batch a data rank trains on.
+"""`RankBatchSampler` and `RankStream`: which samples of each global batch a data rank trains on.
 
 Trainer's batch size is that of one rank, so a global batch consists of as many successive batches of the loader's batch
 sampler as there are ranks. It is the batch that one process has with the same global batch size, also the short one at
-the end of an epoch: no sample is repeated or left out.
+the end of an epoch: no sample is repeated or left out. Of a stream, a last batch with fewer samples than data ranks is
+left out.
 """
 
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 from accelerate.utils import synchronize_rng_states
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from meshwright.data.partition import even_share
 
@@ -56,8 +57,29 @@ class RankBatchSampler(BatchSampler):
         return indices[positions.start : positions.stop] or indices[:1]
 
 
+class RankStream(IterableDataset[Any]):
+    """Yields this data rank's samples of each global batch of a stream, which is the same on all ranks."""
+
+    def __init__(self, stream: Any, global_batch: int, drop_last: bool, data_rank: int, data_ranks: int) -> None:
+        self.stream = stream
+        self._smallest_batch = global_batch if drop_last else data_ranks
+        self._global_batch, self._data_rank, self._data_ranks = global_batch, data_rank, data_ranks
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self.stream, "set_epoch"):
+            self.stream.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = iter(self.stream)
+        while batch := list(islice(samples, self._global_batch)):
+            if len(batch) >= self._smallest_batch:
+                share = even_share(len(batch), self._data_rank, self._data_ranks)
+                yield from batch[share.start : share.stop]
+
+
 def divide_loader(loader: "DataLoader[Any]", ranks: int, data_rank: int, data_ranks: int) -> "DataLoader[Any]":
     """Returns a loader like this one that loads the samples of one data rank only."""
+    which: dict[str, Any]
     with_workers: dict[str, Any] = (
         {
             "prefetch_factor": loader.prefetch_factor,
@@ -67,9 +89,15 @@ def divide_loader(loader: "DataLoader[Any]", ranks: int, data_rank: int, data_ra
         if loader.num_workers
         else {}
     )
+    dataset: Any = loader.dataset
+    if isinstance(dataset, IterableDataset):
+        assert loader.batch_size is not None
+        dataset = RankStream(dataset, loader.batch_size * ranks, loader.drop_last, data_rank, data_ranks)
+        which = {"batch_size": loader.batch_size * (ranks // data_ranks)}
+    else:
+        which = {"batch_sampler": RankBatchSampler(loader.batch_sampler, ranks, data_rank, data_ranks)}
     return DataLoader(
-        loader.dataset,
-        batch_sampler=RankBatchSampler(loader.batch_sampler, ranks, data_rank, data_ranks),
+        dataset,
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
@@ -77,5 +105,6 @@ def divide_loader(loader: "DataLoader[Any]", ranks: int, data_rank: int, data_ra
         worker_init_fn=loader.worker_init_fn,
         generator=loader.generator,
         in_order=loader.in_order,
+        **which,
         **with_workers,
     )

@@ -5,9 +5,11 @@ gradients and clips them; every rank loads its share of each global batch.
 
 Trainer's loss on a rank, L, comes in three kinds, of which the loss of the global batch is (`_loss_over_ranks`):
 
-    tokens    Σ of the rank's tokens · data ranks / number of all tokens         mean of L over the data ranks
-    ignored   the rank's mean · data ranks: the model has ignored the number     mean of L / data ranks, by samples
-    mean      the rank's mean over its samples                                   mean of L, by samples
+    tokens    Σ of the rank's tokens · data ranks / number of all tokens           mean of L over the data ranks
+    ignored   the rank's mean · data ranks, as the model has ignored the number    mean of L / data ranks, weighted
+    mean      the rank's mean over its labels                                      mean of L, weighted
+
+The weight of a rank is its number of labels: of tokens with a label, or of samples if these have one label (`_weight`).
 """
 
 import os
@@ -61,7 +63,8 @@ class MeshwrightTrainer(Trainer):
         self._session: Session | None = None
         self._session_model: SessionModel | None = None
         self._token_count: Any = None  # the number of tokens by which the last loss was divided; None if by samples
-        self._samples = 0  # of this rank, in the batch of the last loss
+        self._batch: Any = None  # of the last loss
+        self._borrowed: Any = None  # the batch that has a sample of another rank only, which must have no weight
         self._ignores_count: bool | None = None  # whether the model ignores that number; None until it is known
         super().__init__(*args, **kwargs)
         if self.is_model_parallel or self.is_distributed_loading_by_transformers:
@@ -99,14 +102,16 @@ class MeshwrightTrainer(Trainer):
         if needs_sample and self._sample_batch is None:
             with preserve_generators():
                 self._sample_batch = sample_batch_of(loader)
+            if self._sample_batch is None:
+                raise InputError(
+                    "MeshwrightTrainer: this plan needs a sample batch (it is `auto`, or splits layers), and the data"
+                    " set is a stream: give a data set with a length, or a plan of replicas and shards"
+                )
         if self._plan is None:
             self._plan = self._best_plan()
         return self._plan
 
     def _best_plan(self) -> Plan:
-        if self._sample_batch is None:
-            raise InputError('plan="auto" needs samples to measure with, and this data set is a stream: give a plan')
-
         def check(plan: Plan) -> None:
             checked_plan(plan, self.args)
 
@@ -164,22 +169,35 @@ class MeshwrightTrainer(Trainer):
         """The global batch, which is the same under every plan."""
         return int(self._train_batch_size * args.gradient_accumulation_steps * args.world_size)
 
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
+        batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._borrowed = batches[-1] if batches and self.accelerator.borrows_sample else None
+        return batches, count
+
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """Also gives no weight to the tokens of a sample that this rank has borrowed."""
         if batch_samples and self.accelerator.borrows_sample:
             labels = batch_samples[-1].get("labels")
             if isinstance(labels, Tensor) and not labels.is_floating_point():
                 batch_samples[-1]["labels"] = torch.full_like(labels, -100)
-            self._borrowed = batch_samples[-1]
         self._token_count = super()._get_num_items_in_batch(batch_samples, device)
         return self._token_count
 
-    def _samples_of(self, inputs: Any) -> int:
-        """The number of this rank's samples in a batch; 0 for one that it has borrowed."""
-        return 0 if inputs is getattr(self, "_borrowed", None) else find_batch_size(inputs) or 1
+    def _samples(self) -> int:
+        """The number of this rank's samples in the batch of the last loss; 0 if the sample is borrowed."""
+        return 0 if self._batch is self._borrowed else find_batch_size(self._batch) or 1
+
+    def _weight(self) -> int:
+        """The number of labels in the batch of the last loss, over which its mean was taken on this rank."""
+        labels = self._batch.get("labels")
+        if self._batch is self._borrowed or not isinstance(labels, Tensor):
+            return self._samples()
+        if labels.dim() < 2 or labels.is_floating_point():
+            return self._samples()
+        return int((labels[..., 1:] if self._loss_shifts_labels else labels).ne(-100).sum())
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        self._token_count, self._samples = num_items_in_batch, self._samples_of(inputs)
+        self._token_count, self._batch = num_items_in_batch, inputs
         self._find_out_ignored_count(model, inputs)
         super().training_step(model, inputs, num_items_in_batch)
         assert self.accelerator.last_loss is not None
@@ -191,16 +209,18 @@ class MeshwrightTrainer(Trainer):
         assert session is not None
         if session.plan.data_ranks == 1:
             return loss
-        if not self.accelerator.divides_loader:  # a stream, which accelerate divides evenly
+        if not self.accelerator.divides_loader:  # of a loader that the user has divided
             return session.mean(loss, 1)
         if not self._divides_by_tokens:
-            return session.mean(loss, self._samples)
+            return session.mean(loss, self._weight())
         if self._ignores_count:
-            return session.mean(loss / session.plan.data_ranks, self._samples)
+            return session.mean(loss / session.plan.data_ranks, self._weight())
         return session.mean(loss, 1)
 
     @property
     def _divides_by_tokens(self) -> bool:
+        if self.loss_is_scaled_for_ga is not None:  # what a subclass with a loss of its own says about it
+            return self.loss_is_scaled_for_ga
         takes_count = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         return self._token_count is not None and takes_count
 
@@ -235,11 +255,10 @@ class MeshwrightTrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
-        if self.accelerator.borrows_sample:
-            self._borrowed = inputs
-        self._token_count, self._samples = None, self._samples_of(inputs)
+        self._token_count, self._batch = None, inputs
+        self._borrowed = inputs if self.accelerator.borrows_sample else None
         if self.accelerator.divides_loader:
-            own = torch.tensor([self._samples], device=self.args.device)
+            own = torch.tensor([self._samples()], device=self.args.device)
             self.accelerator.row_counts = self.accelerator.gather(own).tolist()
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if loss is not None and self.plan.data_ranks > 1:

@@ -1,28 +1,17 @@
-"""Checkpoints of `MeshwrightTrainer`: plain transformers loads them, and training continues under any plan."""
+"""Checkpoints of `MeshwrightTrainer`: transformers loads them, and a training goes on from them under any plan."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("accelerate", reason="transformers' Trainer needs the package accelerate: pip install accelerate")
 
-from transformers import AutoModelForCausalLM
-
 from tests.compat.transformers.test_trainer import CLOSE, REPLICATE, SHARD, TENSOR
-from tests.compat.transformers.trainers import Texts, collate, train
+from tests.compat.transformers.trainers import loss_of_folder, train
 from tests.ranks import RankPool
 
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3}
-
-
-def loss_of_folder(folder: Path) -> float:
-    """The loss of the first evaluated batch, of a model that plain transformers loads."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder)
-    evaluated = Texts(11, seed=7)
-    with torch.no_grad():
-        return float(model.eval()(**collate([evaluated[index] for index in range(4)])).loss)
 
 
 def train_here(folder: Path, plan: Any = None, name: str = "llama", resume: Any = None, **options: Any) -> Any:

@@ -56,9 +56,9 @@ def test_accumulated_batches_of_unequal_lengths_weigh_by_tokens(
     assert_close(results[0], of_trainer("llama", 19, **options))
 
 
-@pytest.mark.parametrize("name", ["llama", "classifier"])
+@pytest.mark.parametrize("name", ["llama", "llama of means", "classifier"])
 def test_a_rank_without_samples_has_no_weight(name: str, two: RankPool, of_trainer: Any, tmp_path: Path) -> None:
-    options = {"max_steps": 5}
+    options = {"max_steps": 5, "gradient_accumulation_steps": 2}
     results = two.run(train, name, REPLICATE, str(tmp_path), 5, None, options)  # batches of 4 and 1 samples
     assert_close(results[0], of_trainer(name, 5, **options))
 
@@ -72,3 +72,23 @@ def test_a_model_that_ignores_the_number_of_tokens(two: RankPool, of_trainer: An
 def test_adapters_on_two_ranks(two: RankPool, of_trainer: Any, tmp_path: Path) -> None:
     for plan in (REPLICATE, SHARD):
         assert_close(two.run(train, "adapters", plan, str(tmp_path))[0], of_trainer("adapters"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"own_loss": True, "gradient_accumulation_steps": 2},
+        {"label_smoothing_factor": 0.1},
+        {"train_sampling_strategy": "group_by_length"},
+        {"dataloader_drop_last": True, "accelerator_config": {"use_seedable_sampler": False}},
+        {"is_stream": True, "max_steps": 7},
+        {"is_stream": True, "dataloader_drop_last": True},
+    ],
+    ids=lambda options: " ".join(options),
+)
+def test_arguments_mean_the_same_on_two_ranks(
+    options: dict[str, Any], two: RankPool, of_trainer: Any, tmp_path: Path
+) -> None:
+    name = "classifier" if "own_loss" in options else "llama"
+    results = two.run(train, name, REPLICATE, str(tmp_path), 23, None, options)
+    assert_close(results[0], of_trainer(name, 23, **options))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from meshwright.launch.environment import environment_variables
 from meshwright.torchvision_import import mend_torchvision
@@ -20,6 +20,7 @@ mend_torchvision()
 
 from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
 from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
     BertConfig,
     BertForSequenceClassification,
     GPT2Config,
@@ -50,6 +51,10 @@ def make_model(name: str) -> Any:
     set_seed(1)
     if name == "llama":
         return LlamaForCausalLM(LlamaConfig(num_key_value_heads=4, **_SIZES))
+    if name == "llama of means":  # returns the mean over the tokens of its batch, as some models for images and text do
+        model = make_model("llama")
+        model.accepts_loss_kwargs = False
+        return model
     if name == "gpt2":  # has dropout, and its output layer has the weights of its embedding
         return GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=16, vocab_size=VOCABULARY))
     if name == "adapters":
@@ -103,6 +108,14 @@ def compute_metrics(prediction: Any) -> dict[str, float]:
     return {"samples": len(labels), "count": int(valid.sum()), "right": int(right.sum())}
 
 
+def loss_of_folder(folder: Path) -> float:
+    """The loss of the first evaluated batch, of a language model that plain transformers loads."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    evaluated = Texts(11, seed=7)
+    with torch.no_grad():
+        return float(model.eval()(**collate([evaluated[index] for index in range(4)])).loss)
+
+
 class StopAfter(TrainerCallback):
     """Ends the training after some steps, as a killed process does, with all that was saved so far."""
 
@@ -130,13 +143,40 @@ def launched(rank: int, size: int) -> Iterator[None]:
             PartialState._reset_state()
 
 
+class Stream(IterableDataset[dict[str, Any]]):
+    """The texts as a stream."""
+
+    def __init__(self, count: int) -> None:
+        self.texts = Texts(count)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.texts.samples)
+
+
 def make_trainer(model: Any, plan: Any, folder: str | Path, data: Any, evaluation: Any = None, **options: Any) -> Any:
     """Returns a trainer. `plan` is `trainer` for transformers' own. `options` are for `TrainingArguments`, except for
     `callbacks`, `metrics` and `trainer`, which are those of the trainer itself."""
     from meshwright.compat.transformers import MeshwrightTrainer
 
-    own = {name: options.pop(name) for name in ("callbacks", "optimizers", "compute_loss_func") if name in options}
-    kind = options.pop("kind", None) or (Trainer if plan == "trainer" else MeshwrightTrainer)
+    class OwnLoss(Trainer):
+        """A user's trainer with a loss of its own, a mean over samples."""
+
+        loss_is_scaled_for_ga = False
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, *_: Any, **__: Any) -> Any:
+            output = model(**{name: value for name, value in inputs.items() if name != "labels"})
+            loss = (output.logits - inputs["labels"][:, None]).square().mean()
+            return (loss, {"logits": output.logits}) if return_outputs else loss
+
+    class OurOwnLoss(MeshwrightTrainer, OwnLoss):
+        pass
+
+    own = {name: options.pop(name) for name in ("callbacks", "optimizers") if name in options}
+    kind: Any
+    if options.pop("own_loss", False):
+        kind = OwnLoss if plan == "trainer" else OurOwnLoss
+    else:
+        kind = Trainer if plan == "trainer" else MeshwrightTrainer
     defaults: dict[str, Any] = {
         "per_device_train_batch_size": 4,
         "per_device_eval_batch_size": 4,
@@ -174,17 +214,16 @@ def train(
     options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Trains a model. Returns the logged losses, norms and learning rates, and the metrics of an evaluation of 11
-    samples. `global_batch` in the options is divided among the ranks."""
+    samples. The global batch is 4. The options are those of `make_trainer`, and `stop` and `is_stream`."""
     torch.set_num_threads(1)
-    options = {"global_batch": 4, "stop": None, **(options or {})}
-    global_batch, stop = options.pop("global_batch"), options.pop("stop")
-    batch = max(1, global_batch // size)
+    options = dict(options or {})
+    stop, is_stream, batch = options.pop("stop", None), options.pop("is_stream", False), 4 // size
     with launched(rank, size):
         trainer = make_trainer(
             make_model(name),
             plan,
             folder,
-            Texts(samples, name == "classifier"),
+            Stream(samples) if is_stream else Texts(samples, name == "classifier"),
             Texts(11, name == "classifier", seed=7),
             per_device_train_batch_size=batch,
             per_device_eval_batch_size=batch,
