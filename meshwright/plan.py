@@ -324,6 +324,17 @@ class Plan(_PlanGroup):
         return self.data_ranks * self.axes.tensor * self.axes.pipeline
 
     @property
+    def compile_obstacle(self) -> str | None:
+        """Why nothing of a model can be compiled under this plan; None if its parts can be."""
+        if any(split.axis == "replicate" and split.kind != "none" for split in self.modules.splits.values()):
+            return "layers that are split over the replicate axis are not compiled"
+        if self.axes.tensor > 1 and self.modules.branches:
+            return "models whose branches are placed on ranks are not compiled"
+        if self.axes.tensor > 1 and self.memory.recompute == "selective":
+            return "split layers that are recomputed selectively are not compiled"
+        return None
+
+    @property
     def processes(self) -> int:
         """Number of processes of a run: the training ranks and the parameter servers."""
         return self.world_size + self.gradients.servers

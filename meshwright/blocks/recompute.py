@@ -5,6 +5,7 @@ therefore a prediction is about the blocks that really are recomputed.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -73,7 +74,7 @@ def _recomputing_forward(
         first, second = pass_contexts(block) if pass_contexts else (nullcontext(), nullcontext())
         if kind == "full":
             return first, _Nested(lambda: (second, _frozen_statistics(block)))
-        caching, cached = create_selective_checkpoint_contexts(_selective_policy)
+        caching, cached = _selective_contexts()
         return (
             _Nested(lambda: (first, caching)),
             _Nested(lambda: (second, _frozen_statistics(block), cached)),
@@ -82,14 +83,14 @@ def _recomputing_forward(
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return original_forward(*args, **kwargs)
-        return checkpoint(
-            original_forward,
-            *args,
-            use_reentrant=False,
-            preserve_rng_state=preserve_rng_state,
-            context_fn=contexts,
-            **kwargs,
-        )
+        settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
+        # Compiled code updates buffers once, at its end, therefore nothing has to freeze statistics. The compiler can
+        # trace no other contexts than those of selective recomputation.
+        if not torch.compiler.is_compiling():
+            settings["context_fn"] = contexts
+        elif kind == "selective":
+            settings["context_fn"] = _selective_contexts
+        return checkpoint(original_forward, *args, **settings, **kwargs)
 
     return forward
 
@@ -97,6 +98,9 @@ def _recomputing_forward(
 def _selective_policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     is_saved = operator_kind(func) in _SAVED_BY_SELECTIVE
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_selective_contexts = partial(create_selective_checkpoint_contexts, _selective_policy)
 
 
 class _Nested(AbstractContextManager[None]):

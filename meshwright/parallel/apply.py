@@ -180,13 +180,19 @@ def _replace_forward_passes(
     if plan.compute.convolutions == "nnpack":
         for model in local.models:
             use_nnpack(model)
+    stages = local.stages.stages if local.stages else ()
+    # Blocks with split layers are compiled before recomputing wraps them: the compiler cannot recompute on shards.
+    if plan.axes.tensor > 1:
+        compilation = compile_model(local.module, plan, device, stages)
     # Recomputing before DDP and FSDP2, because both look for the parameters that the forward pass of whole blocks used.
     _recompute(plan, module, local.stages, local.branches)
     # fp8 before compiling, so that the casts are compiled together with the layers.
     if plan.numerics.precision == "fp8":
         convert_linears_to_float8(module, device)
     # Compiling before DDP and FSDP2, so that their hooks stay outside of the compiled code.
-    return compile_model(local.module, plan, device)
+    if plan.axes.tensor == 1:
+        compilation = compile_model(local.module, plan, device, stages)
+    return compilation
 
 
 def _shard_or_replicate(

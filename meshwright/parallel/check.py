@@ -154,6 +154,11 @@ def _check_precision(plan: Plan) -> None:
             "plan.compute.cuda_graphs needs a single rank, or compiled blocks (compute.compile), but the plan is"
             f" {plan.summary()}: set compute.cuda_graphs to false, or set compute.compile to blocks"
         )
+    if plan.compute.cuda_graphs and (axes.tensor > 1 or axes.pipeline > 1):
+        raise InputError(
+            "plan.compute.cuda_graphs works only with the replicate and shard axes, but the plan is"
+            f" {plan.summary()}: set compute.cuda_graphs to false, or set axes.tensor and axes.pipeline to 1"
+        )
 
 
 def check_cast(plan: Plan, model: nn.Module) -> None:

@@ -1,13 +1,20 @@
-"""Compiles a model with `torch.compile`: its blocks one by one, or the whole model together with the loss function.
-Modules and parameter names stay the same, therefore wrappers and checkpoints are not affected.
+"""Compiles a model with `torch.compile`, in parts that no other step of parallel/apply.py has to look into:
 
-If nothing can be compiled, the model runs uncompiled and a warning says why.
+    plan                          compiled
+    one rank                      with `model` the model together with the loss function, with `blocks` each block
+    replicate                     with `model` the model, and the loss function; with `blocks` each block
+    shard                         each block, because FSDP2 gathers the weights of blocks between them
+    pipeline                      with `model` each stage, and the loss function; with `blocks` each block of a stage
+    tensor                        each block, between the collectives inside of it (tensor/compiled_blocks.py)
+
+A model without blocks is compiled as a whole. `forward` functions of modules are replaced, so parameter names, hooks
+and checkpoints stay as they are. What cannot be compiled runs uncompiled, and one warning says why.
 """
 
 import importlib.util
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,18 +22,33 @@ import torch
 from torch import nn
 
 from meshwright.blocks.recompute import find_blocks
-from meshwright.parallel.torch_private import compiler_errors
+from meshwright.parallel.pipeline.compiled_stage import CompiledStage
+from meshwright.parallel.pipeline.remote_modules import RemoteModule, RemoteTensorError
+from meshwright.parallel.pipeline.stage import Stage
+from meshwright.parallel.tensor.compiled_blocks import SplitBlocks, has_split_layers, reason_not_to_compile
+from meshwright.parallel.tensor.local_graph import CannotRecord
+from meshwright.parallel.torch_private import (
+    compile_across_ddp_buckets,
+    compiler_errors,
+    graph_breaks,
+    is_backward_error_of_compiled_code,
+)
 from meshwright.plan import Plan
 
 
 @dataclass
 class Compilation:
-    """What of a model is compiled: `blocks`, which were compiled in place, or with `whole` the function that `function`
-    returns. `mode` is the argument of `torch.compile`, None for its default."""
+    """What of a model is compiled: the functions in `parts`, whose names are those of their modules; with `loss` the
+    loss function by itself; or with `whole` the model together with the loss function. `mode` is the argument of
+    `torch.compile`, None for its default."""
 
-    blocks: list[nn.Module] = field(default_factory=list)
+    parts: list[str] = field(default_factory=list)
+    loss: bool = False
     whole: bool = False
     mode: str | None = None
+    _shapes: Hashable = None
+    _breaks: dict[str, int] = field(default_factory=graph_breaks)
+    _given: set[str] = field(default_factory=set)  # the kinds of warnings that were given
 
     def function(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function that compiles `forward` when it is called for the first time."""
@@ -34,45 +56,134 @@ class Compilation:
 
     def turn_off(self, error: Exception) -> None:
         """Makes the model run uncompiled from now on, and warns that compiling failed with this error."""
-        for block in self.blocks:
-            block._compiled_call_impl = None
-        self.blocks, self.whole = [], False
+        self.parts, self.loss, self.whole = [], False, False
         lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         reason = " ".join(lines[:2])  # the first line may only name the backend
         warnings.warn(f"plan.compute.compile: compiling failed ({reason}), running without", stacklevel=2)
 
+    def check_step(self, shapes: Hashable) -> None:
+        """Warns once if batches have different shapes, and once if the compiler could not trace a function as a whole.
+        `shapes` are those of the batch of the step that was run."""
+        if self._shapes not in (None, shapes):
+            self._warn_once("shapes", "batches have different shapes, so the model is compiled again for any shape")
+        self._shapes = shapes
+        breaks = graph_breaks()
+        reason = next((reason for reason in breaks if breaks[reason] != self._breaks.get(reason)), None)
+        if reason is not None:
+            short = (reason.strip().splitlines() or ["unknown reason"])[0]
+            self._warn_once("breaks", f"the compiler cannot trace all of the model ({short}), it is compiled in parts")
+
+    def _warn_once(self, kind: str, text: str) -> None:
+        if kind not in self._given:
+            self._given.add(kind)
+            warnings.warn(f"plan.compute.compile: {text}", stacklevel=3)
+
     @property
     def is_on(self) -> bool:
-        return self.whole or bool(self.blocks)
+        return self.whole or self.loss or bool(self.parts)
+
+
+class CompiledForward:
+    """Takes the place of a `forward` function: calls the compiled one, or the original one if it cannot be compiled.
+    With `only_in_training` the original one is called as well where no gradients are needed, because an evaluation
+    would compile the whole model once more."""
+
+    def __init__(
+        self,
+        original: Callable[..., Any],
+        compiled: Callable[..., Any],
+        compilation: Compilation,
+        *,
+        only_in_training: bool = False,
+    ) -> None:
+        self._original = original
+        self._compiled = compiled
+        self._compilation = compilation
+        self._only_in_training = only_in_training
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        runs_compiled = self._compilation.is_on and (torch.is_grad_enabled() or not self._only_in_training)
+        if runs_compiled:
+            try:
+                return self._compiled(*args, **kwargs)
+            except Exception as error:
+                if not is_compile_error(error):
+                    raise
+                self._compilation.turn_off(error)
+        return self._original(*args, **kwargs)
 
 
 def is_compile_error(error: Exception) -> bool:
     """Whether the compiler has raised the error, and not the code that it compiles."""
-    return isinstance(error, compiler_errors())
+    refusals: tuple[type[Exception], ...] = (RemoteTensorError, CannotRecord, *compiler_errors())
+    return isinstance(error, refusals) or is_backward_error_of_compiled_code(error)
 
 
-def compile_model(module: nn.Module, plan: Plan, device: torch.device) -> Compilation:
-    """Sets the model or its blocks up to be compiled at their next call. A model without blocks is compiled as a whole.
-    The blocks of a sharded model are compiled one by one, because FSDP2 gathers their weights between them."""
+def compile_model(module: nn.Module, plan: Plan, device: torch.device, stages: Sequence[Stage] = ()) -> Compilation:
+    """Sets the model or its blocks up to be compiled at their next call. `module` is this rank's part of the model, and
+    `stages` are its pipeline stages."""
     if plan.compute.compile == "none":
         return Compilation()
     reason = _reason_not_to_compile(plan, device.type)
     if reason:
         warnings.warn(f"plan.compute.compile is {plan.compute.compile}, but {reason}: running without", stacklevel=2)
         return Compilation()
-    mode = _mode(plan, device.type)
-    blocks = [module.get_submodule(name) for name in find_blocks(module)]
-    if plan.axes.shard == 1 and (plan.compute.compile == "model" or not blocks):
-        return Compilation(whole=True, mode=mode)
-    for block in blocks or [module]:
-        block.compile(**({"mode": mode} if mode else {}))
-    return Compilation(blocks or [module], mode=mode)
+    # `Compilation.check_step` says the same in one line.
+    warnings.filterwarnings("ignore", message="Dynamo does not know how to trace")
+    compilation = Compilation(mode=_mode(plan, device.type))
+    blocks = [name for name in find_blocks(module) if _is_complete(module.get_submodule(name))]
+    if plan.axes.tensor > 1:
+        _compile_split_model(module, blocks, compilation)
+        return compilation
+    recomputes_in_ddp = plan.memory.recompute != "none" and plan.world_size == plan.axes.replicate > 1
+    if recomputes_in_ddp:  # DDP sends the gradients of a block while the blocks before it run their backward passes
+        compile_across_ddp_buckets()
+    whole_model = plan.compute.compile == "model" and plan.axes.shard == 1 and not recomputes_in_ddp
+    as_a_whole = whole_model or not blocks
+    if as_a_whole and plan.world_size == 1:
+        compilation.whole = True
+        return compilation
+    compilation.loss = as_a_whole
+    if as_a_whole and stages:
+        for stage in stages:
+            compiled = CompiledStage(stage, compilation.function)
+            stage.compute = CompiledForward(stage.run_model, compiled, compilation, only_in_training=True)
+            compilation.parts.append(f"stage {stage.index}")
+        return compilation
+    for name in [""] if as_a_whole else blocks:
+        block = module.get_submodule(name)
+        _replace_forward(block, name, compilation.function(block.forward), compilation)
+    return compilation
+
+
+def _compile_split_model(module: nn.Module, blocks: Sequence[str], compilation: Compilation) -> None:
+    """Compiles the blocks of a model whose layers are split over the tensor axis."""
+    split_blocks = SplitBlocks(compilation.function)
+    reasons = dict.fromkeys(reason_not_to_compile(module.get_submodule(name)) for name in blocks)
+    reason = next((reason for reason in reasons if reason), None if blocks else "it has no blocks")
+    if reason:
+        warnings.warn(f"plan.compute.compile: not all of the model is compiled, because {reason}", stacklevel=3)
+    for name in blocks:
+        block = module.get_submodule(name)
+        if reason_not_to_compile(block) is None:
+            function = split_blocks.function(block) if has_split_layers(block) else compilation.function(block.forward)
+            _replace_forward(block, name, function, compilation)
+
+
+def _replace_forward(module: nn.Module, name: str, compiled: Callable[..., Any], compilation: Compilation) -> None:
+    module.forward = CompiledForward(module.forward, compiled, compilation, only_in_training=not name)
+    compilation.parts.append(name)
+
+
+def _is_complete(block: nn.Module) -> bool:
+    """Whether all of the block runs in this rank's pipeline stages."""
+    return not any(isinstance(module, RemoteModule) for module in block.modules())
 
 
 def _mode(plan: Plan, device_type: str) -> str | None:
     """The `mode` argument of `torch.compile`, which also decides whether the compiled code uses CUDA graphs of its own;
     None for the default. It does with several ranks only: on a single rank the whole step is captured as one graph
-    (train/step/cuda_graphs.py)."""
+    (train/step/cuda_graphs.py). Pipelines and split layers use none (`check_runnable`)."""
     uses_own_graphs = plan.compute.cuda_graphs and device_type == "cuda" and plan.processes > 1
     if plan.compute.compile_mode == "max-autotune":
         return "max-autotune" if uses_own_graphs else "max-autotune-no-cudagraphs"
@@ -81,8 +192,8 @@ def _mode(plan: Plan, device_type: str) -> str | None:
 
 def _reason_not_to_compile(plan: Plan, device_type: str) -> str | None:
     """Returns why the blocks cannot be compiled, or None if they can."""
-    if plan.axes.tensor > 1 or plan.axes.pipeline > 1 or plan.modules.splits:
-        return f"layers that are split or cut ({plan.summary()}) are not compiled yet"
+    if plan.compile_obstacle:
+        return plan.compile_obstacle
     if device_type == "cuda" and importlib.util.find_spec("triton") is None:
         return "there is no triton, which writes the kernels"
     compilers = ("g++", "clang++") if device_type == "cpu" else ("cc", "gcc", "clang")

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 IndexRanges = tuple[tuple[int, int], ...]  # (first index, length) of each range, in the order in which they are stored
 
@@ -111,9 +112,27 @@ def average_gradient(x: Tensor, group: AxisGroup) -> Tensor:
     return _apply(_ScaleGradient, x, 1 / group.size) if _needs_gradient(x) else x
 
 
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    result: Tensor = function.apply(*args)
+def _apply(function: type[torch.autograd.Function], x: Tensor, *args: Any) -> Tensor:
+    if has_torch_function_unary(x):  # a mode that records functions (tensor/local_graph.py)
+        recorded: Tensor = handle_torch_function(_apply, (x,), function, x, *args)
+        return recorded
+    result: Tensor = function.apply(x, *args)
     return result
+
+
+apply_collective = _apply  # the function that a recording mode is given for every collective of this file
+
+
+def result_shape(function: Any, x: Tensor, *args: Any) -> tuple[int, ...]:
+    """The shape of what `apply_collective` returns for these arguments."""
+    shape = list(x.shape)
+    if function is _Redistribute:
+        ranges, group, forward, _ = args
+        shape[ranges.dim] = ranges.size if forward is all_gather_tensor else ranges.length(group.rank)
+    elif function is _AllToAll:
+        source, target, group = args
+        shape[source.dim], shape[target.dim] = source.size, target.length(group.rank)
+    return tuple(shape)
 
 
 def _needs_gradient(x: Tensor) -> bool:

@@ -109,6 +109,7 @@ class ParallelModel:
     def _forward_of(self, loss_function: LossFunction) -> Callable[..., Any]:
         """Returns the function that computes the model's output and then the value of `loss_function`. It is compiled
         if the whole model is."""
+        loss_function = self._compiled_loss(loss_function)
 
         def forward(arguments: tuple[Any, ...], keywords: dict[str, Any], target: Any, has_samples: bool) -> Any:
             output = self._forward(self.runner, ModelBatch(arguments, keywords, target))
@@ -116,19 +117,28 @@ class ParallelModel:
 
         if not self.compilation.whole:
             return forward
-        if loss_function not in self._compiled_forward:
-            self._compiled_forward.clear()
-            self._compiled_forward[loss_function] = self.compilation.function(forward)
-        return self._compiled_forward[loss_function]
+        return self._compile_once(loss_function, forward)
+
+    def _compiled_loss(self, loss_function: LossFunction) -> LossFunction:
+        """Returns the loss function, compiled if the plan compiles it by itself."""
+        return self._compile_once(loss_function, loss_function) if self.compilation.loss else loss_function
+
+    def _compile_once(self, key: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+        if key not in self._compiled_functions:
+            self._compiled_functions.clear()
+            self._compiled_functions[key] = self.compilation.function(function)
+        return self._compiled_functions[key]
 
     @cached_property
-    def _compiled_forward(self) -> dict[LossFunction, Callable[..., Any]]:
-        """The last function that `_forward_of` has compiled, by loss function."""
+    def _compiled_functions(self) -> dict[LossFunction, Callable[..., Any]]:
+        """The last function that was compiled for training, by loss function."""
         return {}
 
     def _run_stages(
         self, pipeline: PipelineExecutor, examples: Examples, loss_function: LossFunction, loss_of: MicrobatchLoss
     ) -> None:
+        loss_function = self._compiled_loss(loss_function)
+
         def loss_of_output(number: int, output: Any) -> Tensor:
             example, samples = examples[number]
             return loss_of(number, loss_function(output, example.target, samples > 0))

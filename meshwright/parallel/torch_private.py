@@ -5,13 +5,16 @@ When a new torch version breaks something, look at this file first; no other fil
 """
 
 import os
+import sys
 from collections.abc import Callable
 from functools import cache
+from traceback import walk_tb
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C import DisableTorchFunction as DisableTorchFunction
 from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
 from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
@@ -34,6 +37,7 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 # ---- tensor subclasses (tensor/shard_view.py, tensor/dispatch.py, branches/pending.py, chunked_loss/scores.py)
 #
 # `DisableTorchFunctionSubclass` calls a torch function on a subclass without entering its `__torch_function__` again.
+# `DisableTorchFunction` also disables modes that record torch functions.
 
 # A context in which the user's dispatch modes are disabled. In it, functions are tried on fake tensors.
 disable_dispatch_modes = _python_dispatch._disable_current_modes
@@ -212,3 +216,26 @@ def compiler_errors() -> tuple[type[Exception], ...]:
     from torch._inductor.exc import InductorError
 
     return TorchDynamoException, InductorError
+
+
+def is_backward_error_of_compiled_code(error: Exception) -> bool:
+    """Whether torch's functions around compiled code have raised the error in a backward pass. They do with different
+    texts if compiled code is differentiated a second time, by a gradient penalty for example, which it cannot be."""
+    if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+        return False
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    runs_compiled_code = any("_aot_autograd" in frame.f_code.co_filename for frame in frames)
+    return runs_compiled_code and any(frame.f_code.co_filename.endswith("autograd/graph.py") for frame in frames)
+
+
+def graph_breaks() -> dict[str, int]:
+    """Why the compiler could not trace functions as a whole since this process began, and how often. The first line of
+    each reason is short. Empty if nothing was compiled."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dict(dynamo.counters["graph_break"]) if dynamo else {}
+
+
+def compile_across_ddp_buckets() -> None:
+    """Makes the compiler leave functions whole that compute gradients of several DDP buckets. It cannot divide
+    functions that recompute activations."""
+    torch._dynamo.config.optimize_ddp = False

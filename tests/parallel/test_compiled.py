@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.parallel.compiled import compile_model
+from meshwright.parallel.compiled import CompiledForward, compile_model
 from meshwright.plan import Plan
 from meshwright.train.session import Session
 from tests.train.one_process import world
@@ -22,13 +22,20 @@ CPU = torch.device("cpu")
 COMPILED = Plan.model_validate({"compute": {"compile": "blocks"}})
 
 
+def compiled_modules(model: nn.Module) -> list[str]:
+    """The names of the modules whose forward functions are compiled."""
+    return [name for name, module in model.named_modules() if isinstance(module.forward, CompiledForward)]
+
+
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
         (COMPILED, r"there is no compiler \(g\+\+ or clang\+\+\)"),
         (
-            Plan.model_validate({"axes": {"tensor": 2}, "compute": {"compile": "blocks"}}),
-            "layers that are split or cut",
+            Plan.model_validate(
+                {"axes": {"tensor": 2}, "memory": {"recompute": "selective"}, "compute": {"compile": "blocks"}}
+            ),
+            "split layers that are recomputed selectively are not compiled",
         ),
     ],
 )
@@ -38,9 +45,10 @@ def test_models_that_cannot_be_compiled_run_uncompiled(
     monkeypatch.setattr(shutil, "which", lambda name: None)
     model = ZOO["gpt"].model()
     with pytest.warns(UserWarning, match=message) as warned:
-        compile_model(model, plan, CPU)
+        compilation = compile_model(model, plan, CPU)
     assert len(warned) == 1
-    assert all(module._compiled_call_impl is None for module in model.modules())
+    assert not compilation.is_on
+    assert compiled_modules(model) == []
 
 
 def test_blocks_are_compiled_in_place() -> None:
@@ -49,8 +57,7 @@ def test_blocks_are_compiled_in_place() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         compile_model(model, COMPILED, CPU)
-    compiled = [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
-    assert compiled == ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]
+    assert compiled_modules(model) == ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]
     assert set(model.state_dict()) == names
 
 

@@ -136,7 +136,8 @@ class PipelineExecutor:
                 self._group,
                 self._device,
                 self.executed,
-                recomputes=self._plan.memory.recompute != "none",
+                # A backward pass in two parts would run recomputed blocks and compiled code twice.
+                whole_backward=self._plan.memory.recompute != "none" or self._plan.compute.compile != "none",
             )
         return self._runner
 

@@ -6,18 +6,22 @@ shapes that the piece would have returned. Operators on fake tensors give fake t
 dropped at the end.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from meshwright.errors import MeshwrightError
 from meshwright.parallel.pipeline.stage_dataflow import CallKey, TensorPosition
 from meshwright.parallel.tensor.shard_view import gather_shard_views
-from meshwright.parallel.torch_private import FakeTensor, tree_flatten, tree_leaves, tree_unflatten
+from meshwright.parallel.torch_private import FakeTensor, tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+
+class RemoteTensorError(MeshwrightError):
+    """Compiled code uses a tensor of another stage. The same stage, uncompiled, does not."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +58,10 @@ class StageForward:
     transfers: StageTransfers
     fake_outputs: Mapping[CallKey, Any]
     values: dict[int, Tensor]
-    call_counts: Counter[str] = field(default_factory=Counter)
+    call_counts: dict[str, int] = field(default_factory=dict)
 
     def start_call(self, name: str) -> CallKey:
-        self.call_counts[name] += 1
+        self.call_counts[name] = self.call_counts.get(name, 0) + 1
         return self.current_call(name)
 
     def current_call(self, name: str) -> CallKey:
@@ -89,6 +93,49 @@ def replace_tensors(tree: Any, new_tensors: Mapping[int, Tensor]) -> Any:
 
 def tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+@dataclass(frozen=True)
+class RemoteTensor:
+    """Stands for a fake tensor in code that is compiled, which cannot contain fake tensors."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def without_fake_tensors(tree: Any) -> Any:
+    """Returns `tree` with a `RemoteTensor` in the place of each fake tensor."""
+
+    def described(leaf: Any) -> Any:
+        if not isinstance(leaf, FakeTensor):
+            return leaf
+        return RemoteTensor(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device)
+
+    return tree_map(described, tree)
+
+
+def with_remote_tensors(tree: Any) -> Any:
+    """Returns `tree` with a tensor in the place of each `RemoteTensor`. The compiler removes it and all operators on
+    it, because nothing uses their results; if something does, computing the tensor raises a `RemoteTensorError`."""
+
+    def tensor_of(leaf: Any) -> Any:
+        if not isinstance(leaf, RemoteTensor):
+            return leaf
+        return _remote_tensor(list(leaf.shape), list(leaf.stride), leaf.dtype, leaf.device)
+
+    return tree_map(tensor_of, tree)
+
+
+@torch.library.custom_op("meshwright::remote_tensor", mutates_args=())
+def _remote_tensor(shape: list[int], stride: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    raise RemoteTensorError("compiled code of a pipeline stage needs a tensor that another stage computes")
+
+
+@_remote_tensor.register_fake
+def _(shape: list[int], stride: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
 class ActiveForward:
@@ -169,7 +216,7 @@ class RemoteModule(nn.Module):
         passed_through = transfers.passed_through.get(call, {})
         inputs = tensors_in((args, kwargs)) if passed_through else []
         output = replace_tensors(
-            forward.fake_outputs[call],
+            with_remote_tensors(forward.fake_outputs[call]),
             {output_index: inputs[input_index] for output_index, input_index in passed_through.items()},
         )
         return forward.insert_received(transfers.received_outputs.get(call, {}), output)

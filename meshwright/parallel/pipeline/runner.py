@@ -47,7 +47,8 @@ class ExecutedAction(NamedTuple):
 
 class ScheduleRunner:
     """Runs the stages of this rank by one schedule. `buffers` has the shapes that are sent over each cut for every
-    microbatch. Every action that runs is appended to `executed`."""
+    microbatch. Every action that runs is appended to `executed`. With `whole_backward`, no backward pass runs in two
+    parts."""
 
     def __init__(
         self,
@@ -59,11 +60,11 @@ class ScheduleRunner:
         device: torch.device,
         executed: list[ExecutedAction],
         *,
-        recomputes: bool,
+        whole_backward: bool,
     ) -> None:
         self.buffers = buffers
         self._microbatches = microbatches
-        self._stages = [_TorchStage(stage, buffers, device, group, executed, recomputes) for stage in stages]
+        self._stages = [_TorchStage(stage, buffers, device, group, executed, whole_backward) for stage in stages]
         torch_stages = self._stages[0] if schedule in _ONE_STAGE_PER_RANK else self._stages
         # The last stage returns the loss itself: models may return anything, PyTorch's stages may not.
         self._schedule = _SCHEDULES[schedule](
@@ -95,12 +96,11 @@ class _TorchStage(PipelineStage):
         device: torch.device,
         group: dist.ProcessGroup,
         executed: list[ExecutedAction],
-        recomputes: bool,
+        whole_backward: bool,
     ) -> None:
         received = buffers[stage.index - 1] if stage.index else ()
         sent = buffers[stage.index] if stage.index < len(buffers) else (BufferSpec((), torch.float32),)
-        # A backward pass in two parts would recompute its blocks twice.
-        runs_backward_whole = recomputes or (stage.reuses_weights and _SPLIT_BACKWARD_MISCOUNTS)
+        runs_backward_whole = whole_backward or (stage.reuses_weights and _SPLIT_BACKWARD_MISCOUNTS)
         super().__init__(
             stage,
             stage.index,

@@ -1,6 +1,6 @@
 """`Stage`: runs the model's own forward pass with the pieces of one pipeline stage, on received and sent buffers."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,7 +10,7 @@ from meshwright.batch import ModelBatch
 from meshwright.errors import MeshwrightError
 from meshwright.parallel.pipeline.remote_modules import ActiveForward, StageForward, StageTransfers, positions_by_call
 from meshwright.parallel.pipeline.shape_inference import ShapeInference
-from meshwright.parallel.pipeline.stage_dataflow import BoundaryTensor, StageDataflow, TensorPosition
+from meshwright.parallel.pipeline.stage_dataflow import BoundaryTensor, CallKey, StageDataflow, TensorPosition
 from meshwright.parallel.pipeline.transport import ActivationSpec, BufferSpec, pack_for_send, unpack_received
 
 
@@ -36,6 +36,7 @@ class Stage(nn.Module):
         self.examples: list[ModelBatch] = []
         self.microbatch = 0
         self.send_buffers: tuple[BufferSpec, ...] = ()  # if empty, buffers have the sizes of the activations
+        self.compute: Callable[..., Any] = self.run_model  # or a function that is compiled from it
         self.finish: Callable[[int, Any], Any] = lambda _, output: output
 
     def forward(self, *buffers: Tensor) -> Any:
@@ -43,21 +44,32 @@ class Stage(nn.Module):
         example = self.examples[self.microbatch]
         self._update_mirrored_modules()
         shapes = self.shape_inference.infer(example, self.model.training, self.precision)
-        values: dict[int, Tensor] = {}
+        received: tuple[Tensor, ...] = ()
         if self.received:
-            value_ids = [tensor.value_id for tensor in self.received]
-            received = unpack_received([shapes.activations[value_id] for value_id in value_ids], buffers)
-            values.update(zip(value_ids, received, strict=True))
-        stage_forward = StageForward(self.transfers, shapes.fake_outputs, values)
-        with self.active_forward.running(stage_forward), self.precision():
-            output = self.model(*example.arguments, **example.keywords)
+            received = unpack_received([shapes.activations[tensor.value_id] for tensor in self.received], buffers)
+        with self.precision():
+            result = self.compute(received, example.arguments, example.keywords, shapes.fake_outputs)
         if self.is_last:
-            return self.finish(self.microbatch, output)
-        del output
+            return self.finish(self.microbatch, result)
+        values: dict[int, Tensor] = result
         specs = [shapes.activations[tensor.value_id] for tensor in self.sent]
         sent = [self._checked(tensor, spec, values) for tensor, spec in zip(self.sent, specs, strict=True)]
         exact_buffers = [BufferSpec(spec.memory_shape, spec.transfer_dtype) for spec in specs]
         return pack_for_send(specs, self.send_buffers or exact_buffers, sent)
+
+    def run_model(
+        self,
+        received: tuple[Tensor, ...],
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+        fake_outputs: Mapping[CallKey, Any],
+    ) -> Any:
+        """Runs the model's forward pass with what this stage received. Returns the model's output in the last stage,
+        and in other stages the received tensors and those to send, by value id."""
+        values = {tensor.value_id: value for tensor, value in zip(self.received, received, strict=True)}
+        with self.active_forward.running(StageForward(self.transfers, fake_outputs, values)):
+            output = self.model(*arguments, **keywords)
+        return output if self.is_last else values
 
     def _checked(self, tensor: BoundaryTensor, spec: ActivationSpec, values: dict[int, Tensor]) -> Tensor:
         """The tensor's value, or an error where the forward pass did not compute it or gave it another shape."""

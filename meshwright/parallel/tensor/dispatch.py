@@ -9,21 +9,25 @@ error that tells the user which module to leave whole.
 
 import types
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from meshwright.errors import InputError
 from meshwright.parallel.differentiable_collectives import average_gradient, slice_own_shard
 from meshwright.parallel.tensor.local_calls import LocalCall, derive_local_call, run_local_call
 from meshwright.parallel.tensor.products import PRODUCTS, enter_sharded_work
-from meshwright.parallel.tensor.randomness import rank_seeded_generator
+from meshwright.parallel.tensor.randomness import call_with_rank_seed
 from meshwright.parallel.tensor.shard_view import ShardSpec, ShardView, full_tensor, is_shard_view
 from meshwright.parallel.tensor.vocabulary import VOCABULARY
-from meshwright.parallel.torch_private import DisableTorchFunctionSubclass, tree_flatten, tree_map, tree_unflatten
+from meshwright.parallel.torch_private import (
+    DisableTorchFunction,
+    DisableTorchFunctionSubclass,
+    tree_flatten,
+    tree_map,
+    tree_unflatten,
+)
 from meshwright.profile.structure.split_rules import CannotSplit
 
 # Names of tensor attributes and methods. Those of the first group do not touch elements and describe the full tensor;
@@ -35,13 +39,13 @@ _NAMES = {
     "__hash__ __repr__ __format__ __dir__ _version output_nr",
     "autograd": "register_hook retain_grad grad_fn register_post_accumulate_grad_hook requires_grad_",
 }
-_METADATA, _AUTOGRAD = (frozenset(names.split()) for names in _NAMES.values())
+METADATA, _AUTOGRAD = (frozenset(names.split()) for names in _NAMES.values())
 _RULES: dict[Any, Callable[..., Any]] = {**PRODUCTS, **VOCABULARY}
 
 
 def dispatch_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    name = _name(func)
-    if name in _METADATA:
+    name = function_name(func)
+    if name in METADATA:
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     if name in _AUTOGRAD:
@@ -66,7 +70,7 @@ def dispatch_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return _call_on_local_tensors(func, args, kwargs)
 
 
-def _name(func: Any) -> str:
+def function_name(func: Any) -> str:
     name: str = getattr(func, "__name__", "")
     return func.__self__.__name__ if name == "__get__" else name
 
@@ -103,8 +107,7 @@ def _call_on_local_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     local_leaves = [
         _local_argument(leaf, local_call.sliced_arguments.get(position), spec) for position, leaf in enumerate(leaves)
     ]
-    with _random_numbers(local_call, spec, views[0].device):
-        results = run_local_call(local_call, func, local_leaves, tree)
+    results = _run(local_call, func, local_leaves, tree, spec.group.rank)
     outputs: list[ShardView] = []
     for number, result in enumerate(result for result in results if isinstance(result, Tensor)):
         position = local_call.returned_arguments[number]
@@ -123,7 +126,8 @@ def _cached_local_call(func: Any, leaves: list[Any], tree: Any, view: ShardView)
     local_call: LocalCall | str | None = local_calls.get(key)
     if local_call is None:
         try:
-            local_call = derive_local_call(func, leaves, tree)
+            with DisableTorchFunction():  # nothing of this is recorded (local_graph.py)
+                local_call = derive_local_call(func, leaves, tree)
         except CannotSplit as reason:
             local_call = str(reason)
         local_calls[key] = local_call
@@ -153,8 +157,11 @@ def _local_argument(leaf: Any, sliced: ShardSpec | None, spec: ShardSpec) -> Any
     return average_gradient(replicated, spec.group) if spec.samples_by_rank else replicated
 
 
-def _random_numbers(local_call: LocalCall, spec: ShardSpec, device: torch.device) -> AbstractContextManager[None]:
-    return rank_seeded_generator(spec.group.rank, device) if local_call.draws_random_numbers else nullcontext()
+def _run(local_call: LocalCall, func: Any, leaves: list[Any], tree: Any, rank: int) -> list[Any]:
+    def run(*local_leaves: Any) -> list[Any]:
+        return run_local_call(local_call, func, list(local_leaves), tree)
+
+    return call_with_rank_seed(run, rank, *leaves) if local_call.draws_random_numbers else run(*leaves)
 
 
 # ---- on full tensors
@@ -170,8 +177,8 @@ def _gather_or_raise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], r
     group = features.spec.group
     module = next(reversed(group.running_modules), "") or "the model"
     raise InputError(
-        f"{module}: {_name(func)} cannot run on features that are split over {group.size} ranks of the {group.axis}"
-        f" axis ({reason}): leave them whole with plan.modules.splits: {{{module}: {{kind: none}}}}"
+        f"{module}: {function_name(func)} cannot run on features that are split over {group.size} ranks of the"
+        f" {group.axis} axis ({reason}): leave them whole with plan.modules.splits: {{{module}: {{kind: none}}}}"
     )
 
 

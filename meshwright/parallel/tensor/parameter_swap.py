@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 from meshwright.parallel.differentiable_collectives import AxisGroup, average_gradient
@@ -27,6 +29,23 @@ class ParameterSwap:
     full_shape: tuple[int, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class SwappedForward:
+    """What a wrapped `forward` does: the parameters that it replaces, and what it gathers in its output."""
+
+    swaps: tuple[ParameterSwap, ...]
+    gathered_kinds: tuple[ShardKind, ...]
+
+
+_SWAPPED: WeakKeyDictionary[Callable[..., Any], SwappedForward] = WeakKeyDictionary()
+
+
+def swapped_forwards(module: nn.Module) -> list[SwappedForward]:
+    """What the wrapped `forward` functions of the module and of the modules inside of it do."""
+    found = (_SWAPPED.get(child.forward) for child in module.modules() if "forward" in child.__dict__)
+    return [swapped for swapped in found if swapped is not None]
+
+
 def swap_parameters_in_forward(
     module: nn.Module,
     name: str,
@@ -40,11 +59,14 @@ def swap_parameters_in_forward(
 
     @wraps(original_forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # the compiler sees other parameters (compiled_blocks.py)
+            return original_forward(*args, **kwargs)
         with _swapped(swaps), _running(name, groups):
             output = original_forward(*args, **kwargs)
             return gather_shard_views(output, gathered_kinds) if gathered_kinds else output
 
     module.forward = forward
+    _SWAPPED[forward] = SwappedForward(tuple(swaps), gathered_kinds)
 
 
 @contextmanager

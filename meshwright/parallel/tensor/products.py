@@ -13,6 +13,7 @@ arguments, and raises `CannotSplit` where they cannot be combined.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import gcd
 from typing import Any
 
@@ -30,7 +31,7 @@ from meshwright.parallel.differentiable_collectives import (
     reduce_scatter,
     slice_own_shard,
 )
-from meshwright.parallel.tensor.randomness import rank_seeded_generator
+from meshwright.parallel.tensor.randomness import call_with_rank_seed
 from meshwright.parallel.tensor.shard_view import ShardSpec, ShardView, full_tensor, full_tensor_for_sharded_work
 from meshwright.parallel.torch_private import attention_function, linear_function
 from meshwright.profile.structure.split_rules import CannotSplit, DividedDimension
@@ -194,16 +195,9 @@ def attention(
     local_query, local_key, local_value = query.local_tensor, key.local_tensor, value.local_tensor
     mask = None if attn_mask is None else _local_mask(attn_mask, spec, query.dim())
 
-    def attend() -> Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(
-            local_query, local_key, local_value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-
-    if dropout_p > 0:
-        with rank_seeded_generator(spec.group.rank, query.device):
-            output = attend()
-    else:
-        output = attend()
+    attend = partial(torch.nn.functional.scaled_dot_product_attention, scale=scale, enable_gqa=enable_gqa)
+    arguments = (local_query, local_key, local_value, mask, dropout_p, is_causal)
+    output = call_with_rank_seed(attend, spec.group.rank, *arguments) if dropout_p > 0 else attend(*arguments)
     return ShardView(output, spec, (*query.shape[:-1], value.shape[-1]))
 
 

@@ -1,11 +1,24 @@
 """Random numbers on shards: dropout must differ from rank to rank while the ranks' generators stay in one state."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from meshwright.data.order import derive_seed
+
+
+def call_with_rank_seed(function: Callable[..., Any], rank: int, *args: Any) -> Any:
+    """Calls the function, which draws random numbers, with these local tensors and other arguments, such that ranks
+    draw different numbers."""
+    tensors = tuple(arg for arg in args if isinstance(arg, Tensor))
+    if has_torch_function(tensors):  # a mode that records functions (local_graph.py)
+        return handle_torch_function(call_with_rank_seed, tensors, function, rank, *args)
+    with rank_seeded_generator(rank, tensors[0].device):
+        return function(*args)
 
 
 @contextmanager

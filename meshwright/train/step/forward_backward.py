@@ -21,8 +21,15 @@ from meshwright.parallel.compiled import is_compile_error
 from meshwright.parallel.model import Examples, ParallelModel
 from meshwright.parallel.weights.layout import local_tensor
 from meshwright.train.loss.loss import Loss
+from meshwright.train.step.batch import tensors_in
 from meshwright.train.step.loss_scale import LossScale
 from meshwright.train.torch_private import foreach_mul_
+
+
+def _shapes(examples: Examples) -> tuple[torch.Size, ...]:
+    """The shapes of all tensors of the microbatches that have samples."""
+    parts = ((e.arguments, e.keywords, e.target) for e, samples in examples if samples)
+    return tuple(tensor.shape for part in parts for tensor in tensors_in(part))
 
 
 class ForwardBackward:
@@ -53,12 +60,16 @@ class ForwardBackward:
         The count is known before the forward pass, or summed over ranks during it. The sum of the loss is reduced over
         ranks during the backward pass. Among ranks that have the same samples, only one contributes to these two sums.
         """
+        compilation = self._parallel.compilation
         try:
-            return self._run(examples, global_samples, divide)
+            loss = self._run(examples, global_samples, divide)
+            if compilation.is_on:
+                compilation.check_step(_shapes(examples))
+            return loss
         except Exception as error:
-            if not self._parallel.compilation.is_on or not is_compile_error(error):
+            if not compilation.is_on or not is_compile_error(error):
                 raise
-            self._parallel.compilation.turn_off(error)
+            compilation.turn_off(error)
         for parameter in self._parallel.module.parameters():
             parameter.grad = None
         return self._run(examples, global_samples, divide)

@@ -1,0 +1,145 @@
+"""Jobs that are hard to compile train as they do uncompiled, with one warning each: changing shapes, models that the
+compiler cannot trace, a missing compiler, and losses that differentiate twice."""
+
+import warnings
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.plan import Plan
+from meshwright.train.session import Session
+from tests.parallel.compiler import compiled_graphs, compiling_with
+from tests.train.one_process import world
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.second(self.hidden(x))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return torch.relu(self.first(x))
+
+
+class Branching(Net):
+    def hidden(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        return torch.relu(hidden) if hidden.sum() > 0 else torch.tanh(hidden)
+
+
+class Printing(Net):
+    def hidden(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        print(f"{tuple(hidden.shape)}, mean {hidden.detach().mean()}")
+        return torch.relu(hidden)
+
+
+class CallingC(Net):
+    def hidden(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        return torch.relu(hidden) * (1 + zlib.crc32(b"%d" % x.shape[0]) % 2)
+
+
+class Penalized(Net):
+    """Returns its input too, so that the loss can differentiate the output by it."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.detach().requires_grad_()
+        return super().forward(x), x
+
+
+def penalty(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    scores, x = output
+    (gradient,) = torch.autograd.grad(scores.sum(), x, create_graph=True)
+    return F.cross_entropy(scores, target) + gradient.square().mean()
+
+
+def batches(sizes: list[int], width: int = 4) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (torch.randn(size, width, generator=generator), torch.randint(3, (size,), generator=generator))
+        for size in sizes
+    ]
+
+
+def train(
+    what: str, model: Callable[[], nn.Module], sizes: list[int], loss: Any = F.cross_entropy
+) -> tuple[list[float], list[str]]:
+    """Returns the losses, and the texts of all warnings."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings(record=True) as raised:
+        warnings.simplefilter("always")
+        session = Session(
+            model(),
+            lambda parameters: torch.optim.SGD(parameters.values(), lr=0.1),
+            loss=loss,
+            plan=Plan.model_validate({"compute": {"compile": what}}),
+            world=world(),
+        )
+        losses = [float(session.step(batch)) for batch in batches(sizes)]
+    return losses, [str(warning.message) for warning in raised]
+
+
+CHANGING, SHORT_LAST, EQUAL = [6, 5, 9, 4, 8, 3, 7, 11, 2, 10, 13, 12], [6, 6, 6, 2], [6, 6, 6]
+
+
+@pytest.mark.parametrize("sizes", [CHANGING, SHORT_LAST])
+def test_changing_shapes_are_compiled_for_any_shape(sizes: list[int]) -> None:
+    expected, _ = train("none", Net, sizes)
+    with compiling_with("eager"):
+        losses, texts = train("model", Net, sizes)
+        assert 2 <= compiled_graphs() <= 3
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert texts == [
+        "plan.compute.compile: batches have different shapes, so the model is compiled again for any shape"
+    ]
+
+
+@pytest.mark.parametrize("model", [Branching, Printing, CallingC])
+def test_a_model_that_the_compiler_cannot_trace_is_compiled_in_parts(model: Callable[[], nn.Module]) -> None:
+    expected, _ = train("none", model, EQUAL)
+    with compiling_with("eager"):
+        losses, texts = train("model", model, EQUAL)
+        assert compiled_graphs() > 0
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert len(texts) == 1
+    assert "the compiler cannot trace all of the model" in texts[0]
+    assert "\n" not in texts[0]
+
+
+def test_a_model_of_one_shape_that_can_be_traced_gives_no_warning() -> None:
+    with compiling_with("eager"):
+        _, texts = train("model", Net, EQUAL)
+        assert compiled_graphs() == 1
+    assert texts == []
+
+
+def test_a_loss_that_differentiates_twice_trains_uncompiled() -> None:
+    expected, _ = train("none", Penalized, EQUAL, penalty)
+    with compiling_with("aot_eager"):
+        losses, texts = train("model", Penalized, EQUAL, penalty)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert len(texts) == 1, texts
+    assert "compiling failed" in texts[0]
+
+
+@pytest.mark.soak
+def test_a_compiler_that_does_not_exist_is_found_out_by_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.config as inductor_config
+
+    expected, _ = train("none", Net, EQUAL)
+    monkeypatch.setattr(inductor_config.cpp, "cxx", ("no-such-compiler",))
+    monkeypatch.setattr(inductor_config, "force_disable_caches", True)
+    with compiling_with(None):
+        losses, texts = train("model", Net, EQUAL)
+    assert losses == expected
+    assert len(texts) == 1, texts
+    assert "compiling failed" in texts[0]
