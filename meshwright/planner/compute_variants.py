@@ -5,8 +5,8 @@ predicts the few best plans with these choices, one group of choices after the o
     images        channels_last for convolutions in fp32 (in lower precisions the search lays all images out like this),
                   or NNPACK's convolutions, on CPUs
     optimizer     fused kernels, on GPUs
-    compilation   CUDA graphs, compiled blocks, compiled blocks with CUDA graphs, the compiled model, or that with CUDA
-                  graphs; on GPUs
+    compilation   CUDA graphs, compiled blocks, compiled blocks with CUDA graphs, the compiled model (or stages), or
+                  that with CUDA graphs; on GPUs. CUDA graphs only if layers are not split and the model is not cut
     loss          in chunks of 4,096 or 1,024 tokens, for models whose loss is a cross entropy of a linear head's scores
 
 In each group the fastest choice that fits wins, or the simplest one that is at most `_TOLERANCE` slower than that.
@@ -133,15 +133,20 @@ def _compilations(plan: Plan, inputs: PlanningInputs, blocks: bool) -> _Choices:
     choices: _Choices = []
     if plan.world_size == 1:  # without compiled code, a graph includes the whole step and cannot include communication
         choices.append({"cuda_graphs": True})
-    if _can_compile(plan):
-        # Of a sharded model the blocks are compiled in either case, and a model without blocks is compiled as a whole.
-        wholes = [] if plan.axes.shard > 1 else ["model"]
-        for compiled in (["blocks"] if blocks or not wholes else []) + wholes:
-            choices += [{"compile": compiled}, {"compile": compiled, "cuda_graphs": True}]
+    for compiled in _compiled_parts(plan, blocks):
+        choices.append({"compile": compiled})
+        if plan.axes.tensor == plan.axes.pipeline == 1:
+            choices.append({"compile": compiled, "cuda_graphs": True})
     return choices
 
 
-def _can_compile(plan: Plan) -> bool:
-    """Whether the executor compiles under this plan: it does not if layers are split or the model is cut into
-    stages."""
-    return plan.axes.tensor == plan.axes.pipeline == 1 and not plan.modules.splits
+def _compiled_parts(plan: Plan, blocks: bool) -> list[str]:
+    """The values of `compute.compile` that make a difference under this plan (parallel/compiled.py). Of a sharded model
+    and of one with split layers the blocks are compiled in either case."""
+    if plan.compile_obstacle:
+        return []
+    if plan.axes.tensor > 1:
+        return ["blocks"] if blocks else []
+    if plan.axes.shard > 1:
+        return ["blocks"]
+    return ["blocks", "model"] if blocks else ["model"]

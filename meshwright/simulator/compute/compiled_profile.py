@@ -25,11 +25,12 @@ _ALIGNED_BYTES = 16
 
 
 def compiled_units(profile: ModelProfile, plan: Plan) -> tuple[str, ...]:
-    """The modules that are compiled under the plan, each by itself: ("",) for the whole model with its loss, and () if
-    nothing is compiled (parallel/compiled.py)."""
-    is_divided = plan.axes.tensor > 1 or plan.axes.pipeline > 1 or bool(plan.modules.splits)
-    if plan.compute.compile == "none" or is_divided:
+    """The modules that are compiled under the plan, each by itself: ("",) for the whole model with its loss, or with a
+    pipeline for each stage, and () if nothing is compiled (parallel/compiled.py)."""
+    if plan.compute.compile == "none" or plan.compile_obstacle:
         return ()
+    if plan.axes.tensor > 1:
+        return profile.blocks
     if not profile.blocks or (plan.compute.compile == "model" and plan.axes.shard == 1):
         return ("",)
     return profile.blocks
@@ -66,7 +67,10 @@ def _unit(operator: Operator, units: tuple[str, ...], plan: Plan) -> str | None:
     exchanges = plan.numerics.batch_norm == "synchronized" and plan.data_ranks > 1
     if operator.in_chunk or (exchanges and computes_statistics(operator)):
         return None
-    return next((unit for unit in units if not unit or is_inside(operator.layer, unit)), None)
+    unit = next((unit for unit in units if not unit or is_inside(operator.layer, unit)), None)
+    # Where layers are split, collectives lie between operators that every rank repeats and operators on shards.
+    is_divided = plan.axes.tensor > 1 and unit is not None and operator.split is not None
+    return f"{unit} divided" if is_divided else unit
 
 
 # ---- operators
@@ -151,7 +155,8 @@ def _kernel(like: Operator, moved: BatchPolynomial, reduces: bool) -> Operator:
     """A fused kernel that moves these bytes; layer and dtype are those of one of its operators. If it reduces anything,
     it is as fast as a sum."""
     kind: OperatorKind = "reduction" if reduces else "elementwise"
-    return Operator(like.layer, FUSED, kind, like.dtype, _NOTHING, moved, (), computes_gradient=like.computes_gradient)
+    gradient = like.computes_gradient
+    return Operator(like.layer, FUSED, kind, like.dtype, _NOTHING, moved, (), like.split, computes_gradient=gradient)
 
 
 def _sum(left: BatchPolynomial, right: BatchPolynomial) -> BatchPolynomial:
@@ -165,6 +170,8 @@ def _changes(fused: FusedStep, profile: ModelProfile) -> list[tuple[MemoryChange
     """The changes of memory in each segment. A tensor is allocated by the operator that writes it, and freed by the
     last operator that reads it. A kernel may write a result over a tensor that nothing reads afterwards, so it frees
     first; a product allocates first."""
+    # Which tensors splits divide is known of the uncompiled ones.
+    marks = {_mark_key(change): change.split for segment in profile.segments for change in segment.changes}
     events: list[tuple[int, bool, MemoryChange]] = []  # the operator, whether it is done first, and the change
     for kernel in fused.kernels:
         is_fused = fused.operators[kernel.members[0]].is_fused
@@ -177,8 +184,13 @@ def _changes(fused: FusedStep, profile: ModelProfile) -> list[tuple[MemoryChange
                 events += _lifetime(fused, profile.segments, number, use.value, readers, use.is_gradient)
     changes: list[list[MemoryChange]] = [[] for _ in profile.segments]
     for number, _, change in sorted(events, key=lambda event: (event[0], not event[1])):
-        changes[fused.operators[number].segment].append(change)
+        marked = replace(change, split=marks.get(_mark_key(change)))
+        changes[fused.operators[number].segment].append(marked)
     return [tuple(segment) for segment in changes]
+
+
+def _mark_key(change: MemoryChange) -> tuple[str, bool, float, float]:
+    return change.layer, change.role == "gradient", abs(change.bytes.constant), abs(change.bytes.linear)
 
 
 def _padded_operands(fused: FusedStep, number: int) -> list[tuple[int, bool, MemoryChange]]:

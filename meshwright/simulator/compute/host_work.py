@@ -42,7 +42,8 @@ def host_launches(profile: ModelProfile, phase: Phase, plan: Plan, on_gpu: bool)
         return 1 + BESIDE_GRAPH + parameters if phase == "forward" else 0.0
     units = compiled_units(profile, plan)
     has_graphs = plan.compute.cuda_graphs and on_gpu
-    launches = COMPILED_CALL * len(units) + (len(units) if has_graphs else 0)
+    calls = sum(_compiled_calls(profile, plan, unit) for unit in units)
+    launches = COMPILED_CALL * calls + (calls if has_graphs else 0)
     if phase == "forward":
         launches += STEP_OVERHEAD + parameters
     for segment in profile.segments:
@@ -55,3 +56,16 @@ def host_launches(profile: ModelProfile, phase: Phase, plan: Plan, on_gpu: bool)
                 cost = CAST if operator.name == "_to_copy" else 1.0
             launches += segment.block_count * cost
     return launches
+
+
+def _compiled_calls(profile: ModelProfile, plan: Plan, unit: str) -> int:
+    """The number of compiled functions of a module that one pass calls; 0 if the module is not in this stage. Those of
+    a module with split layers end where a group of split layers begins or ends, because there is a collective."""
+    in_stage = not unit or any(
+        unit in segment.blocks or (not segment.blocks and any(is_inside(o.layer, unit) for o in segment.operators))
+        for segment in profile.segments
+    )
+    if not in_stage or plan.axes.tensor == 1:
+        return int(in_stage)
+    groups = profile.structure.splits if profile.structure else ()
+    return 1 + 2 * sum(is_inside(group.splits[0].module, unit) for group in groups)

@@ -144,15 +144,11 @@ def _changes(plan: Plan, model: nn.Module, cluster: Cluster) -> Iterator[tuple[s
         yield "NNPACK's convolutions", {"layout": "contiguous", "convolutions": "nnpack"}, 1.0
     if on_gpu and plan.processes == 1 and not compute.cuda_graphs:
         yield "CUDA graphs", {"cuda_graphs": True}, 2.0
-    can_compile = plan.axes.tensor == 1 and plan.axes.pipeline == 1 and not plan.modules.splits
-    if can_compile and compute.compile == "none":
+    if not plan.compile_obstacle and compute.compile == "none":
         layers = sum(not any(True for _ in module.children()) for module in model.modules())
-        kind = "model" if plan.axes.shard == 1 else "blocks"
-        yield (
-            "a compiled model",
-            {"compile": kind, "convolutions": "default"},
-            _COMPILE_S + _COMPILE_S_PER_LAYER * layers,
-        )
+        kind = "model" if plan.axes.shard == plan.axes.tensor == 1 else "blocks"
+        ready_s = _COMPILE_S + _COMPILE_S_PER_LAYER * layers
+        yield "a compiled model", {"compile": kind, "convolutions": "default"}, ready_s
 
 
 # ---- results of earlier runs

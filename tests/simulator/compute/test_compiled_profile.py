@@ -14,6 +14,8 @@ from meshwright.profile.optimizer import OptimizerCost, measure_optimizer_cost
 from meshwright.profile.tracing.trace import trace_profile
 from meshwright.profile.values import ModelProfile
 from meshwright.simulator.compute.compiled_profile import FUSED, compiled_profile
+from meshwright.simulator.compute.host_work import host_launches
+from meshwright.simulator.pipeline.stages import stage_profiles
 from meshwright.simulator.predict import Prediction, predict_plan
 
 WIDTH, BATCH = 1024, 8192
@@ -169,10 +171,60 @@ def test_with_several_ranks_only_compiled_functions_are_graphs() -> None:
     assert both < compiled < eager
 
 
-def test_layers_that_are_split_or_cut_are_predicted_without_compilation() -> None:
-    split = Plan.model_validate({"axes": {"tensor": 2}, "compute": {"compile": "model"}})
-    assert compiled_profile(blocks(), split, BATCH) is blocks()
-    assert compiled_profile(blocks(), plan(), BATCH) is blocks()
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(self.norm(x))
+        return x + self.down(torch.sigmoid(y) * torch.tanh(y) * 0.5)
+
+
+@cache
+def mlps() -> ModelProfile:
+    with torch.device("meta"):
+        model = nn.Sequential(*(Mlp() for _ in range(6)))
+        batch = torch.empty(2, WIDTH), torch.empty(2, WIDTH)
+    return trace_profile(model, batch, squares, precision="bf16", with_structure=True)
+
+
+def predicted_along(axes: dict[str, int], compiled: str, **groups: Any) -> Prediction:
+    numerics = {"precision": "bf16"}
+    divided = Plan.model_validate({"axes": axes, "numerics": numerics, "compute": {"compile": compiled}, **groups})
+    return predict_plan(find_cluster("4xH100"), mlps(), divided, BATCH, ADAMW)
+
+
+def test_split_blocks_are_compiled_between_their_collectives() -> None:
+    eager, compiled = (predicted_along({"tensor": 4}, what) for what in ("none", "blocks"))
+    assert compiled.breakdown["compute"] < 0.9 * eager.breakdown["compute"]
+    assert compiled.breakdown["tensor"] == eager.breakdown["tensor"]
+    assert compiled.memory_bytes < eager.memory_bytes
+    assert predicted_along({"tensor": 4}, "model") == compiled, "the blocks are compiled in either case"
+    whole, half = (predicted_along({"tensor": ranks}, "blocks").memory.breakdown["activations"] for ranks in (1, 2))
+    assert half < 0.75 * whole, "what is divided uncompiled is divided compiled"
+
+
+def test_what_is_not_compiled_is_predicted_uncompiled() -> None:
+    selective = {"tensor": 2}, {"memory": {"recompute": "selective"}}
+    split = Plan.model_validate({"axes": selective[0], **selective[1], "compute": {"compile": "model"}})
+    assert compiled_profile(mlps(), split, BATCH) is mlps()
+    assert compiled_profile(mlps(), plan(), BATCH) is mlps()
+
+
+def test_the_stages_of_a_pipeline_are_compiled() -> None:
+    groups = {"pipeline": {"cuts": ["2"], "microbatches": 4}}
+    eager, by_block, whole = (predicted_along({"pipeline": 2}, what, **groups) for what in ("none", "blocks", "model"))
+    assert whole.breakdown["compute"] < by_block.breakdown["compute"] < eager.breakdown["compute"]
+    assert whole.memory_bytes < eager.memory_bytes
+
+
+def test_a_stage_calls_the_compiled_functions_of_its_own_blocks_only() -> None:
+    compiled = plan(compile="blocks")
+    stages = stage_profiles(mlps(), ("2",))
+    calls = [host_launches(stage.profile, "forward", compiled, on_gpu=True) for stage in stages]
+    assert sum(calls) < 1.5 * host_launches(mlps(), "forward", compiled, on_gpu=True)
 
 
 def test_a_fused_optimizer_goes_over_its_tensors_once_and_has_no_temporaries() -> None:
