@@ -63,15 +63,16 @@ class StepGraphs:
 
     def _capture(self, key: _Key, examples: Examples, samples: int | None) -> bool:
         """Captures a step. Returns False when that fails; from then on all steps run without graphs."""
-        graph_examples = [
-            (ModelBatch(*map_tensors(Tensor.clone, _parts(example))), count) for example, count in examples
-        ]
         graph = torch.cuda.CUDAGraph()
         try:
+            graph_examples = [
+                (ModelBatch(*map_tensors(Tensor.clone, _parts(example))), count) for example, count in examples
+            ]
             with torch.cuda.graph(graph):
                 loss = self._run_step(graph_examples, samples)
         except Exception as error:
-            # For example, the step reads a value on the host. It can still run without a graph.
+            # For example, the step reads a value on the host, or a graph of its own memory does not fit beside that of
+            # the steps before. It can still run without a graph.
             self._capture_failed = True
             torch.cuda.synchronize()
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -79,6 +80,8 @@ class StepGraphs:
             warnings.warn(message, stacklevel=2)
             for parameter in self._parameters:
                 parameter.grad = None
+            del graph
+            torch.cuda.empty_cache()
             return False
         gradients = tuple(parameter.grad for parameter in self._parameters)
         self._captured[key] = _CapturedStep(graph, graph_examples, gradients, loss)
