@@ -87,7 +87,7 @@ class MeshwrightFabricStrategy(DDPStrategy):
                 " plan=mw.best_plan(model, sample_batch, global_batch=…)"
             )
         plan = read_plan(self._plan_argument, self.world_size)
-        check_loop_plan(plan, has_session=False)
+        check_loop_plan(plan)
         return with_precision(plan, self._precision_flag, self._plan_argument is None)
 
     # ---- setting up

@@ -51,11 +51,8 @@ def check_format(checkpoint_format: str) -> None:
         raise InputError(f"checkpoint_format is {checkpoint_format!r}: give 'lightning' or 'meshwright'")
 
 
-def check_loop_plan(plan: Plan, has_session: bool) -> None:
-    """Raises an `InputError` if Lightning's training loop cannot run the plan. `has_session`: the module has the hook
-    `session`, so it trains its model through a session of its own."""
-    if has_session:
-        return
+def check_loop_plan(plan: Plan) -> None:
+    """Raises an `InputError` if Lightning's training loop cannot run the plan on a whole module."""
     axes = [axis for axis in ("tensor", "pipeline") if getattr(plan.axes, axis) > 1]
     if axes or plan.modules.splits or plan.modules.branches:
         what = f"axes.{axes[0]} is {getattr(plan.axes, axes[0])}" if axes else "it divides layers"

@@ -50,4 +50,4 @@ def check(job: Job, plan: Plan, cluster: Cluster) -> None:
     check_is_local(cluster)
     check_rank_count(plan, cluster)
     check_devices(plan, cluster)
-    check_loop_plan(plan, has_session=False)
+    check_loop_plan(plan)

@@ -14,6 +14,7 @@ from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from lightning.pytorch.trainer.states import TrainerFn
 
 from meshwright.batch import at_least_fp32
+from meshwright.compat.lightning.automatic_plan import choose_plan
 from meshwright.compat.lightning.checkpoint_folder import is_checkpoint_folder, load_folder, save_folder
 from meshwright.compat.lightning.parts import ModuleParts
 from meshwright.compat.lightning.plan_argument import (
@@ -26,9 +27,18 @@ from meshwright.compat.lightning.plan_argument import (
     with_precision,
 )
 from meshwright.compat.lightning.plan_precision import PlanPrecision
+from meshwright.compat.lightning.session_hook import (
+    count_steps,
+    has_session_hook,
+    load_session,
+    make_session,
+    save_session,
+)
 from meshwright.compat.lightning.whole_states import divide_loaded_state, whole_optimizer_state
+from meshwright.errors import InputError
 from meshwright.launch.torch_private import add_gloo_for_cpu_tensors
 from meshwright.plan import Plan
+from meshwright.train.session import Session
 from meshwright.train.step.optimizer import use_fused_kernels
 
 
@@ -47,7 +57,9 @@ class MeshwrightStrategy(DDPStrategy):
     ) -> None:
         self._plan_argument = plan
         self._precision_flag = "32-true"
+        self._plan: Plan | None = None
         self._parts: ModuleParts | None = None
+        self.session: Session | None = None  # of a module with the hook `session`, which then has no parts
         self._precision_plugin: PlanPrecision | None = None
         super().__init__(**options)
         check_format(checkpoint_format)
@@ -58,8 +70,8 @@ class MeshwrightStrategy(DDPStrategy):
     @property
     def plan(self) -> Plan:
         """The plan that the module is trained under, once `setup` has read or chosen it."""
-        assert self._parts is not None, "the strategy is not set up"
-        return self._parts.plan
+        assert self._plan is not None, "the strategy is not set up"
+        return self._plan
 
     @property
     def precision_plugin(self) -> PlanPrecision:
@@ -82,23 +94,49 @@ class MeshwrightStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         self.model_to_device()
         module: Any = self.lightning_module
-        if self._parts is None or self._parts.module is not module:
-            self._parts = self._divide(module)
+        if has_session_hook(module):
+            self._set_up_session(module, trainer)
+        elif self._parts is None or self._parts.module is not module:
+            self._parts = self._divide(module, trainer)
         self.model = module
         self.precision_plugin.parts = self._parts
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
-    def _divide(self, module: Any) -> ModuleParts:
+    def _set_up_session(self, module: Any, trainer: Any) -> None:
+        if self._checkpoint_format != "meshwright":
+            raise InputError(
+                f"{type(module).__name__} has the hook session, whose checkpoints are folders: give"
+                " MeshwrightStrategy(checkpoint_format='meshwright')"
+            )
+        if self.session is None:
+            add_gloo_for_cpu_tensors()
+            self._plan = self._read_plan(trainer)
+            self.session = make_session(module, self._plan)
+            count_steps(self.session, trainer)
+
+    def _divide(self, module: Any, trainer: Any) -> ModuleParts:
         add_gloo_for_cpu_tensors()
-        plan = self._read_plan()
-        check_loop_plan(plan, has_session=False)
+        self._plan = plan = self._read_plan(trainer)
+        check_loop_plan(plan)
         return ModuleParts(module, plan, self.root_device, self.world_size, in_parts=not module.automatic_optimization)
 
-    def _read_plan(self) -> Plan:
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        if self.session is None:
+            return {"num_replicas": self.world_size, "rank": self.global_rank}
+        return {"num_replicas": self.plan.data_ranks, "rank": self.session.parallel.position.data_rank}
+
+    def _read_plan(self, trainer: Any) -> Plan:
+        argument = self._plan_argument
+        if argument == "auto":
+            argument = None
+            if trainer.state.fn == TrainerFn.FITTING:
+                loader = trainer.fit_loop._data_source.dataloader()
+                argument = choose_plan(self.lightning_module, loader, self.root_device.type)
         plan = with_precision(
-            read_plan(self._plan_argument, self.world_size), self._precision_flag, self._plan_argument is None
+            read_plan(argument, self.world_size), self._precision_flag, self._plan_argument in (None, "auto")
         )
         if self._layer_sync is not None:  # Trainer(sync_batchnorm=True)
             numerics = plan.numerics.model_copy(update={"batch_norm": "synchronized"})
@@ -107,19 +145,23 @@ class MeshwrightStrategy(DDPStrategy):
 
     def setup_optimizers(self, trainer: Any) -> None:
         self._reset_optimizers_and_schedulers()
+        if self.session is not None:
+            self.optimizers = [self.session.optimizer]
+            return
         super().setup_optimizers(trainer)
         if self.plan.compute.fused_optimizer:
             for optimizer in self.optimizers:
                 use_fused_kernels(optimizer)
 
     def teardown(self) -> None:
-        if self._parts is None or self._parts.plan.axes.shard == 1:
+        if self.session is None and (self._parts is None or self.plan.axes.shard == 1):
             super().teardown()
             return
         # Shards stay where they are: moving the module would not move what FSDP2 holds.
         assert self.cluster_environment is not None
         assert self.accelerator is not None
-        self._parts.reshard()
+        if self._parts is not None:
+            self._parts.reshard()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -144,6 +186,8 @@ class MeshwrightStrategy(DDPStrategy):
         gathers its weights."""
         module = self.lightning_module
         assert module is not None
+        if self.session is not None:
+            return getattr(module, name)(*args, **kwargs)
         assert self._parts is not None
         with self._parts.forward_pass():
             if module.automatic_optimization:
@@ -172,10 +216,13 @@ class MeshwrightStrategy(DDPStrategy):
         if self._checkpoint_format == "lightning":
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        assert self._parts is not None
         # The tensors are written from the module and the optimizers.
         contents = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         path = Path(self.broadcast(str(filepath)))
+        if self.session is not None:
+            save_session(path, self.session, contents)
+            return
+        assert self._parts is not None
         # A checkpoint of weights only has no states of optimizers.
         optimizers = self.optimizers if "optimizer_states" in checkpoint else []
         step = int(checkpoint["global_step"])
@@ -186,13 +233,18 @@ class MeshwrightStrategy(DDPStrategy):
         self._loaded_folder = is_checkpoint_folder(path)
         if not self._loaded_folder:
             return super().load_checkpoint(checkpoint_path, weights_only)
-        assert self._parts is not None
-        contents = load_folder(path, self._parts.module, self._parts.mesh, self.optimizers)
+        if self.session is not None:
+            contents = load_session(path, self.session)
+        else:
+            assert self._parts is not None
+            contents = load_folder(path, self._parts.module, self._parts.mesh, self.optimizers)
         return {**contents, "state_dict": {}, "optimizer_states": []}
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights for `Trainer.save_checkpoint`: whole tensors for a file of Lightning's format, and what this rank
         holds for a folder."""
+        if self.session is not None:
+            return {}
         assert self._parts is not None
         if self._checkpoint_format == "lightning":
             return self._parts.whole_state()
@@ -201,19 +253,22 @@ class MeshwrightStrategy(DDPStrategy):
         return state
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The module's weights as whole tensors, on every rank. All ranks call this together."""
+        """The module's weights as whole tensors, on every rank; those of the session if the module has one. All ranks
+        call this together."""
+        if self.session is not None:
+            return self.session.state_dict()
         assert self._parts is not None
         return self._parts.whole_state()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self._parts is not None
         if not self._loaded_folder:
+            assert self._parts is not None
             self._parts.load_whole_state(checkpoint["state_dict"], strict)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        assert self._parts is not None
         if self._checkpoint_format == "meshwright":
             return {}  # `save_checkpoint` writes the shards
+        assert self._parts is not None
         self._parts.reshard()
         return whole_optimizer_state(optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
 

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+import meshwright as mw
+
 GLOBAL_BATCH, EPOCHS = 12, 5
 
 
@@ -172,3 +174,27 @@ class DieOnce(Callback):
         if batches >= self._batch and trainer.global_rank == trainer.world_size - 1 and not self._file.exists():
             self._file.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class WithSession(LightningModule):
+    """Trains its network through a session, so that plans may split or cut it."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.network = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+    def session(self, plan: Any) -> mw.Session:
+        optimizer = torch.optim.AdamW(self.network.parameters(), lr=0.02)
+        inputs, targets = samples().tensors
+        batch = (inputs[:4], targets[:4])
+        return mw.parallelize(self.network, optimizer, loss=F.mse_loss, plan=plan, sample_batch=batch, device="cpu")
+
+    def training_step(self, batch: Any, index: int) -> None:
+        strategy: Any = self.trainer.strategy
+        self.log("loss", strategy.session.step(batch))
+
+    def configure_optimizers(self) -> None:
+        return None

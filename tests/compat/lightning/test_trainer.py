@@ -1,5 +1,6 @@
 """Lightning's Trainer with our strategy: weights as under Lightning's own DDP, and checkpoints of both formats."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,8 @@ import pytest
 
 pytest.importorskip("lightning", reason="needs the package lightning: pip install lightning==2.6.6")
 
-from tests.compat.lightning.modules import largest_difference
-from tests.compat.lightning.trainers import MODULES, fit, same_on_ranks
+from tests.compat.lightning.modules import Samples, largest_difference
+from tests.compat.lightning.trainers import MODULES, fit, make_trainer, same_on_ranks
 from tests.ranks import RankPool, ranks
 
 TOLERANCE = 1e-9
@@ -89,3 +90,27 @@ def test_accumulation_and_clipping_by_value(two: RankPool, tmp_path: Path) -> No
     for plan in plans(2):
         weights = two.run(fit, "regression", plan, str(tmp_path), options)[0]["weights"]
         assert largest_difference(expected["weights"], weights) < TOLERANCE
+
+
+def automatic(rank: int, size: int, name: str, folder: str) -> tuple[str, list[str]]:
+    from meshwright.compat.lightning import MeshwrightStrategy
+
+    strategy = MeshwrightStrategy(plan="auto")
+    trainer = make_trainer(rank, size, strategy, folder, max_steps=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(MODULES[name](), datamodule=Samples(size, rank))
+    messages = [str(warning.message) for warning in caught]
+    return strategy.plan.summary(), [message for message in messages if message.startswith("plan 'auto'")]
+
+
+def test_an_automatic_plan_is_searched_with_a_batch_of_the_loader(two: RankPool, tmp_path: Path) -> None:
+    (plan, messages), (same_plan, _) = two.run(automatic, "regression", str(tmp_path))
+    assert plan == same_plan
+    assert messages == []
+
+
+def test_an_automatic_plan_of_steps_that_cannot_be_traced_is_replicas(two: RankPool, tmp_path: Path) -> None:
+    plan, messages = two.run(automatic, "gan", str(tmp_path))[0]
+    assert plan.startswith("replicate 2")
+    assert len(messages) == 1

@@ -1,0 +1,70 @@
+"""`plan="auto"` of the Trainer's strategy: the fastest plan for the module's training step."""
+
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.utils.data import DataLoader
+
+from meshwright.auto.choose import best_plan
+from meshwright.compat.lightning.plan_argument import check_loop_plan
+from meshwright.data.randomness import preserve_generators
+from meshwright.errors import MeshwrightError
+from meshwright.launch.world import rank_count
+from meshwright.plan import Axes, Plan
+
+
+class _TrainingStep(nn.Module):
+    """A LightningModule as a model that returns its loss. It is called with the entries of a batch like `like`."""
+
+    def __init__(self, module: Any, like: Any) -> None:
+        super().__init__()
+        self.module = module
+        self._like_type = type(like)
+        self._takes_index = len(inspect.signature(module.training_step).parameters) > 1
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        batch: Any = arguments[0] if arguments else keywords
+        if issubclass(self._like_type, list | tuple):
+            batch = self._like_type(arguments)
+        output = self.module.training_step(batch, 0) if self._takes_index else self.module.training_step(batch)
+        return output["loss"] if isinstance(output, Mapping) else output
+
+
+def choose_plan(module: Any, loader: Any, device: str) -> Plan:
+    """Returns the fastest plan for training the module with batches of the loader, of which each rank has one in a
+    step. If the step cannot be traced, or the fastest plan does not suit Lightning's loop, every rank is a replica, and
+    a warning says why. All ranks call this together."""
+    ranks = rank_count()
+    replicas = Plan(axes=Axes(replicate=ranks))
+    if not module.automatic_optimization or not isinstance(loader, DataLoader) or not loader.batch_size:
+        warnings.warn(
+            "plan 'auto': the steps of this module cannot be traced, so every rank is a replica", stacklevel=2
+        )
+        return replicas
+    try:
+        with preserve_generators():
+            batch = next(iter(loader))
+        with _without_trainer(module):
+            step = _TrainingStep(module, batch)
+            plan = best_plan(step, batch, global_batch=loader.batch_size * ranks, device=device)
+        check_loop_plan(plan)
+    except MeshwrightError as error:
+        warnings.warn(f"plan 'auto': every rank is a replica, because: {error}", stacklevel=2)
+        return replicas
+    return plan
+
+
+@contextmanager
+def _without_trainer(module: Any) -> Iterator[None]:
+    """Within this context `self.log` does nothing."""
+    trainer, module._trainer = module._trainer, None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        module._trainer = trainer
