@@ -101,7 +101,12 @@ def _peak_bytes(recorder: TraceRecorder) -> int:
 def _traffic_bytes(operator: RecordedOperator) -> int:
     """Bytes that an operator reads and writes. A tensor that it changes in place counts twice. Operators on small
     tensors (step counts and the like) count as 0."""
-    written_in_place = operator.shape[0] * ITEM_BYTES.get(operator.dtype, 4) if operator.name.endswith("_") else 0
+    if not operator.name.endswith("_"):
+        written_in_place = 0
+    elif not operator.shape:  # a fused operator on lists of tensors, which changes most of what it reads
+        written_in_place = operator.bytes
+    else:
+        written_in_place = operator.shape[0] * ITEM_BYTES.get(operator.dtype, 4)
     return operator.bytes + written_in_place if operator.bytes >= _ELEMENTS else 0
 
 

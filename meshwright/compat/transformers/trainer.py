@@ -112,19 +112,21 @@ class MeshwrightTrainer(Trainer):
         return self._plan
 
     def _best_plan(self) -> Plan:
-        def check(plan: Plan) -> None:
-            checked_plan(plan, self.args)
+        """The fastest plan for one of the batches that Trainer accumulates."""
+        args = self.args
 
-        ranks, args = self.args.world_size, self.args
+        def check(plan: Plan) -> None:
+            checked_plan(_without_accumulation(plan), args)
+
         plan = best_plan(
             self.model,
             self._sample_batch,
-            global_batch=args.per_device_train_batch_size * args.gradient_accumulation_steps * ranks,
+            global_batch=args.per_device_train_batch_size * args.world_size,
             optimizer=self.create_optimizer(),
             device=args.device.type,
             check=check,
         )
-        return checked_plan(with_arguments_precision(plan, args), args)
+        return checked_plan(with_arguments_precision(_without_accumulation(plan), args), args)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """Returns the model that the loops call. Makes the session if there is none of this model."""
@@ -294,6 +296,11 @@ class MeshwrightTrainer(Trainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if self.plan.compute.fused_optimizer and self._session is not None:
             use_fused_kernels(self._session.optimizer)  # the saved options may be of an optimizer that was not fused
+
+
+def _without_accumulation(plan: Plan) -> Plan:
+    """Returns the plan without accumulation, which Trainer does itself."""
+    return plan.model_copy(update={"memory": plan.memory.model_copy(update={"accumulation": 1})})
 
 
 def _use_optimizer(schedule: Any, template: Any, optimizer: torch.optim.Optimizer) -> None:

@@ -96,8 +96,9 @@ def test_auto_asks_for_plans_that_trainer_can_run(tmp_path: Path, monkeypatch: p
         asked.update(options, sample=sample)
         with pytest.raises(InputError):
             options["check"](Plan.model_validate({"axes": {"pipeline": 2}}))
-        options["check"](Plan())
-        return Plan()
+        accumulating = Plan.model_validate({"memory": {"accumulation": 2}})
+        options["check"](accumulating)  # the search accepts or refuses plans whatever they accumulate
+        return accumulating
 
     monkeypatch.setattr(trainer, "best_plan", best_plan)
     with launched(0, 1):
@@ -108,9 +109,19 @@ def test_auto_asks_for_plans_that_trainer_can_run(tmp_path: Path, monkeypatch: p
             _ = trained.plan
         trained.train()
     assert trained.plan.numerics.precision == "bf16"
-    assert asked["global_batch"] == 8
+    assert trained.plan.memory.accumulation == 1
+    assert asked["global_batch"] == 4
     assert len(asked["sample"]["input_ids"]) == 4
     assert isinstance(asked["optimizer"], torch.optim.Optimizer)
+
+
+def test_auto_chooses_a_plan_for_trainers_default_optimizer(tmp_path: Path) -> None:
+    with launched(0, 1):
+        trained = make_trainer(make_model("llama"), "auto", tmp_path, Texts(22), max_steps=2)
+        trained.train()
+    assert isinstance(trained.optimizer.optimizer, torch.optim.AdamW)
+    assert trained.optimizer.param_groups[0]["fused"]
+    assert trained.plan.world_size == 1
 
 
 def test_versions_that_were_not_tried_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -264,3 +264,10 @@ def test_split_marks_of_transformers_models_match_their_layers(name: str) -> Non
     matmuls = [operator for operator in operators if operator.kind == "matmul" and operator.layer in groups]
     assert len(matmuls) > 12
     assert all(matmul.split == SplitMark(groups[matmul.layer]) for matmul in matmuls)
+
+
+def test_a_fused_optimizer_has_a_cost() -> None:
+    """It is one operator on lists of tensors, without a shape."""
+    cost = measure_optimizer_cost(lambda parameters: torch.optim.AdamW(parameters, fused=True), multi_tensor=False)
+    plain = measure_optimizer_cost(lambda parameters: torch.optim.AdamW(parameters), multi_tensor=False)
+    assert 0 < cost.traffic_ratio < plain.traffic_ratio
