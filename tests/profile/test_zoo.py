@@ -49,7 +49,7 @@ VISION_MODELS = {
     "timm.resnetv2_50": 64,
     "timm.poolformer_s12": 64,
 }
-QUICK = {"gpt2", "llama", "bert", "torchvision.models.squeezenet1_0", "timm.deit_tiny_patch16_224"}
+QUICK = {"gpt2", "torchvision.models.squeezenet1_0", "timm.deit_tiny_patch16_224"}
 
 
 def soak_unless_quick(names: Any) -> list[Any]:

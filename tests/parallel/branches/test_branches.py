@@ -53,8 +53,10 @@ def test_branches_train_the_same_model(two: RankPool, kind: str, tmp_path: Path)
     check_plan_is_proved(two, kind, branch_plan(kind, {}), tmp_path)
 
 
-@pytest.mark.parametrize("kind", BRANCHES)
-@pytest.mark.parametrize("axis", all_but(["replicate"], ["replicate", "shard"]))
+@pytest.mark.parametrize(
+    ("axis", "kind"),
+    all_but({("replicate", "multitask")}, [(axis, kind) for axis in ("replicate", "shard") for kind in BRANCHES]),
+)
 def test_branches_combine_with_other_axes_and_accumulation(
     four: RankPool, kind: str, axis: str, tmp_path: Path
 ) -> None:

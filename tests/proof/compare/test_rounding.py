@@ -95,7 +95,7 @@ CASES = [(plan, precision) for plan in PLANS for precision in ("bf16", "fp16") i
 CASES += [("shard, weights rounded", "bf16"), ("replicate", "fp32"), ("tensor", "tf32")]
 
 
-QUICK = {("replicate", "bf16"), ("shard, weights rounded", "bf16")}
+QUICK = {("shard, weights rounded", "bf16")}
 
 
 @pytest.mark.parametrize(("plan", "precision"), all_but(QUICK, CASES))
