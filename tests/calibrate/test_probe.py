@@ -1,5 +1,7 @@
 """Measuring this machine gives positive constants and a device that predictions can use."""
 
+import sys
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -12,9 +14,28 @@ from meshwright.cluster.cluster import MeasuredOperator, OperatorTime
 from meshwright.cluster.curves import curve_time
 from meshwright.cluster.detect import detect_cpu, find_cluster
 from meshwright.errors import MeshwrightError
+from tests.soaked import all_but
+
+# Runs a module as `python -m` does, with the smallest case of each class of operators only.
+WITH_SMALLEST_CASES = """
+import runpy, sys
+from meshwright.calibrate import operators
+cases = sorted(operators.operator_cases("cpu"), key=lambda case: -case.elements)
+smallest = {case.operator: case for case in cases}
+operators.operator_cases = lambda kind: smallest.values()
+sys.argv = sys.argv[2:]
+runpy.run_module(sys.argv[0], run_name="__main__")
+"""
 
 
-def test_this_machine_is_measured() -> None:
+@pytest.mark.parametrize("cases", all_but({"smallest"}, ["smallest", "all"]))
+def test_this_machine_is_measured(cases: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if cases == "smallest":
+        script, python = tmp_path / "probe.py", tmp_path / "python"
+        script.write_text(WITH_SMALLEST_CASES)
+        python.write_text(f'#!/bin/sh\nexec {sys.executable} {script} "$@"\n')
+        python.chmod(0o755)
+        monkeypatch.setattr(probe.sys, "executable", str(python))
     detected = detect_cpu()
     cluster = measure_machine(detected)
     (node,) = cluster.nodes
