@@ -8,8 +8,10 @@ Fabric(strategy=MeshwrightFabricStrategy(plan="plan.yaml"))
 """
 
 from meshwright.compat.lightning.version import check_version
+from meshwright.torchvision_import import mend_torchvision
 
 check_version()  # before anything of Lightning is imported
+mend_torchvision()  # Lightning imports torchvision where it is installed
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY  # noqa: E402
 from lightning.pytorch.strategies import StrategyRegistry  # noqa: E402

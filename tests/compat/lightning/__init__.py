@@ -1,0 +1,3 @@
+from meshwright.torchvision_import import mend_torchvision
+
+mend_torchvision()  # Lightning imports torchvision where it is installed
