@@ -23,7 +23,7 @@ CUTS = {"cuts": ["blocks.1"], "microbatches": 2}
 
 
 def train(rank: int, size: int, kind: str, groups: dict[str, Any], backend: str | None, steps: int) -> Any:
-    """Returns the losses, the gradients, the number of compiled graphs, and the texts of all warnings."""
+    """Returns the losses, the gradients, the number of compiled graphs, and the texts of warnings about compiling."""
     losses: list[float] = []
     gradients: list[dict[str, Tensor]] = []
     with compiling_with(backend), warnings.catch_warnings(record=True) as raised:
@@ -37,7 +37,8 @@ def train(rank: int, size: int, kind: str, groups: dict[str, Any], backend: str 
             for batch in islice(session.batches(data_in_dtype(setup), 1, BATCH), steps):
                 losses.append(float(session.step(batch)))
         texts = [str(warning.message) for warning in raised if "compil" in str(warning.message)]
-        return losses, gradients, compiled_graphs(), texts
+        unexpected = [text for text in texts if "different shapes" not in text]  # the last batch is short
+        return losses, gradients, compiled_graphs(), unexpected
 
 
 def check_equal(
