@@ -351,56 +351,33 @@ class Plan(_PlanGroup):
         """The plan in one line, with the fields that differ from their defaults, such as
         `replicate 4 × tensor 2 · bf16 · 1f1b/8 · recompute full`."""
         axes = [f"{name} {size}" for name, size in self.axes.model_dump().items() if size > 1]
-        parts = [" × ".join(axes) or "one rank", self.numerics.precision]
-        if self.numerics.cast != "operators":
-            parts.append(f"{self.numerics.precision} weights")
-        if any(split.axis == "replicate" for split in self.modules.splits.values()):
-            parts.append("wide layers split")
-        if self.modules.sequence:
-            parts.append("sequence")
-        if self.modules.branches:
-            parts.append("branches apart")
-        if self.axes.pipeline > 1:
-            parts.append(f"{self.pipeline.schedule}/{self.pipeline.microbatches}")
-        if self.axes.shard > 1 and self.memory.sharding != "parameters":
-            parts.append(f"shard {self.memory.sharding}")
-        if self.memory.recompute != "none":
-            parts.append(f"recompute {self.memory.recompute}")
-        if self.memory.accumulation > 1:
-            parts.append(f"accumulate {self.memory.accumulation}")
-        if self.numerics.batch_norm != "local":
-            parts.append(f"{self.numerics.batch_norm} BatchNorm")
-        if self.gradients.precision != "fp32":
-            parts.append(f"{self.gradients.precision} gradients")
-        parts += self._gradient_summary()
-        if self.compute.layout != "contiguous":
-            parts.append(self.compute.layout)
-        if self.compute.convolutions != "default":
-            parts.append("NNPACK convolutions")
-        if self.compute.compile != "none":
-            mode = "" if self.compute.compile_mode == "default" else f" {self.compute.compile_mode}"
-            parts.append(f"compiled {self.compute.compile}{mode}")
-        if self.compute.cuda_graphs:
-            parts.append("CUDA graphs")
-        if self.compute.fused_optimizer:
-            parts.append("fused optimizer")
-        if self.compute.loss_chunks > 1:
-            parts.append(f"loss in {self.compute.loss_chunks} chunks")
-        return " · ".join(parts)
-
-    def _gradient_summary(self) -> list[str]:
-        """The parts of the summary that say how gradients are combined."""
-        words, gradients = [], self.gradients
-        if gradients.algorithm != "auto":
-            words.append(gradients.algorithm.replace("_", " "))
-        if gradients.powersgd_rank:
-            words.append(f"PowerSGD {gradients.powersgd_rank}")
-        if gradients.local_steps > 1:
-            words.append(f"{gradients.local_steps} local steps")
-        if gradients.servers:
-            bound = f" {gradients.staleness}" if gradients.updates == "bounded" else ""
-            words.append(f"{gradients.servers} {gradients.updates}{bound} servers")
-        return words
+        numerics, memory, gradients, compute = self.numerics, self.memory, self.gradients, self.compute
+        mode = "" if compute.compile_mode == "default" else f" {compute.compile_mode}"
+        bound = f" {gradients.staleness}" if gradients.updates == "bounded" else ""
+        choices = [
+            (numerics.cast != "operators", f"{numerics.precision} weights"),
+            (any(split.axis == "replicate" for split in self.modules.splits.values()), "wide layers split"),
+            (self.modules.sequence, "sequence"),
+            (bool(self.modules.branches), "branches apart"),
+            (self.axes.pipeline > 1, f"{self.pipeline.schedule}/{self.pipeline.microbatches}"),
+            (self.axes.shard > 1 and memory.sharding != "parameters", f"shard {memory.sharding}"),
+            (memory.recompute != "none", f"recompute {memory.recompute}"),
+            (memory.accumulation > 1, f"accumulate {memory.accumulation}"),
+            (numerics.batch_norm != "local", f"{numerics.batch_norm} BatchNorm"),
+            (gradients.precision != "fp32", f"{gradients.precision} gradients"),
+            (gradients.algorithm != "auto", gradients.algorithm.replace("_", " ")),
+            (gradients.powersgd_rank > 0, f"PowerSGD {gradients.powersgd_rank}"),
+            (gradients.local_steps > 1, f"{gradients.local_steps} local steps"),
+            (gradients.servers > 0, f"{gradients.servers} {gradients.updates}{bound} servers"),
+            (compute.layout != "contiguous", compute.layout),
+            (compute.convolutions != "default", "NNPACK convolutions"),
+            (compute.compile != "none", f"compiled {compute.compile}{mode}"),
+            (compute.cuda_graphs, "CUDA graphs"),
+            (compute.fused_optimizer, "fused optimizer"),
+            (compute.loss_chunks > 1, f"loss in {compute.loss_chunks} chunks"),
+        ]
+        chosen = [words for is_chosen, words in choices if is_chosen]
+        return " · ".join([" × ".join(axes) or "one rank", numerics.precision, *chosen])
 
     def to_yaml(self) -> str:
         """The plan as YAML text, which `load_plan` reads back."""
