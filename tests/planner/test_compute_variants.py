@@ -194,7 +194,7 @@ def test_a_loss_in_chunks_is_chosen_where_it_is_faster() -> None:
     assert choose({}, tokens=TOKENS, gains={**CHUNKS, "loss_chunks 8": 0.03}) == {**MODEL, "loss_chunks": 2}
     assert choose({}, tokens=TOKENS) == MODEL
     assert choose({}, gains=CHUNKS) == MODEL
-    assert choose({"axes": {"tensor": 8}}, tokens=TOKENS, gains=CHUNKS) == FUSED
+    assert choose({"axes": {"tensor": 8}}, tokens=TOKENS, gains=CHUNKS) == {**FUSED, "compile": "blocks"}
     assert choose({}, replace(H100, allow="same"), tokens=TOKENS, gains=CHUNKS) == {}
 
 

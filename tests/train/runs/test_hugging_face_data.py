@@ -134,7 +134,7 @@ def test_a_loader_is_divided_exactly(two: RankPool, kind: str) -> None:
 
 
 def differently_shuffled(rank: int, size: int, use: str) -> str:
-    session, data = session_on(size), rows("shuffled", seed=None)
+    session, data = session_on(size), rows("shuffled", seed=rank)
     with pytest.raises(InputError) as caught:
         session.prepare(DataLoader(data, BATCH)) if use == "prepare" else session.batches(data, 1, BATCH)
     return str(caught.value)
