@@ -3,9 +3,9 @@
 from meshwright.compat.accelerate import Accelerator
 """
 
-from meshwright.compat.accelerate.version import check_version
+from meshwright.compat.versions import check_versions
 
-check_version()  # before anything of Accelerate is imported
+check_versions(__name__, {"accelerate": "1.15.0"})  # before anything of Accelerate is imported
 
 from meshwright.compat.accelerate.accelerator import Accelerator  # noqa: E402
 

@@ -26,10 +26,11 @@ from meshwright.compat.accelerate.checkpoint_folder import (
     restore_loaders,
     save_folder,
 )
-from meshwright.compat.accelerate.plan_argument import PlanArgument, read_plan
+from meshwright.compat.accelerate.plan_argument import plan_of_argument
 from meshwright.compat.accelerate.prepared_model import PreparedModel
 from meshwright.compat.accelerate.settings import check_arguments, check_variables, warn_once
 from meshwright.compat.accelerate.uneven_inputs import JoinedModel
+from meshwright.compat.plan_argument import PlanArgument
 from meshwright.errors import InputError
 from meshwright.launch.accelerate_variables import read_accelerate_variables
 from meshwright.launch.torch_private import add_gloo_for_cpu_tensors
@@ -55,6 +56,7 @@ class Accelerator(accelerate.Accelerator):
         if self.is_main_process:
             warn_once(without_effect)
         self._plan_argument = plan
+        self._plan_is_written = plan is not None and plan != "auto"
         self._plan: Plan | None = None
         self._prepared: list[PreparedModel] = []
 
@@ -64,8 +66,12 @@ class Accelerator(accelerate.Accelerator):
         if self._plan is None:
             if self._plan_argument == "auto":
                 raise InputError("plan is 'auto': prepare the model and its DataLoader in one call first")
-            self._plan = read_plan(
-                self._plan_argument, self.num_processes, self.state.mixed_precision, self.device.type
+            self._plan = plan_of_argument(
+                self._plan_argument,
+                self.num_processes,
+                self.state.mixed_precision,
+                self.device.type,
+                plan_decides=self._plan_is_written,
             )
         return self._plan
 

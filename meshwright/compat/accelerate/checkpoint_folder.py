@@ -27,39 +27,12 @@ from meshwright.checkpoint.load import load, read_manifest_once
 from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.checkpoint.save import save_at
 from meshwright.checkpoint.state import State, model_state, optimizer_state
+from meshwright.compat.joined_optimizers import JoinedOptimizers
 from meshwright.errors import CheckpointError, InputError
 from meshwright.exchange import all_gather_values
 
 FOLDER = "meshwright"  # inside the folder that `save_state` was given
 _OBJECT = "accelerate"
-
-
-class JoinedOptimizers(torch.optim.Optimizer):
-    """Several optimizers as a single one, with the groups and the states of all of them, for saving and loading."""
-
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], models: nn.Module) -> None:
-        self._optimizers = optimizers
-        self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        self.state: Any = {key: entry for optimizer in optimizers for key, entry in optimizer.state.items()}
-        ids = [id(parameter) for group in self.param_groups for parameter in group["params"]]
-        if len(set(ids)) < len(ids):
-            raise InputError(
-                "two optimizers train the same parameter, whose states cannot be stored by its name: give each"
-                " parameter to one optimizer"
-            )
-        if not set(ids) <= {id(parameter) for parameter in models.parameters()}:
-            raise InputError(
-                "an optimizer trains a parameter of no prepared model, so its state cannot be stored by name: prepare"
-                " the module that has the parameter, too"
-            )
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        groups = list(state["param_groups"])
-        for optimizer in self._optimizers:
-            own = [groups.pop(0) for _ in optimizer.param_groups]
-            numbers = {number for group in own for number in group["params"]}
-            entries = {number: entry for number, entry in state["state"].items() if number in numbers}
-            optimizer.load_state_dict({"state": entries, "param_groups": own})
 
 
 def has_checkpoint(folder: Path) -> bool:
@@ -79,7 +52,7 @@ def save_folder(
     joined = _join(models)
     state: State = {
         **model_state(joined),
-        **optimizer_state(joined, JoinedOptimizers(optimizers, joined), {}, (), mesh),
+        **optimizer_state(joined, _join_optimizers(optimizers, joined), {}, (), mesh),
         "schedule": None,  # schedules are among the contents
         "loss_scale": None,
         _OBJECT: {**contents, "generators": all_gather_values(_generators())},
@@ -96,7 +69,7 @@ def load_folder(
     """Loads the weights, the optimizers' states and the random generators of this rank, if the checkpoint has them.
     Returns the other contents. All ranks call this together."""
     path, joined = folder / FOLDER, _join(models)
-    optimizer = JoinedOptimizers(optimizers, joined) if optimizers else None
+    optimizer = _join_optimizers(optimizers, joined) if optimizers else None
     objects = load(path, read_manifest_once(path), joined, optimizer, {}, (), mesh)
     contents = objects.get(_OBJECT)
     if not isinstance(contents, dict):
@@ -128,6 +101,16 @@ def restore_loaders(loaders: Sequence[Any], states: Sequence[Mapping[str, Any]])
 
 def _join(models: Sequence[nn.Module]) -> nn.Module:
     return nn.ModuleDict({str(number): model for number, model in enumerate(models)})
+
+
+def _join_optimizers(optimizers: Sequence[torch.optim.Optimizer], models: nn.Module) -> JoinedOptimizers:
+    joined, names = JoinedOptimizers(optimizers), {id(parameter) for parameter in models.parameters()}
+    if any(id(parameter) not in names for group in joined.param_groups for parameter in group["params"]):
+        raise InputError(
+            "an optimizer trains a parameter of no prepared model, so its state cannot be stored by name: prepare the"
+            " module that has the parameter, too"
+        )
+    return joined
 
 
 def _generators() -> dict[str, Any]:

@@ -2,54 +2,36 @@
 run."""
 
 import warnings
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from meshwright.compat.plan_argument import PlanArgument, read_plan, with_precision
 from meshwright.errors import InputError
-from meshwright.job import load_plan
-from meshwright.plan import Axes, Plan
+from meshwright.plan import Plan
 
-PlanArgument = Plan | Mapping[str, Any] | str | Path | None  # None: every rank is a replica
-Precision = Literal["fp32", "bf16", "fp16"]
-_PRECISIONS: dict[str, Precision] = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
+_PRECISIONS: dict[str, Literal["fp32", "bf16", "fp16"]] = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 
 
-def read_plan(argument: PlanArgument, ranks: int, mixed_precision: str, device_type: str) -> Plan:
-    """Returns the plan that was given, which is not `auto`, with the precision of Accelerate's `mixed_precision`."""
-    is_default = argument is None
-    if isinstance(argument, Plan):
-        plan = argument
-    else:
-        plan = Plan(axes=Axes(replicate=ranks)) if argument is None else load_plan(argument, "Accelerator")
+def plan_of_argument(
+    argument: PlanArgument, ranks: int, mixed_precision: str, device_type: str, *, plan_decides: bool
+) -> Plan:
+    """Returns the plan, which is not `auto`, with the precision of Accelerate's `mixed_precision`. `plan_decides`: the
+    user has written the plan, so `mixed_precision` has to agree with it."""
+    plan = read_plan(argument, ranks, "Accelerator")
     if plan.world_size != ranks:
         raise InputError(
             f"the plan ({plan.summary()}) is for {plan.world_size} ranks, but {ranks} were started: start as many, or"
             " change the plan's axes"
         )
-    plan = _with_precision(plan, mixed_precision, device_type, is_default)
-    check_plan(plan)
-    return plan
-
-
-def _with_precision(plan: Plan, mixed_precision: str, device_type: str, is_default: bool) -> Plan:
-    """Returns the plan with the precision of `mixed_precision`. With a plan of the user's, both have to agree, unless
-    `mixed_precision` is `no`, its default, which leaves the precision to the plan."""
-    wanted, planned = _PRECISIONS[mixed_precision], plan.numerics.precision
+    wanted = _PRECISIONS[mixed_precision]
     if wanted == "fp16" and device_type == "cpu":
         warnings.warn(
             "mixed_precision is fp16, which Accelerate uses on GPUs only: on the CPU this trains without it",
-            stacklevel=6,
+            stacklevel=5,
         )
         wanted = "fp32"
-    if wanted in ("fp32", planned):
-        return plan
-    if not is_default:
-        raise InputError(
-            f"mixed_precision is {mixed_precision}, but the plan says numerics.precision: {planned}: leave"
-            f" mixed_precision out, as the plan decides it, or write numerics.precision: {wanted} in the plan"
-        )
-    return plan.model_copy(update={"numerics": plan.numerics.model_copy(update={"precision": wanted})})
+    plan = with_precision(plan, wanted, "mixed_precision", mixed_precision, plan_decides=plan_decides)
+    check_plan(plan)
+    return plan
 
 
 def check_plan(plan: Plan) -> None:

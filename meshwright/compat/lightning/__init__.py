@@ -7,10 +7,10 @@ Trainer(strategy=MeshwrightStrategy(plan="plan.yaml"))
 Fabric(strategy=MeshwrightFabricStrategy(plan="plan.yaml"))
 """
 
-from meshwright.compat.lightning.version import check_version
+from meshwright.compat.versions import check_versions
 from meshwright.torchvision_import import mend_torchvision
 
-check_version()  # before anything of Lightning is imported
+check_versions(__name__, {"lightning": "2.6.6"})  # before anything of Lightning is imported
 mend_torchvision()  # Lightning imports torchvision where it is installed
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY  # noqa: E402

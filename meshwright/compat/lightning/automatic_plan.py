@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from meshwright.auto.choose import best_plan
 from meshwright.compat.lightning.plan_argument import check_loop_plan
+from meshwright.compat.plan_argument import ignoring_accumulation, without_accumulation
 from meshwright.data.randomness import preserve_generators
 from meshwright.errors import MeshwrightError
 from meshwright.launch.world import rank_count
@@ -35,9 +36,9 @@ class _TrainingStep(nn.Module):
 
 
 def choose_plan(module: Any, loader: Any, device: str) -> Plan:
-    """Returns the fastest plan for training the module with batches of the loader, of which each rank has one in a
-    step. If the step cannot be traced, or the fastest plan does not suit Lightning's loop, every rank is a replica, and
-    a warning says why. All ranks call this together."""
+    """Returns the fastest plan that Lightning's loop can run, for training the module with batches of the loader, of
+    which each rank has one in a step. If the step cannot be traced, every rank is a replica, and a warning says why.
+    All ranks call this together."""
     ranks = rank_count()
     replicas = Plan(axes=Axes(replicate=ranks))
     if not module.automatic_optimization or not isinstance(loader, DataLoader) or not loader.batch_size:
@@ -50,12 +51,11 @@ def choose_plan(module: Any, loader: Any, device: str) -> Plan:
             batch = next(iter(loader))
         with _without_trainer(module):
             step = _TrainingStep(module, batch)
-            plan = best_plan(step, batch, global_batch=loader.batch_size * ranks, device=device)
-        check_loop_plan(plan)
+            global_batch, check = loader.batch_size * ranks, ignoring_accumulation(check_loop_plan)
+            return without_accumulation(best_plan(step, batch, global_batch=global_batch, device=device, check=check))
     except MeshwrightError as error:
         warnings.warn(f"plan 'auto': every rank is a replica, because: {error}", stacklevel=2)
         return replicas
-    return plan
 
 
 @contextmanager

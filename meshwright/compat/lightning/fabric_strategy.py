@@ -18,14 +18,13 @@ from meshwright.compat.lightning.checkpoint_folder import is_checkpoint_folder, 
 from meshwright.compat.lightning.parts import ModuleParts
 from meshwright.compat.lightning.plan_argument import (
     CheckpointFormat,
-    PlanArgument,
     check_format,
     check_loop_plan,
     check_precision,
-    read_plan,
-    with_precision,
+    plan_of_argument,
 )
 from meshwright.compat.lightning.whole_states import divide_loaded_state, whole_optimizer_state
+from meshwright.compat.plan_argument import PlanArgument
 from meshwright.errors import InputError
 from meshwright.launch.torch_private import add_gloo_for_cpu_tensors
 from meshwright.plan import Plan
@@ -86,9 +85,10 @@ class MeshwrightFabricStrategy(DDPStrategy):
                 "plan is 'auto', but Fabric has no batch before the module is set up: give"
                 " plan=mw.best_plan(model, sample_batch, global_batch=…)"
             )
-        plan = read_plan(self._plan_argument, self.world_size)
+        argument = self._plan_argument
+        plan = plan_of_argument(argument, self.world_size, self._precision_flag, plan_decides=argument is not None)
         check_loop_plan(plan)
-        return with_precision(plan, self._precision_flag, self._plan_argument is None)
+        return plan
 
     # ---- setting up
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from meshwright.compat.loaders import loader_like
 from meshwright.data.batch import SampleShare
 from meshwright.data.order import derive_seed
 from meshwright.data.prepared import PreparedLoader, PreparedShare, check_divisible
@@ -42,7 +43,9 @@ class GlobalBatchLoader:
 
     def __iter__(self) -> Iterator[Any]:
         skipped, self._skipped = self._skipped, 0
-        loader = _without_first_batches(self._loader, skipped) if skipped else self._loader
+        loader = self._loader
+        if skipped:  # their samples are not read
+            loader = loader_like(loader, batch_sampler=_LaterBatches(loader.batch_sampler, skipped))
         prepared = PreparedLoader(loader, self._share, self._seed, self._epoch, self._note, lambda batch: batch)
         batches = iter(prepared)
         with torch.random.fork_rng(devices=[]):
@@ -68,20 +71,3 @@ class _LaterBatches(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         return islice(iter(self._batches), self._skipped, None)
-
-
-def _without_first_batches(loader: "DataLoader[Any]", skipped: int) -> "DataLoader[Any]":
-    """The loader without its first batches. Their samples are not read."""
-    with_workers = {"prefetch_factor": loader.prefetch_factor} if loader.num_workers else {}
-    return DataLoader(
-        loader.dataset,
-        batch_sampler=_LaterBatches(loader.batch_sampler, skipped),
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        generator=loader.generator,
-        multiprocessing_context=loader.multiprocessing_context,
-        **with_workers,  # type: ignore[arg-type]
-    )

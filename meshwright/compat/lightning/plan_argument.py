@@ -1,40 +1,21 @@
 """The plan that a strategy was given, and which plans Lightning's loops can run."""
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from meshwright.compat.plan_argument import PlanArgument, read_plan, with_precision
 from meshwright.errors import InputError
-from meshwright.job import load_plan
-from meshwright.plan import Axes, Plan
+from meshwright.plan import Plan
 from meshwright.train.step.own_loop import why_only_step
 
-PlanArgument = (
-    Plan | Mapping[str, Any] | str | Path | None
-)  # None: every rank is a replica; the text `auto` is a choice
 CheckpointFormat = Literal["lightning", "meshwright"]
 PRECISIONS: dict[str, Literal["fp32", "bf16"]] = {"32-true": "fp32", "bf16-mixed": "bf16"}
 
 
-def read_plan(argument: PlanArgument, ranks: int) -> Plan:
-    """Returns the plan that a strategy was given, which is not `auto`."""
-    if argument is None:
-        return Plan(axes=Axes(replicate=ranks))
-    return argument if isinstance(argument, Plan) else load_plan(argument, "MeshwrightStrategy")
-
-
-def with_precision(plan: Plan, flag: str, is_default: bool) -> Plan:
-    """Returns the plan with the precision that the user's `precision` flag of Lightning asks for. `is_default`: the
-    strategy was given no plan, so the flag decides. Otherwise the flag has to agree with the plan."""
-    wanted, planned = PRECISIONS[flag], plan.numerics.precision
-    if wanted == planned or wanted == "fp32":  # Lightning's default flag leaves the precision to the plan
-        return plan
-    if not is_default:
-        raise InputError(
-            f"precision is {flag}, but the plan says numerics.precision: {planned}: leave precision out, as the plan"
-            f" decides it, or write numerics.precision: {wanted} in the plan"
-        )
-    return plan.model_copy(update={"numerics": plan.numerics.model_copy(update={"precision": wanted})})
+def plan_of_argument(argument: PlanArgument, ranks: int, flag: str, *, plan_decides: bool) -> Plan:
+    """Returns the plan that a strategy was given, which is not `auto`, in the precision of Lightning's `precision`
+    flag. `plan_decides`: the user has written the plan, so the flag has to agree with it."""
+    plan = read_plan(argument, ranks, "MeshwrightStrategy")
+    return with_precision(plan, PRECISIONS[flag], "precision", flag, plan_decides=plan_decides)
 
 
 def check_precision(flag: str) -> None:

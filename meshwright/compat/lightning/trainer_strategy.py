@@ -19,12 +19,10 @@ from meshwright.compat.lightning.checkpoint_folder import is_checkpoint_folder, 
 from meshwright.compat.lightning.parts import ModuleParts
 from meshwright.compat.lightning.plan_argument import (
     CheckpointFormat,
-    PlanArgument,
     check_format,
     check_loop_plan,
     check_precision,
-    read_plan,
-    with_precision,
+    plan_of_argument,
 )
 from meshwright.compat.lightning.plan_precision import PlanPrecision
 from meshwright.compat.lightning.session_hook import (
@@ -35,6 +33,7 @@ from meshwright.compat.lightning.session_hook import (
     save_session,
 )
 from meshwright.compat.lightning.whole_states import divide_loaded_state, whole_optimizer_state
+from meshwright.compat.plan_argument import PlanArgument
 from meshwright.errors import InputError
 from meshwright.launch.torch_private import add_gloo_for_cpu_tensors
 from meshwright.plan import Plan
@@ -135,9 +134,8 @@ class MeshwrightStrategy(DDPStrategy):
             if trainer.state.fn == TrainerFn.FITTING:
                 loader = trainer.fit_loop._data_source.dataloader()
                 argument = choose_plan(self.lightning_module, loader, self.root_device.type)
-        plan = with_precision(
-            read_plan(argument, self.world_size), self._precision_flag, self._plan_argument in (None, "auto")
-        )
+        plan_decides = self._plan_argument is not None and self._plan_argument != "auto"
+        plan = plan_of_argument(argument, self.world_size, self._precision_flag, plan_decides=plan_decides)
         if self._layer_sync is not None:  # Trainer(sync_batchnorm=True)
             numerics = plan.numerics.model_copy(update={"batch_norm": "synchronized"})
             plan = plan.model_copy(update={"numerics": numerics})

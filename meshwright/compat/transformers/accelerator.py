@@ -10,7 +10,6 @@ from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderShard, prepare_data_loader
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
 
 from meshwright.compat.transformers.batches import RankBatchSampler, RankStream, divide_loader
 from meshwright.compat.transformers.session_model import SessionModel
@@ -143,12 +142,3 @@ def use_session_accelerator(
     assert isinstance(accelerator, SessionAccelerator)
     accelerator.plan_for, accelerator.loss_over_ranks = plan_for, loss_over_ranks
     return accelerator
-
-
-def sample_batch_of(loader: "DataLoader[Any]") -> Any:
-    """Returns a batch of the loader's first samples, for a search of plans; None for streams, which would lose them."""
-    if isinstance(loader.dataset, IterableDataset):
-        return None
-    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
-    samples = [loader.dataset[index] for index in range(min(size, len(loader.dataset)))]  # type: ignore[arg-type]
-    return loader.collate_fn(samples)

@@ -1,18 +1,13 @@
 """What `TrainingArguments` ask for: mapped to the plan, or refused with one line."""
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from transformers import TrainingArguments
 
+from meshwright.compat.plan_argument import PlanArgument, read_plan, with_precision
 from meshwright.errors import InputError
-from meshwright.job import load_plan
-from meshwright.plan import Axes, Plan
+from meshwright.plan import Plan
 from meshwright.train.step.own_loop import why_only_step
-
-# None: every rank is a replica. The text `auto`: the fastest plan that Trainer's loop can run. Other texts are paths.
-PlanArgument = Plan | Mapping[str, Any] | str | Path | None
 
 # Arguments that are refused if they are set, and what to do instead.
 _NOT_OFFERED = {
@@ -66,31 +61,19 @@ def _check_for_several_ranks(args: TrainingArguments) -> None:
         )
 
 
-def read_plan(argument: PlanArgument, args: TrainingArguments) -> Plan | Literal["auto"]:
+def plan_of_argument(argument: PlanArgument, args: TrainingArguments) -> Plan | Literal["auto"]:
     """Returns the plan that the trainer was given, in the precision that the arguments ask for, or `auto`."""
     if argument == "auto":
         return "auto"
-    if argument is None:
-        return _with_precision(Plan(axes=Axes(replicate=args.world_size)), args, plan_decides=False)
-    plan = argument if isinstance(argument, Plan) else load_plan(argument, "MeshwrightTrainer")
-    return checked_plan(_with_precision(plan, args, plan_decides=True), args)
+    plan = read_plan(argument, args.world_size, "MeshwrightTrainer")
+    return checked_plan(with_arguments_precision(plan, args, plan_decides=argument is not None), args)
 
 
-def with_arguments_precision(plan: Plan, args: TrainingArguments) -> Plan:
-    """Returns a plan that was searched for, in the precision that the arguments ask for."""
-    return _with_precision(plan, args, plan_decides=False)
-
-
-def _with_precision(plan: Plan, args: TrainingArguments, *, plan_decides: bool) -> Plan:
-    wanted: Literal["bf16", "tf32"] | None = "bf16" if args.bf16 else "tf32" if args.tf32 else None
-    if wanted is None or wanted == plan.numerics.precision:
-        return plan
-    if plan_decides:
-        raise InputError(
-            f"MeshwrightTrainer: {wanted} is True, but the plan says numerics.precision: {plan.numerics.precision}:"
-            f" leave {wanted} out, as the plan decides it, or write numerics.precision: {wanted} in the plan"
-        )
-    return plan.model_copy(update={"numerics": plan.numerics.model_copy(update={"precision": wanted})})
+def with_arguments_precision(plan: Plan, args: TrainingArguments, *, plan_decides: bool) -> Plan:
+    """Returns the plan in the precision that the arguments ask for. `plan_decides`: the user has written the plan, so
+    the arguments have to agree with it."""
+    wanted: Literal["bf16", "tf32", "fp32"] = "bf16" if args.bf16 else "tf32" if args.tf32 else "fp32"
+    return with_precision(plan, wanted, wanted, True, plan_decides=plan_decides)
 
 
 def checked_plan(plan: Plan, args: TrainingArguments) -> Plan:

@@ -13,6 +13,7 @@ from typing import Any
 from accelerate.utils import synchronize_rng_states
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from meshwright.compat.loaders import loader_like
 from meshwright.data.partition import even_share
 
 
@@ -79,32 +80,9 @@ class RankStream(IterableDataset[Any]):
 
 def divide_loader(loader: "DataLoader[Any]", ranks: int, data_rank: int, data_ranks: int) -> "DataLoader[Any]":
     """Returns a loader like this one that loads the samples of one data rank only."""
-    which: dict[str, Any]
-    with_workers: dict[str, Any] = (
-        {
-            "prefetch_factor": loader.prefetch_factor,
-            "persistent_workers": loader.persistent_workers,
-            "multiprocessing_context": loader.multiprocessing_context,
-        }
-        if loader.num_workers
-        else {}
-    )
     dataset: Any = loader.dataset
     if isinstance(dataset, IterableDataset):
         assert loader.batch_size is not None
-        dataset = RankStream(dataset, loader.batch_size * ranks, loader.drop_last, data_rank, data_ranks)
-        which = {"batch_size": loader.batch_size * (ranks // data_ranks)}
-    else:
-        which = {"batch_sampler": RankBatchSampler(loader.batch_sampler, ranks, data_rank, data_ranks)}
-    return DataLoader(
-        dataset,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        generator=loader.generator,
-        in_order=loader.in_order,
-        **which,
-        **with_workers,
-    )
+        share = RankStream(dataset, loader.batch_size * ranks, loader.drop_last, data_rank, data_ranks)
+        return loader_like(loader, share, batch_size=loader.batch_size * (ranks // data_ranks))
+    return loader_like(loader, batch_sampler=RankBatchSampler(loader.batch_sampler, ranks, data_rank, data_ranks))

@@ -22,12 +22,13 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_pt_utils import find_batch_size
 
 from meshwright.auto.choose import best_plan
-from meshwright.compat.transformers.accelerator import SessionAccelerator, sample_batch_of, use_session_accelerator
+from meshwright.compat.loaders import batch_of_first_samples
+from meshwright.compat.plan_argument import PlanArgument, ignoring_accumulation, without_accumulation
+from meshwright.compat.transformers.accelerator import SessionAccelerator, use_session_accelerator
 from meshwright.compat.transformers.arguments import (
-    PlanArgument,
     check_arguments,
     checked_plan,
-    read_plan,
+    plan_of_argument,
     with_arguments_precision,
 )
 from meshwright.compat.transformers.session_model import SessionModel
@@ -37,7 +38,6 @@ from meshwright.compat.transformers.whole_states import (
     whole_optimizer_state,
     whole_weights,
 )
-from meshwright.data.randomness import preserve_generators
 from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.train.parallelize import parallelize
@@ -89,7 +89,7 @@ class MeshwrightTrainer(Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         check_arguments(self.args)
-        plan = read_plan(self._plan_argument, self.args)
+        plan = plan_of_argument(self._plan_argument, self.args)
         self._plan = None if plan == "auto" else plan
         self.args._n_gpu = 1  # one process trains on one device
         super().create_accelerator_and_postprocess()
@@ -100,8 +100,7 @@ class MeshwrightTrainer(Trainer):
         """Returns the plan, and chooses it if it is `auto`. `loader` has one rank's batches."""
         needs_sample = self._plan is None or self._plan.axes.tensor > 1 or bool(self._plan.modules.splits)
         if needs_sample and self._sample_batch is None:
-            with preserve_generators():
-                self._sample_batch = sample_batch_of(loader)
+            self._sample_batch = batch_of_first_samples(loader)
             if self._sample_batch is None:
                 raise InputError(
                     "MeshwrightTrainer: this plan needs a sample batch (it is `auto`, or splits layers), and the data"
@@ -112,21 +111,18 @@ class MeshwrightTrainer(Trainer):
         return self._plan
 
     def _best_plan(self) -> Plan:
-        """The fastest plan for one of the batches that Trainer accumulates."""
+        """The fastest plan that Trainer's loop can run, for one of the batches that it accumulates."""
         args = self.args
-
-        def check(plan: Plan) -> None:
-            checked_plan(_without_accumulation(plan), args)
-
         plan = best_plan(
             self.model,
             self._sample_batch,
             global_batch=args.per_device_train_batch_size * args.world_size,
             optimizer=self.create_optimizer(),
             device=args.device.type,
-            check=check,
+            check=ignoring_accumulation(lambda plan: checked_plan(plan, args)),
         )
-        return checked_plan(with_arguments_precision(_without_accumulation(plan), args), args)
+        plan = with_arguments_precision(without_accumulation(plan), args, plan_decides=False)
+        return checked_plan(plan, args)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """Returns the model that the loops call. Makes the session if there is none of this model."""
@@ -296,11 +292,6 @@ class MeshwrightTrainer(Trainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if self.plan.compute.fused_optimizer and self._session is not None:
             use_fused_kernels(self._session.optimizer)  # the saved options may be of an optimizer that was not fused
-
-
-def _without_accumulation(plan: Plan) -> Plan:
-    """Returns the plan without accumulation, which Trainer does itself."""
-    return plan.model_copy(update={"memory": plan.memory.model_copy(update={"accumulation": 1})})
 
 
 def _use_optimizer(schedule: Any, template: Any, optimizer: torch.optim.Optimizer) -> None:

@@ -1,5 +1,6 @@
 """`Accelerator(plan="auto")`."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -58,3 +59,22 @@ def test_without_a_plan_that_can_run_every_rank_is_a_replica(monkeypatch: pytest
 def test_auto_needs_a_loader() -> None:
     with accelerate_process(), pytest.raises(InputError, match="give the model and its DataLoader to one call"):
         Accelerator(plan="auto").prepare(WithLoss())
+
+
+def test_the_search_considers_only_plans_that_loops_of_accelerate_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the fastest plan, only the precision may be another one than that of the search."""
+    checked: list[Plan] = []
+
+    def check_plan(plan: Plan) -> None:
+        checked.append(plan)
+        if plan.compute.fused_optimizer:
+            raise InputError("stands for what a loop cannot run")
+
+    monkeypatch.setattr(automatic_plan, "check_plan", check_plan)
+    with accelerate_process(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accelerator, model = Accelerator(plan="auto", mixed_precision="bf16"), WithLoss()
+        accelerator.prepare(model, torch.optim.AdamW(model.parameters()), DataLoader(samples(), batch_size=8))
+        assert accelerator.plan.numerics.precision == "bf16"
+        assert not accelerator.plan.compute.fused_optimizer
+    assert checked

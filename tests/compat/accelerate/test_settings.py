@@ -20,7 +20,7 @@ from accelerate.utils import (  # noqa: E402
 )
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env  # noqa: E402
 
-from meshwright.compat.accelerate import Accelerator, version  # noqa: E402
+from meshwright.compat.accelerate import Accelerator  # noqa: E402
 from meshwright.compat.accelerate.settings import check_variables  # noqa: E402
 from meshwright.errors import InputError  # noqa: E402
 from tests.compat.accelerate.loops import accelerate_process  # noqa: E402
@@ -141,9 +141,3 @@ def test_what_accelerates_config_file_says_is_refused(
         monkeypatch.setenv(name, value)
     with accelerate_process(), pytest.raises(InputError, match=message):
         Accelerator()
-
-
-def test_other_versions_of_accelerate_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(version, "version", lambda name: "2.0.0")
-    with pytest.raises(ImportError, match=r"accelerate 2\.0\.0 is installed, but .* needs 1\.15\.x"):
-        version.check_version()
