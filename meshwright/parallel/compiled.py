@@ -63,8 +63,11 @@ class Compilation:
 
     def check_step(self, shapes: Hashable) -> None:
         """Warns once if batches have different shapes, and once if the compiler could not trace a function as a whole.
-        `shapes` are those of the batch of the step that was run."""
-        if self._shapes not in (None, shapes):
+        `shapes` are those of the batch of the step that was run. Nothing is compiled in a step with the shapes of the
+        step before."""
+        if self._shapes == shapes:
+            return
+        if self._shapes is not None:
             self._warn_once("shapes", "batches have different shapes, so the model is compiled again for any shape")
         self._shapes = shapes
         breaks = graph_breaks()
