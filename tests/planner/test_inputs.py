@@ -32,17 +32,18 @@ def test_every_precision_is_measured_as_a_replica_runs_it(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("allow", "cluster", "precision", "kernels"),
+    ("allow", "cluster", "cores", "precision", "kernels"),
     [
-        ("same", "2xH100", "fp32", ["contiguous"]),
-        ("rounding", "2xH100", "fp32", ["contiguous", "channels_last"]),
-        ("changes", "2xH100", "bf16", ["channels_last"]),
-        ("same", "2xcpu", "fp32", ["contiguous"]),
-        ("rounding", "2xcpu", "fp32", ["contiguous", "channels_last", "nnpack"]),
+        ("same", "2xH100", 16, "fp32", ["contiguous"]),
+        ("rounding", "2xH100", 16, "fp32", ["contiguous", "channels_last"]),
+        ("changes", "2xH100", 16, "bf16", ["channels_last"]),
+        ("same", "2xcpu", 2, "fp32", ["contiguous"]),
+        ("rounding", "2xcpu", 2, "fp32", ["contiguous", "channels_last", "nnpack"]),
+        ("rounding", "2xcpu", 16, "fp32", ["contiguous", "channels_last"]),
     ],
 )
 def test_images_are_measured_with_the_layouts_and_kernels_that_the_search_considers(
-    allow: Numerics, cluster: str, precision: str, kernels: list[str], monkeypatch: pytest.MonkeyPatch
+    allow: Numerics, cluster: str, cores: int, precision: str, kernels: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[str, str]] = []
 
@@ -54,7 +55,9 @@ def test_images_are_measured_with_the_layouts_and_kernels_that_the_search_consid
     monkeypatch.setattr(planning, "measure_model_operators", measured)
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2))
     profiles = Profiles(model, (torch.zeros(2, 1, 4, 4), torch.zeros(2, dtype=torch.long)), F.cross_entropy)
-    with_measured_operators(PlanningInputs(find_cluster(cluster), 8, MOMENTUM, allow=allow), profiles)
+    named = find_cluster(cluster)
+    machine = named.model_copy(update={"nodes": (named.nodes[0].model_copy(update={"cores": cores}),)})
+    with_measured_operators(PlanningInputs(machine, 8, MOMENTUM, allow=allow), profiles)
     assert seen == [(precision, kernel) for kernel in kernels]
 
 

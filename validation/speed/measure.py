@@ -1,9 +1,11 @@
 """Steps of seven workloads on one GPU: written by hand in plain PyTorch, and under plans of this package, in turns.
 
-`python -m validation.speed.measure RESULTS.json [NAME ...]` measures the cases of validation/steps/cases.yaml with
-these names (all of `WORKLOADS` by default) and adds them to the file. Rows that the file has already are not measured
-again, so the measurement can be stopped and taken up later; rows with a `source`, which are single runs, are replaced.
-With `--table` it only prints the rows of the file.
+`python -m validation.speed.measure RESULTS.json [NAME[:BATCH] ...]` measures the cases of validation/steps/cases.yaml
+with these names (all of `WORKLOADS` by default) and adds them to the file. Cases that the file has already are not
+measured again, so the measurement can be stopped and taken up later; rows with a `source`, which are single runs, are
+replaced. `--variants A,B` measures only these variants: `hand WAY` for a way of `MODES`, `ours WAY` for one of `PLANS`,
+and `ours auto` for the plan that `best_plan` chooses. `--compile-only` fills the compiler's cache, which several
+processes can do at the same time, and measures nothing. `--table` only prints the rows of the file.
 """
 
 import gc
@@ -11,7 +13,9 @@ import json
 import sys
 import time
 import warnings
+from argparse import ArgumentParser
 from collections.abc import Callable
+from math import nan
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,7 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import meshwright as mw
 from meshwright.launch.world import World
+from meshwright.plan import Plan
 from meshwright.train.session import Session
 from validation.memory.one_gpu import OPTIMIZERS, case_loss, make_batch, make_model
 from validation.speed.by_hand import MODES, train_step
@@ -35,21 +41,24 @@ _LARGE = ("gpt2-xl",)  # measured without graphs, whose memory cannot be shared 
 def variants(name: str) -> list[str]:
     """What is measured of a workload: `hand` and `ours`, each in several ways."""
     ways = [way for way in MODES if name not in _LARGE or "graphs" not in way]
-    return [f"hand {way}" for way in ways] + [
-        f"ours {way}" for way in MEASURED_PLANS if name not in _LARGE or way in ways
+    return [
+        *(f"hand {way}" for way in ways),
+        *(f"ours {way}" for way in MEASURED_PLANS if name not in _LARGE or way in ways),
+        "ours auto",
     ]
 
 
-def measure(name: str, batch: int) -> list[dict[str, Any]]:
-    """Measures all variants of a workload, in turns: every round runs a few steps of each. Returns a row for each."""
+def measure(name: str, batch: int, measured_variants: list[str]) -> list[dict[str, Any]]:
+    """Measures variants of a workload, in turns: every round runs a few steps of each. Returns a row for each."""
     case = {**cases()[name], "batch": batch}
     inputs, targets = _data(case)
     rows, steps = {}, {}
-    for variant in variants(name):
+    for variant in measured_variants:
+        plan = _plan(case, variant, (inputs, targets))
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         begin = time.perf_counter()
-        steps[variant] = step = _step(case, variant)
+        steps[variant] = step = _step(case, variant, plan)
         for number in range(WARM_UP_STEPS):
             step(inputs, targets)
             if number == 1:
@@ -62,7 +71,7 @@ def measure(name: str, batch: int) -> list[dict[str, Any]]:
             "variant": variant,
             "wait_s": wait_s,
             "allocated_bytes": torch.cuda.max_memory_allocated() - before,
-        }
+        } | ({} if plan is None else {"plan": plan.summary()})
     seconds: dict[str, list[float]] = {variant: [] for variant in steps}
     for _ in range(ROUNDS):
         for variant, step in steps.items():
@@ -87,17 +96,56 @@ def _round_s(step: Callable[[Tensor, Tensor], Tensor], inputs: Tensor, targets: 
     return (time.perf_counter() - begin) / count
 
 
-def _step(case: dict[str, Any], variant: str) -> Callable[[Tensor, Tensor], Tensor]:
+def compile_once(name: str, batch: int, compiled_variants: list[str]) -> None:
+    """Runs two steps of each variant, so that the compiler's cache has its kernels."""
+    case = {**cases()[name], "batch": batch}
+    batch_of_tensors = _data(case)
+    for variant in compiled_variants:
+        begin = time.perf_counter()
+        step = _step(case, variant, _plan(case, variant, batch_of_tensors))
+        for _ in range(2):
+            step(*batch_of_tensors)
+        torch.cuda.synchronize()
+        print(f"{name} {batch} {variant}: {time.perf_counter() - begin:.0f} s", flush=True)
+        del step
+        _release_memory()
+
+
+def _release_memory() -> None:
+    torch.compiler.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _plan(case: dict[str, Any], variant: str, batch: tuple[Tensor, Tensor]) -> Plan | None:
+    """The plan of a variant; None for a loop written by hand."""
     side, way = variant.split(" ", 1)
     if side == "hand":
-        return train_step(case, MODES[way])
+        return None
+    if way != "auto":
+        return plan_of(case, way)
+    with torch.device("meta"):
+        model = make_model(case)
+    return mw.best_plan(
+        model,
+        tuple(tensor.to("meta") for tensor in batch),
+        loss=case_loss,
+        optimizer=OPTIMIZERS[case["optimizer"]](model.parameters()),
+        global_batch=case["batch"],
+        allow="changes",
+    )
+
+
+def _step(case: dict[str, Any], variant: str, plan: Plan | None) -> Callable[[Tensor, Tensor], Tensor]:
+    if plan is None:
+        return train_step(case, MODES[variant.removeprefix("hand ")])
     with torch.device("cuda"):
         model = make_model(case)
     session = Session(
         model,
         lambda parameters: OPTIMIZERS[case["optimizer"]](parameters.values()),
         loss=case_loss,
-        plan=plan_of(case, way),
+        plan=plan,
         world=World(0, 0, 1, 1, 0, torch.device("cuda", 0), None),
     )
     return lambda inputs, targets: session.step((inputs, targets))
@@ -112,7 +160,8 @@ def _data(case: dict[str, Any]) -> tuple[Tensor, Tensor]:
     inputs, targets = make_batch(case, "cuda")
     if inputs.is_floating_point():
         return torch.randn_like(inputs).to(memory_format=torch.channels_last), targets
-    return (torch.randint(_VOCABULARY, inputs.shape, device=device) for _ in range(2))  # type: ignore[return-value]
+    tokens = torch.randint(_VOCABULARY, (2, *inputs.shape), device=device)
+    return tokens[0], tokens[1]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -126,25 +175,37 @@ def table(rows: list[dict[str, Any]]) -> str:
         ]
         lines.append(
             f"{row['name']:10} {row['batch']:4} {row['variant']:26} {row['step_s'] * 1e3:8.2f} ms"
-            f"  {row['step_s'] / min(by_hand):5.3f} of the best by hand  spread {row['spread']:.1%}"
+            f"  {row['step_s'] / min(by_hand, default=nan):5.3f} of the best by hand  spread {row['spread']:.1%}"
             f"  {row['allocated_bytes'] / 2**30:6.2f} GiB  ready after {row['wait_s']:.0f} s"
+            f"  {row.get('plan', '')}"
         )
     return "\n".join(lines)
 
 
 def main(arguments: list[str]) -> None:
-    results, names = Path(arguments[0]), [name for name in arguments[1:] if name != "--table"]
-    rows: list[dict[str, Any]] = json.loads(results.read_text()) if results.exists() else []
+    parser = ArgumentParser()
+    parser.add_argument("results", type=Path)
+    parser.add_argument("cases", nargs="*", default=list(WORKLOADS))
+    parser.add_argument("--variants", type=lambda text: text.split(","))
+    parser.add_argument("--compile-only", action="store_true")
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_intermixed_args(arguments)
+    rows: list[dict[str, Any]] = json.loads(options.results.read_text()) if options.results.exists() else []
     warnings.simplefilter("ignore")
-    for name in () if "--table" in arguments else names or WORKLOADS:
-        batch = cases()[name]["batch"]
-        recorded = [row for row in rows if (row["name"], row["batch"]) == (name, batch)]
-        if any("source" not in row for row in recorded):
+    for text in () if options.table else options.cases:
+        name, _, number = text.partition(":")
+        batch = int(number) if number else cases()[name]["batch"]
+        wanted = options.variants or variants(name)
+        if options.compile_only:
+            compile_once(name, batch, wanted)
             continue
-        rows = [row for row in rows if row not in recorded] + measure(name, batch)
-        results.write_text(json.dumps(rows, indent=1) + "\n")
-        gc.collect()
-        torch.cuda.empty_cache()
+        recorded = [row for row in rows if (row["name"], row["batch"]) == (name, batch)]
+        if {row["variant"] for row in recorded if "source" not in row} >= set(wanted):
+            continue
+        kept = [row for row in rows if row not in recorded or ("source" not in row and row["variant"] not in wanted)]
+        rows = kept + measure(name, batch, wanted)
+        options.results.write_text(json.dumps(rows, indent=1) + "\n")
+        _release_memory()
     print(table(rows))
 
 

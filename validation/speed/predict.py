@@ -17,7 +17,7 @@ from meshwright.profile.optimizer import measure_optimizer_cost
 from meshwright.profile.values import ModelProfile
 from meshwright.simulator.predict import Prediction, predict_plan
 from validation.memory.one_gpu import OPTIMIZERS
-from validation.speed.plans import plan_of
+from validation.speed.plans import PLANS, plan_of
 from validation.steps.steps import StepRow, cases, recorded_on, trace
 
 MEASURED = Path(__file__).with_name("h200.json")
@@ -38,12 +38,13 @@ class SpeedError:
 def recorded_errors(names: tuple[str, ...] = ()) -> Iterator[SpeedError]:
     """The errors of all recorded steps under plans of this package, or of those of the workloads `names`."""
     for row in json.loads(MEASURED.read_text()):
-        if row["variant"].startswith("ours ") and (not names or row["name"] in names):
+        way = row["variant"].removeprefix("ours ")
+        if way in PLANS and (not names or row["name"] in names):
             prediction = predict_row(row)
             yield SpeedError(
                 row["name"],
                 row["batch"],
-                row["variant"].removeprefix("ours "),
+                way,
                 prediction.step_s / row["step_s"] - 1,
                 _predicted_bytes(prediction) / row["allocated_bytes"] - 1 if "allocated_bytes" in row else None,
             )
