@@ -1,5 +1,6 @@
 """Chooses the plan for `plan: auto` of a job and for `mw.best_plan`: the fastest plan that the executor can run."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -23,12 +24,13 @@ from meshwright.plan import Axes, Numerics, Plan
 from meshwright.planner.choice import describe_choice
 from meshwright.planner.inputs import PlanningInputs, with_measured_operators
 from meshwright.planner.profiles import Profiles
-from meshwright.planner.search import PricedPlan, SearchResult, search
+from meshwright.planner.search import search
+from meshwright.planner.search_result import PricedPlan, SearchResult
 from meshwright.profile.tracing.step import LossFunction
 from meshwright.simulator.predict import predict_plan
 from meshwright.train.build import construct_model
 from meshwright.train.job_parts import JobParts
-from meshwright.train.output.folder import RunFolder, find_run_to_resume
+from meshwright.train.output.folder import RunFolder, device_text, find_run_to_resume
 from meshwright.train.output.origin import read_run_file
 from meshwright.user_code import first_line
 
@@ -126,9 +128,13 @@ def plan_of_job(parts: JobParts, cluster: Cluster, plan: "Plan | Literal['auto']
 
 def _stored_plan(run: RunFolder, job: Job, cluster: Cluster) -> Plan | None:
     """Returns the plan with which a run has been trained so far, so that it goes on with the same bits. Returns None if
-    it changes more than the job allows, if it is for another number of devices, or if it cannot be read."""
+    it changes more than the job allows, if it is for another number or another kind of devices, or if it cannot be
+    read."""
     try:
         plan = load_plan(run.plan, text=read_run_file(run.plan))
+        # Runs of earlier versions do not say which device they were trained on.
+        if os.path.lexists(run.device) and read_run_file(run.device) != device_text(cluster):
+            return None
     except MeshwrightError:
         return None
     ranks, devices = plan.world_size, cluster.device_count

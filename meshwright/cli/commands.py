@@ -33,6 +33,8 @@ from meshwright.files.user_path import user_path
 from meshwright.limits import LARGEST_COUNT, MOST_RANKS_HERE
 
 if TYPE_CHECKING:
+    from meshwright.cluster.cluster import Cluster
+    from meshwright.plan import Plan
     from meshwright.proof.proof import Proof
 
 MOST_RECORDED_STEPS = 9_999  # each is a file as large as the weights and gradients
@@ -109,8 +111,15 @@ def train(
         from meshwright.cluster.detect import find_cluster
         from meshwright.train.launched import train_as_launched_rank
 
+        def choose_plan(machines: "Cluster", resume: str) -> "tuple[Plan, str | None]":
+            from meshwright.auto.choose import plan_of_job
+            from meshwright.train.job_parts import JobParts
+
+            chosen = plan_of_job(JobParts(loaded_job), machines, "auto", resume)
+            return chosen.plan, chosen.line
+
         machines = find_cluster(cluster or loaded_job.cluster)
-        fixed_plan = None if given_plan == "auto" else given_plan
+        fixed_plan = choose_plan if given_plan == "auto" else given_plan
         result = train_as_launched_rank(loaded_job, fixed_plan, machines, resume, record)
     else:
         with preloaded("meshwright.train.rank"):

@@ -6,10 +6,11 @@ from dataclasses import replace
 from meshwright.errors import InputError
 from meshwright.plan import NUMERICS, Compute, Numerics, NumericsGroup, Plan
 from meshwright.planner.compute_variants import best_variant, traits_of
-from meshwright.planner.explain import seconds
+from meshwright.planner.explain import preference, seconds
 from meshwright.planner.inputs import PlanningInputs
+from meshwright.planner.preference import difference
 from meshwright.planner.profiles import Profiles
-from meshwright.planner.search import SearchResult
+from meshwright.planner.search_result import SearchResult
 from meshwright.simulator.predict import Prediction, predict_plan
 
 _NOTABLE = 0.03  # a larger `allow` that saves a smaller share of the step is not mentioned
@@ -21,21 +22,17 @@ def describe_choice(result: SearchResult, inputs: PlanningInputs, profiles: Prof
     best = result.ranked[0]
     words = f"plan: {best.plan.summary()}, {seconds(best.prediction.step_s)} a step predicted"
     if best.plain is not None:
-        gained = _additions(best.plan, best.plain.plan)
+        gained = difference(best.plan, best.plain.plan)
         words += f" ({seconds(best.plain.prediction.step_s)} without {gained})"
+    if reason := preference(result):
+        words += f"; {reason}"
     for allow in NUMERICS[NUMERICS.index(inputs.allow) + 1 :]:
         faster = _fastest_with(allow, result, inputs, profiles)
         if faster is not None and faster[1].step_s < (1 - _NOTABLE) * best.prediction.step_s:
             plan, prediction = faster
-            more = _additions(plan, best.plan)
+            more = difference(plan, best.plan)
             return f"{words}; with allow: {allow}, {more} would take {seconds(prediction.step_s)}"
     return words
-
-
-def _additions(plan: Plan, other: Plan) -> str:
-    """The parts of the plan's summary that the other plan's summary does not have."""
-    known = other.summary().split(" · ")
-    return " · ".join(part for part in plan.summary().split(" · ") if part not in known)
 
 
 def _fastest_with(
@@ -60,7 +57,7 @@ def _fastest_with(
         try:
             inputs.check_plan(plan)
             prediction = predict(plan)
-            options.append(best_variant(plan, prediction, larger, predict, traits_of(summary.profile)))
+            options.append(best_variant(plan, prediction, larger, predict, traits_of(summary.profile))[0])
         except InputError:  # the model cannot be run or traced in this precision
             continue
     fitting = [option for option in options if option[1].memory.device_bytes <= inputs.capacity_bytes]

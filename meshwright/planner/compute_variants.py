@@ -9,7 +9,8 @@ predicts the few best plans with these choices, one group of choices after the o
                   that with CUDA graphs; on GPUs. CUDA graphs only if layers are not split and the model is not cut
     loss          in chunks of 4,096 or 1,024 tokens, for models whose loss is a cross entropy of a linear head's scores
 
-In each group the fastest choice that fits wins, or the simplest one that is at most `_TOLERANCE` slower than that.
+In each group, the choice that fits and that preference.py prefers wins: the fastest, or a simpler one of which the
+predictions cannot tell whether it is slower.
 A plan that does not fit is simulated with a loss in chunks, too (`plan_that_fits`).
 """
 
@@ -18,16 +19,17 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
+from meshwright.cluster.cluster import Cluster
 from meshwright.errors import InputError
 from meshwright.limits import MOST_CHUNKS
 from meshwright.plan import Plan
 from meshwright.planner.inputs import PlanningInputs, fp32_image_kernels
+from meshwright.planner.preference import PredictedPlan, preferred
 from meshwright.profile.values import ModelProfile
+from meshwright.simulator.communication.combining import fastest_algorithm
+from meshwright.simulator.communication.placement import group_of_axes
 from meshwright.simulator.compute.chunked_loss import scored_tokens
 from meshwright.simulator.predict import Prediction
-
-# A chosen value: what saves less is not worth the additional seconds before the first step, or other last bits.
-_TOLERANCE = 0.01
 
 Predict = Callable[[Plan], Prediction]
 _Choices = list[dict[str, Any]]  # fields of `Compute`, the simplest choice first
@@ -51,9 +53,7 @@ def traits_of(profile: ModelProfile) -> ModelTraits:
     return ModelTraits(profile.has_convolutions, bool(profile.blocks), scored_tokens(profile))
 
 
-def plan_that_fits(
-    plan: Plan, inputs: PlanningInputs, predict: Predict, profile: ModelProfile
-) -> tuple[Plan, Prediction]:
+def plan_that_fits(plan: Plan, inputs: PlanningInputs, predict: Predict, profile: ModelProfile) -> PredictedPlan:
     """Returns the plan and its prediction. If it does not fit, but does with a loss in chunks, it is returned with the
     fewest chunks that fit."""
     prediction = predict(plan)
@@ -65,31 +65,29 @@ def plan_that_fits(
 
 def best_variant(
     plan: Plan, prediction: Prediction, inputs: PlanningInputs, predict: Predict, traits: ModelTraits
-) -> tuple[Plan, Prediction]:
-    """Returns the plan with the best choices for its `compute` fields, and its prediction. `prediction` is that of the
-    plan as it is."""
+) -> tuple[PredictedPlan, PredictedPlan]:
+    """Returns the plan with the preferred choices for its `compute` fields, and the fastest of the plans that were
+    predicted on the way; each with its prediction. `prediction` is that of the plan as it is."""
+    best = fastest = (plan, prediction)
     if inputs.allow == "same":
-        return plan, prediction
+        return best, fastest
     in_chunks = _chunks(plan, prediction, traits, _CHUNK_TOKENS[:2])
     compilations = _compilations(plan, inputs, traits.blocks)
+    given_up_s = 0.0
     for choices in (_image_kernels(plan, inputs, traits.images), _optimizers(inputs), compilations, in_chunks):
-        plan, prediction = _fastest(plan, prediction, choices, inputs, predict)
-    return plan, prediction
+        options = [best, *_predicted(best[0], choices, inputs, predict)]
+        best = options[preferred(options, given_up_s)]
+        fastest_option = min(options, key=_step_s)
+        given_up_s += _step_s(best) - _step_s(fastest_option)
+        fastest = min(fastest, fastest_option, key=_step_s)
+    return best, fastest
 
 
-def _fastest(
-    plan: Plan, prediction: Prediction, choices: _Choices, inputs: PlanningInputs, predict: Predict
-) -> tuple[Plan, Prediction]:
-    """Returns the fastest of the plan and its variants that the executor accepts and that fit, or the first that is
-    almost as fast."""
-    options = [(plan, prediction), *_predicted(plan, choices, inputs, predict)]
-    fastest_s = min(predicted.step_s for _, predicted in options)
-    return next(option for option in options if option[1].step_s <= (1 + _TOLERANCE) * fastest_s)
+def _step_s(option: PredictedPlan) -> float:
+    return option[1].step_s
 
 
-def _predicted(
-    plan: Plan, choices: _Choices, inputs: PlanningInputs, predict: Predict
-) -> Iterator[tuple[Plan, Prediction]]:
+def _predicted(plan: Plan, choices: _Choices, inputs: PlanningInputs, predict: Predict) -> Iterator[PredictedPlan]:
     for choice in choices:
         variant = plan.model_copy(update={"compute": plan.compute.model_copy(update=choice)})
         if _is_accepted(variant, inputs):
@@ -150,3 +148,14 @@ def _compiled_parts(plan: Plan, blocks: bool) -> list[str]:
     if plan.axes.shard > 1:
         return ["blocks"]
     return ["blocks", "model"] if blocks else ["model"]
+
+
+def with_gradient_algorithm(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:
+    """Returns the plan with the algorithm that is predicted to average the gradients of replicas fastest. On GPUs, and
+    without replicas, the plan is unchanged."""
+    if plan.axes.replicate == 1 or cluster.kind != "cpu":
+        return plan
+    weights = sum(parameter.bytes for parameter in profile.parameters if parameter.trainable)
+    bucket = min(plan.gradients.bucket_bytes, weights / plan.axes.shard / plan.axes.tensor / plan.axes.pipeline)
+    algorithm = fastest_algorithm(bucket, group_of_axes(plan.axes, ("replicate",), cluster), cluster)
+    return plan.model_copy(update={"gradients": plan.gradients.model_copy(update={"algorithm": algorithm})})

@@ -4,7 +4,8 @@ from meshwright.cluster.cluster import Link
 from meshwright.plan import Plan
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.model_summary import ModelSummary
-from meshwright.planner.search import PricedPlan, SearchResult
+from meshwright.planner.preference import describe_preference
+from meshwright.planner.search_result import PricedPlan, SearchResult
 from meshwright.simulator.communication.placement import axis_groups
 from meshwright.simulator.predict import Prediction
 from meshwright.simulator.tensor.branches import branch_rank_profiles, plan_outside_branches
@@ -35,6 +36,7 @@ def explain(result: SearchResult, inputs: PlanningInputs) -> list[str]:
     best = result.ranked[0]
     sentences = [
         _headline(best, result, inputs),
+        *_preference(result),
         step_shares(best.plan, best.prediction),
         *_memory(best, result.summary, inputs),
     ]
@@ -48,13 +50,30 @@ def explain(result: SearchResult, inputs: PlanningInputs) -> list[str]:
     return sentences
 
 
+def preference(result: SearchResult) -> str:
+    """Says which faster plan the best one is preferred to, and why; empty if it is the fastest."""
+    best, fastest = result.ranked[0], result.fastest
+    options = [best.faster] if best.faster else []
+    if fastest is not None and fastest is not best:
+        options.append((fastest.plan, fastest.prediction))
+    if not options:
+        return ""
+    return describe_preference(best.plan, best.prediction, min(options, key=lambda option: option[1].step_s))
+
+
+def _preference(result: SearchResult) -> list[str]:
+    reason = preference(result)
+    return [f"The simpler plan is preferred: {reason}."] if reason else []
+
+
 def _headline(best: PricedPlan, result: SearchResult, inputs: PlanningInputs) -> str:
+    superlative = "fastest" if result.fastest is None or result.fastest is best else "best"
     step_s, ranks, devices = best.prediction.step_s, best.plan.world_size, inputs.cluster.device_count
     unused = f" on {ranks} of {devices} devices (no axes over all of them divide this batch)" if ranks < devices else ""
     return (
         f"{best.plan.summary()}{unused} trains {inputs.global_batch} samples in {seconds(step_s)}"
-        f" ({inputs.global_batch / step_s:,.4g} samples per second). It is the fastest of {result.candidate_count:,}"
-        f" candidates, of which {result.priced_count} were simulated in full."
+        f" ({inputs.global_batch / step_s:,.4g} samples per second). It is the {superlative} of"
+        f" {result.candidate_count:,} candidates, of which {result.priced_count} were simulated in full."
     )
 
 
@@ -296,6 +315,8 @@ def reason(priced: PricedPlan, best: PricedPlan, inputs: PlanningInputs) -> str:
     name = max(terms, key=lambda name: terms[name] - best_terms.get(name, 0.0))
     slower = priced.prediction.step_s / best.prediction.step_s - 1
     extra_s = terms[name] - best_terms.get(name, 0.0)
+    if slower < -5e-4:
+        return describe_preference(best.plan, best.prediction, (priced.plan, priced.prediction))
     if slower < 5e-4:
         return "as fast"
     is_axis = name in axis_groups(priced.plan.axes, inputs.cluster)

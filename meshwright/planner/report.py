@@ -13,7 +13,7 @@ from meshwright.planner.choice import describe_choice
 from meshwright.planner.explain import explain, gib, reason, seconds, step_shares, too_large
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.profiles import Profiles
-from meshwright.planner.search import SearchResult
+from meshwright.planner.search_result import SearchResult
 from meshwright.simulator.predict import Prediction, predict_plan
 
 

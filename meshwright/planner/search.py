@@ -1,6 +1,7 @@
 """The search for the fastest plans. Candidates are ordered by a guess of their step time and simulated in this order,
 until a limit is reached or bounds exclude all remaining candidates. A plan fits if it needs no more memory than a plan
-may use of a device. Ranked plans are the fastest simulated plans that fit. A family is all plans with the same axes.
+may use of a device. Ranked plans are the fastest simulated plans that fit, after the best plan. A family is all plans
+with the same axes.
 
     order       by the guess (bounds.py), the fastest first
     excluded    candidates with a lower bound of memory above the capacity of a device, or with a lower bound of time
@@ -16,28 +17,30 @@ may use of a device. Ranked plans are the fastest simulated plans that fit. A fa
     end         when the guess of the next candidate is more than `_GUESS_TOLERANCE` times as slow as the slowest ranked
                 plan; or when `_MOST_PRICED` candidates were simulated and some fit; or when `_MOST_FITTING` fit
 
+    preference  the best plan is the fastest one, or a simpler one of which the predictions cannot tell whether it is
+                slower (preference.py). The fastest plan is therefore also simulated with as few microbatches and as
+                little recomputation as fit
+
 All times are for the same global batch, so the fastest step is the best plan.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from time import perf_counter
 from typing import Any
 
-from meshwright.cluster.cluster import Cluster
 from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.planner.bounds import BoundCalculator, Bounds
 from meshwright.planner.branch_placement import find_branch_groups
 from meshwright.planner.candidates import RECOMPUTES, Candidate, candidate_series, plan_of, possible_axis_sizes
-from meshwright.planner.compute_variants import best_variant, plan_that_fits, traits_of
+from meshwright.planner.compute_variants import best_variant, plan_that_fits, traits_of, with_gradient_algorithm
 from meshwright.planner.inputs import PlanningInputs, accept_every_plan
 from meshwright.planner.model_summary import ModelSummary
+from meshwright.planner.preference import preferred
 from meshwright.planner.profiles import Profiles
-from meshwright.profile.values import ModelProfile
-from meshwright.simulator.communication.combining import fastest_algorithm
-from meshwright.simulator.communication.placement import group_of_axes
+from meshwright.planner.search_result import ExcludedPlan, PricedPlan, SearchResult
 from meshwright.simulator.predict import Prediction, predict_plan
 
 # Limits of the search, chosen to keep it short. They decide which candidates are simulated, and change no prediction.
@@ -49,51 +52,6 @@ _MOST_VARIED = 3  # ranked plans for which the variants of their compute fields 
 _VARIED_FAMILIES_WITHIN = 1.5  # and the best plans of other families, if they are at most so many times as slow
 _GUESS_TOLERANCE = 1.1
 _SHARED_TEMPORARIES = 0.8  # other candidates are assumed to have this share of the smallest temporaries so far
-
-
-@dataclass(frozen=True)
-class PricedPlan:
-    """A plan whose step was simulated. The plan fits if `needed_bytes` is at most `PlanningInputs.capacity_bytes`.
-    `plain` is the plan before the variants of its `compute` fields were tried; None if none of them was better."""
-
-    candidate: Candidate
-    plan: Plan
-    prediction: Prediction
-    plain: "PricedPlan | None" = None
-
-    @property
-    def needed_bytes(self) -> int:
-        return self.prediction.memory.device_bytes
-
-
-@dataclass(frozen=True)
-class ExcludedPlan:
-    """A plan that was not simulated because a lower bound of its memory, `needed_bytes`, exceeds the capacity of a
-    device."""
-
-    candidate: Candidate
-    plan: Plan
-    needed_bytes: float
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """The result of a search, which took `seconds`. `summary` describes the model.
-
-    ranked           plans that fit, the fastest first
-    family_bests     the best simulated plan of every family (plans that use the same axes): the fastest that fits, or
-                     if none fits, the plan that needs the least memory
-    excluded         of every family that needs too much memory according to its bounds, the plan that needs the least
-    candidate_count  the number of candidates, of which `priced_count` were simulated
-    """
-
-    ranked: tuple[PricedPlan, ...]
-    family_bests: tuple[PricedPlan, ...]
-    excluded: tuple[ExcludedPlan, ...]
-    summary: ModelSummary
-    candidate_count: int
-    priced_count: int
-    seconds: float
 
 
 @dataclass
@@ -154,9 +112,10 @@ class _PlanSearch:
         traits = traits_of(self.summary.profile)
         for candidate in candidates:
             plain = self.priced[candidate]
-            plan, prediction = best_variant(plain.plan, plain.prediction, self.inputs, self.predict, traits)
-            if plan != plain.plan:
-                self.priced[candidate] = PricedPlan(candidate, plan, prediction, plain)
+            best, fastest = best_variant(plain.plan, plain.prediction, self.inputs, self.predict, traits)
+            before = plain if best[0] != plain.plan else None
+            faster = fastest if fastest[1].step_s < best[1].step_s else None
+            self.priced[candidate] = PricedPlan(candidate, *best, before, faster)
 
     def _update_temporaries(self, priced: PricedPlan) -> None:
         candidate = priced.candidate
@@ -201,6 +160,10 @@ def _step_s(priced: PricedPlan) -> float:
     return priced.prediction.step_s
 
 
+def _preferred(plans: Sequence[PricedPlan]) -> PricedPlan:
+    return plans[preferred([(priced.plan, priced.prediction) for priced in plans])]
+
+
 def search(inputs: PlanningInputs, profiles: Profiles) -> SearchResult:
     """Returns the best plans, the fastest first. Raises an `InputError` if no plan fits. `family_bests`, `excluded` and
     `summary` are those of the precision of the best plan."""
@@ -211,11 +174,13 @@ def search(inputs: PlanningInputs, profiles: Profiles) -> SearchResult:
     fitting = [result for result in results if result.ranked]
     if not fitting:
         raise InputError(_no_plan_fits(inputs, results))
-    best = min(fitting, key=lambda result: _step_s(result.ranked[0]))
     ranked = sorted((priced for result in fitting for priced in result.ranked), key=_step_s)
+    best = _preferred(ranked)
+    others = [priced for priced in ranked if priced is not best]
     return replace(
-        best,
-        ranked=tuple(ranked[: inputs.top]),
+        next(result for result in fitting if best in result.ranked),
+        ranked=(best, *others[: inputs.top - 1]),
+        fastest=ranked[0],
         candidate_count=sum(result.candidate_count for result in results),
         priced_count=sum(result.priced_count for result in results),
         seconds=perf_counter() - begin,
@@ -241,12 +206,31 @@ def _search_precision(inputs: PlanningInputs, profiles: Profiles, precision: str
         if ranked and (len(state.priced) >= _MOST_PRICED or len(state.ranked()) >= most_fitting):
             break
     _price_placements(state, [candidate for candidate, _ in bounded if candidate.sizes.placed_branches])
+    _price_simpler(state, {candidate for candidate, _ in bounded})
     family_bests = _family_bests(state, bounded)
     ranked = state.ranked()
     fast = [best for best in family_bests if ranked and _step_s(best) <= _VARIED_FAMILIES_WITHIN * _step_s(ranked[0])]
     state.choose_compute({priced.candidate for priced in (*ranked[:_MOST_VARIED], *fast) if state.fits(priced)})
-    family_bests, ranked = tuple(state.priced[best.candidate] for best in family_bests), state.ranked()
-    return SearchResult(tuple(ranked), family_bests, tuple(excluded), summary, count, len(state.priced), 0.0)
+    family_bests, ranked = _family_bests(state, bounded), state.ranked()
+    return SearchResult(tuple(ranked), None, family_bests, tuple(excluded), summary, count, len(state.priced), 0.0)
+
+
+def _price_simpler(state: _PlanSearch, candidates: set[Candidate]) -> None:
+    """Simulates the fastest plan with fewer microbatches and less recomputation, the simplest of `candidates` first,
+    until one fits."""
+    if not (ranked := state.ranked()) or ranked[0].candidate.sizes.pipeline > 1:
+        return
+    fastest = ranked[0].candidate
+    similar = [
+        candidate
+        for candidate in candidates
+        if candidate.sizes == fastest.sizes
+        and candidate.microbatches <= fastest.microbatches
+        and RECOMPUTES.index(candidate.recompute) <= RECOMPUTES.index(fastest.recompute)
+    ]
+    for candidate in sorted(similar, key=lambda c: (c.microbatches > 1, c.recompute != "none", -c.microbatch_samples)):
+        if not state.is_hopeless(candidate) and (priced := state.price(candidate)) and state.fits(priced):
+            return
 
 
 def _price_placements(state: _PlanSearch, candidates: Iterable[Candidate]) -> None:
@@ -360,21 +344,10 @@ def _family_bests(state: _PlanSearch, bounded: _Bounded) -> tuple[PricedPlan, ..
         plans = [priced for priced in state.priced.values() if priced.candidate.sizes.family == family]
         fitting = [priced for priced in plans if state.fits(priced)]
         if fitting:
-            bests.append(min(fitting, key=_step_s))
+            bests.append(_preferred(fitting))
         elif plans:
             bests.append(min(plans, key=lambda priced: priced.needed_bytes))
     return tuple(bests)
-
-
-def with_gradient_algorithm(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:
-    """Returns the plan with the algorithm that is predicted to average the gradients of replicas fastest. On GPUs, and
-    without replicas, the plan is unchanged."""
-    if plan.axes.replicate == 1 or cluster.kind != "cpu":
-        return plan
-    weights = sum(parameter.bytes for parameter in profile.parameters if parameter.trainable)
-    bucket = min(plan.gradients.bucket_bytes, weights / plan.axes.shard / plan.axes.tensor / plan.axes.pipeline)
-    algorithm = fastest_algorithm(bucket, group_of_axes(plan.axes, ("replicate",), cluster), cluster)
-    return plan.model_copy(update={"gradients": plan.gradients.model_copy(update={"algorithm": algorithm})})
 
 
 def _no_plan_fits(inputs: PlanningInputs, results: Iterable[SearchResult]) -> str:

@@ -72,8 +72,9 @@ class Operator:
     described in `operator_costs.operator_shape`. `split` is None for an operator that no split divides.
     `workspace_bytes` is the memory that the operator allocates on a GPU while it runs. `computes_gradient` is False in
     the forward pass and for operators of the forward pass that the backward pass runs again (recomputation). `reads`
-    and `writes` are the tensors that the operator uses; both are empty if that was not recorded. `in_chunk` is True for
-    an operator of a loss that is computed in chunks, which is never compiled.
+    and `writes` are the tensors that the operator uses; both are empty if that was not recorded. `chunks` is the
+    number of chunks in which an operator of a loss in chunks runs one after another, each time with these costs; it is
+    0 for other operators. Losses in chunks are never compiled.
     """
 
     layer: str
@@ -86,9 +87,14 @@ class Operator:
     split: SplitMark | None = None
     workspace_bytes: BatchPolynomial = BatchPolynomial(0.0, 0.0)
     computes_gradient: bool = False
-    in_chunk: bool = False
+    chunks: int = 0
     reads: tuple[TensorUse, ...] = field(default=(), compare=False, repr=False)
     writes: tuple[TensorUse, ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def runs(self) -> int:
+        """How often the operator runs each time that its segment does."""
+        return max(1, self.chunks)
 
 
 @dataclass(frozen=True)
@@ -176,7 +182,7 @@ class ModelProfile:
     def flops(self, batch: float, phase: Phase | None = None) -> float:
         """FLOPs of one step, or of one of its two passes."""
         return sum(
-            segment.block_count * sum(operator.flops.at(batch) for operator in segment.operators)
+            segment.block_count * sum(operator.runs * operator.flops.at(batch) for operator in segment.operators)
             for segment in self.segments
             if phase is None or segment.phase == phase
         )

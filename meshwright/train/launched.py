@@ -1,6 +1,9 @@
 """Training in ranks that another launcher has started, such as torchrun, or mpirun or srun with torchrun's environment
-variables. The ranks are running already, and rank 0 chooses the run folder for all."""
+variables. The ranks are running already, and rank 0 chooses the plan and the run folder for all."""
 
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,13 +22,25 @@ from meshwright.train.check import check_job
 from meshwright.train.output.folder import LockedRun, RunFolder, lock_run_folder, read_result, write_job_and_plan
 from meshwright.train.rank import train_rank
 
+ChoosePlan = Callable[[Cluster, str], tuple[Plan, str | None]]
+"""Chooses the plan for a cluster and a run to resume (`lock_run_folder`). Also returns a line that says why."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What all ranks train: the plan, and the run folder. `locked_run` is None on ranks other than 0."""
+
+    plan: Plan
+    folder: RunFolder
+    locked_run: LockedRun | None = None
+
 
 def train_as_launched_rank(
-    job: Job, plan: Plan | None, cluster: Cluster, resume: str, recorded_steps: int = 0
+    job: Job, plan: Plan | ChoosePlan, cluster: Cluster, resume: str, recorded_steps: int = 0
 ) -> dict[str, Any] | None:
-    """Trains as this rank of a launched run. Without a plan, every rank is a replica. `resume` and `recorded_steps` are
-    those of `run.train`. Returns the result on rank 0, and None on other ranks or if the run was stopped before its
-    end."""
+    """Trains as this rank of a launched run. `plan` is a function if rank 0 is to choose the plan; if the cluster does
+    not describe the ranks, every rank is a replica then. `resume` and `recorded_steps` are those of `run.train`.
+    Returns the result on rank 0, and None on other ranks or if the run was stopped before its end."""
     results: list[dict[str, Any] | None] = []
 
     def main(world: World, heartbeat: Heartbeat) -> None:
@@ -36,40 +51,68 @@ def train_as_launched_rank(
 
 
 def _train(
-    job: Job, plan: Plan | None, cluster: Cluster, resume: str, world: World, heartbeat: Heartbeat, recorded_steps: int
+    job: Job,
+    plan: Plan | ChoosePlan,
+    cluster: Cluster,
+    resume: str,
+    world: World,
+    heartbeat: Heartbeat,
+    recorded_steps: int,
 ) -> dict[str, Any] | None:
-    plan = plan or Plan(axes=Axes(replicate=world.size))
-    if plan.world_size != world.size:
+    if isinstance(plan, Plan) and plan.world_size != world.size:
         raise InputError(f"the plan ({plan.summary()}) is for {plan.world_size} ranks, torchrun started {world.size}")
-    torch.set_num_threads(plan.compute.threads or max(1, cluster.cores // world.local_size))
-    folder, locked_run = _agree_on_folder(job, plan, cluster, "auto" if world.attempt else resume, world)
-    redirect(folder.logs, world.rank, world.attempt)
-    heartbeat.move_to(folder.logs, world.rank)
-    finished = train_rank(job, plan, folder, world, heartbeat, recorded_steps)
-    if locked_run:
-        locked_run.lock.close()
-    return read_result(folder) if finished and world.rank == 0 else None
+    run = _agree_on_run(job, plan, cluster, "auto" if world.attempt else resume, world)
+    torch.set_num_threads(run.plan.compute.threads or max(1, cluster.cores // world.local_size))
+    redirect(run.folder.logs, world.rank, world.attempt)
+    heartbeat.move_to(run.folder.logs, world.rank)
+    finished = train_rank(job, run.plan, run.folder, world, heartbeat, recorded_steps)
+    if run.locked_run:
+        run.locked_run.lock.close()
+    return read_result(run.folder) if finished and world.rank == 0 else None
 
 
-def _agree_on_folder(
-    job: Job, plan: Plan, cluster: Cluster, resume: str, world: World
-) -> tuple[RunFolder, LockedRun | None]:
-    """Returns the run folder, which is the same on all ranks, and the locked run (None on ranks other than 0). Rank 0
-    checks the job, then chooses and locks the folder. If this raises a `MeshwrightError`, every rank raises it."""
+def _agree_on_run(job: Job, plan: Plan | ChoosePlan, cluster: Cluster, resume: str, world: World) -> _Run:
+    """Returns the plan and the run folder, which are the same on all ranks. Rank 0 chooses the plan, checks the job,
+    then chooses and locks the folder. If this raises a `MeshwrightError`, every rank raises it."""
     if world.rank == 0:
         try:
-            check_job(job, plan, cluster.with_device_count(world.size))
+            chosen = plan if isinstance(plan, Plan) else _choose(plan, cluster, resume, world)
+            check_job(job, chosen, cluster.with_device_count(world.size))
             locked_run = lock_run_folder(job, resume)
-            write_job_and_plan(locked_run.folder, job, plan)
+            write_job_and_plan(locked_run.folder, job, chosen, cluster)
         except MeshwrightError as error:
             broadcast_value({"error": _error_class(error), "message": str(error)})
             raise
-        broadcast_value({"folder": locked_run.folder.path})
-        return locked_run.folder, locked_run
+        broadcast_value({"folder": locked_run.folder.path, "plan": chosen.model_dump(mode="json")})
+        return _Run(chosen, locked_run.folder, locked_run)
     outcome = broadcast_value(None)
     if "error" in outcome:
         raise getattr(errors, outcome["error"])(outcome["message"])
-    return RunFolder(outcome["folder"]), None
+    return _Run(Plan.model_validate(outcome["plan"]), RunFolder(outcome["folder"]))
+
+
+def _choose(choose: ChoosePlan, cluster: Cluster, resume: str, world: World) -> Plan:
+    """Returns the plan that `choose` finds for the ranks that there are, and prints why. If the cluster does not
+    describe them, or if its plan is for fewer ranks, every rank is a replica."""
+    replicas = Plan(axes=Axes(replicate=world.size))
+    if world.size == world.local_size:
+        machines = cluster.with_device_count(world.size)
+    elif cluster.device_count == world.size:
+        machines = cluster
+    else:
+        print(
+            f"plan: {replicas.summary()}, without a prediction, as the ranks are on several machines and the cluster"
+            f" '{cluster.name}' has {cluster.device_count} devices: describe them with --cluster, such as 2x8xH100",
+            file=sys.stderr,
+            flush=True,
+        )
+        return replicas
+    plan, line = choose(machines, resume)
+    if plan.world_size != world.size:
+        return replicas
+    if line:
+        print(line, file=sys.stderr, flush=True)
+    return plan
 
 
 def _error_class(error: MeshwrightError) -> str:

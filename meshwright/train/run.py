@@ -68,7 +68,7 @@ def train(
             plan = tuning.plan
             _print_note(tuning.reason)
         parts.release()
-        write_job_and_plan(folder, job, plan)
+        write_job_and_plan(folder, job, plan, cluster)
         prediction = "" if predicted_step_s is None else str(predicted_step_s)
         launch(
             "meshwright.train.rank",

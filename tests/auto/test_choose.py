@@ -68,11 +68,11 @@ def test_what_a_plan_may_change_is_said_by_the_job(allow: dict[str, Any], precis
     assert plan.stays_within(job.allow)
 
 
-def store_run(job: Job, plan: Plan, folder: Path) -> Job:
+def store_run(job: Job, plan: Plan, folder: Path, cluster: Cluster | None = None) -> Job:
     """Returns the job with an unfinished run in `folder`, which was trained with this plan."""
     job = job.model_copy(update={"output": str(folder)})
     locked_run = lock_run_folder(job, "never")
-    write_job_and_plan(locked_run.folder, job, plan)
+    write_job_and_plan(locked_run.folder, job, plan, cluster)
     locked_run.folder.logs.mkdir()
     locked_run.lock.close()
     return job
@@ -107,6 +107,14 @@ def test_a_resumed_run_is_planned_anew_if_its_plan_does_not_suit(
     plan = plan_of_job(JobParts(job), cpu_cluster(devices), "auto", "auto").plan
     assert plan.world_size == devices
     assert not plan.compute.fused_optimizer
+
+
+def test_a_plan_for_another_kind_of_device_is_not_kept(tmp_path: Path) -> None:
+    graphs = Plan.model_validate({"compute": {"cuda_graphs": True, "fused_optimizer": True}})
+    on_gpu, here = find_cluster("1xH100"), cpu_cluster(1)
+    job = store_run(toy_job(), graphs, tmp_path, on_gpu)
+    assert plan_of_job(JobParts(job), on_gpu, "auto", "auto").plan == graphs
+    assert plan_of_job(JobParts(job), here, "auto", "auto").plan == Plan()
 
 
 def test_a_plan_that_cannot_be_read_is_not_kept(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.profiles import Profiles
-from meshwright.planner.search import SearchResult, search
+from meshwright.planner.search import search
+from meshwright.planner.search_result import SearchResult
 from meshwright.profile.optimizer import OptimizerCost
 from meshwright.workloads import vision
 from meshwright.workloads.text.decoder import Decoder, NextTokenLoss

@@ -18,7 +18,8 @@ from meshwright.planner.explain import explain
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.model_summary import BranchGroup
 from meshwright.planner.profiles import Profiles
-from meshwright.planner.search import PricedPlan, SearchResult, summarize_model
+from meshwright.planner.search import summarize_model
+from meshwright.planner.search_result import PricedPlan, SearchResult
 from meshwright.proof.prove import prove_in_running_ranks
 from meshwright.proof.request import ProofRequest, UserModel
 from meshwright.workloads.in_batch import InBatchSoftmax
@@ -41,7 +42,7 @@ KINDS: tuple[dict[str, Any], ...] = (
 @pytest.fixture(autouse=True)
 def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are compared as they run uncompiled: plans with a tensor axis, which placement needs, are not compiled."""
-    monkeypatch.setattr(search, "best_variant", lambda plan, prediction, *_, **__: (plan, prediction))
+    monkeypatch.setattr(search, "best_variant", lambda plan, prediction, *_, **__: ((plan, prediction),) * 2)
 
 
 @cache

@@ -59,7 +59,7 @@ def choose(
     **options: Any,
 ) -> dict[str, Any]:
     """Returns the chosen `compute` fields that differ from their defaults."""
-    plan, prediction = best_variant(
+    (plan, prediction), _ = best_variant(
         Plan.model_validate(groups),
         plain_prediction(),
         inputs,

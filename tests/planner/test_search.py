@@ -15,7 +15,8 @@ from meshwright.planner.explain import explain, step_shares
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.model_summary import ModelSummary
 from meshwright.planner.profiles import Profiles
-from meshwright.planner.search import PricedPlan, SearchResult, search, summarize_model
+from meshwright.planner.search import search, summarize_model
+from meshwright.planner.search_result import PricedPlan, SearchResult
 from meshwright.profile.structure.splits import ParameterSplit, SplitGroup
 from meshwright.simulator.predict import predict_plan
 from tests.planner.cases import (

@@ -7,11 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
-from meshwright.cluster.detect import detect_cpu
+from meshwright.cluster.cluster import Cluster
+from meshwright.cluster.detect import detect_cpu, find_cluster
 from meshwright.errors import InputError, MeshwrightError, StorageError
+from meshwright.job import load_plan
 from meshwright.launch.peer_connection import PeerLostError
+from meshwright.launch.world import World
 from meshwright.plan import Axes, Plan
 from meshwright.train import launched
 from tests.ranks import RankPool
@@ -52,6 +56,7 @@ def test_torchruns_ranks_train_together(tmp_path: Path) -> None:
     result = json.loads(run.stdout.splitlines()[-1])
     assert (result["steps"], result["run"]) == (10, str(tmp_path / "runs" / "toy-0001"))
     assert "training on 2 CPU ranks" in run.stderr
+    assert run.stderr.count("plan: replicate 2") == 1  # on rank 0
     assert {log.name for log in (tmp_path / "runs" / "toy-0001" / "logs").glob("*.log")} == {"rank-0.log", "rank-1.log"}
 
 
@@ -73,14 +78,48 @@ def agree_on_folder(rank: int, world_size: int, output: str, error: MeshwrightEr
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launched, "check_job", check_job)
         try:
-            folder, locked_run = launched._agree_on_folder(
+            run = launched._agree_on_run(
                 job, Plan(axes=Axes(replicate=2)), detect_cpu(), "never", world(rank, world_size)
             )
         except MeshwrightError as raised:
             return type(raised).__name__, str(raised), False
-    if locked_run:
-        locked_run.lock.close()
-    return type(folder).__name__, str(folder.path), locked_run is not None
+    if run.locked_run:
+        run.locked_run.lock.close()
+    return type(run.folder).__name__, str(run.folder.path), run.locked_run is not None
+
+
+SHARDS = Plan(axes=Axes(shard=2))
+
+
+def agree_on_plan(rank: int, world_size: int, output: str) -> Plan:
+    def choose(cluster: Cluster, resume: str) -> tuple[Plan, str | None]:
+        assert (rank, cluster.device_count, resume) == (0, world_size, "auto")
+        return SHARDS, None
+
+    run = launched._agree_on_run(toy_job(output=output), choose, detect_cpu(), "auto", world(rank, world_size))
+    if run.locked_run:
+        run.locked_run.lock.close()
+    assert load_plan(run.folder.plan) == run.plan
+    return run.plan
+
+
+def test_all_ranks_get_the_plan_that_rank_0_chooses(two: RankPool, tmp_path: Path) -> None:
+    assert two.run(agree_on_plan, str(tmp_path / "runs")) == [SHARDS, SHARDS]
+
+
+def test_ranks_that_the_cluster_does_not_describe_are_replicas(capsys: pytest.CaptureFixture[str]) -> None:
+    def choose(cluster: Cluster, resume: str) -> tuple[Plan, str | None]:
+        return Plan(axes=Axes(shard=cluster.device_count)), "plan: shards"
+
+    one_machine = World(0, 0, 4, 4, 0, torch.device("cpu"), None)
+    two_machines = World(0, 0, 4, 2, 0, torch.device("cpu"), None)
+    described, unknown = find_cluster("2x2xA100-80GB"), find_cluster("2xcpu")
+    assert launched._choose(choose, unknown, "auto", one_machine) == Plan(axes=Axes(shard=4))
+    assert launched._choose(choose, described, "auto", two_machines) == Plan(axes=Axes(shard=4))
+    assert capsys.readouterr().err == "plan: shards\n" * 2
+    assert launched._choose(choose, unknown, "auto", two_machines) == Plan(axes=Axes(replicate=4))
+    assert "'2xcpu' has 2 devices: describe them with --cluster" in capsys.readouterr().err
+    assert launched._choose(lambda *_: (Plan(), "one rank"), unknown, "auto", one_machine).axes == Axes(replicate=4)
 
 
 @pytest.mark.soak

@@ -176,7 +176,7 @@ def _loss_of_product(
 
 class _Chunks:
     """The operators of a loss in `number` chunks, with their changes of memory. The values of the tensors that the
-    chunks use have new numbers."""
+    chunks use have new numbers. Operators that are added stand for `_chunks` chunks."""
 
     def __init__(self, profile: ModelProfile, loss: HeadLoss, number: int) -> None:
         self._profile = profile
@@ -190,6 +190,7 @@ class _Chunks:
         self._saved = {use.value: replace(use, value=next(self._values), is_gradient=False) for use in loss.results}
         self._list: list[Operator] = []
         self._changes: list[MemoryChange] = []
+        self._chunks = 1
 
     def _operators(self, place: _Place) -> Operator:
         return self._profile.segments[place[0]].operators[place[1]]
@@ -198,8 +199,10 @@ class _Chunks:
         self._list, self._changes = [], []
         for use in self._saved.values():
             self._allocate(use.bytes, "saved")
-        for number in range(self._number):
-            self._chunk(is_first=number == 0)
+        self._chunk(is_first=True)
+        self._chunks = self._number - 1  # the second chunk stands for all others, which are equal
+        self._chunk(is_first=False)
+        self._chunks = 1
         for place in self._loss.casts:  # freed when the last chunk is done
             self._allocate(self._operators(place).writes[0].bytes.scaled(-1.0), "temporary")
         return self._list, self._changes
@@ -259,7 +262,7 @@ class _Chunks:
         return result
 
     def _add(self, operator: Operator, reads: tuple[TensorUse, ...], writes: tuple[TensorUse, ...]) -> None:
-        self._list.append(replace(operator, reads=reads, writes=writes, in_chunk=True))
+        self._list.append(replace(operator, reads=reads, writes=writes, chunks=self._chunks))
 
     def _allocate(self, size: BatchPolynomial, role: str) -> None:
         self._changes.append(MemoryChange(len(self._list), size, role, self._head.layer))  # type: ignore[arg-type]

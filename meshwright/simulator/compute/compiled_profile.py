@@ -65,7 +65,7 @@ def _unit(operator: Operator, units: tuple[str, ...], plan: Plan) -> str | None:
     """The compiled module that an operator belongs to; None if it belongs to none. A BatchNorm whose ranks exchange
     statistics is not compiled, and neither is a loss in chunks."""
     exchanges = plan.numerics.batch_norm == "synchronized" and plan.data_ranks > 1
-    if operator.in_chunk or (exchanges and computes_statistics(operator)):
+    if operator.chunks or (exchanges and computes_statistics(operator)):
         return None
     unit = next((unit for unit in units if not unit or is_inside(operator.layer, unit)), None)
     # Where layers are split, collectives lie between operators that every rank repeats and operators on shards.

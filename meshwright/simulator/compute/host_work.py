@@ -50,11 +50,11 @@ def host_launches(profile: ModelProfile, phase: Phase, plan: Plan, on_gpu: bool)
         if segment.phase != phase:
             continue
         for operator in segment.operators:
-            if not operator.in_chunk and any(not unit or is_inside(operator.layer, unit) for unit in units):
+            if not operator.chunks and any(not unit or is_inside(operator.layer, unit) for unit in units):
                 cost = 0.0 if has_graphs else WITHOUT_GRADIENTS
             else:
                 cost = CAST if operator.name == "_to_copy" else 1.0
-            launches += segment.block_count * cost
+            launches += segment.block_count * operator.runs * cost
     return launches
 
 

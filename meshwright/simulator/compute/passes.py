@@ -11,7 +11,7 @@ from math import log2
 from meshwright.cluster.cluster import Device
 from meshwright.dtypes import Dtype
 from meshwright.profile.optimizer import OptimizerCost
-from meshwright.profile.values import ModelProfile, Phase, TraceSegment
+from meshwright.profile.values import ModelProfile, Operator, Phase, TraceSegment
 from meshwright.simulator.compute.operator_time import (
     DeviceSpeeds,
     memory_bound_s,
@@ -54,13 +54,17 @@ def pass_s(profile: ModelProfile, phase: Phase, batch: float, speeds: DeviceSpee
     for segment in profile.segments:
         if segment.phase == phase:
             busy += segment.block_count * _segment_s(segment, batch, speeds, tf32)
-            operators += segment.block_count * sum(CAST if o.name == "_to_copy" else 1.0 for o in segment.operators)
+            operators += segment.block_count * sum(_launches(o) for o in segment.operators)
     return busy, operators
 
 
 def _segment_s(segment: TraceSegment, batch: float, speeds: DeviceSpeeds, tf32: bool) -> float:
     backward = segment.phase == "backward"
-    return sum(operator_s(operator, batch, speeds, backward, tf32) for operator in segment.operators)
+    return sum(o.runs * operator_s(o, batch, speeds, backward, tf32) for o in segment.operators)
+
+
+def _launches(operator: Operator) -> float:
+    return operator.runs * (CAST if operator.name == "_to_copy" else 1.0)
 
 
 def optimizer_s(

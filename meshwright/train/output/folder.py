@@ -2,6 +2,7 @@
 
 runs/mnist-0001/
   job.yaml plan.yaml    what is run, with absolute paths
+  device.txt            the device that the plan was made for, such as `cuda NVIDIA H200`
   origin.json           the signature of both by the user who trained
   metrics.jsonl         one line per logged step or evaluation
   events/               TensorBoard
@@ -19,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from meshwright.cluster.cluster import Cluster
 from meshwright.errors import InputError, StorageError
 from meshwright.files.regular_file import find_unsafe_entry
 from meshwright.files.storage import output_error, write_atomically, writing
@@ -65,6 +67,10 @@ class RunFolder:
     @property
     def plan(self) -> Path:
         return self.path / "plan.yaml"
+
+    @property
+    def device(self) -> Path:
+        return self.path / "device.txt"
 
     @property
     def origin(self) -> Path:
@@ -128,15 +134,22 @@ def find_run_to_resume(job: Job, resume: str) -> RunFolder | None:
     return folder if os.path.exists(folder.job) and not _why_not_resumed(job, folder) else None
 
 
-def write_job_and_plan(folder: RunFolder, job: Job, plan: Plan) -> None:
-    """Writes the job and the plan that are about to run, signs them if the user has a key, and removes the result of an
-    earlier run. If a new folder cannot take them, it is deleted."""
+def device_text(cluster: Cluster) -> str:
+    """The content of device.txt for runs on this cluster."""
+    return f"{cluster.kind} {cluster.nodes[0].device.name}\n"
+
+
+def write_job_and_plan(folder: RunFolder, job: Job, plan: Plan, cluster: Cluster | None = None) -> None:
+    """Writes the job and the plan that are about to run, and on which device of the cluster; signs job and plan if the
+    user has a key, and removes the result of an earlier run. If a new folder cannot take them, it is deleted."""
     job_text, plan_text = job.to_yaml(), plan.to_yaml()
     origin = origin_text(job_text, plan_text)
     is_new = not folder.job.exists()
     try:
         write_atomically(folder.job, job_text)
         write_atomically(folder.plan, plan_text)
+        if cluster is not None:
+            write_atomically(folder.device, device_text(cluster))
         with writing(folder.path):
             folder.origin.unlink(missing_ok=True)
             folder.result.unlink(missing_ok=True)

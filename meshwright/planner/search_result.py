@@ -1,0 +1,58 @@
+"""The result of a search for plans: simulated plans, and plans that lower bounds have excluded."""
+
+from dataclasses import dataclass
+
+from meshwright.plan import Plan
+from meshwright.planner.candidates import Candidate
+from meshwright.planner.model_summary import ModelSummary
+from meshwright.planner.preference import PredictedPlan
+from meshwright.simulator.predict import Prediction
+
+
+@dataclass(frozen=True)
+class PricedPlan:
+    """A plan whose step was simulated. The plan fits if `needed_bytes` is at most `PlanningInputs.capacity_bytes`.
+    `plain` is the plan before the variants of its `compute` fields were tried; None if none of them was better.
+    `faster` is the fastest of these variants, if a simpler one is preferred to it."""
+
+    candidate: Candidate
+    plan: Plan
+    prediction: Prediction
+    plain: "PricedPlan | None" = None
+    faster: PredictedPlan | None = None
+
+    @property
+    def needed_bytes(self) -> int:
+        return self.prediction.memory.device_bytes
+
+
+@dataclass(frozen=True)
+class ExcludedPlan:
+    """A plan that was not simulated because a lower bound of its memory, `needed_bytes`, exceeds the capacity of a
+    device."""
+
+    candidate: Candidate
+    plan: Plan
+    needed_bytes: float
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The result of a search, which took `seconds`. `summary` describes the model.
+
+    ranked           plans that fit: the preferred one, then the others, the fastest first
+    fastest          the plan with the shortest predicted step; that is `ranked[0]`, unless a simpler one is preferred
+    family_bests     the best simulated plan of every family (plans that use the same axes): the preferred one of those
+                     that fit, or if none fits, the plan that needs the least memory
+    excluded         of every family that needs too much memory according to its bounds, the plan that needs the least
+    candidate_count  the number of candidates, of which `priced_count` were simulated
+    """
+
+    ranked: tuple[PricedPlan, ...]
+    fastest: PricedPlan | None
+    family_bests: tuple[PricedPlan, ...]
+    excluded: tuple[ExcludedPlan, ...]
+    summary: ModelSummary
+    candidate_count: int
+    priced_count: int
+    seconds: float
