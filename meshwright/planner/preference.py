@@ -21,14 +21,15 @@ _LEAST = 0.01
 
 PredictedPlan = tuple[Plan, Prediction]
 
-# Fields of a plan that follow from other choices, or that cost a user nothing.
+# Fields of a plan that follow from other choices, or that cost a user nothing. CUDA graphs are among them because they
+# gain most where predictions are least certain: on a slow host.
 _IMPLIED = {
     "axes": {"replicate"},
     "modules": {"sequence", "loss"},
     "pipeline": {"microbatches", "cuts"},
     "memory": {"sharding"},
     "gradients": {"algorithm", "bucket_bytes"},
-    "compute": {"threads"},
+    "compute": {"threads", "cuda_graphs"},
 }
 
 

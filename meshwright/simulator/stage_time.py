@@ -14,7 +14,7 @@ from meshwright.profile.values import ModelProfile, Phase
 from meshwright.simulator.communication.collectives import collective_launch_s, overlap
 from meshwright.simulator.communication.exchange import gradient_exchange, messages_s
 from meshwright.simulator.communication.placement import axis_groups
-from meshwright.simulator.compute.host_work import changes_host_work, host_launches
+from meshwright.simulator.compute.host_work import changes_host_work, host_launches, removed_gaps_s
 from meshwright.simulator.compute.passes import operator_launch_s, pass_s
 from meshwright.simulator.pipeline.stages import StageProfile
 from meshwright.simulator.step_inputs import StepInputs
@@ -72,8 +72,13 @@ def stage_times(
 def _stage_time(whole: ModelProfile, local: ModelProfile, weights_bytes: float, inputs: StepInputs) -> StageTime:
     plan, cluster, runtime = inputs.plan, inputs.cluster, inputs.runtime
     tf32 = local.precision == "tf32"
+    on_gpu = inputs.device.kind == "cuda"
     forward_s, forward_operators = pass_s(local, "forward", inputs.batch, inputs.speeds, tf32)
     backward_s, backward_operators = pass_s(local, "backward", inputs.batch, inputs.speeds, tf32)
+    forward_s, backward_s = (
+        max(0.0, busy_s - removed_gaps_s(local, phase, plan, on_gpu))
+        for busy_s, phase in zip((forward_s, backward_s), _PHASES, strict=True)
+    )
     backward_s += _accumulate_s(local, inputs)
     along_tensor, along_replicate = tensor_messages(whole, plan, inputs.batch, runtime)
     along_tensor += inputs.branch_messages
@@ -88,11 +93,9 @@ def _stage_time(whole: ModelProfile, local: ModelProfile, weights_bytes: float, 
     )
     messages = (*along_tensor, *along_replicate)
     launch_s = 0.0
-    if changes_host_work(local, plan, inputs.device.kind == "cuda"):
-        forward_operators, backward_operators = (
-            host_launches(local, phase, plan, inputs.device.kind == "cuda") for phase in _PHASES
-        )
-    if inputs.device.kind == "cuda":
+    if changes_host_work(local, plan, on_gpu):
+        forward_operators, backward_operators = (host_launches(local, phase, plan, on_gpu) for phase in _PHASES)
+    if on_gpu:
         operators_s = (forward_operators + backward_operators) * operator_launch_s(inputs.device)
         launch_s = operators_s + sum(message.times for message in messages) * collective_launch_s(cluster)
     device_s = forward_s + backward_s + tensor_forward_s + tensor_backward_s

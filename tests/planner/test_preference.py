@@ -60,6 +60,7 @@ def test_plain_replicas_are_the_simplest_plan() -> None:
     assert count({}) == count(PLAIN) == 0
     assert count(ACCUMULATED) == count(SHARDED) == count(FUSED) == 1
     assert count({**SHARDED, "memory": {"sharding": "optimizer", "recompute": "full"}}) == 2
+    assert count({"compute": {"cuda_graphs": True}}) == 0, "CUDA graphs gain most where predictions are least certain"
     assert count({"compute": {"compile": "blocks"}}) == 1 < count({"compute": {"compile": "model"}})
     assert count({"numerics": {"precision": "bf16"}, "compute": {"layout": "channels_last"}}) == 1
     two_stages = {"axes": {"pipeline": 2}, "pipeline": {"microbatches": 4, "cuts": ["a"]}}

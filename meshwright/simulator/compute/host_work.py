@@ -1,15 +1,18 @@
 """Work of the host under plans with compiled code or CUDA graphs, counted in operators that it could launch in that
 time (as in passes.py).
 
-    compiled code   launches kernels without recording gradients and without calling modules, which is cheaper than an
-                    operator of an eager pass; every call of a compiled function has a cost of its own
+    compiled code   a kernel costs as much as an operator of an eager pass: its output is allocated and it is launched
+                    from Python; every call of a compiled function has a cost of its own
     CUDA graph      one launch for all that it captured: both passes of a step on a single rank, or one pass of a
-                    compiled function if there are several ranks (train/step/cuda_graphs.py, parallel/compiled.py)
+                    compiled function if there are several ranks (train/step/cuda_graphs.py, parallel/compiled.py).
+                    Its kernels also follow each other faster on the device                               removed_gaps_s
 """
+
+from collections.abc import Collection
 
 from meshwright.blocks.module_names import is_inside
 from meshwright.plan import Plan
-from meshwright.profile.values import ModelProfile, Phase
+from meshwright.profile.values import ModelProfile, Operator, Phase
 from meshwright.simulator.compute.compiled_profile import compiled_units
 from meshwright.simulator.compute.passes import (
     CAST,
@@ -19,8 +22,14 @@ from meshwright.simulator.compute.passes import (
 )
 
 # Calling a compiled function in one pass: guards on its inputs, and the function of autograd that contains it. From the
-# MNIST net in validation/speed/h200.json, whose compiled step takes 0.92 of its eager step, both limited by the host.
-COMPILED_CALL = 7.5
+# MNIST net in validation/speed/h200.json, whose compiled steps take 0.95 to 1.07 of its eager steps, by hand and in
+# sessions, with two batches; all are limited by the host.
+COMPILED_CALL = 2.0
+# A kernel of compiled code. From DeepLabV3 in the same file: 1,024 kernels in 52 to 58 ms, limited by the host.
+COMPILED_KERNEL = 1.0
+# What the device waits less between two operators in a graph than between two that the host has launched in advance.
+# From the same file: the median over five workloads that are limited by the device, eager and compiled (0.7 to 2.4 µs).
+GAP_S = 1.8e-6
 # What a step with a graph launches beside the graph: copies of inputs, targets and loss, and the optimizer. Counted.
 BESIDE_GRAPH = 3 * WITHOUT_GRADIENTS + 1.0
 
@@ -50,12 +59,31 @@ def host_launches(profile: ModelProfile, phase: Phase, plan: Plan, on_gpu: bool)
         if segment.phase != phase:
             continue
         for operator in segment.operators:
-            if not operator.chunks and any(not unit or is_inside(operator.layer, unit) for unit in units):
-                cost = 0.0 if has_graphs else WITHOUT_GRADIENTS
+            if _is_compiled(operator, units):
+                cost = 0.0 if has_graphs else COMPILED_KERNEL
             else:
                 cost = CAST if operator.name == "_to_copy" else 1.0
             launches += segment.block_count * operator.runs * cost
     return launches
+
+
+def removed_gaps_s(profile: ModelProfile, phase: Phase, plan: Plan, on_gpu: bool) -> float:
+    """The seconds that the device is faster with a pass because its operators are in CUDA graphs. `profile` is that of
+    the compiled model."""
+    if not plan.compute.cuda_graphs or not on_gpu:
+        return 0.0
+    captures_all, units = captures_step(plan, on_gpu), compiled_units(profile, plan)
+    return GAP_S * sum(
+        segment.block_count * operator.runs
+        for segment in profile.segments
+        if segment.phase == phase
+        for operator in segment.operators
+        if captures_all or _is_compiled(operator, units)
+    )
+
+
+def _is_compiled(operator: Operator, units: Collection[str]) -> bool:
+    return not operator.chunks and any(not unit or is_inside(operator.layer, unit) for unit in units)
 
 
 def _compiled_calls(profile: ModelProfile, plan: Plan, unit: str) -> int:
