@@ -31,6 +31,7 @@ Numerics = Literal["same", "rounding", "changes"]
 NUMERICS: tuple[Numerics, ...] = ("same", "rounding", "changes")  # each includes the ones before it
 Algorithm = Literal["auto", "native", "ring", "tree", "halving_doubling", "two_level", "shared_memory"]
 MIB = 2**20
+BUCKET_BYTES = 25 * MIB  # the default of torch, too
 # The last axis varies fastest over the ranks: tensor ranks, which exchange the most bytes, are neighbours.
 MESH_ORDER = ("pipeline", "replicate", "shard", "tensor")
 STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "zbv": 2}  # the other schedules accept any number
@@ -163,7 +164,7 @@ class Gradients(_PlanGroup):
     """
 
     algorithm: Algorithm = _choice("auto", "same")
-    bucket_bytes: MessageBytes = _choice(25 * MIB, "same")
+    bucket_bytes: MessageBytes = _choice(BUCKET_BYTES, "same")
     precision: Literal["fp32", "bf16", "fp16"] = _choice("fp32", "changes")
     powersgd_rank: CountOrZero = _choice(0, "changes")
     local_steps: Steps = _choice(1, "changes")
@@ -366,6 +367,7 @@ class Plan(_PlanGroup):
             (numerics.batch_norm != "local", f"{numerics.batch_norm} BatchNorm"),
             (gradients.precision != "fp32", f"{gradients.precision} gradients"),
             (gradients.algorithm != "auto", gradients.algorithm.replace("_", " ")),
+            (gradients.bucket_bytes != BUCKET_BYTES, f"buckets of {gradients.bucket_bytes / MIB:.3g} MiB"),
             (gradients.powersgd_rank > 0, f"PowerSGD {gradients.powersgd_rank}"),
             (gradients.local_steps > 1, f"{gradients.local_steps} local steps"),
             (gradients.servers > 0, f"{gradients.servers} {gradients.updates}{bound} servers"),

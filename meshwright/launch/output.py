@@ -7,9 +7,11 @@ import logging
 import os
 import sys
 import time
+import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from meshwright.errors import StorageError
 from meshwright.files.storage import describe_storage_problem, writing
@@ -18,6 +20,7 @@ _stderr: TextIO | None = None
 _terminal: TextIO | None = None
 _log: TextIO | None = None
 
+_PACKAGE = Path(__file__).parents[1]
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
@@ -26,7 +29,8 @@ def log_file(folder: Path, rank: int) -> Path:
 
 
 def redirect(folder: Path, rank: int, attempt: int, speaker: int = 0) -> None:
-    """Redirects the output of this process to its log. On the speaker, stdout and `terminal()` stay on the terminal.
+    """Redirects the output of this process to its log. On the speaker, stdout, `terminal()` and Meshwright's own
+    warnings stay on the terminal.
 
     File descriptors are redirected, because C++ libraries write there too. A second call changes nothing.
     """
@@ -43,6 +47,7 @@ def redirect(folder: Path, rank: int, attempt: int, speaker: int = 0) -> None:
     _stderr = os.fdopen(os.dup(2), "w", buffering=1, errors="replace")
     if rank == speaker:
         _terminal = _stderr
+        warnings.showwarning = _warning_printer(_stderr)
     else:
         _terminal = _log
         os.dup2(_log.fileno(), 1)
@@ -52,6 +57,22 @@ def redirect(folder: Path, rank: int, attempt: int, speaker: int = 0) -> None:
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(handler)
     logging.getLogger().setLevel(logging.INFO)
+
+
+def _warning_printer(stream: TextIO) -> Callable[..., None]:
+    """Returns a function in place of `warnings.showwarning`, which also prints the warnings of Meshwright's own code to
+    this stream, as one line. Those of libraries are in the log only."""
+    show = warnings.showwarning
+
+    def show_and_print(
+        message: Warning | str, category: type[Warning], filename: str, *place: Any, **more: Any
+    ) -> None:
+        show(message, category, filename, *place, **more)
+        if Path(filename).is_relative_to(_PACKAGE):
+            with suppress(OSError):
+                print(f"warning: {' '.join(str(message).split())}", file=stream, flush=True)
+
+    return show_and_print
 
 
 def clear_progress() -> None:

@@ -100,7 +100,8 @@ def apply(
     if head:
         join_head_with_loss(head, plan.compute.loss_chunks, compiled=plan.compute.compile != "none")
     # Replace forward passes before DDP and FSDP2 register their hooks, which then run around the replaced passes.
-    compilation = _replace_forward_passes(plan, module, local, mesh, device)
+    warns = position.data_rank == 0 and position.tensor == 0
+    compilation = _replace_forward_passes(plan, module, local, mesh, device, warns)
     sums = _small_sums(plan, device, local.module) if world_size > 1 else None
     # Shard or replicate after everything that replaces parameters, because DDP and FSDP2 keep the parameters that they
     # find.
@@ -168,10 +169,10 @@ def _divide(
 
 
 def _replace_forward_passes(
-    plan: Plan, module: nn.Module, local: _LocalModel, mesh: DeviceMesh | None, device: torch.device
+    plan: Plan, module: nn.Module, local: _LocalModel, mesh: DeviceMesh | None, device: torch.device, warns: bool
 ) -> Compilation:
     """Installs synchronized BatchNorm, the kernels of convolutions, recomputation, fp8 and compilation, where the plan
-    has them. Returns what is compiled."""
+    has them. Returns what is compiled. `warns`: this rank gives the warnings about compiling."""
     # Synchronized BatchNorm replaces the forward pass of layers before recomputing wraps the forward pass of blocks.
     if plan.numerics.batch_norm == "synchronized" and (group := data_group(mesh, plan)) is not None:
         for model in local.models:
@@ -183,7 +184,7 @@ def _replace_forward_passes(
     stages = local.stages.stages if local.stages else ()
     # Blocks with split layers are compiled before recomputing wraps them: the compiler cannot recompute on shards.
     if plan.axes.tensor > 1:
-        compilation = compile_model(local.module, plan, device, stages)
+        compilation = compile_model(local.module, plan, device, stages, warns=warns)
     # Recomputing before DDP and FSDP2, because both look for the parameters that the forward pass of whole blocks used.
     _recompute(plan, module, local.stages, local.branches)
     # fp8 before compiling, so that the casts are compiled together with the layers.
@@ -191,7 +192,7 @@ def _replace_forward_passes(
         convert_linears_to_float8(module, device)
     # Compiling before DDP and FSDP2, so that their hooks stay outside of the compiled code.
     if plan.axes.tensor == 1:
-        compilation = compile_model(local.module, plan, device, stages)
+        compilation = compile_model(local.module, plan, device, stages, warns=warns)
     return compilation
 
 

@@ -8,10 +8,12 @@
     tensor                        each block, between the collectives inside of it (tensor/compiled_blocks.py)
 
 A model without blocks is compiled as a whole. `forward` functions of modules are replaced, so parameter names, hooks
-and checkpoints stay as they are. What cannot be compiled runs uncompiled, and one warning says why.
+and checkpoints stay as they are. What cannot be compiled runs uncompiled, and one warning says why: on one rank of each
+pipeline stage, because the others run the same code. If a rank has no compiler, no rank compiles anything.
 """
 
 import importlib.util
+import logging
 import shutil
 import warnings
 from collections.abc import Callable, Hashable, Sequence
@@ -19,9 +21,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from meshwright.blocks.recompute import find_blocks
+from meshwright.exchange import all_gather_values
 from meshwright.parallel.pipeline.compiled_stage import CompiledStage
 from meshwright.parallel.pipeline.remote_modules import RemoteModule, RemoteTensorError
 from meshwright.parallel.pipeline.stage import Stage
@@ -30,22 +34,27 @@ from meshwright.parallel.tensor.local_graph import CannotRecord
 from meshwright.parallel.torch_private import (
     compile_across_ddp_buckets,
     compiler_errors,
+    cpp_compilers,
     graph_breaks,
     is_backward_error_of_compiled_code,
 )
 from meshwright.plan import Plan
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass
 class Compilation:
     """What of a model is compiled: the functions in `parts`, whose names are those of their modules; with `loss` the
     loss function by itself; or with `whole` the model together with the loss function. `mode` is the argument of
-    `torch.compile`, None for its default."""
+    `torch.compile`, None for its default. If `warns` is False, warnings are only logged, because another rank gives
+    them."""
 
     parts: list[str] = field(default_factory=list)
     loss: bool = False
     whole: bool = False
     mode: str | None = None
+    warns: bool = True
     _shapes: Hashable = None
     _breaks: dict[str, int] = field(default_factory=graph_breaks)
     _given: set[str] = field(default_factory=set)  # the kinds of warnings that were given
@@ -59,7 +68,7 @@ class Compilation:
         self.parts, self.loss, self.whole = [], False, False
         lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         reason = " ".join(lines[:2])  # the first line may only name the backend
-        warnings.warn(f"plan.compute.compile: compiling failed ({reason}), running without", stacklevel=2)
+        self.warn(f"compiling failed ({reason}), running without")
 
     def check_step(self, shapes: Hashable) -> None:
         """Warns once if batches have different shapes, and once if the compiler could not trace a function as a whole.
@@ -79,7 +88,13 @@ class Compilation:
     def _warn_once(self, kind: str, text: str) -> None:
         if kind not in self._given:
             self._given.add(kind)
-            warnings.warn(f"plan.compute.compile: {text}", stacklevel=3)
+            self.warn(text)
+
+    def warn(self, text: str) -> None:
+        if self.warns:
+            warnings.warn(f"plan.compute.compile: {text}", stacklevel=2)
+        else:
+            _LOG.info("plan.compute.compile: %s", text)
 
     @property
     def is_on(self) -> bool:
@@ -122,18 +137,26 @@ def is_compile_error(error: Exception) -> bool:
     return isinstance(error, refusals) or is_backward_error_of_compiled_code(error)
 
 
-def compile_model(module: nn.Module, plan: Plan, device: torch.device, stages: Sequence[Stage] = ()) -> Compilation:
+def compile_model(
+    module: nn.Module, plan: Plan, device: torch.device, stages: Sequence[Stage] = (), *, warns: bool = True
+) -> Compilation:
     """Sets the model or its blocks up to be compiled at their next call. `module` is this rank's part of the model, and
-    `stages` are its pipeline stages."""
+    `stages` are its pipeline stages. If `warns` is False, another rank gives the same warnings. All ranks call this
+    together."""
     if plan.compute.compile == "none":
         return Compilation()
-    reason = _reason_not_to_compile(plan, device.type)
+    compilation = Compilation(mode=_mode(plan, device.type), warns=warns)
+    own_reason = _reason_not_to_compile(plan, device.type)
+    # Workers of parameter servers have no process group of their own.
+    reasons = [own_reason] if plan.gradients.servers else all_gather_values(own_reason)
+    rank, reason = next(((rank, reason) for rank, reason in enumerate(reasons) if reason), (0, None))
     if reason:
-        warnings.warn(f"plan.compute.compile is {plan.compute.compile}, but {reason}: running without", stacklevel=2)
+        where = "" if all(reasons) else f" on rank {rank}"
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            compilation.warn(f"nothing is compiled, because {reason}{where}")
         return Compilation()
     # `Compilation.check_step` says the same in one line.
     warnings.filterwarnings("ignore", message="Dynamo does not know how to trace")
-    compilation = Compilation(mode=_mode(plan, device.type))
     blocks = [name for name in find_blocks(module) if _is_complete(module.get_submodule(name))]
     if plan.axes.tensor > 1:
         _compile_split_model(module, blocks, compilation)
@@ -165,7 +188,7 @@ def _compile_split_model(module: nn.Module, blocks: Sequence[str], compilation: 
     reasons = dict.fromkeys(reason_not_to_compile(module.get_submodule(name)) for name in blocks)
     reason = next((reason for reason in reasons if reason), None if blocks else "it has no blocks")
     if reason:
-        warnings.warn(f"plan.compute.compile: not all of the model is compiled, because {reason}", stacklevel=3)
+        compilation.warn(f"not all of the model is compiled, because {reason}")
     for name in blocks:
         block = module.get_submodule(name)
         if reason_not_to_compile(block) is None:
@@ -199,7 +222,7 @@ def _reason_not_to_compile(plan: Plan, device_type: str) -> str | None:
         return plan.compile_obstacle
     if device_type == "cuda" and importlib.util.find_spec("triton") is None:
         return "there is no triton, which writes the kernels"
-    compilers = ("g++", "clang++") if device_type == "cpu" else ("cc", "gcc", "clang")
+    compilers = cpp_compilers() if device_type == "cpu" else ("cc", "gcc", "clang")
     if not any(map(shutil.which, compilers)):
         return f"there is no compiler ({' or '.join(compilers)})"
     return None

@@ -218,6 +218,15 @@ def compiler_errors() -> tuple[type[Exception], ...]:
     return TorchDynamoException, InductorError
 
 
+def cpp_compilers() -> tuple[str, ...]:
+    """The C++ compilers that `torch.compile` tries for code of CPUs: what the environment variable CXX names, or its
+    default."""
+    from torch._inductor import config
+
+    names = config.cpp.cxx
+    return tuple(name for name in ([names] if isinstance(names, str) else names) if name)
+
+
 def is_backward_error_of_compiled_code(error: Exception) -> bool:
     """Whether torch's functions around compiled code have raised the error in a backward pass. They do with different
     texts if compiled code is differentiated a second time, by a gradient penalty for example, which it cannot be."""

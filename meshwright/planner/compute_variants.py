@@ -1,6 +1,7 @@
 """How each rank of a plan runs its operators: the memory layout of images, a fused optimizer, a loss in chunks,
-`torch.compile` and CUDA graphs. The search ranks plans by their axes, precision and memory first; `best_variant` then
-predicts the few best plans with these choices, one group of choices after the other:
+`torch.compile` and CUDA graphs; and how it sends gradients and weights. The search ranks plans by their axes, precision
+and memory first; `best_variant` then predicts the few best plans with these choices, one group of choices after the
+other:
 
     images        channels_last for convolutions in fp32 (in lower precisions the search lays all images out like this),
                   or NNPACK's convolutions, on CPUs
@@ -8,6 +9,9 @@ predicts the few best plans with these choices, one group of choices after the o
     compilation   CUDA graphs, compiled blocks, compiled blocks with CUDA graphs, the compiled model (or stages), or
                   that with CUDA graphs; on GPUs. CUDA graphs only if layers are not split and the model is not cut
     loss          in chunks of 4,096 or 1,024 tokens, for models whose loss is a cross entropy of a linear head's scores
+    weights       that the shard axis gathers are rounded to bf16 or fp16 before (`numerics.cast: weights`), if plans in
+                  these precisions may change the arithmetic
+    buckets       of other sizes than the default, for gradients of replicas. These change no bit
 
 In each group, the choice that fits and that preference.py prefers wins: the fastest, or a simpler one of which the
 predictions cannot tell whether it is slower.
@@ -22,7 +26,7 @@ from typing import Any
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import InputError
 from meshwright.limits import MOST_CHUNKS
-from meshwright.plan import Plan
+from meshwright.plan import MIB, Plan
 from meshwright.planner.inputs import PlanningInputs, fp32_image_kernels
 from meshwright.planner.preference import PredictedPlan, preferred
 from meshwright.profile.values import ModelProfile
@@ -32,10 +36,11 @@ from meshwright.simulator.compute.chunked_loss import scored_tokens
 from meshwright.simulator.predict import Prediction
 
 Predict = Callable[[Plan], Prediction]
-_Choices = list[dict[str, Any]]  # fields of `Compute`, the simplest choice first
+_Choices = list[dict[str, dict[str, Any]]]  # fields by group of the plan, the simplest choice first
 # Tokens of a chunk. Fewer would make products so small that they are slow; the last number is only for plans that do
 # not fit otherwise. Chosen values.
 _CHUNK_TOKENS = (4096, 1024, 256)
+_BUCKET_BYTES = (100 * MIB, 5 * MIB, MIB)  # chosen: larger and smaller ones than torch's default, which is 25 MiB
 
 
 @dataclass(frozen=True)
@@ -66,15 +71,17 @@ def plan_that_fits(plan: Plan, inputs: PlanningInputs, predict: Predict, profile
 def best_variant(
     plan: Plan, prediction: Prediction, inputs: PlanningInputs, predict: Predict, traits: ModelTraits
 ) -> tuple[PredictedPlan, PredictedPlan]:
-    """Returns the plan with the preferred choices for its `compute` fields, and the fastest of the plans that were
+    """Returns the plan with the preferred choices for these fields, and the fastest of the plans that were
     predicted on the way; each with its prediction. `prediction` is that of the plan as it is."""
     best = fastest = (plan, prediction)
-    if inputs.allow == "same":
-        return best, fastest
-    in_chunks = _chunks(plan, prediction, traits, _CHUNK_TOKENS[:2])
-    compilations = _compilations(plan, inputs, traits.blocks)
+    groups = [_buckets(plan)]
+    if inputs.allow != "same":
+        in_chunks = _chunks(plan, prediction, traits, _CHUNK_TOKENS[:2])
+        compilations = _compilations(plan, inputs, traits.blocks)
+        images = _image_kernels(plan, inputs, traits.images)
+        groups = [images, _optimizers(inputs), compilations, in_chunks, _casts(plan, inputs), *groups]
     given_up_s = 0.0
-    for choices in (_image_kernels(plan, inputs, traits.images), _optimizers(inputs), compilations, in_chunks):
+    for choices in groups:
         options = [best, *_predicted(best[0], choices, inputs, predict)]
         best = options[preferred(options, given_up_s)]
         fastest_option = min(options, key=_step_s)
@@ -89,7 +96,8 @@ def _step_s(option: PredictedPlan) -> float:
 
 def _predicted(plan: Plan, choices: _Choices, inputs: PlanningInputs, predict: Predict) -> Iterator[PredictedPlan]:
     for choice in choices:
-        variant = plan.model_copy(update={"compute": plan.compute.model_copy(update=choice)})
+        groups = {name: getattr(plan, name).model_copy(update=fields) for name, fields in choice.items()}
+        variant = plan.model_copy(update=groups)
         if _is_accepted(variant, inputs):
             prediction = predict(variant)
             if prediction.memory.device_bytes <= inputs.capacity_bytes:
@@ -106,11 +114,24 @@ def _is_accepted(plan: Plan, inputs: PlanningInputs) -> bool:
 
 def _image_kernels(plan: Plan, inputs: PlanningInputs, images: bool) -> _Choices:
     is_fixed = not images or plan.numerics.precision != "fp32"
-    return [] if is_fixed else [dict(choice) for choice in fp32_image_kernels(inputs)]
+    return [] if is_fixed else [{"compute": dict(choice)} for choice in fp32_image_kernels(inputs)]
 
 
 def _optimizers(inputs: PlanningInputs) -> _Choices:
-    return [{"fused_optimizer": True}] if inputs.can_fuse_optimizer else []
+    return [{"compute": {"fused_optimizer": True}}] if inputs.can_fuse_optimizer else []
+
+
+def _casts(plan: Plan, inputs: PlanningInputs) -> _Choices:
+    can_cast = plan.axes.shard > 1 and plan.numerics.precision in ("bf16", "fp16")
+    return [{"numerics": {"cast": "weights"}}] if can_cast and inputs.allow == "changes" else []
+
+
+def _buckets(plan: Plan) -> _Choices:
+    """Buckets of other sizes than the plan's. With a shard axis, the blocks of the model take the place of buckets."""
+    if plan.axes.replicate == 1 or plan.axes.shard > 1:
+        return []
+    sizes = [size for size in _BUCKET_BYTES if size != plan.gradients.bucket_bytes]
+    return [{"gradients": {"bucket_bytes": size}} for size in sizes]
 
 
 def _chunks(plan: Plan, prediction: Prediction, traits: ModelTraits, sizes: Iterable[int]) -> _Choices:
@@ -121,7 +142,7 @@ def _chunks(plan: Plan, prediction: Prediction, traits: ModelTraits, sizes: Iter
         return []
     tokens = prediction.batch_per_rank * traits.loss_tokens
     counts = dict.fromkeys(min(ceil(tokens / size), MOST_CHUNKS) for size in sizes)
-    return [{"loss_chunks": count} for count in counts if count > 1]
+    return [{"compute": {"loss_chunks": count}} for count in counts if count > 1]
 
 
 def _compilations(plan: Plan, inputs: PlanningInputs, blocks: bool) -> _Choices:
@@ -130,11 +151,11 @@ def _compilations(plan: Plan, inputs: PlanningInputs, blocks: bool) -> _Choices:
         return []
     choices: _Choices = []
     if plan.world_size == 1:  # without compiled code, a graph includes the whole step and cannot include communication
-        choices.append({"cuda_graphs": True})
+        choices.append({"compute": {"cuda_graphs": True}})
     for compiled in _compiled_parts(plan, blocks):
-        choices.append({"compile": compiled})
+        choices.append({"compute": {"compile": compiled}})
         if plan.axes.tensor == plan.axes.pipeline == 1:
-            choices.append({"compile": compiled, "cuda_graphs": True})
+            choices.append({"compute": {"compile": compiled, "cuda_graphs": True}})
     return choices
 
 

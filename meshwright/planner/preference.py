@@ -28,7 +28,7 @@ _IMPLIED = {
     "modules": {"sequence", "loss"},
     "pipeline": {"microbatches", "cuts"},
     "memory": {"sharding"},
-    "gradients": {"algorithm", "bucket_bytes"},
+    "gradients": {"algorithm"},
     "compute": {"threads", "cuda_graphs"},
 }
 

@@ -13,7 +13,7 @@ from meshwright.cluster.cluster import Collective
 from meshwright.plan import Algorithm, Plan
 from meshwright.profile.optimizer import OptimizerCost
 from meshwright.profile.values import ModelProfile
-from meshwright.simulator.compute.executed_profile import executed_profile
+from meshwright.simulator.compute.executed_profile import casts_weights, executed_profile
 from meshwright.simulator.memory.device_memory import DeviceMemory
 
 
@@ -99,8 +99,10 @@ class Runtime(BaseModel):
         return MemoryInputs(profile, optimizer, device)
 
     def parameter_exchange(self, plan: Plan) -> ParameterExchange:
-        """How gradients are combined and weights gathered: in fp32, with the plan's algorithm."""
-        return ParameterExchange(1.0, 1.0, plan.axes.shard, plan.gradients.algorithm, "reduce_scatter")
+        """How gradients are combined, in fp32 and with the plan's algorithm; and how weights are gathered: in fp32, or in
+        half precision if they are cast before."""
+        weight_share = 0.5 if casts_weights(plan) else 1.0
+        return ParameterExchange(1.0, weight_share, plan.axes.shard, plan.gradients.algorithm, "reduce_scatter")
 
     def cut_transfer(self, size_bytes: float, plan: Plan) -> CutTransfer:
         """What ranks send and gather for a tensor of `size_bytes` that crosses a pipeline cut. Every rank of the tensor

@@ -20,6 +20,7 @@ from meshwright.profile.optimizer import OptimizerCost
 from meshwright.profile.values import ModelProfile
 from meshwright.simulator.compute.chunked_loss import chunked_profile
 from meshwright.simulator.compute.compiled_profile import compiled_profile
+from meshwright.simulator.compute.executed_profile import casts_weights, without_weight_casts
 from meshwright.simulator.pipeline.shared_weights import tied_gradients_s
 from meshwright.simulator.pipeline.stages import stage_profiles
 from meshwright.simulator.pipeline.timeline import Timeline
@@ -63,6 +64,8 @@ def predict_step(
     device, speeds = slowest_device(cluster, plan, runtime)
     optimizer = optimizer.fused() if plan.compute.fused_optimizer else optimizer
     inputs = StepInputs(cluster, plan, batch, optimizer, runtime, device, speeds)
+    if casts_weights(plan):
+        profile = without_weight_casts(profile)
     compiled = compiled_profile(chunked_profile(profile, plan.compute.loss_chunks), plan, batch)
     executed = runtime.executed_profile(with_standalone_splits(compiled, plan))
     if places_branches(plan):

@@ -4,6 +4,7 @@ compiler cannot trace, a missing compiler, and losses that differentiate twice."
 import warnings
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from meshwright.plan import Plan
 from meshwright.train.session import Session
 from tests.parallel.compiler import compiled_graphs, compiling_with
+from tests.ranks import RankPool
 from tests.train.one_process import world
 
 
@@ -132,14 +134,54 @@ def test_a_loss_that_differentiates_twice_trains_uncompiled() -> None:
 
 
 @pytest.mark.soak
-def test_a_compiler_that_does_not_exist_is_found_out_by_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_fails_is_found_out_by_the_first_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import torch._inductor.config as inductor_config
 
     expected, _ = train("none", Net, EQUAL)
-    monkeypatch.setattr(inductor_config.cpp, "cxx", ("no-such-compiler",))
+    broken = tmp_path / "broken-compiler"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(inductor_config.cpp, "cxx", (str(broken),))
     monkeypatch.setattr(inductor_config, "force_disable_caches", True)
     with compiling_with(None):
         losses, texts = train("model", Net, EQUAL)
     assert losses == expected
     assert len(texts) == 1, texts
     assert "compiling failed" in texts[0]
+
+
+def train_without_compiler(rank: int, size: int, missing: list[int]) -> tuple[list[float], list[str], bool]:
+    """Returns the losses, the warnings about compiling, and whether anything is compiled. The compiler is missing on
+    some ranks."""
+    import torch._inductor.config as inductor_config
+
+    torch.manual_seed(0)
+    groups = {"axes": {"replicate": size}, "compute": {"compile": "model"}}
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as raised:
+        warnings.simplefilter("always")
+        if rank in missing:
+            patch.setattr(inductor_config.cpp, "cxx", ("no-such-compiler",))
+        session = Session(
+            Net(),
+            lambda parameters: torch.optim.SGD(parameters.values(), lr=0.1),
+            loss=F.cross_entropy,
+            plan=Plan.model_validate(groups),
+            world=world(rank, size),
+        )
+        losses = [float(session.step(batch)) for batch in batches([3, 3, 3])]
+    texts = [str(item.message) for item in raised if "plan.compute.compile" in str(item.message)]
+    return losses, texts, session.parallel.compilation.is_on
+
+
+@pytest.mark.parametrize(("missing", "where"), [([1], " on rank 1"), ([0, 1], "")])
+def test_ranks_without_a_compiler_train_uncompiled_with_one_warning(
+    two: RankPool, missing: list[int], where: str
+) -> None:
+    (losses, texts, compiles), (_, other_texts, other_compiles) = two.run(train_without_compiler, missing)
+    assert len(losses) == 3
+    assert not compiles
+    assert not other_compiles
+    assert other_texts == []
+    assert texts == [
+        f"plan.compute.compile: nothing is compiled, because there is no compiler (no-such-compiler){where}"
+    ]

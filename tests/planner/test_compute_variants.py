@@ -14,14 +14,14 @@ from meshwright.cluster.detect import find_cluster
 from meshwright.errors import InputError
 from meshwright.parallel.check import check_runnable
 from meshwright.parallel.compiled import compile_model
-from meshwright.plan import Numerics, Plan
+from meshwright.plan import MIB, Numerics, Plan
 from meshwright.planner.compute_variants import ModelTraits, best_variant, plan_that_fits
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.profiles import Profiles
 from meshwright.simulator.predict import Prediction, predict_plan
 from meshwright.workloads.text.decoder import Decoder, NextTokenLoss
 from tests.auto.machines import cpu_cluster
-from tests.planner.cases import MOMENTUM, one_layer, search_plans
+from tests.planner.cases import MOMENTUM, one_layer, search_plans, small_decoder
 
 H100 = PlanningInputs(find_cluster("8xH100"), 8, MOMENTUM, allow="rounding", can_fuse_optimizer=True)
 # Seconds of a step that each choice saves, in a step of one second.
@@ -181,6 +181,50 @@ def test_the_search_ranks_plans_with_their_best_variants(monkeypatch: pytest.Mon
         assert (best.plain.plan.compute.compile, best.plain.prediction.step_s) == ("none", 1.0)
         assert best in result.family_bests
     assert all(priced.plan.stays_within(allow) for priced in result.ranked)
+
+
+# ---- how gradients and weights are sent
+
+BF16_SHARDS = {"axes": {"shard": 8}, "numerics": {"precision": "bf16"}}
+
+
+def predict_exchange(plan: Plan) -> Prediction:
+    """Returns a prediction in which smaller buckets and weights in bf16 are faster."""
+    gain = 0.1 * (plan.numerics.cast == "weights") + 0.05 * (plan.gradients.bucket_bytes == 5 * MIB)
+    return replace(plain_prediction(), step_s=1 - gain)
+
+
+@pytest.mark.parametrize(
+    ("groups", "allow", "cast", "bucket_mib"),
+    [
+        ({"axes": {"replicate": 8}}, "same", "operators", 5),
+        ({"axes": {"replicate": 4, "tensor": 2}}, "rounding", "operators", 5),
+        ({"axes": {"tensor": 8}}, "changes", "operators", 25),
+        (BF16_SHARDS, "changes", "weights", 25),
+        (BF16_SHARDS, "rounding", "operators", 25),
+        ({"axes": {"shard": 8}}, "changes", "operators", 25),
+    ],
+)
+def test_buckets_and_casts_of_weights_are_chosen_where_they_are_faster(
+    groups: dict[str, Any], allow: Numerics, cast: str, bucket_mib: int
+) -> None:
+    inputs = replace(H100, allow=allow)
+    (plan, _), _ = best_variant(
+        Plan.model_validate(groups), plain_prediction(), inputs, predict_exchange, ModelTraits(blocks=False)
+    )
+    assert (plan.numerics.cast, plan.gradients.bucket_bytes) == (cast, bucket_mib * MIB)
+    check_runnable(plan)
+
+
+def test_weights_that_are_gathered_in_bf16_take_half_the_bytes_and_no_casts() -> None:
+    profile = small_decoder().get("bf16", "none")
+    plan = Plan.model_validate(BF16_SHARDS)
+    cast = plan.model_copy(update={"numerics": plan.numerics.model_copy(update={"cast": "weights"})})
+    slow_links = find_cluster("8xA100-80GB@Ethernet-10G")
+    before, after = (predict_plan(slow_links, profile, p, 8, MOMENTUM).breakdown for p in (plan, cast))
+    assert after["shard"] < 0.8 * before["shard"]
+    assert after["compute"] < before["compute"]
+    assert (after["optimizer"], after["bubble"]) == (before["optimizer"], before["bubble"])
 
 
 # ---- a loss in chunks

@@ -5,7 +5,8 @@ Casts of split weights are marked, so that each rank is charged only for casting
 from collections.abc import Mapping
 from dataclasses import replace
 
-from meshwright.profile.values import ModelProfile, Operator, SplitMark
+from meshwright.plan import Plan
+from meshwright.profile.values import ModelProfile, Operator, SplitMark, TraceSegment
 
 ALLOCATION = "empty_like"
 
@@ -23,6 +24,26 @@ def executed_profile(profile: ModelProfile) -> ModelProfile:
             ),
             changes=(),
         )
+        for segment in profile.segments
+    )
+    return replace(profile, segments=segments)
+
+
+def casts_weights(plan: Plan) -> bool:
+    """Whether the shard axis gathers weights in the precision of the operators, which then do not cast them."""
+    return plan.numerics.cast == "weights" and plan.axes.shard > 1
+
+
+def without_weight_casts(profile: ModelProfile) -> ModelProfile:
+    """The profile without casts of weights in forward passes, for plans for which `casts_weights` is true. Each rank
+    casts its shard of the weights once, which is not counted; gradients are cast as before. It is meant for predicting
+    time and has no memory changes."""
+
+    def runs(operator: Operator, segment: TraceSegment) -> bool:
+        return segment.phase == "backward" or not (is_cast(operator) and is_of_weight(operator))
+
+    segments = tuple(
+        replace(segment, operators=tuple(o for o in segment.operators if runs(o, segment)), changes=())
         for segment in profile.segments
     )
     return replace(profile, segments=segments)
