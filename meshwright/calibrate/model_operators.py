@@ -206,9 +206,7 @@ def _time_on_cores(calls: Sequence[_CallToTime], rank: _Rank, budget_s: float) -
     try:
         torch.set_num_threads(rank.cores)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            pool = rank.make_pool()
-            _run_pass(calls, pool)
-            pool.reallocate_generated()
+            pool = _warm_pool(calls, rank)
             for neighbour in neighbours:
                 neighbour.start()
             while len(passes) < FEWEST_PASSES or (len(passes) < MOST_PASSES and time.perf_counter() < end):
@@ -244,9 +242,9 @@ class _NeighbourRank(threading.Thread):
 
     def run(self) -> None:
         torch.set_num_threads(self._rank.cores)
-        pool = self._rank.make_pool()
         try:
             with torch.no_grad():
+                pool = _warm_pool(self._calls, self._rank)
                 while True:
                     self._barrier.wait()
                     if self._finished.is_set():
@@ -256,6 +254,14 @@ class _NeighbourRank(threading.Thread):
         except BaseException:
             self._barrier.abort()  # otherwise the other ranks would wait for this one forever
             raise
+
+
+def _warm_pool(calls: Sequence[_CallToTime], rank: _Rank) -> TensorPool:
+    """Returns the tensors of a rank after a first pass, which generates the inputs and is not timed."""
+    pool = rank.make_pool()
+    _run_pass(calls, pool)
+    pool.reallocate_generated()
+    return pool
 
 
 def _run_pass(calls: Sequence[_CallToTime], pool: TensorPool) -> list[float]:

@@ -99,8 +99,8 @@ class Runtime(BaseModel):
         return MemoryInputs(profile, optimizer, device)
 
     def parameter_exchange(self, plan: Plan) -> ParameterExchange:
-        """How gradients are combined, in fp32 and with the plan's algorithm; and how weights are gathered: in fp32, or in
-        half precision if they are cast before."""
+        """How gradients are combined, in fp32 and with the plan's algorithm; and how weights are gathered: in fp32, or
+        in half precision if they are cast before."""
         weight_share = 0.5 if casts_weights(plan) else 1.0
         return ParameterExchange(1.0, weight_share, plan.axes.shard, plan.gradients.algorithm, "reduce_scatter")
 
