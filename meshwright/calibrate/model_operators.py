@@ -273,7 +273,7 @@ def _run_pass(calls: Sequence[_CallToTime], pool: TensorPool) -> list[float]:
     start = time.perf_counter()
     for timed in calls:
         result = timed.call(pool)
-        pool.store(result)
+        pool.store(result, timed.backward)
         if timed.backward:
             backward_done += 1
             del activations[round(forward_calls * (1 - backward_done / backward_calls)) :]

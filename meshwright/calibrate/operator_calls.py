@@ -78,8 +78,15 @@ class TensorPool:
             self.generated[key] = values.contiguous(memory_format=torch.channels_last) if is_image else values
         return self.generated[key]
 
-    def store(self, result: Tensor) -> None:
-        self.latest_results[(result.numel(), result.dtype)] = result
+    def store(self, result: Tensor, backward: bool = False) -> None:
+        """Stores the result of a call. In a backward pass a gradient is freed when the next operators have read it:
+        only the latest two results are kept, so that later ones can use the memory of those before."""
+        key = (result.numel(), result.dtype)
+        self.latest_results.pop(key, None)  # so that the latest result is the last one
+        if backward:
+            for earlier in list(self.latest_results)[:-1]:
+                del self.latest_results[earlier]
+        self.latest_results[key] = result
 
     def clear(self) -> None:
         """Releases everything except the generated tensors, as the end of a training step does."""

@@ -145,10 +145,12 @@ def mantissa_bits(tensor: Tensor) -> int:
 
 def record_output_bits(module: nn.Module, bits: dict[str, int]) -> Callable[[], None]:
     """Starts to record in `bits`, by the name of each layer (module without children), the most bits of mantissa that
-    its outputs carry. Returns a function that ends the recording."""
+    its outputs carry; layers in compiled code are left out. Returns a function that ends the recording."""
 
     def make_hook(name: str) -> Callable[..., None]:
         def hook(layer: nn.Module, arguments: Any, output: Any) -> None:
+            if torch.compiler.is_compiling():
+                return  # reading values would divide compiled code, and the divided code would be proved
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 return  # reading values is not allowed while a CUDA graph is captured
             # Subclasses of Tensor are left out: their values may be on other ranks, and reading them would communicate.
