@@ -5,7 +5,8 @@ faster may be slower. Such a difference does not justify a more complicated plan
                             predictions have the same error in both                                          _error_s
     complexity              how many choices a plan makes beyond plain replicas                             complexity
     preferred               the simplest plan that is slower than the fastest by no more than the error of the
-                            difference, or than `_LEAST`; of equally simple ones the fastest               preferred
+                            difference, or than `_LEAST`; of equally simple ones the fastest, or one that is slower by
+                            no more than `_LEAST` and does not compile the whole model                     preferred
 """
 
 from collections.abc import Sequence
@@ -34,8 +35,8 @@ _IMPLIED = {
 
 
 def complexity(plan: Plan) -> int:
-    """The number of choices that a plan makes beyond plain replicas: fields that differ from their defaults, several
-    stages on a rank, and the compiled model, which needs longer before the first step than its compiled blocks."""
+    """The number of choices that a plan makes beyond plain replicas: fields that differ from their defaults, and
+    several stages on a rank."""
     fields = sum(
         getattr(group, name) != field.default
         for group_name, group in plan
@@ -44,7 +45,7 @@ def complexity(plan: Plan) -> int:
     )
     if plan.numerics.precision not in ("fp32", "tf32") and plan.compute.layout == "channels_last":
         fields -= 1  # in lower precisions, all images are laid out like this
-    return fields + (plan.stages_per_rank > 1) + (plan.compute.compile == "model")
+    return fields + (plan.stages_per_rank > 1)
 
 
 def preferred(plans: Sequence[PredictedPlan], given_up_s: float = 0.0) -> int:
@@ -57,7 +58,12 @@ def preferred(plans: Sequence[PredictedPlan], given_up_s: float = 0.0) -> int:
         return slower_s <= _LEAST * fastest.step_s or slower_s + given_up_s <= _error_s(prediction, fastest)
 
     acceptable = [index for index, (_, prediction) in enumerate(plans) if is_acceptable(prediction)]
-    return min(acceptable, key=lambda index: (complexity(plans[index][0]), _step_s(plans[index][1])))
+    least_complex = min(complexity(plans[index][0]) for index in acceptable)
+    simplest = [index for index in acceptable if complexity(plans[index][0]) == least_complex]
+    longest_s = (1 + _LEAST) * min(_step_s(plans[index][1]) for index in simplest)
+    equally_fast = [index for index in simplest if _step_s(plans[index][1]) <= longest_s]
+    # A compiled model needs longer before the first step than its compiled blocks.
+    return min(equally_fast, key=lambda index: (plans[index][0].compute.compile == "model", _step_s(plans[index][1])))
 
 
 def describe_preference(plan: Plan, prediction: Prediction, faster: PredictedPlan) -> str:
