@@ -1,26 +1,24 @@
 """Pools of ranks that many tests share, and the order and shards of tests."""
 
-import atexit
 import errno
+import gc
 import os
-import tempfile
 from collections.abc import Iterator
-from contextlib import nullcontext
-from functools import cache
 
 import pytest
 import torch
 from hypothesis import settings
 
 from meshwright.launch.local import fork_server
+from tests.environment import IS_WORKER
+from tests.forked import spawn_by_forking
 from tests.ranks import RankPool, ranks
 
 settings.register_profile("meshwright", deadline=None)  # no test fails because a core is busy
 settings.load_profile("meshwright")
-_STATE = tempfile.TemporaryDirectory(prefix="meshwright-tests-")
-os.environ["XDG_STATE_HOME"] = _STATE.name  # the key that signs the runs of tests is not that of the user
-if "PYTEST_XDIST_WORKER" in os.environ:
+if IS_WORKER:
     torch.set_num_threads(1)  # each of several workers has a core
+fork_server._spawn = spawn_by_forking
 
 
 @pytest.fixture(scope="module")
@@ -39,21 +37,6 @@ def three() -> Iterator[RankPool]:
 def four() -> Iterator[RankPool]:
     with ranks(4) as pool:
         yield pool
-
-
-@pytest.fixture
-def shared_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets commands that a test runs in its own process fork their ranks from a server that all tests share, because
-    every new server imports torch again."""
-    monkeypatch.setattr(fork_server, "preloaded", lambda module: nullcontext())
-    monkeypatch.setattr(fork_server, "_preloaded", _started_fork_server())
-
-
-@cache
-def _started_fork_server() -> fork_server.ForkServer:
-    server = fork_server.ForkServer("meshwright.train.rank")
-    atexit.register(server.close)
-    return server
 
 
 @pytest.fixture
@@ -90,6 +73,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=start_order)
     if shard := config.getoption("--shard"):
         items[:] = _tests_of_shard(items, shard)
+
+
+def pytest_collection_finish() -> None:
+    """Lets garbage collections leave out what the tests import, which takes longer to look through than most tests."""
+    gc.collect()
+    gc.freeze()
 
 
 def _tests_of_shard(items: list[pytest.Item], shard: str) -> list[pytest.Item]:

@@ -8,7 +8,6 @@ than most tests, so small pools are shared by all tests of a process.
 
 import atexit
 import faulthandler
-import multiprocessing
 import os
 import pickle
 import shutil
@@ -20,17 +19,27 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+from meshwright.launch.local.fork_server import ForkedRank
+from tests import environment
+from tests.forked import fork, take_standard_input
 
 _SETTLE_S = 1.0  # how long the other ranks may take to report the cause of a broken connection
 _LARGEST_SHARED = 4  # ranks of the largest pool that tests share
 # A process group of Gloo has threads that use a core now and then, also when nobody sends anything. A pool whose tests
 # have made many groups is ended after their module; forking new ranks costs less.
 _MOST_IDLE_THREADS = 40
-# What most ranks import. A server imports it once for all pools of a process, and ranks are forked from it.
-_IMPORTED_BEFORE_FORKS = ["meshwright.train.rank", "meshwright.proof.record.record"]
+# By package of the functions that ranks run, a module that imports a large library. It is imported once, in the process
+# that ranks are forked from.
+_IMPORTED_FOR = {
+    "tests.compat.accelerate": "tests.compat.accelerate.loops",
+    "tests.compat.lightning": "tests.compat.lightning.trainers",
+    "tests.compat.transformers": "tests.compat.transformers.trainers",
+}
 
 
 class RankFailure(RuntimeError):
@@ -45,13 +54,18 @@ class RankPool:
         self.world_size = world_size
         self.timeout_s = timeout_s
         self.backend = backend
-        self._processes: list[Any] = []
+        self._imported: str | None = None
+        self._processes: list[ForkedRank] = []
         self._pipes: list[Connection] = []
         self._folder: Path | None = None
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Returns the results by rank."""
-        if not all(process.is_alive() for process in self._processes):
+        imported = _IMPORTED_FOR.get(getattr(function, "__module__", "").rpartition(".")[0])
+        if imported not in (None, self._imported):
+            self.close()
+            self._imported = imported
+        if not all(process.poll() is None for process in self._processes):
             self.close()
         if not self._processes:
             self._start()
@@ -68,9 +82,9 @@ class RankPool:
 
     def close(self) -> None:
         for process in self._processes:
-            process.kill()
+            process.signal_group(signal.SIGKILL)
         for process in self._processes:
-            process.join()
+            process.wait()
         for pipe in self._pipes:
             pipe.close()
         if self._folder is not None:
@@ -83,29 +97,21 @@ class RankPool:
         return sum(1 for folder in tasks if folder.exists() for _ in folder.iterdir())
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_IMPORTED_BEFORE_FORKS)
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-        rendezvous = str(self._folder / "store")
-        previous = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = "1"  # torch reads it when the server imports it
-        try:
-            for rank in range(self.world_size):
-                pipe, rank_pipe = context.Pipe()
-                process = context.Process(
-                    target=_serve,
-                    args=(rank, self.world_size, rendezvous, self.timeout_s, self.backend, rank_pipe),
-                    name=f"rank {rank} of {self.world_size}",
-                    daemon=True,
-                )
-                process.start()
-                rank_pipe.close()
-                self._processes.append(process)
-                self._pipes.append(pipe)
-        finally:
-            os.environ.pop("OMP_NUM_THREADS")
-            if previous is not None:
-                os.environ["OMP_NUM_THREADS"] = previous
+        settings = [str(self.world_size), str(self._folder / "store"), str(self.timeout_s), self.backend]
+        for rank in range(self.world_size):
+            pipe, rank_pipe = Pipe()
+            # Not the variables of the test that happens to be the first to use the pool.
+            process = fork(
+                "tests.ranks:serve",
+                *(str(rank), *settings),
+                stdin=rank_pipe.fileno(),
+                variables=environment.AT_START,
+                imported=self._imported,
+            )
+            rank_pipe.close()
+            self._processes.append(process)
+            self._pipes.append(pipe)
 
     def _collect(self, answers: dict[int, tuple[bool, Any]], deadline: float) -> None:
         failed: list[str] = []
@@ -132,14 +138,12 @@ class RankPool:
         try:
             succeeded, result = pickle.loads(pipe.recv_bytes())
         except (EOFError, ConnectionError):
-            process = self._processes[rank]
-            process.join(_SETTLE_S)
-            return False, f"it died with exit code {process.exitcode}"
+            return False, f"it died with exit code {self._processes[rank].wait(_SETTLE_S)}"
         return succeeded, result
 
     def _show_stacks(self, stuck: list[int]) -> None:
         for rank in stuck:
-            if self._processes[rank].is_alive():
+            if self._processes[rank].poll() is None:
                 os.kill(self._processes[rank].pid, signal.SIGUSR1)
         time.sleep(0.5)  # there is no signal when they have printed
 
@@ -179,10 +183,14 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
         return pool.run(function, *args)
 
 
-def _serve(rank: int, world_size: int, rendezvous: str, timeout_s: float, backend: str, pipe: Connection) -> None:
+def serve(*settings: str) -> None:
+    """What the process of a rank does. Its end of the pipe is its standard input."""
+    rank, world_size, (rendezvous, timeout_s, backend) = int(settings[0]), int(settings[1]), settings[2:]
+    pipe = Connection(take_standard_input())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1)
     try:
-        _join(rank, world_size, rendezvous, timeout_s, backend)
+        _join(rank, world_size, rendezvous, float(timeout_s), backend)
     except BaseException:
         pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
         return

@@ -23,9 +23,7 @@ FAULTY: dict[str, Any] = {
 
 
 @pytest.fixture
-def prove(
-    shared_fork_server: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Callable[..., CommandResult]:
+def prove(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., CommandResult]:
     """Runs `meshwright prove` in this process, with these words after it."""
     return lambda *words: run_in_process(monkeypatch, capfd, ("prove", *words))
 

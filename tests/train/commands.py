@@ -1,8 +1,6 @@
 """Runs `meshwright train` as a process, which tests kill, stop and wait for."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,18 +8,13 @@ from typing import Any
 import yaml
 
 from meshwright.train.output.folder import RunFolder
+from tests.forked import Command, start_command
 
 
-def start(folder: Path, job: Mapping[str, Any], ranks: int, *options: str) -> tuple[subprocess.Popen[str], RunFolder]:
+def start(folder: Path, job: Mapping[str, Any], ranks: int, *options: str) -> tuple[Command, RunFolder]:
     """Starts the job on so many CPU ranks in `folder`. Returns the process and the run folder."""
     words, run_folder = write_job(folder, job, ranks)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "meshwright", *words, *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    return process, run_folder
+    return start_command([*words, *options]), run_folder
 
 
 def write_job(folder: Path, job: Mapping[str, Any], ranks: int) -> tuple[list[str], RunFolder]:
@@ -33,7 +26,7 @@ def write_job(folder: Path, job: Mapping[str, Any], ranks: int) -> tuple[list[st
     return ["train", str(file), "--json"], RunFolder(folder / "runs" / "toy-0001")
 
 
-def finish(process: subprocess.Popen[str], steps: int) -> tuple[dict[str, Any], str]:
+def finish(process: Command, steps: int) -> tuple[dict[str, Any], str]:
     """Waits for the process, checks that it made so many steps, and returns its result and what it printed to
     stderr."""
     out, err = process.communicate(timeout=200)

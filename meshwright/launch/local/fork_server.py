@@ -9,6 +9,7 @@ which may have changed since the server was started. The ranks are children of t
 their exit codes. The kernel kills the server when the launcher dies, and the ranks when the server dies.
 """
 
+import gc
 import importlib
 import json
 import mmap
@@ -144,12 +145,11 @@ def _spawn(module: str) -> _ServerEnd:
 
 
 def _fork(module: str) -> _ServerEnd:
-    """Imports the module, and forks the server from this process, which is faster than starting a new one. That is safe
-    only in a process that has run nothing of torch yet, and has no threads but those of libraries that handle forks
-    themselves, such as OpenBLAS. In any other process the server is spawned instead."""
-    is_fresh = "torch" not in sys.modules and threading.active_count() == 1 and sys.platform == "linux"
+    """Imports the module, and forks the server from this process, which is faster than starting a new one. In a process
+    that cannot be forked the server is spawned instead."""
+    can_fork = _can_fork()
     importlib.import_module(module)
-    if not is_fresh:
+    if not can_fork:
         return _spawn(module)
     ours, theirs = socket.socketpair()
     launcher = os.getpid()
@@ -163,6 +163,12 @@ def _fork(module: str) -> _ServerEnd:
         _serve(theirs)
     theirs.close()
     return _ServerEnd(pid, ours)
+
+
+def _can_fork() -> bool:
+    """Returns whether forking this process is safe: it has run nothing of torch yet, and has no threads but those of
+    libraries that handle forks themselves, such as OpenBLAS."""
+    return "torch" not in sys.modules and threading.active_count() == 1 and sys.platform == "linux"
 
 
 _preloaded: ForkServer | None = None
@@ -232,6 +238,7 @@ def kept_fork_server(module: str) -> Iterator[ForkServer]:
 def _serve(connection: socket.socket) -> NoReturn:
     """Answers the launcher's requests until the launcher closes the connection."""
     signal(SIGINT, SIG_IGN)
+    gc.freeze()  # garbage collections of ranks leave out the imported modules, and keep sharing their memory
     finished_of: dict[int, mmap.mmap] = {}  # by process id, one byte that the rank sets when its work is done
     while True:
         try:

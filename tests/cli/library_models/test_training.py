@@ -35,7 +35,6 @@ def job_of(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.soak
-@pytest.mark.usefixtures("shared_fork_server")
 @pytest.mark.parametrize("name", [*CASES, *TIMM])
 def test_a_model_trains_in_a_job(tmp_path: Path, run_command: RunCommand, name: str) -> None:
     job = tmp_path / "job.yaml"

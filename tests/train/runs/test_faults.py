@@ -4,7 +4,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from meshwright.checkpoint.load import find_newest_valid, load
 from meshwright.job import parse_job
 from meshwright.train.output.folder import RunFolder
+from tests.forked import Command
 from tests.ranks import run_ranks
 from tests.train import commands, one_process
 from tests.train.kill import kill_at, wait_for
@@ -38,11 +38,11 @@ def job_on(ranks: int) -> dict[str, Any]:
     return {**JOB, "plan": {"axes": {"replicate": ranks}, "gradients": {"bucket_bytes": 8000}}}
 
 
-def start(folder: Path, ranks: int) -> tuple[subprocess.Popen[str], RunFolder]:
+def start(folder: Path, ranks: int) -> tuple[Command, RunFolder]:
     return commands.start(folder, job_on(ranks), ranks)
 
 
-def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
+def finish(process: Command) -> dict[str, Any]:
     return commands.finish(process, STEPS)[0]
 
 

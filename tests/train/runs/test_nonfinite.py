@@ -204,7 +204,6 @@ def test_a_run_whose_last_update_breaks_the_weights_does_not_succeed(tmp_path: P
     assert (outcome.saved, outcome.result) == ([last - 1], None)
 
 
-@pytest.mark.usefixtures("shared_fork_server")
 def test_the_command_ends_with_one_line_and_without_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,167 @@
+"""Forks the processes of tests from one process that has imported torch and meshwright, because each import takes
+seconds of a core. Ranks of tests, fork servers and commands are forked from it.
+
+`start_command(["train", "job.yaml"])` runs `meshwright train job.yaml` as a process that has a process id, takes
+signals, and starts its ranks as `python -m meshwright` does.
+"""
+
+import atexit
+import importlib
+import os
+import signal
+import socket
+import sys
+import tempfile
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import NoReturn
+
+from meshwright.launch import environment
+from meshwright.launch.local import fork_server
+from meshwright.launch.local.fork_server import ForkedRank, ForkServer
+
+_RANK_0_OF_1 = {"RANK": "0", "WORLD_SIZE": "1"}  # a fork server starts ranks; the forked process removes these again
+_IMPORTED = "tests.imported_before_forks"
+_spawn = fork_server._spawn
+
+
+@cache
+def _server(module: str) -> ForkServer:
+    """A server that has imported the module. All are forked from the first one."""
+    server = ForkServer(module, spawn_by_forking(module) if module != _IMPORTED else _spawn_with_one_thread())
+    atexit.register(server.close)
+    return server
+
+
+def _spawn_with_one_thread() -> "fork_server._ServerEnd":
+    previous = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"  # torch reads it when it is imported
+    try:
+        return _spawn(_IMPORTED)
+    finally:
+        os.environ.pop("OMP_NUM_THREADS")
+        if previous is not None:
+            os.environ["OMP_NUM_THREADS"] = previous
+
+
+def fork(
+    function: str,
+    *arguments: str,
+    stdin: int,
+    stdout: int = 1,
+    stderr: int = 2,
+    variables: Mapping[str, str] = os.environ,
+    imported: str | None = None,
+) -> ForkedRank:
+    """Starts a process that calls `function`, written as `module:name`, with these arguments, environment variables and
+    open files as standard streams, in this process's working folder. The module `imported` is imported once for all
+    processes that are started with it."""
+    variables = {**variables, **_RANK_0_OF_1}
+    streams = {0: stdin, 1: stdout, 2: stderr}
+    return _server(imported or _IMPORTED).start_rank(
+        "tests.forked", [os.getcwd(), function, *arguments], variables, streams
+    )
+
+
+def main() -> None:
+    """What a forked process does."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    folder, function, *arguments = sys.argv[1:]
+    for name in (*_RANK_0_OF_1, environment.FORK_SERVER_PID):
+        del os.environ[name]
+    os.chdir(folder)
+    sys.path[0] = folder
+    module, name = function.split(":")
+    try:
+        getattr(importlib.import_module(module), name)(*arguments)
+    except SystemExit as end:
+        if end.code:
+            _exit(int(end.code))
+    except BaseException:
+        traceback.print_exc()
+        _exit(1)
+
+
+def _exit(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+# ---- fork servers
+
+
+def spawn_by_forking(module: str) -> "fork_server._ServerEnd":
+    """Stands for `fork_server._spawn`, which starts a Python process that imports torch."""
+    if not module.startswith(("meshwright.", "tests.")):
+        return _spawn(module)
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = fork("tests.forked:serve", module, stdin=theirs.fileno())
+    return fork_server._ServerEnd(process.pid, ours)
+
+
+def serve(module: str) -> NoReturn:
+    connection = socket.socket(fileno=take_standard_input())
+    with suppress(BaseException):  # the rank that imports it again reports the error
+        importlib.import_module(module)
+    fork_server._serve(connection)
+
+
+def take_standard_input() -> int:
+    """Returns the open file that this process got as its standard input, which is empty from now on."""
+    taken = os.dup(0)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    return taken
+
+
+# ---- commands
+
+
+class Command:
+    """A process of `meshwright`. It has the methods of `subprocess.Popen` that tests need."""
+
+    def __init__(self, process: ForkedRank, stdout: Path, stderr: Path) -> None:
+        self.pid = process.pid
+        self._process = process
+        self._stdout, self._stderr = stdout, stderr
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Waits for the end, and returns what it printed to stdout and stderr."""
+        self._process.wait(timeout)
+        return self._stdout.read_text(), self._stderr.read_text()
+
+
+@cache
+def _outputs() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="meshwright-commands-")
+
+
+def start_command(words: Sequence[str]) -> Command:
+    """Starts `meshwright` with these words."""
+    folder = Path(tempfile.mkdtemp(dir=_outputs().name))
+    stdout, stderr = folder / "stdout", folder / "stderr"
+    with open(os.devnull) as nothing, stdout.open("w") as out, stderr.open("w") as err:
+        streams = {"stdin": nothing.fileno(), "stdout": out.fileno(), "stderr": err.fileno()}
+        return Command(fork("tests.forked:run_command", *words, **streams), stdout, stderr)
+
+
+def run_command(*words: str) -> None:
+    fork_server._can_fork = lambda: True  # this process has only imported torch
+    sys.argv = ["meshwright", *words]
+    importlib.import_module("meshwright.cli").main()
