@@ -13,11 +13,11 @@ import socket
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from meshwright.launch import environment
 from meshwright.launch.local import fork_server
@@ -74,15 +74,20 @@ def main() -> None:
         del os.environ[name]
     os.chdir(folder)
     sys.path[0] = folder
-    module, name = function.split(":")
     try:
-        getattr(importlib.import_module(module), name)(*arguments)
+        _function(function)(*arguments)
     except SystemExit as end:
         if end.code:
             _exit(int(end.code))
     except BaseException:
         traceback.print_exc()
         _exit(1)
+
+
+def _function(text: str) -> Callable[..., Any]:
+    module, name = text.split(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function
 
 
 def _exit(code: int) -> NoReturn:
@@ -122,8 +127,8 @@ def take_standard_input() -> int:
 # ---- commands
 
 
-class Command:
-    """A process of `meshwright`. It has the methods of `subprocess.Popen` that tests need."""
+class Process:
+    """A forked process whose output is kept. It has the methods of `subprocess.Popen` that tests need."""
 
     def __init__(self, process: ForkedRank, stdout: Path, stderr: Path) -> None:
         self.pid = process.pid
@@ -149,19 +154,29 @@ class Command:
 
 @cache
 def _outputs() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="meshwright-commands-")
+    return tempfile.TemporaryDirectory(prefix="meshwright-outputs-")
 
 
-def start_command(words: Sequence[str]) -> Command:
-    """Starts `meshwright` with these words."""
+def start(function: str, *arguments: str) -> Process:
+    """Starts a process that calls `function`, written as `module:name`, with these arguments. It can fork its own
+    process, as one can that has not imported torch."""
     folder = Path(tempfile.mkdtemp(dir=_outputs().name))
     stdout, stderr = folder / "stdout", folder / "stderr"
     with open(os.devnull) as nothing, stdout.open("w") as out, stderr.open("w") as err:
         streams = {"stdin": nothing.fileno(), "stdout": out.fileno(), "stderr": err.fileno()}
-        return Command(fork("tests.forked:run_command", *words, **streams), stdout, stderr)
+        return Process(fork("tests.forked:call", function, *arguments, **streams), stdout, stderr)
+
+
+def start_command(words: Sequence[str]) -> Process:
+    """Starts `meshwright` with these words."""
+    return start("tests.forked:run_command", *words)
+
+
+def call(function: str, *arguments: str) -> None:
+    fork_server._can_fork = lambda: True  # this process has only imported torch
+    _function(function)(*arguments)
 
 
 def run_command(*words: str) -> None:
-    fork_server._can_fork = lambda: True  # this process has only imported torch
     sys.argv = ["meshwright", *words]
     importlib.import_module("meshwright.cli").main()

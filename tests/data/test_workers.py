@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils.data import Dataset
 from meshwright.data import workers
 from meshwright.data.loading import LoadingOptions, SampleShare, train_batches
 from tests.data.sources import Augmented, Stream, as_list
+from tests.forked import fork
 
 DEADLINE_S = 30
 
@@ -86,21 +88,18 @@ def test_workers_survive_signals_while_they_start(monkeypatch: pytest.MonkeyPatc
     batches.close()
 
 
-RANK = """
-import os, signal, sys
-from multiprocessing import active_children
-from tests.data.test_workers import Slow, endless
-batches = endless(Slow())
-next(batches)
-print(*[child.pid for child in active_children()], flush=True)
-{end}
-"""
-
-ENDS = {
-    "returns": "",
-    "raises": "raise SystemExit(3)",
-    "waits": "sys.stdin.read()",
+ENDS: dict[str, Callable[[], object]] = {
+    "returns": lambda: None,
+    "raises": lambda: sys.exit(3),
+    "waits": signal.pause,
 }
+
+
+def rank_with_workers(end: str) -> None:
+    batches = endless(Slow())
+    next(batches)
+    print(*[child.pid for child in multiprocessing.active_children()], flush=True)
+    ENDS[end]()
 
 
 class Slow(Dataset[Any]):
@@ -119,21 +118,13 @@ class Slow(Dataset[Any]):
 
 @pytest.mark.parametrize("end", ENDS)
 def test_busy_workers_end_with_their_rank(end: str) -> None:
-    rank = subprocess.Popen(
-        [sys.executable, "-c", RANK.format(end=ENDS[end])],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
-    try:
-        assert rank.stdout is not None
-        pids = [int(pid) for pid in rank.stdout.readline().split()]
+    read_end, write_end = os.pipe()
+    with open(os.devnull) as nothing, open(read_end) as output:
+        rank = fork("tests.data.test_workers:rank_with_workers", end, stdin=nothing.fileno(), stdout=write_end)
+        os.close(write_end)
+        pids = [int(pid) for pid in output.readline().split()]
         assert len(pids) == 2
         if end == "waits":
             os.kill(rank.pid, signal.SIGKILL)
         rank.wait(timeout=DEADLINE_S)
         assert_processes_end(pids)
-    finally:
-        rank.kill()
-        rank.communicate()

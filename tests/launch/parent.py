@@ -1,14 +1,13 @@
-"""A launcher in its own process, to which tests send signals: `-m tests.launch.parent CASE FOLDER GRACE_S`. Its
-ranks are forked from it, as those of meshwright's commands."""
+"""A launcher in its own process, to which tests send signals. Its ranks are forked from it, as those of meshwright's
+commands."""
 
-import sys
 from pathlib import Path
 
 from meshwright.errors import MeshwrightError
 from meshwright.launch.local.fork_server import preloaded
 
-if __name__ == "__main__":
-    case, folder, grace_s = sys.argv[1:]
+
+def main(case: str, folder: str, grace_s: str) -> None:
     try:
         with preloaded("tests.launch.worker"):
             from meshwright.launch.local.launch import RankSettings, launch

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import Process, start
 from tests.launch.processes import is_alive, tree, wait_until
 
 
@@ -20,12 +19,9 @@ def stages(folder: Path) -> list[str]:
 
 
 @contextmanager
-def launcher(case: str, folder: Path, grace_s: float = 30) -> Iterator[subprocess.Popen[str]]:
+def launcher(case: str, folder: Path, grace_s: float = 30) -> Iterator[Process]:
     """Starts a launcher in a process group of its own, as a shell does."""
-    command = [sys.executable, "-m", "tests.launch.parent", case, str(folder), str(grace_s)]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    process = start("tests.launch.parent:main", case, str(folder), str(grace_s))
     pids: set[int] = {process.pid}
     try:
         wait_until(lambda: stages(folder) == ["stepping"] * 2 or process.poll() is not None, "ranks stepping")
@@ -77,4 +73,4 @@ def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
 
 def test_killing_the_launcher_leaves_no_process(tmp_path: Path) -> None:
     with launcher("until_stopped", tmp_path) as process:
-        process.kill()
+        process.send_signal(signal.SIGKILL)

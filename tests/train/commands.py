@@ -8,10 +8,10 @@ from typing import Any
 import yaml
 
 from meshwright.train.output.folder import RunFolder
-from tests.forked import Command, start_command
+from tests.forked import Process, start_command
 
 
-def start(folder: Path, job: Mapping[str, Any], ranks: int, *options: str) -> tuple[Command, RunFolder]:
+def start(folder: Path, job: Mapping[str, Any], ranks: int, *options: str) -> tuple[Process, RunFolder]:
     """Starts the job on so many CPU ranks in `folder`. Returns the process and the run folder."""
     words, run_folder = write_job(folder, job, ranks)
     return start_command([*words, *options]), run_folder
@@ -26,7 +26,7 @@ def write_job(folder: Path, job: Mapping[str, Any], ranks: int) -> tuple[list[st
     return ["train", str(file), "--json"], RunFolder(folder / "runs" / "toy-0001")
 
 
-def finish(process: Command, steps: int) -> tuple[dict[str, Any], str]:
+def finish(process: Process, steps: int) -> tuple[dict[str, Any], str]:
     """Waits for the process, checks that it made so many steps, and returns its result and what it printed to
     stderr."""
     out, err = process.communicate(timeout=200)

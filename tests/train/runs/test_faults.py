@@ -14,7 +14,7 @@ import torch
 from meshwright.checkpoint.load import find_newest_valid, load
 from meshwright.job import parse_job
 from meshwright.train.output.folder import RunFolder
-from tests.forked import Command
+from tests.forked import Process
 from tests.ranks import run_ranks
 from tests.train import commands, one_process
 from tests.train.kill import kill_at, wait_for
@@ -38,11 +38,11 @@ def job_on(ranks: int) -> dict[str, Any]:
     return {**JOB, "plan": {"axes": {"replicate": ranks}, "gradients": {"bucket_bytes": 8000}}}
 
 
-def start(folder: Path, ranks: int) -> tuple[Command, RunFolder]:
+def start(folder: Path, ranks: int) -> tuple[Process, RunFolder]:
     return commands.start(folder, job_on(ranks), ranks)
 
 
-def finish(process: Command) -> dict[str, Any]:
+def finish(process: Process) -> dict[str, Any]:
     return commands.finish(process, STEPS)[0]
 
 

@@ -14,7 +14,7 @@ import torch
 from meshwright.checkpoint.load import find_newest_valid, load
 from meshwright.launch.heartbeat import heartbeat_file, read_heartbeat
 from meshwright.train.output.folder import RunFolder
-from tests.forked import Command
+from tests.forked import Process
 from tests.launch.processes import is_alive, tree, wait_until
 from tests.train import commands
 from tests.train.kill import kill_at, wait_for
@@ -25,7 +25,7 @@ STEPS = 51
 MODES = ["synchronous", "asynchronous", "bounded"]
 
 
-def start(folder: Path, gradients: dict[str, Any], workers: int = 2, **changes: Any) -> tuple[Command, RunFolder]:
+def start(folder: Path, gradients: dict[str, Any], workers: int = 2, **changes: Any) -> tuple[Process, RunFolder]:
     plan = {"axes": {"replicate": workers}, "gradients": gradients}
     return commands.start(folder, {**JOB, "plan": plan, **changes}, workers)
 
