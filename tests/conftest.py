@@ -10,15 +10,18 @@ import torch
 from hypothesis import settings
 
 from meshwright.launch.local import fork_server
+from tests.auto.machines import store_measurement
 from tests.environment import IS_WORKER
 from tests.forked import spawn_by_forking
 from tests.ranks import RankPool, ranks
 
 settings.register_profile("meshwright", deadline=None)  # no test fails because a core is busy
 settings.load_profile("meshwright")
+fork_server._spawn = spawn_by_forking
 if IS_WORKER:
     torch.set_num_threads(1)  # each of several workers has a core
-fork_server._spawn = spawn_by_forking
+else:
+    store_measurement()
 
 
 @pytest.fixture(scope="module")

@@ -163,8 +163,14 @@ def start(function: str, *arguments: str) -> Process:
     folder = Path(tempfile.mkdtemp(dir=_outputs().name))
     stdout, stderr = folder / "stdout", folder / "stderr"
     with open(os.devnull) as nothing, stdout.open("w") as out, stderr.open("w") as err:
-        streams = {"stdin": nothing.fileno(), "stdout": out.fileno(), "stderr": err.fileno()}
-        return Process(fork("tests.forked:call", function, *arguments, **streams), stdout, stderr)
+        process = fork(
+            "tests.forked:call",
+            *(function, *arguments),
+            stdin=nothing.fileno(),
+            stdout=out.fileno(),
+            stderr=err.fileno(),
+        )
+    return Process(process, stdout, stderr)
 
 
 def start_command(words: Sequence[str]) -> Process:

@@ -33,12 +33,21 @@ _LARGEST_SHARED = 4  # ranks of the largest pool that tests share
 # A process group of Gloo has threads that use a core now and then, also when nobody sends anything. A pool whose tests
 # have made many groups is ended after their module; forking new ranks costs less.
 _MOST_IDLE_THREADS = 40
-# By package of the functions that ranks run, a module that imports a large library. It is imported once, in the process
-# that ranks are forked from.
+# By the beginning of the name of the module whose functions ranks run, a module that imports a large library. It is
+# imported once, in the process that ranks are forked from.
 _IMPORTED_FOR = {
-    "tests.compat.accelerate": "tests.compat.accelerate.loops",
-    "tests.compat.lightning": "tests.compat.lightning.trainers",
-    "tests.compat.transformers": "tests.compat.transformers.trainers",
+    "tests.compat.accelerate.": "tests.compat.accelerate.loops",
+    "tests.compat.lightning.": "tests.compat.lightning.trainers",
+    **dict.fromkeys(
+        (
+            "tests.compat.transformers.",
+            "tests.proof.models.",
+            "tests.train.callbacks.test_page",
+            "tests.train.loops.test_adapters",
+            "tests.train.runs.test_bf16_weights",
+        ),
+        "tests.compat.transformers.trainers",
+    ),
 }
 
 
@@ -61,7 +70,8 @@ class RankPool:
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Returns the results by rank."""
-        imported = _IMPORTED_FOR.get(getattr(function, "__module__", "").rpartition(".")[0])
+        module = getattr(function, "__module__", "")
+        imported = next((name for start, name in _IMPORTED_FOR.items() if module.startswith(start)), None)
         if imported not in (None, self._imported):
             self.close()
             self._imported = imported

@@ -1,8 +1,9 @@
 """The winner is the fastest plan that fits, for reasons that follow the hardware."""
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 
@@ -139,15 +140,18 @@ def test_plans_are_ranked_and_fit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cluster", "profiles", "batch"),
+    ("cluster", "make_profiles", "batch"),
     [
-        (find_cluster("8xA100-80GB"), small_decoder(), 64),
-        (find_cluster("2xA100-80GB"), frozen_decoder(), 8),
-        (faster_links(PCIE, 10), images("vgg16"), 256),
+        (find_cluster("8xA100-80GB"), small_decoder, 64),
+        (find_cluster("2xA100-80GB"), frozen_decoder, 8),
+        (faster_links(PCIE, 10), partial(images, "vgg16"), 256),
     ],
     ids=["decoder", "frozen decoder", "wide layers"],
 )
-def test_bounds_exclude_no_plan_that_is_better(cluster: Cluster, profiles: Profiles, batch: int) -> None:
+def test_bounds_exclude_no_plan_that_is_better(
+    cluster: Cluster, make_profiles: Callable[[], Profiles], batch: int
+) -> None:
+    profiles = make_profiles()
     inputs, result = search_plans(cluster, profiles, batch)
     summary = summarize_model(inputs, profiles, inputs.precisions_to_try()[0])
     calculator = BoundCalculator(summary, inputs)

@@ -13,7 +13,9 @@ from tests.profile.models import scores_loss, small_model
 from tests.simulator.communication.test_exchange import BATCH, HIDDEN, LAYERS, LENGTH, ONE, traced
 from tests.simulator.traffic import Exchange, exchanges
 
-WEIGHTS = traced().parameter_bytes
+
+def weight_bytes() -> int:
+    return traced().parameter_bytes
 
 
 def step_exchanges(runtime: Runtime = OUR_RUNTIME, rank: int = 0, **groups: Any) -> tuple[Exchange, ...]:
@@ -29,8 +31,10 @@ def test_one_rank_sends_nothing() -> None:
 
 
 def test_replicas_combine_each_gradient_once_a_step() -> None:
-    sent = step_exchanges(axes={"replicate": 4}, memory={"accumulation": 3}, gradients={"bucket_bytes": WEIGHTS // 4})
-    assert sent == (Exchange("replicate", "all_reduce", WEIGHTS / 4, 4),)
+    sent = step_exchanges(
+        axes={"replicate": 4}, memory={"accumulation": 3}, gradients={"bucket_bytes": weight_bytes() // 4}
+    )
+    assert sent == (Exchange("replicate", "all_reduce", weight_bytes() / 4, 4),)
 
 
 @pytest.mark.parametrize(("level", "scatters", "gathers"), [
@@ -38,11 +42,13 @@ def test_replicas_combine_each_gradient_once_a_step() -> None:
 ])  # fmt: skip
 def test_shards_gather_and_scatter_as_often_as_their_level_says(level: str, scatters: int, gathers: int) -> None:
     sent = step_exchanges(axes={"shard": 4, "replicate": 2}, memory={"accumulation": 3, "sharding": level})
-    assert total_bytes(sent, "shard", "reduce_scatter") == pytest.approx(scatters * WEIGHTS)
+    assert total_bytes(sent, "shard", "reduce_scatter") == pytest.approx(scatters * weight_bytes())
     in_blocks = sum(p.bytes for p in traced().parameters if p.names[0].startswith("blocks."))
     rest = gathers // 2 if level == "parameters" else 1  # it stays gathered for its backward pass
-    assert total_bytes(sent, "shard", "all_gather") == pytest.approx(gathers * in_blocks + rest * (WEIGHTS - in_blocks))
-    assert total_bytes(sent, "replicate", "all_reduce") == pytest.approx(WEIGHTS / 4)
+    assert total_bytes(sent, "shard", "all_gather") == pytest.approx(
+        gathers * in_blocks + rest * (weight_bytes() - in_blocks)
+    )
+    assert total_bytes(sent, "replicate", "all_reduce") == pytest.approx(weight_bytes() / 4)
 
 
 def test_split_layers_exchange_in_every_microbatch() -> None:
@@ -108,7 +114,7 @@ def test_with_other_axes_gradients_carry_one_number_per_weight() -> None:
         "pipeline": {"cuts": ["blocks.2"], "microbatches": 2},
     }
     averaged = sum(total_bytes(step_exchanges(rank=rank, **groups), "replicate", "all_reduce") for rank in (0, 1))
-    assert averaged == WEIGHTS + 4 * len(traced().parameters)
+    assert averaged == weight_bytes() + 4 * len(traced().parameters)
 
 
 def test_buffers_are_broadcast_from_the_first_data_rank() -> None:
