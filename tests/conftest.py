@@ -11,8 +11,8 @@ from hypothesis import settings
 
 from meshwright.launch.local import fork_server
 from tests.auto.machines import store_measurement
-from tests.environment import IS_WORKER
-from tests.forked import spawn_by_forking
+from tests.forking.environment import IS_WORKER
+from tests.forking.forked import spawn_by_forking
 from tests.ranks import RankPool, ranks
 
 settings.register_profile("meshwright", deadline=None)  # no test fails because a core is busy

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.launch.local.fork_server import ForkedRank
-from tests import environment
-from tests.forked import fork, take_standard_input
+from tests.forking import environment
+from tests.forking.forked import fork, take_standard_input
 
 _SETTLE_S = 1.0  # how long the other ranks may take to report the cause of a broken connection
 _LARGEST_SHARED = 4  # ranks of the largest pool that tests share

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from meshwright.data import workers
 from meshwright.data.loading import LoadingOptions, SampleShare, train_batches
 from tests.data.sources import Augmented, Stream, as_list
-from tests.forked import fork
+from tests.forking.forked import fork
 
 DEADLINE_S = 30
 

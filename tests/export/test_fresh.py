@@ -51,12 +51,7 @@ TOKENS = torch.randint(500, (7, 8), generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = decoder_run(tmp_path_factory.mktemp("runs") / "decoder-0001")
-    for to, name in FORMATS.items():
-        assert export(folder, to, limit=0).file == folder / "export" / name
-    export(folder, "int8", dynamic=True, limit=0)
-    torch.save(TOKENS, folder / "export" / "tokens.pt")
-    return folder
+    return decoder_run(tmp_path_factory.mktemp("runs") / "decoder-0001")
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +59,10 @@ def results(run: Path) -> dict[str, Any]:
     """The weights of each safetensors file and the output of each program, as another process reads them, by the name
     of the file; and the names of the files that it read before it could import torchao."""
     folder = run / "export"
+    for to, name in FORMATS.items():
+        assert export(run, to, limit=0).file == folder / name
+    export(run, "int8", dynamic=True, limit=0)
+    torch.save(TOKENS, folder / "tokens.pt")
     subprocess.run([sys.executable, "-I", "-c", READ_EXPORTS, str(folder)], cwd="/", check=True)
     results: dict[str, Any] = torch.load(folder / "results.pt")
     return results
@@ -96,7 +95,7 @@ def test_programs_with_integer_weights_need_torch_alone(results: dict[str, Any])
 
 def test_integers_stay_integers_in_the_file(run: Path) -> None:
     for to, dtype in (("int8", torch.int8), ("int16", torch.int16)):
-        program = torch.export.load(run / "export" / f"decoder-{to}.pt2")
+        program = torch.export.load(export(run, to, limit=0).file)
         tables = [v for v in (*program.state_dict.values(), *program.constants.values()) if tuple(v.shape) == (500, 32)]
         assert tables
         assert {table.dtype for table in tables} == {dtype}

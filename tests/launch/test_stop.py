@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import Process, start
+from tests.forking.forked import Process, start
 from tests.launch.processes import is_alive, tree, wait_until
 
 

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,18 +11,15 @@ import torch.distributed as dist
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.rank import run_rank
 from meshwright.launch.world import World, is_launched, join, leave
+from tests.forking.forked import start
 from tests.ranks import RankPool
 
 
 def torchrun(case: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["--log-dir", str(folder / "elastic")]
-    return subprocess.run(
-        [*command, "-m", "tests.launch.worker", case, str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = ["--standalone", "--nproc-per-node", "2", "--log-dir", str(folder / "elastic")]
+    process = start("tests.forking.forked:torchrun", *command, "-m", "tests.launch.worker", case, str(folder))
+    out, err = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(command, process.poll() or 0, out, err)
 
 
 @pytest.mark.soak

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from meshwright.train.output.folder import RunFolder
-from tests.forked import Process, start_command
+from tests.forking.forked import Process, start_command
 
 
 def start(folder: Path, job: Mapping[str, Any], ranks: int, *options: str) -> tuple[Process, RunFolder]:

@@ -3,7 +3,6 @@ rank 0 decided."""
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from meshwright.launch.peer_connection import PeerLostError
 from meshwright.launch.world import World
 from meshwright.plan import Axes, Plan
 from meshwright.train import launched
+from tests.forking.forked import start
 from tests.ranks import RankPool
 from tests.train.one_process import TOY, toy_job, world
 
@@ -45,9 +45,12 @@ class Aborting(Net):
 def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     (folder / "toy.yaml").write_text(yaml.safe_dump({**TOY, "cluster": "2xcpu", "output": str(folder / "runs")}))
     (folder / "model.py").write_text(MODEL)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["--log-dir", str(folder / "elastic"), "-m", "meshwright", "train", str(folder / "toy.yaml")]
-    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120)
+    command = ["--standalone", "--nproc-per-node", "2", "--log-dir", str(folder / "elastic")]
+    process = start(
+        "tests.forking.forked:torchrun", *command, "-m", "meshwright", "train", str(folder / "toy.yaml"), *arguments
+    )
+    out, err = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(command, process.poll() or 0, out, err)
 
 
 def test_torchruns_ranks_train_together(tmp_path: Path) -> None:

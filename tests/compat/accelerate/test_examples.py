@@ -45,8 +45,15 @@ def _numbers(lines: list[str]) -> list[float]:
     return [float(number) for line in lines for number in re.findall(r"[\d.]+", line.replace(",", " "))]
 
 
-@pytest.mark.parametrize("name", ["accelerate_vision.py", "accelerate_language.py"])
-@pytest.mark.parametrize("plan", [(), ("--plan", SHARDED)])
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("accelerate_vision.py", ()),
+        ("accelerate_language.py", ("--plan", SHARDED)),
+        pytest.param("accelerate_vision.py", ("--plan", SHARDED), marks=pytest.mark.soak),
+        pytest.param("accelerate_language.py", (), marks=pytest.mark.soak),
+    ],
+)
 def test_an_example_prints_the_same_as_under_accelerate_itself(
     two: RankPool, tmp_path: Path, name: str, plan: tuple[str, ...]
 ) -> None:

@@ -14,7 +14,7 @@ import torch
 from meshwright.checkpoint.load import find_newest_valid, load
 from meshwright.job import parse_job
 from meshwright.train.output.folder import RunFolder
-from tests.forked import Process
+from tests.forking.forked import Process
 from tests.ranks import run_ranks
 from tests.train import commands, one_process
 from tests.train.kill import kill_at, wait_for

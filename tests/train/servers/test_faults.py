@@ -14,7 +14,7 @@ import torch
 from meshwright.checkpoint.load import find_newest_valid, load
 from meshwright.launch.heartbeat import heartbeat_file, read_heartbeat
 from meshwright.train.output.folder import RunFolder
-from tests.forked import Process
+from tests.forking.forked import Process
 from tests.launch.processes import is_alive, tree, wait_until
 from tests.train import commands
 from tests.train.kill import kill_at, wait_for

@@ -24,7 +24,7 @@ from meshwright.launch.local import fork_server
 from meshwright.launch.local.fork_server import ForkedRank, ForkServer
 
 _RANK_0_OF_1 = {"RANK": "0", "WORLD_SIZE": "1"}  # a fork server starts ranks; the forked process removes these again
-_IMPORTED = "tests.imported_before_forks"
+_IMPORTED = "tests.forking.imported"
 _spawn = fork_server._spawn
 
 
@@ -62,7 +62,7 @@ def fork(
     variables = {**variables, **_RANK_0_OF_1}
     streams = {0: stdin, 1: stdout, 2: stderr}
     return _server(imported or _IMPORTED).start_rank(
-        "tests.forked", [os.getcwd(), function, *arguments], variables, streams
+        "tests.forking.forked", [os.getcwd(), function, *arguments], variables, streams
     )
 
 
@@ -105,7 +105,7 @@ def spawn_by_forking(module: str) -> "fork_server._ServerEnd":
         return _spawn(module)
     ours, theirs = socket.socketpair()
     with theirs:
-        process = fork("tests.forked:serve", module, stdin=theirs.fileno())
+        process = fork("tests.forking.forked:serve", module, stdin=theirs.fileno())
     return fork_server._ServerEnd(process.pid, ours)
 
 
@@ -164,7 +164,7 @@ def start(function: str, *arguments: str) -> Process:
     stdout, stderr = folder / "stdout", folder / "stderr"
     with open(os.devnull) as nothing, stdout.open("w") as out, stderr.open("w") as err:
         process = fork(
-            "tests.forked:call",
+            "tests.forking.forked:call",
             *(function, *arguments),
             stdin=nothing.fileno(),
             stdout=out.fileno(),
@@ -175,7 +175,7 @@ def start(function: str, *arguments: str) -> Process:
 
 def start_command(words: Sequence[str]) -> Process:
     """Starts `meshwright` with these words."""
-    return start("tests.forked:run_command", *words)
+    return start("tests.forking.forked:run_command", *words)
 
 
 def call(function: str, *arguments: str) -> None:
@@ -186,3 +186,10 @@ def call(function: str, *arguments: str) -> None:
 def run_command(*words: str) -> None:
     sys.argv = ["meshwright", *words]
     importlib.import_module("meshwright.cli").main()
+
+
+def torchrun(*arguments: str) -> None:
+    """Runs torchrun. The ranks that it starts are new Python processes."""
+    from torch.distributed.run import main as run
+
+    run(arguments)
