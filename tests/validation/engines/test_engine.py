@@ -14,7 +14,7 @@ from meshwright.simulator.tensor.messages import tensor_messages
 from tests.simulator.communication.test_exchange import BATCH, LAYERS, ONE, block_message_count, make_plan, traced
 from tests.simulator.communication.test_schedules import MIB, cluster
 from tests.simulator.test_step import step
-from tests.simulator.test_traffic import WEIGHTS, step_exchanges, total_bytes
+from tests.simulator.test_traffic import step_exchanges, total_bytes, weight_bytes
 from validation.engines.engine import Engine, engine_named, engines
 
 EAGER = Engine(name="eager")
@@ -91,7 +91,7 @@ def test_a_divided_sequence_crosses_a_cut_in_parts() -> None:
 
 def test_gradients_are_sent_in_the_dtype_of_the_engine() -> None:
     half = step_exchanges(Engine(name="half", gradient_share=0.5), axes={"replicate": 4})
-    assert total_bytes(half, "replicate", "all_reduce") == WEIGHTS / 2
+    assert total_bytes(half, "replicate", "all_reduce") == weight_bytes() / 2
 
 
 def test_gradients_of_cpu_ranks_are_combined_by_the_backend() -> None:
