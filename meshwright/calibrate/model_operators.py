@@ -177,7 +177,7 @@ def _slowest_operators(profile: ModelProfile, batch: int, rank: _Rank, budget_s:
 def _seconds_of(calls: Sequence[_CallToTime], rank: _Rank, node: Node, batch: int, budget_s: float) -> Sequence[float]:
     """Returns the seconds of each call, as they were measured before if they were."""
     keys = [(timed.lookup, timed.backward, timed.operator.name, timed.operator.dtype) for timed in calls]
-    inputs = (node.to_yaml(), batch, rank.cores, rank.ranks, rank.layout, rank.tf32, *keys)
+    inputs = (node.model_dump_json(), batch, rank.cores, rank.ranks, rank.layout, rank.tf32, *keys)
     seconds = load_operator_seconds(inputs, len(calls))
     if seconds is None:
         is_gpu = node.device.kind == "cuda"
