@@ -11,12 +11,13 @@ from hypothesis import settings
 
 from meshwright.launch.local import fork_server
 from tests.auto.machines import store_measurement
-from tests.forking.environment import IS_WORKER
+from tests.forking.environment import IS_WORKER, set_variables
 from tests.forking.forked import spawn_by_forking
 from tests.ranks import RankPool, ranks
 
 settings.register_profile("meshwright", deadline=None)  # no test fails because a core is busy
 settings.load_profile("meshwright")
+set_variables()
 fork_server._spawn = spawn_by_forking
 if IS_WORKER:
     torch.set_num_threads(1)  # each of several workers has a core

@@ -111,12 +111,13 @@ class RankPool:
         settings = [str(self.world_size), str(self._folder / "store"), str(self.timeout_s), self.backend]
         for rank in range(self.world_size):
             pipe, rank_pipe = Pipe()
-            # Not the variables of the test that happens to be the first to use the pool.
+            # Neither variables nor folder are those of the test that happens to be the first to use the pool.
             process = fork(
                 "tests.ranks:serve",
                 *(str(rank), *settings),
                 stdin=rank_pipe.fileno(),
                 variables=environment.AT_START,
+                folder=str(environment.REPOSITORY),
                 imported=self._imported,
             )
             rank_pipe.close()

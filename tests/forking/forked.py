@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from meshwright.launch import environment
 from meshwright.launch.local import fork_server
 from meshwright.launch.local.fork_server import ForkedRank, ForkServer
+from tests.forking.environment import REPOSITORY
 
 _RANK_0_OF_1 = {"RANK": "0", "WORLD_SIZE": "1"}  # a fork server starts ranks; the forked process removes these again
 _IMPORTED = "tests.forking.imported"
@@ -31,20 +32,9 @@ _spawn = fork_server._spawn
 @cache
 def _server(module: str) -> ForkServer:
     """A server that has imported the module. All are forked from the first one."""
-    server = ForkServer(module, spawn_by_forking(module) if module != _IMPORTED else _spawn_with_one_thread())
+    server = ForkServer(module, spawn_by_forking(module))
     atexit.register(server.close)
     return server
-
-
-def _spawn_with_one_thread() -> "fork_server._ServerEnd":
-    previous = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"  # torch reads it when it is imported
-    try:
-        return _spawn(_IMPORTED)
-    finally:
-        os.environ.pop("OMP_NUM_THREADS")
-        if previous is not None:
-            os.environ["OMP_NUM_THREADS"] = previous
 
 
 def fork(
@@ -54,16 +44,16 @@ def fork(
     stdout: int = 1,
     stderr: int = 2,
     variables: Mapping[str, str] = os.environ,
+    folder: str | None = None,
     imported: str | None = None,
 ) -> ForkedRank:
-    """Starts a process that calls `function`, written as `module:name`, with these arguments, environment variables and
-    open files as standard streams, in this process's working folder. The module `imported` is imported once for all
-    processes that are started with it."""
+    """Starts a process that calls `function`, written as `module:name`, with these arguments, environment variables,
+    open files as standard streams, and working folder; None means this process's. The module `imported` is imported
+    once for all processes that are started with it."""
+    words = [folder or os.getcwd(), function, *arguments]
     variables = {**variables, **_RANK_0_OF_1}
     streams = {0: stdin, 1: stdout, 2: stderr}
-    return _server(imported or _IMPORTED).start_rank(
-        "tests.forking.forked", [os.getcwd(), function, *arguments], variables, streams
-    )
+    return _server(imported or _IMPORTED).start_rank("tests.forking.forked", words, variables, streams)
 
 
 def main() -> None:
@@ -101,6 +91,11 @@ def _exit(code: int) -> NoReturn:
 
 def spawn_by_forking(module: str) -> "fork_server._ServerEnd":
     """Stands for `fork_server._spawn`, which starts a Python process that imports torch."""
+    if module == _IMPORTED:
+        # torch reads the number of threads when it is imported. A test may have changed the working folder.
+        path = environment.python_path_with(REPOSITORY)
+        with environment.environment_variables({"OMP_NUM_THREADS": "1", "PYTHONPATH": path}):
+            return _spawn(module)
     if not module.startswith(("meshwright.", "tests.")):
         return _spawn(module)
     ours, theirs = socket.socketpair()
