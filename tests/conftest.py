@@ -53,12 +53,17 @@ def used_up_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", fail)
 
 
-# Files whose few tests start long trainings. They begin first, so that no core waits for them at the end.
+# Files that take longest. They begin first, so that no core waits for them at the end.
 _LONG = (
-    "train/servers/test_faults.py",
+    "proof/test_matrix.py",
+    "compat/transformers/test_checkpoints.py",
+    "planner/test_search.py",
+    "compat/lightning/test_trainer.py",
+    "compat/transformers/test_trainer.py",
+    "proof/models/test_transformers.py",
     "train/runs/test_faults.py",
-    "proof/test_command.py",
     "train/test_launched.py",
+    "workloads/text/test_text_jobs.py",
     "train/runs/test_default_job.py",
 )
 
