@@ -124,12 +124,15 @@ class Memory(_PlanGroup):
     `sharding`: what the shard axis divides: with `optimizer` the optimizer state, with `gradients` also the gradients,
     with `parameters` also the parameters. `recompute`: which activations of a block are computed again in the backward
     pass: `none`; `selective`, all but those of matrix products and attention; `full`, all of them. `accumulation`:
-    number of microbatches that a rank computes one after another before gradients are combined.
+    number of microbatches that a rank computes one after another before gradients are combined. `offload`: what a GPU
+    rank keeps in CPU memory: with `optimizer` the optimizer state, whose step runs on the CPU; with `parameters` also
+    the shards of parameters and gradients. CPU ranks have all of it there under any plan.
     """
 
     sharding: Literal["optimizer", "gradients", "parameters"] = _choice("parameters", "same")
     recompute: Literal["none", "selective", "full"] = _choice("none", "same")
     accumulation: Microbatches = _choice(1, "same")
+    offload: Literal["none", "optimizer", "parameters"] = _choice("none", "rounding")
 
 
 class NumericsGroup(_PlanGroup):
@@ -364,6 +367,7 @@ class Plan(_PlanGroup):
             (self.axes.shard > 1 and memory.sharding != "parameters", f"shard {memory.sharding}"),
             (memory.recompute != "none", f"recompute {memory.recompute}"),
             (memory.accumulation > 1, f"accumulate {memory.accumulation}"),
+            (memory.offload != "none", f"{memory.offload} in CPU memory"),
             (numerics.batch_norm != "local", f"{numerics.batch_norm} BatchNorm"),
             (gradients.precision != "fp32", f"{gradients.precision} gradients"),
             (gradients.algorithm != "auto", gradients.algorithm.replace("_", " ")),

@@ -106,7 +106,7 @@ def load(
         if optimizer is not None:
             groups = reader.objects[GROUPS]
             on_all_ranks(lambda: check_trained(module, optimizer, groups, tied))
-            state.update(optimizer_template(module, reader.tensors, reader.objects, layouts, tied))
+            state.update(optimizer_template(module, reader.tensors, reader.objects, layouts, tied, optimizer))
         transfers = on_all_ranks(lambda: _plan_transfers(reader, state))
         for part in transfers:
             transfer(reader, part)

@@ -8,6 +8,7 @@ model.
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from meshwright.errors import CheckpointError, InputError
 from meshwright.exchange import all_gather_values
 from meshwright.parallel.shard import reshard
 from meshwright.parallel.weights.layout import ParameterLayout, TiedLayout, axis_with_different_names, whole_shape
+from meshwright.parallel.weights.offload import host_copies, state_device
 
 State = dict[str, Any]
 Layouts = Mapping[str, ParameterLayout]
@@ -92,10 +94,11 @@ def optimizer_template(
     objects: Mapping[str, Any],
     layouts: Layouts | None = None,
     tied: Sequence[TiedLayout] = (),
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> State:
     """Returns, by key, empty tensors to load optimizer entries into: one for each entry in the checkpoint that belongs
-    to a parameter of this rank. `tensors` and `objects` are those of the checkpoint. Entries that are not tensors are
-    None."""
+    to a parameter of this rank. They are where `optimizer` keeps its state (without one, where the parameters are).
+    `tensors` and `objects` are those of the checkpoint. Entries that are not tensors are None."""
     first_names, layouts_by_name = _first_names(tied), _layouts_by_first_name(layouts or {}, tied)
     parameters = {first_names.get(name, name): parameter for name, parameter in module.named_parameters()}
     template: State = {}
@@ -107,7 +110,8 @@ def optimizer_template(
         if saved is None:
             template[key] = None
         elif tuple(saved.shape) == whole_shape(parameter, layout):
-            empty = torch.empty_like(parameter, dtype=saved.torch_dtype, requires_grad=False)
+            device = state_device(optimizer, parameter)
+            empty = torch.empty_like(parameter, dtype=saved.torch_dtype, device=device, requires_grad=False)
             template[key] = as_chunked(empty, layout)
         else:
             template[key] = torch.empty(saved.shape, dtype=saved.torch_dtype)
@@ -153,7 +157,9 @@ def restore_optimizer(
             name, entry = split_entry_key(key)
             if name in numbers:
                 entries.setdefault(numbers[name], {})[entry] = local_value(value)
-    optimizer.load_state_dict({"state": entries, "param_groups": groups})
+    copies = host_copies(optimizer)  # torch moves loaded state to the device of the parameter
+    with copies.on_host() if copies else nullcontext():
+        optimizer.load_state_dict({"state": entries, "param_groups": groups})
 
 
 def check_model(

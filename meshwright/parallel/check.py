@@ -104,6 +104,7 @@ def check_runnable(plan: Plan) -> None:
     _check_precision(plan)
     check_loss_chunks(plan)
     _check_convolutions(plan)
+    _check_offload(plan)
     over_replicate = [
         name for name, split in plan.modules.splits.items() if split.axis == "replicate" and split.kind != "none"
     ]
@@ -128,6 +129,28 @@ def _check_convolutions(plan: Plan) -> None:
             f"plan.compute.convolutions is nnpack, whose kernels take contiguous images and are not used in compiled"
             f" code, but compute.{field} is {getattr(compute, field)}: set it to {needed}, or compute.convolutions to"
             " default"
+        )
+
+
+def _check_offload(plan: Plan) -> None:
+    offload, axes, sharding = plan.memory.offload, plan.axes, plan.memory.sharding
+    if offload == "none":
+        return
+    if offload == "parameters" and (axes.shard == 1 or sharding != "parameters"):
+        raise InputError(
+            "plan.memory.offload is parameters, which keeps the shards of parameters in CPU memory and needs axes.shard"
+            f" > 1 and memory.sharding parameters, but axes.shard is {axes.shard} and memory.sharding is {sharding}:"
+            " change these, or set memory.offload to optimizer"
+        )
+    if plan.compute.cuda_graphs:
+        raise InputError(
+            f"plan.memory.offload is {offload}, which copies tensors between the GPU and CPU memory in every step, but"
+            " compute.cuda_graphs is true, which repeats work on the GPU only: set one of them to its default"
+        )
+    if plan.gradients.servers:
+        raise InputError(
+            f"plan.memory.offload is {offload}, but gradients.servers is {plan.gradients.servers}, and servers hold the"
+            " optimizer in their own CPU memory: set memory.offload to none"
         )
 
 

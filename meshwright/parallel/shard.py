@@ -7,6 +7,9 @@ gathered together; the weights outside of blocks form one more unit.
     gradients     weights are all-gathered once per step, gradients are reduce-scattered after every microbatch
     parameters    weights are all-gathered for each block's forward pass and again for its backward pass
 
+With `plan.memory.offload: parameters`, FSDP2 keeps the shards of weights and gradients in CPU memory: it copies a
+unit's shards to the GPU when it gathers them, and the reduced gradients back.
+
 If there is a replicate axis too, the gradients of a shard are averaged over it after the last microbatch.
 
 FSDP2 expects that every rank uses every weight in every step. This file lifts that: if a rank did not use a weight, its
@@ -26,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from meshwright.blocks.module_names import is_inside
@@ -48,6 +51,7 @@ from meshwright.parallel.torch_private import (
     replace_pre_backward,
     was_gathered,
 )
+from meshwright.parallel.weights.offload import offloads_parameters
 from meshwright.plan import Plan
 from meshwright.profile.equal_blocks import find_equal_blocks
 from meshwright.profile.structure.dataflow import ControlFlowError, record_dataflow
@@ -75,6 +79,7 @@ def shard(module: nn.Module, mesh: DeviceMesh, plan: Plan, *, per_block: bool = 
             parameter.data = parameter.data.contiguous()
     reshard_blocks = plan.memory.sharding == "parameters"
     policy = sharding_policy(plan)
+    offload = CPUOffloadPolicy() if offloads_parameters(plan, mesh.device_type) else OffloadPolicy()
     for block in _unit_blocks(module) if per_block else []:
         block.register_forward_hook(_register_dataclasses)
         fully_shard(
@@ -82,6 +87,7 @@ def shard(module: nn.Module, mesh: DeviceMesh, plan: Plan, *, per_block: bool = 
             mesh=data_mesh,
             reshard_after_forward=reshard_blocks,
             mp_policy=policy,
+            offload_policy=offload,
             ignored_params=_unshardable(block.parameters()),
         )
     in_blocks = {p for block in module.modules() if isinstance(block, FSDPModule) for p in block.parameters()}
@@ -93,6 +99,7 @@ def shard(module: nn.Module, mesh: DeviceMesh, plan: Plan, *, per_block: bool = 
         mesh=data_mesh,
         reshard_after_forward=None if reshard_blocks else False,
         mp_policy=policy,
+        offload_policy=offload,
         ignored_params=_unshardable(p for p in module.parameters() if p not in in_blocks),
     )
     for unit in module.modules():

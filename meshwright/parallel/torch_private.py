@@ -157,6 +157,22 @@ def local_shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int,
     return tuple(shape), tuple(offset)
 
 
+def with_local_tensor(tensor: DTensor, local: Tensor) -> DTensor:
+    """A tensor that is divided as the given one, with this shard, which may be on another device than those of the mesh
+    (weights/offload.py). `DTensor.from_local` would move it to the device of the mesh."""
+    return DTensor(local, tensor._spec, requires_grad=False)
+
+
+# ---- optimizers (weights/offload.py)
+
+
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """The function of the optimizer's class that makes a step, as it was before torch put the calls of hooks around
+    it."""
+    step: Any = type(optimizer).step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
 # ---- replicas (replicate/replicate.py)
 
 

@@ -13,6 +13,7 @@ from meshwright.launch.world import World
 from meshwright.parallel.apply import FillWeights
 from meshwright.parallel.check import needs_structure
 from meshwright.parallel.weights.deferred import build_on_meta, find_unreproducible, materialize
+from meshwright.parallel.weights.offload import CPU, offloads_parameters
 from meshwright.plan import Plan
 from meshwright.train.build import (
     build_data,
@@ -83,4 +84,5 @@ def _build_model(job: Job, plan: Plan, device: torch.device) -> tuple[nn.Module,
         return build_initialized_model(job), None
     freeze(model, job.train.freeze)
     read = {name: tensor.read_region for name, tensor in pretrained.items()}
-    return model, lambda module, layouts: materialize(module, recording, layouts, seed, device, read)
+    shards = CPU if offloads_parameters(plan, device.type) else device
+    return model, lambda module, layouts: materialize(module, recording, layouts, seed, device, read, shards)

@@ -25,6 +25,7 @@ from meshwright.parallel.check import check_sparse
 from meshwright.parallel.gather_samples import GatherSamples
 from meshwright.parallel.mesh import data_group
 from meshwright.parallel.model import ParallelModel
+from meshwright.parallel.weights.offload import offload_optimizer
 from meshwright.plan import Plan
 from meshwright.train.loss.finder import LossFinder
 from meshwright.train.loss.loss import LossFunction
@@ -96,6 +97,7 @@ class Session(OwnLoop):
         self._loss_finder = LossFinder(loss, model, plan, sample, target)
         self._parallel = apply(plan, model, world.device, world.size, sample, target, fill)
         self.optimizer = make_optimizer(self._parallel.parameters())
+        offload_optimizer(self.optimizer, plan, world.device)
         if plan.compute.fused_optimizer:
             use_fused_kernels(self.optimizer)
         self.loss_scale = LossScale(world.device, world.size) if plan.numerics.precision == "fp16" else None

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from meshwright.data.order import derive_seed
@@ -113,10 +114,11 @@ def materialize(
     seed: int,
     device: torch.device,
     pretrained: Mapping[str, ReadRegion] = MappingProxyType({}),
+    shard_device: torch.device | None = None,
 ) -> None:
     """Gives every parameter and buffer of `module` real memory on `device` and its initial value. The plan may have
     cut and divided the module since it was built. `pretrained` has, by name in the untouched model, functions that
-    read a part of a tensor that has a pretrained value."""
+    read a part of a tensor that has a pretrained value. `shard_device` is the device of FSDP2's shards, if another."""
     unreproducible = find_unreproducible(module, recording, pretrained)
     if unreproducible:
         name, reason = next(iter(unreproducible.items()))
@@ -130,7 +132,8 @@ def materialize(
             meta_tensor = table[key]
             if id(meta_tensor) not in real_tensors:
                 first_name, whole = recording.tensors[name]
-                real = torch.empty_like(meta_tensor, device=device, requires_grad=False)
+                place = shard_device or device if isinstance(meta_tensor, DTensor) else device
+                real = torch.empty_like(meta_tensor, device=place, requires_grad=False)
                 if name in pretrained:
                     read_local_shard(real, layouts.get(name), pretrained[name])
                 else:

@@ -36,9 +36,11 @@ class LossScale:
         """Divides the gradients by the factor, and updates the factor. Returns False if a gradient on any rank is not
         finite. The caller must then skip the step."""
         overflow = torch.zeros((), device=self._device)
-        inverse = torch.full((), 1 / self.value, device=self._device)
         for gradients in group_by_dtype_and_device(local_tensor(p.grad) for p in parameters if p.grad is not None):
-            unscale_and_check_finite_(gradients, overflow, inverse)
+            device = gradients[0].device  # with offloaded parameters, not the device of the rank
+            in_group, inverse = torch.zeros((), device=device), torch.full((), 1 / self.value, device=device)
+            unscale_and_check_finite_(gradients, in_group, inverse)
+            overflow += in_group.to(self._device)
         if self._ranks > 1:
             dist.all_reduce(overflow, dist.ReduceOp.MAX)
         is_finite = not bool(overflow)

@@ -12,6 +12,7 @@ from torch import nn
 from meshwright.call import build
 from meshwright.errors import InputError, did_you_mean
 from meshwright.job import Optimizer
+from meshwright.parallel.weights.offload import state_device
 
 ParameterGroup = dict[str, Any]  # "names" of parameters, and the group's options
 
@@ -137,7 +138,7 @@ def use_fused_kernels(optimizer: torch.optim.Optimizer) -> None:
         options["fused"], options["foreach"] = True, False
     for parameter, state in optimizer.state.items():
         if isinstance(state.get("step"), torch.Tensor):  # unfused implementations keep it on the host
-            state["step"] = state["step"].to(parameter.device, torch.float32)
+            state["step"] = state["step"].to(state_device(optimizer, parameter), torch.float32)
 
 
 def matches(name: str, pattern: str) -> bool:
