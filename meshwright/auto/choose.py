@@ -23,8 +23,8 @@ from meshwright.parallel.tensor.dimension_partition import dimension_partition_p
 from meshwright.plan import Axes, Numerics, Plan
 from meshwright.planner.choice import describe_choice
 from meshwright.planner.inputs import PlanningInputs, with_measured_operators
+from meshwright.planner.offload import search_with_offload as search
 from meshwright.planner.profiles import Profiles
-from meshwright.planner.search import search
 from meshwright.planner.search_result import PricedPlan, SearchResult
 from meshwright.profile.tracing.step import LossFunction
 from meshwright.simulator.predict import predict_plan

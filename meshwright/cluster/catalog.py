@@ -41,8 +41,13 @@ def entries() -> dict[str, CatalogEntry]:
 
 
 def _entry(name: str, raw: dict[str, Any], source: str) -> CatalogEntry:
+    device = {"name": name, **raw["device"]}
+    if "host" in raw:  # the link to CPU memory
+        host = _links()["host"][raw["host"]]
+        device["host_bandwidth_bytes_per_s"] = host["bandwidth_bytes_per_s"]
+        device["sources"] = {**device["sources"], "host_bandwidth_bytes_per_s": host["source"]}
     return CatalogEntry(
-        device=validate(Device, {"name": name, **raw["device"]}, source),
+        device=validate(Device, device, source),
         within=raw["within"],
         between=raw["between"],
         cores=raw["cores"],

@@ -125,8 +125,9 @@ class Device(_FrozenValue):
     `amx-bf16`). `context_bytes` is the memory that a process takes before it creates any tensor. A GPU has
     `multiprocessors`, which run at `clock_hz` at most. `operators` are the measured operators, empty if there are none.
     `sustained_shares` maps a dtype, then a publisher, to the share of the rate that matrix products reach during
-    training. With `tf32_needs_inner_contiguous`, products in tf32 are slower unless both operands are contiguous along
-    the dimension that is summed over.
+    training. `host_bandwidth_bytes_per_s` is that of copies between a GPU and page-locked CPU memory, in one direction;
+    0 if it is not known. With `tf32_needs_inner_contiguous`, products in tf32 are slower unless both operands are
+    contiguous along the dimension that is summed over.
     The memory and bandwidth of a CPU device are its share of the machine's memory and bandwidth. `sources` says where
     each constant comes from; its keys are the names of fields, or `rates.bf16` for the rate of one dtype.
     """
@@ -143,6 +144,7 @@ class Device(_FrozenValue):
     launch_s: Latency = 0
     instructions: tuple[str, ...] = ()
     context_bytes: MemoryBytes = 0
+    host_bandwidth_bytes_per_s: BytesPerSecond = 0
     operators: tuple[OperatorTime, ...] = ()
     sources: dict[str, str] = {}
 

@@ -154,10 +154,14 @@ class BoundCalculator:
     ) -> float:
         """Bytes of weights, gradients and optimizer state of a rank with these weights. Their peak is in the backward
         pass, with gathered weights and unsharded gradients, or in the optimizer's step, with its temporaries."""
-        optimizer = self.inputs.optimizer
+        optimizer, offload = self.inputs.optimizer, self.inputs.offload
         trained = weights.trained / sizes.shard
         weights_and_state = weights.all / sizes.shard + trained * optimizer.state_ratio
         in_optimizer = trained * (1 + (optimizer.temporary_ratio if optimizer.multi_tensor else 0.0))
+        if offload == "parameters":
+            return self._gathered_bytes(sizes.tensor, pieces)
+        if offload == "optimizer":
+            weights_and_state, in_optimizer = weights.all / sizes.shard, trained
         if sizes.shard == 1:
             return weights_and_state + max(trained, in_optimizer)
         gathered = weights.all if sizes.sharding != "parameters" else self._gathered_bytes(sizes.tensor, pieces)

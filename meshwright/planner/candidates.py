@@ -170,16 +170,18 @@ def _with_data_axes(
     summary: ModelSummary, inputs: PlanningInputs, sizes: AxisSizes, data_ranks: int
 ) -> Iterator[AxisSizes]:
     """Yields `sizes` with the data ranks as replicas, as replicas with the wide layers split, or as shards. Shards
-    extend over all data ranks, or over those within a node."""
-    yield replace(sizes, replicate=data_ranks)
+    extend over all data ranks, or over those within a node. Only shards of parameters can be in CPU memory."""
+    only_shards = inputs.offload == "parameters"
+    if not only_shards:
+        yield replace(sizes, replicate=data_ranks)
     if data_ranks == 1:
         return
-    replicate_only = sizes.tensor == 1 and sizes.pipeline == 1
+    replicate_only = sizes.tensor == 1 and sizes.pipeline == 1 and not only_shards
     if replicate_only and summary.wide_layers and summary.wide_splits(data_ranks):
         yield replace(sizes, replicate=data_ranks, splits_wide_layers=True)
     within_node = gcd(data_ranks, max(1, inputs.devices_per_node // sizes.tensor))
     for shard in sorted({data_ranks, within_node} - {1}):
-        for sharding in _SHARDINGS:
+        for sharding in _SHARDINGS if not only_shards else _SHARDINGS[-1:]:
             yield replace(sizes, shard=shard, replicate=data_ranks // shard, sharding=sharding)
 
 
@@ -257,6 +259,7 @@ def plan_of(candidate: Candidate, summary: ModelSummary, inputs: PlanningInputs)
             sharding=sizes.sharding,
             recompute=candidate.recompute,
             accumulation=1 if pipelined else candidate.microbatches,
+            offload=inputs.offload,
         ),
         numerics=NumericsGroup.model_validate({"precision": candidate.precision}),
         compute=Compute(layout=summary.memory_layout),

@@ -20,6 +20,7 @@ _TERMS = {
     "bubble": "waiting in the pipeline bubble",
     "optimizer": "the optimizer's step",
     "input": "reading input",
+    "offload": "copying weights and gradients from and to CPU memory",
     "tensor": "communication of split layers",
     "pipeline": "sending between stages",
     "replicate": "combining gradients of replicas",
@@ -40,6 +41,7 @@ def explain(result: SearchResult, inputs: PlanningInputs) -> list[str]:
         step_shares(best.plan, best.prediction),
         *_memory(best, result.summary, inputs),
     ]
+    sentences += _offload(best, result)
     sentences += _wide_layers(best, result, inputs)
     sentences += _branches(best, result, inputs)
     sentences += _axes(best, inputs)
@@ -123,14 +125,31 @@ def _memory(best: PricedPlan, summary: ModelSummary, inputs: PlanningInputs) -> 
         dividing.append("splitting the wide layers")
     used = f"The plan uses {gib(best.needed_bytes)} of the {gib(memory_bytes)} of one {device}"
     if states_bytes > inputs.capacity_bytes:
+        divided = f", so they are divided by {' × '.join(dividing)}" if dividing else ""
         return [
-            f"Weights, gradients and optimizer state take {gib(states_bytes)}, more than one {device} has, so they are"
-            f" divided by {' × '.join(dividing)}. {used}."
+            f"Weights, gradients and optimizer state take {gib(states_bytes)}, more than one {device} has{divided}."
+            f" {used}."
         ]
     recompute = best.plan.memory.recompute
     recomputed = f", with {recompute} recomputation of activations" if recompute != "none" else ""
     whole = "would fit on one device" if dividing else "are whole on every device"
     return [f"Weights, gradients and optimizer state take {gib(states_bytes)} and {whole}. {used}{recomputed}."]
+
+
+def _offload(best: PricedPlan, result: SearchResult) -> list[str]:
+    """Says why tensors are in CPU memory, and how much of it they need; empty if none are."""
+    offload, without = best.plan.memory.offload, result.without_offload
+    if offload == "none":
+        return []
+    tensors = "Optimizer state is" if offload == "optimizer" else "Optimizer state and shards of parameters are"
+    reason = "no plan fits without that"
+    if without is not None:
+        longer = without.prediction.step_s / best.prediction.step_s - 1
+        reason = f"the best plan without that, {without.plan.summary()}, takes {longer:.1%} longer"
+    return [
+        f"{tensors} in CPU memory, because {reason}. A rank needs {gib(best.prediction.memory.host_bytes)} of it, which"
+        " is not checked."
+    ]
 
 
 def _wide_layers(best: PricedPlan, result: SearchResult, inputs: PlanningInputs) -> list[str]:

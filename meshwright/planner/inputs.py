@@ -4,10 +4,12 @@ given separately, by its `Profiles`."""
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import gcd
+from typing import Literal
 
 from meshwright.calibrate.model_operators import BUDGET_S, is_this_machine, measure_model_operators
 from meshwright.cluster.cluster import Cluster, Device
 from meshwright.dtypes import Dtype
+from meshwright.errors import InputError
 from meshwright.plan import Numerics, Plan
 from meshwright.planner.profiles import Profiles
 from meshwright.profile.optimizer import OptimizerCost
@@ -23,6 +25,10 @@ _FULL = "fp32"
 
 CheckPlan = Callable[[Plan], None]
 """Raises an `InputError` for a plan that the executor cannot run."""
+
+
+class NoPlanFits(InputError):
+    """No plan needs as little memory as a device has."""
 
 
 def accept_every_plan(_: Plan) -> None:
@@ -41,6 +47,7 @@ class PlanningInputs:
     check_plan        raises an `InputError` for a plan that the executor cannot run
     compares_samples  the loss compares all samples of the global batch; a rank's share is therefore one microbatch
     epoch_samples     the number of samples in an epoch; None where it is not known
+    offload           what plans keep in CPU memory (offload.py)
     can_fuse_optimizer  the optimizer has a fused implementation on these devices, and does not use it yet
     """
 
@@ -56,6 +63,7 @@ class PlanningInputs:
     compares_samples: bool = False
     epoch_samples: int | None = None
     can_fuse_optimizer: bool = False
+    offload: Literal["none", "optimizer", "parameters"] = "none"
 
     @property
     def device(self) -> Device:

@@ -36,7 +36,7 @@ from meshwright.planner.bounds import BoundCalculator, Bounds
 from meshwright.planner.branch_placement import find_branch_groups
 from meshwright.planner.candidates import RECOMPUTES, Candidate, candidate_series, plan_of, possible_axis_sizes
 from meshwright.planner.compute_variants import best_variant, plan_that_fits, traits_of, with_gradient_algorithm
-from meshwright.planner.inputs import PlanningInputs, accept_every_plan
+from meshwright.planner.inputs import NoPlanFits, PlanningInputs, accept_every_plan
 from meshwright.planner.model_summary import ModelSummary
 from meshwright.planner.preference import preferred
 from meshwright.planner.profiles import Profiles
@@ -165,7 +165,7 @@ def _preferred(plans: Sequence[PricedPlan]) -> PricedPlan:
 
 
 def search(inputs: PlanningInputs, profiles: Profiles) -> SearchResult:
-    """Returns the best plans, the fastest first. Raises an `InputError` if no plan fits. `family_bests`, `excluded` and
+    """Returns the best plans, the fastest first. Raises `NoPlanFits` if no plan fits. `family_bests`, `excluded` and
     `summary` are those of the precision of the best plan."""
     begin = perf_counter()
     compares_samples = inputs.compares_samples or hasattr(profiles.loss, "joined")
@@ -173,7 +173,7 @@ def search(inputs: PlanningInputs, profiles: Profiles) -> SearchResult:
     results = [_search_precision(inputs, profiles, precision) for precision in inputs.precisions_to_try()]
     fitting = [result for result in results if result.ranked]
     if not fitting:
-        raise InputError(_no_plan_fits(inputs, results))
+        raise NoPlanFits(_no_plan_fits(inputs, results))
     ranked = sorted((priced for result in fitting for priced in result.ranked), key=_step_s)
     best = _preferred(ranked)
     others = [priced for priced in ranked if priced is not best]

@@ -46,6 +46,7 @@ class SearchResult:
                      that fit, or if none fits, the plan that needs the least memory
     excluded         of every family that needs too much memory according to its bounds, the plan that needs the least
     candidate_count  the number of candidates, of which `priced_count` were simulated
+    without_offload  if plans with `memory.offload` won, the best plan without (offload.py); None if none fits
     """
 
     ranked: tuple[PricedPlan, ...]
@@ -56,3 +57,4 @@ class SearchResult:
     candidate_count: int
     priced_count: int
     seconds: float
+    without_offload: PricedPlan | None = None

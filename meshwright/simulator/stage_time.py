@@ -16,6 +16,7 @@ from meshwright.simulator.communication.exchange import gradient_exchange, messa
 from meshwright.simulator.communication.placement import axis_groups
 from meshwright.simulator.compute.host_work import changes_host_work, host_launches, removed_gaps_s
 from meshwright.simulator.compute.passes import operator_launch_s, pass_s
+from meshwright.simulator.offload import copy_s, host_bandwidth, offload_of
 from meshwright.simulator.pipeline.stages import StageProfile
 from meshwright.simulator.step_inputs import StepInputs
 from meshwright.simulator.tensor.messages import TensorMessage, tensor_messages
@@ -119,7 +120,10 @@ def _accumulate_s(local: ModelProfile, inputs: StepInputs) -> float:
     parts = plan.axes.shard if scatters_each else 1
     weights = _trained_bytes(local) / _FP32_BYTES / parts
     added_share = 1 - 1 / plan.microbatches
-    return added_share * inputs.runtime.accumulate_bytes_per_weight * weights / inputs.speeds.bandwidth_bytes_per_s
+    bandwidth = inputs.speeds.bandwidth_bytes_per_s
+    if offload_of(plan, inputs.device.kind) == "parameters":  # gradients are added up in CPU memory
+        bandwidth = host_bandwidth(plan, inputs.cluster)
+    return added_share * inputs.runtime.accumulate_bytes_per_weight * weights / bandwidth
 
 
 def _orchestration_s(local: ModelProfile, messages: Sequence[TensorMessage], inputs: StepInputs) -> float:
@@ -149,8 +153,13 @@ def _shard_s(
     trained_bytes = _trained_bytes(local)
     exchange = gradient_exchange(weights_bytes, len(local.blocks), plan, inputs.cluster, runtime, trained_bytes)
     gather_s = exchange.gather_s if plan.memory.sharding == "parameters" else 0.0
+    scatter_s = exchange.scatter_s
+    if offload_of(plan, inputs.device.kind) == "parameters":
+        # A unit's shards are copied to the device before they are gathered, and its scattered gradients from it.
+        gather_s += copy_s(weights_bytes / plan.axes.shard, inputs.device)
+        scatter_s += copy_s(trained_bytes / plan.axes.shard, inputs.device)
     added_s = 0.0
-    for compute_s, exchange_s in ((forward_s, gather_s), (backward_s, gather_s + exchange.scatter_s)):
+    for compute_s, exchange_s in ((forward_s, gather_s), (backward_s, gather_s + scatter_s)):
         first_s = exchange_s / exchange.pieces
         hidden = overlap(compute_s * runtime.gather_overlap, exchange_s - first_s, inputs.device.kind)
         added_s += first_s + hidden.exposed_s

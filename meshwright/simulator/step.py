@@ -6,7 +6,8 @@
     step       = passes + end of the pipeline rank whose end takes longest                         _step_of_equal_ranks
     branches   = the slowest of the ranks that branches are placed on, and its waiting for others  _step_with_branches
 
-In the breakdown, compute, launch, tensor, pipeline, shard, replicate, bubble, input and optimizer add up to the step.
+In the breakdown, compute, launch, tensor, pipeline, shard, replicate, bubble, input and optimizer add up to the step;
+with optimizer state in CPU memory there is also offload.
 The passes are those of the busiest pipeline rank, the end is that of the pipeline rank whose end takes longest; the two
 may be different ranks. If branches of the model are placed on different ranks of the tensor axis (branches.py), the
 breakdown is that of the rank that works longest, whose bubble is the time that it waits for other ranks.
@@ -94,6 +95,7 @@ def _step_of_equal_ranks(profile: ModelProfile, inputs: StepInputs) -> tuple[Ste
         "shard": end.shard_s + passes.breakdown["shard"],
         "optimizer": end.optimizer_s,
         "input": 0.0,
+        **({"offload": end.offload_s} if end.offload_s else {}),
     }
     return StepTime(sum(breakdown.values()), breakdown, passes.timeline), times
 

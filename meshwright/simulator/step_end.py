@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from meshwright.simulator.communication.collectives import overlap
 from meshwright.simulator.communication.exchange import gradient_exchange
 from meshwright.simulator.compute.passes import optimizer_s
+from meshwright.simulator.offload import host_step_s, offload_of, optimizer_copies_s
 from meshwright.simulator.pipeline.order import stages_of_rank
 from meshwright.simulator.pipeline.stages import StageProfile
 from meshwright.simulator.stage_time import StageTime
@@ -17,16 +18,18 @@ from meshwright.simulator.tensor.split_profile import replicate_split_parameters
 @dataclass(frozen=True)
 class StepEnd:
     """Seconds after the passes of one pipeline rank: summing the gradients of tied weights, combining gradients over
-    the replicate axis, scattering gradients and gathering weights over the shard axis, and the optimizer step."""
+    the replicate axis, scattering gradients and gathering weights over the shard axis, copies between the device
+    and CPU memory, and the optimizer step."""
 
     tied_s: float
     replicate_s: float
     shard_s: float
+    offload_s: float
     optimizer_s: float
 
     @property
     def total_s(self) -> float:
-        return self.tied_s + self.replicate_s + self.shard_s + self.optimizer_s
+        return self.tied_s + self.replicate_s + self.shard_s + self.offload_s + self.optimizer_s
 
 
 def step_end(
@@ -69,9 +72,18 @@ def step_end(
         gather_s = overlap(forward_s * runtime.gather_overlap, exchange.gather_s, kind).exposed_s
     replicate_share = exchange.replicate_s / combine_s if combine_s else 0.0
     shard_bytes = sum(parameter.bytes for parameter in trained) / plan.axes.shard
+    offload_s, update_s = _update_s(shard_bytes, len(trained), inputs)
     return StepEnd(
-        tied_s,
-        exposed_s * replicate_share,
-        exposed_s * (1 - replicate_share) + gather_s,
-        optimizer_s(shard_bytes, len(trained), inputs.optimizer, inputs.device, inputs.speeds, runtime),
+        tied_s, exposed_s * replicate_share, exposed_s * (1 - replicate_share) + gather_s, offload_s, update_s
     )
+
+
+def _update_s(shard_bytes: float, tensors: int, inputs: StepInputs) -> tuple[float, float]:
+    """Seconds of copies between the device and CPU memory for the optimizer step, and of the step, of a rank that
+    updates `shard_bytes` of parameters in `tensors` tensors."""
+    plan, optimizer, device = inputs.plan, inputs.optimizer, inputs.device
+    offload = offload_of(plan, device.kind)
+    if offload == "none":
+        return 0.0, optimizer_s(shard_bytes, tensors, optimizer, device, inputs.speeds, inputs.runtime)
+    copies_s = optimizer_copies_s(shard_bytes, device) if offload == "optimizer" else 0.0
+    return copies_s, host_step_s(shard_bytes, optimizer, plan, inputs.cluster)

@@ -54,6 +54,9 @@ def test_every_constant_of_a_device_has_a_source(name: str) -> None:
     assert device.instructions
     for constant in CONSTANTS:
         assert len(device.sources.get(constant, "")) > 10, f"{name}.{constant} has no source"
+    if device.kind == "cuda":
+        assert 1e9 < device.host_bandwidth_bytes_per_s < device.bandwidth_bytes_per_s
+        assert len(device.sources["host_bandwidth_bytes_per_s"]) > 10
     assert is_within(entry.within)
     assert not is_within(find_link(entry.between).name)
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from math import ceil
 
+from meshwright.cluster.cluster import DeviceKind
+
 MIB = 2**20
 _LARGE_BYTES = 10 * MIB  # kMinLargeAlloc of c10/cuda/CUDACachingAllocator.cpp
 _SMALLEST_REMAINDER_BYTES = MIB  # kSmallSize of that file: a segment is divided only if more remains (should_split)
@@ -10,12 +12,13 @@ _SMALLEST_REMAINDER_BYTES = MIB  # kSmallSize of that file: a segment is divided
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The memory that a kind of device needs in addition to the tensors: `workspace_bytes` for its matrix library,
+    """The memory that a `kind` of device needs in addition to the tensors: `workspace_bytes` for its matrix library,
     `context_bytes` for its driver, and what is lost because the allocator rounds sizes up to a multiple of `granule`
     bytes. CUDA's allocator takes the memory of large tensors from the device in multiples of `segment` bytes (0 if
     there are none); a remainder of at most 1 MiB stays with the tensor. With `convolution_workspaces`, convolutions
     allocate the workspace that the profile states for them."""
 
+    kind: DeviceKind = "cpu"
     granule: int = 1
     segment: int = 0
     workspace_bytes: int = 0
@@ -39,5 +42,10 @@ CPU_MEMORY = DeviceMemory()
 # workspace is the difference between measured memory and a prediction without workspace, for the two bf16 runs of VGG16
 # in validation/memory/one_gpu_h200.json. The context is the memory in use on the device less that of the allocator.
 CUDA_MEMORY = DeviceMemory(
-    granule=512, segment=2 * MIB, workspace_bytes=72 * MIB, context_bytes=780 * MIB, convolution_workspaces=True
+    kind="cuda",
+    granule=512,
+    segment=2 * MIB,
+    workspace_bytes=72 * MIB,
+    context_bytes=780 * MIB,
+    convolution_workspaces=True,
 )

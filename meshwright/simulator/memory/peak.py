@@ -5,6 +5,7 @@ freed.
               + with a CUDA graph of the step, its copies of inputs and workspace              _permanent
               + max over the step of  gathered weights + gradients + buckets                   replay.py
                                     + activations of the microbatches in flight + temporaries + rounding
+    offload:    without optimizer state (`optimizer`), also without shards (`parameters`)       offload.py
     shard n:    optimizer state / n, weights / n, and the weights that are gathered            _permanent
     tensor:     the rank's share of every split module                                         split_profile.py
     branches:   the shared modules and the rank's branches, and every branch's result          branches.py
@@ -28,6 +29,7 @@ from meshwright.profile.values import BatchPolynomial, ModelProfile, Parameter
 from meshwright.simulator.compute.host_work import captures_step
 from meshwright.simulator.memory.device_memory import DeviceMemory
 from meshwright.simulator.memory.replay import GatheredWeights, LiveBytes, MemoryMoment, PassPeaks, replay
+from meshwright.simulator.offload import host_bytes, offload_of
 from meshwright.simulator.pipeline.order import Action, Order, pipeline_order, stages_of_rank
 from meshwright.simulator.pipeline.stages import StageProfile, stage_profiles
 from meshwright.simulator.tensor.branches import (
@@ -43,13 +45,15 @@ from meshwright.simulator.tensor.split_profile import split_profile
 class MemoryPrediction:
     """The predicted peak memory of a rank. `breakdown` has the bytes in memory at the peak, which add up to
     `allocated_bytes`. `reserved_bytes` is what the allocator takes from the device for them, `device_bytes` also
-    includes the driver's context, and `peak_at` names the part of the step in which the peak occurs."""
+    includes the driver's context, and `peak_at` names the part of the step in which the peak occurs. `host_bytes` is
+    the CPU memory that a rank on a GPU needs for what the plan keeps there (`memory.offload`)."""
 
     breakdown: dict[str, int]
     allocated_bytes: int
     reserved_bytes: int
     device_bytes: int
     peak_at: str
+    host_bytes: int = 0
 
 
 def predict_memory(
@@ -114,7 +118,10 @@ def _rank_memory(
     has_earlier_gradients = plan.memory.accumulation > 1 or plan.axes.pipeline > 1
     whole_gradients = shard == 1 or plan.memory.sharding == "optimizer"
     earlier = gradients if has_buckets or has_earlier_gradients else LiveBytes()
-    if not whole_gradients and has_earlier_gradients:
+    offload = offload_of(plan, device.kind)
+    if offload == "parameters":  # shards of gradients are in CPU memory
+        earlier = LiveBytes()
+    elif not whole_gradients and has_earlier_gradients:
         earlier = LiveBytes(gradients=gradients.gradients / shard, rounding=gradients.rounding)
     passes = {
         number: replay(
@@ -128,7 +135,10 @@ def _rank_memory(
         for number, stage in stages.items()
     }
     peak = _peak_of_actions(stages, passes, actions, batch, earlier)
-    optimizer_live = _optimizer_step([size / shard for size in trainable], optimizer, device)
+    optimizer_live = LiveBytes()
+    if offload != "parameters":
+        temporaries = optimizer if offload == "none" else replace(optimizer, temporary_ratio=0.0)
+        optimizer_live = _optimizer_step([size / shard for size in trainable], temporaries, device)
     peak = max(peak, MemoryMoment(optimizer_live, "optimizer step"), key=lambda moment: moment.live.total())
     permanent, permanent_rounding = _permanent(stages, plan, batch, optimizer, device)
     breakdown = {
@@ -144,7 +154,9 @@ def _rank_memory(
         del breakdown["gathered weights"], breakdown["reduction buffers"]
     allocated = sum(breakdown.values())
     reserved = ceil(allocated / device.segment) * device.segment if device.segment else allocated
-    return MemoryPrediction(breakdown, allocated, reserved, reserved + device.context_bytes, peak.where)
+    weights_bytes = sum(parameter.bytes for parameter in _parameters(stages)) / shard
+    on_host = round(host_bytes(plan, weights_bytes, sum(trainable) / shard, optimizer)) if offload != "none" else 0
+    return MemoryPrediction(breakdown, allocated, reserved, reserved + device.context_bytes, peak.where, on_host)
 
 
 def _parameters(stages: dict[int, StageProfile]) -> list[Parameter]:
@@ -201,8 +213,9 @@ def _permanent(
     to weights and optimizer state."""
     profiles = [stage.profile for stage in stages.values()]
     shard, rounding = plan.axes.shard, device.rounding
-    weights = [p.bytes / shard for p in _parameters(stages)]
-    trainable = [p.bytes / shard for p in _parameters(stages) if p.trainable]
+    offload = offload_of(plan, device.kind)
+    weights = [p.bytes / shard for p in _parameters(stages)] if offload != "parameters" else []
+    trainable = [p.bytes / shard for p in _parameters(stages) if p.trainable] if offload == "none" else []
     permanent = {
         "weights": sum(weights),
         "buffers": float(sum(profile.buffer_bytes for profile in profiles)),
