@@ -55,6 +55,7 @@ FOLDERS = {
     "bench": ("collectives", "peers"),
     "collectives": ("schedules", "shared_memory"),
     "compat": ("accelerate", "lightning", "transformers"),
+    "export": ("configurations",),
     "launch": ("local",),
     "parallel": ("weights", "tensor", "pipeline", "branches", "replicate", "chunked_loss"),
     "profile": ("structure", "tracing"),

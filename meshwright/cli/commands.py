@@ -14,6 +14,7 @@ import typer
 
 from meshwright.cli.bench import bench
 from meshwright.cli.data import data
+from meshwright.cli.export import export
 from meshwright.cli.init import init
 from meshwright.cli.options import (
     AsJson,
@@ -23,14 +24,13 @@ from meshwright.cli.options import (
     Settings,
     Trust,
     job_argument,
-    path_argument,
     path_option,
 )
 from meshwright.cli.plan import plan
 from meshwright.cli.ready_jobs import job_title, ready_jobs
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.files.user_path import user_path
-from meshwright.limits import LARGEST_COUNT, MOST_RANKS_HERE
+from meshwright.limits import MOST_RANKS_HERE
 
 if TYPE_CHECKING:
     from meshwright.cluster.cluster import Cluster
@@ -138,6 +138,7 @@ def train(
 
 
 app.command()(plan)
+app.command()(export)
 app.command()(init)
 
 
@@ -199,45 +200,6 @@ def prove(
         file = save_proof(proof, Path(loaded_job.output), loaded_job.name)
     _print_proof(proof, file, as_json)
     raise typer.Exit(proof.exit_code)
-
-
-@app.command()
-def export(
-    run: Annotated[Path, path_argument("RUN", "The run folder that train wrote.")],
-    to: Annotated[
-        str,
-        typer.Option("--to", metavar="safetensors|bf16|int8|int16|program|huggingface", help="The format to write."),
-    ],
-    output: Annotated[
-        Path | None,
-        path_option("--output", "FILE", "The file to write, or the folder of huggingface; by default in RUN/export."),
-    ] = None,
-    dynamic: Annotated[bool, typer.Option("--dynamic", help="With int8: quantize activations as well.")] = False,
-    step: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N|best|last",
-            help="The checkpoint; by default the best if the job sets checkpoint.best, else the last.",
-        ),
-    ] = None,
-    limit: Annotated[
-        int | None,
-        typer.Option(min=0, max=LARGEST_COUNT, metavar="N", help="Evaluate at most N samples; 0 evaluates none."),
-    ] = None,
-    trust: Trust = False,
-    settings: Settings = None,
-    as_json: AsJson = False,
-) -> None:
-    """Write the weights of a run for use without Meshwright, and print how size and metrics change."""
-    from meshwright.export.export import export as write
-    from meshwright.export.show import describe_export
-
-    exported = write(run, to, output, dynamic, step, limit, settings or [], trust=trust)
-    if as_json:
-        print(json.dumps(exported.to_dict()), flush=True)
-        return
-    for line in describe_export(exported):
-        print(line, flush=True)
 
 
 @app.command()
