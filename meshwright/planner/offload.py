@@ -4,12 +4,13 @@
     none fits     no plan without offload fits: first `optimizer`, then `parameters`, until a plan fits
     it may win    the best plan spends more time on recomputation and communication than the copies and the step on the
                   CPU would take at least, if all ranks divide them (`_least_cost_s`): plans with `optimizer`, of which
-                  the fastest is compared with it
+                  the best is compared with it (preference.py)
 """
 
 from dataclasses import replace
 
 from meshwright.planner.inputs import NoPlanFits, PlanningInputs
+from meshwright.planner.preference import preferred
 from meshwright.planner.profiles import Profiles
 from meshwright.planner.search import search
 from meshwright.planner.search_result import PricedPlan, SearchResult
@@ -38,10 +39,11 @@ def search_with_offload(inputs: PlanningInputs, profiles: Profiles) -> SearchRes
         offloaded = search(replace(inputs, offload="optimizer"), profiles)
     except NoPlanFits:
         return result
-    if offloaded.ranked[0].prediction.step_s >= best.prediction.step_s:
+    winner = offloaded.ranked[0]
+    if not preferred([(priced.plan, priced.prediction) for priced in (best, winner)]):
         return result
-    ranked = sorted((*offloaded.ranked, *result.ranked), key=lambda priced: priced.prediction.step_s)
-    return replace(offloaded, ranked=tuple(ranked[: inputs.top]), without_offload=best)
+    others = sorted((*offloaded.ranked[1:], *result.ranked), key=lambda priced: priced.prediction.step_s)
+    return replace(offloaded, ranked=(winner, *others[: inputs.top - 1]), without_offload=best)
 
 
 def _avoidable_s(best: PricedPlan) -> float:
