@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.compat.lightning.modules import EPOCHS, CountSteps, Gan, Regression, Samples, plain
+from tests.compat.lightning.modules import EPOCHS, CountSteps, DieOnce, Gan, Regression, Samples, plain
 
 MODULES = {"regression": Regression, "gan": Gan, "gan without toggling": lambda: Gan(toggles=False)}
 
@@ -80,7 +81,9 @@ def fit(
     strategy = "ddp_find_unused_parameters_true" if plan == "ddp" else ours
     counter = CountSteps()
     clip = {"gradient_clip_val": 0.3} if name == "regression" else {}
-    trainer = make_trainer(rank, size, strategy, folder, callbacks=[counter], **{**clip, **(options or {})})
+    others = {**clip, **(options or {})}
+    callbacks = [counter, *others.pop("callbacks", [])]
+    trainer = make_trainer(rank, size, strategy, folder, callbacks=callbacks, **others)
     module: LightningModule = MODULES[name]()
     trainer.fit(module, datamodule=Samples(size, rank), ckpt_path=loads)
     if saves:
@@ -89,6 +92,16 @@ def fit(
     whole = strategy_in_use.lightning_module_state_dict if plan == "ddp" else strategy_in_use.full_state_dict
     weights = plain(whole())
     return {"weights": weights, "losses": counter.losses, "validations": counter.validations}
+
+
+def fit_and_die(
+    rank: int, size: int, name: str, plan: Any, folder: str, loads: str | None, strategy_options: dict[str, Any]
+) -> dict[str, Any]:
+    """Trains a module with a checkpoint after each epoch. The last rank is killed once, in the second epoch. With
+    "last" as `loads`, the training continues from the last checkpoint."""
+    callbacks = [DieOnce(f"{folder}/killed"), ModelCheckpoint(dirpath=folder, save_last=True)]
+    options = {"enable_checkpointing": True, "callbacks": callbacks}
+    return fit(rank, size, name, plan, folder, options, loads, None, strategy_options)
 
 
 def same_on_ranks(results: list[dict[str, Any]]) -> bool:
