@@ -50,10 +50,10 @@ def strategies(
     """
     from dataclasses import asdict
 
-    from meshwright.job import load_job
+    from meshwright.compat.lightning_job import load_plain_job
     from meshwright.launch.local.fork_server import preloaded
 
-    loaded_job = load_job(job, settings or [])
+    loaded_job = load_plain_job(job, settings or [], "bench")
     with preloaded("meshwright.train.rank"):
         from meshwright.bench.strategies import compare, report_lines, selected_strategies
         from meshwright.bench.strategy_plans import strategy_plan
@@ -112,10 +112,10 @@ def peers(
     Each is measured at its defaults and with the options that its documentation recommends for speed. Final losses must
     agree. `make peers` installs the peers; those that are not installed are listed with the command that installs them.
     """
-    from meshwright.job import load_job
+    from meshwright.compat.lightning_job import load_plain_job
     from meshwright.launch.local.fork_server import preloaded
 
-    loaded_job = load_job(job, settings or [])
+    loaded_job = load_plain_job(job, settings or [], "bench")
     with preloaded("meshwright.train.rank"):
         from meshwright.bench.peers.catalog import find_interpreter, selected_peers
         from meshwright.bench.peers.compare import cluster_of_ranks, compare

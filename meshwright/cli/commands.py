@@ -167,13 +167,14 @@ def prove(
 ) -> None:
     """Check that a job trains the same model under its plan as on one device: every loss, gradient, buffer and weight.
     If not, the exit code is 3, and the first difference and its cause are printed."""
-    from meshwright.job import load_job, load_plan
+    from meshwright.compat.lightning_job import load_plain_job
+    from meshwright.job import load_plan
 
     if job is None and against is None:
         raise InputError("prove needs a JOB, or two recorded runs: --against RUN_A RUN_B")
     if job is None and settings:
         raise InputError(f"--set {settings[0]}: with --against, give the JOB whose field it sets")
-    loaded_job = load_job(job, settings or []) if job is not None else None
+    loaded_job = load_plain_job(job, settings or [], "prove") if job is not None else None
     if against is not None:
         from meshwright.proof.proof import save_proof
         from meshwright.proof.run_comparison import compare_runs as compare

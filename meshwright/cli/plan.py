@@ -98,6 +98,7 @@ def plan(
 
 def _load(word: str, settings: list[str], global_batch: int | None, sequence: int | None, image: int | None) -> "Job":
     """Returns the job that the user names, or the job that `meshwright init` would write for the model."""
+    from meshwright.compat.lightning_job import load_plain_job
     from meshwright.job import load_job
 
     if is_model_name(word):
@@ -113,4 +114,4 @@ def _load(word: str, settings: list[str], global_batch: int | None, sequence: in
             raise InputError(
                 f"{name} {value}: this option is for models such as hf:llama; for a job, use --set {field}"
             )
-    return load_job(find_job(word), settings)
+    return load_plain_job(find_job(word), settings, "plan")

@@ -30,6 +30,18 @@ def load_train_job(path: str | Path, settings: Sequence[str]) -> Job:
     return job if _is_lightning_module(load(job.model.call)) else load_job(path, settings)
 
 
+def load_plain_job(path: str | Path, settings: Sequence[str], command: str) -> Job:
+    """Reads a job file for a command other than `train`. Raises an `InputError` if its model is a LightningModule."""
+    job = load_train_job(path, settings)
+    if is_module_job(job):
+        raise InputError(
+            f"{path}: the model ({job.model.call}) is a LightningModule, which only `meshwright train` can run: for"
+            f" `meshwright {command}`, write a job whose model is the network inside of it, with data, loss and"
+            " optimizer"
+        )
+    return job
+
+
 def is_module_job(job: Job) -> bool:
     """Whether the job's model is a LightningModule that configures its optimizers itself."""
     return job.optimizer.call == _OPTIMIZER

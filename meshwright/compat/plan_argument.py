@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.errors import InputError
+from meshwright.files.user_path import user_path
 from meshwright.job import load_plan
 from meshwright.plan import Axes, Plan
 
@@ -16,6 +17,10 @@ def read_plan(argument: PlanArgument, ranks: int, caller: str) -> Plan:
     """Returns the plan that `caller` was given, which is not `auto`."""
     if argument is None:
         return Plan(axes=Axes(replicate=ranks))
+    if isinstance(argument, str | Path) and not user_path(str(argument), "plan").exists():
+        raise InputError(
+            f"{caller}: plan is {str(argument)!r}, and there is no such file: give the path of a plan file, or 'auto'"
+        )
     return argument if isinstance(argument, Plan) else load_plan(argument, caller)
 
 

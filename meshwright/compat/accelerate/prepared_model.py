@@ -15,10 +15,10 @@ from typing import Any
 from weakref import WeakMethod
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch import nn
 
 from meshwright.compat.accelerate.uneven_inputs import JoinedModel
+from meshwright.compat.whole_states import load_whole_tensor
 from meshwright.errors import InputError
 from meshwright.parallel import shard
 from meshwright.parallel.model import ParallelModel
@@ -188,12 +188,5 @@ class PreparedModel(nn.Module):
         """Loads weights of the user's model: whole tensors, which every rank has."""
         self.parallel.reshard()
         held = self.module.state_dict()
-        state = {name: _part_like(held.get(name), value) for name, value in state_dict.items()}
+        state = {name: load_whole_tensor(value, held.get(name)) for name, value in state_dict.items()}
         return self.module.load_state_dict(state, *arguments, **keywords)
-
-
-def _part_like(held: Any, value: Any) -> Any:
-    """The part of a whole tensor that this rank holds; the value itself if ranks hold it whole."""
-    if not isinstance(held, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
-        return value
-    return distribute_tensor(value.to(held.device), held.device_mesh, held.placements, src_data_rank=None)

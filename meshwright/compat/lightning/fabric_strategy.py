@@ -10,7 +10,9 @@ import torch
 from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshwright.batch import at_least_fp32
@@ -20,11 +22,13 @@ from meshwright.compat.lightning.plan_argument import (
     CheckpointFormat,
     check_format,
     check_loop_plan,
+    check_options,
     check_precision,
+    check_ranks,
     plan_of_argument,
 )
-from meshwright.compat.lightning.whole_states import divide_loaded_state, whole_optimizer_state
 from meshwright.compat.plan_argument import PlanArgument
+from meshwright.compat.whole_states import divide_loaded_state, whole_optimizer_state, whole_tensor
 from meshwright.errors import InputError
 from meshwright.launch.torch_private import add_gloo_for_cpu_tensors
 from meshwright.plan import Plan
@@ -59,6 +63,7 @@ class MeshwrightFabricStrategy(DDPStrategy):
         self, plan: PlanArgument = None, *, checkpoint_format: CheckpointFormat = "lightning", **options: Any
     ) -> None:
         check_format(checkpoint_format)
+        check_options(options)
         self._plan_argument = plan
         self._precision_flag = "32-true"
         self._precision: Precision | None = None
@@ -88,6 +93,7 @@ class MeshwrightFabricStrategy(DDPStrategy):
         argument = self._plan_argument
         plan = plan_of_argument(argument, self.world_size, self._precision_flag, plan_decides=argument is not None)
         check_loop_plan(plan)
+        check_ranks(plan, self.world_size)
         return plan
 
     # ---- setting up
@@ -189,7 +195,8 @@ class MeshwrightFabricStrategy(DDPStrategy):
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         if self._checkpoint_format == "lightning":
-            super().save_checkpoint(path, state, storage_options, filter)
+            whole = apply_to_collection(state, DTensor, whole_tensor)  # a loop may give `model.state_dict()`
+            super().save_checkpoint(path, whole, storage_options, filter)
             return
         if filter:
             raise InputError("a filter needs checkpoint_format='lightning': folders hold all tensors of the modules")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from meshwright.compat.lightning.whole_states import load_whole_tensor, whole_tensor
+from meshwright.compat.whole_states import load_whole_tensor, whole_tensor
 from meshwright.errors import InputError
 from meshwright.parallel import shard
 from meshwright.parallel.apply import apply
@@ -65,6 +65,7 @@ class ModuleParts:
                 _zero_gradients_of_shards(owner, parameters)
             if in_parts:
                 _zero_gradients_of_shards(module, [p for parameters in self._parameters for p in parameters])
+            module.register_load_state_dict_pre_hook(self._divide_whole_tensors)
 
     # ---- passes
 
@@ -166,10 +167,14 @@ class ModuleParts:
 
     def load_whole_state(self, state: dict[str, object], strict: bool = True) -> None:
         """Loads a `state_dict` with whole tensors, which every rank has."""
+        self.module.load_state_dict(state, strict=strict)
+
+    def _divide_whole_tensors(self, module: nn.Module, state: dict[str, object], prefix: str, *_: object) -> None:
+        """Replaces whole tensors that `module.load_state_dict` was given by those of this rank's shards."""
         self.reshard()
-        held = self.module.state_dict()
-        local = {name: load_whole_tensor(value, held.get(name)) for name, value in state.items()}
-        self.module.load_state_dict(local, strict=strict)
+        held = module.state_dict(prefix=prefix)
+        for name in held.keys() & state.keys():
+            state[name] = load_whole_tensor(state[name], held[name])
 
 
 def _called_submodules(module: nn.Module) -> Iterator[nn.Module]:

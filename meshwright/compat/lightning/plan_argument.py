@@ -1,5 +1,6 @@
-"""The plan that a strategy was given, and which plans Lightning's loops can run."""
+"""The arguments of a strategy, and which plans Lightning's loops can run."""
 
+from collections.abc import Iterable
 from typing import Literal
 
 from meshwright.compat.plan_argument import PlanArgument, read_plan, with_precision
@@ -8,6 +9,17 @@ from meshwright.plan import Plan
 from meshwright.train.step.own_loop import why_only_step
 
 CheckpointFormat = Literal["lightning", "meshwright"]
+_OPTIONS = (
+    "accelerator",
+    "parallel_devices",
+    "cluster_environment",
+    "checkpoint_io",
+    "precision",
+    "precision_plugin",
+    "process_group_backend",
+    "timeout",
+    "start_method",
+)
 PRECISIONS: dict[str, Literal["fp32", "bf16"]] = {"32-true": "fp32", "bf16-mixed": "bf16"}
 
 
@@ -32,6 +44,17 @@ def check_format(checkpoint_format: str) -> None:
         raise InputError(f"checkpoint_format is {checkpoint_format!r}: give 'lightning' or 'meshwright'")
 
 
+def check_options(options: Iterable[str]) -> None:
+    """Raises an `InputError` for options that Lightning's strategy would hand to DDP, which is not used here."""
+    for name in options:
+        if name not in _OPTIONS:
+            raise InputError(
+                f"the strategy meshwright does not have the option {name}: leave it out. The plan says how gradients"
+                " are combined (group gradients), unused parameters need no option, and the other options are"
+                f" {', '.join(_OPTIONS)}"
+            )
+
+
 def check_loop_plan(plan: Plan) -> None:
     """Raises an `InputError` if Lightning's training loop cannot run the plan on a whole module."""
     axes = [axis for axis in ("tensor", "pipeline") if getattr(plan.axes, axis) > 1]
@@ -50,3 +73,11 @@ def check_loop_plan(plan: Plan) -> None:
     reason = why_only_step(plan)
     if reason is not None:
         raise InputError(f"Lightning's loop cannot run the plan ({plan.summary()}): {reason}")
+
+
+def check_ranks(plan: Plan, ranks: int) -> None:
+    if plan.world_size != ranks:
+        raise InputError(
+            f"the plan ({plan.summary()}) is for {plan.world_size} ranks, but Lightning has started {ranks}: choose"
+            f" devices and num_nodes whose product is {plan.world_size}, or a plan for {ranks} ranks"
+        )

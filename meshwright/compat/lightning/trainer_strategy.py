@@ -21,7 +21,9 @@ from meshwright.compat.lightning.plan_argument import (
     CheckpointFormat,
     check_format,
     check_loop_plan,
+    check_options,
     check_precision,
+    check_ranks,
     plan_of_argument,
 )
 from meshwright.compat.lightning.plan_precision import PlanPrecision
@@ -32,8 +34,8 @@ from meshwright.compat.lightning.session_hook import (
     make_session,
     save_session,
 )
-from meshwright.compat.lightning.whole_states import divide_loaded_state, whole_optimizer_state
 from meshwright.compat.plan_argument import PlanArgument
+from meshwright.compat.whole_states import divide_loaded_state, whole_optimizer_state
 from meshwright.errors import InputError
 from meshwright.launch.torch_private import add_gloo_for_cpu_tensors
 from meshwright.plan import Plan
@@ -54,6 +56,8 @@ class MeshwrightStrategy(DDPStrategy):
     def __init__(
         self, plan: PlanArgument = None, *, checkpoint_format: CheckpointFormat = "lightning", **options: Any
     ) -> None:
+        check_format(checkpoint_format)
+        check_options(options)
         self._plan_argument = plan
         self._precision_flag = "32-true"
         self._plan: Plan | None = None
@@ -61,7 +65,6 @@ class MeshwrightStrategy(DDPStrategy):
         self.session: Session | None = None  # of a module with the hook `session`, which then has no parts
         self._precision_plugin: PlanPrecision | None = None
         super().__init__(**options)
-        check_format(checkpoint_format)
         self._checkpoint_format = checkpoint_format
         self._loaded_folder = False  # whether the checkpoint that was loaded last is a folder
         self._forward_redirection = _ForwardRedirection()
@@ -119,6 +122,7 @@ class MeshwrightStrategy(DDPStrategy):
         add_gloo_for_cpu_tensors()
         self._plan = plan = self._read_plan(trainer)
         check_loop_plan(plan)
+        check_ranks(plan, self.world_size)
         return ModuleParts(module, plan, self.root_device, self.world_size, in_parts=not module.automatic_optimization)
 
     @property

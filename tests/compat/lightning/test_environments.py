@@ -122,9 +122,12 @@ def run_script(environments: list[dict[str, str]], settings: dict[str, Any]) -> 
         subprocess.Popen(command, env={**os.environ, **environment, **shared}, stderr=subprocess.DEVNULL)
         for environment in environments
     ]
-    codes = [process.wait(timeout=200) for process in started]
-    del store
-    return codes
+    try:
+        return [process.wait(timeout=240) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+        del store
 
 
 def weights_of_script(folder: Path) -> dict[str, Tensor]:
@@ -151,7 +154,8 @@ def test_processes_of_a_cluster_train(cluster: str, of_one_rank: dict[str, Tenso
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("plan", ["ddp", {"axes": {"replicate": 2}}, SHARD])
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("plan", ["ddp", {"axes": {"replicate": 2}}, SHARD], ids=["ddp", "replicate", "shard"])
 def test_a_script_whose_rank_was_killed_continues(plan: Any, of_one_rank: dict[str, Tensor], tmp_path: Path) -> None:
     """The ranks are those that Lightning's launcher starts."""
     settings = {"module": "regression", "plan": plan, "folder": str(tmp_path), "devices": 2, "num_nodes": 1}

@@ -113,6 +113,21 @@ def test_a_checkpoint_continues_under_another_plan(checkpoint_format: str, two: 
         assert largest_difference(expected, weights) < 1e-9
 
 
+def save_and_load_state_dict(rank: int, size: int, path: str) -> tuple[float, bool]:
+    """Saves what `model.state_dict()` returns, and loads it with torch alone and with `model.load_state_dict`."""
+    fabric = make_fabric(rank, size, {"axes": {"shard": 2}})
+    torch.manual_seed(5)
+    module = network(6)
+    expected = plain(module.state_dict())
+    model = fabric.setup_module(module)
+    fabric.save(path, {"weights": model.state_dict()})
+    saved = torch.load(path)["weights"]
+    is_whole = all(torch.equal(saved[name], value) for name, value in expected.items())
+    model.load_state_dict({name: value + 1 for name, value in saved.items()})
+    loaded = {name.removeprefix("0."): value - 1 for name, value in whole_weights(fabric, model).items()}
+    return largest_difference(expected, loaded), is_whole
+
+
 def late_optimizer(rank: int, size: int) -> str:
     fabric = make_fabric(rank, size, {"axes": {"shard": 2}})
     module = network(6)
@@ -121,6 +136,12 @@ def late_optimizer(rank: int, size: int) -> str:
     with pytest.raises(InputError) as error:
         fabric.setup_optimizers(optimizer)
     return str(error.value)
+
+
+def test_state_dicts_of_shards_are_saved_and_loaded_whole(two: RankPool, tmp_path: Path) -> None:
+    for difference, is_whole in two.run(save_and_load_state_dict, str(tmp_path / "weights.pt")):
+        assert is_whole
+        assert difference < 1e-15
 
 
 def test_an_optimizer_of_other_parameters_is_refused(two: RankPool) -> None:
@@ -141,6 +162,8 @@ def test_the_name_is_registered() -> None:
         (None, "bf16-true", "numerics.precision"),
         ({"axes": {"replicate": 1}}, "bf16-mixed", "numerics.precision: bf16"),
         ("auto", "32-true", "best_plan"),
+        ("nowhere.yaml", "32-true", "or 'auto'"),
+        ({"axes": {"shard": 4}}, "32-true", "devices and num_nodes whose product is 4"),
     ],
 )
 def test_what_cannot_run_is_refused(plan: Any, precision: Any, reason: str) -> None:
@@ -155,3 +178,11 @@ def test_what_cannot_run_is_refused(plan: Any, precision: Any, reason: str) -> N
         set_up()
     assert reason in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_options_of_ddp_are_refused() -> None:
+    from meshwright.compat.lightning import MeshwrightFabricStrategy, MeshwrightStrategy
+
+    for strategy in (MeshwrightFabricStrategy, MeshwrightStrategy):
+        with pytest.raises(InputError, match="does not have the option gradient_as_bucket_view: leave it out"):
+            strategy(gradient_as_bucket_view=True)

@@ -12,8 +12,10 @@ pytest.importorskip("lightning", reason="needs the package lightning: pip instal
 import torch
 import yaml
 from torch import Tensor
+from typer.testing import CliRunner
 
 from meshwright.checkpoint.load import find_newest_valid, load
+from meshwright.cli import app
 from meshwright.cluster.detect import find_cluster
 from meshwright.compat.lightning_job import load_train_job
 from meshwright.errors import InputError
@@ -138,6 +140,15 @@ def test_a_plain_module_still_needs_an_optimizer(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump({"model": {"call": "tests.train.toy:Net"}, "data": {"train": {"call": "a:b"}}}))
     with pytest.raises(InputError, match="optimizer"):
         load_train_job(file, [])
+
+
+@pytest.mark.parametrize("command", ["plan", "prove"])
+def test_other_commands_say_that_only_train_runs_modules(command: str, tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(job("regression")))
+    result = CliRunner().invoke(app, [command, str(file)])
+    assert isinstance(result.exception, InputError)
+    assert f"for `meshwright {command}`, write a job whose model is the network inside of it" in str(result.exception)
 
 
 @pytest.mark.soak

@@ -46,6 +46,14 @@ def test_two_ranks_give_the_losses_of_one_process(plan: Any, two: RankPool, of_t
     assert_close(results[0], of_trainer("llama"))
 
 
+@pytest.mark.soak
+def test_combined_axes_give_the_losses_of_one_process(four: RankPool, of_trainer: Any, tmp_path: Path) -> None:
+    for first, second in (("replicate", "tensor"), ("shard", "tensor"), ("replicate", "shard")):
+        results = four.run(train, "llama", {"axes": {first: 2, second: 2}}, str(tmp_path))
+        assert all(result == results[0] for result in results)
+        assert_close(results[0], of_trainer("llama"))
+
+
 @pytest.mark.parametrize("plan", [REPLICATE, SHARD], ids=["replicate", "shard"])
 def test_accumulated_batches_of_unequal_lengths_weigh_by_tokens(
     plan: Any, two: RankPool, of_trainer: Any, tmp_path: Path

@@ -1,4 +1,5 @@
-"""Converts between the shards that a rank holds and the whole tensors that Lightning's checkpoints have."""
+"""Converts between the shards that a rank holds and the whole tensors that the checkpoints of other libraries have. For
+models whose layers are split, there is transformers/whole_states.py."""
 
 from typing import Any
 
