@@ -3,7 +3,8 @@ trains one net by `parallelize` alone and by Lightning's Trainer and Fabric, Acc
 with Meshwright's strategy, Accelerator and Trainer, all under one plan.
 
 Each loop runs in a thread and waits in its loader until it may go on, so that the loops take turns: the time of a turn
-is that from its first batch until the loop asks for the next batch after its last one, with all that the loop does.
+is that from its first batch until the loop asks for the next batch after its last one, with all that the loop does. The
+processor time of a rank is given, too, because other programs on the machine hardly change it.
 """
 
 import argparse
@@ -113,6 +114,7 @@ class Setting:
 
 
 Loop = Callable[[Setting, Batches], None]
+Times = tuple[float, float]  # seconds, and seconds of processor time
 
 
 def parallelize(setting: Setting, batches: Batches) -> None:
@@ -235,8 +237,8 @@ def _devices(setting: Setting) -> dict[str, Any]:
     return {"accelerator": accelerator, "devices": setting.world.local_size}
 
 
-def measure(device: str, rounds: int, steps: int, sharded: bool, names: list[str]) -> dict[str, list[float]]:
-    """Returns the seconds of a step of each loop, by rounds. All ranks call this together."""
+def measure(device: str, rounds: int, steps: int, sharded: bool, names: list[str]) -> dict[str, list[Times]]:
+    """Returns the times of a step of each loop, by rounds. All ranks call this together."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     for library in ("lightning.pytorch", "lightning.fabric", "transformers"):
@@ -248,16 +250,17 @@ def measure(device: str, rounds: int, steps: int, sharded: bool, names: list[str
     batch = (torch.randn(size.batch, size.width), torch.randint(0, 10, (size.batch,)))
     setting = Setting(size, plan, world, (batch[0].to(world.device), batch[1].to(world.device)))
     loaders = {name: _start(LOOPS[name], setting) for name in names}
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    times: dict[str, list[Times]] = {name: [] for name in names}
     for number in range(rounds):
         for name in names if number % 2 else names[::-1]:
             loaders[name].allow(1)
             _wait_for_device(device)
-            begin = time.perf_counter()
+            begin, cpu_begin = time.perf_counter(), time.process_time()
             loaders[name].allow(steps)
             _wait_for_device(device)
-            seconds[name].append((time.perf_counter() - begin) / steps)
-    return seconds
+            end, cpu_end = time.perf_counter(), time.process_time()
+            times[name].append(((end - begin) / steps, (cpu_end - cpu_begin) / steps))
+    return times
 
 
 def _start(loop: Loop, setting: Setting) -> Batches:
@@ -293,24 +296,28 @@ def main() -> None:
     options = parser.parse_args()
     names = [REFERENCE, *(name for name in options.only if name != REFERENCE)]
     arguments = (options.device, options.rounds, options.steps, options.shard, names)
-    seconds = mw.launch(measure, *arguments, ranks=options.ranks, device=options.device)
-    reference = seconds[REFERENCE]
-    rows: list[dict[str, Any]] = []
-    for name, measured in seconds.items():
-        ratios = sorted(one / other for one, other in zip(measured, reference, strict=True))
-        quarter = len(ratios) // 4
-        rows.append(
-            {
-                "loop": name,
-                "step_ms": median(measured) * 1e3,
-                "ratio": median(ratios),
-                "middle half of the rounds": [ratios[quarter], ratios[-1 - quarter]],
-            }
-        )
+    times = mw.launch(measure, *arguments, ranks=options.ranks, device=options.device)
+    rows = [_row(name, times[name], times[REFERENCE]) for name in names]
+    print(f"{'':22} {'ms a step':>10} {'ratio':>7} {'middle half':>16} {'ratio of processor times':>26}")
     for row in rows:
-        low, high = row["middle half of the rounds"]
-        print(f"{row['loop']:22} {row['step_ms']:8.2f} ms {row['ratio']:6.3f}   {low:.3f} to {high:.3f}")
+        low, high = row["middle_half"]
+        print(
+            f"{row['loop']:22} {row['step_ms']:10.2f} {row['ratio']:7.3f} {low:7.3f} to {high:.3f} {row['cpu_ratio']:26.3f}"
+        )
     print(json.dumps({"device": options.device, "ranks": options.ranks, "rounds": options.rounds, "rows": rows}))
+
+
+def _row(name: str, times: list[Times], reference: list[Times]) -> dict[str, Any]:
+    """The median ratios against the reference in the same round, and where the middle half of the ratios lies."""
+    ratios = sorted(one[0] / other[0] for one, other in zip(times, reference, strict=True))
+    quarter = len(ratios) // 4
+    return {
+        "loop": name,
+        "step_ms": median(wall for wall, _ in times) * 1e3,
+        "ratio": median(ratios),
+        "middle_half": [ratios[quarter], ratios[-1 - quarter]],
+        "cpu_ratio": median(one[1] / other[1] for one, other in zip(times, reference, strict=True)),
+    }
 
 
 if __name__ == "__main__":
