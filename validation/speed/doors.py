@@ -301,9 +301,8 @@ def main() -> None:
     print(f"{'':22} {'ms a step':>10} {'ratio':>7} {'middle half':>16} {'ratio of processor times':>26}")
     for row in rows:
         low, high = row["middle_half"]
-        print(
-            f"{row['loop']:22} {row['step_ms']:10.2f} {row['ratio']:7.3f} {low:7.3f} to {high:.3f} {row['cpu_ratio']:26.3f}"
-        )
+        spread = f"{low:.3f} to {high:.3f}"
+        print(f"{row['loop']:22} {row['step_ms']:10.2f} {row['ratio']:7.3f} {spread:>16} {row['cpu_ratio']:26.3f}")
     print(json.dumps({"device": options.device, "ranks": options.ranks, "rounds": options.rounds, "rows": rows}))
 
 
