@@ -5,10 +5,10 @@ import ctypes
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,17 @@ Implementation = Literal["compiled", "python"]
 _DYING_S = 1.0  # the memory of a process that is being killed becomes unreachable a moment before the process is gone
 
 
+@dataclass(frozen=True)
+class RankLinks:
+    """The ranks of a group that is not registered with torch.distributed: their global numbers, the position of this
+    one, the timeout, and a function that returns the plain values of all ranks."""
+
+    rank: int
+    ranks: Sequence[int]
+    timeout_s: float
+    gather: Callable[[Any], list[Any]]
+
+
 class SharedMemoryReducer:
     """A `Reducer` over a group of ranks on one machine. Every rank of the group creates it at the same time.
 
@@ -57,7 +68,7 @@ class SharedMemoryReducer:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | RankLinks,
         *,
         among: Sequence[int] | None = None,
         operation: Literal["mean", "sum"] = "mean",
@@ -66,13 +77,14 @@ class SharedMemoryReducer:
         implementation: Implementation | None = None,
         folder: Path | None = None,
     ) -> None:
-        members = range(group.size()) if among is None else among
-        self.ranks = [dist.get_global_rank(group, member) for member in members]
-        self._rank = members.index(group.rank())
+        links = group if isinstance(group, RankLinks) else _links_of(group)
+        members = range(len(links.ranks)) if among is None else among
+        self.ranks = [links.ranks[member] for member in members]
+        self._rank = members.index(links.rank)
         self._mean = operation == "mean"
         self._what = what
-        self._timeout_s = group_timeout_s(group) if timeout_s is None else timeout_s
-        self._processes, self._segments, self._steps = _connect(group, members, implementation, folder)
+        self._timeout_s = links.timeout_s if timeout_s is None else timeout_s
+        self._processes, self._segments, self._steps = _connect(links, members, implementation, folder)
         self._storages = SharedStorages(self._segments[self._rank])
         self._descriptor = Descriptor()
         self._started = self._finished = 0
@@ -205,8 +217,13 @@ class _RankOffer:
     no_helper_reason: str
 
 
+def _links_of(group: dist.ProcessGroup) -> RankLinks:
+    ranks = dist.get_process_group_ranks(group)
+    return RankLinks(group.rank(), ranks, group_timeout_s(group), lambda value: all_gather_values(value, group))
+
+
 def _connect(
-    group: dist.ProcessGroup, members: Sequence[int], implementation: Implementation | None, folder: Path | None
+    links: RankLinks, members: Sequence[int], implementation: Implementation | None, folder: Path | None
 ) -> tuple[list[ProcessIdentity], list[SharedSegment], CollectiveSteps]:
     """Returns the processes and the segments of the members, and the `CollectiveSteps` of this rank. Each rank decides
     by the offers of all ranks, therefore all ranks choose the same implementation, or all raise `InputError`."""
@@ -223,8 +240,8 @@ def _connect(
             implementations=(*implementations, "python") if can_run_python else implementations,
             no_helper_reason=helper if isinstance(helper, str) else "",
         )
-        all_offers = _gather_offers(group, offer)
-        offers, rank = [all_offers[member] for member in members], members.index(group.rank())
+        all_offers = _gather_offers(links, offer)
+        offers, rank = [all_offers[member] for member in members], members.index(links.rank)
         processes = [offer.process for offer in offers]
         common = [name for name in ("compiled", "python") if all(name in offer.implementations for offer in offers)]
         usable = [name for name in common if implementation in (None, name)]
@@ -236,7 +253,7 @@ def _connect(
                         segments[peer] = segment.open_segment(offer.process, offer.segment_file)
             except (InputError, OSError) as error:
                 problem = str(error)
-        if problem := next(filter(None, all_gather_values(problem, group)), ""):
+        if problem := next(filter(None, links.gather(problem)), ""):
             raise InputError(f"gradients cannot be combined in shared memory: {problem}")
     finally:
         os.close(file)
@@ -265,9 +282,9 @@ def _why_not_shareable(offers: list[_RankOffer], usable: list[str]) -> str:
     return f"{order}no helper was compiled: {next(filter(None, reasons), 'no rank says why')}"
 
 
-def _gather_offers(group: dist.ProcessGroup, offer: _RankOffer) -> list[_RankOffer]:
+def _gather_offers(links: RankLinks, offer: _RankOffer) -> list[_RankOffer]:
     """Returns the offers of all ranks of the group."""
-    of_ranks = all_gather_values(asdict(offer), group)
+    of_ranks = links.gather(asdict(offer))
     return [_RankOffer(**{**fields, "process": ProcessIdentity(**fields["process"])}) for fields in of_ranks]
 
 

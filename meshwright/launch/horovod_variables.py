@@ -1,0 +1,135 @@
+"""The environment variables of Horovod: which rank this process is, and the settings that begin with `HOROVOD_`. They
+are read whenever `hvd.init()` is called, because scripts set some of them themselves."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshwright.errors import InputError
+
+# Address (host:port) and id by which a worker of an elastic job reports to the launcher that started it.
+DRIVER, WORKER = "MESHWRIGHT_HOROVOD_DRIVER", "MESHWRIGHT_HOROVOD_WORKER"
+
+# Variables that describe a rank: (rank, size, local rank, local size), by launcher.
+_LAUNCHERS = (
+    ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun
+    (*(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+_HONOURED = {
+    *(f"HOROVOD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")),
+    *(f"HOROVOD_{name}" for name in ("FUSION_THRESHOLD", "CYCLE_TIME", "CACHE_CAPACITY", "GLOO_TIMEOUT_SECONDS")),
+    *(f"HOROVOD_{name}" for name in ("TIMELINE", "TIMELINE_MARK_CYCLES", "DYNAMIC_PROCESS_SETS", "ELASTIC")),
+    *(f"HOROVOD_STALL_{name}" for name in ("CHECK_DISABLE", "CHECK_TIME_SECONDS", "SHUTDOWN_TIME_SECONDS")),
+    *("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT", "HOROVOD_HOSTNAME"),
+    *("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS", "HOROVOD_MIXED_INSTALL"),  # the choice is always the same
+}
+
+
+@dataclass(frozen=True)
+class HorovodVariables:
+    """A rank as its launcher describes it, and the settings. `store` is the address (host, port) where the ranks find
+    each other, None for a process that no launcher started; `serves_store` means that rank 0 has to serve it. `driver`
+    is the address of the launcher of an elastic job, and `worker` this process's id there. `timeline` is the file of
+    `HOROVOD_TIMELINE`. `ignored` are the variables that are set and have no effect."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    store: tuple[str, int] | None
+    serves_store: bool
+    driver: tuple[str, int] | None
+    worker: str
+    cycle_s: float
+    fusion_bytes: int
+    cache_capacity: int
+    timeline: str
+    mark_cycles: bool
+    stall_warning_s: float
+    stall_shutdown_s: float
+    timeout_s: float
+    elastic: bool
+    ignored: tuple[str, ...]
+
+
+def read_horovod_variables() -> HorovodVariables:
+    variables = os.environ
+    names = next((names for names in _LAUNCHERS if names[0] in variables and names[1] in variables), None)
+    rank, size, local_rank, local_size = 0, 1, 0, 1
+    if names is not None:
+        rank, size = _integer(variables, names[0], 0), _integer(variables, names[1], 1)
+        local_rank, local_size = _integer(variables, names[2], rank), _integer(variables, names[3], size)
+    address = _store_address(variables, size)
+    warning_s = _number(variables, "HOROVOD_STALL_CHECK_TIME_SECONDS", 60.0)
+    return HorovodVariables(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        cross_rank=_integer(variables, "HOROVOD_CROSS_RANK", rank // max(1, local_size)),
+        cross_size=_integer(variables, "HOROVOD_CROSS_SIZE", -(-size // max(1, local_size))),
+        store=address,
+        serves_store="HOROVOD_GLOO_RENDEZVOUS_ADDR" not in variables
+        and variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        driver=_address(variables[DRIVER]) if DRIVER in variables else None,
+        worker=variables.get(WORKER, ""),
+        cycle_s=_number(variables, "HOROVOD_CYCLE_TIME", 5.0) / 1000,
+        fusion_bytes=_integer(variables, "HOROVOD_FUSION_THRESHOLD", 128 * 2**20),
+        cache_capacity=_integer(variables, "HOROVOD_CACHE_CAPACITY", 1024),
+        timeline=variables.get("HOROVOD_TIMELINE", ""),
+        mark_cycles=_flag(variables, "HOROVOD_TIMELINE_MARK_CYCLES"),
+        stall_warning_s=0.0 if _flag(variables, "HOROVOD_STALL_CHECK_DISABLE") else warning_s,
+        stall_shutdown_s=_number(variables, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0.0),
+        timeout_s=_number(variables, "HOROVOD_GLOO_TIMEOUT_SECONDS", 600.0),
+        elastic=_flag(variables, "HOROVOD_ELASTIC"),
+        ignored=tuple(sorted(name for name in variables if name.startswith("HOROVOD_") and name not in _HONOURED)),
+    )
+
+
+def launch_environment(**changes: str) -> dict[str, str]:
+    """Returns the environment of this process with these changes, for a process that is started."""
+    return {**os.environ, **changes}
+
+
+def _store_address(variables: Mapping[str, str], size: int) -> tuple[str, int] | None:
+    if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in variables:
+        port = _integer(variables, "HOROVOD_GLOO_RENDEZVOUS_PORT", 0)
+        return variables["HOROVOD_GLOO_RENDEZVOUS_ADDR"], port
+    if "MASTER_ADDR" in variables and "MASTER_PORT" in variables:
+        return variables["MASTER_ADDR"], _integer(variables, "MASTER_PORT", 0)
+    if size > 1:
+        raise InputError(
+            f"hvd.init(): a launcher started {size} ranks, but MASTER_ADDR and MASTER_PORT, where they find each other,"
+            " are not set: pass them on (mpirun -x MASTER_ADDR=host -x MASTER_PORT=29500), or start the script with"
+            f" `python -m meshwright.compat.horovod -np {size}`"
+        )
+    return None
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    return host, int(port)
+
+
+def _flag(variables: Mapping[str, str], name: str) -> bool:
+    return variables.get(name, "0").strip().lower() not in ("", "0", "false")
+
+
+def _integer(variables: Mapping[str, str], name: str, default: int) -> int:
+    text = variables.get(name, "")
+    try:
+        return int(text) if text else default
+    except ValueError:
+        raise InputError(f"{name}={text}: write a whole number") from None
+
+
+def _number(variables: Mapping[str, str], name: str, default: float) -> float:
+    text = variables.get(name, "")
+    try:
+        return float(text) if text else default
+    except ValueError:
+        raise InputError(f"{name}={text}: write a number") from None
