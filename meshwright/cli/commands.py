@@ -15,6 +15,7 @@ import typer
 from meshwright.cli.bench import bench
 from meshwright.cli.data import data
 from meshwright.cli.export import export
+from meshwright.cli.horovodrun import horovodrun
 from meshwright.cli.init import init
 from meshwright.cli.options import (
     AsJson,
@@ -140,6 +141,7 @@ def train(
 app.command()(plan)
 app.command()(export)
 app.command()(init)
+app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(horovodrun)
 
 
 @app.command()

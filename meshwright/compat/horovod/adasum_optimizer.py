@@ -25,8 +25,7 @@ class AdasumMethods:
         compression: type[Compressor],
         backward_passes_per_step: int,
     ) -> None:
-        assert isinstance(self, torch.optim.Optimizer)
-        self._parameter_names = names_of_parameters(self, named_parameters)
+        self._parameter_names = names_of_parameters(self.param_groups, named_parameters)
         self._compression = compression
         self.backward_passes_per_step = backward_passes_per_step
         self._passes_left = dict.fromkeys(self._parameter_names, backward_passes_per_step)

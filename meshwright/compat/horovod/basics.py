@@ -93,7 +93,7 @@ def nccl_built() -> int:
     """NCCL's version as a number such as 22703 if GPUs can use it, otherwise 0."""
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
         return 0
-    nccl: Any = torch.cuda.nccl  # type: ignore[attr-defined]
+    nccl: Any = torch.cuda.nccl
     major, minor, patch = nccl.version()[:3]
     return int(major * 10000 + minor * 100 + patch)
 

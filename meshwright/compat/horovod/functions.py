@@ -39,16 +39,37 @@ def _broadcast_in_place(tensor: Tensor, root_rank: int, name: str | None) -> tup
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: nn.Module | None = None) -> None:
-    """Replaces the state and the options of an optimizer by those of the root rank. `model` is accepted as in Horovod;
-    the state of sparse parameters needs no hint here."""
+    """Replaces the state and the options of an optimizer by those of the root rank. If there is no state yet, gradients
+    become zeros, as with Horovod, which makes a step with them for the state; here the first step of the training does.
+    `model` tells which parameters have sparse gradients; they get none."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
-    # The state is sent as it is on the root rank. So ranks without any get it too, and no step is needed to make it.
+    if not optimizer.state:
+        _zero_missing_gradients(optimizer, model)
     states = {key: value for key, value in optimizer.state_dict().items() if key in ("state", "param_groups")}
-    received = broadcast_object(states, root_rank, "optimizer_state")
+    received = broadcast_object(_on_cpu(states), root_rank, "optimizer_state")
     if horovod.placement.rank != root_rank:
         load: Any = torch.optim.Optimizer.load_state_dict
         load(optimizer, received)
+
+
+def _zero_missing_gradients(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> None:
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        return
+    modules = model.modules() if model is not None else ()
+    sparse = {module.weight for module in modules if isinstance(module, nn.Embedding) and module.sparse}
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if parameter.requires_grad and parameter.grad is None and parameter not in sparse:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def _on_cpu(value: Any) -> Any:
+    """Returns a nested state with its tensors on the CPU: each rank moves them to its own device."""
+    if isinstance(value, Tensor):
+        return value.cpu()
+    if isinstance(value, dict):
+        return {key: _on_cpu(entry) for key, entry in value.items()}
+    return [_on_cpu(entry) for entry in value] if type(value) is list else value
 
 
 def broadcast_object(

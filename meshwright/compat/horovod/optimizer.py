@@ -45,9 +45,8 @@ class DistributedMethods:
         sparse_as_dense: bool,
         process_set: ProcessSet,
     ) -> None:
-        assert isinstance(self, torch.optim.Optimizer)
         check_groups(groups)
-        self._parameter_names = names_of_parameters(self, named_parameters)
+        self._parameter_names = names_of_parameters(self.param_groups, named_parameters)
         self._compression = compression
         self.backward_passes_per_step = backward_passes_per_step
         self._passes_left = dict.fromkeys(self._parameter_names, backward_passes_per_step)
@@ -211,7 +210,7 @@ class DistributedMethods:
         super().load_state_dict(state_dict)  # type: ignore[misc]
 
 
-def DistributedOptimizer(  # noqa: N802  # the name is Horovod's
+def DistributedOptimizer(  # the name is Horovod's
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
     compression: type[Compressor] = Compression.none,

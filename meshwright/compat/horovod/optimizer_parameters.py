@@ -2,19 +2,19 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor
 
 Groups = int | list[list[Tensor]] | None
 
 
 def names_of_parameters(
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None
+    param_groups: list[dict[str, Any]], named_parameters: Iterable[tuple[str, Tensor]] | None
 ) -> dict[Tensor, str]:
     """Returns the name of each parameter. Raises `ValueError` if names are missing or not unique."""
-    groups = [group["params"] for group in optimizer.param_groups]
+    groups = [group["params"] for group in param_groups]
     if named_parameters is None:
         return {
             parameter: f"allreduce.noname.{i}.{j}"
@@ -63,7 +63,7 @@ def group_parameters(groups: Groups, parameters: list[Tensor]) -> list[tuple[Ten
     if isinstance(groups, int):
         size, rest = divmod(len(parameters), groups)
         bounds = [i * size + min(i, rest) for i in range(groups + 1)]
-        return [tuple(parameters[begin:end]) for begin, end in zip(bounds, bounds[1:], strict=False) if end > begin]
+        return [tuple(parameters[begin:end]) for begin, end in pairwise(bounds) if end > begin]
     trained = set(parameters)
     chosen = [tuple(parameter for parameter in group if parameter in trained) for group in groups]
     named = {parameter for group in chosen for parameter in group}

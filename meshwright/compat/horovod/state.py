@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from meshwright.compat.horovod.engine.driver_link import join_job, lost_worker
 from meshwright.compat.horovod.engine.control import connect
 from meshwright.compat.horovod.engine.data_group import DataGroup
+from meshwright.compat.horovod.engine.driver_link import join_job, lost_worker
 from meshwright.compat.horovod.engine.engine import Engine
 from meshwright.compat.horovod.engine.operation import Operation
 from meshwright.compat.horovod.engine.rendezvous import Placement, place, place_among, place_in_communicator

@@ -4,7 +4,7 @@ also works on CPUs."""
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -14,8 +14,8 @@ from meshwright.compat.horovod.operations.start import Sum, synchronize
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Normalizes over the batches of all ranks, which may have different sizes. Its running variance is the unbiased one
-    of the joined batch."""
+    """Normalizes over the batches of all ranks, which may have different sizes. Its running variance is the unbiased
+    one of the joined batch."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:

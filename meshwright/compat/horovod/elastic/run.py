@@ -5,8 +5,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from meshwright.compat.horovod.engine.driver_link import driver_link
 from meshwright.compat.horovod.elastic.state import State
+from meshwright.compat.horovod.engine.driver_link import driver_link
 from meshwright.compat.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt, MismatchError
 from meshwright.compat.horovod.process_sets import init_process_sets
 from meshwright.compat.horovod.state import horovod

@@ -86,9 +86,9 @@ class Engine:
             if key in self._outstanding:
                 other = self._outstanding[key].request
                 raise ValueError(
-                    f"{operation.request.title} was called with shapes {list(operation.request.shapes)} while an earlier"
-                    f" call of the same name, with shapes {list(other.shapes)}, is not finished: give each operation a"
-                    " name of its own, or synchronize the earlier one first"
+                    f"{operation.request.title} was called with shapes {list(operation.request.shapes)} while an"
+                    f" earlier call of the same name, with shapes {list(other.shapes)}, is not finished: give each"
+                    " operation a name of its own, or synchronize the earlier one first"
                 )
             self._outstanding[key] = operation
             if not self._unsent:
@@ -369,5 +369,3 @@ class Engine:
         if threading.current_thread() is self._thread:
             for group in self._groups.values():
                 group.close()
-
-

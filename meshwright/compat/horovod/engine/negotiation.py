@@ -177,7 +177,9 @@ class Negotiation:
     def _details(self, pending: _Pending, members: tuple[int, ...]) -> Any:
         request = next(iter(pending.calls.values()))
         if request.kind == requests.ALLGATHER:
-            return [[pending.calls[rank].shapes[tensor][0] for rank in members] for tensor in range(len(request.shapes))]
+            return [
+                [pending.calls[rank].shapes[tensor][0] for rank in members] for tensor in range(len(request.shapes))
+            ]
         if request.kind == requests.ALLTOALL:  # what each rank receives from the others
             return {
                 rank: [pending.calls[sender].splits[position] for sender in members]
@@ -206,7 +208,9 @@ class Negotiation:
             request = group.first
             kind = (request.process_set, request.device, request.op, request.prescale, request.postscale)
             key = (*kind, frozenset(request.dtypes), group.joined)
-            size = sum(prod(shape) for shape in request.shapes) * _DTYPE_BYTES.get(request.dtypes[0], 4) if key[5] else 0
+            size = (
+                sum(prod(shape) for shape in request.shapes) * _DTYPE_BYTES.get(request.dtypes[0], 4) if key[5] else 0
+            )
             can_fuse = request.kind == requests.ALLREDUCE and len(key[5]) == 1 and request.op != ReduceOp.ADASUM
             if can_fuse and key in open_groups and open_groups[key][1] + size <= self._fusion_bytes:
                 target, filled = open_groups[key]

@@ -2,6 +2,7 @@
 with torch 2.13. Process groups are made without registering them with torch.distributed, whose state belongs to the
 script."""
 
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -62,11 +63,8 @@ class RawGroup:
 
     def abort(self) -> None:
         """Ends collectives that wait for a rank which is gone."""
-        if hasattr(self._group, "abort"):
-            try:
-                self._group.abort()
-            except RuntimeError:  # Gloo has no abort: its connections close when the group is freed
-                pass
+        with suppress(RuntimeError, AttributeError):  # Gloo may have none: its connections close with the group
+            self._group.abort()
         self._group = None
 
 

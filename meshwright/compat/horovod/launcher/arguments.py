@@ -39,7 +39,9 @@ def _parser() -> argparse.ArgumentParser:
     add("-np", "--num-proc", type=int, dest="np", metavar="N", help="the number of ranks")
     add("-H", "--hosts", help="the hosts and their slots: localhost:2")
     add("--hostfile", "-hostfile", type=Path, help="a file with the hosts: lines such as localhost slots=2")
-    add("--min-np", "--min-num-proc", type=int, dest="min_np", help="an elastic job goes on with at least so many ranks")
+    add(
+        "--min-np", "--min-num-proc", type=int, dest="min_np", help="an elastic job goes on with at least so many ranks"
+    )
     add("--max-np", "--max-num-proc", type=int, dest="max_np", help="an elastic job has at most so many ranks")
     add("--host-discovery-script", dest="discovery", help="prints the hosts of an elastic job: localhost:2")
     add("--slots-per-host", "--slots", type=int, dest="slots", help="slots of hosts that are printed without a number")
@@ -137,8 +139,8 @@ def _slots(options: argparse.Namespace, command: tuple[str, ...]) -> int | None:
         )
         listed = ",".join(f"{host}:{slots}" for host, slots in hosts.items())
         raise InputError(
-            f"hosts {', '.join(remote)} are other machines, which this launcher does not reach: run `{torchrun}` on each"
-            f" of them (I is 0 to {len(hosts) - 1}), or `{_mpirun(listed, ranks, command)}`; the script imports"
+            f"hosts {', '.join(remote)} are other machines, which this launcher does not reach: run `{torchrun}` on"
+            f" each of them (I is 0 to {len(hosts) - 1}), or `{_mpirun(listed, ranks, command)}`; the script imports"
             " `meshwright.compat.horovod as hvd`"
         )
     return local_slots(entries)

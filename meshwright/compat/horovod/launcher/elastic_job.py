@@ -131,11 +131,11 @@ class ElasticJob:
                 return
         for worker in self._workers.values():
             if worker.connection is ready and worker.reader is not None:
-                frames = worker.reader.available()
-                if frames is None:
+                received = worker.reader.available()
+                if received is None:
                     worker.connection = None
                 else:
-                    worker.waits = worker.waits or any("join" in frame for frame in frames)
+                    worker.waits = worker.waits or any("join" in frame for frame in received)
 
     def _reap(self) -> None:
         """Removes the workers that have ended. If one has failed, the others are told."""
@@ -176,7 +176,7 @@ class ElasticJob:
         if slots == self._slots or slots < self._options.min_np:
             return
         change, self._slots = _ADDED if slots > self._slots else _REMOVED, slots
-        self._failures = {slot: 0 for slot in self._failures}
+        self._failures = dict.fromkeys(self._failures, 0)
         if self._attempt >= 0:
             self._tell({"update": change})
 

@@ -83,7 +83,8 @@ class WorkerProcess:
 def show_output(workers: Sequence[WorkerProcess], timeout_s: float, others: Sequence[Any] = ()) -> list[Any]:
     """Shows what workers print. Returns those of `others` that can be read, after at most `timeout_s`."""
     streams = [(worker, stream) for worker in workers for stream in worker.streams]
-    ready = wait([*others, *(stream for _, stream in streams)], timeout_s)
+    sources: list[Any] = [*others, *(stream for _, stream in streams)]
+    ready = wait(sources, timeout_s)
     for worker, stream in streams:
         if stream in ready and not stream.show():
             stream.close()

@@ -61,7 +61,6 @@ class _Allgather(torch.autograd.Function):
         contiguous = [gradient.contiguous() for gradient in gradients]
         synchronize(start(ALLREDUCE, contiguous, averaged, None, ctx.process_set, op=int(ReduceOp.AVERAGE)))
         own = [
-            gradient.narrow(0, begin, count)
-            for gradient, begin, count in zip(averaged, first, ctx.rows, strict=True)
+            gradient.narrow(0, begin, count) for gradient, begin, count in zip(averaged, first, ctx.rows, strict=True)
         ]
         return None, None, *own

@@ -41,7 +41,9 @@ def start(
         if tensor.dtype not in types or tensor.layout != torch.strided:
             raise ValueError(f"{kind} takes no tensors of {dtype_name(tensor.dtype)} with layout {tensor.layout}")
         if not tensor.is_contiguous():
-            raise ValueError(f"{kind} needs contiguous tensors: call .contiguous() on that of shape {list(tensor.shape)}")
+            raise ValueError(
+                f"{kind} needs contiguous tensors: call .contiguous() on that of shape {list(tensor.shape)}"
+            )
         if tensor.device.type not in ("cpu", "cuda"):
             raise ValueError(f"{kind} takes tensors on the CPU or on a GPU, and this one is on {tensor.device}")
     devices = {tensor.device.type for tensor in inputs}
@@ -70,7 +72,7 @@ def check_reduce_op(op: ReduceOp | int | None, average: bool | None) -> ReduceOp
         warnings.warn(
             "Parameter `average` has been replaced with `op` and will be removed in v1.0",
             DeprecationWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
         return Average if average else Sum
     return Average if op is None else ReduceOp(op)
