@@ -71,6 +71,8 @@ def parse(arguments: Sequence[str]) -> LaunchOptions:
         raise InputError("horovodrun needs a script: python -m meshwright.compat.horovod -np 2 script.py")
     if command[0].endswith(".py"):
         command = (sys.executable, *command)
+    elif command[0] in ("python", "python3"):  # the interpreter that runs this command has meshwright
+        command = (sys.executable, *command[1:])
     if options.mpi:
         raise InputError(
             f"--mpi: start the ranks with MPI's own command: {_mpirun(options.hosts or '', options.np or 1, command)}"
