@@ -11,7 +11,7 @@ from torch import Tensor
 from meshwright.compat.horovod.compression import Compressor
 from meshwright.compat.horovod.operations.allreduce import allreduce_async_
 from meshwright.compat.horovod.operations.start import Adasum, synchronize
-from meshwright.compat.horovod.optimizer_parameters import names_of_parameters
+from meshwright.compat.horovod.optimizer_parameters import call_when_gradients_are_ready, names_of_parameters
 
 
 class AdasumMethods:
@@ -31,7 +31,7 @@ class AdasumMethods:
         self._passes_left = dict.fromkeys(self._parameter_names, backward_passes_per_step)
         self._started: dict[Tensor, tuple[int, Any, Tensor] | None] = {}  # (handle, context, weights before the step)
         self._trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        self._hooks = [p.register_post_accumulate_grad_hook(self._gradient_is_ready) for p in self._trained]
+        self._hooks = call_when_gradients_are_ready(self._trained, self._gradient_is_ready)
 
     def _gradient_is_ready(self, parameter: Tensor) -> None:
         if self._started.get(parameter) is not None:

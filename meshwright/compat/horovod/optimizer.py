@@ -20,7 +20,13 @@ from meshwright.compat.horovod.operations.allreduce import (
     sparse_allreduce_async,
 )
 from meshwright.compat.horovod.operations.start import Adasum, Average, synchronize
-from meshwright.compat.horovod.optimizer_parameters import Groups, check_groups, group_parameters, names_of_parameters
+from meshwright.compat.horovod.optimizer_parameters import (
+    Groups,
+    call_when_gradients_are_ready,
+    check_groups,
+    group_parameters,
+    names_of_parameters,
+)
 from meshwright.compat.horovod.process_sets import ProcessSet, global_process_set
 from meshwright.launch.horovod_variables import read_horovod_variables
 
@@ -73,8 +79,7 @@ class DistributedMethods:
             ordered = sorted(self._trained, key=lambda p: order.index(self._parameter_names[p]))
             for group in group_parameters(self._groups, ordered):
                 self._group_of.update(dict.fromkeys(group, group))
-        for parameter in self._trained:
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._gradient_is_ready))
+        self._hooks = call_when_gradients_are_ready(self._trained, self._gradient_is_ready)
 
     def _gradient_is_ready(self, parameter: Tensor) -> None:
         if self._started.get(parameter) is not None or parameter in self._reduced_in_groups():

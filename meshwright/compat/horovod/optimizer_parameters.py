@@ -1,11 +1,13 @@
 """The names of the parameters of a `DistributedOptimizer`, by which ranks match gradients, and how they are grouped."""
 
+import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 Groups = int | list[list[Tensor]] | None
 
@@ -40,6 +42,20 @@ def names_of_parameters(
             f" {', '.join(map(str, unnamed))}"
         )
     return names
+
+
+def call_when_gradients_are_ready(
+    parameters: Iterable[Tensor], method: Callable[[Tensor], None]
+) -> list[RemovableHandle]:
+    """Lets the backward pass call a method of an optimizer with each parameter whose gradient is ready, as long as the
+    optimizer lives: a script may wrap the same parameters in another optimizer later."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(parameter: Tensor) -> None:
+        if (live := reference()) is not None:
+            live(parameter)
+
+    return [parameter.register_post_accumulate_grad_hook(hook) for parameter in parameters]
 
 
 def check_groups(groups: Any) -> None:

@@ -48,8 +48,8 @@ def _start(tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet)
 class _Allgather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.rows, ctx.process_set = [tensor.shape[0] for tensor in tensors], process_set
         result: tuple[Tensor, ...] = synchronize(grouped_allgather_async(tensors, name, process_set))
+        ctx.rows, ctx.process_set = [tensor.shape[0] for tensor in tensors], process_set
         return result
 
     @staticmethod
