@@ -85,7 +85,9 @@ def moves() -> None:
         rows = torch.full((rank, 2), rank, dtype=dtype)  # rank 0 has none
         expected = torch.cat([torch.full((other, 2), other, dtype=dtype) for other in range(size)])
         assert torch.equal(hvd.allgather(rows), expected)
-        assert torch.equal(hvd.broadcast(torch.full((3,), rank, dtype=dtype), size - 1), torch.full((3,), size - 1).to(dtype))
+        assert torch.equal(
+            hvd.broadcast(torch.full((3,), rank, dtype=dtype), size - 1), torch.full((3,), size - 1).to(dtype)
+        )
     one, two = hvd.grouped_allgather([torch.full((1,), rank), torch.full((2, 1), float(rank))])
     assert one.tolist() == list(range(size))
     assert two.flatten().tolist() == [float(other) for other in range(size) for _ in range(2)]
@@ -224,7 +226,9 @@ def batch_norm() -> None:
     torch.testing.assert_close(ours.running_var, whole.running_var)
     ours(x).pow(3).sum().backward()
     expected.pow(3).sum().backward()
-    assert x.grad is not None and y.grad is not None and ours.weight.grad is not None
+    assert x.grad is not None
+    assert y.grad is not None
+    assert ours.weight.grad is not None
     torch.testing.assert_close(x.grad, y.grad[own])
     torch.testing.assert_close(hvd.allreduce(ours.weight.grad, op=hvd.Sum), whole.weight.grad)
     mean, variance = ours.running_mean, ours.running_var
@@ -238,8 +242,9 @@ def questions() -> None:
     assert (hvd.local_rank(), hvd.local_size()) == (hvd.rank(), hvd.size())
     assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
     assert hvd.is_homogeneous()
-    assert hvd.gloo_built() and hvd.gloo_enabled()
-    assert not (hvd.mpi_built() or hvd.mpi_enabled() or hvd.ddl_built() or hvd.ccl_built() or hvd.rocm_built())
+    assert hvd.gloo_built()
+    assert hvd.gloo_enabled()
+    assert not any((hvd.mpi_built(), hvd.mpi_enabled(), hvd.ddl_built(), hvd.ccl_built(), hvd.rocm_built()))
     assert isinstance(hvd.nccl_built(), int)
     assert hvd.cuda_built() == (torch.version.cuda is not None)
     with pytest.raises(ValueError, match="MPI"):

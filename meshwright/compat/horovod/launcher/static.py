@@ -20,13 +20,12 @@ _GRACE_S = 3.0  # how long other ranks may go on to print why, after a rank has 
 
 
 def run_static(options: LaunchOptions) -> None:
-    """Runs the command on all ranks. Raises `RankError` about the first rank that fails."""
+    """Runs the command on all ranks. Raises `RankError` about the ranks that fail."""
     store, port = serve_store()
     threads = max(1, (os.cpu_count() or 1) // options.np)
     shared = {**shared_variables(port, options.np, threads), **options.variables}
     screen = Screen()
     workers: list[WorkerProcess] = []
-    failed: WorkerProcess | None = None
     try:
         for rank in range(options.np):
             variables = {**shared, **rank_variables(rank, options.np)}
@@ -34,19 +33,19 @@ def run_static(options: LaunchOptions) -> None:
         deadline = float("inf")
         while any(worker.poll() is None for worker in workers) and time.monotonic() < deadline:
             show_output(workers, _POLL_S)
-            if failed is None:
-                failed = next((worker for worker in workers if worker.poll()), None)
-                deadline = time.monotonic() + _GRACE_S if failed else deadline
+            if deadline == float("inf") and any(worker.poll() for worker in workers):
+                deadline = time.monotonic() + _GRACE_S
     finally:
+        failed = [worker for worker in workers if worker.poll()]  # without those that are ended here
         for worker in workers:
             if worker.poll() is None:
                 worker.kill()
             worker.close()
         screen.end_lines()
     del store  # the ranks needed it until here
-    failed = failed or next((worker for worker in workers if worker.poll()), None)
-    if failed is not None:
-        raise RankError(f"rank {failed.number} of {options.np} {describe_exit(failed.poll() or 0)}")
+    if failed:
+        ends = (f"rank {worker.number} of {options.np} {describe_exit(worker.poll() or 0)}" for worker in failed)
+        raise RankError("; ".join(ends))
 
 
 def describe_exit(code: int) -> str:
