@@ -1,4 +1,7 @@
-"""The state of elastic training is the same on all workers after `sync`, and after a failure that of the last commit."""
+"""The state of elastic training is the same on all workers after `sync`, and after a failure that of the last
+commit."""
+
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +19,7 @@ def _state() -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1 + rank)
     sampler = hvd.elastic.ElasticSampler(range(10), shuffle=False)
     sampler.record_batch(0, 1 + rank)
-    state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, batch=rank, seen=[rank])
+    state: Any = hvd.elastic.TorchState(model, optimizer, sampler=sampler, batch=rank, seen=[rank])
     state.sync()
     assert (state.batch, state.seen, sampler.processed_num) == (0, [0], hvd.size())
     assert optimizer.param_groups[0]["lr"] == 0.1
@@ -61,13 +64,18 @@ def test_a_sampler_divides_what_is_left_of_an_epoch(world: RankPool | None) -> N
 def _interrupted(kind: int) -> list[str]:
     """Returns what happens when rank 0 alone hears that hosts have changed, and a collective fails once."""
     events: list[str] = []
-    state = hvd.elastic.TorchState(torch.nn.Linear(1, 1), None, batch=0)
+    state: Any = hvd.elastic.TorchState(torch.nn.Linear(1, 1), None, batch=0)
     state.register_reset_callbacks([lambda: events.append(f"reset to {hvd.size()} ranks")])
     synchronize = state.sync
-    state.sync = lambda: (events.append("sync"), synchronize())  # type: ignore[method-assign, assignment]
+
+    def recorded_sync() -> None:
+        events.append("sync")
+        synchronize()
+
+    state.sync = recorded_sync
 
     @hvd.elastic.run
-    def train(state: hvd.elastic.TorchState) -> str:
+    def train(state: Any) -> str:
         events.append(f"batch {state.batch}")
         if state.batch == 0:
             state.batch = 1
@@ -94,10 +102,10 @@ def test_training_runs_again_after_failures_and_changes_of_hosts(two: RankPool, 
 
 
 def _mismatch() -> str:
-    state = hvd.elastic.TorchState(torch.nn.Linear(1, 1), None, batch=0)
+    state: Any = hvd.elastic.TorchState(torch.nn.Linear(1, 1), None, batch=0)
 
     @hvd.elastic.run
-    def train(state: hvd.elastic.TorchState) -> None:
+    def train(state: Any) -> None:
         hvd.allreduce(torch.ones(1 + hvd.rank()))
 
     with pytest.raises(hvd.HorovodInternalError) as caught:

@@ -146,7 +146,7 @@ def objects_and_parameters() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
     model[0].weight.data = torch.full((2, 3), float(rank)).t()  # not contiguous
     hvd.broadcast_parameters(model.state_dict(), size - 1)
-    assert model[0].weight.eq(size - 1).all()
+    assert torch.equal(model[0].weight, torch.full((3, 2), size - 1.0))
     hvd.broadcast_parameters(model.named_parameters(), 0)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (rank + 1))
     if rank == 0:
@@ -165,7 +165,7 @@ def objects_and_parameters() -> None:
 
 def sparse_tensors() -> None:
     rank, size = hvd.rank(), hvd.size()
-    tensor = torch.sparse_coo_tensor([[0, rank + 1]], [1.0, 2.0], (5,))
+    tensor = torch.sparse_coo_tensor(torch.tensor([[0, rank + 1]]), torch.tensor([1.0, 2.0]), (5,))
     dense = [size, *(2.0 if position < size else 0.0 for position in range(4))]
     assert hvd.sparse_allreduce_async(tensor, "sparse", hvd.Sum)().to_dense().tolist() == dense
     average = hvd.sparse_allreduce_async(tensor, "sparse", hvd.Average)().to_dense()
