@@ -55,6 +55,7 @@ class Engine:
         self._links, self._store, self._settings, self._timeline = links, store, settings, timeline
         self._negotiation = Negotiation(size, settings.fusion_bytes) if rank == 0 else None
         self._groups: dict[int, DataGroup] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._lock = threading.Lock()
         self._outstanding: dict[Key, Operation] = {}
         self._unsent: list[Operation] = []
@@ -109,7 +110,10 @@ class Engine:
         if operation.error is not None:
             raise operation.error
         if operation.finished is not None:
-            torch.cuda.current_stream(operation.inputs[0].device).wait_event(operation.finished)
+            stream = torch.cuda.current_stream(operation.inputs[0].device)
+            stream.wait_event(operation.finished)
+            for tensor in operation.outputs:  # their memory may have been allocated for the engine's stream
+                tensor.record_stream(stream)
 
     def hurry(self) -> None:
         """Sends the requests that have not been sent without waiting for the end of the cycle."""
@@ -311,8 +315,8 @@ class Engine:
 
     def _execute_on_gpu(self, operations: list[Operation], details: list[Any]) -> None:
         device = operations[0].inputs[0].device
-        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
-            stream = torch.cuda.current_stream(device)
+        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        with torch.cuda.device(device), torch.cuda.stream(stream):
             for operation in operations:
                 if operation.ready is not None:
                     stream.wait_event(operation.ready)
