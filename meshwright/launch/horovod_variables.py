@@ -30,9 +30,10 @@ _HONOURED = {
 @dataclass(frozen=True)
 class HorovodVariables:
     """A rank as its launcher describes it, and the settings. `store` is the address (host, port) where the ranks find
-    each other, None for a process that no launcher started; `serves_store` means that rank 0 has to serve it. `driver`
-    is the address of the launcher of an elastic job, and `worker` this process's id there. `timeline` is the file of
-    `HOROVOD_TIMELINE`. `ignored` are the variables that are set and have no effect."""
+    each other, None for a process that no launcher started; `serves_store` means that rank 0 has to serve it.
+    `restarts` is how often torchrun has started the ranks again. `driver` is the address of the launcher of an elastic
+    job, and `worker` this process's id there. `timeline` is the file of `HOROVOD_TIMELINE`. `ignored` are the variables
+    that are set and have no effect."""
 
     rank: int
     size: int
@@ -42,6 +43,7 @@ class HorovodVariables:
     cross_size: int
     store: tuple[str, int] | None
     serves_store: bool
+    restarts: int
     driver: tuple[str, int] | None
     worker: str
     cycle_s: float
@@ -75,6 +77,7 @@ def read_horovod_variables() -> HorovodVariables:
         store=address,
         serves_store="HOROVOD_GLOO_RENDEZVOUS_ADDR" not in variables
         and variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        restarts=_integer(variables, "TORCHELASTIC_RESTART_COUNT", 0),
         driver=_address(variables[DRIVER]) if DRIVER in variables else None,
         worker=variables.get(WORKER, ""),
         cycle_s=_number(variables, "HOROVOD_CYCLE_TIME", 5.0) / 1000,

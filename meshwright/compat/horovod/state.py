@@ -5,15 +5,17 @@ import atexit
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
-from meshwright.compat.horovod.engine.control import connect
+from meshwright.compat.horovod.engine.control import ControlLinks, connect
 from meshwright.compat.horovod.engine.data_group import DataGroup
 from meshwright.compat.horovod.engine.driver_link import join_job, lost_worker
 from meshwright.compat.horovod.engine.engine import Engine
 from meshwright.compat.horovod.engine.operation import Operation
 from meshwright.compat.horovod.engine.rendezvous import Placement, place, place_among, place_in_communicator
 from meshwright.compat.horovod.engine.timeline import Timeline
+from meshwright.compat.horovod.exceptions import HorovodInternalError
 from meshwright.launch.horovod_variables import HorovodVariables, read_horovod_variables
 
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
@@ -36,17 +38,8 @@ class Horovod:
         """Joins the other ranks; does nothing if this process has joined them already."""
         if self._engine is not None:
             return
-        variables = read_horovod_variables()
         self._inits += 1
-        if variables.driver is not None:
-            variables, attempt = join_job(variables)
-        else:
-            attempt = f"init{self._inits}"
-        placement = self._place(comm, variables, attempt)
-        links = connect(
-            *(placement.store, placement.rank, placement.size, placement.one_machine, variables.timeout_s),
-            problem=lambda: lost_worker(variables),
-        )
+        variables, placement, links = self._connect(comm)
         for group in self._retired:  # all ranks have left them, because all have called `init` again
             group.close()
         self._retired = []
@@ -59,6 +52,21 @@ class Horovod:
         self._engine = Engine(placement.rank, placement.size, links, placement.store, variables, self.timeline)
         atexit.unregister(self.shutdown)
         atexit.register(self.shutdown)
+
+    def _connect(self, comm: Any) -> tuple[HorovodVariables, Placement, ControlLinks]:
+        """Connects to the other ranks. If a worker of an elastic job dies meanwhile, it begins again without it."""
+        while True:
+            variables = read_horovod_variables()
+            attempt = f"start{variables.restarts} init{self._inits}"
+            if variables.driver is not None:
+                variables, attempt = join_job(variables)
+            placement = self._place(comm, variables, attempt)
+            problem = partial(lost_worker, variables)
+            try:
+                return variables, placement, connect(placement, variables.timeout_s, problem)
+            except HorovodInternalError:
+                if problem() is None:
+                    raise
 
     def _place(self, comm: Any, variables: HorovodVariables, attempt: str) -> Placement:
         if hasattr(comm, "Get_rank") and hasattr(comm, "allgather"):

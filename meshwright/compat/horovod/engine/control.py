@@ -13,6 +13,7 @@ from contextlib import suppress
 import torch.distributed as dist
 
 from meshwright.compat.horovod.engine.frames import FrameReader, send_frame
+from meshwright.compat.horovod.engine.rendezvous import Placement
 from meshwright.compat.horovod.exceptions import HorovodInternalError
 from meshwright.launch.loopback import ADDRESS
 
@@ -45,21 +46,15 @@ class ControlLinks:
             self.drop(rank)
 
 
-def connect(
-    store: dist.Store | None,
-    rank: int,
-    size: int,
-    one_machine: bool,
-    timeout_s: float,
-    problem: Callable[[], str | None] = lambda: None,
-) -> ControlLinks:
-    """Connects this rank. Returns when all ranks are connected. `store` is a place of these ranks alone. `problem` is
-    asked meanwhile, and returns why the ranks can never be connected."""
-    if size == 1:
+def connect(placement: Placement, timeout_s: float, problem: Callable[[], str | None]) -> ControlLinks:
+    """Connects this rank. Returns when all ranks are connected. `problem` is asked meanwhile, and returns why the ranks
+    can never be connected."""
+    store, rank = placement.store, placement.rank
+    if placement.size == 1:
         return ControlLinks({})
     assert store is not None
     if rank == 0:
-        return _accept_all(store, size, one_machine, timeout_s, problem)
+        return _accept_all(store, placement.size, placement.one_machine, timeout_s, problem)
     deadline = time.monotonic() + timeout_s
     while not store.check(["control"]):
         _check(problem)
@@ -124,8 +119,7 @@ def _close_in_forked_process() -> None:
     """A worker of a data loader must not keep the connections of its parent open: they tell that the parent lives."""
     for links in list(_open_links):
         for connection in links.connections.values():
-            with suppress(OSError):
-                os.close(connection.fileno())
+            connection.close()
 
 
 os.register_at_fork(after_in_child=_close_in_forked_process)

@@ -11,6 +11,7 @@ from pathlib import Path
 from meshwright.errors import InputError
 from meshwright.limits import MOST_RANKS_HERE
 
+VERSION = "0.28.1"  # of Horovod, whose scripts are run
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
@@ -60,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--gloo", action="store_true", help="accepted: ranks are always connected as with --gloo")
     add("--mpi", action="store_true", help="refused: start the script with mpirun")
     add("--verbose", "--disable-cache", "--no-cache", action="store_true", help="accepted, without effect")
+    add("-v", "--version", action="version", version=f"horovod {VERSION} of meshwright")
     add("command", nargs=argparse.REMAINDER, help="a script of Python and its arguments, or a command")
     return parser
 

@@ -52,7 +52,7 @@ class ElasticJob:
         self._finished = False
         self._next_discovery = 0.0
         self._slots = options.np
-        self._last_failure = ""
+        self._last_failure = self._late_failure = ""
 
     def run(self) -> None:
         """Returns when all workers are done. Raises `RankError` when too few are left."""
@@ -76,6 +76,8 @@ class ElasticJob:
                     worker.process.close()
                 self._screen.end_lines()
         del store  # the workers needed it until here
+        if self._late_failure:
+            raise RankError(self._late_failure)
 
     def _step(self) -> None:
         connections = [worker.connection for worker in self._workers.values() if worker.connection is not None]
@@ -92,9 +94,11 @@ class ElasticJob:
     def _start_missing(self) -> None:
         """Starts workers in the slots that have none."""
         taken = {worker.slot for worker in self._workers.values()}
-        usable = [slot for slot in range(self._slots) if self._failures.get(slot, 0) < _MOST_FAILURES]
+        given_up = {slot for slot, failures in self._failures.items() if failures >= _MOST_FAILURES}
+        free = [slot for slot in range(self._options.max_np) if slot not in taken | given_up]
+        missing = self._slots - len(given_up) - len(taken)
         limit = self._options.reset_limit
-        for slot in [slot for slot in usable if slot not in taken]:
+        for slot in free[: max(0, missing)]:
             if self._attempt >= 0 and limit is not None and self._replaced >= limit:
                 break
             self._replaced += self._attempt >= 0
@@ -151,7 +155,10 @@ class ElasticJob:
             self._failures[worker.slot] = self._failures.get(worker.slot, 0) + 1
             self._last_failure = f": the last one {describe_exit(code)}"
             print(f"horovodrun: the worker of slot {worker.slot} {describe_exit(code)}", file=sys.stderr, flush=True)
-            self._tell({"lost": self._attempt})
+            if self._finished:
+                self._late_failure = f"the worker of slot {worker.slot} {describe_exit(code)} after others were done"
+            if worker.rank is not None:
+                self._tell({"lost": self._attempt})
 
     def _tell(self, frame: dict[str, object]) -> None:
         for worker in self._workers.values():
@@ -194,6 +201,6 @@ class ElasticJob:
             send_frame(worker.connection, {"exit": True})
         members = ordered[: self._slots]
         for rank, worker in enumerate(members):
-            worker.rank, worker.waits, worker.slot = rank, False, rank
+            worker.rank, worker.waits = rank, False
             assert worker.connection is not None
             send_frame(worker.connection, {"attempt": self._attempt, "rank": rank, "size": len(members)})

@@ -29,8 +29,6 @@ _MODULES = {
     "horovod.runner.elastic.worker": f"{_ROOM}.elastic.state",
 }
 
-__version__ = "0.28.1"
-
 
 def _provide() -> None:
     for name, target in _MODULES.items():
@@ -45,6 +43,7 @@ def _provide() -> None:
 
 _provide()
 
+from meshwright.compat.horovod.launcher.arguments import VERSION as __version__  # noqa: E402
 from meshwright.compat.horovod.launcher.run_function import run  # noqa: E402
 
 __all__ = ["__version__", "run"]
