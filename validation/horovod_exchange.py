@@ -25,7 +25,7 @@ from meshwright.launch.horovod_variables import read_horovod_variables
 from meshwright.launch.loopback import connect_store
 from meshwright.workloads.mnist import Net
 
-BATCH, STEPS, WARM_UP = 64, 20, 5
+BATCH, STEPS, WARM_UP = 64, 12, 5
 LOOPS = ("no exchange", "DDP over Gloo", "DistributedOptimizer")
 
 

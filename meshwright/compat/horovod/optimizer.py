@@ -1,6 +1,7 @@
 """`DistributedOptimizer`: an optimizer whose gradients are averaged over the ranks before each step. The all-reduce of
 a gradient starts as soon as the backward pass has computed it."""
 
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meshwright.compat.horovod.adasum_optimizer import AdasumMethods
-from meshwright.compat.horovod.basics import rocm_built, size
+from meshwright.compat.horovod.basics import local_size, rocm_built, size
 from meshwright.compat.horovod.compression import Compression, Compressor
 from meshwright.compat.horovod.engine.requests import ReduceOp
 from meshwright.compat.horovod.functions import broadcast_object
@@ -28,6 +29,7 @@ from meshwright.compat.horovod.optimizer_parameters import (
     names_of_parameters,
 )
 from meshwright.compat.horovod.process_sets import ProcessSet, global_process_set
+from meshwright.compat.horovod.state import horovod
 from meshwright.launch.horovod_variables import read_horovod_variables
 
 # A started all-reduce: its handle or, for a sparse gradient, the function that waits; and what decompresses it. None
@@ -63,6 +65,8 @@ class DistributedMethods:
         self._trained: list[Tensor] = []
         self._hooks: list[Any] = []
         self._synchronized, self._should_synchronize = False, True
+        self._ready = 0  # the number of parameters whose gradients are complete
+        self._waits_for_all = False
         self._group_of: dict[Tensor, tuple[Tensor, ...]] = {}
         self._groups = groups
         if process_set.included() and (size() > 1 or read_horovod_variables().elastic):
@@ -70,6 +74,9 @@ class DistributedMethods:
 
     def _add_hooks(self) -> None:
         self._trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        busy_cores = local_size() * torch.get_num_threads()
+        on_cpu = all(p.device.type == "cpu" for p in self._trained)
+        self._waits_for_all = on_cpu and (os.cpu_count() or 1) < busy_cores + local_size()
         if self._groups is not None:
             # All ranks form the groups in the order of one of them.
             assert self.process_set.ranks is not None
@@ -92,11 +99,16 @@ class DistributedMethods:
         self._started[parameter] = None
         if self._passes_left[parameter] > 0:
             return
+        if self._waits_for_all:
+            horovod.engine.defer()
         group = self._group_of.get(parameter)
         if group is None:
             self._started[parameter] = self._start(parameter)
         elif all(p in self._started and self._passes_left[p] == 0 for p in group):
             self._start_group(group)
+        self._ready += 1
+        if self._ready == len(self._trained):
+            horovod.engine.hurry()
 
     def _reduced_in_groups(self) -> set[Tensor]:
         return {parameter for group in self._started_groups for parameter in group}
@@ -160,6 +172,7 @@ class DistributedMethods:
                 self._set_gradient(parameter, result, context)
         self._started.clear()
         self._started_groups.clear()
+        self._ready = 0
         self._passes_left = dict.fromkeys(self._parameter_names, self.backward_passes_per_step)
 
     @torch.no_grad()
@@ -210,6 +223,7 @@ class DistributedMethods:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._started.clear()
         self._started_groups.clear()
+        self._ready = 0
         self._synchronized, self._should_synchronize = False, True
         self._passes_left = dict.fromkeys(self._parameter_names, self.backward_passes_per_step)
         super().load_state_dict(state_dict)  # type: ignore[misc]

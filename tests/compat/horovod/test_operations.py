@@ -4,11 +4,14 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import meshwright.compat.horovod as hvd
+from meshwright.launch.horovod_variables import read_horovod_variables
 from tests.compat.horovod.world import run_horovod
 from tests.ranks import RankPool
 
@@ -309,20 +312,51 @@ def test_init_and_shutdown_can_be_repeated(world: RankPool | None) -> None:
 
 def _some_ranks() -> list[int] | None:
     hvd.shutdown()
-    if hvd_rank_of_launcher() == 1:
+    if _launched_rank() == 1:
         with pytest.raises(ValueError, match="not among these ranks"):
             hvd.init(comm=[2, 0])
         return None
     hvd.init(comm=[2, 0])
-    gathered: list[int] = hvd.allgather(torch.tensor([hvd_rank_of_launcher()])).tolist()
+    gathered: list[int] = hvd.allgather(torch.tensor([_launched_rank()])).tolist()
     return gathered
 
 
-def hvd_rank_of_launcher() -> int:
-    from meshwright.launch.horovod_variables import read_horovod_variables
-
+def _launched_rank() -> int:
     return read_horovod_variables().rank
 
 
 def test_init_with_some_ranks_numbers_them_in_their_order(three: RankPool) -> None:
     assert run_horovod(three, _some_ranks) == [[2, 0], None, [2, 0]]
+
+
+class Communicator:
+    """The part of a communicator of mpi4py that `hvd.init` needs, over the process group of the pool."""
+
+    def Get_rank(self) -> int:
+        return dist.get_rank()
+
+    def Get_size(self) -> int:
+        return dist.get_world_size()
+
+    def allgather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
+
+    def bcast(self, value: Any, root: int) -> Any:
+        return self.allgather(value)[root]
+
+
+def _communicator() -> list[int]:
+    hvd.shutdown()
+    hvd.init(Communicator())
+    gathered: list[int] = hvd.allgather(torch.tensor([hvd.rank()])).tolist()
+    return gathered
+
+
+def test_init_takes_a_communicator(two: RankPool) -> None:
+    assert run_horovod(two, _communicator) == [[0, 1], [0, 1]]
+    with pytest.raises(ValueError, match="list of ranks, or a communicator"):
+        hvd.init(comm="all")
+    with pytest.raises(ValueError, match="list of ranks"):
+        hvd.ProcessSet("01")

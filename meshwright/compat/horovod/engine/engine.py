@@ -34,6 +34,7 @@ from meshwright.compat.horovod.engine.timeline import Timeline
 from meshwright.compat.horovod.exceptions import HorovodInternalError, MismatchError
 from meshwright.launch.horovod_variables import HorovodVariables
 
+_DEFERRED_S = 0.5
 _BLOCKED_S = 0.2  # after this time, a rank that waits for an operation tells rank 0 so
 
 
@@ -60,7 +61,8 @@ class Engine:
         self._outstanding: dict[Key, Operation] = {}
         self._unsent: list[Operation] = []
         self._blocked: list[Key] = []
-        self._unsent_since = 0.0
+        self._send_at_s = 0.0
+        self._deferred = False
         self._urgent = self._leaving = self._woken = False
         self._failure: str | None = None
         self._numbers: OrderedDict[Request, int] = OrderedDict()  # the numbers of requests that rank 0 knows
@@ -93,7 +95,8 @@ class Engine:
                 )
             self._outstanding[key] = operation
             if not self._unsent:
-                self._unsent_since = time.monotonic()
+                cycle_s = _DEFERRED_S if self._deferred else self._settings.cycle_s
+                self._send_at_s, self._deferred = time.monotonic() + cycle_s, False
             self._unsent.append(operation)
             if len(self._unsent) == 1:
                 self._wake()
@@ -114,6 +117,11 @@ class Engine:
             stream.wait_event(operation.finished)
             for tensor in operation.outputs:  # their memory may have been allocated for the engine's stream
                 tensor.record_stream(stream)
+
+    def defer(self) -> None:
+        """Lets the next operation, if it is the first that is not sent, and those after it wait for `hurry`. Where
+        ranks compute on all cores, an exchange during the backward pass only slows it down."""
+        self._deferred = True
 
     def hurry(self) -> None:
         """Sends the requests that have not been sent without waiting for the end of the cycle."""
@@ -188,7 +196,7 @@ class Engine:
     def _timeout_s(self) -> float | None:
         with self._lock:
             if self._unsent and not self._urgent:
-                return max(0.0, self._unsent_since + self._settings.cycle_s - time.monotonic())
+                return max(0.0, self._send_at_s - time.monotonic())
             if self._unsent or self._blocked or self._leaving:
                 return 0.0
         return CHECK_S if self._negotiation is not None and self._stalls.enabled and self.size > 1 else None
@@ -198,9 +206,8 @@ class Engine:
         frame: dict[str, Any] = {}
         with self._lock:
             self._woken = False
-            cycle_is_over = time.monotonic() >= self._unsent_since + self._settings.cycle_s
             submitted: list[Operation] = []
-            if self._unsent and (self._urgent or cycle_is_over or self._leaving):
+            if self._unsent and (self._urgent or self._leaving or time.monotonic() >= self._send_at_s):
                 submitted, self._unsent, self._urgent = self._unsent, [], False
             blocked, self._blocked = self._blocked, []
             leaving = self._leaving
