@@ -54,7 +54,6 @@ LEVELS = {
 FOLDERS = {
     "bench": ("collectives", "peers"),
     "collectives": ("schedules", "shared_memory"),
-    "compat": ("accelerate", "lightning", "transformers"),
     "export": ("configurations",),
     "compat": ("accelerate", "horovod", "lightning", "transformers"),
     "launch": ("local",),
