@@ -129,6 +129,20 @@ _HINTS = {
 }
 
 
+class LossScaleSettings(_Section):
+    """How the loss scale of fp16 is adapted. It begins with `start`, is doubled after `interval` steps without
+    overflow, and halved at every `hysteresis`-th step with one. With `consecutive_hysteresis` only overflows without a
+    finite step between them are counted together. A run whose scale would go below `lowest` ends. `fixed` is a scale
+    that is not adapted."""
+
+    start: PositiveFloat = 2.0**16
+    interval: Steps = 2000
+    hysteresis: Count = 1
+    consecutive_hysteresis: bool = False
+    lowest: PositiveFloat = 2.0**-10
+    fixed: PositiveFloat | None = None
+
+
 class Train(_Section):
     """Length and settings of the training. The run ends after `epochs` or `steps`, whichever comes first."""
 
@@ -143,6 +157,7 @@ class Train(_Section):
     # What to do when the loss is NaN or infinite: end the run after 3 such steps in a row, leave out their updates, or
     # go back to the last checkpoint and leave out their batches. The last two look at the gradients, too.
     on_nonfinite: Literal["skip", "rewind", "stop"] = "stop"
+    loss_scale: LossScaleSettings = LossScaleSettings()  # of fp16
     timeout_s: Timeout = 600  # how long a rank waits for the others
     restarts: CountOrZero = 3  # how often failed ranks are started again
     grace_s: Timeout = 30  # how long ranks may take to save after a stop signal

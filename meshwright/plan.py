@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
+from meshwright.deepspeed_config.plan_groups import plan_of_config
 from meshwright.files.storage import write_atomically
 from meshwright.limits import (
     MOST_DEVICES,
@@ -384,6 +385,11 @@ class Plan(_PlanGroup):
         ]
         chosen = [words for is_chosen, words in choices if is_chosen]
         return " · ".join([" × ".join(axes) or "one rank", numerics.precision, *chosen])
+
+    @classmethod
+    def from_deepspeed(cls, config: str | Path | dict[str, Any], ranks: int | None = None) -> Self:
+        """The plan of a DeepSpeed configuration, which is a path or a dict (docs/deepspeed.md)."""
+        return cls.model_validate(plan_of_config(config, ranks, offload_field="offload" in Memory.model_fields))
 
     def to_yaml(self) -> str:
         """The plan as YAML text, which `load_plan` reads back."""

@@ -43,7 +43,8 @@ optimizer: {call: torch.optim:AdamW, lr: 1e-3, betas: [0.9, 0.95], groups: [no_d
 schedule: {call: torch.optim.lr_scheduler:StepLR, step_size: 2, per: epoch}
 callbacks: [{call: "meshwright.train.callbacks:EarlyStopping", patience: 2}]
 train: {epochs: 2, steps: 50, global_batch: 16, clip_norm: 1, seed: 3, weights: {path: /w.pt, skip: [head]},
-        freeze: [body], deterministic: true, on_nonfinite: skip, timeout_s: 30, restarts: 1, grace_s: 9}
+        freeze: [body], deterministic: true, on_nonfinite: skip, timeout_s: 30, restarts: 1, grace_s: 9,
+        loss_scale: {start: 256.0, interval: 100, hysteresis: 2, lowest: 1.0}}
 checkpoint: {every_steps: 7, keep: 2, best: accuracy, better: higher, frozen: false}
 log: {every_steps: 3, eval_every_steps: 9, tensorboard: false}
 plan: {axes: {replicate: 2}, numerics: {precision: bf16}, compute: {threads: 1, layout: channels_last}}

@@ -40,6 +40,7 @@ LEVELS = {
     "plan": 0,
     "call": 0,
     "batch": 0,
+    "deepspeed_config": 0,
     "dtypes": 0,
     "exchange": 0,
     "output_trees": 0,
@@ -54,8 +55,8 @@ LEVELS = {
 FOLDERS = {
     "bench": ("collectives", "peers"),
     "collectives": ("schedules", "shared_memory"),
+    "compat": ("accelerate", "deepspeed", "horovod", "lightning", "transformers"),
     "export": ("configurations",),
-    "compat": ("accelerate", "horovod", "lightning", "transformers"),
     "launch": ("local",),
     "parallel": ("weights", "tensor", "pipeline", "branches", "replicate", "chunked_loss"),
     "profile": ("structure", "tracing"),
@@ -68,10 +69,20 @@ ENTRY_POINTS = ("__init__", "__main__")  # they may import anything, and nothing
 # The files of level 0 that other files of level 0 may import.
 SHARED_BY_LEVEL_0 = (
     *("errors", "dtypes", "files", "limits", "output_trees", "plain_values", "user_code"),
-    "torchvision_import",
+    *("torchvision_import", "deepspeed_config"),
 )
 PREDICTING, EXECUTING = {"simulator", "planner"}, {"parallel", "checkpoint", "train"}
-WITHOUT_TORCH = ("plan", "job", "errors", "call", "user_code", "torchvision_import", "limits", "files")
+WITHOUT_TORCH = (
+    "plan",
+    "job",
+    "errors",
+    "call",
+    "user_code",
+    "torchvision_import",
+    "limits",
+    "files",
+    "deepspeed_config",
+)
 # `cache` reads XDG_CACHE_HOME and the home folder, `trust` the user's key (MESHWRIGHT_KEY, MESHWRIGHT_KEY_FILE and
 # XDG_STATE_HOME), `user_path` the home folders that `~` stands for; they read nothing else.
 MAY_READ_ENVIRONMENT = ("launch/", "files/cache.py", "files/trust.py", "files/user_path.py")

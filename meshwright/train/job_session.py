@@ -50,6 +50,7 @@ def build_session(job: Job, plan: Plan, world: World, report: Report) -> Session
         make_schedule=partial(build_schedule, job) if job.schedule else None,
         schedule_per=schedule_unit(job),
         clip_norm=job.train.clip_norm,
+        loss_scale=job.train.loss_scale,
         on_nonfinite="ignore" if job.train.on_nonfinite == "stop" else "skip",
         seed=job.train.seed,
         target=job.data.target,

@@ -19,6 +19,7 @@ from meshwright.checkpoint.state import State, model_state, optimizer_state
 from meshwright.data.loading import Batch, LoadingOptions, Microbatch, SampleShare, StreamState, train_batches
 from meshwright.data.prepared import refuse_loader
 from meshwright.errors import InputError
+from meshwright.job import LossScaleSettings
 from meshwright.launch.world import World
 from meshwright.parallel.apply import FillWeights, apply
 from meshwright.parallel.check import check_sparse
@@ -34,7 +35,7 @@ from meshwright.train.step.batch import cut_share
 from meshwright.train.step.cuda_graphs import StepGraphs
 from meshwright.train.step.evaluation import Evaluator, combine_totals
 from meshwright.train.step.forward_backward import ForwardBackward
-from meshwright.train.step.loss_scale import LossScale
+from meshwright.train.step.loss_scale import DEFAULTS, LossScale
 from meshwright.train.step.nonfinite import NonFiniteCheck
 from meshwright.train.step.optimizer import use_fused_kernels
 from meshwright.train.step.own_loop import OwnLoop
@@ -73,6 +74,7 @@ class Session(OwnLoop):
         schedule_per: Literal["step", "epoch"] = "step",
         clip_norm: float | None = None,
         on_nonfinite: Literal["ignore", "skip"] = "ignore",
+        loss_scale: LossScaleSettings = DEFAULTS,
         seed: int = 0,
         target: str | None = None,
         frozen: tuple[str, ...] = (),
@@ -100,7 +102,8 @@ class Session(OwnLoop):
         offload_optimizer(self.optimizer, plan, world.device)
         if plan.compute.fused_optimizer:
             use_fused_kernels(self.optimizer)
-        self.loss_scale = LossScale(world.device, world.size) if plan.numerics.precision == "fp16" else None
+        is_fp16 = plan.numerics.precision == "fp16"
+        self.loss_scale = LossScale(world.device, world.size, loss_scale) if is_fp16 else None
         self.schedule = make_schedule(self.optimizer) if make_schedule else None
         self._schedule_per = schedule_per
         data_ranks = data_group(self._parallel.mesh, plan)
