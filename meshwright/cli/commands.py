@@ -35,6 +35,7 @@ from meshwright.limits import MOST_RANKS_HERE
 
 if TYPE_CHECKING:
     from meshwright.cluster.cluster import Cluster
+    from meshwright.job import Job
     from meshwright.plan import Plan
     from meshwright.proof.proof import Proof
 
@@ -93,6 +94,10 @@ def train(
         int,
         typer.Option(min=0, max=MOST_RECORDED_STEPS, metavar="K", help="Record the first K steps for prove --against."),
     ] = 0,
+    deepspeed: Annotated[
+        Path | None,
+        path_option("--deepspeed", "FILE", "Train as this DeepSpeed configuration says: batch, plan, optimizer, …"),
+    ] = None,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
@@ -104,6 +109,8 @@ def train(
 
     loaded_job = load_train_job(job, settings or [])
     given_plan = load_plan(plan) if plan else loaded_job.plan
+    if deepspeed is not None:
+        loaded_job, given_plan = _job_of_deepspeed(loaded_job, deepspeed, plan, cluster)
     if is_module_job(loaded_job):
         from meshwright.cli.lightning_module import train_lightning_module
 
@@ -136,6 +143,19 @@ def train(
             result = run(loaded_job, chosen.plan, machines, resume, chosen.step_s, record, chosen.line, parts, tunes)
     if result is not None:
         _print_result(result, as_json)
+
+
+def _job_of_deepspeed(job: "Job", file: Path, plan: Path | None, cluster: str | None) -> "tuple[Job, Plan]":
+    """Returns the job and the plan of a DeepSpeed configuration, on the ranks that there are."""
+    from meshwright.cluster.detect import find_cluster
+    from meshwright.compat.deepspeed_job import job_of_config
+    from meshwright.launch.environment import read_environment
+
+    if plan is not None:
+        raise InputError(f"--deepspeed {file} and --plan {plan} both give a plan: leave out one of them")
+    env = read_environment()
+    ranks = env.size if env.launched else find_cluster(cluster or job.cluster).device_count
+    return job_of_config(job, file, ranks)
 
 
 app.command()(plan)

@@ -13,6 +13,7 @@ from meshwright.compat.deepspeed.api.comm import init_distributed
 from meshwright.compat.deepspeed.api.config import DeepSpeedConfig, DeepSpeedConfigError
 from meshwright.compat.deepspeed.api.op_builder import COMPATIBLE
 from meshwright.compat.deepspeed.api.utilities import OnDevice, log_dist, logger
+from meshwright.compat.deepspeed.api.version import git_branch, git_hash, version
 from meshwright.compat.deepspeed.engine import DeepSpeedEngine
 from meshwright.compat.deepspeed.initialize import initialize
 from meshwright.compat.deepspeed.modules import add_modules
@@ -22,9 +23,9 @@ from meshwright.compat.deepspeed.pipeline_engine import PipelineEngine
 add_modules(sys.modules[__name__])
 sys.modules[f"{__name__}.ops"].__compatible_ops__ = COMPATIBLE  # type: ignore[attr-defined]
 
-__version__ = version = "0.19.8"  # the version of DeepSpeed whose behaviour this has
-__version_major__, __version_minor__, __version_patch__ = 0, 19, 8
-__git_hash__ = __git_branch__ = "meshwright"
+__version__ = version
+__version_major__, __version_minor__, __version_patch__ = (int(number) for number in version.split("."))
+__git_hash__, __git_branch__ = git_hash, git_branch
 
 __all__ = [
     "DeepSpeedConfig",

@@ -18,11 +18,12 @@ from meshwright.compat.deepspeed.engine import DeepSpeedEngine
 from meshwright.compat.deepspeed.errors import CallError
 from meshwright.compat.deepspeed.pipe import PipelineModule
 from meshwright.compat.deepspeed.pipeline_engine import PipelineEngine
+from meshwright.compat.deepspeed_job import loss_scale_of
 from meshwright.deepspeed_config.batch import complete
 from meshwright.deepspeed_config.config import DeepSpeedConfig, read_config, warn_about_keys
 from meshwright.deepspeed_config.plan_groups import data_ranks_of, plan_groups
 from meshwright.deepspeed_config.sections import OptimizerSection
-from meshwright.job import LossScaleSettings, load_plan
+from meshwright.job import load_plan
 from meshwright.launch.torch_private import add_gloo_for_cpu_tensors
 from meshwright.launch.world import join
 from meshwright.plan import Memory, Plan
@@ -79,7 +80,7 @@ def initialize(
         loss=model.loss_fn if isinstance(model, PipelineModule) else None,
         world=world,
         make_schedule=None if schedule is None else lambda _: schedule,
-        loss_scale=_loss_scale(configuration),
+        loss_scale=loss_scale_of(configuration),
     )
     trains = client is not None
     engine: DeepSpeedEngine
@@ -208,18 +209,6 @@ def _with_parameters(
             )
         group["params"] = [parameters[name] for name in held]
     return optimizer
-
-
-def _loss_scale(configuration: DeepSpeedConfig) -> LossScaleSettings:
-    scaling = configuration.loss_scaling
-    return LossScaleSettings(
-        start=scaling.start,
-        interval=scaling.window,
-        hysteresis=scaling.hysteresis,
-        consecutive_hysteresis=scaling.consecutive_hysteresis,
-        lowest=scaling.lowest,
-        fixed=scaling.fixed,
-    )
 
 
 def _sample(model: nn.Module, training_data: Any, collate_fn: Callable[..., Any] | None) -> Any:

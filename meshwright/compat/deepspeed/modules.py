@@ -16,6 +16,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "checkpointing": (f"{_HERE}.api.utilities",),
     "comm": (f"{_HERE}.api.comm",),
     "comm.comm": (f"{_HERE}.api.comm",),
+    "git_version_info": (f"{_HERE}.api.version",),
     "moe": (),
     "moe.layer": (f"{_HERE}.api.refused",),
     "moe.utils": (f"{_HERE}.api.refused",),

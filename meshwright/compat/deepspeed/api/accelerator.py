@@ -1,5 +1,6 @@
 """`deepspeed.accelerator`: the functions of the device that scripts call."""
 
+import os
 from functools import cache
 from typing import Any
 
@@ -34,7 +35,8 @@ class Accelerator:
             torch.cuda.set_device(device_index)
 
     def device_count(self) -> int:
-        return torch.cuda.device_count() if self._name == "cuda" else 1
+        """The number of GPUs; without one that of the cores, as each may run a rank."""
+        return torch.cuda.device_count() if self._name == "cuda" else os.cpu_count() or 1
 
     def communication_backend_name(self) -> str:
         return "nccl" if self._name == "cuda" else "gloo"
@@ -105,3 +107,7 @@ class Accelerator:
 @cache
 def get_accelerator() -> Accelerator:
     return Accelerator()
+
+
+def is_current_accelerator_supported() -> bool:
+    return True
