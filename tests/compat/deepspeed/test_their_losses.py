@@ -1,0 +1,61 @@
+"""Eight configurations train to the losses of DeepSpeed itself, where it is installed (`make peers`)."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshwright.launch.loopback import interface
+from tests.compat.deepspeed.tolerances import TOLERANCES
+
+REPOSITORY = Path(__file__).parents[3]
+PEERS = REPOSITORY / ".venv-peers"
+SCRIPT = Path(__file__).with_name("their_loop.py")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)  # DeepSpeed compiles its Adam when it is first used
+@pytest.mark.skipif(not (PEERS / "ready").exists(), reason="DeepSpeed is not installed: make peers")
+def test_losses_and_rates_are_those_of_deepspeed(tmp_path: Path) -> None:
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    _run_deepspeed(theirs, tmp_path / "store")
+    command = [sys.executable, "-m", "meshwright.compat.deepspeed", "--num_gpus", "2", str(SCRIPT), str(ours)]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    for rank in range(2):
+        expected, actual = (json.loads(Path(f"{file}.{rank}").read_text()) for file in (theirs, ours))
+        assert list(actual) == list(expected) == list(TOLERANCES)
+        for name, tolerance in TOLERANCES.items():
+            assert actual[name]["losses"] == pytest.approx(expected[name]["losses"], rel=tolerance), name
+            assert actual[name]["rates"] == pytest.approx(expected[name]["rates"], abs=1e-12), name
+
+
+def _run_deepspeed(results: Path, store: Path) -> None:
+    """Runs the script in two ranks with DeepSpeed itself, on CPUs over Gloo."""
+    variables = {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "GLOO_SOCKET_IFNAME": interface(),
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{PEERS / 'bin'}:{os.environ['PATH']}",  # ninja, by which DeepSpeed compiles
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",  # DeepSpeed wants it to be set; the ranks meet by the file
+    }
+    variables.pop("PYTHONPATH", None)
+    processes = [
+        subprocess.Popen(
+            [str(PEERS / "bin" / "python"), str(SCRIPT), str(results), str(store)],
+            env={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        _, errors = process.communicate(timeout=1000)
+        assert process.returncode == 0, errors[-3000:]

@@ -1,0 +1,14 @@
+"""How far losses may be from those of DeepSpeed, as a share of them, by configuration of their_loop.py. In fp32 sums
+are taken in another order; in bf16 DeepSpeed also sends gradients rounded to bf16."""
+
+FP32, BF16 = 1e-5, 5e-3
+TOLERANCES = {
+    "stage 0, accumulation, clipping, WarmupLR": FP32,
+    "stage 1, WarmupDecayLR": FP32,
+    "stage 2, accumulation, OneCycle": FP32,
+    "stage 3, WarmupCosineLR": FP32,
+    "stage 2, offloaded optimizer": FP32,
+    "stage 3, offloaded parameters, accumulation": FP32,
+    "bf16, stage 2, accumulation": BF16,
+    "torch_autocast, LRRangeTest": BF16,
+}
