@@ -125,9 +125,8 @@ class Memory(_PlanGroup):
     `sharding`: what the shard axis divides: with `optimizer` the optimizer state, with `gradients` also the gradients,
     with `parameters` also the parameters. `recompute`: which activations of a block are computed again in the backward
     pass: `none`; `selective`, all but those of matrix products and attention; `full`, all of them. `accumulation`:
-    number of microbatches that a rank computes one after another before gradients are combined. `offload`: what a GPU
-    rank keeps in CPU memory: with `optimizer` the optimizer state, whose step runs on the CPU; with `parameters` also
-    the shards of parameters and gradients. CPU ranks have all of it there under any plan.
+    number of microbatches that a rank computes one after another before gradients are combined. `offload`: what GPU
+    ranks keep in CPU memory: with `optimizer` the optimizer state, whose step runs there; with `parameters` all shards.
     """
 
     sharding: Literal["optimizer", "gradients", "parameters"] = _choice("parameters", "same")

@@ -59,6 +59,7 @@ FOLDERS = {
     "export": ("configurations",),
     "launch": ("local",),
     "parallel": ("weights", "tensor", "pipeline", "branches", "replicate", "chunked_loss"),
+    "planner": ("explanation",),
     "profile": ("structure", "tracing"),
     "proof": ("reference", "record", "compare", "causes"),
     "simulator": ("compute", "tensor", "communication", "pipeline", "memory"),

@@ -21,7 +21,7 @@ from meshwright.job import Job, load_plan
 from meshwright.launch.world import World, join
 from meshwright.parallel.tensor.dimension_partition import dimension_partition_plan
 from meshwright.plan import Axes, Numerics, Plan
-from meshwright.planner.choice import describe_choice
+from meshwright.planner.explanation.choice import describe_choice
 from meshwright.planner.inputs import PlanningInputs, with_measured_operators
 from meshwright.planner.offload import search_with_offload as search
 from meshwright.planner.profiles import Profiles

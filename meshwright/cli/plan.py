@@ -67,8 +67,8 @@ def plan(
     from meshwright.calibrate.probe import measure_machine
     from meshwright.cluster.detect import find_cluster
     from meshwright.job import load_plan
+    from meshwright.planner.explanation.report import predict_given_plan, report_search, show
     from meshwright.planner.inputs import with_measured_operators
-    from meshwright.planner.report import predict_given_plan, report_search, show
     from meshwright.train.job_parts import JobParts
 
     if output:

@@ -14,7 +14,7 @@ from meshwright.planner import search
 from meshwright.planner.bounds import BoundCalculator
 from meshwright.planner.branch_placement import assign_ranks, find_branch_groups, shared_layer_splits
 from meshwright.planner.candidates import AxisSizes, candidate_series
-from meshwright.planner.explain import explain
+from meshwright.planner.explanation.explain import explain
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.model_summary import BranchGroup
 from meshwright.planner.profiles import Profiles

@@ -8,7 +8,7 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
 from meshwright.errors import InputError
 from meshwright.plan import Plan
-from meshwright.planner.explain import explain
+from meshwright.planner.explanation.explain import explain
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.offload import search_with_offload
 from meshwright.simulator.predict import Prediction, predict_plan

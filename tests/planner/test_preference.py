@@ -8,8 +8,8 @@ import pytest
 import meshwright.planner.search
 from meshwright.cluster.detect import find_cluster
 from meshwright.plan import Plan
-from meshwright.planner.choice import describe_choice
-from meshwright.planner.explain import explain
+from meshwright.planner.explanation.choice import describe_choice
+from meshwright.planner.explanation.explain import explain
 from meshwright.planner.preference import ERROR, complexity, describe_preference, preferred
 from meshwright.simulator.predict import Prediction, predict_plan
 from tests.planner.cases import MOMENTUM, one_layer, search_plans

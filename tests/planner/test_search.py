@@ -12,7 +12,7 @@ from meshwright.cluster.detect import find_cluster
 from meshwright.errors import InputError
 from meshwright.plan import Axes, Numerics, Plan
 from meshwright.planner.bounds import BoundCalculator
-from meshwright.planner.explain import explain, step_shares
+from meshwright.planner.explanation.explain import explain, step_shares
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.model_summary import ModelSummary
 from meshwright.planner.profiles import Profiles

@@ -9,8 +9,8 @@ from rich.table import Table
 
 from meshwright.errors import InputError
 from meshwright.plan import Plan
-from meshwright.planner.choice import describe_choice
-from meshwright.planner.explain import explain, gib, reason, seconds, step_shares, too_large
+from meshwright.planner.explanation.choice import describe_choice
+from meshwright.planner.explanation.explain import explain, gib, reason, seconds, step_shares, too_large
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.profiles import Profiles
 from meshwright.planner.search_result import SearchResult

@@ -6,7 +6,7 @@ from dataclasses import replace
 from meshwright.errors import InputError
 from meshwright.plan import NUMERICS, Compute, Numerics, NumericsGroup, Plan
 from meshwright.planner.compute_variants import best_variant, traits_of
-from meshwright.planner.explain import preference, seconds
+from meshwright.planner.explanation.explain import preference, seconds
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.preference import difference
 from meshwright.planner.profiles import Profiles

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-import meshwright.planner.choice
+import meshwright.planner.explanation.choice
 import meshwright.planner.search
 from meshwright.cluster.detect import find_cluster
 from meshwright.plan import Numerics, Plan
-from meshwright.planner.choice import describe_choice
+from meshwright.planner.explanation.choice import describe_choice
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.search import search
 from meshwright.simulator.predict import Prediction, predict_plan
@@ -34,7 +34,7 @@ def predict(*arguments: Any) -> Prediction:
 
 def line(inputs: PlanningInputs, monkeypatch: pytest.MonkeyPatch, trace_s: float = 0.0) -> str:
     monkeypatch.setattr(meshwright.planner.search, "predict_plan", predict)
-    monkeypatch.setattr(meshwright.planner.choice, "predict_plan", predict)
+    monkeypatch.setattr(meshwright.planner.explanation.choice, "predict_plan", predict)
     profiles = one_layer()
     result = search(inputs, profiles)
     profiles.trace_s = trace_s
