@@ -54,7 +54,7 @@ def test_optimizer_state_goes_to_cpu_memory_where_nothing_else_fits() -> None:
 
 
 def test_shards_follow_where_optimizer_state_alone_does_not_suffice() -> None:
-    inputs = inputs_of(cluster_with("2xH100", memory_bytes=int(0.84 * GIB)))
+    inputs = inputs_of(cluster_with("2xH100", memory_bytes=int(0.825 * GIB)))
     result = search_with_offload(inputs, small_decoder())
     assert {priced.plan.memory.offload for priced in result.ranked} == {"parameters"}
     assert all(priced.plan.axes.shard > 1 for priced in result.ranked)
