@@ -42,8 +42,15 @@ class Points(torch.utils.data.Dataset[tuple[Tensor, int]]):
         return torch.randn(20, generator=torch.Generator().manual_seed(index)), index
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("make", [Convolutions, Attention, lambda: nn.Linear(20, 5)])
+@pytest.mark.parametrize(
+    ("make", "dynamic"),
+    [
+        (Convolutions, False),
+        (Attention, True),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in [(Convolutions, True), (Attention, False)]),
+        *((lambda: nn.Linear(20, 5), dynamic) for dynamic in (False, True)),
+    ],
+)
 def test_an_int8_program_is_close_to_the_model(make: type[nn.Module], dynamic: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = make().eval()

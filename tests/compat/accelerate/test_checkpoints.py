@@ -78,8 +78,15 @@ def run_epochs(rank: int, world_size: int, plan: Any, *args: Any) -> list[float]
         return epochs(Accelerator(plan=plan), *args)
 
 
-@pytest.mark.parametrize("plan", [None, SHARDED])
-@pytest.mark.parametrize("skip", [0, 3])
+@pytest.mark.parametrize(
+    ("skip", "plan"),
+    [
+        (3, None),
+        (0, SHARDED),
+        pytest.param(0, None, marks=pytest.mark.soak),
+        pytest.param(3, SHARDED, marks=pytest.mark.soak),
+    ],
+)
 def test_a_loop_that_is_resumed_continues_as_if_it_had_not_been_interrupted(
     two: RankPool, tmp_path: Path, plan: Any, skip: int
 ) -> None:
