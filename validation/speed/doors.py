@@ -212,7 +212,7 @@ def transformers_trainer(setting: Setting, batches: Batches) -> None:
             args=arguments,
             train_dataset=[],
             optimizers=(optimizer, schedule),
-            plan=setting.plan,  # type: ignore[arg-type]
+            plan=setting.plan,
         )
         trainer.train()
 

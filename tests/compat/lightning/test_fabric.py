@@ -183,6 +183,7 @@ def test_what_cannot_run_is_refused(plan: Any, precision: Any, reason: str) -> N
 def test_options_of_ddp_are_refused() -> None:
     from meshwright.compat.lightning import MeshwrightFabricStrategy, MeshwrightStrategy
 
-    for strategy in (MeshwrightFabricStrategy, MeshwrightStrategy):
+    strategies: tuple[Any, ...] = (MeshwrightFabricStrategy, MeshwrightStrategy)
+    for strategy in strategies:
         with pytest.raises(InputError, match="does not have the option gradient_as_bucket_view: leave it out"):
             strategy(gradient_as_bucket_view=True)

@@ -81,7 +81,7 @@ def fit(
     strategy = "ddp_find_unused_parameters_true" if plan == "ddp" else ours
     counter = CountSteps()
     clip = {"gradient_clip_val": 0.3} if name == "regression" else {}
-    others = {**clip, **(options or {})}
+    others: dict[str, Any] = {**clip, **(options or {})}
     callbacks = [counter, *others.pop("callbacks", [])]
     trainer = make_trainer(rank, size, strategy, folder, callbacks=callbacks, **others)
     module: LightningModule = MODULES[name]()
