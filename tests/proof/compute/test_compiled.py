@@ -54,7 +54,7 @@ FOUR_RANKS: dict[str, dict[str, Any]] = {
 
 def prove_compiled(
     rank: int, size: int, request: ProofRequest, folder: Path, backend: str | None
-) -> tuple[dict[str, Any], int, list[str]]:
+) -> tuple[dict[str, Any] | None, int, list[str]]:
     """Returns the proof, the number of graphs that this rank has compiled, and its warnings about compiling, except
     that the last batch is short."""
     with compiling_with(backend), warnings.catch_warnings(record=True) as raised:
