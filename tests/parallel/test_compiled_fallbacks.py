@@ -157,10 +157,9 @@ def train_without_compiler(rank: int, size: int, missing: list[int]) -> tuple[li
 
     torch.manual_seed(0)
     groups = {"axes": {"replicate": size}, "compute": {"compile": "model"}}
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as raised:
+    options = {"cpp.cxx": ("no-such-compiler",)} if rank in missing else {}
+    with inductor_config.patch(options), warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
-        if rank in missing:
-            patch.setattr(inductor_config.cpp, "cxx", ("no-such-compiler",))
         session = Session(
             Net(),
             lambda parameters: torch.optim.SGD(parameters.values(), lr=0.1),
