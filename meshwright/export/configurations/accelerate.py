@@ -1,7 +1,7 @@
 """Accelerate's configuration (the YAML file of `accelerate launch --config_file`) of a plan.
 
 replicate                 MULTI_GPU or MULTI_CPU (DDP); NO for one rank
-shard                     FSDP, version 2: with memory.sharding parameters the weights are freed after the forward pass
+shard                     FSDP, version 2, on GPUs: with memory.sharding parameters, weights are freed between passes
 shard × replicate         the same with parallelism_config
 memory.offload            parameters: fsdp_offload_params
 precision                 mixed_precision bf16 or fp16, which are autocast; with FSDP the weights are cast
@@ -18,6 +18,7 @@ from meshwright.export.configurations.unsaid import unsaid_fields, unsaid_job
 
 _INSTEAD = {
     "axes.tensor": "give Accelerator a ParallelismConfig with tp_size for a model of transformers",
+    "axes.shard": "Accelerate's FSDP runs on GPUs only: on CPU ranks the model is replicated",
     "memory.offload": "Accelerate's FSDP offloads parameters, gradients and optimizer state together: use parameters",
     "memory.sharding": "Accelerate's FSDP always divides gradients; weights stay gathered until the backward pass",
     "gradients.bucket_bytes": "give Accelerator a DistributedDataParallelKwargs with bucket_cap_mb",
@@ -30,7 +31,8 @@ _INSTEAD = {
 def accelerate_configuration(training: PlannedTraining) -> Configuration:
     """Returns Accelerate's configuration, and what it cannot say."""
     plan = training.plan
-    said = {"axes.replicate", "axes.shard", "memory.accumulation", "compute.threads"}
+    said = {"axes.replicate", "memory.accumulation", "compute.threads"}
+    said |= {"axes.shard"} if training.kind == "cuda" else set()
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": _distributed_type(training),
@@ -48,7 +50,7 @@ def accelerate_configuration(training: PlannedTraining) -> Configuration:
     if plan.numerics.precision in ("bf16", "fp16", "fp32"):
         config["mixed_precision"] = {"fp32": "no"}.get(plan.numerics.precision, plan.numerics.precision)
         said.add("numerics.precision")
-    if plan.axes.shard > 1:
+    if config["distributed_type"] == "FSDP":
         said |= _add_shard_axis(training, config)
         if plan.numerics.cast == "operators" and plan.numerics.precision != "fp32":
             extra.append(
@@ -69,7 +71,7 @@ def accelerate_configuration(training: PlannedTraining) -> Configuration:
 
 
 def _distributed_type(training: PlannedTraining) -> str:
-    if training.plan.axes.shard > 1:
+    if training.plan.axes.shard > 1 and training.kind == "cuda":
         return "FSDP"
     if training.plan.world_size == 1:
         return "NO"
@@ -83,7 +85,7 @@ def _add_shard_axis(training: PlannedTraining, config: dict[str, Any]) -> set[st
         "fsdp_version": 2,
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "fsdp_reshard_after_forward": plan.memory.sharding == "parameters",
-        "fsdp_offload_params": plan.memory.offload == "parameters" and training.kind == "cuda",
+        "fsdp_offload_params": plan.memory.offload == "parameters",
         "fsdp_activation_checkpointing": plan.memory.recompute == "full",
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
         "fsdp_cpu_ram_efficient_loading": False,

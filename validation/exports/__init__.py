@@ -1,0 +1,1 @@
+"""Trains exported plans with the programs that they were exported for."""
