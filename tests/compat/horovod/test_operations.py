@@ -147,9 +147,9 @@ def objects_and_parameters() -> None:
     assert hvd.broadcast_object({"of": rank}, size - 1) == {"of": size - 1}
     assert hvd.allgather_object(["x"] * rank) == [["x"] * other for other in range(size)]
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
-    model[0].weight.data = torch.full((2, 3), float(rank)).t()  # not contiguous
+    model.get_parameter("0.weight").data = torch.full((2, 3), float(rank)).t()  # not contiguous
     hvd.broadcast_parameters(model.state_dict(), size - 1)
-    assert torch.equal(model[0].weight, torch.full((3, 2), size - 1.0))
+    assert torch.equal(model.get_parameter("0.weight"), torch.full((3, 2), size - 1.0))
     hvd.broadcast_parameters(model.named_parameters(), 0)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (rank + 1))
     if rank == 0:
