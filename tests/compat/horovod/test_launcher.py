@@ -104,6 +104,50 @@ def test_an_elastic_job_goes_on_from_the_last_commit_after_a_worker_was_killed(t
     assert sorted(lines) == [f"0 2 [2] {seen}", f"1 2 [] {seen}"]
 
 
+GROWING = """
+import sys
+import torch
+import horovod.torch as hvd
+
+hvd.init()
+resets = []
+
+@hvd.elastic.run
+def train(state):
+    while hvd.size() == 1:
+        state.batch += 1
+        if state.batch == 3:
+            open(sys.argv[1], "w").write("localhost:2")
+        state.commit()
+    return hvd.allreduce(torch.tensor([float(state.batch)])).item() == state.batch
+
+state = hvd.elastic.TorchState(torch.nn.Linear(1, 1), None, batch=0)
+state.register_reset_callbacks([lambda: resets.append(hvd.size())])
+print("RESULT", hvd.size(), train(state), resets, state.batch >= 3, flush=True)
+"""
+
+
+@pytest.mark.soak
+def test_a_host_that_is_discovered_gets_a_worker_with_the_state_of_the_others(tmp_path: Path) -> None:
+    script, hosts, discovery = tmp_path / "train.py", tmp_path / "hosts", tmp_path / "discovery.sh"
+    script.write_text(GROWING)
+    hosts.write_text("localhost:1")
+    discovery.write_text(f"#!/bin/sh\ncat {hosts}\n")
+    discovery.chmod(0o755)
+    launcher = [sys.executable, "-m", "meshwright.compat.horovod", "-np", "1", "--max-np", "2"]
+    done = subprocess.run(
+        [*launcher, "--host-discovery-script", str(discovery), str(script), str(hosts)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+        cwd=Path(__file__).parents[3],
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line.partition("RESULT ")[2] for line in done.stdout.splitlines() if "RESULT" in line]
+    assert sorted(lines) == ["1 True [2] True", "2 True [] True"]
+
+
 FAILING = """
 import sys
 import horovod.torch as hvd
