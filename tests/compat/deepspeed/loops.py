@@ -142,6 +142,16 @@ def gathered(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
     return before, whole(engine)["0.weight"]
 
 
+def mean_and_sum(rank: int, world_size: int) -> tuple[float, float]:
+    """The norms of the gradient if ranks average it, and if they add it up."""
+    norms = []
+    for operation in ("mean", "sum"):
+        config = {**CONFIG, "gradient_allreduce_op": operation, "zero_optimization": {"stage": 1}}
+        engine = deepspeed.initialize(model=network(), config=config)[0]
+        norms += run_steps(engine, batches(ACCUMULATION))
+    return norms[0], norms[1]
+
+
 def client_objects(rank: int, world_size: int) -> dict[str, Tensor]:
     """The script's own optimizer and schedule are the ones that are returned, and train the shards."""
     model = network()

@@ -111,14 +111,9 @@ def test_steps_with_gradients_that_are_not_finite_are_left_out_in_bf16() -> None
     assert_close(loops.whole(engine), before)
 
 
-def test_gradients_are_added_up_if_the_configuration_says_so() -> None:
-    means = _engine({"gradient_clipping": 0.0, "gradient_accumulation_steps": 1})[0]
-    inputs, target = loops.batches(1, 4)[0]
-    means.backward(nn.functional.cross_entropy(means(inputs), target), scale_wrt_gas=False)
-    means.step()
-    assert means.get_global_grad_norm() > 0
-    with pytest.raises(InputError, match="gradient_allreduce_op is 'max': write mean or sum"):
-        _engine({"gradient_allreduce_op": "max"})
+def test_gradients_are_added_up_if_the_configuration_says_so(two: RankPool) -> None:
+    for mean, total in two.run(loops.mean_and_sum):
+        assert total == pytest.approx(2 * mean, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +122,7 @@ def test_gradients_are_added_up_if_the_configuration_says_so() -> None:
         (lambda: deepspeed.initialize(config=loops.CONFIG), "initialize(model=…) needs an nn.Module"),
         (lambda: deepspeed.initialize(model=loops.network()), "initialize needs a configuration"),
         (lambda: _engine(mpu=object()), "initialize(mpu=…) is not offered"),
+        (lambda: _engine({"gradient_allreduce_op": "max"}), "gradient_allreduce_op is 'max': write mean or sum"),
         (lambda: _engine({"train_batch_size": 9}), "9 is not 4 × 2 × 1: write train_batch_size: 8"),
         (lambda: _engine()[0].step() or _engine()[0].step(), ""),
         (lambda: _engine({"gradient_accumulation_steps": 1})[0].step(), "call engine.backward(loss) in place of"),
@@ -160,3 +156,23 @@ def test_keys_without_effect_are_listed_in_one_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _engine()
+
+
+def test_a_pipeline_module_makes_layers_once_and_ties_them() -> None:
+    from meshwright.compat.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec, balanced_bounds
+
+    layers = [
+        TiedLayerSpec("shared", nn.Linear, 4, 4, bias=False),
+        torch.relu,
+        LayerSpec(nn.Linear, 4, 4),
+        TiedLayerSpec("shared", nn.Linear, 4, 4, forward_fn=lambda layer, inputs: inputs @ layer.weight),
+    ]
+    model = PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 16 + 20
+    inputs, weight = torch.randn(3, 4), model.tied_modules["shared"].weight
+    middle = model.get_submodule("2")
+    torch.testing.assert_close(model(inputs), middle(torch.relu(inputs @ weight.T)) @ weight)
+    assert balanced_bounds([5, 1, 1, 5], 2) == [2]
+    assert balanced_bounds([1, 1, 1, 9, 1], 3) == [3, 4]
+    with pytest.raises(InputError, match="4 layers cannot be divided into 9 stages"):
+        PipelineModule(layers, num_stages=9).cuts()
