@@ -18,7 +18,7 @@ from meshwright.checkpoint.load import load, read_manifest_once
 from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.checkpoint.save import save_at
 from meshwright.compat.deepspeed.settings import DTYPES
-from meshwright.deepspeed_config.config import DeepSpeedConfig
+from meshwright.deepspeed_config.config import DeepSpeedConfig, Precision
 from meshwright.errors import CheckpointError, InputError
 from meshwright.exchange import broadcast_value
 from meshwright.files.storage import write_atomically
@@ -126,10 +126,10 @@ class EngineCheckpoints:
         this together."""
         state = self.module_state_dict(exclude_frozen_parameters)
         if self.global_rank == 0:
-            dtype = DTYPES[self.configuration.precision]
+            precision = self.configuration.precision
             folder = Path(save_dir)
             folder.mkdir(parents=True, exist_ok=True)
-            rounded = {name: _rounded(value, dtype) for name, value in state.items()}
+            rounded = {name: _rounded(value, precision) for name, value in state.items()}
             torch.save(rounded, folder / save_filename)
         broadcast_value(None)
         return True
@@ -137,10 +137,11 @@ class EngineCheckpoints:
     save_fp16_model = save_16bit_model
 
 
-def _rounded(value: Any, dtype: torch.dtype) -> Any:
+def _rounded(value: Any, precision: Precision) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    return value.detach().to("cpu", dtype if value.is_floating_point() else value.dtype)
+    keeps_dtype = precision == "fp32" or not value.is_floating_point()
+    return value.detach().to("cpu", value.dtype if keeps_dtype else DTYPES[precision])
 
 
 def _read_latest(folder: Path) -> str | None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.compat.deepspeed.api.dataloader import DeepSpeedDataLoader
+from meshwright.compat.deepspeed.api.zero import note_model
 from meshwright.compat.deepspeed.checkpoints import EngineCheckpoints
 from meshwright.compat.deepspeed.errors import CallError
 from meshwright.compat.deepspeed.settings import EngineSettings
@@ -45,6 +46,7 @@ class DeepSpeedEngine(EngineSettings, EngineCheckpoints, nn.Module):
         super().__init__()
         self.session = session
         self.module = session.module
+        note_model(session.module)
         self.configuration = configuration
         self.sizes = sizes
         self.optimizer: torch.optim.Optimizer | None = session.optimizer if trains else None

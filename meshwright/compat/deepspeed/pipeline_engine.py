@@ -153,7 +153,8 @@ class PipelineEngine(DeepSpeedEngine):
         if dist.is_initialized() and self.world_size > 1:
             total = total.to(self.device)
             dist.all_reduce(total)
-        loss = (total[0] / total[1]).to(torch.get_default_dtype())
+        weight = next(self.module.parameters(), None)
+        loss = (total[0] / total[1]).to(torch.get_default_dtype() if weight is None else weight.dtype)
         return (loss, torch.cat(outputs) if outputs else None) if return_logits else loss
 
     def _next_share(self, data_iter: Iterator[Any] | None) -> Any:

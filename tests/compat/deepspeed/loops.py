@@ -134,10 +134,10 @@ def gathered(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
     engine = deepspeed.initialize(model=model, config={**CONFIG, "zero_optimization": {"stage": 3}})[0]
     weight = engine.module[0].weight
     with deepspeed.zero.GatheredParameters(weight):
-        before = weight.detach().clone()
+        before = engine.module[0].weight.detach().clone()
     with deepspeed.zero.GatheredParameters([weight], modifier_rank=1), torch.no_grad():
         if rank == 1:
-            weight.fill_(2.0)
+            engine.module[0].weight.fill_(2.0)
     run_steps(engine, batches(1))  # the shards can be trained after that
     return before, whole(engine)["0.weight"]
 

@@ -1,7 +1,8 @@
 """`deepspeed.zero`: contexts in which models are built, and in which scripts look at whole weights."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -41,9 +42,18 @@ class Init:
             self._device.__exit__(*error)
 
 
+_TRAINED: WeakSet[nn.Module] = WeakSet()  # the models of engines, in which `GatheredParameters` looks for parameters
+
+
+def note_model(model: nn.Module) -> None:
+    """Lets `GatheredParameters` find the parameters of a model."""
+    _TRAINED.add(model)
+
+
 class GatheredParameters:
-    """Within this context the parameters are whole on every rank. With `modifier_rank`, what that rank has written into
-    them is afterwards on all ranks; otherwise changes are lost. All ranks enter it together."""
+    """Within this context the modules have these parameters whole, on every rank: read and write them as attributes of
+    their modules. With `modifier_rank`, what that rank has written is afterwards on all ranks; otherwise changes are
+    lost. No forward pass may run in it. All ranks enter it together."""
 
     def __init__(
         self,
@@ -55,34 +65,41 @@ class GatheredParameters:
         given = params if isinstance(params, Iterable) and not isinstance(params, Tensor) else [params]
         self._parameters = [parameter for parameter in given if isinstance(parameter, Tensor)] if enabled else []
         self._modifier_rank = modifier_rank
-        self._whole: list[tuple[Tensor, Tensor]] = []  # the parameter, and what its object was before
+        self._whole: list[tuple[nn.Module, str, DTensor, nn.Parameter]] = []
 
+    @torch.no_grad()
     def __enter__(self) -> None:
-        for parameter in self._parameters:
-            if not isinstance(parameter, DTensor):
-                continue
-            with torch.no_grad():
-                whole = nn.Parameter(parameter.full_tensor().clone(), parameter.requires_grad)
-            try:
-                torch.utils.swap_tensors(parameter, whole)  # whoever holds the parameter sees the whole one
-            except RuntimeError as error:
-                raise CallError(
-                    f"GatheredParameters: a parameter of shape {tuple(parameter.shape)} is in use by a graph of a"
-                    f" forward pass ({error}): enter the context after backward and step"
-                ) from None
-            self._whole.append((parameter, whole))
+        wanted = {id(parameter): parameter for parameter in self._parameters if isinstance(parameter, DTensor)}
+        if not wanted:
+            return
+        gathered: dict[int, nn.Parameter] = {}
+        for module in (module for model in tuple(_TRAINED) for module in model.modules()):
+            for name, parameter in module._parameters.items():
+                if id(parameter) not in wanted:
+                    continue
+                shard = wanted[id(parameter)]
+                if id(shard) not in gathered:
+                    gathered[id(shard)] = nn.Parameter(shard.full_tensor().clone(), shard.requires_grad)
+                self._whole.append((module, name, shard, gathered[id(shard)]))
+        for module, name, _, whole in self._whole:
+            module._parameters[name] = whole
+        if len(gathered) < len(wanted):
+            raise CallError(
+                "GatheredParameters: a parameter belongs to no model of an engine: give those of its module"
+            )
 
     @torch.no_grad()
     def __exit__(self, *error: Any) -> None:
-        if self._modifier_rank is not None and dist.is_initialized() and dist.get_world_size() > 1:
-            for parameter in self._parameters:
-                dist.broadcast(parameter.data, self._modifier_rank)
-        for parameter, shard in self._whole:
-            torch.utils.swap_tensors(parameter, shard)
-            if self._modifier_rank is not None:
-                assert isinstance(parameter, DTensor)
-                value = distribute_tensor(shard.data, parameter.device_mesh, parameter.placements, src_data_rank=None)
-                parameter.to_local().copy_(value.to_local())
+        plain = [parameter for parameter in self._parameters if not isinstance(parameter, DTensor)]
+        modified = self._modifier_rank is not None
+        if modified and dist.is_initialized() and dist.get_world_size() > 1:
+            for tensor in (*plain, *{id(whole): whole for _, _, _, whole in self._whole}.values()):
+                dist.broadcast(tensor.data, self._modifier_rank)
+        for module, name, shard, whole in self._whole:
+            module._parameters[name] = cast(nn.Parameter, shard)
+            if modified:
+                value = distribute_tensor(whole.data, shard.device_mesh, shard.placements, src_data_rank=None)
+                shard.to_local().copy_(value.to_local())
         self._whole = []
 
 
