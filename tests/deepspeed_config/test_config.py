@@ -30,7 +30,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "deepspeed.md"
     ],
 )
 def test_missing_batch_sizes_are_computed(given: Any, ranks: int, sizes: Any) -> None:
-    assert complete(BatchSizes(*given), ranks, "config") == CompleteSizes(*sizes, ranks)
+    assert complete(BatchSizes(*given), ranks, "config") == CompleteSizes(sizes[0], sizes[1], sizes[2], ranks)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ or nothing at all: `python -m meshwright.compat.deepspeed script.py …` provide
 import argparse
 import sys
 
+from meshwright.compat.deepspeed.api import comm, zero
 from meshwright.compat.deepspeed.api.accelerator import get_accelerator
 from meshwright.compat.deepspeed.api.comm import init_distributed
 from meshwright.compat.deepspeed.api.config import DeepSpeedConfig, DeepSpeedConfigError
@@ -35,11 +36,13 @@ __all__ = [
     "PipelineEngine",
     "PipelineModule",
     "add_config_arguments",
+    "comm",
     "get_accelerator",
     "init_distributed",
     "initialize",
     "log_dist",
     "logger",
+    "zero",
 ]
 
 

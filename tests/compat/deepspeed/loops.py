@@ -132,12 +132,13 @@ def gathered(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
     with deepspeed.zero.Init(config_dict_or_path=CONFIG):
         model = network()
     engine = deepspeed.initialize(model=model, config={**CONFIG, "zero_optimization": {"stage": 3}})[0]
-    weight = engine.module[0].weight
+    first: Any = engine.module.get_submodule("0")
+    weight = first.weight
     with deepspeed.zero.GatheredParameters(weight):
-        before = engine.module[0].weight.detach().clone()
+        before = first.weight.detach().clone()
     with deepspeed.zero.GatheredParameters([weight], modifier_rank=1), torch.no_grad():
         if rank == 1:
-            engine.module[0].weight.fill_(2.0)
+            first.weight.fill_(2.0)
     run_steps(engine, batches(1))  # the shards can be trained after that
     return before, whole(engine)["0.weight"]
 

@@ -81,7 +81,7 @@ def _engine(config: dict[str, Any] | None = None, **keywords: Any) -> Any:
 def test_the_loader_has_each_sample_once_in_deepspeeds_order() -> None:
     data = loops.Pairs()
     _, _, loader, _ = _engine(training_data=data)
-    expected = torch.utils.data.DistributedSampler(data, num_replicas=1, rank=0)
+    expected: Any = torch.utils.data.DistributedSampler(data, num_replicas=1, rank=0)
     first = [sample for batch, _ in loader for sample in batch]
     assert len(loader) == len(data) // loops.MICRO
     for sample, index in zip(first, expected, strict=True):
@@ -169,7 +169,8 @@ def test_a_pipeline_module_makes_layers_once_and_ties_them() -> None:
     ]
     model = PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss)
     assert sum(parameter.numel() for parameter in model.parameters()) == 16 + 20
-    inputs, weight = torch.randn(3, 4), model.tied_modules["shared"].weight
+    shared: Any = model.tied_modules["shared"]
+    inputs, weight = torch.randn(3, 4), shared.weight
     middle = model.get_submodule("2")
     torch.testing.assert_close(model(inputs), middle(torch.relu(inputs @ weight.T)) @ weight)
     assert balanced_bounds([5, 1, 1, 5], 2) == [2]

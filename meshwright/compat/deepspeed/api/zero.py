@@ -85,7 +85,7 @@ class GatheredParameters:
             module._parameters[name] = whole
         if len(gathered) < len(wanted):
             raise CallError(
-                "GatheredParameters: a parameter belongs to no model of an engine: give those of its module"
+                "GatheredParameters: a parameter belongs to no model of an engine: give parameters of engine.module"
             )
 
     @torch.no_grad()
