@@ -147,7 +147,7 @@ class PipelineEngine(DeepSpeedEngine):
             output = parallel.evaluate(example)
             if output is not None:
                 assert self._model.loss_fn is not None
-                total += torch.tensor([float(self._model.loss_fn(output, example.target)), 1.0])
+                total += torch.tensor([float(self._model.loss_fn(output, example.target)), 1.0], dtype=torch.float64)
                 outputs.append(output)
         parallel.train()
         if dist.is_initialized() and self.world_size > 1:
