@@ -388,7 +388,7 @@ class Plan(_PlanGroup):
     @classmethod
     def from_deepspeed(cls, config: str | Path | dict[str, Any], ranks: int | None = None) -> Self:
         """The plan of a DeepSpeed configuration, which is a path or a dict (docs/deepspeed.md)."""
-        return cls.model_validate(plan_of_config(config, ranks, offload_field="offload" in Memory.model_fields))
+        return cls.model_validate(plan_of_config(config, ranks))
 
     def to_yaml(self) -> str:
         """The plan as YAML text, which `load_plan` reads back."""

@@ -1,7 +1,6 @@
 """A job that is trained by a DeepSpeed configuration: its batch, accumulation, clipping, precision, loss scale,
 optimizer and schedule take the place of the job's. This file imports neither DeepSpeed nor the drop-in for it."""
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from meshwright.deepspeed_config.config import DeepSpeedConfig, read_config, war
 from meshwright.deepspeed_config.plan_groups import data_ranks_of, plan_groups, refuse_sum
 from meshwright.errors import InputError
 from meshwright.job import Job, LearningRateSchedule, LossScaleSettings, Optimizer, load_plan
-from meshwright.plan import Memory, Plan
+from meshwright.plan import Plan
 
 
 def job_of_config(job: Job, file: Path, ranks: int) -> tuple[Job, Plan]:
@@ -24,12 +23,7 @@ def job_of_config(job: Job, file: Path, ranks: int) -> tuple[Job, Plan]:
     given = config.batch
     train = job.train.global_batch if given.train is None and given.micro is None else given.train
     sizes = complete(BatchSizes(train, given.micro, given.accumulation), data_ranks, config.source)
-    has_offload = "offload" in Memory.model_fields
-    if config.zero.offload != "none" and not has_offload:
-        warnings.warn(f"meshwright: {config.source}: offloading has no effect", stacklevel=2)
-    groups = plan_groups(
-        config, data_ranks, accumulation=sizes.accumulation, offload_field=has_offload, recompute=config.recompute
-    )
+    groups = plan_groups(config, data_ranks, accumulation=sizes.accumulation, recompute=config.recompute)
     changes: dict[str, Any] = {
         "train": job.train.model_copy(
             update={

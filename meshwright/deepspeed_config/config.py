@@ -214,7 +214,7 @@ def _zero(zero: _Section) -> Zero:
     offload: Offload = "none"
     if _is_offloaded(zero, "offload_optimizer", "cpu_offload"):
         offload = "optimizer"
-    if _is_offloaded(zero, "offload_param", "cpu_offload_param"):
+    if _is_offloaded(zero, "offload_param", "cpu_offload_param") and stage == _MOST_STAGES:
         offload = "parameters"
     size = zero.value("mics_shard_size", -1)
     if not is_number(size) or (size < 1 and size != -1):

@@ -11,7 +11,7 @@ from meshwright.errors import InputError
 _SHARDING = {1: "optimizer", 2: "gradients", 3: "parameters"}
 
 
-def plan_of_config(config: str | Path | Mapping[str, Any], ranks: int | None, *, offload_field: bool) -> dict[str, Any]:
+def plan_of_config(config: str | Path | Mapping[str, Any], ranks: int | None) -> dict[str, Any]:
     """Reads a configuration, lists the keys that have no effect in a warning, and returns the groups of its plan for
     this number of ranks; None if its batch sizes determine it."""
     read = read_config(config)
@@ -19,9 +19,7 @@ def plan_of_config(config: str | Path | Mapping[str, Any], ranks: int | None, *,
     refuse_sum(read)
     data_ranks = data_ranks_of(read, ranks)
     accumulation = sizes_of(read, data_ranks).accumulation
-    return plan_groups(
-        read, data_ranks, accumulation=accumulation, offload_field=offload_field, recompute=read.recompute
-    )
+    return plan_groups(read, data_ranks, accumulation=accumulation, recompute=read.recompute)
 
 
 def data_ranks_of(config: DeepSpeedConfig, ranks: int | None, stages: int = 1) -> int:
@@ -43,10 +41,9 @@ def data_ranks_of(config: DeepSpeedConfig, ranks: int | None, stages: int = 1) -
     return ranks // group
 
 
-def plan_groups(
-    config: DeepSpeedConfig, data_ranks: int, *, accumulation: int, offload_field: bool, recompute: bool
-) -> dict[str, Any]:
-    """Returns the groups. `offload_field`: plans have the field `memory.offload`."""
+def plan_groups(config: DeepSpeedConfig, data_ranks: int, *, accumulation: int, recompute: bool) -> dict[str, Any]:
+    """Returns the groups. Where one rank holds the whole model, offloaded parameters stay on its device, and only the
+    optimizer state is offloaded."""
     zero = config.zero
     shard = 1 if zero.stage == 0 else zero.shard_size or data_ranks
     if data_ranks % shard:
@@ -57,8 +54,7 @@ def plan_groups(
     memory: dict[str, Any] = {"accumulation": accumulation, "recompute": "full" if recompute else "none"}
     if zero.stage:
         memory["sharding"] = _SHARDING[zero.stage]
-    if offload_field and shard > 1:
-        memory["offload"] = zero.offload
+        memory["offload"] = "optimizer" if zero.offload == "parameters" and shard == 1 else zero.offload
     # Under a shard axis FSDP2 rounds weights as DeepSpeed does; elsewhere operators round them.
     cast = "weights" if config.precision != "fp32" and not config.autocast and shard > 1 else "operators"
     gradients = {"precision": config.gradient_precision} if config.gradient_precision else {}

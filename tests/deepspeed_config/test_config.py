@@ -79,10 +79,23 @@ def test_other_sections_are_fields_of_the_plan() -> None:
     assert plan.memory.recompute == "full"
     autocast = {"train_batch_size": 8, "torch_autocast": {"enabled": True, "dtype": "float16"}}
     assert Plan.from_deepspeed(autocast, ranks=2).numerics.precision == "fp16"
-    if "offload" in type(plan.memory).model_fields:
-        offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-        offloaded = Plan.from_deepspeed({"train_batch_size": 8, "zero_optimization": offload}, ranks=2)
-        assert offloaded.memory.model_dump()["offload"] == "optimizer"
+
+
+@pytest.mark.parametrize(
+    ("stage", "keys", "ranks", "offload"),
+    [
+        (2, {"offload_optimizer": {"device": "cpu"}}, 2, "optimizer"),
+        (2, {"offload_optimizer": {"device": "cpu"}}, 1, "optimizer"),
+        (3, {"offload_param": {"device": "cpu"}}, 2, "parameters"),
+        (3, {"offload_param": {"device": "cpu"}}, 1, "optimizer"),  # one rank has no shards that could be offloaded
+        (2, {"offload_param": {"device": "cpu"}}, 2, "none"),  # DeepSpeed has it with stage 3 only
+        (1, {"cpu_offload": True}, 2, "optimizer"),
+        (0, {"offload_optimizer": {"device": "cpu"}}, 2, "none"),
+    ],
+)
+def test_offloading_is_a_field_of_the_plan(stage: int, keys: dict[str, Any], ranks: int, offload: str) -> None:
+    config = {"train_batch_size": 8, "zero_optimization": {"stage": stage, **keys}}
+    assert Plan.from_deepspeed(config, ranks).memory.offload == offload
 
 
 def test_options_of_the_loss_scale_are_read() -> None:

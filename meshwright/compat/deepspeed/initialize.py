@@ -1,6 +1,5 @@
 """`initialize`: builds the engine from a model and a configuration, as DeepSpeed's function of this name does."""
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from meshwright.deepspeed_config.sections import OptimizerSection
 from meshwright.job import load_plan
 from meshwright.launch.torch_private import add_gloo_for_cpu_tensors
 from meshwright.launch.world import join
-from meshwright.plan import Memory, Plan
+from meshwright.plan import Plan
 from meshwright.train.session import Parameters, Session
 
 _TIMEOUT_S = 1800  # DeepSpeed's
@@ -131,10 +130,7 @@ def _prepare_weights(model: nn.Module, configuration: DeepSpeedConfig) -> None:
 def _plan(configuration: DeepSpeedConfig, data_ranks: int) -> Plan:
     """The plan of the configuration. The engine accumulates itself, and scripts recompute by `deepspeed.checkpointing`.
     A configuration for one rank shards nothing."""
-    has_offload = "offload" in Memory.model_fields
-    if configuration.zero.offload != "none" and not has_offload:
-        warnings.warn(f"meshwright: {configuration.source}: offloading has no effect", stacklevel=4)
-    groups = plan_groups(configuration, data_ranks, accumulation=1, offload_field=has_offload, recompute=False)
+    groups = plan_groups(configuration, data_ranks, accumulation=1, recompute=False)
     return load_plan(groups, "initialize")
 
 
