@@ -15,7 +15,7 @@ from meshwright.launch.local.launch_function import launch
 
 def main() -> None:
     """Parses the command line and runs the script. Prints the error of a failed rank, and exits with its code."""
-    options = _parse(sys.argv[1:])
+    options = parse(sys.argv[1:])
     try:
         run(options)
     except MeshwrightError as error:
@@ -67,7 +67,8 @@ def _other_hosts(options: argparse.Namespace) -> bool:
     return options.num_nodes > 1 or options.hostfile is not None or options.include != "" or options.exclude != ""
 
 
-def _parse(arguments: list[str]) -> argparse.Namespace:
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The options of the command line. What comes after the script is its own."""
     parser = argparse.ArgumentParser(
         prog="python -m meshwright.compat.deepspeed",
         description="Runs a script that imports DeepSpeed with Meshwright.",

@@ -1,0 +1,46 @@
+"""`python -m meshwright.compat.deepspeed` runs scripts on this machine, and says how to start other machines."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshwright.compat.deepspeed import launcher
+from meshwright.errors import InputError
+
+SCRIPT = """
+import argparse
+import deepspeed
+from deepspeed.ops.adam import FusedAdam
+from deepspeed.runtime.lr_schedules import WarmupLR
+import deepspeed.comm as dist
+parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+parser.add_argument("--local_rank", type=int)
+args = parser.parse_args()
+deepspeed.init_distributed()
+print("rank", dist.get_rank(), "of", dist.get_world_size(), "local", args.local_rank, args.deepspeed_config)
+try:
+    import deepspeed.inference
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_a_script_is_run_in_two_ranks_with_the_drop_in(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "meshwright.compat.deepspeed", "--num_gpus", "2", str(script)]
+    process = subprocess.run([*command, "--deepspeed_config", "a.json"], capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stderr
+    assert "rank 0 of 2 local 0 a.json" in process.stdout
+    assert "[rank 1] rank 1 of 2 local 1 a.json" in process.stdout
+    assert "has no module deepspeed.inference (docs/deepspeed.md lists what it has)" in process.stdout
+
+
+def test_other_machines_are_answered_with_the_torchrun_command() -> None:
+    words = "--num_nodes 2 --num_gpus 4 --master_addr host1 train.py --lr 1"
+    with pytest.raises(InputError, match="torchrun --nnodes 2 --nproc-per-node 4") as error:
+        launcher.run(launcher.parse(words.split()))
+    assert "--rdzv-endpoint host1:29500" in str(error.value)
+    assert str(error.value).endswith("-m meshwright.compat.deepspeed train.py --lr 1")
