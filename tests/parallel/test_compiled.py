@@ -30,7 +30,7 @@ def compiled_modules(model: nn.Module) -> list[str]:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (COMPILED, r"there is no compiler \(g\+\+ or clang\+\+\)"),
+        (COMPILED, r"there is no compiler \("),
         (
             Plan.model_validate(
                 {"axes": {"tensor": 2}, "memory": {"recompute": "selective"}, "compute": {"compile": "blocks"}}

@@ -2,17 +2,27 @@
 
 import re
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import meshwright.compat.deepspeed as deepspeed
 from meshwright.errors import InputError
 from tests.compat.deepspeed import loops
 from tests.ranks import RankPool
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _without_process_group_afterwards() -> Iterator[None]:
+    """An engine makes a process group of one process, which other tests must not find."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def assert_close(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:

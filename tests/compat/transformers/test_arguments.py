@@ -115,6 +115,7 @@ def test_auto_asks_for_plans_that_trainer_can_run(tmp_path: Path, monkeypatch: p
     assert isinstance(asked["optimizer"], torch.optim.Optimizer)
 
 
+@pytest.mark.soak
 def test_auto_chooses_a_plan_for_trainers_default_optimizer(tmp_path: Path) -> None:
     with launched(0, 1):
         trained = make_trainer(make_model("llama"), "auto", tmp_path, Texts(22), max_steps=2)
