@@ -21,11 +21,12 @@ from meshwright.simulator.compute.passes import (
     WITHOUT_GRADIENTS,
 )
 
-# Calling a compiled function in one pass: guards on its inputs, and the function of autograd that contains it. From the
-# MNIST net in validation/speed/h200.json, whose compiled steps take 0.95 to 1.07 of its eager steps, by hand and in
-# sessions, with two batches; all are limited by the host.
+# Calling a compiled function in one pass: guards on its inputs, and the function of autograd that contains it. A chosen
+# value, not measured. Compiled steps of the MNIST net in validation/speed/h200.json take 0.95 to 1.07 of its eager
+# steps, and are predicted to take 1.3.
 COMPILED_CALL = 2.0
-# A kernel of compiled code. From DeepLabV3 in the same file: 1,024 kernels in 52 to 58 ms, limited by the host.
+# A kernel of compiled code. Chosen because of two workloads in the same file whose compiled steps are longer than their
+# kernels: DeepLabV3, 1,024 kernels in 52 to 58 ms, and GPT-2 1.5B with a batch of 4. Neither step was traced.
 COMPILED_KERNEL = 1.0
 # What the device waits less between two operators in a graph than between two that the host has launched in advance.
 # From the same file: the median over five workloads that are limited by the device, eager and compiled (0.7 to 2.4 µs).
