@@ -15,8 +15,7 @@ from tests.forking.environment import IS_WORKER, set_variables
 from tests.forking.forked import spawn_by_forking
 from tests.ranks import RankPool, ranks
 
-# No test fails because a core is busy. Each run draws other examples, so half of hypothesis's usual number suffices.
-settings.register_profile("meshwright", deadline=None, max_examples=50)
+settings.register_profile("meshwright", deadline=None)  # no test fails because a core is busy
 settings.load_profile("meshwright")
 set_variables()
 fork_server._spawn = spawn_by_forking

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.compat.horovod.launcher.arguments import local_slots, parse
+from meshwright.compat.horovod.launcher.command import launch
 from meshwright.errors import InputError
 
 
@@ -28,6 +29,8 @@ def test_the_command_line_of_horovodrun_is_understood() -> None:
     [
         (["-np", "2"], "needs a script"),
         (["-np", "-1", "a.py"], "start 1 to"),
+        (["-np", "0", "a.py"], "-np 0: start 1 to"),
+        (["-np", "2", "--min-np", "0", "a.py"], "--min-np 0: start 1 to"),
         (["-np", "3", "-H", "localhost:2", "a.py"], "write -H localhost:3"),
         (["-np", "1", "--min-np", "2", "a.py"], "each has to be at most the next"),
         (["-np", "2", "--mpi", "a.py"], "mpirun -np 2 -x MASTER_ADDR=localhost"),
@@ -40,6 +43,12 @@ def test_the_command_line_of_horovodrun_is_understood() -> None:
 def test_what_cannot_be_started_is_refused_with_what_can(arguments: list[str], message: str) -> None:
     with pytest.raises(InputError, match=message):
         parse(arguments)
+
+
+@pytest.mark.parametrize("command", [["nowhere.py"], ["python", "nowhere.py", "--lr", "1"]])
+def test_a_script_that_does_not_exist_is_refused_before_ranks_are_started(command: list[str]) -> None:
+    with pytest.raises(InputError, match=r"nowhere\.py: there is no such script"):
+        launch(["-np", "2", *command])
 
 
 SCRIPT = """

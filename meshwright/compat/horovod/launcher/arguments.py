@@ -75,6 +75,9 @@ def parse(arguments: Sequence[str]) -> LaunchOptions:
         command = (sys.executable, *command)
     elif command[0] in ("python", "python3"):  # the interpreter that runs this command has meshwright
         command = (sys.executable, *command[1:])
+    for option, number in (("-np", options.np), ("--min-np", options.min_np), ("--max-np", options.max_np)):
+        if number is not None and number < 1:
+            raise InputError(f"{option} {number}: start 1 to {MOST_RANKS_HERE} ranks")
     if options.mpi:
         raise InputError(
             f"--mpi: start the ranks with MPI's own command: {_mpirun(options.hosts or '', options.np or 1, command)}"
@@ -82,7 +85,7 @@ def parse(arguments: Sequence[str]) -> LaunchOptions:
     slots = _slots(options, command)
     elastic = options.min_np is not None or options.max_np is not None or options.discovery is not None
     np = options.np or slots or options.min_np or 1
-    if np < 1 or np > MOST_RANKS_HERE:
+    if np > MOST_RANKS_HERE:
         raise InputError(f"-np {np}: start 1 to {MOST_RANKS_HERE} ranks")
     if slots is not None and np > slots:
         raise InputError(f"-np {np}: the hosts have {slots} slots; write -H localhost:{np}")
