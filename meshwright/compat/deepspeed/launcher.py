@@ -12,6 +12,8 @@ from meshwright.errors import InputError, MeshwrightError
 from meshwright.launch.environment import read_environment
 from meshwright.launch.local.launch_function import launch
 
+_ALL = -1  # DeepSpeed's default for the number of GPUs
+
 
 def main() -> None:
     """Parses the command line and runs the script. Prints the error of a failed rank, and exits with its code."""
@@ -29,13 +31,18 @@ def run(options: argparse.Namespace) -> None:
     if read_environment().launched:
         run_script(options.user_script, options.user_args, options.module, options.no_local_rank)
         return
+    if options.num_gpus < 1 and options.num_gpus != _ALL:
+        raise InputError(f"--num_gpus {options.num_gpus}: start at least 1 rank")
     if _other_hosts(options):
+        machines = str(options.num_nodes) if options.num_nodes > 0 else "N"
         raise InputError(
-            f"this command starts ranks on this machine only: on each of {options.num_nodes or 'the'} machines, run"
-            f" torchrun --nnodes {options.num_nodes or 'N'} --nproc-per-node {max(1, options.num_gpus)} --rdzv-backend"
+            f"this command starts ranks on this machine only: on each of the {machines} machines, run"
+            f" torchrun --nnodes {machines} --nproc-per-node {max(1, options.num_gpus)} --rdzv-backend"
             f" c10d --rdzv-endpoint {options.master_addr or 'HOST'}:{options.master_port} -m"
             f" meshwright.compat.deepspeed {' '.join(arguments)}"
         )
+    if not options.module and not Path(options.user_script).is_file():
+        raise InputError(f"{options.user_script}: there is no such script")
     import torch
 
     ranks = options.num_gpus if options.num_gpus > 0 else max(1, torch.cuda.device_count())
@@ -74,7 +81,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         description="Runs a script that imports DeepSpeed with Meshwright.",
     )
     parser.add_argument(
-        "--num_gpus", "--num_accelerators", type=int, default=-1, help="ranks; by default one for each GPU"
+        "--num_gpus", "--num_accelerators", type=int, default=_ALL, help="ranks; by default one for each GPU"
     )
     parser.add_argument("--num_nodes", type=int, default=-1, help="machines; only one is started")
     parser.add_argument("-H", "--hostfile", default=None, help="machines; answered with a torchrun command")

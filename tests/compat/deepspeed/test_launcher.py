@@ -44,3 +44,16 @@ def test_other_machines_are_answered_with_the_torchrun_command() -> None:
         launcher.run(launcher.parse(words.split()))
     assert "--rdzv-endpoint host1:29500" in str(error.value)
     assert str(error.value).endswith("-m meshwright.compat.deepspeed train.py --lr 1")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--hostfile hosts train.py", "on each of the N machines, run torchrun --nnodes N"),
+        ("--num_gpus 0 train.py", "--num_gpus 0: start at least 1 rank"),
+        ("--num_gpus 2 nowhere.py", r"nowhere\.py: there is no such script"),
+    ],
+)
+def test_wrong_command_lines_are_refused_before_ranks_are_started(words: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        launcher.run(launcher.parse(words.split()))
