@@ -22,8 +22,8 @@ from meshwright.plan import Plan
 from meshwright.profile.optimizer import OptimizerCost
 
 # How much longer a step of several operators per tensor takes on CPU cores than a fused one, by numbers of state per
-# weight. Measured with torch 2.13 on two Neoverse-N1 cores, 20 million weights: AdamW 297 against 106 ms, SGD with
-# momentum 84 against 42 ms; plain SGD gains nothing.
+# weight. From one short run with torch 2.13 on two Neoverse-N1 cores that other programs used, too, 20 million weights:
+# AdamW 297 against 106 ms, SGD with momentum 84 against 42 ms; plain SGD gains nothing.
 _UNFUSED_SLOWDOWN = {0: 1.0, 1: 2.0, 2: 2.8}
 
 

@@ -6,9 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import meshwright.compat.horovod as hvd
 from meshwright.compat.horovod.launcher.arguments import local_slots, parse
 from meshwright.compat.horovod.launcher.command import launch
+from meshwright.compat.horovod.launcher.run_function import run
 from meshwright.errors import InputError
 
 
@@ -180,3 +183,15 @@ def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
     assert "rank 1 of 2 ended with exit code 7" in done.stderr
     assert "rank 0 of 2 ended with exit code 1" in done.stderr
     assert "rank 1 has shut down" in done.stderr
+
+
+def _scaled_rank(factor: int, shift: int) -> tuple[int, float]:
+    hvd.init()
+    return hvd.rank() * factor + shift, float(hvd.allreduce(torch.tensor(1.0 + hvd.rank()), op=hvd.Sum))
+
+
+@pytest.mark.soak
+def test_a_function_is_called_on_new_ranks_and_its_values_are_returned() -> None:
+    assert run(_scaled_rank, args=(10,), kwargs={"shift": 1}, np=2) == [(1, 3.0), (11, 3.0)]
+    with pytest.raises(InputError, match="no option reset_limit"):
+        run(_scaled_rank, reset_limit=3)
