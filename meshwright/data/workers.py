@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from multiprocessing import parent_process
 from typing import Any
@@ -36,10 +36,14 @@ def load_items(dataset: Dataset[Any], loading: LoadingOptions, keys: Iterable[An
     )
     with _signals_blocked():
         iterator = iter(loader)
+    # A rank with a GPU reads its samples with one thread, as worker processes do: on machines on which waking a thread
+    # takes milliseconds, several threads make the small operators of a data set slow.
+    reading = _one_thread if loading.workers == 0 and loader.pin_memory else nullcontext
     try:
         while True:
             try:
-                data = next(iterator)
+                with reading():
+                    data = next(iterator)
             except StopIteration:
                 return
             except MeshwrightError as error:
@@ -51,6 +55,16 @@ def load_items(dataset: Dataset[Any], loading: LoadingOptions, keys: Iterable[An
             del data  # frees the batch while waiting for the next one
     finally:
         del iterator
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _unchanged(data: Any) -> Any:

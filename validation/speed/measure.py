@@ -50,8 +50,7 @@ def variants(name: str) -> list[str]:
 
 def measure(name: str, batch: int, measured_variants: list[str]) -> list[dict[str, Any]]:
     """Measures variants of a workload, in turns: every round runs a few steps of each. Returns a row for each."""
-    case = {**cases()[name], "batch": batch}
-    inputs, targets = _data(case)
+    case, (inputs, targets) = case_of(f"{name}:{batch}")
     rows, steps = {}, {}
     for variant in measured_variants:
         plan = _plan(case, variant, (inputs, targets))
@@ -82,6 +81,19 @@ def measure(name: str, batch: int, measured_variants: list[str]) -> list[dict[st
     return list(rows.values())
 
 
+def case_of(text: str) -> tuple[dict[str, Any], tuple[Tensor, Tensor]]:
+    """The case of `NAME` or `NAME:BATCH`, and a batch of it on the GPU."""
+    name, _, number = text.partition(":")
+    case = cases()[name]
+    case = {**case, "batch": int(number)} if number else case
+    return case, _data(case)
+
+
+def step_of(case: dict[str, Any], variant: str, batch: tuple[Tensor, Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """A function that runs one step of a variant."""
+    return _step(case, variant, _plan(case, variant, batch))
+
+
 def _round_s(step: Callable[[Tensor, Tensor], Tensor], inputs: Tensor, targets: Tensor) -> float:
     """Seconds of a step: of as many steps as take about a quarter of a second."""
     torch.cuda.synchronize()
@@ -98,11 +110,10 @@ def _round_s(step: Callable[[Tensor, Tensor], Tensor], inputs: Tensor, targets: 
 
 def compile_once(name: str, batch: int, compiled_variants: list[str]) -> None:
     """Runs two steps of each variant, so that the compiler's cache has its kernels."""
-    case = {**cases()[name], "batch": batch}
-    batch_of_tensors = _data(case)
+    case, batch_of_tensors = case_of(f"{name}:{batch}")
     for variant in compiled_variants:
         begin = time.perf_counter()
-        step = _step(case, variant, _plan(case, variant, batch_of_tensors))
+        step = step_of(case, variant, batch_of_tensors)
         for _ in range(2):
             step(*batch_of_tensors)
         torch.cuda.synchronize()

@@ -1,0 +1,62 @@
+"""Where the time of a step goes on one GPU: `python -m validation.speed.operators NAME[:BATCH] [WAY]` runs a workload
+of `validation.speed.measure` under one of its plans (`compiled` by default), and lists its kernels by kind."""
+
+import sys
+from collections import defaultdict
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from validation.speed.measure import case_of, step_of
+
+_STEPS = 5
+# The first line whose words are in a kernel's name is its kind; names of generated kernels list their operators.
+_KINDS = {
+    "attention": ("flash", "fmha", "sdpa", "attention"),
+    "matrix products": ("gemm", "nvjet", "cutlass", "xmma", "cublas", "sm90"),
+    "loss": ("log_softmax", "nll_loss", "cross_entropy"),
+    "normalization": ("layer_norm", "native_batch_norm", "rsqrt"),
+    "optimizer": ("adam", "sgd", "multi_tensor"),
+    "embedding": ("embedding", "index_put", "indexing_backward"),
+    "copies": ("memcpy", "memset", "copy"),
+}
+
+
+def kind_of(kernel: str) -> str:
+    name = kernel.lower()
+    return next((kind for kind, words in _KINDS.items() if any(word in name for word in words)), "element-wise")
+
+
+def _largest(times: dict[str, float]) -> list[tuple[str, float]]:
+    return sorted(times.items(), key=lambda item: -item[1])
+
+
+def main(workload: str, way: str = "compiled") -> None:
+    case, batch = case_of(workload)
+    step = step_of(case, f"ours {way}", batch)
+    for _ in range(4):
+        step(*batch)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(_STEPS):
+            step(*batch)
+        torch.cuda.synchronize()
+    kernels: dict[str, float] = defaultdict(float)
+    begin, end = float("inf"), 0.0
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
+            kernels[event.name] += event.time_range.elapsed_us()
+            begin, end = min(begin, event.time_range.start), max(end, event.time_range.end)
+    kinds: dict[str, float] = defaultdict(float)
+    for name, time_us in kernels.items():
+        kinds[kind_of(name)] += time_us
+    total = end - begin
+    print(f"{workload} {way}: {total / _STEPS / 1e3:.2f} ms a step")
+    for kind, time_us in [*_largest(kinds), ("no kernel runs", total - sum(kinds.values()))]:
+        print(f"  {kind:16} {time_us / _STEPS / 1e3:8.2f} ms {time_us / total:6.1%}")
+    for name, time_us in _largest(kernels)[:25]:
+        print(f"    {time_us / _STEPS / 1e3:8.2f} ms {time_us / total:6.1%}  {kind_of(name):16} {name[:110]}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
