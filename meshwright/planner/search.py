@@ -132,8 +132,8 @@ class _PlanSearch:
     def is_hopeless(self, candidate: Candidate) -> bool:
         """Whether simulating the candidate is useless: the model cannot be traced with its recomputation, it needs at
         least as much memory as a candidate that did not fit, its memory including expected temporaries exceeds the
-        capacity, or it recomputes more than an otherwise equal candidate that fits."""
-        if candidate.recompute in self.failed_recompute:
+        capacity, it recomputes more than an otherwise equal candidate that fits, or it accumulates needlessly."""
+        if candidate.recompute in self.failed_recompute or self._accumulates_needlessly(candidate):
             return True
         batch = candidate.microbatch_samples
         if batch >= self.smallest_not_fitting.get(candidate.without_microbatch, batch + 1):
@@ -150,6 +150,18 @@ class _PlanSearch:
             if priced is not None and self.fits(priced):
                 return True
             faster = faster.with_less_recompute
+        return False
+
+    def _accumulates_needlessly(self, candidate: Candidate) -> bool:
+        """Whether CPU ranks would accumulate gradients although the whole batch fits. Predictions for CPUs do not count
+        what each further microbatch costs the host, so that accumulation appears to be faster than it is."""
+        if self.inputs.cluster.kind != "cpu" or candidate.sizes.pipeline > 1 or candidate.microbatches == 1:
+            return False
+        local_batch = -(-self.inputs.global_batch // candidate.sizes.data_ranks)
+        for recompute in RECOMPUTES[: RECOMPUTES.index(candidate.recompute) + 1]:
+            whole = replace(candidate, recompute=recompute, microbatches=1, microbatch_samples=local_batch)
+            if not self.is_hopeless(whole) and (priced := self.price(whole)) is not None and self.fits(priced):
+                return True
         return False
 
     def ranked(self) -> list[PricedPlan]:

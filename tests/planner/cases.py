@@ -60,6 +60,14 @@ def published_decoder(size: str, sequence: int = 2048, **keywords: Any) -> Profi
     return Profiles(model, (tokens, tokens), NextTokenLoss())
 
 
+def cluster_with(name: str = "H100", **constants: Any) -> Cluster:
+    """The cluster with other constants of its device."""
+    cluster = find_cluster(name)
+    (node,) = cluster.nodes
+    device = node.device.model_copy(update=constants)
+    return cluster.model_copy(update={"nodes": (node.model_copy(update={"device": device}),)})
+
+
 def faster_links(name: str, times: float) -> Cluster:
     """The cluster with faster links of the same name within its nodes."""
     cluster = find_cluster(name)

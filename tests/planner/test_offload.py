@@ -12,17 +12,9 @@ from meshwright.planner.explanation.explain import explain
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.offload import search_with_offload
 from meshwright.simulator.predict import Prediction, predict_plan
-from tests.planner.cases import ADAMW, small_decoder
+from tests.planner.cases import ADAMW, cluster_with, small_decoder
 
 GIB = 2**30
-
-
-def cluster_with(name: str = "H100", **constants: Any) -> Cluster:
-    """The cluster with other constants of its device."""
-    cluster = find_cluster(name)
-    (node,) = cluster.nodes
-    device = node.device.model_copy(update=constants)
-    return cluster.model_copy(update={"nodes": (node.model_copy(update={"device": device}),)})
 
 
 def inputs_of(cluster: Cluster, **conditions: Any) -> PlanningInputs:

@@ -23,6 +23,7 @@ from meshwright.simulator.predict import predict_plan
 from tests.planner.cases import (
     ADAMW,
     MOMENTUM,
+    cluster_with,
     faster_links,
     frozen_decoder,
     images,
@@ -260,3 +261,11 @@ def test_gpt3_plans_follow_the_network() -> None:
     assert selene[1].ranked[0].plan.axes != ethernet[1].ranked[0].plan.axes
     assert "Ethernet-10G" in " ".join(explain(ethernet[1], ethernet[0]))
     assert selene[1].seconds < 60
+
+
+def test_cpu_ranks_accumulate_gradients_only_where_the_batch_does_not_fit() -> None:
+    _, roomy = search_plans("2xcpu", small_decoder(layers=2, hidden=256), 64, top=10)
+    assert all(priced.plan.memory.accumulation == 1 for priced in roomy.ranked)
+    narrow_cluster = cluster_with("2xcpu", memory_bytes=100 * 2**20)  # a quarter of what the whole batch needs
+    _, narrow = search_plans(narrow_cluster, small_decoder(layers=2, hidden=256), 64, top=10)
+    assert any(priced.plan.memory.accumulation > 1 for priced in narrow.ranked)
