@@ -9,6 +9,7 @@ import torch.distributed as dist
 from meshwright.errors import InputError
 from meshwright.launch import environment
 from meshwright.launch.loopback import connect_store
+from meshwright.launch.network.interface import use_interface_towards
 from meshwright.launch.torch_private import add_gloo_for_cpu_tensors
 
 
@@ -91,6 +92,8 @@ def _store(env: environment.Environment, timeout: timedelta) -> dist.Store:
     if env.fork_server_pid is not None:
         store = connect_store(*environment.store_address(), timeout)
     else:
+        if env.local_size < env.size:
+            use_interface_towards(environment.store_address()[0])
         store, _, _ = next(dist.rendezvous("env://", env.rank, env.size, timeout=timeout))
     # The store outlives a restart. Without a prefix, new ranks would read the addresses of the previous attempt.
     return dist.PrefixStore(f"attempt{env.attempt}", store)

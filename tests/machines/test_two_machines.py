@@ -1,0 +1,115 @@
+"""The mnist job under torchrun on two machines: it survives a cut cable, and goes on alone if the other machine is
+taken away."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint.load import find_newest_valid, load
+from meshwright.train.output.folder import RunFolder
+from meshwright.workloads.mnist import Net
+from tests.machines.namespaces import Machine, two_machines, why_not
+from tests.train.kill import wait_for
+
+pytestmark = [pytest.mark.soak, pytest.mark.skipif(bool(why_not()), reason=why_not() or "")]
+STEPS, CUT_S = 30, 10
+
+
+@pytest.fixture
+def machines() -> Iterator[tuple[Machine, Machine]]:
+    with two_machines() as pair:
+        yield pair
+
+
+def train_arguments(folder: Path) -> list[str]:
+    settings = {
+        "data.synthetic": "true",
+        "data.eval": "null",
+        "metrics": "{}",
+        "optimizer.lr": 0.01,
+        "train.steps": STEPS,
+        "train.global_batch": 16,
+        "train.timeout_s": 20,
+        "checkpoint": "{every_steps: 4}",
+        "log": "{every_steps: 1, tensorboard: false}",
+        "output": folder,
+    }
+    return ["train", "mnist", *(word for name, value in settings.items() for word in ("--set", f"{name}={value}"))]
+
+
+def torchrun(machine: Machine, first: Machine, folder: Path, nodes: str) -> "subprocess.Popen[str]":
+    # The name of this host is that of both machines, so torchrun has to be told which one serves the rendezvous.
+    options = {
+        "--nnodes": nodes,
+        "--nproc-per-node": "1",
+        "--rdzv-backend": "c10d",
+        "--rdzv-endpoint": f"{first.address}:29500",
+        "--rdzv-id": "mnist",
+        "--rdzv-conf": f"is_host={int(machine is first)},last_call_timeout=3",
+        "--local-addr": machine.address,
+        "--max-restarts": "3",
+    }
+    launcher = [sys.executable, "-m", "torch.distributed.run", *(word for pair in options.items() for word in pair)]
+    log = folder / f"{machine.name}.log"
+    return machine.start(*launcher, "-m", "meshwright", *train_arguments(folder / "runs"), log=log)
+
+
+def weights_of(run: RunFolder) -> dict[str, Tensor]:
+    newest = find_newest_valid(run.checkpoints)
+    assert newest.path is not None
+    assert newest.manifest is not None
+    assert newest.manifest.step == STEPS
+    model = Net()
+    load(newest.path, newest.manifest, model, None)
+    return model.state_dict()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    """The weights that two ranks of this machine train, in fp32."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    plan = ["--cluster", "2xcpu", "--set", "plan={axes: {replicate: 2}}"]
+    command = [sys.executable, "-m", "meshwright", *train_arguments(folder), *plan]
+    subprocess.run(command, check=True, capture_output=True, timeout=200)
+    return weights_of(RunFolder(folder / "mnist-0001"))
+
+
+def test_a_cable_that_is_cut_for_ten_seconds_changes_no_bit(
+    machines: tuple[Machine, Machine], undisturbed: dict[str, Tensor], tmp_path: Path
+) -> None:
+    processes = [torchrun(machine, machines[0], tmp_path, nodes="2") for machine in machines]
+    run = RunFolder(tmp_path / "runs" / "mnist-0001")
+    wait_for(run, rank=1, step=8)
+    machines[1].cut()
+    time.sleep(CUT_S)
+    machines[1].restore()
+    assert [process.wait(200) for process in processes] == [0, 0], logs(tmp_path)
+    assert "resuming" not in logs(tmp_path)
+    torch.testing.assert_close(weights_of(run), undisturbed, rtol=0, atol=0)
+
+
+def test_a_machine_that_is_taken_away_leaves_the_other_to_go_on(
+    machines: tuple[Machine, Machine], undisturbed: dict[str, Tensor], tmp_path: Path
+) -> None:
+    first, second = machines
+    process = torchrun(first, first, tmp_path, nodes="1:2")
+    torchrun(second, first, tmp_path, nodes="1:2")
+    run = RunFolder(tmp_path / "runs" / "mnist-0001")
+    wait_for(run, rank=1, step=12)
+    second.take_away()
+    assert process.wait(300) == 0, logs(tmp_path)
+    assert "on 1 CPU rank (one rank · fp32)" in logs(tmp_path)
+    for name, weight in weights_of(run).items():
+        error = (weight - undisturbed[name]).norm() / undisturbed[name].norm()
+        assert error < 1e-5, name
+
+
+def logs(folder: Path) -> Any:
+    return "\n".join(file.read_text() for file in sorted(folder.glob("*.log")))
