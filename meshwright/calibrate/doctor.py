@@ -116,18 +116,19 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
     """Yields the lines that print the report of `diagnose` in the terminal."""
     for device in report["devices"]:
         yield f"{device['count']} × {device['name']} ({device['kind']}, {device['cores']} cores), {device['based_on']}"
-        yield f"  memory        {device['memory_bytes'] / 2**30:,.1f} GiB, {_rate(device['bandwidth_bytes_per_s'])}B/s"
-        rates = "  ".join(f"{dtype} {_rate(rate)}FLOP/s" for dtype, rate in device["rates"].items())
+        bandwidth = unit_text(device["bandwidth_bytes_per_s"])
+        yield f"  memory        {device['memory_bytes'] / 2**30:,.1f} GiB, {bandwidth}B/s"
+        rates = "  ".join(f"{dtype} {unit_text(rate)}FLOP/s" for dtype, rate in device["rates"].items())
         yield f"  rates         {rates or 'not measured'}"
         yield f"  launch        {device['launch_s'] * 1e6:.2f} µs, context {device['context_bytes'] / 2**20:,.0f} MiB"
         yield f"  instructions  {', '.join(device['instructions']) or 'none known'}"
         if device["operators_measured"]:
             yield f"  operators     {device['operators_measured']} measured"
     for link in report["links"]:
-        yield f"{link['name']}: {_rate(link['bandwidth_bytes_per_s'])}B/s, {link['latency_s'] * 1e6:,.1f} µs"
+        yield f"{link['name']}: {unit_text(link['bandwidth_bytes_per_s'])}B/s, {link['latency_s'] * 1e6:,.1f} µs"
         for collective, curves in link["curves"].items():
             for curve in curves:
-                points = "  ".join(f"{_size(size)} {seconds * 1e6:,.0f} µs" for size, seconds in curve["points"])
+                points = "  ".join(f"{size_text(size)} {seconds * 1e6:,.0f} µs" for size, seconds in curve["points"])
                 yield f"  {collective}, {curve['ranks']} ranks: {points}"
     for problem in report["problems"]:
         yield f"problem: {problem}"
@@ -137,14 +138,14 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
         yield f"calibrated: {report['file']}"
 
 
-def _rate(number: float) -> str:
+def unit_text(number: float) -> str:
     for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
         if number >= size:
             return f"{number / size:,.1f} {unit}"
     return f"{number:,.0f} "
 
 
-def _size(number: int) -> str:
+def size_text(number: int) -> str:
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if number >= size:
             return f"{number / size:.0f} {unit}"

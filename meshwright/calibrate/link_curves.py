@@ -33,13 +33,13 @@ def measure_curves(collectives: list[Collective], device: torch.device) -> Curve
 
 
 def _seconds(collective: Collective, size: int, ranks: int, device: torch.device, group: dist.ProcessGroup) -> float:
-    run = _operation(collective, size, ranks, device, group)
+    run = collective_operation(collective, size, ranks, device, group)
     repeats = 10 if size <= 2**20 else 3
     run()
     return median(elapsed(run, device, repeats) / repeats for _ in range(ROUNDS))
 
 
-def _operation(
+def collective_operation(
     collective: Collective, size: int, ranks: int, device: torch.device, group: dist.ProcessGroup
 ) -> Callable[[], object]:
     """Returns a function that runs the collective on a whole tensor of `size` bytes."""
@@ -62,11 +62,11 @@ def _operation(
 
 
 def _send_and_confirm(whole: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Rank 0 sends the tensor to rank 1, which confirms its arrival. Other ranks do nothing."""
-    rank = dist.get_rank()
+    """The group's first rank sends the tensor to the second, which confirms its arrival. Other ranks do nothing."""
+    rank = dist.get_rank(group)
     if rank == 0:
-        dist.send(whole, 1, group=group)
-        dist.recv(whole[:1], 1, group=group)
+        dist.send(whole, group=group, group_dst=1)
+        dist.recv(whole[:1], group=group, group_src=1)
     elif rank == 1:
-        dist.recv(whole, 0, group=group)
-        dist.send(whole[:1], 0, group=group)
+        dist.recv(whole, group=group, group_src=0)
+        dist.send(whole[:1], group=group, group_dst=0)

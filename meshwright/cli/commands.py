@@ -236,17 +236,45 @@ def doctor(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the devices and links of this machine, print them, and report problems that hinder training."""
+    """Measure the devices and links of this machine, print them, and report problems that hinder training. Started on
+    several machines by torchrun or another launcher, measure the links between them, too."""
     from meshwright.calibrate.doctor import calibrate_and_diagnose, diagnose, report_lines
+    from meshwright.launch.environment import read_environment
 
     if output and not calibrate:
         raise InputError(f"--output {output}: only --calibrate writes a file, so add it or leave --output out")
+    if read_environment().launched:
+        if calibrate:
+            raise InputError("--calibrate measures one machine: run it there without a launcher")
+        _diagnose_machines(as_json)
+        return
     diagnosis = calibrate_and_diagnose(output) if calibrate else diagnose()
     if as_json:
         print(json.dumps(diagnosis), flush=True)
         return
     for line in report_lines(diagnosis):
         print(line, flush=True)
+
+
+def _diagnose_machines(as_json: bool) -> None:
+    """Measures the machines on which a launcher has started this command, and prints them on rank 0."""
+    import torch
+
+    from meshwright.calibrate.doctor import inspect_system, problems
+    from meshwright.calibrate.machines import measure_machines
+    from meshwright.calibrate.machines_report import machines_lines, machines_report
+    from meshwright.launch.heartbeat import Heartbeat
+    from meshwright.launch.rank import run_rank
+    from meshwright.launch.world import World
+
+    def main(world: World, heartbeat: Heartbeat) -> None:
+        measured = measure_machines(world)
+        if measured is not None:
+            report = machines_report(measured, list(problems(inspect_system())))
+            for line in [json.dumps(report)] if as_json else machines_lines(report):
+                print(line, flush=True)
+
+    run_rank(main, "cuda" if torch.cuda.device_count() else "cpu", timeout_s=600)
 
 
 def _print_proof(proof: "Proof", file: Path, as_json: bool) -> None:

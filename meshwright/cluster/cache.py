@@ -1,5 +1,5 @@
-"""Stores measurements between runs in the user's cache folder: one file per machine that was measured, one file per
-device that was calibrated, and one file per model whose operators were measured."""
+"""Stores measurements between runs in the user's cache folder: one file per machine, or group of machines, that was
+measured, one file per device that was calibrated, and one file per model whose operators were measured."""
 
 import hashlib
 import json
@@ -47,6 +47,21 @@ def save_measured(detected: Cluster, measured: Cluster) -> None:
         warnings.warn(f"{error}; until then this machine is measured in every run", stacklevel=2)
 
 
+def load_machines(identity: Sequence[object]) -> Cluster | None:
+    """Returns the cluster of several machines that was measured before; None if there is none or its file is not
+    valid."""
+    file = _machines_file(identity)
+    try:
+        return validate(Cluster, read_mapping(file, "cluster"), str(file))
+    except InputError:
+        return None
+
+
+def save_machines(identity: Sequence[object], cluster: Cluster) -> Path:
+    """Stores the measurements of several machines."""
+    return _write(_machines_file(identity), cluster.to_yaml())
+
+
 def calibrated_file(device: str) -> Path:
     return cache_folder() / "devices" / (re.sub(r"[^\w.-]+", "-", device) + ".yaml")
 
@@ -89,6 +104,11 @@ def save_operator_seconds(inputs: Sequence[object], seconds: Sequence[float]) ->
 def _operators_file(inputs: Sequence[object]) -> Path:
     text = json.dumps([str(value) for value in (*inputs, torch.__version__)])
     return cache_folder() / "operators" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def _machines_file(identity: Sequence[object]) -> Path:
+    digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+    return cache_folder() / f"machines-{digest}.yaml"
 
 
 def _machine_file(detected: Cluster) -> Path:

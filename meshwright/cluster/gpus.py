@@ -25,6 +25,19 @@ def list_gpus() -> list[Gpu]:
     return parse_listing(result.stdout)
 
 
+def driver_version() -> str:
+    """The version of the driver; empty if nvidia-smi is missing or reaches no driver."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ""
+    query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        result = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return result.stdout.partition("\n")[0].strip()
+
+
 def parse_listing(text: str) -> list[Gpu]:
     """Parses lines of `name, total MiB, used MiB`; a figure that the driver does not report counts as 0."""
     gpus = []

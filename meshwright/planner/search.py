@@ -348,7 +348,8 @@ def _family_bests(state: _PlanSearch, bounded: _Bounded) -> tuple[PricedPlan, ..
     missing.sort(key=lambda family: max(1, len(family)))  # the simplest first
     for family in missing[:_MOST_EXPLAINED_FAMILIES]:
         # No further profile is traced only to explain why a plan was not chosen.
-        member = next((member for member in families[family] if member.recompute == "none"), None)
+        simple = (member for member in families[family] if member.recompute == "none")
+        member = next((member for member in simple if not state.is_hopeless(member)), None)
         if member is not None:
             state.price(member)
     bests = []

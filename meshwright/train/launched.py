@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from meshwright import errors
+from meshwright.calibrate.machines import find_measured_machines
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.exchange import broadcast_value
@@ -61,6 +62,8 @@ def _train(
 ) -> dict[str, Any] | None:
     if isinstance(plan, Plan) and plan.world_size != world.size:
         raise InputError(f"the plan ({plan.summary()}) is for {plan.world_size} ranks, torchrun started {world.size}")
+    if not isinstance(plan, Plan) and cluster.name == "local" and world.size > world.local_size:
+        cluster = find_measured_machines(world) or cluster
     run = _agree_on_run(job, plan, cluster, "auto" if world.attempt else resume, world)
     torch.set_num_threads(run.plan.compute.threads or max(1, cluster.cores // world.local_size))
     redirect(run.folder.logs, world.rank, world.attempt)
@@ -97,12 +100,13 @@ def _choose(choose: ChoosePlan, cluster: Cluster, resume: str, world: World) -> 
     replicas = Plan(axes=Axes(replicate=world.size))
     if world.size == world.local_size:
         machines = cluster.with_device_count(world.size)
-    elif cluster.device_count == world.size:
+    elif cluster.device_count == world.size and sum(node.number for node in cluster.nodes) > 1:
         machines = cluster
     else:
         print(
-            f"plan: {replicas.summary()}, without a prediction, as the ranks are on several machines and the cluster"
-            f" '{cluster.name}' has {cluster.device_count} devices: describe them with --cluster, such as 2x8xH100",
+            f"plan: {replicas.summary()}, without a prediction, as the ranks are on several machines, and the cluster"
+            f" '{cluster.name}' does not describe them: describe them with --cluster, such as 2x8xH100, or start"
+            " meshwright doctor with the same launcher once, which measures them",
             file=sys.stderr,
             flush=True,
         )

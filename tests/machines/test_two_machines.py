@@ -1,6 +1,7 @@
-"""The mnist job under torchrun on two machines: it survives a cut cable, and goes on alone if the other machine is
-taken away."""
+"""Two machines under torchrun: the mnist job survives a cut cable and goes on alone if the other machine is taken away,
+and `doctor` measures the link between them."""
 
+import json
 import subprocess
 import sys
 import time
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.load import find_newest_valid, load
+from meshwright.cluster.file import load_cluster
 from meshwright.train.output.folder import RunFolder
 from meshwright.workloads.mnist import Net
-from tests.machines.namespaces import Machine, two_machines, why_not
 from tests.train.kill import wait_for
+from validation.machines.namespaces import Machine, two_machines, why_not
 
 pytestmark = [pytest.mark.soak, pytest.mark.skipif(bool(why_not()), reason=why_not() or "")]
 STEPS, CUT_S = 30, 10
@@ -44,7 +46,10 @@ def train_arguments(folder: Path) -> list[str]:
     return ["train", "mnist", *(word for name, value in settings.items() for word in ("--set", f"{name}={value}"))]
 
 
-def torchrun(machine: Machine, first: Machine, folder: Path, nodes: str) -> "subprocess.Popen[str]":
+def torchrun(
+    machine: Machine, first: Machine, folder: Path, nodes: str, words: list[str] | None = None
+) -> "subprocess.Popen[str]":
+    """Starts meshwright with these arguments, by default those of a run."""
     # The name of this host is that of both machines, so torchrun has to be told which one serves the rendezvous.
     options = {
         "--nnodes": nodes,
@@ -58,7 +63,7 @@ def torchrun(machine: Machine, first: Machine, folder: Path, nodes: str) -> "sub
     }
     launcher = [sys.executable, "-m", "torch.distributed.run", *(word for pair in options.items() for word in pair)]
     log = folder / f"{machine.name}.log"
-    return machine.start(*launcher, "-m", "meshwright", *train_arguments(folder / "runs"), log=log)
+    return machine.start(*launcher, "-m", "meshwright", *(words or train_arguments(folder / "runs")), log=log)
 
 
 def weights_of(run: RunFolder) -> dict[str, Tensor]:
@@ -113,3 +118,19 @@ def test_a_machine_that_is_taken_away_leaves_the_other_to_go_on(
 
 def logs(folder: Path) -> Any:
     return "\n".join(file.read_text() for file in sorted(folder.glob("*.log")))
+
+
+def test_doctor_measures_the_link_between_the_machines(
+    machines: tuple[Machine, Machine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for machine in machines:
+        machine.shape("100mbit")
+    processes = [torchrun(machine, machines[0], tmp_path, "2", ["doctor", "--json"]) for machine in machines]
+    assert [process.wait(200) for process in processes] == [0, 0], logs(tmp_path)
+    report = json.loads(next(line for line in logs(tmp_path).splitlines() if line.startswith("{")))
+    assert [machine["ranks"] for machine in report["machines"]] == [[0], [1]]
+    assert 8e6 < report["machines"][1]["bandwidth_bytes_per_s"] < 13e6
+    assert {(curve["ranks"], curve["nodes"]) for curve in report["links"][0]["curves"]["all_reduce"]} == {(2, 2)}
+    (file,) = (tmp_path / "cache" / "meshwright").glob("machines-*.yaml")
+    assert load_cluster(str(file)).link is not None

@@ -121,7 +121,7 @@ def test_ranks_that_the_cluster_does_not_describe_are_replicas(capsys: pytest.Ca
     assert launched._choose(choose, described, "auto", two_machines) == Plan(axes=Axes(shard=4))
     assert capsys.readouterr().err == "plan: shards\n" * 2
     assert launched._choose(choose, unknown, "auto", two_machines) == Plan(axes=Axes(replicate=4))
-    assert "'2xcpu' has 2 devices: describe them with --cluster" in capsys.readouterr().err
+    assert "the cluster '2xcpu' does not describe them: describe them with --cluster" in capsys.readouterr().err
     assert launched._choose(lambda *_: (Plan(), "one rank"), unknown, "auto", one_machine).axes == Axes(replicate=4)
 
 

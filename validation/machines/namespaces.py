@@ -57,8 +57,11 @@ class Machine:
     def restore(self) -> None:
         self.run("ip", "link", "set", self.device, "up")
 
-    def shape(self, rate: str) -> None:
-        """Limits what this machine sends, for example to "100mbit"."""
+    def shape(self, rate: str | None) -> None:
+        """Limits what this machine sends, for example to "100mbit"; not any more if the rate is None."""
+        if rate is None:
+            self.run_quietly("ip", "netns", "exec", self.name, "tc", "qdisc", "delete", "dev", self.device, "root")
+            return
         limits = ("rate", rate, "burst", "64k", "latency", "50ms")
         self.run("tc", "qdisc", "replace", "dev", self.device, "root", "tbf", *limits)
 
