@@ -57,7 +57,7 @@ FOLDERS = {
     "collectives": ("schedules", "shared_memory"),
     "compat": ("accelerate", "deepspeed", "horovod", "lightning", "transformers"),
     "export": ("configurations",),
-    "launch": ("network", "local"),
+    "launch": ("network", "launchers", "local"),
     "parallel": ("weights", "tensor", "pipeline", "branches", "replicate", "chunked_loss"),
     "planner": ("explanation",),
     "profile": ("structure", "tracing"),

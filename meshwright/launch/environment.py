@@ -6,9 +6,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshwright.launch.launchers.launched_rank import LaunchedRank
+from meshwright.launch.launchers.store_place import StorePlace, find_store_place
+from meshwright.launch.launchers.table import read_launched_rank
+from meshwright.launch.launchers.torch_variables import OWN_RANK, check_no_torchrun_is_missing
+
 FOLDER = "MESHWRIGHT_FOLDER"  # the folder of the rank's log and heartbeat
 SPEAKER = "MESHWRIGHT_SPEAKER"  # the rank that prints to the terminal
-FORK_SERVER_PID = "MESHWRIGHT_FORK_SERVER"  # the id of the process that forked this rank
+FORK_SERVER_PID = OWN_RANK  # the id of the process that forked this rank
 
 
 @dataclass(frozen=True)
@@ -16,7 +21,7 @@ class Environment:
     """A rank as its launcher's environment variables describe it. A process that no launcher started is rank 0 of 1.
     `attempt` is how often the ranks were restarted before. `fork_server_pid` is the id of the fork server that forked
     the rank, or None if another launcher than meshwright's started it. `speaker` is the rank that prints to the
-    terminal."""
+    terminal. `launcher` is the launcher's name in messages."""
 
     launched: bool
     rank: int
@@ -27,28 +32,49 @@ class Environment:
     fork_server_pid: int | None
     folder: Path | None
     speaker: int = 0
+    launcher: str = ""
 
 
 def read_environment() -> Environment:
+    """Reads the variables of the first launcher in the table (launchers/table.py) that has set any."""
     variables = os.environ
-    launched = "RANK" in variables and "WORLD_SIZE" in variables
-    if not launched:
+    rank = read_launched_rank(variables)
+    if rank is None:
         return Environment(False, 0, 0, 1, 1, 0, None, None)
-    rank, size = int(variables["RANK"]), int(variables["WORLD_SIZE"])
     return Environment(
         launched=True,
-        rank=rank,
-        local_rank=int(variables.get("LOCAL_RANK", rank)),
-        size=size,
-        local_size=int(variables.get("LOCAL_WORLD_SIZE", size)),
-        attempt=int(variables.get("TORCHELASTIC_RESTART_COUNT", 0)),
+        rank=rank.rank,
+        local_rank=rank.local_rank,
+        size=rank.size,
+        local_size=rank.local_size,
+        attempt=rank.attempt,
         fork_server_pid=int(variables[FORK_SERVER_PID]) if FORK_SERVER_PID in variables else None,
         folder=Path(variables[FOLDER]) if FOLDER in variables else None,
         speaker=int(variables.get(SPEAKER, 0)),
+        launcher=rank.launcher,
     )
 
 
+def launched_rank_and_store() -> tuple[LaunchedRank, StorePlace]:
+    """Returns this rank of another launcher than meshwright's, and where its store is."""
+    rank = read_launched_rank(os.environ)
+    assert rank is not None
+    return rank, find_store_place(rank, os.environ)
+
+
+def check_can_be_alone() -> None:
+    """Raises an error if this process is no rank, and variables say that torchrun should have started it as one."""
+    check_no_torchrun_is_missing(os.environ)
+
+
+def use_interface(name: str) -> None:
+    """Lets Gloo and NCCL use this network interface, unless the user has named one."""
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(variable, name)
+
+
 def store_address() -> tuple[str, int]:
+    """Returns the address of the store that meshwright's launcher serves."""
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 

@@ -7,8 +7,10 @@ import torch
 import torch.distributed as dist
 
 from meshwright.errors import InputError
-from meshwright.launch import environment
-from meshwright.launch.loopback import connect_store
+from meshwright.launch import environment, loopback
+from meshwright.launch.agreement import agree, count_local_ranks, read_local_ranks, versions
+from meshwright.launch.launchers.launched_rank import LaunchedRank
+from meshwright.launch.launchers.store import open_store
 from meshwright.launch.network.interface import use_interface_towards
 from meshwright.launch.torch_private import add_gloo_for_cpu_tensors
 
@@ -40,24 +42,49 @@ def rank_count() -> int:
 
 def join(device: str, timeout_s: float) -> World:
     """Joins the process group that the environment variables describe. If this process is in a process group already,
-    because the script or an earlier session has made it, that one is used. A process that no launcher started and that
-    is in no process group is a world of one rank."""
+    because the script, Ray Train or an earlier session has made it, that one is used. A process that no launcher
+    started and that is in no process group is a world of one rank. Ranks of another launcher than meshwright's first
+    agree on the versions of torch and meshwright."""
     env = environment.read_environment()
     if dist.is_initialized():
         return _world_of_group(device, env)
     torch_device = _torch_device(device, env.local_rank)
-    store: dist.Store | None = None
-    if env.launched:
-        timeout = timedelta(seconds=timeout_s)
-        store = _store(env, timeout)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if torch_device.type == "cuda" else "gloo",
-            store=store,
-            rank=env.rank,
-            world_size=env.size,
-            timeout=timeout,
-        )
-    return World(env.rank, env.local_rank, env.size, env.local_size, env.attempt, torch_device, store)
+    if not env.launched:
+        environment.check_can_be_alone()
+        return World(0, 0, 1, 1, 0, torch_device, None)
+    timeout, local_size = timedelta(seconds=timeout_s), env.local_size
+    if env.fork_server_pid is not None:
+        store = _attempts_own(loopback.connect_store(*environment.store_address(), timeout), env.attempt)
+    else:
+        rank, place = environment.launched_rank_and_store()
+        if rank.is_on_one_machine:
+            environment.use_interface(loopback.interface())
+        else:
+            use_interface_towards(place.host)
+        store = _attempts_own(open_store(rank, place, timeout_s), env.attempt)
+        local_size = _agree_on_versions(rank, store, timeout_s)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if torch_device.type == "cuda" else "gloo",
+        store=store,
+        rank=env.rank,
+        world_size=env.size,
+        timeout=timeout,
+    )
+    return World(env.rank, env.local_rank, env.size, local_size, env.attempt, torch_device, store)
+
+
+def _attempts_own(store: dist.Store, attempt: int) -> dist.Store:
+    """Returns the part of the store that this attempt uses. The store outlives a restart: without a prefix, new ranks
+    would read the addresses of the previous attempt."""
+    return dist.PrefixStore(f"attempt{attempt}", store)
+
+
+def _agree_on_versions(rank: LaunchedRank, store: dist.Store, timeout_s: float) -> int:
+    """Returns the number of ranks on this machine, when all ranks have agreed on their versions."""
+    if rank.counts_local_ranks:
+        count_local_ranks(store)
+    agree(versions(), rank.rank, rank.size, store, "versions", timeout_s)
+    return read_local_ranks(store) if rank.counts_local_ranks else rank.local_size
 
 
 def _world_of_group(device: str, env: environment.Environment) -> World:
@@ -85,18 +112,6 @@ def leave() -> None:
     """Leaves the process group, if this process is in one."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _store(env: environment.Environment, timeout: timedelta) -> dist.Store:
-    store: dist.Store
-    if env.fork_server_pid is not None:
-        store = connect_store(*environment.store_address(), timeout)
-    else:
-        if env.local_size < env.size:
-            use_interface_towards(environment.store_address()[0])
-        store, _, _ = next(dist.rendezvous("env://", env.rank, env.size, timeout=timeout))
-    # The store outlives a restart. Without a prefix, new ranks would read the addresses of the previous attempt.
-    return dist.PrefixStore(f"attempt{env.attempt}", store)
 
 
 def _torch_device(device: str, local_rank: int) -> torch.device:

@@ -1,5 +1,5 @@
-"""Training in ranks that another launcher has started, such as torchrun, or mpirun or srun with torchrun's environment
-variables. The ranks are running already, and rank 0 chooses the plan and the run folder for all."""
+"""Training in ranks that another launcher has started, such as torchrun, mpirun or srun. The ranks are running already.
+They first make sure that all have the same job; then rank 0 chooses the plan and the run folder for all."""
 
 import sys
 from collections.abc import Callable
@@ -14,12 +14,14 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.exchange import broadcast_value
 from meshwright.job import Job
+from meshwright.launch.environment import read_environment
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.output import redirect
 from meshwright.launch.rank import run_rank
 from meshwright.launch.world import World
 from meshwright.plan import Axes, Plan
 from meshwright.train.check import check_job
+from meshwright.train.job_agreement import agree_on_job
 from meshwright.train.output.folder import LockedRun, RunFolder, lock_run_folder, read_result, write_job_and_plan
 from meshwright.train.rank import train_rank
 
@@ -60,8 +62,10 @@ def _train(
     heartbeat: Heartbeat,
     recorded_steps: int,
 ) -> dict[str, Any] | None:
+    agree_on_job(job, plan if isinstance(plan, Plan) else None, cluster.kind, recorded_steps, world)
     if isinstance(plan, Plan) and plan.world_size != world.size:
-        raise InputError(f"the plan ({plan.summary()}) is for {plan.world_size} ranks, torchrun started {world.size}")
+        launcher = read_environment().launcher
+        raise InputError(f"the plan ({plan.summary()}) is for {plan.world_size} ranks, {launcher} started {world.size}")
     if not isinstance(plan, Plan) and cluster.name == "local" and world.size > world.local_size:
         cluster = find_measured_machines(world) or cluster
     run = _agree_on_run(job, plan, cluster, "auto" if world.attempt else resume, world)

@@ -1,5 +1,5 @@
-"""`parallelize`: returns a session for a user's own training loop, in ranks that torchrun has started (or mpirun or
-srun with torchrun's environment variables), or in a single process."""
+"""`parallelize`: returns a session for a user's own training loop, in ranks that torchrun, mpirun, srun or another
+launcher has started, or in a single process."""
 
 import math
 from collections.abc import Callable, Mapping

@@ -12,6 +12,7 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import check_is_local
 from meshwright.errors import InputError, Stopped
 from meshwright.job import Job
+from meshwright.launch.environment import check_can_be_alone
 from meshwright.launch.local.launch import RankSettings, launch
 from meshwright.plan import Plan
 from meshwright.train.check import check_job, check_rank_count
@@ -42,6 +43,7 @@ def train(
     checked. `parts` caches what planning has built of the job; its memory is released before the ranks start. With
     `tunes`, a long run begins with measuring which `compute` fields of the plan make its steps faster.
     """
+    check_can_be_alone()
     parts = parts or JobParts(job)
     check_is_local(cluster)
     check_rank_count(plan, cluster)
