@@ -17,6 +17,7 @@ from meshwright.cli.data import data
 from meshwright.cli.export import export
 from meshwright.cli.horovodrun import horovodrun
 from meshwright.cli.init import init
+from meshwright.cli.launch import launch
 from meshwright.cli.options import (
     AsJson,
     ClusterName,
@@ -161,6 +162,7 @@ def _job_of_deepspeed(job: "Job", file: Path, plan: Path | None, cluster: str | 
 app.command()(plan)
 app.command()(export)
 app.command()(init)
+app.command()(launch)
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(horovodrun)
 
 

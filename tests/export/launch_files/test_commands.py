@@ -1,0 +1,67 @@
+"""The torchrun and mpirun commands, split into words as a shell does."""
+
+import shlex
+import sys
+
+import pytest
+
+from meshwright.errors import InputError
+from meshwright.export.launch_files.commands import mpirun_command, torchrun_command
+from meshwright.export.launch_files.layout import Layout
+from meshwright.export.launch_files.request import parse_time
+from tests.export.launch_files.requests import HOSTILE, request
+
+ONE_MACHINE = Layout(nodes=1, ranks_per_node=2, on_gpus=False, cores_per_rank=1)
+TRAIN = ["train", "toy.yaml", "--resume=auto"]
+
+
+def test_torchrun() -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run"]
+    one = shlex.split(torchrun_command(request(layout=ONE_MACHINE)).text)
+    assert one == [*launcher, "--standalone", "--nproc-per-node=2", "--max-restarts=3", "-m", "meshwright", *TRAIN]
+    several = shlex.split(torchrun_command(request(rendezvous="10.0.0.1:29500", interface="eth0")).text)
+    assert several == [
+        *("env", "GLOO_SOCKET_IFNAME=eth0", "NCCL_SOCKET_IFNAME=eth0", *launcher),
+        *("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=toy", "--rdzv-endpoint=10.0.0.1:29500"),
+        *("--nproc-per-node=8", "--max-restarts=3", "-m", "meshwright", *TRAIN),
+    ]
+
+
+def test_mpirun() -> None:
+    launcher = [sys.executable, "-m", "meshwright", *TRAIN]
+    one = shlex.split(mpirun_command(request(layout=ONE_MACHINE)).text)
+    assert one == ["mpirun", "-n", "2", "--bind-to", "none", *launcher]
+    several = shlex.split(mpirun_command(request(rendezvous="[fd00::1]:29500", hosts=("a", "b"))).text)
+    assert several == [
+        *("mpirun", "-n", "16", "--bind-to", "none", "--map-by", "ppr:8:node", "-H", "a:8,b:8"),
+        *("env", "MASTER_ADDR=fd00::1", "MASTER_PORT=29500", *launcher),
+    ]
+
+
+def test_several_machines_need_an_address_and_as_many_hosts() -> None:
+    for command in (torchrun_command, mpirun_command):
+        with pytest.raises(InputError, match="2 machines needs --rendezvous HOST:PORT"):
+            command(request())
+    with pytest.raises(InputError, match="--hosts names 1 machines, but the ranks are on 2"):
+        mpirun_command(request(rendezvous="a:1", hosts=("a",)))
+
+
+def test_no_value_is_executed() -> None:
+    for command in (torchrun_command, mpirun_command):
+        text = command(request(layout=ONE_MACHINE, arguments=("train", HOSTILE))).text
+        assert text.count("\n") == 1
+        assert shlex.split(text)[-2:] == ["train", HOSTILE]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("30", 1800), ("1:30", 90), ("1:00:05", 3605), ("2-3", 183_600), ("1-0:30", 88_200), ("1-00:00:01", 86_401)],
+)
+def test_times_are_read_as_slurm_reads_them(text: str, seconds: int) -> None:
+    assert parse_time(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "1h", "1-", "-1", "1:2:3:4", "1 2", "0", "0-0:0", "1\n", "١"])
+def test_other_times_are_refused(text: str) -> None:
+    with pytest.raises(InputError, match="--time"):
+        parse_time(text)
