@@ -101,6 +101,7 @@ MAY_READ_PICKLES = {
     "proof/record/request_file.py": "the user's own model, for ranks of the same user, in a file that is private",
     "files/safe_pickle.py": "an unpickler that calls only what it is told to",
     "compat/horovod/object_pickle.py": "objects of the user's script, from ranks that the user has started",
+    "launch/nodes/rendezvous_state.py": "the state of torch's rendezvous, pickled by torch in the same process",
     "launch/local/function_pickle.py": "the user's own function and its value, over a private pair of sockets",
 }
 READ_NODES = (ast.Import, ast.ImportFrom, ast.Attribute, ast.Constant, ast.Call)  # the syntax that the checks look at

@@ -8,7 +8,7 @@ import sys
 from contextlib import nullcontext, suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -99,6 +99,17 @@ def train(
         Path | None,
         path_option("--deepspeed", "FILE", "Train as this DeepSpeed configuration says: batch, plan, optimizer, …"),
     ] = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option(metavar="N|MIN:MAX", help="Train on N machines, with this command on each; MIN:MAX: elastic."),
+    ] = None,
+    node_rank: Annotated[
+        int | None, typer.Option(metavar="R", help="With --nodes: which of the machines this is, from 0.")
+    ] = None,
+    rendezvous: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="With --nodes: an address of machine 0, where the machines meet."),
+    ] = None,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
@@ -108,6 +119,7 @@ def train(
     from meshwright.launch.environment import read_environment
     from meshwright.launch.local.fork_server import preloaded
 
+    _check_node_options(nodes, node_rank, rendezvous, deepspeed)
     loaded_job = load_train_job(job, settings or [])
     given_plan = load_plan(plan) if plan else loaded_job.plan
     if deepspeed is not None:
@@ -117,19 +129,13 @@ def train(
 
         result: Any = train_lightning_module(loaded_job, given_plan, cluster, resume, record)
     elif read_environment().launched:
-        from meshwright.cluster.detect import find_cluster
-        from meshwright.train.launched import train_as_launched_rank
+        result = train_as_rank(loaded_job, given_plan, cluster, resume, record)
+    elif nodes is not None:
+        from meshwright.cli.nodes import RankRequest, train_on_nodes
 
-        def choose_plan(machines: "Cluster", resume: str) -> "tuple[Plan, str | None]":
-            from meshwright.auto.choose import plan_of_job
-            from meshwright.train.job_parts import JobParts
-
-            chosen = plan_of_job(JobParts(loaded_job), machines, "auto", resume)
-            return chosen.plan, chosen.line
-
-        machines = find_cluster(cluster or loaded_job.cluster)
-        fixed_plan = choose_plan if given_plan == "auto" else given_plan
-        result = train_as_launched_rank(loaded_job, fixed_plan, machines, resume, record)
+        request = RankRequest(str(job), str(plan) if plan else None, cluster, resume, record, settings or [], as_json)
+        train_on_nodes(request, loaded_job, given_plan, nodes, node_rank, rendezvous)
+        return
     else:
         with preloaded("meshwright.train.rank"):
             from meshwright.auto.choose import plan_of_job
@@ -143,7 +149,33 @@ def train(
             tunes = chosen.is_searched and loaded_job.tune
             result = run(loaded_job, chosen.plan, machines, resume, chosen.step_s, record, chosen.line, parts, tunes)
     if result is not None:
-        _print_result(result, as_json)
+        print_result(result, as_json)
+
+
+def _check_node_options(nodes: str | None, node_rank: int | None, rendezvous: str | None, file: Path | None) -> None:
+    for name, value in (("--node-rank", node_rank), ("--rendezvous", rendezvous)):
+        if nodes is None and value is not None:
+            raise InputError(f"{name} {value}: say on how many machines the job is trained, with --nodes")
+    if nodes is not None and file is not None:
+        raise InputError(f"--deepspeed {file} with --nodes {nodes}: write a job (docs/job.md), or use torchrun")
+
+
+def train_as_rank(
+    job: "Job", plan: "Plan | Literal['auto']", cluster: str | None, resume: str, record: int
+) -> dict[str, Any] | None:
+    """Trains as a rank that a launcher has started. Returns the result on rank 0 of a finished run."""
+    from meshwright.cluster.detect import find_cluster
+    from meshwright.train.launched import train_as_launched_rank
+
+    def choose_plan(machines: "Cluster", resume: str) -> "tuple[Plan, str | None]":
+        from meshwright.auto.choose import plan_of_job
+        from meshwright.train.job_parts import JobParts
+
+        chosen = plan_of_job(JobParts(job), machines, "auto", resume)
+        return chosen.plan, chosen.line
+
+    machines = find_cluster(cluster or job.cluster)
+    return train_as_launched_rank(job, choose_plan if plan == "auto" else plan, machines, resume, record)
 
 
 def _job_of_deepspeed(job: "Job", file: Path, plan: Path | None, cluster: str | None) -> "tuple[Job, Plan]":
@@ -291,7 +323,7 @@ def _print_proof(proof: "Proof", file: Path, as_json: bool) -> None:
         print(f"saved in {file}", flush=True)
 
 
-def _print_result(result: dict[str, Any], as_json: bool) -> None:
+def print_result(result: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(result), flush=True)
         return

@@ -150,23 +150,32 @@ class Agent(LocalElasticAgent):
 
     def _cause(self, exits: dict[int, int | None]) -> Failure | None:
         codes = {rank: code for rank, code in exits.items() if code is not None}
-        return first_cause(self._records, self._folder, self.restarts, codes)
+        return first_cause(self._records, self._folder, self._attempt, codes)
+
+    @property
+    def _attempt(self) -> int:
+        """How often the ranks were restarted before, as they know it."""
+        return self.restarts
 
     def _stop_ranks(self) -> None:
         """Sends SIGTERM to the ranks, waits for them up to the grace period, kills those that still run, and raises
         `Stopped`."""
         received = self._stop.received
-        for process in self._processes().values():
-            # The signal goes to the rank, not to its process group: its data loaders must run until it has saved.
-            if process.poll() is None:
-                os.kill(process.pid, SIGTERM)
-        self._wait_for_ranks(self._grace_s, until=lambda: self._stop.insisted)
+        self._end_ranks()
         cause = self._cause(self._exits())
         self._kill_ranks()
         # A failure while saving is an error. A rank that the signal killed, or that lost such a rank, is not.
         if cause is not None and cause.traceback and not is_consequence(cause):
             raise to_error(cause, self._folder)
         raise Stopped(f"stopped by {received.name if received else 'request'}")
+
+    def _end_ranks(self) -> None:
+        """Sends SIGTERM to the ranks, and waits for them up to the grace period."""
+        for process in self._processes().values():
+            # The signal goes to the rank, not to its process group: its data loaders must run until it has saved.
+            if process.poll() is None:
+                os.kill(process.pid, SIGTERM)
+        self._wait_for_ranks(self._grace_s, until=lambda: self._stop.insisted)
 
     def _kill_ranks(self) -> None:
         """Kills every rank and the processes it started."""

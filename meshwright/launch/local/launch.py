@@ -60,7 +60,7 @@ def launch(
     store, port = loopback.serve_store()
     with (
         StopRequest((SIGTERM, SIGINT, SIGHUP)) as stop,
-        _quiet_elastic(),
+        quiet_elastic(),
         variables.environment_variables({**_rank_variables(ranks, folder), **environment}),
         fork_server(module) as server,
     ):
@@ -104,7 +104,7 @@ def _rank_variables(ranks: RankSettings, folder: Path) -> dict[str, str]:
 
 
 @contextmanager
-def _quiet_elastic() -> Iterator[None]:
+def quiet_elastic() -> Iterator[None]:
     """Hides the failure reports of elastic's logger, because meshwright prints its own."""
     logger = logging.getLogger("torch.distributed.elastic")
     propagated, silent = logger.propagate, logging.NullHandler()

@@ -1,0 +1,182 @@
+"""Starts the ranks of this machine, which is one of several that train together."""
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from signal import SIGHUP, SIGINT, SIGTERM
+from types import MappingProxyType
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
+
+from meshwright.errors import InputError, MeshwrightError, RankError, Stopped, StorageError, TrainingDiverged
+from meshwright.launch import environment as variables
+from meshwright.launch.failure import Failure, to_error
+from meshwright.launch.local.fork_server import ForkServer, fork_server
+from meshwright.launch.local.launch import quiet_elastic
+from meshwright.launch.loopback import connect_store
+from meshwright.launch.nodes.agent import NodeAgent, result_key
+from meshwright.launch.nodes.interface import interface_towards
+from meshwright.launch.nodes.rendezvous import Node, join_rendezvous, reach_store, serve_store
+from meshwright.launch.output import print_to_user
+from meshwright.launch.signals import StopRequest
+
+_MONITOR_S = 0.1
+_LOGS = Path("logs of the run's folder")
+
+
+@dataclass(frozen=True)
+class NodeSettings:
+    """How the ranks of this machine are started: `threads` of each, how often all may be restarted, how long they may
+    take to save, and how long machines wait for each other."""
+
+    threads: int
+    restarts: int
+    grace_s: float
+    timeout_s: float
+
+
+def launch_node(
+    module: str,
+    arguments: Sequence[str],
+    node: Node,
+    settings: NodeSettings,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Calls `main()` of the module in every rank of this machine, with `arguments` in `sys.argv`, until the ranks of
+    all machines have finished. Returns the result that rank 0 wrote with `write_result`.
+
+    Raises RankError, StorageError or InputError when ranks failed for good, and Stopped when a signal stopped them,
+    here or on another machine."""
+    stop = StopRequest((SIGTERM, SIGINT, SIGHUP))
+
+    def check() -> None:
+        if stop.received is not None:
+            raise Stopped(f"stopped by {stop.received.name}, while it waited for the other machines")
+
+    with (
+        stop,
+        quiet_elastic(),
+        variables.environment_variables({**_rank_variables(node, settings), **environment}),
+        fork_server(module) as server,
+    ):
+        lost = 0
+        while True:
+            store = _meet(node, settings, check)
+            try:
+                return _run(module, arguments, node, settings, store, server, stop, check)
+            except RendezvousConnectionError:
+                lost += 1
+                if lost > settings.restarts:
+                    raise RankError(
+                        f"the machine at --rendezvous {node.address} was lost {lost} times; the same commands resume"
+                    ) from None
+                print_to_user(f"the machine at {node.address} is lost: waiting until its command is started again")
+
+
+def write_result(result: Mapping[str, Any] | None) -> None:
+    """Called by rank 0 at the end of its work: tells the launchers of all machines the result; None if the run was
+    stopped before its end."""
+    env = variables.read_environment()
+    store = connect_store(*variables.store_address(), timedelta(seconds=60))
+    key = result_key(env.attempt)
+    store.set(key, json.dumps(result))
+    store.get(key)  # `set` does not wait for an answer, and the rank is about to end
+
+
+def _meet(node: Node, settings: NodeSettings, check: Callable[[], None]) -> dist.Store:
+    if node.rank == 0:
+        store = serve_store(node.address)
+        if node.nodes.most > 1:
+            print_to_user(f"node 0 of {node.nodes}: the others join at --rendezvous {node.address}")
+        return store
+    print_to_user(f"node {node.rank} of {node.nodes}: joining at {node.address}")
+    return reach_store(node.address, settings.timeout_s, check)
+
+
+def _run(
+    module: str,
+    arguments: Sequence[str],
+    node: Node,
+    settings: NodeSettings,
+    store: dist.Store,
+    server: ForkServer,
+    stop: StopRequest,
+    check: Callable[[], None],
+) -> dict[str, Any]:
+    """Runs the ranks of this machine until those of all machines have finished. Raises a `RendezvousConnectionError` if
+    the machine that has the store is lost."""
+    rendezvous = join_rendezvous(node, store, settings.timeout_s, check)
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=node.local_ranks,
+        rdzv_handler=rendezvous,
+        entrypoint=module,
+        args=tuple(word.replace("$", "$$") for word in arguments),  # elastic would substitute `${local_rank}`
+        max_restarts=settings.restarts,
+        monitor_interval=_MONITOR_S,
+    )
+    agent = NodeAgent(spec, server, store, settings.grace_s, stop, rendezvous)
+    try:
+        state = agent.run()
+        result = agent.result()
+    except Stopped as error:
+        result = agent.result()
+        if result is None:
+            raise Stopped(f"{error} before the end; the same commands, on all machines, resume the run") from None
+        return result
+    except RendezvousConnectionError:
+        agent.kill_ranks()
+        raise
+    except RendezvousTimeoutError:
+        raise RankError(
+            f"fewer than {node.nodes.least} machines have joined at {node.address} within train.timeout_s"
+            f" ({settings.timeout_s:g} s): start the command on the others, with another --node-rank each"
+        ) from None
+    except RendezvousClosedError:
+        raise RankError(
+            f"another machine has ended the run that meets at {node.address}: its output says why"
+        ) from None
+    except RendezvousError as error:
+        raise RankError(f"--rendezvous {node.address}: {error}") from None
+    except RuntimeError as error:  # of a store whose machine is gone
+        if isinstance(error, MeshwrightError):
+            raise
+        agent.kill_ranks()
+        raise RendezvousConnectionError(str(error)) from error
+    finally:
+        rendezvous.shutdown()
+    if state is not None and state.is_failed():
+        raise _error(agent.failure) if agent.failure else RankError("a rank failed")
+    if result is None:
+        raise Stopped("the ranks were told to stop; the same commands resume the run")
+    return result
+
+
+def _error(failure: Failure) -> MeshwrightError:
+    """Returns the error to show to the user. Rank 0 has chosen the folder of the logs."""
+    error = to_error(failure, _LOGS)
+    if isinstance(error, InputError | StorageError | TrainingDiverged):
+        return error
+    return RankError(str(error))
+
+
+def _rank_variables(node: Node, settings: NodeSettings) -> dict[str, str]:
+    interface = interface_towards(node.address)
+    chosen = {} if interface is None else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    return {
+        **{name: os.environ.get(name) or value for name, value in chosen.items()},
+        "OMP_NUM_THREADS": str(settings.threads),
+        "MKL_NUM_THREADS": str(settings.threads),
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "none",
+    }
