@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from meshwright.errors import InputError
-from meshwright.launch.local.fork_server import preloaded
 from meshwright.launch.nodes.address import NodeCount, check_node_rank, parse_address, parse_node_count
 
 if TYPE_CHECKING:
@@ -39,6 +38,8 @@ def train_on_nodes(
     rendezvous: str | None,
 ) -> None:
     """Trains as machine `node_rank` of `nodes_text` machines. Rank 0 prints the result."""
+    from meshwright.launch.local.fork_server import preloaded
+
     nodes = parse_node_count(nodes_text)
     if nodes.most == 1:
         raise InputError(f"--nodes {nodes_text}: one machine needs neither --nodes nor --rendezvous: leave them out")

@@ -68,20 +68,16 @@ def launch_node(
         stop,
         quiet_elastic(),
         variables.environment_variables({**_rank_variables(node, settings), **environment}),
-        fork_server(module) as server,
     ):
-        lost = 0
-        while True:
+        for lost in range(1, settings.restarts + 2):
             store = _meet(node, settings, check)
             try:
-                return _run(module, arguments, node, settings, store, server, stop, check)
+                with fork_server(module) as server:
+                    return _run(module, arguments, node, settings, store, server, stop, check)
             except RendezvousConnectionError:
-                lost += 1
-                if lost > settings.restarts:
-                    raise RankError(
-                        f"the machine at --rendezvous {node.address} was lost {lost} times; the same commands resume"
-                    ) from None
-                print_to_user(f"the machine at {node.address} is lost: waiting until its command is started again")
+                if lost <= settings.restarts:
+                    print_to_user(f"machine 0, at {node.address}, is lost: waiting until its command is started again")
+    raise RankError(f"machine 0, at {node.address}, was lost {lost} times; the same commands resume the run")
 
 
 def write_result(result: Mapping[str, Any] | None) -> None:

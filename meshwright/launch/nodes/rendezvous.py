@@ -2,7 +2,6 @@
 rendezvous counts the machines in it; the ranks use the same store."""
 
 import errno
-import json
 import os
 import platform
 import socket
@@ -57,28 +56,32 @@ class NodeRendezvous(DynamicRendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         info = super().next_rendezvous()
-        self._check_agreement(info)
+        self._check_numbers(info)
         address = RendezvousStoreInfo(self.node.address.host, self.node.address.port)
         return RendezvousInfo(info.store, info.rank, info.world_size, address)
 
-    def _check_agreement(self, info: RendezvousInfo) -> None:
-        """Raises an `InputError` on all machines if two have the same number, or if their commands differ."""
-        ours = [self.node.rank, str(self.node.nodes), self.node.job]
-        info.store.set(f"command of node {info.rank}", json.dumps(ours))
-        rows = [json.loads(info.store.get(f"command of node {number}")) for number in range(info.world_size)]
-        ranks = [row[0] for row in rows]
-        if repeated := sorted({rank for rank in ranks if ranks.count(rank) > 1}):
+    def _check_numbers(self, info: RendezvousInfo) -> None:
+        """Raises an `InputError` on all machines if two have the same number."""
+        info.store.set(f"number of node {info.rank}", str(self.node.rank))
+        numbers = [int(info.store.get(f"number of node {place}")) for place in range(info.world_size)]
+        if repeated := sorted({number for number in numbers if numbers.count(number) > 1}):
             raise InputError(f"--node-rank {repeated[0]} was given on two machines: give each another number")
-        for index, what in ((1, "--nodes"), (2, "the job's name")):
-            if other := next((row for row in rows if row[index] != ours[index]), None):
-                raise InputError(
-                    f"{what} is {ours[index]} here (--node-rank {ours[0]}) and {other[index]} on the machine with"
-                    f" --node-rank {other[0]}: start the same command on all machines"
-                )
+
+
+def _check_command(node: Node, store: dist.Store) -> None:
+    """Raises an `InputError` if this machine's command differs from that of the machine that has come first."""
+    for what, here in (("--nodes", str(node.nodes)), ("the job's name", node.job)):
+        there = store.compare_set(f"command: {what}", "", here).decode(errors="replace")
+        if there != here:
+            raise InputError(
+                f"{what} is {here} here (--node-rank {node.rank}), but {there} on the machine that came first to"
+                f" {node.address}: start the same command on all machines"
+            )
 
 
 def join_rendezvous(node: Node, store: dist.Store, timeout_s: float, check: Callable[[], None]) -> NodeRendezvous:
     """Returns the rendezvous of the machines in a store. `check` is called while it waits for other machines."""
+    _check_command(node, store)
     backend = JsonBackend(store, check)
     handler: NodeRendezvous = NodeRendezvous.from_backend(
         run_id="meshwright",

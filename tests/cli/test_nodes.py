@@ -1,0 +1,40 @@
+"""`meshwright train --nodes`: which values are refused before anything is started."""
+
+import pytest
+
+from tests.cli.commands import RefusalOf
+
+HERE = ("--rendezvous", "127.0.0.1:29500")
+FIRST = ("--nodes", "2", "--node-rank", "0")
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (
+            ("--nodes", "2", "--node-rank", "2", *HERE),
+            "--node-rank 2: with --nodes 2, machines are numbered",
+        ),
+        (("--nodes", "2", *HERE), "say which of the machines this is"),
+        (FIRST, "say where the machines meet"),
+        ((*FIRST, "--rendezvous", "a:b"), "the port is 'b'"),
+        (("--nodes", "4:2", "--node-rank", "0", *HERE), "--nodes 4:2: 4 is more than 2"),
+        (("--nodes", "1"), "one machine needs neither"),
+        (("--node-rank", "1"), "--node-rank 1: say on how many machines"),
+        (HERE, "say on how many machines"),
+        (
+            (*FIRST, *HERE, "--set", "plan.axes.replicate=3"),
+            "has 3 ranks, but --nodes 2 × 2",
+        ),
+        (
+            (*FIRST, *HERE, "--set", "plan.axes.replicate=2"),
+            "has 2 ranks, but --nodes 2 × 2",
+        ),
+        (("--nodes", "1:2", "--node-rank", "0", *HERE, "--set", "plan.axes.replicate=4"), "a single number"),
+        ((*FIRST, *HERE, "--cluster", "3x8xH100"), "'3x8xH100' has 3 machines"),
+        ((*FIRST, *HERE, "--cluster", "2x8xH100"), "has 8 GPUs, this machine has 0"),
+        ((*FIRST, "--rendezvous", "192.0.2.1:29500"), "has no address 192.0.2.1"),
+    ],
+)
+def test_wrong_values_are_refused(refusal_of: RefusalOf, words: tuple[str, ...], complaint: str) -> None:
+    assert complaint in refusal_of("train", "job.yaml", *words)
