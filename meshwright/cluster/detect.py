@@ -127,5 +127,5 @@ def check_is_local(cluster: Cluster) -> None:
     if nodes > 1 or not fits:
         raise InputError(
             f"cluster '{cluster.name}' has {hardware}, this machine has {gpus} GPUs and {cores} cores: train with"
-            " --cluster local, or start the ranks of several machines with torchrun"
+            " --cluster local, or on several machines with --nodes (docs/launch.md)"
         )
