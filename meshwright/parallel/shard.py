@@ -44,10 +44,12 @@ from meshwright.parallel.replicate.replicate import broadcast_buffers_over
 from meshwright.parallel.torch_private import (
     forget_forward_order,
     forward_is_running,
+    free_gathered,
     fsdp_parameter_groups,
     gather_until_backward,
     gradient_hooks,
     in_backward_node,
+    keep_gathered,
     replace_pre_backward,
     was_gathered,
 )
@@ -215,6 +217,23 @@ def reshard(module: nn.Module) -> None:
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()
+
+
+def gather(module: nn.Module) -> None:
+    """Gathers all weights, and leaves them gathered after forward passes, so that these need no other rank. This ends
+    with `release`. All ranks call this together."""
+    with torch.inference_mode(False), torch.no_grad():  # weights gathered under `inference_mode` could not be trained
+        for unit in module.modules():
+            if isinstance(unit, FSDPModule):
+                unit.unshard()
+    for group in _parameter_groups(module):
+        keep_gathered(group)
+
+
+def release(module: nn.Module) -> None:
+    """Frees the weights that `gather` has gathered. From now on, forward passes gather them as the plan says."""
+    for group in _parameter_groups(module):
+        free_gathered(group)
 
 
 class _PreBackward:

@@ -126,6 +126,18 @@ def gather_until_backward(group: Any) -> None:
     group.wait_for_unshard()
 
 
+def keep_gathered(group: Any) -> None:
+    """Leaves the weights of an FSDP2 unit gathered after forward passes, also if the unit is called within itself, when
+    FSDP2 would free them whatever its option `reshard_after_forward` is. This ends with `free_gathered`."""
+    group.reshard = lambda: None
+
+
+def free_gathered(group: Any) -> None:
+    """Ends `keep_gathered`, and frees the weights."""
+    del group.reshard  # the method of the class is visible again
+    group.reshard()
+
+
 def was_gathered(parameter: Any) -> bool:
     """Whether FSDP2 has gathered this `FSDPParam` at least once."""
     return hasattr(parameter, "_unsharded_param")

@@ -287,8 +287,11 @@ class Accelerator(accelerate.Accelerator):
         if not has_checkpoint(folder):
             if any(model.is_sharded for model in self._prepared):
                 raise InputError(
-                    f"{folder} was not saved by meshwright's Accelerator, and only plans of replicas load other folders"
+                    f"{folder} was not saved by meshwright's Accelerator, and only plans of replicas load other"
+                    " folders: load it under such a plan, and save it with save_state"
                 )
+            if not any(file.suffix in _ACCELERATE_FILES for file in folder.iterdir()):
+                raise InputError(f"{folder} has no checkpoint: give a folder that save_state has written")
             super().load_state(str(folder), load_kwargs, **keywords)
             return
         if keywords or load_kwargs:
@@ -362,4 +365,5 @@ def _numbered_folders(parent: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
+_ACCELERATE_FILES = (".safetensors", ".bin", ".pkl")  # in folders that Accelerate itself has saved
 _NUMBERED = re.compile(r"checkpoint_(\d+)")

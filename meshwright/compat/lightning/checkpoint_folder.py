@@ -5,7 +5,8 @@ Tensors of the module and of all its optimizers are stored by parameter name. Wh
 such as the progress of its loops and the states of schedules and callbacks, is the object `lightning` of the index.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,35 @@ _OBJECT = "lightning"
 
 def is_checkpoint_folder(path: Path) -> bool:
     return (path / MANIFEST).exists()
+
+
+def refuse_other_folder(path: Path) -> None:
+    """Raises a `CheckpointError` if the path is a folder, which is not a checkpoint."""
+    if path.is_dir():
+        raise CheckpointError(
+            f"{path} is a folder without {MANIFEST}, so it is not a checkpoint: {_advice(path, _checkpoints_in(path))}"
+        )
+
+
+@contextmanager
+def naming_other_checkpoints(path: Path) -> Iterator[None]:
+    """Adds to the message of a `CheckpointError` which other checkpoints there are."""
+    try:
+        yield
+    except CheckpointError as error:
+        others = [name for name in _checkpoints_in(path.parent) if name != path.name]
+        raise CheckpointError(f"{error}: {_advice(path.parent, others)}") from error
+
+
+def _checkpoints_in(folder: Path) -> list[str]:
+    """The names of the checkpoints of both formats that a callback of Lightning has saved."""
+    return sorted(path.name for path in folder.glob("*.ckpt") if path.is_file() or is_checkpoint_folder(path))
+
+
+def _advice(folder: Path, names: Sequence[str]) -> str:
+    if not names:
+        return f"{folder} has none, so give the path of another checkpoint, or train from the beginning"
+    return f"give the path of another checkpoint; {folder} has {', '.join(names)}"
 
 
 def save_folder(

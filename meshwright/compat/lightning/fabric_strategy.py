@@ -16,7 +16,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshwright.batch import at_least_fp32
-from meshwright.compat.lightning.checkpoint_folder import is_checkpoint_folder, load_folder, save_folder
+from meshwright.compat.lightning.checkpoint_folder import (
+    is_checkpoint_folder,
+    load_folder,
+    naming_other_checkpoints,
+    refuse_other_folder,
+    save_folder,
+)
 from meshwright.compat.lightning.parts import ModuleParts
 from meshwright.compat.lightning.plan_argument import (
     CheckpointFormat,
@@ -209,10 +215,12 @@ class MeshwrightFabricStrategy(DDPStrategy):
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
         if not is_checkpoint_folder(Path(path)):
+            refuse_other_folder(Path(path))
             return super().load_checkpoint(path, state, strict, weights_only)
         if not isinstance(state, dict) or not any(isinstance(value, nn.Module) for value in state.values()):
             raise InputError(f"{path} is a folder of shards: give fabric.load(path, {{'model': model, …}})")
-        contents = load_folder(Path(path), _joined_modules(state), self._mesh, _optimizers(state))
+        with naming_other_checkpoints(Path(path)):
+            contents = load_folder(Path(path), _joined_modules(state), self._mesh, _optimizers(state))
         for key, value in state.items():
             if isinstance(value, nn.Module | Optimizer) or key not in contents:
                 continue

@@ -46,6 +46,7 @@ class ModuleParts:
         self.plan = plan
         self.device = device
         self.synchronizes = True
+        self._gathered = False
         self.mesh: DeviceMesh | None = build_mesh(plan, device.type, world_size)
         if self.mesh is not None:
             _broadcast_from_first_rank(module)
@@ -82,8 +83,23 @@ class ModuleParts:
                 stack.enter_context(torch.inference_mode(False))
                 stack.enter_context(torch.no_grad())
             yield
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and not self._gathered:
             self.reshard()
+
+    def gather(self) -> None:
+        """Gathers the weights of all shards, until `release` is called. In between, ranks may run different numbers of
+        steps without gradients. All ranks call this together."""
+        if self.plan.axes.shard > 1:
+            self._gathered = True
+            for part in self._parts:
+                shard.gather(part.module)
+
+    def release(self) -> None:
+        """Frees what `gather` has gathered, if it was called."""
+        if self._gathered:
+            self._gathered = False
+            for part in self._parts:
+                shard.release(part.module)
 
     @contextmanager
     def backward_pass(self) -> Iterator[None]:
@@ -132,6 +148,7 @@ class ModuleParts:
 
     def reshard(self) -> None:
         """Frees gathered weights. The module's parameters are then the shards."""
+        self.release()
         if self.plan.axes.shard > 1:
             shard.reshard(self.module)
 

@@ -2,7 +2,7 @@
 the hooks, and logs; Meshwright replicates or shards the module, combines gradients, and gathers or divides
 checkpoints."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from meshwright.batch import at_least_fp32
 from meshwright.compat.lightning.automatic_plan import choose_plan
-from meshwright.compat.lightning.checkpoint_folder import is_checkpoint_folder, load_folder, save_folder
+from meshwright.compat.lightning.checkpoint_folder import (
+    is_checkpoint_folder,
+    load_folder,
+    naming_other_checkpoints,
+    refuse_other_folder,
+    save_folder,
+)
 from meshwright.compat.lightning.parts import ModuleParts
 from meshwright.compat.lightning.plan_argument import (
     CheckpointFormat,
@@ -37,6 +43,7 @@ from meshwright.compat.lightning.session_hook import (
 from meshwright.compat.plan_argument import PlanArgument
 from meshwright.compat.whole_states import divide_loaded_state, whole_optimizer_state
 from meshwright.errors import InputError
+from meshwright.exchange import all_gather_values
 from meshwright.launch.torch_private import add_gloo_for_cpu_tensors
 from meshwright.plan import Plan
 from meshwright.train.session import Session
@@ -208,6 +215,41 @@ class MeshwrightStrategy(DDPStrategy):
         with self._parts.no_sync():
             yield
 
+    # ---- validation, test and prediction
+
+    def on_validation_start(self) -> None:
+        self._gather_for(lambda trainer: trainer.num_val_batches)
+
+    def on_test_start(self) -> None:
+        self._gather_for(lambda trainer: trainer.num_test_batches)
+
+    def on_predict_start(self) -> None:
+        self._gather_for(lambda trainer: trainer.num_predict_batches)
+
+    def on_validation_end(self) -> None:
+        self._release()
+
+    def on_test_end(self) -> None:
+        self._release()
+
+    def on_predict_end(self) -> None:
+        self._release()
+
+    def _gather_for(self, batches_of: Callable[[Any], Sequence[int | float]]) -> None:
+        """Gathers all weights if the ranks have different numbers of batches: a rank that runs a batch more than the
+        others would wait for their shards. Lightning's loaders for prediction divide samples in this way."""
+        if self._parts is None or self.plan.axes.shard == 1:
+            return
+        assert self.lightning_module is not None
+        counts = [count if count < float("inf") else None for count in batches_of(self.lightning_module.trainer)]
+        of_ranks = all_gather_values(counts)
+        if None in counts or any(other != counts for other in of_ranks):
+            self._parts.gather()
+
+    def _release(self) -> None:
+        if self._parts is not None:
+            self._parts.release()
+
     # ---- checkpoints
 
     @property
@@ -234,12 +276,14 @@ class MeshwrightStrategy(DDPStrategy):
         path = Path(checkpoint_path)
         self._loaded_folder = is_checkpoint_folder(path)
         if not self._loaded_folder:
+            refuse_other_folder(path)
             return super().load_checkpoint(checkpoint_path, weights_only)
-        if self.session is not None:
-            contents = load_session(path, self.session)
-        else:
-            assert self._parts is not None
-            contents = load_folder(path, self._parts.module, self._parts.mesh, self.optimizers)
+        with naming_other_checkpoints(path):
+            if self.session is not None:
+                contents = load_session(path, self.session)
+            else:
+                assert self._parts is not None
+                contents = load_folder(path, self._parts.module, self._parts.mesh, self.optimizers)
         return {**contents, "state_dict": {}, "optimizer_states": []}
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

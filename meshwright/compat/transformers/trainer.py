@@ -13,6 +13,7 @@ The weight of a rank is its number of labels: of tokens with a label, or of samp
 """
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from meshwright.compat.transformers.arguments import (
     plan_of_argument,
     with_arguments_precision,
 )
+from meshwright.compat.transformers.resume import check_checkpoint
 from meshwright.compat.transformers.session_model import SessionModel
 from meshwright.compat.transformers.whole_states import (
     divides_weights,
@@ -287,6 +289,10 @@ class MeshwrightTrainer(Trainer):
             torch.save(state, os.path.join(output_dir, OPTIMIZER_NAME))
             assert self.lr_scheduler is not None
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        check_checkpoint(Path(resume_from_checkpoint))
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

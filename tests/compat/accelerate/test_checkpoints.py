@@ -176,6 +176,8 @@ def test_states_that_cannot_be_saved_or_loaded_are_refused_in_one_line(tmp_path:
             accelerator.save_state()
         with pytest.raises(InputError, match="is no folder"):
             accelerator.load_state(str(tmp_path / "none"))
+        with pytest.raises(InputError, match="has no checkpoint: give a folder that save_state has written"):
+            accelerator.load_state(str(tmp_path))
         accelerator.prepare(network(), torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))
         with pytest.raises(InputError, match="a parameter of no prepared model"):
             accelerator.save_state(str(tmp_path / "a"))

@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("lightning", reason="needs the package lightning: pip install lightning==2.6.6")
 
+from meshwright.errors import CheckpointError
 from tests.compat.lightning.modules import Samples, largest_difference
 from tests.compat.lightning.trainers import MODULES, fit, make_trainer, same_on_ranks
 from tests.ranks import RankPool, ranks
@@ -82,6 +83,35 @@ def test_checkpoints_are_exchanged_with_ddp(first: str, two: RankPool, of_ddp: A
     two.run(fit, "regression", saves, str(tmp_path), HALF, None, path)
     weights = two.run(fit, "regression", loads, str(tmp_path), None, path)[0]["weights"]
     assert largest_difference(of_ddp("regression", two)["weights"], weights) < TOLERANCE
+
+
+def refusals(rank: int, size: int, folder: str) -> tuple[str, str]:
+    """The errors of a checkpoint whose tensors were changed, and of a folder that is none."""
+    import torch.distributed as dist
+
+    plan, options = {"axes": {"shard": size}}, {"checkpoint_format": "meshwright"}
+    for name in ("first", "second"):
+        fit(rank, size, "regression", plan, folder, {"max_epochs": 1}, None, f"{folder}/{name}.ckpt", options)
+    if rank == 0:
+        file = Path(folder) / "second.ckpt" / "rank-00000.bin"
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    dist.barrier()
+    messages = []
+    for loads in (f"{folder}/second.ckpt", folder):
+        with pytest.raises(CheckpointError) as error:
+            fit(rank, size, "regression", plan, folder, None, loads, None, options)
+        messages.append(str(error.value))
+    return messages[0], messages[1]
+
+
+def test_damaged_checkpoints_are_refused_and_others_named(two: RankPool, tmp_path: Path) -> None:
+    for damage, no_checkpoint in two.run(refusals, str(tmp_path)):
+        assert "second.ckpt: rank-00000.bin does not have the checksum" in damage
+        assert damage.endswith(f"give the path of another checkpoint; {tmp_path} has first.ckpt")
+        assert "is a folder without manifest.json" in no_checkpoint
+        assert no_checkpoint.endswith("first.ckpt, second.ckpt")
 
 
 def test_accumulation_and_clipping_by_value(two: RankPool, tmp_path: Path) -> None:

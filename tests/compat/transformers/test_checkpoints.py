@@ -7,6 +7,11 @@ import pytest
 
 pytest.importorskip("accelerate", reason="transformers' Trainer needs the package accelerate: pip install accelerate")
 
+import torch
+from safetensors.torch import save_file
+
+from meshwright.compat.transformers.resume import check_checkpoint
+from meshwright.errors import CheckpointError
 from tests.compat.transformers.test_trainer import CLOSE, REPLICATE, SHARD, TENSOR
 from tests.compat.transformers.trainers import loss_of_folder, train
 from tests.ranks import RankPool
@@ -42,6 +47,31 @@ def test_two_ranks_go_on_from_a_checkpoint_of_trainer(two: RankPool, tmp_path: P
     whole = train_here(tmp_path, "trainer", **SAVING)
     resumed = two.run(train, "llama", SHARD, str(tmp_path / "two"), 22, str(tmp_path / "checkpoint-6"), {})[0]
     assert resumed["losses"] == pytest.approx(whole["losses"], **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("model.safetensors", "header"), ("optimizer.pt", "its end is missing"), ("trainer_state.json", "not JSON")],
+)
+def test_a_damaged_file_is_named(name: str, reason: str, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-3"
+    for step in (3, 6):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    save_file({"weight": torch.ones(3)}, folder / "model.safetensors")
+    torch.save({"state": {}}, folder / "optimizer.pt")
+    (folder / "trainer_state.json").write_text('{"global_step": 3}')
+    check_checkpoint(folder)
+    (folder / name).write_bytes((folder / name).read_bytes()[:12])
+    with pytest.raises(CheckpointError) as error:
+        train_here(tmp_path / "again", resume=str(folder))
+    assert str(error.value).startswith(f"{folder / name} is damaged (")
+    assert reason in str(error.value)
+    assert str(error.value).endswith(f"{tmp_path} has checkpoint-6")
+
+
+def test_a_checkpoint_without_optimizer_is_said(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"has no optimizer\.pt: the optimizer and the schedule start anew"):
+        check_checkpoint(tmp_path)
 
 
 def test_dropout_continues_in_a_resumed_training(two: RankPool, tmp_path: Path) -> None:
