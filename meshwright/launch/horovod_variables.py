@@ -4,6 +4,7 @@ are read whenever `hvd.init()` is called, because scripts set some of them thems
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from meshwright.errors import InputError
 
@@ -30,7 +31,8 @@ _HONOURED = {
 @dataclass(frozen=True)
 class HorovodVariables:
     """A rank as its launcher describes it, and the settings. `store` is the address (host, port) where the ranks find
-    each other, None for a process that no launcher started; `serves_store` means that rank 0 has to serve it.
+    each other, None for a process that no launcher started; `serves_store` means that rank 0 has to serve it. Where no
+    address is given and all ranks are on this machine, rank 0 writes the port of a store to `port_file`.
     `restarts` is how often torchrun has started the ranks again. `driver` is the address of the launcher of an elastic
     job, and `worker` this process's id there. `timeline` is the file of `HOROVOD_TIMELINE`. `ignored` are the variables
     that are set and have no effect."""
@@ -43,6 +45,7 @@ class HorovodVariables:
     cross_size: int
     store: tuple[str, int] | None
     serves_store: bool
+    port_file: Path | None
     restarts: int
     driver: tuple[str, int] | None
     worker: str
@@ -58,14 +61,22 @@ class HorovodVariables:
     ignored: tuple[str, ...]
 
 
+def is_rank() -> bool:
+    """Whether a launcher has started this process as one of several ranks."""
+    names = _names_of_launcher(os.environ)
+    return names is not None and _integer(os.environ, names[1], 1) > 1
+
+
 def read_horovod_variables() -> HorovodVariables:
     variables = os.environ
-    names = next((names for names in _LAUNCHERS if names[0] in variables and names[1] in variables), None)
+    names = _names_of_launcher(variables)
     rank, size, local_rank, local_size = 0, 1, 0, 1
     if names is not None:
         rank, size = _integer(variables, names[0], 0), _integer(variables, names[1], 1)
         local_rank, local_size = _integer(variables, names[2], rank), _integer(variables, names[3], size)
-    address = _store_address(variables, size)
+    address, port_file = _store_address(variables), None
+    if address is None and size > 1:
+        port_file = _port_file(variables, size, local_size)
     warning_s = _number(variables, "HOROVOD_STALL_CHECK_TIME_SECONDS", 60.0)
     return HorovodVariables(
         rank=rank,
@@ -77,6 +88,7 @@ def read_horovod_variables() -> HorovodVariables:
         store=address,
         serves_store="HOROVOD_GLOO_RENDEZVOUS_ADDR" not in variables
         and variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        port_file=port_file,
         restarts=_integer(variables, "TORCHELASTIC_RESTART_COUNT", 0),
         driver=_address(variables[DRIVER]) if DRIVER in variables else None,
         worker=variables.get(WORKER, ""),
@@ -98,19 +110,31 @@ def launch_environment(**changes: str) -> dict[str, str]:
     return {**os.environ, **changes}
 
 
-def _store_address(variables: Mapping[str, str], size: int) -> tuple[str, int] | None:
+def _names_of_launcher(variables: Mapping[str, str]) -> tuple[str, ...] | None:
+    return next((names for names in _LAUNCHERS if names[0] in variables and names[1] in variables), None)
+
+
+def _store_address(variables: Mapping[str, str]) -> tuple[str, int] | None:
     if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in variables:
         port = _integer(variables, "HOROVOD_GLOO_RENDEZVOUS_PORT", 0)
         return variables["HOROVOD_GLOO_RENDEZVOUS_ADDR"], port
     if "MASTER_ADDR" in variables and "MASTER_PORT" in variables:
         return variables["MASTER_ADDR"], _integer(variables, "MASTER_PORT", 0)
-    if size > 1:
-        raise InputError(
-            f"hvd.init(): a launcher started {size} ranks, but MASTER_ADDR and MASTER_PORT, where they find each other,"
-            " are not set: pass them on (mpirun -x MASTER_ADDR=host -x MASTER_PORT=29500), or start the script with"
-            f" `python -m meshwright.compat.horovod -np {size}`"
-        )
     return None
+
+
+def _port_file(variables: Mapping[str, str], size: int, local_size: int) -> Path:
+    """A file that all ranks of one `mpirun` of Open MPI find: in the folder that it makes for them on this machine, and
+    removes at its end."""
+    folder, job = variables.get("PMIX_SERVER_TMPDIR", ""), variables.get("PMIX_NAMESPACE", "")
+    if size == local_size and job and folder and Path(folder).is_dir():
+        return Path(folder) / f"meshwright-{job.replace('/', '-')}"
+    raise InputError(
+        f"hvd.init(): a launcher started {size} ranks, {local_size} of them on this machine, but MASTER_ADDR and"
+        " MASTER_PORT, where they find each other, are not set: pass them on (Open MPI: mpirun -x MASTER_ADDR=host -x"
+        " MASTER_PORT=29500; MPICH: mpiexec -genv MASTER_ADDR host -genv MASTER_PORT 29500), or start the script with"
+        f" `python -m meshwright.compat.horovod -np {size}`"
+    )
 
 
 def _address(text: str) -> tuple[str, int]:

@@ -19,7 +19,7 @@ _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 class LaunchOptions:
     """What to start. `command` is what each rank runs. An elastic job has `min_np` to `max_np` ranks; `discovery` is a
     script that prints the hosts, and `reset_limit` how often workers may be replaced. `variables` are those of the
-    options that become environment variables."""
+    options that become environment variables. `counts_ranks` is whether the command line gives their number."""
 
     command: tuple[str, ...]
     np: int
@@ -30,6 +30,7 @@ class LaunchOptions:
     reset_limit: int | None = None
     output_folder: Path | None = None
     variables: dict[str, str] = field(default_factory=dict)
+    counts_ranks: bool = True
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -100,6 +101,7 @@ def parse(arguments: Sequence[str]) -> LaunchOptions:
     return LaunchOptions(
         *(command, np, elastic, min_np, max_np, options.discovery, options.reset_limit, options.output_folder),
         variables=variables,
+        counts_ranks=options.np is not None or slots is not None or elastic,
     )
 
 

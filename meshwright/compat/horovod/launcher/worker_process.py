@@ -92,12 +92,16 @@ def show_output(workers: Sequence[WorkerProcess], timeout_s: float, others: Sequ
     return [other for other in others if other in ready]
 
 
+def import_variables() -> dict[str, str]:
+    """Returns the environment variables by which a script finds the packages horovod and meshwright."""
+    return {"PYTHONPATH": os.pathsep.join((str(_IMPORT_PATH), python_path_with(_PACKAGE)))}
+
+
 def shared_variables(store_port: int, ranks: int, threads: int) -> dict[str, str]:
     """Returns the environment variables of all ranks, which are on one machine and need no other one."""
     interface = loopback.interface()
-    paths = os.pathsep.join((str(_IMPORT_PATH), python_path_with(_PACKAGE)))
     variables = {
-        "PYTHONPATH": paths,
+        **import_variables(),
         "PYTHONUNBUFFERED": "1",
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": loopback.ADDRESS,
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(store_port),
