@@ -9,7 +9,7 @@ import typer
 
 from meshwright.cli.options import AsJson, Settings, Trust, check_output, path_argument, path_option
 from meshwright.cli.ready_jobs import complete_job, find_job
-from meshwright.errors import InputError
+from meshwright.errors import InputError, did_you_mean
 from meshwright.limits import LARGEST_COUNT
 
 
@@ -69,11 +69,14 @@ def export(
             raise InputError(f"--to {to} writes no weights: leave out --dynamic, --step and --limit")
         _export_plan(source, to, output, job, cluster, settings or [], as_json)
         return
-    if job or cluster:
-        raise InputError(f"--job and --cluster are for --to {', '.join(PROGRAMS)}: leave them out")
+    from meshwright.export.export import SUFFIXES
     from meshwright.export.export import export as write
     from meshwright.export.show import describe_export
 
+    if to not in SUFFIXES:
+        raise InputError(f"--to {to}{did_you_mean(to, (*SUFFIXES, *PROGRAMS))}")
+    if job or cluster:
+        raise InputError(f"--to {to} writes weights, and --job and --cluster are for plans: leave them out")
     exported = write(source, to, output, dynamic, step, limit, settings or [], trust=trust)
     if as_json:
         print(json.dumps(exported.to_dict()), flush=True)

@@ -4,6 +4,7 @@ reads it and checks every key; `warn_about_keys` lists what has no effect."""
 import base64
 import binascii
 import json
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ _DTYPES: dict[str, Precision] = {
 }
 CLIPPING = 1.0  # DeepSpeed's value if a configuration has none
 _MOST_STAGES = 3
+_HIGHEST_SCALE_POWER = 127.0  # larger powers of 2 are infinite in fp32
 
 
 @dataclass(frozen=True)
@@ -172,14 +174,14 @@ class _Section:
 
     def count(self, key: str, default: int | None = None) -> int | None:
         value = self.value(key, default)
-        if value is not None and (not is_number(value) or value != int(value) or value < 1):
+        if value is not None and (not _is_whole(value) or value < 1):
             raise self.error(key, value, "write a whole number above 0")
         return None if value is None else int(value)
 
-    def number(self, key: str, default: float, lowest: float = 0.0) -> float:
+    def number(self, key: str, default: float, highest: float = sys.float_info.max) -> float:
         value = self.value(key, default)
-        if not is_number(value) or not lowest <= value < float("inf"):
-            raise self.error(key, value, f"write a number of at least {lowest:g}")
+        if not is_number(value) or not 0 <= value <= highest:
+            raise self.error(key, value, f"write a number from 0 to {highest:.3g}")
         return float(value)
 
     def dtype(self, key: str) -> Precision | None:
@@ -217,8 +219,8 @@ def _zero(zero: _Section) -> Zero:
     if _is_offloaded(zero, "offload_param", "cpu_offload_param") and stage == _MOST_STAGES:
         offload = "parameters"
     size = zero.value("mics_shard_size", -1)
-    if not is_number(size) or (size < 1 and size != -1):
-        raise zero.error("mics_shard_size", size, "write a number of ranks")
+    if not _is_whole(size) or (size < 1 and size != -1):
+        raise zero.error("mics_shard_size", size, "write a whole number of ranks")
     return Zero(int(stage), offload if stage else "none", int(size) if size > 0 else None)
 
 
@@ -234,7 +236,7 @@ def _loss_scaling(fp16: _Section) -> LossScaling:
     fixed = fp16.number("loss_scale", 0.0)
     return LossScaling(
         fixed=fixed or None,
-        start=2.0 ** fp16.number("initial_scale_power", 16),
+        start=2.0 ** fp16.number("initial_scale_power", 16, _HIGHEST_SCALE_POWER),
         window=fp16.count("loss_scale_window", 1000) or 1000,
         hysteresis=fp16.count("hysteresis", 2) or 2,
         consecutive_hysteresis=fp16.flag("consecutive_hysteresis", False),
@@ -260,9 +262,14 @@ def _recompute(section: _Section) -> bool:
 def _tensor(section: _Section) -> int:
     inner = [section.inner(key).count("tp_size", 1) for key in ("tp", "tensor_parallel")]
     size = section.value("autotp_size", 0)
-    if not is_number(size) or size < 0:
-        raise section.error("autotp_size", size, "write a number of ranks")
+    if not _is_whole(size) or size < 0:
+        raise section.error("autotp_size", size, "write a whole number of ranks")
     return max(1, int(size), *(size or 1 for size in inner))
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether a value is a whole number, also one such as 2.0; neither NaN nor infinity is one."""
+    return is_number(value) and (isinstance(value, int) or value.is_integer())
 
 
 def _decode(text: str) -> str | None:
@@ -276,6 +283,8 @@ def _decode(text: str) -> str | None:
 def _parse(text: str, source: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=lambda pairs: _without_duplicates(pairs, source))
+    except RecursionError:
+        raise InputError(f"{source}: this JSON is nested too deeply to be a DeepSpeed configuration") from None
     except json.JSONDecodeError as error:
         if find_spec("hjson") is None:
             raise InputError(f"{source}: this is no JSON: {error} (for HJSON: pip install hjson)") from None

@@ -7,6 +7,7 @@ Besides weights, optimizer, schedule and loss scale, a checkpoint holds the obje
     client_state   what the script has given
 """
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ class EngineCheckpoints:
         """Writes a checkpoint to the folder `save_dir/tag`. The tag is that of rank 0, and `global_step7` if there is
         none. `client_state` holds plain values and tensors. All ranks call this together."""
         name = str(broadcast_value(None if tag is None else str(tag)) or f"global_step{self.global_steps}")
-        if not name or name in (".", "..") or "/" in name:
+        if not _is_tag(name):
             raise InputError(f"save_checkpoint: the tag is {name!r}: give a name that a folder can have")
         values = {"counters": {key: getattr(self, key) for key in _COUNTERS}, "client_state": dict(client_state or {})}
         _check_plain(values["client_state"])
@@ -75,13 +76,20 @@ class EngineCheckpoints:
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Loads the checkpoint of a tag, or that which `latest` names. Returns its folder and the client state; (None,
-        None) if there is neither a tag nor `latest`. All ranks call this together."""
+        None) with a warning if there is neither a tag nor `latest`. All ranks call this together."""
         if not load_module_strict or custom_load_fn is not None:
             raise InputError("load_checkpoint(load_module_strict=False, custom_load_fn=…) is not offered: leave it out")
-        name = broadcast_value(str(tag) if tag is not None else _read_latest(Path(load_dir)))
+        name, problem = broadcast_value((str(tag), "") if tag is not None else _read_latest(Path(load_dir)))
+        if problem:
+            raise CheckpointError(problem)
         if name is None:
+            if self.global_rank == 0:
+                text = f"meshwright: {Path(load_dir) / _LATEST} does not exist, so nothing was loaded: give a tag"
+                warnings.warn(text, stacklevel=2)
             return None, None
         path = Path(load_dir) / name
+        if not path.is_dir():
+            raise CheckpointError(f"{path}: there is no such checkpoint{_tags_in(Path(load_dir))}")
         if not (path / MANIFEST).exists() and list(path.glob("*_states.pt")):
             raise CheckpointError(
                 f"{path} was written by DeepSpeed itself: convert it there with zero_to_fp32.py, and load the weights"
@@ -144,15 +152,33 @@ def _rounded(value: Any, precision: Precision) -> Any:
     return value.detach().to("cpu", value.dtype if keeps_dtype else DTYPES[precision])
 
 
-def _read_latest(folder: Path) -> str | None:
+def _read_latest(folder: Path) -> tuple[str | None, str]:
+    """Returns the tag that `latest` names, None if there is no such file, and what is wrong with it. It raises nothing,
+    because the other ranks wait for what rank 0 has read."""
+    file = folder / _LATEST
     try:
-        return (folder / _LATEST).read_text().strip()
+        name = file.read_text().strip()
     except FileNotFoundError:
-        return None
+        return None, ""
+    except (OSError, UnicodeDecodeError) as error:
+        return None, f"{file} cannot be read: {error}{_tags_in(folder)}"
+    if not _is_tag(name):
+        return None, f"{file} contains {name!r:.80}, which is no name of a checkpoint{_tags_in(folder)}"
+    return name, ""
+
+
+def _is_tag(name: str) -> bool:
+    return name not in ("", ".", "..") and "/" not in name and "\0" not in name
+
+
+def _tags_in(folder: Path) -> str:
+    """The end of an error message: which tags there are."""
+    tags = sorted(path.parent.name for path in folder.glob(f"*/{MANIFEST}"))
+    return f": give one of the tags {', '.join(tags)}" if tags else f": {folder} has no checkpoints"
 
 
 def _check_plain(client_state: Mapping[str, Any]) -> None:
     try:
         to_text(dict(client_state))
     except NotPlainError as error:
-        raise InputError(f"save_checkpoint(client_state=…): {error}") from None
+        raise InputError(f"save_checkpoint(client_state=…): {error}: give plain values and tensors") from None

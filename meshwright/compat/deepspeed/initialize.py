@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from meshwright.compat.deepspeed_job import loss_scale_of
 from meshwright.deepspeed_config.batch import complete
 from meshwright.deepspeed_config.config import DeepSpeedConfig, read_config, warn_about_keys
 from meshwright.deepspeed_config.plan_groups import data_ranks_of, plan_groups
-from meshwright.deepspeed_config.sections import OptimizerSection
+from meshwright.deepspeed_config.sections import OptimizerSection, SchedulerSection
 from meshwright.job import load_plan
 from meshwright.launch.torch_private import add_gloo_for_cpu_tensors
 from meshwright.launch.world import join
@@ -151,7 +152,10 @@ def _optimizer(configuration: DeepSpeedConfig, given: Any, groups: Groups) -> to
     section = configuration.optimizer
     if section is None:
         return None
-    return _make_optimizer(section, groups, offloaded=configuration.zero.offload != "none")
+    try:
+        return _make_optimizer(section, groups, offloaded=configuration.zero.offload != "none")
+    except (TypeError, ValueError) as error:
+        raise _misfit(configuration, "optimizer", section, error) from error
 
 
 def _make_optimizer(section: OptimizerSection, groups: Groups, *, offloaded: bool) -> torch.optim.Optimizer:
@@ -184,7 +188,17 @@ def _schedule(configuration: DeepSpeedConfig, given: Any, optimizer: torch.optim
     if section.auto:
         option = section.auto[0]
         raise CallError(f"{configuration.source}: scheduler.params.{option} is auto: write a number")
-    return load(section.call)(optimizer, **section.options)
+    try:
+        return load(section.call)(optimizer, **section.options)
+    except (TypeError, ValueError) as error:
+        raise _misfit(configuration, "scheduler", section, error) from error
+
+
+def _misfit(
+    configuration: DeepSpeedConfig, name: str, section: OptimizerSection | SchedulerSection, error: Exception
+) -> CallError:
+    options = ", ".join(f"{option} {value!r:.40}" for option, value in section.options.items())
+    return CallError(f"{configuration.source}: {name} {section.name} refuses its params ({options}): {error}")
 
 
 def _with_parameters(
@@ -208,10 +222,12 @@ def _with_parameters(
 
 
 def _sample(model: nn.Module, training_data: Any, collate_fn: Callable[..., Any] | None) -> Any:
-    """A batch as the model gets it, which a plan that splits layers needs."""
+    """A batch as the model gets it, which a plan that splits layers needs: what its forward pass takes of a batch of
+    the training data."""
     if training_data is not None:
         collate = collate_fn or default_collate
-        return collate([training_data[number] for number in range(min(2, len(training_data)))])
+        batch = collate([training_data[number] for number in range(min(2, len(training_data)))])
+        return _model_inputs(batch, signature(model.forward))
     inputs = getattr(model, "dummy_inputs", None)  # of models of transformers
     if inputs is None:
         raise CallError(
@@ -219,3 +235,19 @@ def _sample(model: nn.Module, training_data: Any, collate_fn: Callable[..., Any]
             " initialize(training_data=…)"
         )
     return dict(inputs)
+
+
+def _model_inputs(batch: Any, forward: Signature) -> Any:
+    """The items of a batch that are inputs and no targets: of a dict those that the forward pass has names for, of a
+    tuple or list as many as the forward pass needs, or all but the last one if it needs none or any number."""
+    parameters = forward.parameters.values()
+    if isinstance(batch, Mapping):
+        takes_all = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters)
+        return dict(batch) if takes_all else {key: batch[key] for key in batch if key in forward.parameters}
+    if not isinstance(batch, tuple | list):
+        return batch
+    positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [item for item in parameters if item.kind in positional and item.default is Parameter.empty]
+    takes_any = any(parameter.kind is Parameter.VAR_POSITIONAL for parameter in parameters)
+    count = len(needed) if needed and not takes_any else max(1, len(batch) - 1)
+    return tuple(batch[:count])

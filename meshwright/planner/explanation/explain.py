@@ -127,7 +127,8 @@ def _memory(best: PricedPlan, summary: ModelSummary, inputs: PlanningInputs) -> 
     if states_bytes > inputs.capacity_bytes:
         divided = f", so they are divided by {' × '.join(dividing)}" if dividing else ""
         return [
-            f"Weights, gradients and optimizer state take {gib(states_bytes)}, more than one {device} has{divided}."
+            f"Weights, gradients and optimizer state take {gib(states_bytes)}, more than the"
+            f" {gib(inputs.capacity_bytes)} of one {device} that a plan may use{divided}."
             f" {used}."
         ]
     recompute = best.plan.memory.recompute

@@ -91,6 +91,21 @@ def train_with_stage(rank: int, world_size: int, stage: int) -> tuple[dict[str, 
     return whole(engine), norms
 
 
+def train_with_split_layers(rank: int, world_size: int, folder: Path) -> tuple[dict[str, Tensor], list[float], int]:
+    """Trains with layers that are split over both ranks, in two engines: the second one loads the first one's
+    checkpoint. Returns also the number of weights on this rank."""
+    data, half = batches(STEPS * ACCUMULATION), STEPS * ACCUMULATION // 2
+    config = {**CONFIG, "tensor_parallel": {"autotp_size": 2}}
+    first = deepspeed.initialize(model=network(rank), config=config, training_data=Pairs())[0]
+    assert (first.dp_world_size, first.mp_world_size, first.get_tensor_parallel_rank()) == (1, 2, rank)
+    norms = run_steps(first, data[:half])
+    first.save_checkpoint(folder)
+    second = deepspeed.initialize(model=network(7), config=config, training_data=Pairs())[0]
+    second.load_checkpoint(folder)
+    norms += run_steps(second, data[half:])
+    return whole(second), norms, sum(parameter.numel() for parameter in second.module.parameters())
+
+
 def resume(rank: int, world_size: int, folder: Path, saved_stage: int, loaded_stage: int) -> dict[str, Tensor]:
     """Trains half of the steps with one stage, saves, and continues with another one in a new engine."""
     data, half = batches(STEPS * ACCUMULATION), STEPS * ACCUMULATION // 2

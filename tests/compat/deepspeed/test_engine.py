@@ -1,6 +1,7 @@
 """The engine trains as plain PyTorch on one process, with every stage of ZeRO, and saves and loads as DeepSpeed's."""
 
 import re
+import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import meshwright.compat.deepspeed as deepspeed
-from meshwright.errors import InputError
+from meshwright.errors import CheckpointError, InputError
 from tests.compat.deepspeed import loops
 from tests.ranks import RankPool
 
@@ -31,6 +32,15 @@ def assert_close(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         torch.testing.assert_close(value, other[name], rtol=0, atol=1e-9)
 
 
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """An engine, and a folder with its checkpoint `good`."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    engine = _engine()[0]
+    engine.save_checkpoint(folder, "good", client_state={"epoch": 4})
+    return engine, folder
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_ranks_train_as_one_process(two: RankPool, stage: int) -> None:
     """With accumulation, clipping, weight decay and a schedule, and ranks whose models begin with other weights."""
@@ -40,12 +50,57 @@ def test_two_ranks_train_as_one_process(two: RankPool, stage: int) -> None:
         assert result[1] == pytest.approx(norms, abs=1e-9)
 
 
+def test_two_ranks_with_split_layers_train_as_one_process(two: RankPool, tmp_path: Path) -> None:
+    """Also after a checkpoint was loaded."""
+    weights, norms = loops.train_alone()
+    for result in two.run(loops.train_with_split_layers, tmp_path):
+        assert_close(result[0], weights)
+        assert result[1] == pytest.approx(norms, abs=1e-9)
+        assert result[2] < sum(weight.numel() for weight in weights.values()), "each rank holds a part of the weights"
+
+
 @pytest.mark.parametrize(("saved", "loaded"), [(0, 3), (3, 1)])
 def test_a_checkpoint_continues_under_another_stage(two: RankPool, tmp_path: Path, saved: int, loaded: int) -> None:
     weights, _ = loops.train_alone()
     for result in two.run(loops.resume, tmp_path, saved, loaded):
         assert_close(result, weights)
     assert_close(torch.load(tmp_path / "model" / "pytorch_model.bin"), weights)
+
+
+@pytest.mark.parametrize(
+    ("latest", "tag", "message"),
+    [
+        (b"gone", None, "gone: there is no such checkpoint: give one of the tags good"),
+        (b"good", "other", "other: there is no such checkpoint: give one of the tags good"),
+        (b"", None, "latest contains '', which is no name of a checkpoint"),
+        (b"../good", None, "latest contains '../good', which is no name of a checkpoint"),
+        (b"\xff\xfe", None, "latest cannot be read"),
+    ],
+)
+def test_a_checkpoint_that_is_not_there_is_named(
+    checkpoint: tuple[Any, Path], latest: bytes, tag: str | None, message: str
+) -> None:
+    engine, folder = checkpoint
+    (folder / "latest").write_bytes(latest)
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        engine.load_checkpoint(folder, tag)
+
+
+def test_a_folder_without_latest_loads_nothing_and_says_so(checkpoint: tuple[Any, Path]) -> None:
+    engine, folder = checkpoint
+    (folder / "latest").unlink(missing_ok=True)
+    with pytest.warns(UserWarning, match="latest does not exist, so nothing was loaded"):
+        assert engine.load_checkpoint(folder) == (None, None)
+    assert engine.load_checkpoint(folder, "good") == (str(folder / "good"), {"epoch": 4})
+
+
+def test_a_damaged_checkpoint_is_refused(checkpoint: tuple[Any, Path], tmp_path: Path) -> None:
+    engine, folder = checkpoint
+    shutil.copytree(folder / "good", tmp_path / "good")
+    file = tmp_path / "good" / "rank-00000.bin"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"rank-00000\.bin has \d+ bytes, its manifest says"):
+        engine.load_checkpoint(tmp_path, "good")
 
 
 def test_accumulation_by_hand_gives_the_same_weights(two: RankPool) -> None:
@@ -133,6 +188,10 @@ def test_gradients_are_added_up_if_the_configuration_says_so(two: RankPool) -> N
         (lambda: deepspeed.initialize(model=loops.network()), "initialize needs a configuration"),
         (lambda: _engine(mpu=object()), "initialize(mpu=…) is not offered"),
         (lambda: _engine({"gradient_allreduce_op": "max"}), "gradient_allreduce_op is 'max': write mean or sum"),
+        (
+            lambda: _engine({"optimizer": {"type": "AdamW", "params": {"lr": 0.1, "nonsense": 2}}}),
+            "optimizer AdamW refuses its params (lr 0.1, ",
+        ),
         (lambda: _engine({"train_batch_size": 9}), "9 is not 4 × 2 × 1: write train_batch_size: 8"),
         (lambda: _engine()[0].step() or _engine()[0].step(), ""),
         (lambda: _engine({"gradient_accumulation_steps": 1})[0].step(), "call engine.backward(loss) in place of"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from meshwright.cli.export import export as command
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
 from meshwright.errors import InputError
@@ -220,3 +221,11 @@ def test_a_plan_of_the_planner_and_of_a_run_is_read(tmp_path: Path) -> None:
 def test_a_plan_that_no_configuration_fits_is_refused(tmp_path: Path, plan: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         export(tmp_path, plan, "deepspeed", job_of())
+
+
+def test_an_unknown_program_is_named_before_anything_else(tmp_path: Path) -> None:
+    Plan.model_validate({"axes": {"replicate": 2}}).save(tmp_path / "plan.yaml")
+    with pytest.raises(InputError, match=r"--to deepsped: did you mean 'deepspeed'\?"):
+        command(tmp_path / "plan.yaml", "deepsped", cluster="2xcpu")
+    with pytest.raises(InputError, match="--to int8 writes weights, and --job and --cluster are for plans"):
+        command(tmp_path / "plan.yaml", "int8", cluster="2xcpu")
