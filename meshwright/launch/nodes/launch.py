@@ -69,15 +69,18 @@ def launch_node(
         quiet_elastic(),
         variables.environment_variables({**_rank_variables(node, settings), **environment}),
     ):
+        store = _meet(node, settings, check)
         for lost in range(1, settings.restarts + 2):
-            store = _meet(node, settings, check)
+            if lost > 1 and node.rank:
+                store = _meet(node, settings, check)
             try:
                 with fork_server(module) as server:
                     return _run(module, arguments, node, settings, store, server, stop, check)
             except RendezvousConnectionError:
+                who = f"machine 0, at {node.address}," if node.rank else "another machine"
                 if lost <= settings.restarts:
-                    print_to_user(f"machine 0, at {node.address}, is lost: waiting until its command is started again")
-    raise RankError(f"machine 0, at {node.address}, was lost {lost} times; the same commands resume the run")
+                    print_to_user(f"{who} does not answer: waiting until its command is started again")
+    raise RankError(f"{who} did not answer {lost} times; the same commands resume the run")
 
 
 def write_result(result: Mapping[str, Any] | None) -> None:

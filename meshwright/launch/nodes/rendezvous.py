@@ -55,9 +55,15 @@ class NodeRendezvous(DynamicRendezvousHandler):
         return self.backend.round
 
     def next_rendezvous(self) -> RendezvousInfo:
-        info = super().next_rendezvous()
-        self._check_numbers(info)
+        # Torch exchanges an address in its first round only: a machine that is started again would wait for it.
         address = RendezvousStoreInfo(self.node.address.host, self.node.address.port)
+        self._bootstrap_store_info, self._shared_tcp_store_server = address, self._store
+        self.backend.is_joining = True
+        try:
+            info = super().next_rendezvous()
+        finally:
+            self.backend.is_joining = False
+        self._check_numbers(info)
         return RendezvousInfo(info.store, info.rank, info.world_size, address)
 
     def _check_numbers(self, info: RendezvousInfo) -> None:

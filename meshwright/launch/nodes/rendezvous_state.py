@@ -25,13 +25,15 @@ _NOTHING = "null"  # a store waits for keys that do not exist
 
 
 class JsonBackend(RendezvousBackend):
-    """Keeps the state of a rendezvous in a store. `check` is called in the main thread before each access, and may
-    raise an exception to end the wait for other machines. `round` is the number of the round that was seen last."""
+    """Keeps the state of a rendezvous in a store. While `is_joining`, `check` is called in the main thread before each
+    access, and may raise an exception to end the wait for other machines. `round` is the number of the round that was
+    seen last."""
 
     def __init__(self, store: dist.Store, check: Callable[[], None]) -> None:
         self._store = store
         self._check = check
         self.round = 0
+        self.is_joining = False
         self._call(store.compare_set, _KEY, "", _NOTHING)
 
     @property
@@ -49,7 +51,7 @@ class JsonBackend(RendezvousBackend):
         return None if decoded is None else (*decoded, stored.decode() == text)
 
     def _call(self, operation: Callable[..., bytes], *arguments: str) -> bytes:
-        if threading.current_thread() is threading.main_thread():
+        if self.is_joining and threading.current_thread() is threading.main_thread():
             self._check()
         try:
             return operation(*arguments)
