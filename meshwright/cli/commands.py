@@ -8,12 +8,13 @@ import sys
 from contextlib import nullcontext, suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from meshwright.cli.bench import bench
 from meshwright.cli.data import data
+from meshwright.cli.doctor import doctor
 from meshwright.cli.export import export
 from meshwright.cli.horovodrun import horovodrun
 from meshwright.cli.init import init
@@ -30,12 +31,12 @@ from meshwright.cli.options import (
 )
 from meshwright.cli.plan import plan
 from meshwright.cli.ready_jobs import job_title, ready_jobs
+from meshwright.cli.training import print_result, train_as_rank
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.files.user_path import user_path
 from meshwright.limits import MOST_RANKS_HERE
 
 if TYPE_CHECKING:
-    from meshwright.cluster.cluster import Cluster
     from meshwright.job import Job
     from meshwright.plan import Plan
     from meshwright.proof.proof import Proof
@@ -160,24 +161,6 @@ def _check_node_options(nodes: str | None, node_rank: int | None, rendezvous: st
         raise InputError(f"--deepspeed {file} with --nodes {nodes}: write a job (docs/job.md), or use torchrun")
 
 
-def train_as_rank(
-    job: "Job", plan: "Plan | Literal['auto']", cluster: str | None, resume: str, record: int
-) -> dict[str, Any] | None:
-    """Trains as a rank that a launcher has started. Returns the result on rank 0 of a finished run."""
-    from meshwright.cluster.detect import find_cluster
-    from meshwright.train.launched import train_as_launched_rank
-
-    def choose_plan(machines: "Cluster", resume: str) -> "tuple[Plan, str | None]":
-        from meshwright.auto.choose import plan_of_job
-        from meshwright.train.job_parts import JobParts
-
-        chosen = plan_of_job(JobParts(job), machines, "auto", resume)
-        return chosen.plan, chosen.line
-
-    machines = find_cluster(cluster or job.cluster)
-    return train_as_launched_rank(job, choose_plan if plan == "auto" else plan, machines, resume, record)
-
-
 def _job_of_deepspeed(job: "Job", file: Path, plan: Path | None, cluster: str | None) -> "tuple[Job, Plan]":
     """Returns the job and the plan of a DeepSpeed configuration, on the ranks that there are."""
     from meshwright.cluster.detect import find_cluster
@@ -195,6 +178,7 @@ app.command()(plan)
 app.command()(export)
 app.command()(init)
 app.command()(launch)
+app.command()(doctor)
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(horovodrun)
 
 
@@ -259,58 +243,6 @@ def prove(
     raise typer.Exit(proof.exit_code)
 
 
-@app.command()
-def doctor(
-    calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Measure every class of operators and write the device's calibration.")
-    ] = False,
-    output: Annotated[
-        Path | None,
-        path_option("--output", "FILE", "The file that --calibrate writes; by default in the user's cache."),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Measure the devices and links of this machine, print them, and report problems that hinder training. Started on
-    several machines by torchrun or another launcher, measure the links between them, too."""
-    from meshwright.calibrate.doctor import calibrate_and_diagnose, diagnose, report_lines
-    from meshwright.launch.environment import read_environment
-
-    if output and not calibrate:
-        raise InputError(f"--output {output}: only --calibrate writes a file, so add it or leave --output out")
-    if read_environment().launched:
-        if calibrate:
-            raise InputError("--calibrate measures one machine: run it there without a launcher")
-        _diagnose_machines(as_json)
-        return
-    diagnosis = calibrate_and_diagnose(output) if calibrate else diagnose()
-    if as_json:
-        print(json.dumps(diagnosis), flush=True)
-        return
-    for line in report_lines(diagnosis):
-        print(line, flush=True)
-
-
-def _diagnose_machines(as_json: bool) -> None:
-    """Measures the machines on which a launcher has started this command, and prints them on rank 0."""
-    import torch
-
-    from meshwright.calibrate.doctor import inspect_system, problems
-    from meshwright.calibrate.machines import measure_machines
-    from meshwright.calibrate.machines_report import machines_lines, machines_report
-    from meshwright.launch.heartbeat import Heartbeat
-    from meshwright.launch.rank import run_rank
-    from meshwright.launch.world import World
-
-    def main(world: World, heartbeat: Heartbeat) -> None:
-        measured = measure_machines(world)
-        if measured is not None:
-            report = machines_report(measured, list(problems(inspect_system())))
-            for line in [json.dumps(report)] if as_json else machines_lines(report):
-                print(line, flush=True)
-
-    run_rank(main, "cuda" if torch.cuda.device_count() else "cpu", timeout_s=600)
-
-
 def _print_proof(proof: "Proof", file: Path, as_json: bool) -> None:
     from rich.console import Console
 
@@ -321,30 +253,6 @@ def _print_proof(proof: "Proof", file: Path, as_json: bool) -> None:
     else:
         show(proof, Console(width=None if sys.stdout.isatty() else 200))
         print(f"saved in {file}", flush=True)
-
-
-def print_result(result: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(result), flush=True)
-        return
-    rows = {}
-    for name, value in result["metrics"].items():
-        rows[f"test {name}"] = f"{value:.2%}" if name == "accuracy" else f"{value:.4f}"
-    if result["samples_per_s"]:
-        rows["samples/s"] = f"{result['samples_per_s']:,.0f}"
-    if result["measured_step_s"] and result["predicted_step_s"]:
-        rows["step"] = f"{result['measured_step_s']:.3g} s, predicted {result['predicted_step_s']:.3g} s"
-    rows["steps"] = str(result["steps"])
-    if result.get("stopped"):
-        rows["stopped"] = result["stopped"]
-    if result["skipped_steps"]:
-        rows["skipped"] = f"{result['skipped_steps']} steps, because of NaN or Inf"
-    if result["restarts"]:
-        rows["restarts"] = str(result["restarts"])
-    rows["run"] = result["run"]
-    width = max(map(len, rows))
-    for name, text in rows.items():  # not a rich table, which would cut a long path and read [..] in it as markup
-        print(f"{name:<{width}}  {text}", flush=True)
 
 
 # The base class of typer's errors about a command line, which typer does not export.

@@ -12,7 +12,7 @@ import meshwright.auto.choose
 import meshwright.train.rank
 import meshwright.train.run
 from meshwright.auto.choose import JobPlan
-from meshwright.cli.commands import _print_result
+from meshwright.cli.training import print_result
 from meshwright.errors import Stopped
 from meshwright.job import load_plan
 from meshwright.plan import Plan
@@ -92,7 +92,7 @@ def test_a_run_begins_with_its_plan_and_a_resumed_one_keeps_it(
 
 
 def test_people_read_accuracy_speed_and_the_whole_run_path(capsys: pytest.CaptureFixture[str]) -> None:
-    _print_result(RESULT, as_json=False)
+    print_result(RESULT, as_json=False)
     printed = capsys.readouterr().out
     assert "98.71%" in printed
     assert "1,234" in printed

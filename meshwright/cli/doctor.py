@@ -1,0 +1,61 @@
+"""`meshwright doctor`: measures this machine, or the machines on which a launcher has started it."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshwright.cli.options import AsJson, path_option
+from meshwright.errors import InputError
+
+
+def doctor(
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure every class of operators and write the device's calibration.")
+    ] = False,
+    output: Annotated[
+        Path | None,
+        path_option("--output", "FILE", "The file that --calibrate writes; by default in the user's cache."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the devices and links of this machine, print them, and report problems that hinder training. Started on
+    several machines by torchrun or another launcher, measure the links between them, too."""
+    from meshwright.calibrate.doctor import calibrate_and_diagnose, diagnose, report_lines
+    from meshwright.launch.environment import read_environment
+
+    if output and not calibrate:
+        raise InputError(f"--output {output}: only --calibrate writes a file, so add it or leave --output out")
+    if read_environment().launched:
+        if calibrate:
+            raise InputError("--calibrate measures one machine: run it there without a launcher")
+        _diagnose_machines(as_json)
+        return
+    diagnosis = calibrate_and_diagnose(output) if calibrate else diagnose()
+    if as_json:
+        print(json.dumps(diagnosis), flush=True)
+        return
+    for line in report_lines(diagnosis):
+        print(line, flush=True)
+
+
+def _diagnose_machines(as_json: bool) -> None:
+    """Measures the machines on which a launcher has started this command, and prints them on rank 0."""
+    import torch
+
+    from meshwright.calibrate.doctor import inspect_system, problems
+    from meshwright.calibrate.machines import measure_machines
+    from meshwright.calibrate.machines_report import machines_lines, machines_report
+    from meshwright.launch.heartbeat import Heartbeat
+    from meshwright.launch.rank import run_rank
+    from meshwright.launch.world import World
+
+    def main(world: World, heartbeat: Heartbeat) -> None:
+        measured = measure_machines(world)
+        if measured is not None:
+            report = machines_report(measured, list(problems(inspect_system())))
+            for line in [json.dumps(report)] if as_json else machines_lines(report):
+                print(line, flush=True)
+
+    run_rank(main, "cuda" if torch.cuda.device_count() else "cpu", timeout_s=600)

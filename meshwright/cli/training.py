@@ -1,0 +1,51 @@
+"""What the commands that train have in common: training as a rank of a launcher, and printing the result of a run."""
+
+import json
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from meshwright.cluster.cluster import Cluster
+    from meshwright.job import Job
+    from meshwright.plan import Plan
+
+
+def train_as_rank(
+    job: "Job", plan: "Plan | Literal['auto']", cluster: str | None, resume: str, record: int
+) -> dict[str, Any] | None:
+    """Trains as a rank that a launcher has started. Returns the result on rank 0 of a finished run."""
+    from meshwright.cluster.detect import find_cluster
+    from meshwright.train.launched import train_as_launched_rank
+
+    def choose_plan(machines: "Cluster", resume: str) -> "tuple[Plan, str | None]":
+        from meshwright.auto.choose import plan_of_job
+        from meshwright.train.job_parts import JobParts
+
+        chosen = plan_of_job(JobParts(job), machines, "auto", resume)
+        return chosen.plan, chosen.line
+
+    machines = find_cluster(cluster or job.cluster)
+    return train_as_launched_rank(job, choose_plan if plan == "auto" else plan, machines, resume, record)
+
+
+def print_result(result: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(result), flush=True)
+        return
+    rows = {}
+    for name, value in result["metrics"].items():
+        rows[f"test {name}"] = f"{value:.2%}" if name == "accuracy" else f"{value:.4f}"
+    if result["samples_per_s"]:
+        rows["samples/s"] = f"{result['samples_per_s']:,.0f}"
+    if result["measured_step_s"] and result["predicted_step_s"]:
+        rows["step"] = f"{result['measured_step_s']:.3g} s, predicted {result['predicted_step_s']:.3g} s"
+    rows["steps"] = str(result["steps"])
+    if result.get("stopped"):
+        rows["stopped"] = result["stopped"]
+    if result["skipped_steps"]:
+        rows["skipped"] = f"{result['skipped_steps']} steps, because of NaN or Inf"
+    if result["restarts"]:
+        rows["restarts"] = str(result["restarts"])
+    rows["run"] = result["run"]
+    width = max(map(len, rows))
+    for name, text in rows.items():  # not a rich table, which would cut a long path and read [..] in it as markup
+        print(f"{name:<{width}}  {text}", flush=True)
