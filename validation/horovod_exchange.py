@@ -71,7 +71,7 @@ def _step(name: str, images: torch.Tensor, labels: torch.Tensor) -> Callable[[],
     if name == "DDP over Gloo":
         variables = read_horovod_variables()
         assert variables.store is not None
-        store = connect_store(*variables.store, timedelta(seconds=60))
+        store = connect_store(variables.store.host, variables.store.port, timedelta(seconds=60))
         dist.init_process_group(
             "gloo", store=dist.PrefixStore("ddp", store), rank=variables.rank, world_size=variables.size
         )

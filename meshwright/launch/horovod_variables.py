@@ -4,20 +4,15 @@ are read whenever `hvd.init()` is called, because scripts set some of them thems
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from meshwright.errors import InputError
+from meshwright.launch.launchers.launched_rank import LaunchedRank
+from meshwright.launch.launchers.store_place import StorePlace, find_store_place
+from meshwright.launch.launchers.table import read_launched_rank
 
 # Address (host:port) and id by which a worker of an elastic job reports to the launcher that started it.
 DRIVER, WORKER = "MESHWRIGHT_HOROVOD_DRIVER", "MESHWRIGHT_HOROVOD_WORKER"
 
-# Variables that describe a rank: (rank, size, local rank, local size), by launcher.
-_LAUNCHERS = (
-    ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun
-    (*(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-)
 _HONOURED = {
     *(f"HOROVOD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")),
     *(f"HOROVOD_{name}" for name in ("FUSION_THRESHOLD", "CYCLE_TIME", "CACHE_CAPACITY", "GLOO_TIMEOUT_SECONDS")),
@@ -30,9 +25,9 @@ _HONOURED = {
 
 @dataclass(frozen=True)
 class HorovodVariables:
-    """A rank as its launcher describes it, and the settings. `store` is the address (host, port) where the ranks find
-    each other, None for a process that no launcher started; `serves_store` means that rank 0 has to serve it. Where no
-    address is given and all ranks are on this machine, rank 0 writes the port of a store to `port_file`.
+    """A rank as its launcher describes it, and the settings. `launched` is the rank of another launcher than Horovod's.
+    `store` is where the ranks find each other, None for a process that no launcher started; if it is not served, rank 0
+    has to serve it.
     `restarts` is how often torchrun has started the ranks again. `driver` is the address of the launcher of an elastic
     job, and `worker` this process's id there. `timeline` is the file of `HOROVOD_TIMELINE`. `ignored` are the variables
     that are set and have no effect."""
@@ -43,9 +38,8 @@ class HorovodVariables:
     local_size: int
     cross_rank: int
     cross_size: int
-    store: tuple[str, int] | None
-    serves_store: bool
-    port_file: Path | None
+    launched: LaunchedRank | None
+    store: StorePlace | None
     restarts: int
     driver: tuple[str, int] | None
     worker: str
@@ -63,20 +57,20 @@ class HorovodVariables:
 
 def is_rank() -> bool:
     """Whether a launcher has started this process as one of several ranks."""
-    names = _names_of_launcher(os.environ)
-    return names is not None and _integer(os.environ, names[1], 1) > 1
+    return read_horovod_variables().size > 1
 
 
 def read_horovod_variables() -> HorovodVariables:
     variables = os.environ
-    names = _names_of_launcher(variables)
+    launched: LaunchedRank | None = None
     rank, size, local_rank, local_size = 0, 1, 0, 1
-    if names is not None:
-        rank, size = _integer(variables, names[0], 0), _integer(variables, names[1], 1)
-        local_rank, local_size = _integer(variables, names[2], rank), _integer(variables, names[3], size)
-    address, port_file = _store_address(variables), None
-    if address is None and size > 1:
-        port_file = _port_file(variables, size, local_size)
+    if "HOROVOD_RANK" in variables and "HOROVOD_SIZE" in variables:
+        rank, size = _integer(variables, "HOROVOD_RANK", 0), _integer(variables, "HOROVOD_SIZE", 1)
+        local_rank = _integer(variables, "HOROVOD_LOCAL_RANK", rank)
+        local_size = _integer(variables, "HOROVOD_LOCAL_SIZE", size)
+    elif launched := read_launched_rank(variables):
+        rank, size = launched.rank, launched.size
+        local_rank, local_size = launched.local_rank, launched.local_size
     warning_s = _number(variables, "HOROVOD_STALL_CHECK_TIME_SECONDS", 60.0)
     return HorovodVariables(
         rank=rank,
@@ -85,10 +79,8 @@ def read_horovod_variables() -> HorovodVariables:
         local_size=local_size,
         cross_rank=_integer(variables, "HOROVOD_CROSS_RANK", rank // max(1, local_size)),
         cross_size=_integer(variables, "HOROVOD_CROSS_SIZE", -(-size // max(1, local_size))),
-        store=address,
-        serves_store="HOROVOD_GLOO_RENDEZVOUS_ADDR" not in variables
-        and variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-        port_file=port_file,
+        launched=launched,
+        store=_store_place(variables, size, launched),
         restarts=_integer(variables, "TORCHELASTIC_RESTART_COUNT", 0),
         driver=_address(variables[DRIVER]) if DRIVER in variables else None,
         worker=variables.get(WORKER, ""),
@@ -110,30 +102,19 @@ def launch_environment(**changes: str) -> dict[str, str]:
     return {**os.environ, **changes}
 
 
-def _names_of_launcher(variables: Mapping[str, str]) -> tuple[str, ...] | None:
-    return next((names for names in _LAUNCHERS if names[0] in variables and names[1] in variables), None)
-
-
-def _store_address(variables: Mapping[str, str]) -> tuple[str, int] | None:
+def _store_place(variables: Mapping[str, str], size: int, launched: LaunchedRank | None) -> StorePlace | None:
     if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in variables:
         port = _integer(variables, "HOROVOD_GLOO_RENDEZVOUS_PORT", 0)
-        return variables["HOROVOD_GLOO_RENDEZVOUS_ADDR"], port
+        return StorePlace(variables["HOROVOD_GLOO_RENDEZVOUS_ADDR"], port, is_served=True)
+    if size == 1:
+        return None
+    if launched is not None:
+        return find_store_place(launched, variables)
     if "MASTER_ADDR" in variables and "MASTER_PORT" in variables:
-        return variables["MASTER_ADDR"], _integer(variables, "MASTER_PORT", 0)
-    return None
-
-
-def _port_file(variables: Mapping[str, str], size: int, local_size: int) -> Path:
-    """A file that all ranks of one `mpirun` of Open MPI find: in the folder that it makes for them on this machine, and
-    removes at its end."""
-    folder, job = variables.get("PMIX_SERVER_TMPDIR", ""), variables.get("PMIX_NAMESPACE", "")
-    if size == local_size and job and folder and Path(folder).is_dir():
-        return Path(folder) / f"meshwright-{job.replace('/', '-')}"
+        return StorePlace(variables["MASTER_ADDR"], _integer(variables, "MASTER_PORT", 0))
     raise InputError(
-        f"hvd.init(): a launcher started {size} ranks, {local_size} of them on this machine, but MASTER_ADDR and"
-        " MASTER_PORT, where they find each other, are not set: pass them on (Open MPI: mpirun -x MASTER_ADDR=host -x"
-        " MASTER_PORT=29500; MPICH: mpiexec -genv MASTER_ADDR host -genv MASTER_PORT 29500), or start the script with"
-        f" `python -m meshwright.compat.horovod -np {size}`"
+        f"hvd.init(): HOROVOD_SIZE={size}, but MASTER_ADDR and MASTER_PORT, where the ranks find each other, are not"
+        f" set: set them, or start the script with `python -m meshwright.compat.horovod -np {size}`"
     )
 
 

@@ -1,21 +1,19 @@
 """How ranks find each other: through a store that their launcher serves, or rank 0. Each `hvd.init()` has a place of
 its own in it, so that a later one reads nothing of an earlier one."""
 
-import atexit
 import socket
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from meshwright.compat.horovod.exceptions import HorovodInternalError
-from meshwright.files.storage import write_atomically
 from meshwright.launch.horovod_variables import HorovodVariables
+from meshwright.launch.launchers.launched_rank import LaunchedRank
+from meshwright.launch.launchers.store import open_store
+from meshwright.launch.launchers.store_place import StorePlace
 from meshwright.launch.loopback import ADDRESS, connect_store, serve_store
 
 
@@ -42,11 +40,7 @@ def place(variables: HorovodVariables, attempt: str) -> Placement:
     two calls of `hvd.init()`."""
     store: dist.Store | None = None
     if variables.size > 1 and variables.store is not None:
-        serves = variables.serves_store and variables.rank == 0
-        store = dist.PrefixStore(attempt, _store(*variables.store, serves, variables.timeout_s))
-    elif variables.port_file is not None:
-        port = _port_of_rank_0(variables.port_file, variables.rank, variables.timeout_s)
-        store = dist.PrefixStore(attempt, _store(ADDRESS, port, False, variables.timeout_s))
+        store = dist.PrefixStore(attempt, _store_at(variables, variables.store))
     return Placement(
         *(variables.rank, variables.size, variables.local_rank, variables.local_size),
         *(variables.cross_rank, variables.cross_size, store),
@@ -91,6 +85,17 @@ def place_in_communicator(communicator: Any, attempt: str, timeout_s: float) -> 
     return Placement(rank, size, rank, size, 0, 1, store)
 
 
+def _store_at(variables: HorovodVariables, place: StorePlace) -> dist.Store:
+    if variables.launched is not None:
+        return _launched_store(variables.launched, place, variables.timeout_s)
+    return _store(place.host, place.port, not place.is_served and variables.rank == 0, variables.timeout_s)
+
+
+@cache
+def _launched_store(rank: LaunchedRank, place: StorePlace, timeout_s: float) -> dist.Store:
+    return open_store(rank, place, timeout_s)
+
+
 @cache
 def _store(address: str, port: int, serves: bool, timeout_s: float) -> dist.Store:
     timeout = timedelta(seconds=timeout_s)
@@ -101,22 +106,6 @@ def _store(address: str, port: int, serves: bool, timeout_s: float) -> dist.Stor
         address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
     )
     return store
-
-
-@cache
-def _port_of_rank_0(file: Path, rank: int, timeout_s: float) -> int:
-    """Rank 0 serves a store on the loopback address and writes its port to the file, where the other ranks read it."""
-    if rank == 0:
-        port = _served_port()
-        write_atomically(file, str(port))
-        atexit.register(file.unlink, missing_ok=True)
-        return port
-    end = time.monotonic() + timeout_s
-    while not file.exists():
-        if time.monotonic() > end:
-            raise HorovodInternalError(f"hvd.init(): rank 0 did not call it within {timeout_s:g} s")
-        time.sleep(0.02)
-    return int(file.read_text())
 
 
 @cache
