@@ -1,5 +1,6 @@
 """`World`: which rank this process is, of how many, on which device; and how it joins the process group."""
 
+import itertools
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -13,6 +14,8 @@ from meshwright.launch.launchers.launched_rank import LaunchedRank
 from meshwright.launch.launchers.store import open_store
 from meshwright.launch.network.interface import use_interface_towards
 from meshwright.launch.torch_private import add_gloo_for_cpu_tensors
+
+_joins = itertools.count()  # how often this process has joined ranks of another launcher
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,8 @@ def join(device: str, timeout_s: float) -> World:
             environment.use_interface(loopback.interface())
         else:
             use_interface_towards(place.host)
-        store = _attempts_own(open_store(rank, place, timeout_s), env.attempt)
+        # A process that has left the group may join again: the launcher's store still has the keys of its first group.
+        store = dist.PrefixStore(f"join{next(_joins)}", _attempts_own(open_store(rank, place, timeout_s), env.attempt))
         local_size = _agree_on_versions(rank, store, timeout_s)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if torch_device.type == "cuda" else "gloo",

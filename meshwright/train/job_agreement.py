@@ -8,6 +8,7 @@ from typing import Any
 
 from meshwright.job import Job
 from meshwright.launch.agreement import agree, digest, short_value
+from meshwright.launch.environment import read_environment
 from meshwright.launch.world import World
 from meshwright.plan import Plan
 
@@ -27,6 +28,13 @@ def agree_on_job(job: Job, plan: Plan | None, device: str, recorded_steps: int, 
         "--record": str(recorded_steps),
     }
     agree(record, world.rank, world.size, world.store, "job", job.train.timeout_s)
+
+
+def agree_on_plan(plan: Plan, world: World, timeout_s: float) -> None:
+    """Raises an InputError on every rank if ranks that another launcher has started give `parallelize` other plans. In
+    a process group that existed before, which has no store of ours, they are not compared."""
+    if world.store is not None and read_environment().fork_server_pid is None:
+        agree(_texts("plan.", plan.model_dump(mode="json")), world.rank, world.size, world.store, "plan", timeout_s)
 
 
 def _texts(prefix: str, fields: dict[str, Any]) -> dict[str, str]:

@@ -17,6 +17,7 @@ from meshwright.launch.world import join
 from meshwright.limits import is_number
 from meshwright.plan import Plan
 from meshwright.profile.optimizer import check_is_optimizer
+from meshwright.train.job_agreement import agree_on_plan
 from meshwright.train.loss.loss import LossFunction
 from meshwright.train.session import Session
 from meshwright.train.step.optimizer import rebuild_optimizer
@@ -57,13 +58,15 @@ def parallelize(
     world = join(kind, timeout_s)
     if plan is not None and not isinstance(plan, Plan):
         plan = load_plan(plan, "parallelize")
+    plan = plan or Plan.model_validate({"axes": {"replicate": world.size}})
+    agree_on_plan(plan, world, timeout_s)
     # Parameters are matched by name, because a plan may replace the parameter objects that the template refers to.
     names = {id(p): name for name, p in model.named_parameters()}
     session = Session(
         model,
         lambda parameters: rebuild_optimizer(optimizer, names, parameters) if optimizer else _without_parameters(),
         loss=loss,
-        plan=plan or Plan.model_validate({"axes": {"replicate": world.size}}),
+        plan=plan,
         world=world,
         make_schedule=schedule,
         clip_norm=clip_norm,
