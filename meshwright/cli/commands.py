@@ -125,6 +125,9 @@ def train(
     given_plan = load_plan(plan) if plan else loaded_job.plan
     if deepspeed is not None:
         loaded_job, given_plan = _job_of_deepspeed(loaded_job, deepspeed, plan, cluster)
+    if nodes is not None and (is_module_job(loaded_job) or read_environment().launched):
+        launcher = "another launcher has started this rank" if read_environment().launched else "Lightning starts ranks"
+        raise InputError(f"--nodes {nodes}: {launcher}: leave out --nodes")
     if is_module_job(loaded_job):
         from meshwright.cli.lightning_module import train_lightning_module
 

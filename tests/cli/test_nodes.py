@@ -38,3 +38,10 @@ FIRST = ("--nodes", "2", "--node-rank", "0")
 )
 def test_wrong_values_are_refused(refusal_of: RefusalOf, words: tuple[str, ...], complaint: str) -> None:
     assert complaint in refusal_of("train", "job.yaml", *words)
+
+
+def test_a_rank_of_another_launcher_starts_no_machines(refusal_of: RefusalOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    line = refusal_of("train", "job.yaml", *FIRST, *HERE)
+    assert "--nodes 2: another launcher has started this rank: leave out --nodes" in line

@@ -62,7 +62,7 @@ def launch_node(
 
     def check() -> None:
         if stop.received is not None:
-            raise Stopped(f"stopped by {stop.received.name}, while it waited for the other machines")
+            raise Stopped(f"stopped by {stop.received.name}")
 
     with (
         stop,
