@@ -12,10 +12,14 @@ from meshwright.launch import environment, loopback
 from meshwright.launch.agreement import agree, count_local_ranks, read_local_ranks, versions
 from meshwright.launch.launchers.launched_rank import LaunchedRank
 from meshwright.launch.launchers.store import open_store
+from meshwright.launch.launchers.store_place import StorePlace
 from meshwright.launch.network.interface import use_interface_towards
 from meshwright.launch.torch_private import add_gloo_for_cpu_tensors
 
-_joins = itertools.count()  # how often this process has joined ranks of another launcher
+# A process that has left its group may join again: it uses the same store of another launcher's ranks, which it serves
+# if it is rank 0, and other keys in it.
+_stores: dict[StorePlace, dist.Store] = {}
+_joins = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,9 @@ def join(device: str, timeout_s: float) -> World:
             environment.use_interface(loopback.interface())
         else:
             use_interface_towards(place.host)
-        # A process that has left the group may join again: the launcher's store still has the keys of its first group.
-        store = dist.PrefixStore(f"join{next(_joins)}", _attempts_own(open_store(rank, place, timeout_s), env.attempt))
+        if place not in _stores:
+            _stores[place] = open_store(rank, place, timeout_s)
+        store = dist.PrefixStore(f"join{next(_joins)}", _attempts_own(_stores[place], env.attempt))
         local_size = _agree_on_versions(rank, store, timeout_s)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if torch_device.type == "cuda" else "gloo",

@@ -1,4 +1,4 @@
-"""A rank joins the process group under torchrun, and runs alone without a launcher."""
+"""A rank joins the process group under torchrun, srun and in Ray Train, and runs alone without a launcher."""
 
 import json
 import subprocess
@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from meshwright.errors import InputError
+from meshwright.launch.environment import environment_variables
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.rank import run_rank
 from meshwright.launch.world import World, is_launched, join, leave
@@ -55,6 +57,52 @@ def test_without_a_launcher_a_rank_runs_in_this_process() -> None:
 
     run_rank(main, "cpu", 5)
     assert steps == [3]
+
+
+def test_a_process_that_torchrun_should_have_started_is_not_taken_for_a_single_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PET_NNODES", "2")
+    monkeypatch.setenv("PET_NODE_RANK", "1")
+    with pytest.raises(InputError, match="PET_NNODES=2, PET_NODE_RANK=1: these variables are for torchrun"):
+        join("cpu", 5)
+
+
+def join_the_group_of_ray(rank: int, size: int) -> tuple[int, int, int]:
+    """Joins with the variables of a worker of Ray Train, which has made the process group."""
+    variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "NODE_RANK": rank}
+    with environment_variables({name: str(value) for name, value in variables.items()}):
+        world = join("cpu", 5)
+    return world.rank, world.local_rank, world.local_size
+
+
+def test_the_group_of_ray_train_is_used_with_its_places(two: RankPool) -> None:
+    assert two.run(join_the_group_of_ray) == [(0, 0, 1), (1, 0, 1)]
+
+
+def join_under_slurm_twice(rank: int, size: int, folder: str) -> list[tuple[int, int, float]]:
+    """Leaves the pool's group, and joins the ranks of a step of Slurm, leaves them and joins again."""
+    leave()
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": str(size), "SLURM_NODEID": "0"}
+    ids = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_STEP_TASKS_PER_NODE": str(size)}
+    results = []
+    with pytest.MonkeyPatch.context() as patch, environment_variables({**step, **ids}):
+        patch.setattr("tempfile.tempdir", folder)
+        for _ in range(2):
+            world, total = join("cpu", 60), torch.ones(1)
+            dist.all_reduce(total)
+            results.append((world.rank, world.local_size, float(total)))
+            dist.barrier()
+            leave()
+    return results
+
+
+def test_ranks_join_by_the_variables_of_slurm_and_may_join_again(tmp_path: Path) -> None:
+    pool = RankPool(2)
+    try:
+        assert pool.run(join_under_slurm_twice, str(tmp_path)) == [[(0, 2, 2.0)] * 2, [(1, 2, 2.0)] * 2]
+    finally:
+        pool.close()
 
 
 def send_cpu_tensors(rank: int, size: int) -> tuple[str, float, float]:
