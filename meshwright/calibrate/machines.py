@@ -1,8 +1,8 @@
 """The machines on which a launcher has started ranks, as a cluster: each machine's devices, and the links between the
 machines, which are measured by the ranks themselves. All ranks call these functions together.
 
-    machine         ranks with the same host name and the same network namespace: containers of one host are several
-                    machines, because they reach each other through a network
+    machine         ranks with the same `machine_name`: containers of one host are several machines, because they reach
+                    each other through a network
     link            the times of collectives between the first ranks of all machines, and between all ranks
 """
 
@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from itertools import groupby
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -29,6 +28,7 @@ from meshwright.cluster.curves import rising
 from meshwright.cluster.detect import find_cluster
 from meshwright.cluster.gpus import driver_version
 from meshwright.exchange import all_gather_values, broadcast_value
+from meshwright.launch.network.machine import machine_name
 from meshwright.launch.world import World
 
 COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "point_to_point")
@@ -88,12 +88,11 @@ def measure_machines(world: World) -> Machines | None:
 
 def _list_machines(world: World) -> list[Machine]:
     """The machines, without their links; the same on all ranks."""
-    namespace = Path("/proc/self/ns/net")
     gpu = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
     dist.barrier()
     own = {
         "host": socket.gethostname(),
-        "network": os.stat(namespace).st_ino if namespace.exists() else 0,
+        "machine": machine_name(),
         "rank": world.rank,
         "device": gpu or find_cluster("1xcpu").nodes[0].device.name,
         "cores": os.cpu_count() or 1,
@@ -101,8 +100,8 @@ def _list_machines(world: World) -> list[Machine]:
         "driver": driver_version() if gpu else "",
         "clock_s": time.time(),
     }
-    by_machine = sorted(all_gather_values(own), key=lambda rank: (rank["host"], rank["network"], rank["rank"]))
-    groups = [list(ranks) for _, ranks in groupby(by_machine, key=lambda rank: (rank["host"], rank["network"]))]
+    by_machine = sorted(all_gather_values(own), key=lambda rank: (rank["machine"], rank["rank"]))
+    groups = [list(ranks) for _, ranks in groupby(by_machine, key=lambda rank: rank["machine"])]
     groups.sort(key=lambda ranks: ranks[0]["rank"])
     begin_s = groups[0][0]["clock_s"]
     return [

@@ -7,7 +7,6 @@ rank sends and reads as much whatever their number. Without a store, the records
 
 import hashlib
 import json
-import socket
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from meshwright.errors import CollectiveError, InputError
 from meshwright.exchange import all_gather_values
 from meshwright.launch.launchers.store import describe_ranks
+from meshwright.launch.network.machine import machine_name
 
 Record = Mapping[str, str]
 
@@ -118,5 +118,4 @@ def read_local_ranks(store: dist.Store) -> int:
 
 
 def _machine_key() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"machine {socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+    return f"machine {machine_name()}"

@@ -14,6 +14,7 @@ from meshwright.launch.launchers.launched_rank import LaunchedRank
 from meshwright.launch.launchers.store import open_store
 from meshwright.launch.launchers.store_place import StorePlace
 from meshwright.launch.network.interface import use_interface_towards
+from meshwright.launch.network.machine import rank_by_machine
 from meshwright.launch.torch_private import add_gloo_for_cpu_tensors
 
 # A process that has left its group may join again: it uses the same store of another launcher's ranks, which it serves
@@ -51,7 +52,7 @@ def join(device: str, timeout_s: float) -> World:
     """Joins the process group that the environment variables describe. If this process is in a process group already,
     because the script, Ray Train or an earlier session has made it, that one is used. A process that no launcher
     started and that is in no process group is a world of one rank. Ranks of another launcher than meshwright's first
-    agree on the versions of torch and meshwright."""
+    agree on the versions of torch and meshwright; on several machines, they are numbered machine by machine."""
     env = environment.read_environment()
     if dist.is_initialized():
         return _world_of_group(device, env)
@@ -59,7 +60,7 @@ def join(device: str, timeout_s: float) -> World:
     if not env.launched:
         environment.check_can_be_alone()
         return World(0, 0, 1, 1, 0, torch_device, None)
-    timeout, local_size = timedelta(seconds=timeout_s), env.local_size
+    timeout, number, local_size = timedelta(seconds=timeout_s), env.rank, env.local_size
     if env.fork_server_pid is not None:
         store = _attempts_own(loopback.connect_store(*environment.store_address(), timeout), env.attempt)
     else:
@@ -72,14 +73,16 @@ def join(device: str, timeout_s: float) -> World:
             _stores[place] = open_store(rank, place, timeout_s)
         store = dist.PrefixStore(f"join{next(_joins)}", _attempts_own(_stores[place], env.attempt))
         local_size = _agree_on_versions(rank, store, timeout_s)
+        if not rank.is_on_one_machine:
+            number = rank_by_machine(rank.rank, rank.size, store, timeout_s)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if torch_device.type == "cuda" else "gloo",
         store=store,
-        rank=env.rank,
+        rank=number,
         world_size=env.size,
         timeout=timeout,
     )
-    return World(env.rank, env.local_rank, env.size, local_size, env.attempt, torch_device, store)
+    return World(number, env.local_rank, env.size, local_size, env.attempt, torch_device, store)
 
 
 def _attempts_own(store: dist.Store, attempt: int) -> dist.Store:

@@ -134,3 +134,26 @@ def test_doctor_measures_the_link_between_the_machines(
     assert {(curve["ranks"], curve["nodes"]) for curve in report["links"][0]["curves"]["all_reduce"]} == {(2, 2)}
     (file,) = (tmp_path / "cache" / "meshwright").glob("machines-*.yaml")
     assert load_cluster(str(file)).link is not None
+
+
+def test_ranks_that_a_launcher_numbers_across_machines_are_numbered_by_machine(
+    machines: tuple[Machine, Machine], tmp_path: Path
+) -> None:
+    script = "import os\nfrom meshwright.launch.world import join, leave\n"
+    script += "world = join('cpu', 60)\nprint('numbers', os.environ['RANK'], world.rank, flush=True)\nleave()\n"
+    processes = []
+    for rank in range(4):
+        machine = machines[rank % 2]
+        variables = {
+            "RANK": rank,
+            "WORLD_SIZE": 4,
+            "LOCAL_RANK": rank // 2,
+            "LOCAL_WORLD_SIZE": 2,
+            "MASTER_PORT": 29500,
+        }
+        environment = {"MASTER_ADDR": machines[0].address, **{name: str(value) for name, value in variables.items()}}
+        log = tmp_path / f"{rank}.log"
+        processes.append(machine.start(sys.executable, "-c", script, log=log, **environment))
+    assert [process.wait(100) for process in processes] == [0] * 4, logs(tmp_path)
+    said = sorted(line for line in logs(tmp_path).splitlines() if line.startswith("numbers"))
+    assert said == ["numbers 0 0", "numbers 1 2", "numbers 2 1", "numbers 3 3"]
