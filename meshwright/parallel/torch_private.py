@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from traceback import walk_tb
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -59,6 +59,8 @@ assert_async = torch._assert_async
 
 # The base class of all of torch's BatchNorm modules (check.py).
 AnyBatchNorm = batchnorm._BatchNorm
+Function = TypeVar("Function", bound=Callable[..., Any])
+_ON_PURPOSE = "meshwright runs it uncompiled on purpose"
 
 # ---- gradients (clip.py): one kernel launch for many tensors
 
@@ -265,11 +267,18 @@ def is_backward_error_of_compiled_code(error: Exception) -> bool:
     return runs_compiled_code and any(frame.f_code.co_filename.endswith("autograd/graph.py") for frame in frames)
 
 
+def uncompiled(function: Function) -> Function:
+    """Returns the function, which runs as it is within compiled functions. `graph_breaks` does not count this."""
+    disabled: Function = torch.compiler.disable(function, reason=_ON_PURPOSE)
+    return disabled
+
+
 def graph_breaks() -> dict[str, int]:
     """Why the compiler could not trace functions as a whole since this process began, and how often. The first line of
     each reason is short. Empty if nothing was compiled."""
     dynamo = sys.modules.get("torch._dynamo.utils")
-    return dict(dynamo.counters["graph_break"]) if dynamo else {}
+    counts = dynamo.counters["graph_break"] if dynamo else {}
+    return {reason: count for reason, count in counts.items() if _ON_PURPOSE not in reason}
 
 
 def compile_across_ddp_buckets() -> None:

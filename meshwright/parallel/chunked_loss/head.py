@@ -10,6 +10,7 @@ from meshwright.blocks.module_names import is_inside
 from meshwright.blocks.recompute import find_blocks
 from meshwright.errors import InputError
 from meshwright.parallel.chunked_loss.scores import lazy_scores, run_uncompiled
+from meshwright.parallel.torch_private import uncompiled
 from meshwright.plan import Plan
 from meshwright.profile.structure.dataflow import Dataflow
 from meshwright.profile.structure.head import find_head
@@ -68,5 +69,5 @@ def join_head_with_loss(head: nn.Linear, chunks: int, compiled: bool) -> None:
 
     if compiled:
         run_uncompiled()
-        forward = torch.compiler.disable(forward)
+        forward = uncompiled(forward)
     head.forward = forward  # type: ignore[method-assign, assignment]

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.parallel.chunked_loss.cross_entropy import TokenTargets, chunked_cross_entropy
-from meshwright.parallel.torch_private import DisableTorchFunctionSubclass, make_wrapper_subclass, tree_map
+from meshwright.parallel.torch_private import DisableTorchFunctionSubclass, make_wrapper_subclass, tree_map, uncompiled
 
 _CROSS_ENTROPY = inspect.signature(F.cross_entropy)
 _WIDE = (torch.float32, torch.float64)
@@ -110,7 +110,7 @@ def lazy_scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunks: int
 def run_uncompiled() -> None:
     """Makes functions of lazy scores run as they are within compiled functions. The compiler would compile each part of
     these functions by itself."""
-    LazyScores.run = staticmethod(torch.compiler.disable(_run))
+    LazyScores.run = staticmethod(uncompiled(_run))
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
