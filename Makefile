@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # Tests start many processes, which would otherwise compile the package again each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test check soak validate peers clean
+.PHONY: setup demo test check soak validate peers ray clean
 
 setup: $(VENV)/ready
 
@@ -55,5 +55,15 @@ peers: .venv-peers/ready
 	DS_BUILD_OPS=0 .venv-peers/bin/python -m pip install -q --no-build-isolation -c constraints.txt $(PEERS)
 	touch $@
 
+# Ray Train for the tests in tests/compat/ray, in an environment of its own.
+ray: .venv-ray/ready
+
+.venv-ray/ready: Makefile pyproject.toml constraints.txt
+	test -x .venv-ray/bin/python || $(PYTHON) -m venv .venv-ray
+	.venv-ray/bin/python -m pip install -q torch==2.13.0
+	.venv-ray/bin/python -m pip install -q -c constraints.txt "setuptools>=68" wheel -e .
+	.venv-ray/bin/python -m pip install -q -c constraints.txt "ray[client,train]==2.60.0"
+	touch $@
+
 clean:
-	rm -rf .venv .venv-torch-* .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-torch-* .venv-peers .venv-ray .mypy_cache .ruff_cache .pytest_cache .hypothesis

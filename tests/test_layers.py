@@ -55,7 +55,7 @@ LEVELS = {
 FOLDERS = {
     "bench": ("collectives", "peers"),
     "collectives": ("schedules", "shared_memory"),
-    "compat": ("accelerate", "deepspeed", "horovod", "lightning", "transformers"),
+    "compat": ("accelerate", "deepspeed", "horovod", "lightning", "ray", "transformers"),
     "export": ("configurations", "launch_files"),
     "launch": ("network", "launchers", "local", "nodes"),
     "parallel": ("weights", "tensor", "pipeline", "branches", "replicate", "chunked_loss"),

@@ -85,6 +85,17 @@ class JobPlan:
     is_searched: bool = False
 
 
+def plan_chooser(job: Job) -> Callable[[Cluster, str], tuple[Plan, str | None]]:
+    """Returns the function that chooses the job's plan for ranks that another launcher has started
+    (`train/launched.py`)."""
+
+    def choose(machines: Cluster, resume: str) -> tuple[Plan, str | None]:
+        chosen = plan_of_job(JobParts(job), machines, "auto", resume)
+        return chosen.plan, chosen.line
+
+    return choose
+
+
 def plan_of_job(parts: JobParts, cluster: Cluster, plan: "Plan | Literal['auto']", resume: str = "never") -> JobPlan:
     """Returns the plan that a job is trained with. It has no prediction if the machine has not been measured, if the
     model or the plan cannot be predicted, or if the plan leaves its precision to the run.

@@ -30,11 +30,12 @@ from meshwright.cli.options import (
     path_option,
 )
 from meshwright.cli.plan import plan
+from meshwright.cli.ray import check_ray_options, train_in_ray_workers
 from meshwright.cli.ready_jobs import job_title, ready_jobs
 from meshwright.cli.training import print_result, train_as_rank
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.files.user_path import user_path
-from meshwright.limits import MOST_RANKS_HERE
+from meshwright.limits import MOST_DEVICES, MOST_RANKS_HERE
 
 if TYPE_CHECKING:
     from meshwright.job import Job
@@ -111,6 +112,14 @@ def train(
         str | None,
         typer.Option(metavar="HOST:PORT", help="With --nodes: an address of machine 0, where the machines meet."),
     ] = None,
+    on: Annotated[
+        str | None,
+        typer.Option(metavar="ray|ray://HOST:PORT", help="Train on an existing Ray cluster, in workers of Ray Train."),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, max=MOST_DEVICES, metavar="N", help="With --on ray: the number of workers, or ranks."),
+    ] = None,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
@@ -121,6 +130,7 @@ def train(
     from meshwright.launch.local.fork_server import preloaded
 
     _check_node_options(nodes, node_rank, rendezvous, deepspeed)
+    check_ray_options(on, workers, nodes, deepspeed)
     loaded_job = load_train_job(job, settings or [])
     given_plan = load_plan(plan) if plan else loaded_job.plan
     if deepspeed is not None:
@@ -128,10 +138,12 @@ def train(
     if nodes is not None and (is_module_job(loaded_job) or read_environment().launched):
         launcher = "another launcher has started this rank" if read_environment().launched else "Lightning starts ranks"
         raise InputError(f"--nodes {nodes}: {launcher}: leave out --nodes")
-    if is_module_job(loaded_job):
+    if on is not None:
+        result: Any = train_in_ray_workers(loaded_job, given_plan, on, workers, cluster, resume, record)
+    elif is_module_job(loaded_job):
         from meshwright.cli.lightning_module import train_lightning_module
 
-        result: Any = train_lightning_module(loaded_job, given_plan, cluster, resume, record)
+        result = train_lightning_module(loaded_job, given_plan, cluster, resume, record)
     elif read_environment().launched:
         result = train_as_rank(loaded_job, given_plan, cluster, resume, record)
     elif nodes is not None:

@@ -4,7 +4,6 @@ import json
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from meshwright.cluster.cluster import Cluster
     from meshwright.job import Job
     from meshwright.plan import Plan
 
@@ -13,18 +12,12 @@ def train_as_rank(
     job: "Job", plan: "Plan | Literal['auto']", cluster: str | None, resume: str, record: int
 ) -> dict[str, Any] | None:
     """Trains as a rank that a launcher has started. Returns the result on rank 0 of a finished run."""
+    from meshwright.auto.choose import plan_chooser
     from meshwright.cluster.detect import find_cluster
     from meshwright.train.launched import train_as_launched_rank
 
-    def choose_plan(machines: "Cluster", resume: str) -> "tuple[Plan, str | None]":
-        from meshwright.auto.choose import plan_of_job
-        from meshwright.train.job_parts import JobParts
-
-        chosen = plan_of_job(JobParts(job), machines, "auto", resume)
-        return chosen.plan, chosen.line
-
     machines = find_cluster(cluster or job.cluster)
-    return train_as_launched_rank(job, choose_plan if plan == "auto" else plan, machines, resume, record)
+    return train_as_launched_rank(job, plan_chooser(job) if plan == "auto" else plan, machines, resume, record)
 
 
 def print_result(result: dict[str, Any], as_json: bool) -> None:

@@ -101,7 +101,7 @@ def versions() -> Record:
         code.update(f"{file.relative_to(_PACKAGE)}\0".encode())
         code.update(hashlib.sha256(file.read_bytes()).digest())
     return {
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),  # plain text, and not its subclass
         "meshwright": metadata.version("meshwright"),
         "the code of meshwright": f"sha256 {code.hexdigest()[:12]}",
     }

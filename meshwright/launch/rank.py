@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 
@@ -23,10 +24,11 @@ def run_rank(
     device: str,
     timeout_s: float,
     join: Callable[[str, float], World] = join,
+    end: Callable[[BaseException, environment.Environment, Heartbeat], NoReturn] = record_failure_and_exit,
 ) -> None:
     """Runs `main` as the rank that the environment variables describe. `join` connects to the other ranks. If `main`
-    fails, the failure is recorded and the process ends; in a process that no launcher started, the exception is raised
-    instead."""
+    fails, `end` is called, which records the failure and ends the process; in a process that no launcher started, the
+    exception is raised instead."""
     env = environment.read_environment()
     if not env.launched:
         main(join(device, timeout_s), Heartbeat.in_memory())
@@ -45,7 +47,7 @@ def run_rank(
         explained = _explain(error) or explain_communication_error(error, world, heartbeat, timeout_s, heartbeat.folder)
         if explained is not None and explained is not error:
             explained.__cause__ = error
-        record_failure_and_exit(explained or error, env, heartbeat)
+        end(explained or error, env, heartbeat)
 
 
 def _explain(error: BaseException) -> MeshwrightError | None:

@@ -47,13 +47,13 @@ def train_as_launched_rank(
     results: list[dict[str, Any] | None] = []
 
     def main(world: World, heartbeat: Heartbeat) -> None:
-        results.append(_train(job, plan, cluster, resume, world, heartbeat, recorded_steps))
+        results.append(train_in_world(job, plan, cluster, resume, world, heartbeat, recorded_steps))
 
     run_rank(main, cluster.kind, job.train.timeout_s)
     return results[0]
 
 
-def _train(
+def train_in_world(
     job: Job,
     plan: Plan | ChoosePlan,
     cluster: Cluster,
@@ -61,7 +61,10 @@ def _train(
     world: World,
     heartbeat: Heartbeat,
     recorded_steps: int,
+    threads: int | None = None,
 ) -> dict[str, Any] | None:
+    """Trains as this rank of the world, as `train_as_launched_rank` does. `threads` is how many threads torch uses if
+    the plan does not say; by default the rank's share of the machine's cores."""
     agree_on_job(job, plan if isinstance(plan, Plan) else None, cluster.kind, recorded_steps, world)
     if isinstance(plan, Plan) and plan.world_size != world.size:
         launcher = read_environment().launcher
@@ -69,7 +72,7 @@ def _train(
     if not isinstance(plan, Plan) and cluster.name == "local" and world.size > world.local_size:
         cluster = find_measured_machines(world) or cluster
     run = _agree_on_run(job, plan, cluster, "auto" if world.attempt else resume, world)
-    torch.set_num_threads(run.plan.compute.threads or max(1, cluster.cores // world.local_size))
+    torch.set_num_threads(run.plan.compute.threads or threads or max(1, cluster.cores // world.local_size))
     redirect(run.folder.logs, world.rank, world.attempt)
     heartbeat.move_to(run.folder.logs, world.rank)
     finished = train_rank(job, run.plan, run.folder, world, heartbeat, recorded_steps)

@@ -1,7 +1,11 @@
-"""`meshwright train --nodes`: which values are refused before anything is started."""
+"""`meshwright train --nodes` and `--on`: which values are refused before anything is started."""
+
+import sys
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 
+from meshwright.compat import versions
 from tests.cli.commands import RefusalOf
 
 HERE = ("--rendezvous", "127.0.0.1:29500")
@@ -45,3 +49,28 @@ def test_a_rank_of_another_launcher_starts_no_machines(refusal_of: RefusalOf, mo
         monkeypatch.setenv(name, value)
     line = refusal_of("train", "job.yaml", *FIRST, *HERE)
     assert "--nodes 2: another launcher has started this rank: leave out --nodes" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (("--workers", "2"), "--workers 2: say where the workers are, with --on ray"),
+        (("--on", "slurm"), "--on slurm: write ray for the Ray cluster of this machine, or ray://HOST:PORT"),
+        (("--on", "ray://"), "--on ray://: write ray"),
+        (("--on", "ray", "--nodes", "2"), "--nodes 2 with --on ray: leave out one of them"),
+    ],
+)
+def test_wrong_values_of_on_are_refused_before_ray_is_looked_for(
+    refusal_of: RefusalOf, words: tuple[str, ...], complaint: str
+) -> None:
+    assert complaint in refusal_of("train", "job.yaml", *words)
+
+
+def test_without_ray_the_package_is_named(refusal_of: RefusalOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError
+
+    monkeypatch.setattr(versions, "version", missing)
+    monkeypatch.delitem(sys.modules, "meshwright.compat.ray.run", raising=False)
+    refusal = refusal_of("train", "job.yaml", "--on", "ray")
+    assert "--on ray: meshwright.compat.ray needs the package ray: pip install ray==2.60.0" in refusal
