@@ -44,6 +44,11 @@ class StorageError(MeshwrightError):
     missing."""
 
 
+class RemoteStorageError(StorageError):
+    """A store that a URL names does not answer, or refuses. The message says which URL, what was tried, and the reason
+    of the store."""
+
+
 class TrainingDiverged(MeshwrightError):
     """The loss or the gradients stayed NaN or infinite, so the run ended. The message says since which step, and what
     to do."""

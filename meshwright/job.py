@@ -12,6 +12,7 @@ from yaml import YAMLError
 
 from meshwright.call import Call
 from meshwright.errors import InputError, did_you_mean
+from meshwright.files.remote import check_url
 from meshwright.files.user_path import expand_home, user_path
 from meshwright.files.yaml_file import dump, parse, parse_mapping, read_mapping, validate
 from meshwright.limits import Count, CountOrZero, Parts, ProcessesOrZero, Samples, Seed, Steps, Timeout
@@ -175,7 +176,8 @@ class Checkpoint(_Section):
 
     `best` is the name of the metric that selects the best checkpoint. `better` says whether `lower` or `higher` values
     are better; null means lower for losses, errors and perplexities, and higher otherwise. With `frozen: false`, frozen
-    parameters are left out: a run that resumes gets them from `model` and `train.weights` again.
+    parameters are left out: a run that resumes gets them from `model` and `train.weights` again. `copy_to` is the URL
+    of a folder to which every checkpoint is copied, such as s3://bucket/folder.
     """
 
     every_steps: Steps | None = 100
@@ -183,6 +185,7 @@ class Checkpoint(_Section):
     best: str | None = None
     better: Literal["lower", "higher"] | None = None
     frozen: bool = True
+    copy_to: Annotated[str, AfterValidator(check_url)] | None = None
 
 
 class Log(_Section):

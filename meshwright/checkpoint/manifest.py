@@ -120,12 +120,15 @@ def file_checksum(path: Path) -> FileChecksum:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes the manifest with its checksum, and with a signature if the environment has a key (files/trust.py)."""
-    contents = {"format": _FORMAT, **manifest.model_dump()}
+    write_atomically(folder / MANIFEST, signed_text({"format": _FORMAT, **manifest.model_dump()}))
+
+
+def signed_text(contents: dict[str, Any]) -> str:
+    """Returns JSON text with these fields, their checksum, and a signature if the environment has a key."""
     data, key = _canonical(contents), environment_key()
-    contents["checksum"] = hashlib.sha256(data).hexdigest()
-    if key is not None:
-        contents["signature"] = sign(key, data)
-    write_atomically(folder / MANIFEST, json.dumps(contents, indent=1))  # a loss may be NaN, which Python can read
+    signature = {} if key is None else {"signature": sign(key, data)}
+    checksum = hashlib.sha256(data).hexdigest()
+    return json.dumps({**contents, "checksum": checksum, **signature}, indent=1)  # Python reads a loss that is NaN
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -140,7 +143,7 @@ def read_manifest(folder: Path) -> Manifest:
     if not isinstance(contents, dict) or not isinstance(contents.get("files"), dict):
         raise CheckpointError(f"{folder}: its {MANIFEST} is damaged")
     if contents.get("format") == _FORMAT or ".metadata" not in contents["files"]:
-        contents = _checked(folder, contents)
+        contents = check_signed(f"{folder}: its {MANIFEST}", contents)
     elif environment_key() is not None:
         raise CheckpointError(f"{folder}: its {MANIFEST} is of an older version, which did not sign, and a key is set")
     try:
@@ -166,16 +169,17 @@ def _read_small_file(path: Path) -> str:
     return content.decode()
 
 
-def _checked(folder: Path, contents: dict[str, Any]) -> dict[str, Any]:
-    """Returns the manifest's own fields after checking its checksum and signature."""
+def check_signed(what: str, contents: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields that `signed_text` was given, without `format`, after checking checksum and signature. Raises
+    a `CheckpointError` that begins with `what`."""
     fields = {name: value for name, value in contents.items() if name not in ("checksum", "signature")}
     data, key = _canonical(fields), environment_key()
     if contents.get("checksum") != hashlib.sha256(data).hexdigest():
-        raise CheckpointError(f"{folder}: its {MANIFEST} is damaged: it does not have the checksum that it says")
+        raise CheckpointError(f"{what} is damaged: it does not have the checksum that it says")
     signature = contents.get("signature")
     if key is not None and not (isinstance(signature, str) and is_signed_by(key, data, signature)):
         problem = "is not signed" if signature is None else "is signed with another key or was changed"
-        raise CheckpointError(f"{folder}: its {MANIFEST} {problem}, and MESHWRIGHT_KEY or MESHWRIGHT_KEY_FILE is set")
+        raise CheckpointError(f"{what} {problem}, and MESHWRIGHT_KEY or MESHWRIGHT_KEY_FILE is set")
     return {name: value for name, value in fields.items() if name != "format"}
 
 

@@ -112,15 +112,15 @@ def check_savable(state: State) -> None:
     on_all_ranks(check)
 
 
-def prune(folder: Path, keep: int, newest: str, also: str | None = None) -> None:
-    """Deletes old checkpoints, but not the last `keep` of those up to the one named `newest`, and not the one named
+def prune(folder: Path, keep: int, newest: str, *also: str | None) -> None:
+    """Deletes old checkpoints, but not the last `keep` of those up to the one named `newest`, and not those named
     `also`. Checkpoints after `newest` are damaged. They stay and are not counted, because otherwise a good checkpoint
     would be deleted in their place. One rank calls this."""
     newest_step = step_of(newest)
     assert newest_step is not None
     old = [path for step, path in checkpoints_in(folder).items() if step <= newest_step]
     for path in old[:-keep]:
-        if path.name != also:
+        if path.name not in also:
             _discard(path)
 
 

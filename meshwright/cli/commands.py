@@ -89,8 +89,9 @@ def train(
     resume: Annotated[
         str,
         typer.Option(
-            metavar="auto|never|DIR",
-            help="auto: continue the newest unfinished run of this job; never: start a new run; DIR: continue it.",
+            metavar="auto|never|DIR|URL",
+            help="auto: continue the newest unfinished run of this job; never: start a new run; DIR: continue it; URL:"
+            " continue the run that was copied there (checkpoint.copy_to).",
         ),
     ] = "auto",
     record: Annotated[
@@ -157,9 +158,11 @@ def train(
             from meshwright.auto.choose import plan_of_job
             from meshwright.cluster.detect import find_cluster
             from meshwright.train.job_parts import JobParts
+            from meshwright.train.output.remote_run import local_run
             from meshwright.train.run import train as run
 
             machines = find_cluster(cluster or loaded_job.cluster)
+            resume = local_run(loaded_job, resume, lambda line: print(line, file=sys.stderr, flush=True))
             parts = JobParts(loaded_job)
             chosen = plan_of_job(parts, machines, given_plan, resume)
             tunes = chosen.is_searched and loaded_job.tune

@@ -60,6 +60,7 @@ def check_module_job(job: Job) -> None:
         "train.weights": (job.train.weights, "load them in the module"),
         "train.freeze": (job.train.freeze, "freeze them in the module"),
         "checkpoint.best": (job.checkpoint.best, "choose one of the checkpoints by metrics.jsonl"),
+        "checkpoint.copy_to": (job.checkpoint.copy_to, "Lightning's checkpoints stay in the run folder"),
     }
     for field, (value, instead) in fields.items():
         if value:

@@ -1,6 +1,7 @@
 """Training in ranks that another launcher has started, such as torchrun, mpirun or srun. The ranks are running already.
 They first make sure that all have the same job; then rank 0 chooses the plan and the run folder for all."""
 
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +23,9 @@ from meshwright.launch.world import World
 from meshwright.plan import Axes, Plan
 from meshwright.train.check import check_job
 from meshwright.train.job_agreement import agree_on_job
+from meshwright.train.output.copies import check_copies
 from meshwright.train.output.folder import LockedRun, RunFolder, lock_run_folder, read_result, write_job_and_plan
+from meshwright.train.output.remote_run import local_run
 from meshwright.train.rank import train_rank
 
 ChoosePlan = Callable[[Cluster, str], tuple[Plan, str | None]]
@@ -86,9 +89,12 @@ def _agree_on_run(job: Job, plan: Plan | ChoosePlan, cluster: Cluster, resume: s
     then chooses and locks the folder. If this raises a `MeshwrightError`, every rank raises it."""
     if world.rank == 0:
         try:
+            resume = local_run(job, resume, lambda line: print(line, file=sys.stderr, flush=True))
             chosen = plan if isinstance(plan, Plan) else _choose(plan, cluster, resume, world)
             check_job(job, chosen, cluster.with_device_count(world.size))
             locked_run = lock_run_folder(job, resume)
+            if not world.attempt:  # a run that goes on is not ended by a store that does not answer
+                _check_copies(job, locked_run)
             write_job_and_plan(locked_run.folder, job, chosen, cluster)
         except MeshwrightError as error:
             broadcast_value({"error": _error_class(error), "message": str(error)})
@@ -99,6 +105,15 @@ def _agree_on_run(job: Job, plan: Plan | ChoosePlan, cluster: Cluster, resume: s
     if "error" in outcome:
         raise getattr(errors, outcome["error"])(outcome["message"])
     return _Run(Plan.model_validate(outcome["plan"]), RunFolder(outcome["folder"]))
+
+
+def _check_copies(job: Job, run: LockedRun) -> None:
+    try:
+        check_copies(run.folder, job.checkpoint.copy_to)
+    except MeshwrightError:
+        if run.is_new:
+            shutil.rmtree(run.folder.path, ignore_errors=True)  # wrong input leaves no files
+        raise
 
 
 def _choose(choose: ChoosePlan, cluster: Cluster, resume: str, world: World) -> Plan:

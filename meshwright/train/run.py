@@ -17,6 +17,7 @@ from meshwright.launch.local.launch import RankSettings, launch
 from meshwright.plan import Plan
 from meshwright.train.check import check_job, check_rank_count
 from meshwright.train.job_parts import JobParts
+from meshwright.train.output.copies import check_copies
 from meshwright.train.output.folder import RunFolder, lock_run_folder, read_result, write_job_and_plan
 from meshwright.train.tuning.compute import tune
 from meshwright.train.tuning.precision import choose_precision
@@ -62,6 +63,7 @@ def train(
     locked_run = lock_run_folder(job, resume)
     folder = locked_run.folder
     try:
+        check_copies(folder, job.checkpoint.copy_to)
         if note:
             _print_note(note)
         if locked_run.note:

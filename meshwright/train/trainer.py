@@ -71,7 +71,7 @@ class Trainer:
         self.meter = ThroughputMeter()
         self.last_loss: Tensor | None = None
         self.last_evaluation: tuple[int, dict[str, float]] | None = None  # the step and the metrics
-        self.checkpoints = RunCheckpoints(folder, world, job.checkpoint)
+        self.checkpoints = RunCheckpoints(folder, world, job.checkpoint, lambda line: self.display.line(line))
         self.saved_step: int | None = None
         self.best: BestCheckpoint | None = None
         self.recorded_steps = recorded_steps
@@ -98,6 +98,7 @@ class Trainer:
             if not finished:
                 self.display.line(f"stopped after step {self.session.steps}, {self._describe_saved()}")
             self.callbacks.end(result)
+            self.checkpoints.finish_copies(None if finished else self.job.train.grace_s / 2)
             return finished
         finally:
             self.display.close()

@@ -1,6 +1,8 @@
 """`RunCheckpoints`: the checkpoints of a run, of which the newest ones and the best one are kept."""
 
 import math
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +19,7 @@ from meshwright.errors import CheckpointError
 from meshwright.files.storage import writing
 from meshwright.job import Checkpoint
 from meshwright.launch.world import World
+from meshwright.train.output.copies import CheckpointCopies
 from meshwright.train.output.folder import RunFolder
 from meshwright.train.step.nonfinite import find_nonfinite_key, infinite_keys, nonfinite_keys
 
@@ -43,7 +46,13 @@ class SavedCheckpoint:
 class RunCheckpoints:
     """Saves and finds the checkpoints in a run's folder. All ranks call its methods together."""
 
-    def __init__(self, run_folder: RunFolder, world: World, options: Checkpoint) -> None:
+    def __init__(
+        self, run_folder: RunFolder, world: World, options: Checkpoint, tell: Callable[[str], None] = print
+    ) -> None:
+        """`tell` shows a line to the user, on rank 0."""
+        url = options.copy_to if world.rank == 0 else None
+        self._copies = None if url is None else CheckpointCopies(run_folder, url, options.keep)
+        self._tell = tell
         self._run_folder = run_folder
         self._folder = run_folder.checkpoints
         self._world = world
@@ -100,7 +109,21 @@ class RunCheckpoints:
             if is_best:
                 _replace_link(link, newest.name)
             best_name = link.readlink().name if link.is_symlink() else None
-            prune(self._folder, self._options.keep, newest.name, best_name)
+            with self._copies.lock if self._copies else nullcontext():
+                copied_now = self._copies.uploading if self._copies else None
+                prune(self._folder, self._options.keep, newest.name, best_name, copied_now)
+        if self._copies:
+            self._copies.begin(newest.name)
+            for line in self._copies.take_messages():
+                self._tell(line)
+
+    def finish_copies(self, limit_s: float | None) -> None:
+        """Waits until the checkpoints are copied to `checkpoint.copy_to`, if the job has this field, but not longer
+        than `limit_s`; None means no limit. Other ranks than 0 do not wait."""
+        if self._copies:
+            self._copies.finish(limit_s)
+            for line in self._copies.take_messages():
+                self._tell(line)
 
     def find_newest(self) -> tuple[SavedCheckpoint | None, tuple[str, ...]]:
         """Returns the newest valid checkpoint, or None if there is none at all, and one message for each newer one that

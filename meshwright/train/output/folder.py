@@ -9,6 +9,7 @@ runs/mnist-0001/
   checkpoints/          step-…, and the link `best`
   logs/                 one file per rank
   record/               the first steps, with `train --record`
+  copies.json           the name and the number that its copies have, with `checkpoint.copy_to`
   result.json           exists when the run is finished
 """
 
@@ -81,6 +82,10 @@ class RunFolder:
         return self.path / "record"
 
     @property
+    def copies(self) -> Path:
+        return self.path / "copies.json"
+
+    @property
     def result(self) -> Path:
         return self.path / "result.json"
 
@@ -109,16 +114,16 @@ def lock_run_folder(job: Job, resume: str) -> LockedRun:
     if resume not in ("auto", "never"):
         return _lock_named_folder(job, user_path(resume, "--resume"))
     output = Path(job.output)
-    runs = _runs(output, job.name)
+    runs = runs_of(output, job.name)
     if resume == "never" or not runs or runs[-1].result.exists():
-        return _create_folder(output, job.name)
+        return create_folder(output, job.name)
     unfinished = runs[-1]
-    reason = _why_not_resumed(job, unfinished)
+    reason = why_not_resumed(job, unfinished)
     lock = None if reason else _lock(unfinished)
     if lock:
         return LockedRun(unfinished, False, lock)
     reason = reason or "another process is training there"
-    return replace(_create_folder(output, job.name), note=f"not resuming {unfinished.path}: {reason}")
+    return replace(create_folder(output, job.name), note=f"not resuming {unfinished.path}: {reason}")
 
 
 def find_run_to_resume(job: Job, resume: str) -> RunFolder | None:
@@ -127,11 +132,11 @@ def find_run_to_resume(job: Job, resume: str) -> RunFolder | None:
     if resume == "never":
         return None
     if resume == "auto":
-        unfinished = [run for run in _runs(Path(job.output), job.name)[-1:] if not run.result.exists()]
-        runs = [run for run in unfinished if not _why_not_resumed(job, run)]
+        unfinished = [run for run in runs_of(Path(job.output), job.name)[-1:] if not run.result.exists()]
+        runs = [run for run in unfinished if not why_not_resumed(job, run)]
         return runs[0] if runs else None
     folder = RunFolder(user_path(resume, "--resume"))
-    return folder if os.path.exists(folder.job) and not _why_not_resumed(job, folder) else None
+    return folder if os.path.exists(folder.job) and not why_not_resumed(job, folder) else None
 
 
 def device_text(cluster: Cluster) -> str:
@@ -190,7 +195,7 @@ def _lock_named_folder(job: Job, path: Path) -> LockedRun:
     for part in (folder.job, folder.plan, folder.logs):  # job.yaml alone would also be in a folder of jobs
         if not os.path.exists(part):
             raise InputError(f"--resume {path}: this is no run folder, it has no {part.name}")
-    reason = _why_not_resumed(job, folder)
+    reason = why_not_resumed(job, folder)
     if reason:
         raise InputError(f"--resume {path}: {reason}")
     lock = _lock(folder)
@@ -199,7 +204,7 @@ def _lock_named_folder(job: Job, path: Path) -> LockedRun:
     return LockedRun(folder, False, lock)
 
 
-def _why_not_resumed(job: Job, folder: RunFolder) -> str | None:
+def why_not_resumed(job: Job, folder: RunFolder) -> str | None:
     """Returns why the job cannot train in an existing run folder; None if it can."""
     differences = job_differences(job, folder)
     if differences:
@@ -207,9 +212,9 @@ def _why_not_resumed(job: Job, folder: RunFolder) -> str | None:
     return find_unsafe_entry(folder.path)
 
 
-def _create_folder(output: Path, name: str) -> LockedRun:
+def create_folder(output: Path, name: str) -> LockedRun:
     """Creates and locks a folder with the next free number."""
-    runs = _runs(output, name)
+    runs = runs_of(output, name)
     number = int(runs[-1].path.name.rpartition("-")[2]) + 1 if runs else 1
     while True:
         folder = RunFolder(output / f"{name}-{number:04d}")
@@ -228,7 +233,7 @@ def _create_folder(output: Path, name: str) -> LockedRun:
         number += 1
 
 
-def _runs(output: Path, name: str) -> list[RunFolder]:
+def runs_of(output: Path, name: str) -> list[RunFolder]:
     """The run folders of a job, from the oldest to the newest."""
     paths = [p for p in output.glob(f"{name}-*") if p.is_dir() and p.name.removeprefix(f"{name}-").isdigit()]
     return [RunFolder(path) for path in sorted(paths, key=lambda p: int(p.name.rpartition("-")[2]))]
