@@ -12,7 +12,7 @@ from yaml import YAMLError
 
 from meshwright.call import Call
 from meshwright.errors import InputError, did_you_mean
-from meshwright.files.remote import check_url
+from meshwright.files.remote import check_url, is_url
 from meshwright.files.user_path import expand_home, user_path
 from meshwright.files.yaml_file import dump, parse, parse_mapping, read_mapping, validate
 from meshwright.limits import Count, CountOrZero, Parts, ProcessesOrZero, Samples, Seed, Steps, Timeout
@@ -36,6 +36,10 @@ def _check_sample_weights(weights: Any) -> Any:
     raise PydanticCustomError("weights", "write the path of a file, or {form}", {"form": form})
 
 
+def _check_root(root: str) -> str:
+    return check_url(root) if is_url(root) else root
+
+
 class Data(_Section):
     """The data sets, and how ranks load them.
 
@@ -44,7 +48,7 @@ class Data(_Section):
 
     train: Call
     eval: Call | None = None
-    root: str | None = None  # folder of the full data set
+    root: Annotated[str, AfterValidator(_check_root)] | None = None  # folder or URL of the full data set
     synthetic: bool = False  # generate data in the format of the full data set instead of reading it
     # What the ranks divide: each global batch, the data set in fixed parts, or the features of each sample's input.
     partition: Literal["batch", "sample", "dimension"] = "batch"
@@ -345,7 +349,7 @@ def _resolve_files(raw: Mapping[str, Any], folder: Path, source: str) -> dict[st
     and replaces `~` in all paths."""
     resolved: dict[str, Any] = _resolve_calls(raw, folder, source)
     data, train = resolved.get("data"), resolved.get("train")
-    if isinstance(data, dict) and isinstance(data.get("root"), str):
+    if isinstance(data, dict) and isinstance(data.get("root"), str) and not is_url(data["root"]):
         data["root"] = _absolute_path(data["root"], folder, f"{source}: data.root")
     if isinstance(data, dict) and isinstance(data.get("weights"), str):
         data["weights"] = _absolute_path(data["weights"], folder, f"{source}: data.weights")

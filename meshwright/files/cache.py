@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from meshwright.errors import StorageError
+from meshwright.errors import RemoteStorageError, StorageError
 from meshwright.files.storage import writing
 
 _temporary_folders: dict[Path, Path] = {}  # by the folder of the cache that they stand for
@@ -31,6 +31,8 @@ def fill_once(folder: Path, make: Callable[[Path], None]) -> Path:
     try:
         with writing(folder):
             return _fill_in_cache(folder, make)
+    except RemoteStorageError:  # what `make` reads is missing, not space in the cache
+        raise
     except StorageError as error:
         warnings.warn(f"{error}; until then these files are made in every run", stacklevel=2)
         _temporary_folders[folder] = _fill_temporary(make)

@@ -75,6 +75,20 @@ class RemoteFolder:
         own = self.path.strip("/")
         return sorted({path.rstrip("/").rpartition("/")[2] for path in paths if path.strip("/") != own})
 
+    def files(self) -> dict[str, tuple[int, str]]:
+        """The files in this folder at any depth: the size, and a text that changes when the contents do, by their path
+        in this folder."""
+        with _errors_of(self.url, "list"):
+            found = self.system.find(self.path, detail=True)
+        own, versions = self.path.strip("/"), ("ETag", "etag", "md5Hash", "mtime", "created", "LastModified")
+        return {
+            path.strip("/").removeprefix(own).removeprefix("/"): (
+                int(info["size"]),
+                next((str(info[key]) for key in versions if info.get(key)), ""),
+            )
+            for path, info in sorted(found.items())
+        }
+
     def size(self, name: str) -> int | None:
         """The number of bytes of an object; None if it does not exist."""
         with _errors_of(f"{self.url}/{name}", "read"):

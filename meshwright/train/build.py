@@ -11,6 +11,7 @@ from meshwright.call import Call, bind, build
 from meshwright.data.loading import LoadingOptions, is_stream
 from meshwright.data.samples import collate_samples, dataset_size, read_first_samples, read_sample
 from meshwright.errors import InputError, MeshwrightError, ModelConstructorError, did_you_mean
+from meshwright.files.remote_data import local_root
 from meshwright.files.weights_file import open_weights
 from meshwright.job import Job, Weights
 from meshwright.parallel.weights.initialize import initialize_model
@@ -29,7 +30,7 @@ def build_data(job: Job) -> tuple[Any, Any]:
         "seed": job.train.seed,
     }
     if job.data.root is not None:  # otherwise the data set uses its default
-        offered["root"] = job.data.root
+        offered["root"] = local_root(job.data.root)
     train = _build_dataset(job.data.train, offered, "data.train")
     evaluation = _build_dataset(job.data.eval, offered, "data.eval") if job.data.eval else None
     for role, dataset in (("data.train", train), ("data.eval", evaluation)):
