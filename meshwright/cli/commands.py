@@ -124,7 +124,7 @@ def train(
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train a job on all devices of this machine. If torchrun started this command, train as one of its ranks."""
+    """Train a job on all devices of this machine. If torchrun, mpirun or srun started this command, train as a rank."""
     from meshwright.compat.lightning_job import is_module_job, load_train_job
     from meshwright.job import load_plan
     from meshwright.launch.environment import read_environment

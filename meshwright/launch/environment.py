@@ -67,12 +67,6 @@ def check_can_be_alone() -> None:
     check_no_torchrun_is_missing(os.environ)
 
 
-def use_interface(name: str) -> None:
-    """Lets Gloo and NCCL use this network interface, unless the user has named one."""
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(variable, name)
-
-
 def store_address() -> tuple[str, int]:
     """Returns the address of the store that meshwright's launcher serves."""
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

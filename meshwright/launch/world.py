@@ -13,7 +13,7 @@ from meshwright.launch.agreement import agree, count_local_ranks, read_local_ran
 from meshwright.launch.launchers.launched_rank import LaunchedRank
 from meshwright.launch.launchers.store import open_store
 from meshwright.launch.launchers.store_place import StorePlace
-from meshwright.launch.network.interface import use_interface_towards
+from meshwright.launch.network.interface import use_interface, use_interface_towards
 from meshwright.launch.network.machine import rank_by_machine
 from meshwright.launch.torch_private import add_gloo_for_cpu_tensors
 
@@ -66,7 +66,7 @@ def join(device: str, timeout_s: float) -> World:
     else:
         rank, place = environment.launched_rank_and_store()
         if rank.is_on_one_machine:
-            environment.use_interface(loopback.interface())
+            use_interface(loopback.interface())
         else:
             use_interface_towards(place.host)
         if place not in _stores:

@@ -20,12 +20,14 @@ from meshwright.workloads.mnist import Net
 from tests.train.kill import wait_for
 from validation.machines.namespaces import Machine, two_machines, why_not
 
-pytestmark = [pytest.mark.soak, pytest.mark.skipif(bool(why_not()), reason=why_not() or "")]
+pytestmark = pytest.mark.soak
 STEPS, CUT_S = 30, 10
 
 
 @pytest.fixture
 def machines() -> Iterator[tuple[Machine, Machine]]:
+    if reason := why_not():
+        pytest.skip(reason)
     with two_machines() as pair:
         yield pair
 

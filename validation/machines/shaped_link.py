@@ -1,8 +1,9 @@
-"""Which plan is chosen for two machines depends on the link between them: `python -m validation.machines.shaped_link`
-joins two network namespaces, once as they are and once limited to 100 Mbit/s, lets `meshwright doctor` measure the link
-under torchrun, and lets `meshwright train` choose a plan. Then both plans train on both links, in turns. Needs root.
+"""Which plans are chosen for two machines with a fast and with a slow link between them: `python -m
+validation.machines.shaped_link` joins two network namespaces, once as they are and once limited to 100 Mbit/s, lets
+`meshwright doctor` measure the link under torchrun, and lets `meshwright train` choose a plan. Then both plans train on
+both links, in turns. Needs root. The two machines share the cores of this one.
 
-The two machines share the cores of this one.
+On two idle cores a pipeline is chosen for both links, so this net does not show that a slow link changes the plan.
 """
 
 import json

@@ -3,9 +3,10 @@ themselves unless a variable names one: Gloo takes the address of the host name,
 machines, and NCCL may take the bridge of a container engine. Ranks on several machines have one address that all of
 them reach, that of the rendezvous, so they use the interface that leads there.
 
-    rank on another machine     the interface of the local address that a packet to the rendezvous would have
-    rank on its machine         the interface that has the address of the rendezvous; if its name stands for a loopback
-                                address there, as Debian's /etc/hosts has it, the interface of the default route
+    another machine's address   the interface of the local address that a packet to it would have
+    an address of this machine  the interface that has it
+    a loopback address          the loopback interface; but if a name stands for it here, as Debian's /etc/hosts has it
+                                for a machine's own name, the interface of the default route
 """
 
 import fcntl
@@ -17,46 +18,71 @@ import sys
 from pathlib import Path
 
 from meshwright.errors import InputError
+from meshwright.launch import loopback
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SIOCGIFADDR = 0x8915  # Linux's request for the IPv4 address of an interface
 _ROUTES, _ADDRESSES_6 = Path("/proc/net/route"), Path("/proc/net/if_inet6")
 
 
+def use_interface(name: str) -> None:
+    """Makes Gloo and NCCL use this interface, unless the user has named one."""
+    for variable in VARIABLES:
+        os.environ.setdefault(variable, name)
+
+
 def use_interface_towards(host: str) -> None:
-    """Makes Gloo and NCCL use the interface that leads to this host. A variable that the user has set is kept; if it
-    names an interface, both libraries use that one. Where no interface can be found, the libraries choose."""
+    """Makes Gloo and NCCL use the interface that leads to this host."""
+    os.environ.update(interface_variables(host))
+
+
+def interface_variables(host: str) -> dict[str, str]:
+    """The variables that make Gloo and NCCL use the interface that leads to this host, without those that the user has
+    set. If one of these names an interface, both libraries use that one. Where no interface can be found, the libraries
+    choose."""
     missing = [variable for variable in VARIABLES if not os.environ.get(variable)]
     if not missing or sys.platform != "linux":
-        return
+        return {}
     interfaces = [name for _, name in socket.if_nameindex()]
     chosen = next((os.environ[name] for name in VARIABLES if os.environ.get(name) in interfaces), None)
     name = chosen or interface_towards(host)
-    if name is not None:
-        os.environ.update(dict.fromkeys(missing, name))
+    return dict.fromkeys(missing, name) if name is not None else {}
 
 
 def interface_towards(host: str) -> str | None:
-    """The name of the interface through which this machine reaches a host of another machine, or through which other
-    machines reach this one if the host is this machine. None if it has no address that other machines reach."""
+    """The name of the interface through which this machine reaches a host, or through which other machines reach this
+    one if the host is this machine. None if there is no route to it at present."""
     address = _local_address_towards(host)
+    if address is None:
+        return None
     if address.is_loopback:
-        return _default_interface()
+        return loopback.interface() if _is_loopback_itself(host) else _default_interface()
     return _interface_of(address)
 
 
-def _local_address_towards(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """The local address of a packet to the host. None is sent: connecting a datagram socket only looks up the route."""
+def _is_loopback_itself(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # another name
+        return False
+
+
+def _local_address_towards(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The local address of a packet to the host; None without a route. Nothing is sent: connecting a datagram socket
+    only looks up the route."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as datagrams:
-            datagrams.connect(target)
-            return ipaddress.ip_address(datagrams.getsockname()[0].partition("%")[0])
     except OSError as error:
         raise InputError(
-            f"the address of the rendezvous is {host}, which this machine cannot reach ({error}): set MASTER_ADDR, or"
-            " the rendezvous of your launcher, to an address that all machines reach"
+            f"the address of the rendezvous is {host}, which is not known on this machine ({error.strerror}): set"
+            " MASTER_ADDR, or the rendezvous of your launcher, to an address that all machines know"
         ) from None
+    with socket.socket(family, kind, protocol) as datagrams:
+        try:
+            datagrams.connect(target)
+        except OSError:  # the network may be back before the ranks need it
+            return None
+        return ipaddress.ip_address(datagrams.getsockname()[0].partition("%")[0])
 
 
 def _interface_of(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str | None:

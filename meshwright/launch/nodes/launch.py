@@ -1,7 +1,6 @@
 """Starts the ranks of this machine, which is one of several that train together."""
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,8 +24,8 @@ from meshwright.launch.failure import Failure, to_error
 from meshwright.launch.local.fork_server import ForkServer, fork_server
 from meshwright.launch.local.launch import quiet_elastic
 from meshwright.launch.loopback import connect_store
+from meshwright.launch.network.interface import interface_variables
 from meshwright.launch.nodes.agent import NodeAgent, result_key
-from meshwright.launch.nodes.interface import interface_towards
 from meshwright.launch.nodes.rendezvous import Node, join_rendezvous, reach_store, serve_store
 from meshwright.launch.output import print_to_user
 from meshwright.launch.signals import StopRequest
@@ -171,10 +170,8 @@ def _error(failure: Failure) -> MeshwrightError:
 
 
 def _rank_variables(node: Node, settings: NodeSettings) -> dict[str, str]:
-    interface = interface_towards(node.address)
-    chosen = {} if interface is None else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     return {
-        **{name: os.environ.get(name) or value for name, value in chosen.items()},
+        **interface_variables(node.address.host),
         "OMP_NUM_THREADS": str(settings.threads),
         "MKL_NUM_THREADS": str(settings.threads),
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "none",

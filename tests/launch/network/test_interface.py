@@ -1,5 +1,6 @@
 """Ranks on several machines exchange data through the interface that leads to the rendezvous."""
 
+import errno
 import os
 import socket
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import InputError
+from meshwright.launch import loopback
 from meshwright.launch.network import interface
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads the routes of Linux")
@@ -30,11 +32,24 @@ def test_a_rendezvous_whose_name_is_a_loopback_address_here_means_the_default_ro
 ) -> None:
     routes = tmp_path / "route"
     routes.write_text(ROUTES)
+    known = [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("127.0.1.1", 9))]  # Debian's /etc/hosts
     monkeypatch.setattr(interface, "_ROUTES", routes)
-    assert interface.interface_towards("127.0.1.1") == "eth7"
-    assert interface.interface_towards("localhost") == "eth7"
-    interface.use_interface_towards("127.0.1.1")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: known)
+    interface.use_interface_towards("node1")
     assert {os.environ[variable] for variable in interface.VARIABLES} == {"eth7"}
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_loopback_address_means_the_loopback_interface(host: str) -> None:
+    assert interface.interface_variables(host) == dict.fromkeys(interface.VARIABLES, loopback.interface())
+
+
+def test_without_a_route_the_libraries_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object) -> None:
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr(socket.socket, "connect", unreachable)
+    assert interface.interface_variables("10.0.0.1") == {}
 
 
 def test_an_address_of_this_machine_means_its_interface() -> None:
@@ -59,6 +74,6 @@ def test_nccls_own_patterns_are_not_given_to_gloo(monkeypatch: pytest.MonkeyPatc
     assert [os.environ[variable] for variable in interface.VARIABLES] == ["eth7", "^docker0"]
 
 
-def test_a_rendezvous_that_cannot_be_reached_is_named() -> None:
-    with pytest.raises(InputError, match=r"the rendezvous is nowhere\.invalid, which this machine cannot reach"):
+def test_a_rendezvous_that_is_not_known_is_named() -> None:
+    with pytest.raises(InputError, match=r"the rendezvous is nowhere\.invalid, which is not known on this machine"):
         interface.use_interface_towards("nowhere.invalid")

@@ -10,7 +10,6 @@ from meshwright.launch.nodes.address import (
     parse_address,
     parse_node_count,
 )
-from meshwright.launch.nodes.interface import interface_towards
 
 
 @pytest.mark.parametrize(
@@ -58,9 +57,3 @@ def test_node_counts_and_ranks() -> None:
     for rank, complaint in [(2, "numbered from 0 to 1"), (-1, "numbered from 0"), (None, "with --node-rank 0 to 1")]:
         with pytest.raises(InputError, match=complaint):
             check_node_rank(rank, NodeCount(2, 2))
-
-
-def test_the_interface_of_the_loopback_address() -> None:
-    assert interface_towards(Address("127.0.0.1", 1)) == "lo"
-    with pytest.raises(InputError, match=r"no-such-host\.invalid is not known here"):
-        interface_towards(Address("no-such-host.invalid", 1))
