@@ -6,7 +6,6 @@ machines, which are measured by the ranks themselves. All ranks call these funct
     link            the times of collectives between the first ranks of all machines, and between all ranks
 """
 
-import os
 import socket
 import time
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from meshwright.calibrate.probe import measure_machine
 from meshwright.calibrate.timing import elapsed
 from meshwright.cluster.cache import load_machines, save_machines
 from meshwright.cluster.cluster import Cluster, Collective, Curve, Link, Node
+from meshwright.cluster.cores import usable_cores
 from meshwright.cluster.curves import rising
 from meshwright.cluster.detect import find_cluster
 from meshwright.cluster.gpus import driver_version
@@ -34,6 +34,8 @@ from meshwright.launch.world import World
 COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "point_to_point")
 _ROUNDS = 3
 _LONGEST_S = 0.5  # larger messages are not measured on a link on which a message takes longer
+
+Points = dict[Collective, list[tuple[int, float]]]  # (bytes, seconds)
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def measure_machines(world: World) -> Machines | None:
     machines = _list_machines(world)
     firsts = [machine.ranks[0] for machine in machines]
     nodes = all_gather_values(_measure_node(world, machines) if world.rank in firsts else None)
-    to_first = [_measure_link((firsts[0], first), 2, world) for first in firsts[1:]]
+    to_first = [_measure_link((firsts[0], first), world) for first in firsts[1:]]
     curves = _measure_curves(firsts, world)
     if world.rank != 0:
         return None
@@ -95,7 +97,7 @@ def _list_machines(world: World) -> list[Machine]:
         "machine": machine_name(),
         "rank": world.rank,
         "device": gpu or find_cluster("1xcpu").nodes[0].device.name,
-        "cores": os.cpu_count() or 1,
+        "cores": usable_cores(),
         "torch": str(torch.__version__),
         "driver": driver_version() if gpu else "",
         "clock_s": time.time(),
@@ -134,25 +136,22 @@ def _measure_node(world: World, machines: Sequence[Machine]) -> dict[str, Any]:
     return node.model_dump(mode="json")
 
 
-Points = dict[Collective, list[tuple[int, float]]]
-
-
 def _measure_curves(firsts: Sequence[int], world: World) -> list[tuple[int, int, Points]]:
     """(ranks, machines, points) of the collectives between the first ranks of all machines, and between all ranks."""
-    curves = [(len(firsts), len(firsts), _measure_link(firsts, len(firsts), world))]
+    curves = [(len(firsts), len(firsts), _measure_link(firsts, world))]
     if world.size > len(firsts):
-        curves.append((world.size, len(firsts), _measure_link(range(world.size), world.size, world)))
+        curves.append((world.size, len(firsts), _measure_link(range(world.size), world)))
     return curves
 
 
-def _measure_link(ranks: Sequence[int], count: int, world: World) -> Points:
+def _measure_link(ranks: Sequence[int], world: World) -> Points:
     """Points (bytes, seconds) of each collective between these ranks. Complete on the first of them; empty on ranks
     that are not among them."""
     group = dist.new_group(list(ranks))  # every rank has to call it
     points: Points = {}
     if world.rank in ranks:
         for collective in COLLECTIVES:
-            points[collective] = _measure_collective(collective, count, world.device, group)
+            points[collective] = _measure_collective(collective, len(ranks), world.device, group)
     dist.barrier()
     return points
 

@@ -274,11 +274,14 @@ def uncompiled(function: Function) -> Function:
 
 
 def graph_breaks() -> dict[str, int]:
-    """Why the compiler could not trace functions as a whole since this process began, and how often. The first line of
-    each reason is short. Empty if nothing was compiled."""
+    """Why the compiler could not trace functions as a whole since this process began, and how often, except where it is
+    meant not to: in `uncompiled` functions and where the scores of a chunked loss are used. The first line of each
+    reason is short. Empty if nothing was compiled."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     counts = dynamo.counters["graph_break"] if dynamo else {}
-    return {reason: count for reason, count in counts.items() if _ON_PURPOSE not in reason}
+    return {
+        reason: count for reason, count in counts.items() if _ON_PURPOSE not in reason and "LazyScores" not in reason
+    }
 
 
 def compile_across_ddp_buckets() -> None:
