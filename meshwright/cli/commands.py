@@ -16,9 +16,10 @@ from meshwright.cli.bench import bench
 from meshwright.cli.data import data
 from meshwright.cli.doctor import doctor
 from meshwright.cli.export import export
-from meshwright.cli.horovodrun import horovodrun
 from meshwright.cli.init import init
-from meshwright.cli.launch import launch
+from meshwright.cli.launchers.horovodrun import horovodrun
+from meshwright.cli.launchers.launch import launch
+from meshwright.cli.launchers.ray import check_ray_options, train_in_ray_workers
 from meshwright.cli.options import (
     AsJson,
     ClusterName,
@@ -30,7 +31,6 @@ from meshwright.cli.options import (
     path_option,
 )
 from meshwright.cli.plan import plan
-from meshwright.cli.ray import check_ray_options, train_in_ray_workers
 from meshwright.cli.ready_jobs import job_title, ready_jobs
 from meshwright.cli.training import print_result, train_as_rank
 from meshwright.errors import InputError, MeshwrightError
@@ -148,7 +148,7 @@ def train(
     elif read_environment().launched:
         result = train_as_rank(loaded_job, given_plan, cluster, resume, record)
     elif nodes is not None:
-        from meshwright.cli.nodes import RankRequest, train_on_nodes
+        from meshwright.cli.launchers.nodes import RankRequest, train_on_nodes
 
         request = RankRequest(str(job), str(plan) if plan else None, cluster, resume, record, settings or [], as_json)
         train_on_nodes(request, loaded_job, given_plan, nodes, node_rank, rendezvous)

@@ -60,7 +60,7 @@ def train_on_nodes(
         local_ranks = ranks_per_node(plan, cluster, nodes)
         threads = (plan.compute.threads if plan != "auto" else None) or max(1, cluster.cores // local_ranks)
         launch_node(
-            "meshwright.cli.nodes",
+            "meshwright.cli.launchers.nodes",
             [json.dumps(asdict(request))],
             Node(rank, nodes, address, job.name, local_ranks),
             NodeSettings(threads, job.train.restarts, job.train.grace_s, job.train.timeout_s),

@@ -1,0 +1,1 @@
+"""Pages and pictures of runs, benchmarks, proofs and plans."""
