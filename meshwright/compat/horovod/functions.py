@@ -78,11 +78,11 @@ def broadcast_object(
     """Returns the object of the root rank."""
     title = name or type(obj).__name__
     is_root = horovod.placement.rank == root_rank
-    data = to_bytes(obj) if is_root else torch.empty(0, dtype=torch.uint8)
-    size = torch.tensor([data.numel()], dtype=torch.int64)
+    data = to_bytes(obj) if is_root else torch.empty(0, dtype=torch.uint8, device="cpu")
+    size = torch.tensor([data.numel()], dtype=torch.int64, device="cpu")
     broadcast_(size, root_rank, f"{title}.sz", process_set)
     if not is_root:
-        data = torch.empty(int(size), dtype=torch.uint8)
+        data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
     broadcast_(data, root_rank, f"{title}.t", process_set)
     return obj if is_root else from_bytes(data)
 
@@ -91,7 +91,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     """Returns the objects of all ranks, in their order."""
     title = name or type(obj).__name__
     data = to_bytes(obj)
-    size = torch.tensor([data.numel()], dtype=torch.int64)
+    size = torch.tensor([data.numel()], dtype=torch.int64, device="cpu")
     size_handle = allgather_async(size, f"{title}.sz", process_set)
     data_handle = allgather_async(data, f"{title}.t", process_set)
     sizes, gathered = synchronize(size_handle).tolist(), synchronize(data_handle)

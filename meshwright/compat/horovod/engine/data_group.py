@@ -65,7 +65,7 @@ class DataGroup:
         if device.type != "cpu":
             return torch.empty(numel, dtype=dtype, device=device)
         if dtype not in self._buffers or self._buffers[dtype].numel() < numel:
-            self._buffers[dtype] = torch.empty(numel, dtype=dtype)
+            self._buffers[dtype] = torch.empty(numel, dtype=dtype, device="cpu")
         return self._buffers[dtype][:numel]
 
     def reduce(self, flat: Tensor, op: str) -> None:

@@ -54,7 +54,7 @@ class _Allgather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        rows = torch.tensor(ctx.rows, dtype=torch.int64).unsqueeze(0)
+        rows = torch.tensor(ctx.rows, dtype=torch.int64, device="cpu").unsqueeze(0)
         rows_of_ranks = synchronize(allgather_async(rows, None, ctx.process_set))
         first = rows_of_ranks[: ctx.process_set.rank()].sum(0).tolist()
         averaged = [torch.empty_like(gradient, memory_format=torch.contiguous_format) for gradient in gradients]
