@@ -50,8 +50,9 @@ class SharedSegment(ctypes.Structure):
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """Identifies a process. Processes with the same `machine` and the same PID `namespace` can open each other's
-    memory."""
+    """Identifies a process. Processes with the same `machine` and the same `namespace` use shared memory. The namespace
+    is that of PIDs, without which they could not open each other's memory, and that of the network: containers with
+    networks of their own are several machines, here as in plans."""
 
     host: str
     machine: str  # the boot id of the kernel
@@ -76,7 +77,7 @@ def this_process() -> ProcessIdentity:
     return ProcessIdentity(
         host=os.uname().nodename,
         machine=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
-        namespace=os.readlink("/proc/self/ns/pid"),
+        namespace=" ".join(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net")),
         pid=os.getpid(),
         start_time=_state_and_start_time(os.getpid())[1],
     )
