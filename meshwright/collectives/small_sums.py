@@ -15,6 +15,7 @@ from torch import Tensor
 
 from meshwright.collectives.shared_memory.reducer import SharedMemoryReducer
 from meshwright.collectives.shared_memory.steps import STAGE_UP_TO_BYTES
+from meshwright.collectives.wait_clock import WAIT_CLOCK
 from meshwright.errors import InputError
 from meshwright.plan import Algorithm
 
@@ -40,7 +41,8 @@ class NativeSmallSums:
         work = dist.all_reduce(numbers, group=self._group, async_op=True)
 
         def result() -> Tensor:
-            work.wait()
+            with WAIT_CLOCK.blocked():
+                work.wait()
             return numbers
 
         return result
@@ -64,7 +66,8 @@ class SharedMemorySums:
         self._number += 1
 
         def result() -> Tensor:
-            self._memory.finish()
+            with WAIT_CLOCK.blocked():
+                self._memory.finish()
             return numbers
 
         return result

@@ -7,7 +7,7 @@ import struct
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from meshwright.files.storage import writing
 
@@ -31,6 +31,13 @@ class HeartbeatRecord:
     completed: int
 
 
+class HeartbeatListener(Protocol):
+    """What is called in the rank's own process when its heartbeat changes."""
+
+    def enter(self, step: int, activity: str) -> None: ...
+    def finish_step(self) -> None: ...
+
+
 class Heartbeat:
     """The heartbeat that a rank writes about itself. `update` is called several times a step, so it only writes a few
     bytes. It writes them through the system and not into mapped memory, where a disk that fails would kill the rank
@@ -41,6 +48,7 @@ class Heartbeat:
         self.activity = START_UP
         self.completed = 0
         self.folder: Path | None = None
+        self.listener: HeartbeatListener | None = None
         self._attempt = attempt
         self._file: BinaryIO | None = None
         self._pid = os.getpid()
@@ -78,12 +86,16 @@ class Heartbeat:
         self.step = step
         self.activity = activity
         self._write()
+        if self.listener is not None:
+            self.listener.enter(step, activity)
 
     def finish_step(self) -> None:
         """Counts one more completed step of this attempt. Before the first one, an exception other than a communication
         error ends the run without a restart."""
         self.completed += 1
         self._write()
+        if self.listener is not None:
+            self.listener.finish_step()
 
     def _write(self) -> None:
         if self._file is None:

@@ -22,6 +22,7 @@ and an all-gather of the whole tensor replaces the all-to-all; each rank keeps i
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -30,6 +31,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from meshwright.collectives.wait_clock import WAIT_CLOCK
 
 IndexRanges = tuple[tuple[int, int], ...]  # (first index, length) of each range, in the order in which they are stored
 
@@ -153,10 +156,16 @@ def _own_slice(x: Tensor, ranges: ShardRanges, group: AxisGroup) -> Tensor:
     return slice_of_rank(x, ranges, group.rank)
 
 
+def _blocked() -> AbstractContextManager[None]:
+    """Counts the time of a collective, except in code that is being compiled, where there is none."""
+    return nullcontext() if torch.compiler.is_compiling() else WAIT_CLOCK.blocked()
+
+
 def all_reduce_tensor(x: Tensor, group: AxisGroup) -> Tensor:
     """The sum over the ranks, as a new tensor."""
     total = x.contiguous().clone()
-    dist.all_reduce(total, group=group.process_group)
+    with _blocked():
+        dist.all_reduce(total, group=group.process_group)
     return total
 
 
@@ -166,7 +175,8 @@ def all_gather_tensor(x: Tensor, ranges: ShardRanges, group: AxisGroup) -> Tenso
     longest = max(ranges.length(rank) for rank in range(group.size))
     shard = _padded(x, ranges.dim, longest)
     received = [torch.empty_like(shard) for _ in range(group.size)]
-    dist.all_gather(received, shard, group=group.process_group)
+    with _blocked():
+        dist.all_gather(received, shard, group=group.process_group)
     return concatenate_shards(received, ranges)
 
 
@@ -192,7 +202,8 @@ def reduce_scatter_tensor(x: Tensor, ranges: ShardRanges, group: AxisGroup) -> T
     longest = max(ranges.length(rank) for rank in range(group.size))
     shards = [_padded(slice_of_rank(x, ranges, rank), ranges.dim, longest) for rank in range(group.size)]
     summed = torch.empty_like(shards[0])
-    dist.reduce_scatter(summed, shards, group=group.process_group)
+    with _blocked():
+        dist.reduce_scatter(summed, shards, group=group.process_group)
     return summed.narrow(ranges.dim, 0, ranges.length(group.rank))
 
 
@@ -207,7 +218,8 @@ def _all_to_all_tensor(x: Tensor, source: ShardRanges, target: ShardRanges, grou
         shapes.append(shape)
     sizes = [prod(shape) for shape in shapes]
     flat = x.new_empty(sum(sizes))  # pieces of different sizes can only be received into one flat tensor
-    dist.all_to_all_single(flat, torch.cat(sent), sizes, [len(piece) for piece in sent], group=group.process_group)
+    with _blocked():
+        dist.all_to_all_single(flat, torch.cat(sent), sizes, [len(piece) for piece in sent], group=group.process_group)
     received = [piece.view(shape) for piece, shape in zip(flat.split(sizes), shapes, strict=True)]
     return concatenate_shards(received, source)
 

@@ -16,6 +16,7 @@ from meshwright.blocks.power_iteration import power_iterations, without_power_it
 from meshwright.collectives.small_sums import SmallSums
 from meshwright.parallel import shard
 from meshwright.parallel.attention_fastpath import without_attention_fastpath
+from meshwright.parallel.backward_wait import run_backward
 from meshwright.parallel.clip import clip_
 from meshwright.parallel.compiled import Compilation
 from meshwright.parallel.mesh import MeshPosition
@@ -104,7 +105,7 @@ class ParallelModel:
                 power_iteration = without_power_iteration(self._power_iterations) if number else nullcontext()
                 with self._gradient_synchronization(number == 0, number == last), power_iteration:
                     value = forward(example.arguments, example.keywords, example.target, samples > 0)
-                    loss_of(number, value).backward()
+                    run_backward(loss_of(number, value), self.device)
 
     def _forward_of(self, loss_function: LossFunction) -> Callable[..., Any]:
         """Returns the function that computes the model's output and then the value of `loss_function`. It is compiled

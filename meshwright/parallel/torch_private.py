@@ -54,6 +54,9 @@ cross_entropy_function = torch._C._nn.cross_entropy_loss
 # Whether the backward pass that is running keeps the graph for another one (chunked_loss/cross_entropy.py).
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
+# Queues a function that is called at the end of the backward pass that is running (backward_wait.py).
+queue_backward_callback = torch.autograd.Variable._execution_engine.queue_callback
+
 # Checks a condition on the device without making the host wait for the device (tensor/vocabulary.py).
 assert_async = torch._assert_async
 

@@ -205,6 +205,7 @@ class Session(OwnLoop):
             self.generators.restore(states)
 
     def _step(self, batch: Any) -> Tensor:
+        self._report("prepare")
         if self._nonfinite_check:
             self._nonfinite_check.copy_buffers()
         if self._parallel.local_steps:

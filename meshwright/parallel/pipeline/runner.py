@@ -1,8 +1,9 @@
 """Runs a rank's stages by PyTorch's pipeline schedules with send buffers of fixed sizes, and records the order of what
 ran."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from meshwright.blocks.power_iteration import power_iterations, without_power_iteration
+from meshwright.collectives.wait_clock import WAIT_CLOCK
 from meshwright.parallel.pipeline.stage import Stage
 from meshwright.parallel.pipeline.transport import BufferSpec
 
@@ -82,7 +84,11 @@ class ScheduleRunner:
                 self.buffers[torch_stage.stage_index] if not torch_stage.is_last else ()
             )
         # PyTorch requires targets. Ours are ignored: the last stage knows which microbatch its loss belongs to.
+        began, computed = time.perf_counter(), sum(stage.computed_s for stage in self._stages)
         self._schedule.step(target=torch.arange(self._microbatches), return_outputs=False)
+        passed = time.perf_counter() - began
+        # Between its passes a rank exchanges activations with its neighbours, or waits for them.
+        WAIT_CLOCK.seconds += passed - (sum(stage.computed_s for stage in self._stages) - computed)
 
 
 class _TorchStage(PipelineStage):
@@ -116,12 +122,13 @@ class _TorchStage(PipelineStage):
         self.iterates_power = True
         self._power_iterations = power_iterations(stage)
         self._executed = executed
+        self.computed_s = 0.0  # of all passes so far
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._executed.append(ExecutedAction(self.stage_index, fwd_chunk_id, "forward"))
         self.wrapped_stage.microbatch = fwd_chunk_id
         is_first = self.iterates_power and fwd_chunk_id == 0
-        with nullcontext() if is_first else without_power_iteration(self._power_iterations):
+        with nullcontext() if is_first else without_power_iteration(self._power_iterations), self._computing():
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -130,12 +137,23 @@ class _TorchStage(PipelineStage):
         self._executed.append(ExecutedAction(self.stage_index, bwd_chunk_id, kind))
         if not is_whole:
             self._unshard()
-        return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        with self._computing():
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._executed.append(ExecutedAction(self.stage_index, bwd_chunk_id, "weight_backward"))
         self._unshard()
-        return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+        with self._computing():
+            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Adds the time of a pass to `computed_s`."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.computed_s += time.perf_counter() - began
 
     def _unshard(self) -> None:
         """A split backward pass looks up the weights that the forward pass used, which are the gathered ones."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from meshwright.collectives.native import NativeReducer
 from meshwright.collectives.reducer import Reducer
+from meshwright.collectives.wait_clock import WAIT_CLOCK
 
 
 class GradientAverager:
@@ -52,7 +53,8 @@ class GradientAverager:
         for bucket in self._buckets[self._next_bucket :]:
             bucket.collect()
             self._send(bucket)
-        self._reducer.finish()
+        with WAIT_CLOCK.blocked():
+            self._reducer.finish()
         for bucket in self._buckets:
             bucket.finish()
         self._next_bucket = 0

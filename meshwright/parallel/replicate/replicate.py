@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from meshwright.collectives.native import NativeReducer
 from meshwright.collectives.reducer import Reducer
 from meshwright.collectives.small_sums import SharedMemorySums, SmallSums
+from meshwright.collectives.wait_clock import WAIT_CLOCK
 from meshwright.errors import InputError
 from meshwright.parallel.precision import gradient_reduce_dtype
 from meshwright.parallel.replicate.process_group import GroupWithSharedSums
@@ -150,7 +151,8 @@ class ReducerHook:
 
     def _finish(self) -> None:
         started, self._started = self._started, []
-        self._reducer.finish()
+        with WAIT_CLOCK.blocked():
+            self._reducer.finish()
         for future, gradients, send_buffer in started:
             future.set_result(gradients if send_buffer is gradients else gradients.copy_(send_buffer))
 

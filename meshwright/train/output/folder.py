@@ -8,6 +8,7 @@ runs/mnist-0001/
   events/               TensorBoard
   checkpoints/          step-…, and the link `best`
   logs/                 one file per rank
+  times/                one file per rank: what its time was spent on
   record/               the first steps, with `train --record`
   copies.json           the name and the number that its copies have, with `checkpoint.copy_to`
   result.json           exists when the run is finished
@@ -52,6 +53,10 @@ class RunFolder:
     @property
     def logs(self) -> Path:
         return self.path / "logs"
+
+    @property
+    def times(self) -> Path:
+        return self.path / "times"
 
     @property
     def metrics(self) -> Path:

@@ -1,0 +1,30 @@
+"""Runs a backward pass on CPU ranks and counts how long it is blocked in exchanges of gradients after its own
+computation: DDP and FSDP2 wait for them in callbacks at the end of the backward pass, which torch calls in the order in
+which they were queued."""
+
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.collectives.wait_clock import WAIT_CLOCK
+from meshwright.parallel.torch_private import queue_backward_callback
+
+
+def run_backward(loss: Tensor, device: torch.device) -> None:
+    """Calls `loss.backward()`. A callback that is queued when it begins is called before those of DDP and FSDP2. On a
+    GPU, only the device waits, and nothing is counted."""
+    if device.type != "cpu" or not dist.is_initialized():
+        loss.backward()
+        return
+    computed: list[tuple[float, float]] = []  # when the gradients were computed, and the wait clock then
+
+    def note_end() -> None:
+        computed.append((time.perf_counter(), WAIT_CLOCK.seconds))
+
+    loss.register_hook(lambda _: queue_backward_callback(note_end))
+    loss.backward()
+    if computed:
+        computed_at, blocked = computed[0]
+        WAIT_CLOCK.seconds += time.perf_counter() - computed_at - (WAIT_CLOCK.seconds - blocked)
