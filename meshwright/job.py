@@ -181,7 +181,9 @@ class Checkpoint(_Section):
     `best` is the name of the metric that selects the best checkpoint. `better` says whether `lower` or `higher` values
     are better; null means lower for losses, errors and perplexities, and higher otherwise. With `frozen: false`, frozen
     parameters are left out: a run that resumes gets them from `model` and `train.weights` again. `copy_to` is the URL
-    of a folder to which every checkpoint is copied, such as s3://bucket/folder.
+    of a folder to which every checkpoint is copied, such as s3://bucket/folder. With `asynchronous`, training goes on
+    as soon as a checkpoint is copied to memory. On a full disk, `on_full` ends the run (`stop`), or the checkpoint
+    waits for space while training goes on (`wait`).
     """
 
     every_steps: Steps | None = 100
@@ -190,6 +192,8 @@ class Checkpoint(_Section):
     better: Literal["lower", "higher"] | None = None
     frozen: bool = True
     copy_to: Annotated[str, AfterValidator(check_url)] | None = None
+    asynchronous: bool = True
+    on_full: Literal["stop", "wait"] = "stop"
 
 
 class Log(_Section):

@@ -45,7 +45,8 @@ callbacks: [{call: "meshwright.train.callbacks:EarlyStopping", patience: 2}]
 train: {epochs: 2, steps: 50, global_batch: 16, clip_norm: 1, seed: 3, weights: {path: /w.pt, skip: [head]},
         freeze: [body], deterministic: true, on_nonfinite: skip, timeout_s: 30, restarts: 1, grace_s: 9,
         loss_scale: {start: 256.0, interval: 100, hysteresis: 2, lowest: 1.0}}
-checkpoint: {every_steps: 7, keep: 2, best: accuracy, better: higher, frozen: false, copy_to: "s3://bucket/team"}
+checkpoint: {every_steps: 7, keep: 2, best: accuracy, better: higher, frozen: false, copy_to: "s3://bucket/team",
+             asynchronous: false, on_full: wait}
 log: {every_steps: 3, eval_every_steps: 9, tensorboard: false}
 plan: {axes: {replicate: 2}, numerics: {precision: bf16}, compute: {threads: 1, layout: channels_last}}
 allow: changes
@@ -191,7 +192,8 @@ def test_files_in_the_working_folder_are_found_too(tmp_path: Path, monkeypatch: 
         (
             "checkpoint.zzz",
             2,
-            "checkpoint.zzz is not a field: known are best, better, copy_to, every_steps, frozen, keep",
+            "checkpoint.zzz is not a field: known are asynchronous, best, better, copy_to, every_steps, frozen, keep,"
+            " on_full",
         ),
         ("train.epochs", "three", "train.epochs is 'three': input should be a valid integer"),
         ("train.epochs", 0, "train.epochs is 0: input should be greater than 0"),

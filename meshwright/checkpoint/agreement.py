@@ -22,22 +22,23 @@ def on_all_ranks(compute: Callable[[], T]) -> T:
     return result
 
 
-def gather_results(compute: Callable[[], Any]) -> list[Any]:
+def gather_results(compute: Callable[[], Any], group: dist.ProcessGroup | None = None) -> list[Any]:
     """Returns what `compute` returns on each rank: plain values. If it raises an exception on any rank, every rank
-    raises the first one, as a `MeshwrightError`."""
+    raises the first one, as a `MeshwrightError`. `group` has all ranks; a thread that runs beside training needs one of
+    its own."""
     value, error = _attempt(compute)
-    results = all_gather_values([value, _description(error)])
+    results = all_gather_values([value, _description(error)], group)
     for _, problem in results:
         _raise(problem, error)
     return [value for value, _ in results]
 
 
-def from_first_rank(compute: Callable[[], Any]) -> Any:
+def from_first_rank(compute: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
     """Calls `compute` on rank 0, and returns its result, a plain value, on every rank. If it raises an exception, every
-    rank raises it as a `MeshwrightError`."""
+    rank raises it as a `MeshwrightError`. `group` is as in `gather_results`."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     value, error = _attempt(compute) if is_first else (None, None)
-    value, problem = broadcast_value([value, _description(error)])
+    value, problem = broadcast_value([value, _description(error)], group)
     _raise(problem, error)
     return value
 

@@ -24,6 +24,8 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -86,19 +88,55 @@ def _create_parents(final: Path) -> None:
 
 
 def _save(state: State, final: Path, step: int, about: dict[str, Any]) -> Path:
+    started = start_save(state, final, step, about)
+    complete_save(started, lambda file: _write_share(file, state, started.share))
+    return final
+
+
+@dataclass(frozen=True)
+class StartedSave:
+    """A checkpoint for which the ranks have agreed on what each writes, and of which nothing is written yet. `plan` is
+    empty on ranks other than 0. `share` is what this rank writes."""
+
+    final: Path
+    step: int
+    about: dict[str, Any]
+    rank: int
+    plan: WritePlan
+    share: RankShare
+
+    @property
+    def temporary(self) -> Path:
+        """The folder that gets its name `final` when all is written."""
+        return self.final.parent / f"{WRITING}{self.final.name}"
+
+    @property
+    def size(self) -> int:
+        """The bytes of all ranks' files; only rank 0 knows it."""
+        return sum(share.size for share in self.plan.shares)
+
+
+def start_save(state: State, final: Path, step: int, about: dict[str, Any]) -> StartedSave:
+    """Divides the state among the ranks. All ranks call this together."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     from_first_rank(lambda: _refuse_other_folder(final))
-    temporary = final.parent / f"{WRITING}{final.name}"
-    plan, share = _plan_share(state, rank)
-    from_first_rank(lambda: _prepare(temporary, sum(share.size for share in plan.shares)))
+    return StartedSave(final, step, about, rank, *_plan_share(state, rank))
+
+
+def complete_save(
+    started: StartedSave, write: Callable[[Path], dict[str, Any]], group: dist.ProcessGroup | None = None
+) -> None:
+    """Writes and publishes a checkpoint. All ranks call this together. `write` writes this rank's file, and returns its
+    checksum and the objects of this rank, as `_write_share` does. `group` is as in `gather_results`."""
+    temporary = started.temporary
+    from_first_rank(lambda: _prepare(temporary, started.size), group)
     try:
-        written = gather_results(lambda: _write_share(temporary, state, share, rank))
-        from_first_rank(lambda: _complete(temporary, final, plan.tensors, written, step, about))
+        written = gather_results(lambda: write(temporary / file_name(started.rank)), group)
+        from_first_rank(lambda: _complete(started, written), group)
     except MeshwrightError:  # raised on every rank, so none is still writing
-        if rank == 0:
+        if started.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
-    return final
 
 
 def check_savable(state: State) -> None:
@@ -162,25 +200,18 @@ def _prepare(temporary: Path, needed: int) -> None:
         temporary.mkdir()
 
 
-def _write_share(temporary: Path, state: State, share: RankShare, rank: int) -> dict[str, Any]:
+def _write_share(file: Path, state: State, share: RankShare) -> dict[str, Any]:
     """Writes this rank's file, if it has any pieces. Returns its size and checksum, and the objects of this rank."""
     objects = objects_as_json(state, share.objects)
-    checksum = write_pieces(temporary / file_name(rank), state, share).model_dump() if share.pieces else None
+    checksum = write_pieces(file, state, share).model_dump() if share.pieces else None
     return {"checksum": checksum, "objects": objects}
 
 
-def _complete(
-    temporary: Path,
-    final: Path,
-    tensors: dict[str, dict[str, Any]],
-    written: list[dict[str, Any]],
-    step: int,
-    about: dict[str, Any],
-) -> None:
-    """Writes index and manifest, and publishes the checkpoint. `written` is what `_write_share` returned on each
-    rank."""
+def _complete(started: StartedSave, written: list[dict[str, Any]]) -> None:
+    """Writes index and manifest, and publishes the checkpoint. `written` is what `write` returned on each rank."""
+    temporary, final = started.temporary, started.final
     objects = {key: value for share in written for key, value in share["objects"].items()}
-    text = json.dumps({"tensors": tensors, "objects": objects}, separators=(",", ":"))
+    text = json.dumps({"tensors": started.plan.tensors, "objects": objects}, separators=(",", ":"))
     index = parse_index(text, final)  # what cannot be read again must not be published
     problem = check_contents(index.tensors, {key: from_json(value) for key, value in index.objects.items()})
     if problem is not None:
@@ -192,7 +223,7 @@ def _complete(
         if share["checksum"]
     }
     files[INDEX] = file_checksum(temporary / INDEX)
-    write_manifest(temporary, Manifest(step=step, files=files, about=about))
+    write_manifest(temporary, Manifest(step=started.step, files=files, about=started.about))
     with writing(final):
         _publish(temporary, final)
 

@@ -24,6 +24,7 @@ from meshwright.errors import CheckpointError
 from meshwright.files.storage import writing
 from meshwright.plain_values import NotPlainError, tensor_bytes, to_json
 
+_BLOCK = 2**22  # bytes that are written at once
 _ALIGNMENT = 64  # every piece begins at a multiple of this many bytes, so that it can be mapped into memory
 
 
@@ -134,6 +135,38 @@ def write_pieces(path: Path, state: State, share: RankShare) -> FileChecksum:
         file.flush()
         os.fsync(file.fileno())
         return FileChecksum(bytes=file.tell(), sha256=digest.hexdigest())
+
+
+def copy_pieces(state: State, share: RankShare, file: Tensor) -> None:
+    """Copies the pieces of this rank's share to the memory `file`, which then has the bytes of the file that
+    `write_pieces` would write."""
+    chunks: dict[str, dict[Box, Tensor]] = {}
+    end = 0
+    for key, offsets, sizes, begin in share.pieces:
+        if key not in chunks:
+            chunks = {key: chunks_of(state[key])}
+        chunk = chunks[key][offsets, sizes]
+        file[end:begin] = 0
+        end = begin + chunk.numel() * chunk.element_size()
+        if chunk.device.type == "cpu":
+            file[begin:end] = tensor_bytes(chunk)
+        else:  # straight to this memory, which is pinned
+            file[begin:end].view(chunk.dtype).copy_(chunk.detach().resolve_conj().resolve_neg().reshape(-1))
+
+
+def write_copied(path: Path, file: Tensor) -> FileChecksum:
+    """Writes the bytes that `copy_pieces` has copied. Returns their number and checksum."""
+    data = file.numpy().data
+    digest = hashlib.sha256()
+    with writing(path, len(data)), path.open("wb", buffering=0) as target:
+        for begin in range(0, len(data), _BLOCK):
+            block = data[begin : begin + _BLOCK]
+            while block:
+                written = target.write(block)
+                digest.update(block[:written])
+                block = block[written:]
+        os.fsync(target.fileno())
+        return FileChecksum(bytes=target.tell(), sha256=digest.hexdigest())
 
 
 def objects_as_json(state: State, keys: Sequence[str]) -> dict[str, Any]:

@@ -63,9 +63,18 @@ def require_space(path: Path, needed: int) -> None:
     disk = disk_of(path)
     if disk.is_read_only:
         raise _error(errno.EROFS, path, path, needed, disk)
-    has_no_bytes = disk.size_bytes > 0 and disk.free_bytes < needed + _RESERVED_BYTES
-    if has_no_bytes or disk.free_inodes == 0:
+    if not _has_room(disk, needed):
         raise _error(errno.ENOSPC, path, path, needed + _RESERVED_BYTES, disk)
+
+
+def has_space(path: Path, needed: int) -> bool:
+    """Whether the disk of `path` has room for `needed` more bytes."""
+    return _has_room(disk_of(path), needed)
+
+
+def _has_room(disk: Disk, needed: int) -> bool:
+    has_bytes = disk.size_bytes == 0 or disk.free_bytes >= needed + _RESERVED_BYTES
+    return has_bytes and disk.free_inodes != 0
 
 
 @contextmanager

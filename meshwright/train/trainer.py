@@ -1,20 +1,16 @@
 """`Trainer`: runs a job on one rank, from its newest checkpoint to its end: steps, evaluations, checkpoints and logs.
 Every rank of a run has one.
 
-If a rank dies while a checkpoint is saved, the run repeats the steps since the previous checkpoint:
-
-- checkpoint/save.py writes a checkpoint under a temporary name and renames it when it is complete, so a half-written
-  checkpoint is never read (the docstring of save.py lists every case);
-- launch/local stops the other ranks and starts all of them again;
-- `_resume` below removes the half-written checkpoint (`clear_unfinished`) and continues from the newest valid one.
+If a rank dies while a checkpoint is saved, launch/local starts all ranks again, and `_resume` continues from the newest
+valid checkpoint. The docstring of checkpoint/save.py lists every case.
 """
 
 import json
-from contextlib import closing
+import time
+from contextlib import closing, suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.data.loading import Batch
@@ -32,7 +28,7 @@ from meshwright.train.metrics import evaluated_value
 from meshwright.train.output.checkpoints import BestCheckpoint, RunCheckpoints, SavedCheckpoint
 from meshwright.train.output.folder import RunFolder
 from meshwright.train.output.metrics_log import MetricsLog, finite_or_none
-from meshwright.train.output.peak_memory import peak_memory_bytes
+from meshwright.train.output.peak_memory import largest_peak_memory_bytes
 from meshwright.train.output.progress import Display, SilentDisplay, describe_metrics, make_display
 from meshwright.train.output.recording import record_steps
 from meshwright.train.output.throughput import ThroughputMeter, describe_wait
@@ -92,6 +88,7 @@ class Trainer:
             for line in self.length.describe_data_parts():
                 self.display.line(line)
             finished = self._train(stop)
+            self.checkpoints.finish()
             if finished and self.callbacks.stopped is not None:
                 self.display.line(f"a callback ends the run after step {self.session.steps}: {self.callbacks.stopped}")
             result = self._finish() if finished else None
@@ -101,6 +98,8 @@ class Trainer:
             self.checkpoints.finish_copies(None if finished else self.job.train.grace_s / 2)
             return finished
         finally:
+            with suppress(Exception):  # a checkpoint that was copied before the run failed is published
+                self.checkpoints.finish(self.job.train.grace_s)
             self.display.close()
             if self.metrics_log:
                 self.metrics_log.close()
@@ -190,6 +189,7 @@ class Trainer:
             self._evaluate(None)
         if not self._save():
             raise TrainingDiverged(f"the run ends after step {self.session.steps}, {self._describe_saved()}")
+        self.checkpoints.finish()
         self._report("result")
         result = self._describe_result()
         if self.world.rank == 0 and (line := describe_wait(self.meter.loader_share, self.job.data.workers)):
@@ -214,6 +214,7 @@ class Trainer:
             "restarts": self.world.attempt,
             "predicted_step_s": self.predicted_step_s,
             "measured_step_s": self.meter.step_s,
+            **self.checkpoints.median_times(),
             "peak_memory_bytes": self._peak_memory_bytes(),
             **({} if stopped is None else {"stopped": stopped}),
         }
@@ -331,7 +332,7 @@ class Trainer:
         """Saves a checkpoint of the current step unless this step is saved already, and deletes old checkpoints. All
         ranks call this together. Returns False if it does not save, because some weight or optimizer entry is NaN or
         infinite: such a checkpoint would replace one that is good."""
-        step = self.session.steps
+        step, begin = self.session.steps, time.perf_counter()
         if self.saved_step == step:
             return True
         self.meter.pause()
@@ -351,7 +352,7 @@ class Trainer:
             "best": [self.best.step, self.best.value] if self.best else None,
             "left_out": sorted(map(list, self.left_out)),
         }
-        path = self.checkpoints.save(state, step, about, self.best)
+        path = self.checkpoints.save(state, step, about, self.best, begin, wait=self.callbacks.handle("save"))
         self.saved_step = step
         self.told_not_saved = False
         self.divergence.note_checkpoint()
@@ -393,8 +394,4 @@ class Trainer:
         return f"{self.world.size} {kind}{plural} ({self.session.plan.summary()}) in {self.folder.path}"
 
     def _peak_memory_bytes(self) -> int:
-        """The largest peak memory of all ranks: allocated on a GPU, resident on a CPU."""
-        largest = torch.tensor(peak_memory_bytes(self.world.device))
-        if self.world.size > 1:
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        return int(largest)
+        return largest_peak_memory_bytes(self.world)

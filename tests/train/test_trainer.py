@@ -100,6 +100,8 @@ def test_a_finished_run_has_a_result_metrics_and_a_checkpoint(tmp_path: Path) ->
         "restarts",
         "predicted_step_s",
         "measured_step_s",
+        "save_stall_s",
+        "save_s",
         "peak_memory_bytes",
     }
     assert (result["steps"], result["run"], set(result["metrics"])) == (STEPS, str(tmp_path), {"accuracy", "loss"})

@@ -63,13 +63,17 @@ class Callbacks:
         self._may_have_stopped = False  # whether a callback of any rank was called since the ranks last agreed
         self.stopped: str | None = None
 
+    def handle(self, event: str) -> bool:
+        """Whether any callback has a method for this event."""
+        return any(callback.handles(event) for callback in self._callbacks)
+
     def begin(self) -> None:
         self._call("begin")
 
     def step(self, step: int, loss: Tensor) -> None:
         """Takes the loss of a step, and calls the callbacks for all steps whose losses are known now. On a GPU, the
         loss is read later, so that the host does not wait for it."""
-        if any(callback.handles("step") for callback in self._callbacks):
+        if self.handle("step"):
             for read_step, value in self._losses.read(step, loss):
                 self._call("step", read_step, value)
 

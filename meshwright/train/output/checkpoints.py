@@ -1,19 +1,22 @@
 """`RunCheckpoints`: the checkpoints of a run, of which the newest ones and the best one are kept."""
 
 import math
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 from torch import nn
 
 from meshwright.checkpoint.agreement import from_first_rank, gather_results
+from meshwright.checkpoint.background import BackgroundSaver, PublishedSave
 from meshwright.checkpoint.frozen import FROZEN, without_frozen
 from meshwright.checkpoint.load import difference, find_newest_valid
-from meshwright.checkpoint.manifest import Manifest
-from meshwright.checkpoint.save import check_savable, clear_unfinished, prune, save
+from meshwright.checkpoint.manifest import Manifest, checkpoint_name
+from meshwright.checkpoint.save import check_savable, clear_unfinished, prune
 from meshwright.checkpoint.state import GROUPS, ModelDescription, State, describe_model
 from meshwright.errors import CheckpointError
 from meshwright.files.storage import writing
@@ -53,6 +56,9 @@ class RunCheckpoints:
         url = options.copy_to if world.rank == 0 else None
         self._copies = None if url is None else CheckpointCopies(run_folder, url, options.keep)
         self._tell = tell
+        self._saver = BackgroundSaver(world.device.type == "cuda", options.on_full, tell)
+        self._stalls_s: list[float] = []  # how long training waited for each checkpoint
+        self._publish_s: list[float] = []  # how long each checkpoint took until it was published
         self._run_folder = run_folder
         self._folder = run_folder.checkpoints
         self._world = world
@@ -81,13 +87,47 @@ class RunCheckpoints:
         key = find_nonfinite_key(state, allowed, self._world.size)
         return None if key is None else key.removeprefix("model/")
 
-    def save(self, state: State, step: int, about: dict[str, Any], best: BestCheckpoint | None) -> Path:
-        """Saves a checkpoint, deletes old ones, and returns the path of the new one. `best` is the best one so far, or
-        None."""
+    def save(
+        self,
+        state: State,
+        step: int,
+        about: dict[str, Any],
+        best: BestCheckpoint | None,
+        begin: float | None = None,
+        wait: bool = True,
+    ) -> Path:
+        """Copies the state and starts to save it, and returns the path that the checkpoint will have. Old checkpoints
+        are deleted when it is published. `best` is the best one so far, or None. `begin` is the time
+        (`time.perf_counter`) at which training stopped for this; None means now. With `wait`, or `asynchronous: false`
+        in the job, the checkpoint is published when this returns."""
+        begin = time.perf_counter() if begin is None else begin
         from_first_rank(self._create_folder)
-        path = save(self._without_frozen(state), self._folder, step, about)
-        from_first_rank(lambda: self._link_and_prune(path, is_best=best is not None and best.step == step))
+        path = self._folder / checkpoint_name(step)
+        is_best = best is not None and best.step == step
+        self._note(
+            self._saver.begin(
+                self._without_frozen(state), path, step, about, lambda: self._link_and_prune(path, is_best)
+            )
+        )
+        if wait or not self._options.asynchronous:
+            self.finish()
+        self._stalls_s.append(time.perf_counter() - begin)
         return path
+
+    def median_times(self) -> dict[str, float | None]:
+        """Returns how long training waited for a checkpoint, and how long it took until one was published."""
+        times = {"save_stall_s": self._stalls_s, "save_s": self._publish_s}
+        return {name: median(values) if values else None for name, values in times.items()}
+
+    def finish(self, limit_s: float | None = None) -> None:
+        """Waits until the last checkpoint is published, but not longer than `limit_s`; None means no limit. Raises the
+        error if it could not be saved."""
+        self._note(self._saver.finish(limit_s))
+
+    def _note(self, published: PublishedSave | None) -> None:
+        if published is not None:
+            self._publish_s.append(published.seconds)
+        self._tell_about_copies()
 
     def _without_frozen(self, state: State) -> State:
         """Returns the state without frozen parameters if the job leaves them out. If any of them was changed or frozen
@@ -114,16 +154,17 @@ class RunCheckpoints:
                 prune(self._folder, self._options.keep, newest.name, best_name, copied_now)
         if self._copies:
             self._copies.begin(newest.name)
-            for line in self._copies.take_messages():
-                self._tell(line)
 
     def finish_copies(self, limit_s: float | None) -> None:
         """Waits until the checkpoints are copied to `checkpoint.copy_to`, if the job has this field, but not longer
         than `limit_s`; None means no limit. Other ranks than 0 do not wait."""
         if self._copies:
             self._copies.finish(limit_s)
-            for line in self._copies.take_messages():
-                self._tell(line)
+            self._tell_about_copies()
+
+    def _tell_about_copies(self) -> None:
+        for line in self._copies.take_messages() if self._copies else ():
+            self._tell(line)
 
     def find_newest(self) -> tuple[SavedCheckpoint | None, tuple[str, ...]]:
         """Returns the newest valid checkpoint, or None if there is none at all, and one message for each newer one that
@@ -132,6 +173,7 @@ class RunCheckpoints:
 
         A checkpoint that does not fit the model is left out too if an older one fits. If none fits, the user has
         changed the model: the newest one is returned, so that loading it says in what they differ."""
+        self.finish()
         problems: list[str] = []
         newest: tuple[SavedCheckpoint, tuple[str, ...]] | None = None
         checkpoint, damaged = self._newest_before(None)

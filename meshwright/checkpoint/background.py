@@ -1,0 +1,138 @@
+"""`BackgroundSaver`: saves checkpoints while training goes on.
+
+`begin` copies what this rank writes to memory of its own, and returns. A thread then writes that memory to the disk and
+publishes the checkpoint, as save.py describes it. Training waits for the copy only, and for the previous checkpoint if
+that is not published yet. A rank that is killed before the checkpoint is published leaves the previous one as it is.
+
+The threads of the ranks exchange messages through a process group of their own, because two threads must not use one
+group. The memory is kept for the next checkpoint: memory that is used for the first time takes longer to write to.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.checkpoint.agreement import from_first_rank, on_all_ranks
+from meshwright.checkpoint.save import StartedSave, complete_save, start_save
+from meshwright.checkpoint.state import State
+from meshwright.checkpoint.writer import copy_pieces, objects_as_json, write_copied
+from meshwright.errors import StorageError
+from meshwright.files.storage import has_space
+
+_LONGEST_WAIT = timedelta(days=30)  # for ranks that write slowly, or wait for space on the disk
+_POLL_S = 1.0
+
+
+@dataclass(frozen=True)
+class PublishedSave:
+    """A checkpoint that was saved, and the seconds from the call of `begin` until it was published."""
+
+    path: Path
+    seconds: float
+
+
+class BackgroundSaver:
+    """Saves one checkpoint at a time. All ranks make one together, and call `begin` and `finish` together."""
+
+    def __init__(
+        self, pinned: bool = False, on_full: Literal["stop", "wait"] = "stop", tell: Callable[[str], None] = print
+    ) -> None:
+        """`pinned`: tensors are on a GPU. With `on_full="wait"`, a checkpoint waits for space on a full disk; `tell`
+        then tells the user, on rank 0."""
+        is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+        self._group = None if is_alone else dist.new_group(backend="gloo", timeout=_LONGEST_WAIT)
+        self._pinned = pinned
+        self._on_full = on_full
+        self._tell = tell
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._thread: threading.Thread | None = None
+        self._published: PublishedSave | None = None
+        self._error: BaseException | None = None
+
+    def begin(
+        self, state: State, final: Path, step: int, about: dict[str, Any], published: Callable[[], None]
+    ) -> PublishedSave | None:
+        """Copies the state, and starts to save it to the folder `final`. Rank 0 calls `published` when the checkpoint
+        has this name, in another thread. Waits for the previous checkpoint first, and returns it as `finish` does."""
+        begin = time.perf_counter()
+        previous = self.finish()
+        started = start_save(state, final, step, about)
+        file, objects = on_all_ranks(lambda: self._copy(state, started))
+        # A daemon, so that a rank that fails can exit; a run that ends waits for the thread.
+        self._thread = threading.Thread(
+            target=self._save, args=(started, file, objects, published, begin), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+        return previous
+
+    def finish(self, limit_s: float | None = None) -> PublishedSave | None:
+        """Waits until the last checkpoint is published, but not longer than `limit_s`; None means no limit. Returns it
+        if this is the first call after that, and raises the error if it could not be saved."""
+        if self._thread is not None:
+            self._thread.join(limit_s)
+            if self._thread.is_alive():
+                return None
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        published, self._published = self._published, None
+        return published
+
+    def _copy(self, state: State, started: StartedSave) -> tuple[Tensor, dict[str, Any]]:
+        size = started.share.size
+        if self._memory.numel() < size:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # frees the old memory first
+            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned, device="cpu")
+        file = self._memory[:size]
+        copy_pieces(state, started.share, file)
+        return file, objects_as_json(state, started.share.objects)
+
+    def _save(
+        self,
+        started: StartedSave,
+        file: Tensor,
+        objects: dict[str, Any],
+        published: Callable[[], None],
+        begin: float,
+    ) -> None:
+        def write(path: Path) -> dict[str, Any]:
+            checksum = write_copied(path, file).model_dump() if started.share.pieces else None
+            return {"checksum": checksum, "objects": objects}
+
+        try:
+            while not self._is_complete(started, write):
+                pass
+            from_first_rank(published, self._group)
+            self._published = PublishedSave(started.final, time.perf_counter() - begin)
+        except BaseException as error:  # `finish` raises it
+            self._error = error
+
+    def _is_complete(self, started: StartedSave, write: Callable[[Path], dict[str, Any]]) -> bool:
+        """Saves the checkpoint. If the disk is full and the job says so, it waits for space, and returns False."""
+        try:
+            complete_save(started, write, self._group)
+        except StorageError as error:
+            problem = error
+        else:
+            return True
+        if self._on_full != "wait":
+            raise problem
+        from_first_rank(lambda: self._wait_for_space(started, problem), self._group)
+        return False
+
+    def _wait_for_space(self, started: StartedSave, problem: StorageError) -> None:
+        folder, needed = started.final.parent, started.size
+        if has_space(folder, needed):  # then something else is wrong with the disk
+            raise problem
+        self._tell(f"the checkpoint of step {started.step} waits for space: {problem}")
+        while not has_space(folder, needed):
+            time.sleep(_POLL_S)
