@@ -15,9 +15,10 @@ from meshwright.errors import InputError, did_you_mean
 from meshwright.files.remote import check_url, is_url
 from meshwright.files.user_path import expand_home, user_path
 from meshwright.files.yaml_file import dump, parse, parse_mapping, read_mapping, validate
-from meshwright.limits import Count, CountOrZero, Parts, ProcessesOrZero, Samples, Seed, Steps, Timeout
+from meshwright.limits import Count, CountOrZero, Parts, ProcessesOrZero, Samples, Seed, Steps, StepsOrZero, Timeout
 from meshwright.plan import Numerics, Plan
 
+MOST_PROFILED_STEPS = 1_000  # the trace of a step has a few megabytes
 _DEEPEST_FIELD = 50  # names before the last dot of a field that `--set` sets, such as an argument of a nested call
 
 
@@ -196,13 +197,22 @@ class Checkpoint(_Section):
     on_full: Literal["stop", "wait"] = "stop"
 
 
+def _check_profile_steps(steps: tuple[int, int]) -> tuple[int, int]:
+    first, end = steps
+    if not first < end <= first + MOST_PROFILED_STEPS:
+        problem = "write the first step and the one after the last, of at most {most} steps, such as [10, 13]"
+        raise PydanticCustomError("profile_steps", problem, {"most": MOST_PROFILED_STEPS})
+    return steps
+
+
 class Log(_Section):
     """When to log and when to evaluate. With `eval_every_steps: null` the run evaluates after every epoch and at the
-    end."""
+    end. `profile_steps: [10, 13]` profiles steps 10, 11 and 12, counted from 0."""
 
     every_steps: Steps = 10
     eval_every_steps: Steps | None = None
     tensorboard: bool = True
+    profile_steps: Annotated[tuple[StepsOrZero, Steps], AfterValidator(_check_profile_steps)] | None = None
 
 
 class Job(_Section):

@@ -27,7 +27,7 @@ from meshwright.planner.offload import search_with_offload as search
 from meshwright.planner.profiles import Profiles
 from meshwright.planner.search_result import PricedPlan, SearchResult
 from meshwright.profile.tracing.step import LossFunction
-from meshwright.simulator.predict import predict_plan
+from meshwright.simulator.predict import Prediction, predict_plan
 from meshwright.train.build import construct_model
 from meshwright.train.job_parts import JobParts
 from meshwright.train.output.folder import RunFolder, device_text, find_run_to_resume
@@ -77,12 +77,14 @@ def _is_plain_replica(plan: Plan) -> bool:
 class JobPlan:
     """The plan that a job is trained with. `step_s` are the predicted seconds of a step, None without a prediction.
     `line` says how `plan: auto` has chosen the plan; None if the job names its plan, or if its code fails.
-    `is_searched`: the plan was found by a search, and not named by the job or stored in a run."""
+    `is_searched`: the plan was found by a search, and not named by the job or stored in a run. `prediction` is the
+    whole prediction; None without one."""
 
     plan: Plan
     step_s: float | None = None
     line: str | None = None
     is_searched: bool = False
+    prediction: Prediction | None = None
 
 
 def plan_chooser(job: Job) -> Callable[[Cluster, str], tuple[Plan, str | None]]:
@@ -127,12 +129,13 @@ def plan_of_job(parts: JobParts, cluster: Cluster, plan: "Plan | Literal['auto']
             result, inputs = measured_search(inputs, profiles) if measures else (search(inputs, profiles), inputs)
             best = result.ranked[0]
             line = describe_choice(result, inputs, profiles)
-            return JobPlan(best.plan, best.prediction.step_s, line, is_searched=True)
+            return JobPlan(best.plan, best.prediction.step_s, line, is_searched=True, prediction=best.prediction)
         if plan.numerics.precision == "auto":
             return JobPlan(plan)  # the run measures which precision is the fastest
         profile = profiles.get(plan.numerics.precision, plan.memory.recompute)
         ranks = cluster.with_device_count(min(plan.world_size, cluster.device_count))
-        return JobPlan(plan, predict_plan(ranks, profile, plan, inputs.global_batch, inputs.optimizer).step_s)
+        prediction = predict_plan(ranks, profile, plan, inputs.global_batch, inputs.optimizer)
+        return JobPlan(plan, prediction.step_s, prediction=prediction)
     except MeshwrightError:  # the model cannot be traced, or no plan is predicted to fit: train anyway
         return JobPlan(fallback, line=line)
 

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from contextlib import nullcontext, suppress
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -32,7 +33,9 @@ from meshwright.cli.options import (
 )
 from meshwright.cli.plan import plan
 from meshwright.cli.ready_jobs import job_title, ready_jobs
-from meshwright.cli.training import print_result, train_as_rank
+from meshwright.cli.report import report
+from meshwright.cli.training import print_result, profile_settings, train_as_rank
+from meshwright.cli.watch import watch
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.files.user_path import user_path
 from meshwright.limits import MOST_DEVICES, MOST_RANKS_HERE
@@ -121,6 +124,10 @@ def train(
         int | None,
         typer.Option(min=1, max=MOST_DEVICES, metavar="N", help="With --on ray: the number of workers, or ranks."),
     ] = None,
+    profile_steps: Annotated[
+        str | None,
+        typer.Option(metavar="A:B", help="Profile the steps from A to B - 1, counted from 0, for report --trace."),
+    ] = None,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
@@ -130,6 +137,7 @@ def train(
     from meshwright.launch.environment import read_environment
     from meshwright.launch.local.fork_server import preloaded
 
+    settings = [*(settings or []), *profile_settings(profile_steps)]
     _check_node_options(nodes, node_rank, rendezvous, deepspeed)
     check_ray_options(on, workers, nodes, deepspeed)
     loaded_job = load_train_job(job, settings or [])
@@ -156,6 +164,7 @@ def train(
     else:
         with preloaded("meshwright.train.rank"):
             from meshwright.auto.choose import plan_of_job
+            from meshwright.cli.training import values_of_run
             from meshwright.cluster.detect import find_cluster
             from meshwright.train.job_parts import JobParts
             from meshwright.train.output.remote_run import local_run
@@ -166,7 +175,10 @@ def train(
             parts = JobParts(loaded_job)
             chosen = plan_of_job(parts, machines, given_plan, resume)
             tunes = chosen.is_searched and loaded_job.tune
-            result = run(loaded_job, chosen.plan, machines, resume, chosen.step_s, record, chosen.line, parts, tunes)
+            shown = partial(values_of_run, machines, parts, chosen.prediction)
+            result = run(
+                loaded_job, chosen.plan, machines, resume, chosen.step_s, record, chosen.line, parts, tunes, shown
+            )
     if result is not None:
         print_result(result, as_json)
 
@@ -197,6 +209,8 @@ app.command()(export)
 app.command()(init)
 app.command()(launch)
 app.command()(doctor)
+app.command()(report)
+app.command()(watch)
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(horovodrun)
 
 

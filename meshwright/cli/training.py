@@ -3,9 +3,14 @@
 import json
 from typing import TYPE_CHECKING, Any, Literal
 
+from meshwright.errors import InputError, MeshwrightError
+
 if TYPE_CHECKING:
+    from meshwright.cluster.cluster import Cluster
     from meshwright.job import Job
     from meshwright.plan import Plan
+    from meshwright.simulator.predict import Prediction
+    from meshwright.train.job_parts import JobParts
 
 
 def train_as_rank(
@@ -17,7 +22,31 @@ def train_as_rank(
     from meshwright.train.launched import train_as_launched_rank
 
     machines = find_cluster(cluster or job.cluster)
-    return train_as_launched_rank(job, plan_chooser(job) if plan == "auto" else plan, machines, resume, record)
+    choice = plan_chooser(job) if plan == "auto" else plan
+    return train_as_launched_rank(job, choice, machines, resume, record)
+
+
+def profile_settings(steps: str | None) -> list[str]:
+    """Returns `--profile-steps A:B` as an override of the job's field."""
+    if steps is None:
+        return []
+    first, _, end = steps.partition(":")
+    if not (first.isdecimal() and end.isdecimal()):
+        raise InputError(f"--profile-steps {steps}: write the first step and the one after the last, such as 10:13")
+    return [f"log.profile_steps=[{int(first)}, {int(end)}]"]
+
+
+def values_of_run(
+    cluster: "Cluster", parts: "JobParts", prediction: "Prediction | None", plan: "Plan"
+) -> dict[str, Any]:
+    """Returns what the run's page.json holds. The plan is not drawn on a model that cannot be built here."""
+    from meshwright.report.run.page_values import page_values
+
+    try:
+        model = parts.model
+    except MeshwrightError:
+        model = None
+    return page_values(cluster, plan, model, prediction)
 
 
 def print_result(result: dict[str, Any], as_json: bool) -> None:

@@ -48,7 +48,7 @@ class Heartbeat:
         self.activity = START_UP
         self.completed = 0
         self.folder: Path | None = None
-        self.listener: HeartbeatListener | None = None
+        self.listeners: list[HeartbeatListener] = []
         self._attempt = attempt
         self._file: BinaryIO | None = None
         self._pid = os.getpid()
@@ -86,16 +86,16 @@ class Heartbeat:
         self.step = step
         self.activity = activity
         self._write()
-        if self.listener is not None:
-            self.listener.enter(step, activity)
+        for listener in self.listeners:
+            listener.enter(step, activity)
 
     def finish_step(self) -> None:
         """Counts one more completed step of this attempt. Before the first one, an exception other than a communication
         error ends the run without a restart."""
         self.completed += 1
         self._write()
-        if self.listener is not None:
-            self.listener.finish_step()
+        for listener in self.listeners:
+            listener.finish_step()
 
     def _write(self) -> None:
         if self._file is None:

@@ -48,13 +48,16 @@ class Cell:
     tone: str = ""
 
 
+TableCell = str | float | Cell | None
+
+
 @dataclass(frozen=True)
 class Table:
     """A table whose columns can be sorted, and whose rows can be filtered by a text if there are many. Numbers are
     aligned and shown with four digits; a `Cell` has a text of its own."""
 
     header: Sequence[str]
-    rows: Sequence[Sequence[str | float | Cell | None]]
+    rows: Sequence[Sequence[TableCell]]
     title: str = ""
     note: str = ""
 
@@ -131,15 +134,14 @@ class Page:
 def render(page: Page) -> str:
     """Returns the page as one HTML document."""
     bundle = compressed_plotly() if page.charts else ""
-    return _template("page.html.j2").render(page=page, body=Markup(render_body(page)), plotly=bundle, live="")
+    return _template("page.html.j2").render(page=page, body=Markup(render_body(page)), plotly=bundle, script="")
 
 
-def render_live(page: Page, body_path: str) -> str:
-    """Returns the page as a document that asks the server it came from, at `body_path`, for a new body every few
-    seconds."""
-    return _template("page.html.j2").render(
-        page=page, body=Markup(render_body(page)), plotly=compressed_plotly(), live=body_path
-    )
+def render_with_script(page: Page, script: str) -> str:
+    """Returns the page for a server on the loopback interface, with a script that may send requests to this server:
+    `live.js` asks for a new body every few seconds, and `figures.js` sends pictures of the charts."""
+    body = Markup(render_body(page))
+    return _template("page.html.j2").render(page=page, body=body, plotly=compressed_plotly(), script=script)
 
 
 def render_body(page: Page) -> str:
@@ -184,7 +186,7 @@ def _table_json(table: Table) -> Markup:
     return script_json({"header": list(table.header), "rows": [[_cell(cell) for cell in row] for row in table.rows]})
 
 
-def _cell(cell: str | float | Cell | None) -> Any:
+def _cell(cell: TableCell) -> Any:
     """A string or a number as it is; a `Cell` as [text, value, tone]."""
     if isinstance(cell, Cell):
         return [cell.text, _rounded(cell.value) if cell.value is not None else None, cell.tone]

@@ -14,8 +14,8 @@ from meshwright.launch.signals import StopRequest
 from meshwright.launch.world import World
 from meshwright.plan import Plan
 from meshwright.train.job_session import build_session
-from meshwright.train.output.activity_times import record_times
 from meshwright.train.output.folder import RunFolder
+from meshwright.train.output.step_profile import record_times
 from meshwright.train.servers.rank import run_rank_with_servers
 from meshwright.train.trainer import Trainer
 
@@ -38,7 +38,7 @@ def train_rank(
         )
     if job.train.deterministic:
         torch.use_deterministic_algorithms(True)
-    with StopRequest() as stop, record_times(folder, heartbeat, world, world.rank, job.log.every_steps):
+    with StopRequest() as stop, record_times(folder, heartbeat, world, world.rank, job.log):
         session = build_session(job, plan, world, lambda activity: heartbeat.update(session.steps, activity))
         return Trainer(job, session, world, folder, heartbeat, recorded_steps, predicted_step_s).run(stop)
 

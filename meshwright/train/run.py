@@ -4,6 +4,7 @@ returns the result."""
 import os
 import shutil
 import sys
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,13 @@ from meshwright.plan import Plan
 from meshwright.train.check import check_job, check_rank_count
 from meshwright.train.job_parts import JobParts
 from meshwright.train.output.copies import check_copies
-from meshwright.train.output.folder import RunFolder, lock_run_folder, read_result, write_job_and_plan
+from meshwright.train.output.folder import (
+    RunFolder,
+    lock_run_folder,
+    read_result,
+    write_job_and_plan,
+    write_page_values,
+)
 from meshwright.train.tuning.compute import tune
 from meshwright.train.tuning.precision import choose_precision
 
@@ -36,13 +43,15 @@ def train(
     note: str | None = None,
     parts: JobParts | None = None,
     tunes: bool = False,
+    page_values: Callable[[Plan], Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Trains on this machine, and returns the result, which is the content of result.json.
 
     `resume` is that of `lock_run_folder`. `predicted_step_s` is only copied into the result. `recorded_steps` is the
     number of steps, from the first one on, to record for `prove --against`. `note` is printed when the job has been
     checked. `parts` caches what planning has built of the job; its memory is released before the ranks start. With
-    `tunes`, a long run begins with measuring which `compute` fields of the plan make its steps faster.
+    `tunes`, a long run begins with measuring which `compute` fields of the plan make its steps faster. `page_values` is
+    called with the plan that is run, and returns what page.json of the run holds.
     """
     check_can_be_alone()
     parts = parts or JobParts(job)
@@ -71,8 +80,11 @@ def train(
         if tunes and job.allow != "same" and (tuning := tune(plan, parts, cluster, predicted_step_s, _print_note)):
             plan = tuning.plan
             _print_note(tuning.reason)
+        values = page_values(plan) if page_values else None
         parts.release()
         write_job_and_plan(folder, job, plan, cluster)
+        if values is not None:
+            write_page_values(folder, values)
         prediction = "" if predicted_step_s is None else str(predicted_step_s)
         launch(
             "meshwright.train.rank",

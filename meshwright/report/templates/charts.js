@@ -33,7 +33,7 @@ function layoutOf(figure, plot) {
     margin: {l: 56, r: 16, t: 12, b: 44}, hovermode: "closest",
     colorway: [0, 1, 2, 3, 4, 5, 6, 7].map(number => themeColour(`var(--series-${number})`)),
     hoverlabel: {bgcolor: themeColour("var(--surface)"), bordercolor: grid, font: {color: ink}, align: "left", namelength: -1},
-    legend: {orientation: "h", x: 0, xanchor: "left", y: 1.02, yanchor: "bottom", font: {color: ink}},
+    legend: {orientation: "h", traceorder: "normal", x: 0, xanchor: "left", y: 1.02, yanchor: "bottom", font: {color: ink}},
     modebar: {bgcolor: "rgba(0,0,0,0)", color: muted, activecolor: ink, orientation: "v"},
     ...layout,
     autosize: true, height: Number(plot.parentElement.dataset.height),

@@ -1,6 +1,6 @@
 "use strict";
 // Asks the server for a new body every few seconds, and replaces what has changed; filters, sorting and zoom stay.
-const LIVE_MS = 2000;
+const LIVE_MS = 3000;
 
 function updatePart(old, fresh) {
   const data = fresh.querySelector("script");
@@ -36,7 +36,7 @@ function update(body) {
 
 async function poll() {
   try {
-    const answer = await fetch(document.body.dataset.live, {cache: "no-store"});
+    const answer = await fetch("body", {cache: "no-store"});
     if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
     update(await answer.text());
     document.body.classList.remove("offline");

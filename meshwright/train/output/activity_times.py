@@ -18,17 +18,14 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
 import torch
 
 from meshwright.collectives.wait_clock import WAIT_CLOCK
-from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.world import World
-from meshwright.train.output.folder import RunFolder
 from meshwright.train.output.peak_memory import peak_memory_bytes
 
 SMALLEST_WINDOW = 10  # steps
@@ -39,19 +36,6 @@ EXCHANGE = "exchange"
 
 def times_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.jsonl"
-
-
-@contextmanager
-def record_times(folder: RunFolder, heartbeat: Heartbeat, world: World, rank: int, log_every: int) -> Iterator[None]:
-    """Records the activities of a rank's heartbeat while the context lasts. `rank` is the rank's number in the run, and
-    `log_every` the job's `log.every_steps`."""
-    times = ActivityTimes(folder.times, world, rank, max(SMALLEST_WINDOW, log_every))
-    heartbeat.listener = times
-    try:
-        yield
-    finally:
-        heartbeat.listener = None
-        times.close()
 
 
 class ActivityTimes:
@@ -99,6 +83,10 @@ class ActivityTimes:
         self._steps += 1
         if (self._step + 1) % self._window_steps(self._step) == 0:
             self._end_window()
+
+    def leave_out(self, seconds: float) -> None:
+        """Does not count the last `seconds`, in which the run itself was measured."""
+        self._since += seconds
 
     def close(self) -> None:
         if self._file is not None:

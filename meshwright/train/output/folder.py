@@ -11,6 +11,8 @@ runs/mnist-0001/
   times/                one file per rank: what its time was spent on
   record/               the first steps, with `train --record`
   copies.json           the name and the number that its copies have, with `checkpoint.copy_to`
+  page.json             what its page shows besides measurements: prediction, cluster, plan on the model
+  profile/              one trace per rank, of the steps of `log.profile_steps`
   result.json           exists when the run is finished
 """
 
@@ -18,6 +20,7 @@ import fcntl
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -89,6 +92,14 @@ class RunFolder:
     @property
     def copies(self) -> Path:
         return self.path / "copies.json"
+
+    @property
+    def page(self) -> Path:
+        return self.path / "page.json"
+
+    @property
+    def profile(self) -> Path:
+        return self.path / "profile"
 
     @property
     def result(self) -> Path:
@@ -169,6 +180,11 @@ def write_job_and_plan(folder: RunFolder, job: Job, plan: Plan, cluster: Cluster
         if is_new:
             shutil.rmtree(folder.path, ignore_errors=True)
         raise
+
+
+def write_page_values(folder: RunFolder, values: Mapping[str, Any]) -> None:
+    """Writes page.json, of `meshwright/report/run/page_values.py`."""
+    write_atomically(folder.page, json.dumps(values))
 
 
 def job_differences(job: Job, folder: RunFolder) -> list[str]:

@@ -17,8 +17,8 @@ from meshwright.launch.world import World, world_without_group
 from meshwright.plan import Plan
 from meshwright.train.build import build_data, build_loading, build_metrics
 from meshwright.train.job_session import build_session
-from meshwright.train.output.activity_times import record_times
 from meshwright.train.output.folder import RunFolder
+from meshwright.train.output.step_profile import record_times
 from meshwright.train.servers.server import Server
 from meshwright.train.servers.server_group import ServerGroup
 from meshwright.train.servers.trainer import ServerTrainer
@@ -50,7 +50,7 @@ def train_worker(job: Job, plan: Plan, folder: RunFolder, world: World, heartbea
     received its last gradients."""
     one_rank = World(0, world.local_rank, 1, 1, world.attempt, world.device, None)
     train = job.train
-    with StopRequest() as stop, record_times(folder, heartbeat, world, world.rank, job.log.every_steps):
+    with StopRequest() as stop, record_times(folder, heartbeat, world, world.rank, job.log):
         session = build_session(
             job, worker_plan(plan), one_rank, lambda activity: heartbeat.update(session.steps, activity)
         )
@@ -93,7 +93,7 @@ def train_server(
         )
     servers = gradients.servers
     server_world = World(server_rank, world.local_rank, servers, servers, world.attempt, world.device, store)
-    with StopRequest() as stop, record_times(folder, heartbeat, server_world, world.rank, job.log.every_steps):
+    with StopRequest() as stop, record_times(folder, heartbeat, server_world, world.rank, job.log):
         group = ServerGroup(store, server_rank, servers, timeout_s)
         server = Server(training_spec_of(job), plan, group, connect, timeout_s)
         server.coordinator.participants.last_seen = lambda worker: describe_last_heartbeat(folder.logs, worker)
