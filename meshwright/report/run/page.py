@@ -18,7 +18,7 @@ from meshwright.report.run.ranks import rank_sections
 from meshwright.report.run.record import Event, RunRecord, read_run
 from meshwright.report.units import bytes_text, seconds_text
 
-_MOST_MARKS = 300
+_MOST_MARKS = 60
 _MOST_EVENTS = 3_000
 _LATEST_LINES = 25
 _SAVE_NAMES = {"save": "checkpoint saved", "evaluate": "evaluation", "load checkpoint": "checkpoint loaded"}
@@ -64,8 +64,8 @@ def _summary(run: RunRecord) -> Section:
     rates = [entry["samples_per_s"] for entry in train if entry.get("samples_per_s")]
     rate = result.get("samples_per_s") or (sum(rates) / len(rates) if rates else None)
     rows.append(("samples per second", "not measured" if rate is None else f"{rate:,.0f}"))
-    step_s = result.get("measured_step_s")
-    rows.append(("time of a step, median", seconds_text(step_s)) if step_s else ("state", run.state))
+    if step_s := result.get("measured_step_s"):
+        rows.append(("time of a step, median", seconds_text(step_s)))
     peak = result.get("peak_memory_bytes") or max(
         (window.peak_bytes for times in run.ranks.values() for window in times.windows[-1:]), default=None
     )
@@ -77,7 +77,9 @@ def _summary(run: RunRecord) -> Section:
 
 
 def _number(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, int | float) else "not measured"
+    if not isinstance(value, int | float):
+        return "not measured"
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def _metrics_of(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,14 +105,14 @@ def _now(run: RunRecord) -> Section:
 
 
 def _latest_lines(run: RunRecord) -> list[str]:
-    """The latest lines of the metrics and of the log, and the latest events of the lowest rank."""
+    """The latest lines of the metrics and of the log, and the latest events of the lowest rank; the newest first."""
     lines = [(float(entry["time"]), _metrics_line(entry)) for entry in run.metrics[-_LATEST_LINES:]]
     if run.ranks:
         events = run.ranks[min(run.ranks)].events[-_LATEST_LINES:]
         lines += [(event.time, _event_line(event)) for event in events]
     shown = [f"{_clock(moment)}  {text}" for moment, text in sorted(lines)[-_LATEST_LINES:]]
     log = [text for text in run.log_lines if text.strip()]
-    return [*shown, *([f"log of rank {min(run.heartbeats, default=0)}:", *log] if log else [])]
+    return [*shown[::-1], *(["the end of the log of the lowest rank:", *log] if log else [])]
 
 
 def _clock(moment: float) -> str:

@@ -26,7 +26,9 @@ def prediction_sections(run: RunRecord, windows: Sequence[Sequence[StepKinds]]) 
     memory, is_cpu = prediction.get("memory_bytes"), run.device.startswith("cpu") or not run.device
     if isinstance(memory, int | float):
         peak = None if is_cpu else result.get("peak_memory_bytes")
-        rows.append(["peak memory of a rank", bytes_text(memory), bytes_text(peak), _error(memory, peak)])
+        rows.append(
+            ["peak memory of a rank", bytes_text(memory), bytes_text(peak) if peak else "–", _error(memory, peak)]
+        )
     parts: list[Table | Chart] = [Table(["what", "predicted", "measured", "error of the prediction"], rows)]
     breakdown = prediction.get("breakdown")
     if isinstance(breakdown, Mapping) and mean:

@@ -19,6 +19,7 @@ from meshwright.report.trace import profiled_ranks, read_trace
 from meshwright.report.units import bytes_text
 
 _MOST_RANKS = 8  # whose traces are read for the page
+_LARGE_BYTES = 64 * 1024  # the time of smaller messages is latency, and a bandwidth says nothing
 _COMMUNICATION = ("nccl", "gloo:", "mpi:")
 # The names that NCCL's kernels and Gloo's annotations give to dtypes.
 _DTYPE_BYTES = {
@@ -158,7 +159,7 @@ def _collective_table(collectives: Sequence[Collective], ranks: int) -> Table:
     rows: list[list[TableCell]] = []
     for (name, size), seconds in sorted(groups.items(), key=lambda item: -sum(item[1])):
         mean = sum(seconds) / len(seconds)
-        rate = size / mean / 1e9 if size and mean else None
+        rate = size / mean / 1e9 if size >= _LARGE_BYTES and mean else None
         shown: TableCell = bytes_text(size) if size else None
         rows.append([name, shown, round(len(seconds) / ranks, 1), mean * 1e3, sum(seconds) / ranks * 1e3, rate])
     header = ["collective", "size", "calls of a rank", "mean, ms", "total of a rank, ms", "GB/s"]

@@ -140,9 +140,10 @@ def _stragglers(
     if slow:
         worst = max(slow, key=lambda speed: speed.relative)
         names = ", ".join(str(speed.rank) for speed in slow[:10]) + (" …" if len(slow) > 10 else "")
+        subject = f"Rank {names} computes" if len(slow) == 1 else f"Ranks {names} compute"
         verdict = (
-            f"Ranks {names} compute at least {_SLOW - 1:.0%} longer than the median rank; the slowest is rank"
-            f" {worst.rank} ({worst.relative - 1:+.0%}). Look at its machine: other processes, clocks, memory."
+            f"{subject} at least {_SLOW - 1:.0%} longer than the median rank; the slowest is rank {worst.rank}"
+            f" ({worst.relative - 1:+.0%}). Look at its machine: other processes, clocks, memory."
         )
     else:
         verdict = f"No rank computes {_SLOW - 1:.0%} longer than the median rank."
@@ -176,13 +177,15 @@ def _heat_map(ranks: Sequence[int], stretches: Sequence[Sequence[StepKinds]]) ->
         typical = median(by_rank.values())
         columns.append({rank: (seconds / typical - 1) * 100 if typical else 0.0 for rank, seconds in by_rank.items()})
     z: list[list[Number]] = [[_round(column.get(rank)) for column in columns] for rank in ranks]
+    largest = max((abs(value) for row in z for value in row if value is not None), default=0.0)
+    limit = min(100.0, max(10.0, largest))
     trace = {
         "type": "heatmap",
         "x": [stretch[-1].step for stretch in stretches],
         "y": list(ranks),
         "z": z,
-        "zmin": -50,
-        "zmax": 50,
+        "zmin": -limit,
+        "zmax": limit,
         "zmid": 0,
         "colorscale": [[0, "var(--series-0)"], [0.5, "var(--ground)"], [1, "var(--series-5)"]],
         "colorbar": {"title": {"text": "%"}, "thickness": 12, "outlinewidth": 0},

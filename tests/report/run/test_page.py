@@ -1,0 +1,113 @@
+"""The page of a run, of whatever its folder holds."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.errors import InputError
+from meshwright.report.page import Page, Table, render
+from meshwright.report.run.page import run_page
+from meshwright.train.output.folder import RunFolder
+from tests.report.made_up_run import HOSTILE, SLOW_RANK, make_run
+
+LARGEST_PAGE_BYTES = 5_000_000
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("runs") / "made-up-0001")
+
+
+@pytest.fixture
+def copy(run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(run, tmp_path / "copy"))
+
+
+def titles(page: Page) -> list[str]:
+    return [section.title for section in page.sections]
+
+
+def test_a_finished_run_has_every_section(run: Path) -> None:
+    page = run_page(run)
+    assert page.badge == "finished"
+    assert titles(page) == [
+        *("Summary", "Loss and metrics", "Throughput", "Where the time goes", "Stragglers", "Memory"),
+        *("Predicted and measured", "Plan", "Cluster", "History", "Job and plan"),
+    ]
+
+
+def test_the_slow_rank_is_named(run: Path) -> None:
+    section = next(section for section in run_page(run).sections if section.title == "Stragglers")
+    assert section.explanation.startswith(f"Rank {SLOW_RANK} computes at least 10% longer")
+
+
+def test_the_error_of_the_prediction_is_shown(run: Path) -> None:
+    section = next(section for section in run_page(run).sections if section.title == "Predicted and measured")
+    table = section.parts[0]
+    assert isinstance(table, Table)
+    assert [getattr(row[3], "text", row[3]) for row in table.rows] == ["-4.8%", "+0.0%"]
+
+
+def test_a_restart_and_checkpoints_are_marked(run: Path) -> None:
+    charts = dict(run_page(run).charts)
+    traces = charts["throughput-throughput"].figure["data"]
+    assert [trace["name"] for trace in traces] == ["samples per second", "checkpoint saved", "restart"]
+
+
+@pytest.mark.parametrize("missing", ["times", "page.json", "metrics.jsonl", "result.json", "plan.yaml", "logs"])
+def test_a_run_that_has_not_recorded_something_has_a_page(copy: Path, missing: str) -> None:
+    path = copy / missing
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert "Job and plan" in render(run_page(copy, live=True))
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"cluster": 3, "modules": [], "prediction": {"breakdown": 1}}', "\0"])
+def test_a_damaged_page_json_is_said_and_not_fatal(copy: Path, content: str) -> None:
+    RunFolder(copy).page.write_text(content)
+    assert "Cluster" in titles(run_page(copy))
+
+
+def test_half_a_line_is_left_out(copy: Path) -> None:
+    with (copy / "times" / "rank-0.jsonl").open("a") as file:
+        file.write('{"step": 210, "st')
+    with RunFolder(copy).metrics.open("a") as file:
+        file.write('{"kind": "train", "step": "x", "time": 1}\n{"kind"')
+    assert titles(run_page(copy)) == titles(run_page(copy))
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="is no run folder"):
+        run_page(tmp_path)
+    with pytest.raises(InputError, match="there is no such folder"):
+        run_page(tmp_path / "missing")
+
+
+def test_hostile_names_stay_text_in_a_browser(tmp_path: Path, open_page: Callable[..., Any]) -> None:
+    page = run_page(make_run(tmp_path / "run", hostile=True), live=True)
+    file = tmp_path / "page.html"
+    file.write_text(render(page))
+    opened = open_page(file, width=390)
+    assert opened.page.locator("img, main b").count() == 0
+    assert HOSTILE in opened.page.locator(".subtitle").inner_text()
+    assert HOSTILE in opened.page.locator("main").inner_text()
+    assert opened.page.locator(".plot .main-svg").count() >= len(page.charts)
+    assert not opened.scrolls_sideways()
+    assert opened.problems == []
+
+
+@pytest.mark.soak
+def test_the_page_of_a_long_run_on_many_ranks_is_small(tmp_path: Path) -> None:
+    page = run_page(make_run(tmp_path / "run", ranks=64, steps=100_000))
+    assert len(render(page).encode()) <= LARGEST_PAGE_BYTES
+
+
+def test_charts_of_a_long_run_are_thinned(tmp_path: Path) -> None:
+    """Half of the ranks and steps of the test above: what a page holds does not grow with them."""
+    page = run_page(make_run(tmp_path / "run", ranks=8, steps=50_000))
+    for name, chart in page.charts:
+        assert all(len(trace["x"]) <= 2_000 for trace in chart.figure["data"]), name
+    assert len(json.dumps([chart.figure for _, chart in page.charts])) < 1_500_000
