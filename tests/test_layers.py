@@ -46,6 +46,7 @@ LEVELS = {
     "exchange": 0,
     "output_trees": 0,
     "plain_values": 0,
+    "progress": 0,
     "files": 0,
     "errors": 0,
     "limits": 0,
@@ -54,7 +55,7 @@ LEVELS = {
 }
 # The folders inside a package, from the lowest to the highest: each may import those before it.
 FOLDERS = {
-    "bench": ("collectives", "peers"),
+    "bench": ("collectives", "peers", "strategies"),
     "cli": ("launchers",),
     "collectives": ("schedules", "shared_memory"),
     "compat": ("accelerate", "deepspeed", "horovod", "lightning", "ray", "transformers"),

@@ -1,14 +1,12 @@
-"""The strategy `threads` of the strategies benchmark: the bare training loop, in which threads of one process share
-each batch, as PyTorch's DataParallel does with GPUs. No plan trains this way; the strategy exists for comparison.
-
-`python -m meshwright.bench.threads JOB.yaml STEPS cpu|cuda THREADS` prints its samples per second.
+"""The strategy `DataParallel` of the strategies benchmark: threads of one process share each batch. On GPUs this is
+PyTorch's `nn.DataParallel`, on CPUs a module that does the same. No plan trains this way; the strategy exists for
+comparison.
 
 Each thread runs a part of the batch, forward and backward, through a copy of the module that shares the module's
 parameters. The outputs are joined before the loss is computed. Therefore any loss sees the whole batch, and the
 gradients are those of the plain model.
 """
 
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -20,7 +18,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from meshwright.bench.bare import samples_per_s
 from meshwright.errors import InputError
 
 
@@ -135,8 +132,3 @@ class _Join(torch.autograd.Function):
 def _sum(gradients: Sequence[Tensor | None]) -> Tensor | None:
     present = [gradient for gradient in gradients if gradient is not None]
     return reduce(torch.add, present) if present else None
-
-
-if __name__ == "__main__":
-    job_file, steps, device, threads = sys.argv[1:]
-    print(samples_per_s(job_file, int(steps), device, lambda model: data_parallel(model, int(threads), device)))

@@ -7,10 +7,11 @@ from typing import Annotated, Literal
 
 import typer
 
-from meshwright.cli.options import AsJson, ClusterName, JobFile, Settings, path_option
+from meshwright.cli.options import AsJson, ClusterName, JobFile, Settings, check_output, path_option
 from meshwright.limits import LARGEST_COUNT, MOST_RANKS_HERE
 
 MOST_REPETITIONS = 1_000_000
+DEFAULT_MINUTES = 4.0
 Rounds = Annotated[
     int,
     typer.Option(min=1, max=MOST_REPETITIONS, help="The number of alternating rounds. Medians are reported."),
@@ -23,58 +24,75 @@ bench = typer.Typer(help="Measure speed, and compare it with a reference in the 
 def strategies(
     job: JobFile,
     cluster: ClusterName = None,
+    ranks: Annotated[
+        str | None,
+        typer.Option(metavar="1,2,4", help="The numbers of devices to compare; by default all of the cluster."),
+    ] = None,
+    precision: Annotated[
+        str, typer.Option(metavar="fp32,bf16", help="The precisions of each strategy: fp32, tf32, bf16, fp16.")
+    ] = "fp32",
     only: Annotated[
-        str | None, typer.Option(metavar="A,B", help="Measure only these strategies. The bare loop is always measured.")
+        str | None,
+        typer.Option(metavar="A,B", help="Compare only these; `pipeline` is every schedule. One device is always run."),
     ] = None,
     steps: Annotated[
-        int, typer.Option(min=2, max=MOST_REPETITIONS, help="The number of steps of one measurement.")
-    ] = 30,
-    rounds: Annotated[
-        int, typer.Option(min=1, max=MOST_REPETITIONS, help="The number of alternating rounds. Medians are reported.")
-    ] = 5,
+        int | None,
+        typer.Option(min=2, max=MOST_REPETITIONS, help="The timed steps of one measurement; by default about 1 s."),
+    ] = None,
+    rounds: Rounds = 3,
+    minutes: Annotated[
+        float, typer.Option(min=0, help="Begin no further round that would end after this time.")
+    ] = DEFAULT_MINUTES,
+    output: Annotated[Path | None, path_option("--output", "FILE", "Also write the JSON object to this file.")] = None,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare ways to train a job with a bare PyTorch loop.
+    """Train the same global batches with every strategy, and compare speed, loss, memory and communication.
 
     \b
-    one rank   the job as `train` runs it in one process
-    threads    one process with a thread for each device, as DataParallel does
-    replicate  every device has the whole model and a part of each batch
-    shard      as replicate, with weights, gradients and optimizer state divided
-    tensor     layers are split over all devices
-    pipeline   the model is cut into one stage for each device, 1f1b
-    auto       the plan that `train` uses for a job with `plan: auto`
+    single device  one rank on one device; all others are compared with it
+    plain loop     one device, PyTorch without Meshwright
+    DataParallel   one process for all devices (on CPUs: a thread for each)
+    all cores      one process whose operators use all cores (CPUs only)
+    replicate      every device has the whole model; by all-reduce algorithm
+    servers        as replicate, with a parameter server; (a)synchronous
+    shard          as replicate, with state divided; by what is divided
+    tensor         layers are split over all devices
+    pipeline       consecutive stages on all devices; by schedule
+    hybrid         the best plan that combines several of these
+    auto           the plan that `train` uses for a job with `plan: auto`
 
-    Strategies that cannot train this job are listed with the reason.
+    Strategies that cannot train this job are listed with the reason. On a cluster that is not this machine, such as
+    8xV100, all of this is predicted instead.
     """
-    from dataclasses import asdict
-
     from meshwright.compat.lightning_job import load_plain_job
     from meshwright.launch.local.fork_server import preloaded
 
+    if output:
+        check_output(output)
     loaded_job = load_plain_job(job, settings or [], "bench")
-    with preloaded("meshwright.train.rank"):
-        from meshwright.bench.strategies import compare, report_lines, selected_strategies
-        from meshwright.bench.strategy_plans import strategy_plan
-        from meshwright.calibrate.probe import measure_machine
-        from meshwright.cluster.detect import find_cluster
+    with preloaded("meshwright.bench.strategies.rank"):
+        from rich.console import Console
 
-        names = selected_strategies(only)
-        machines = find_cluster(cluster or loaded_job.cluster, measure_machine)
-        rows, skipped = compare(
-            loaded_job, machines, names, lambda name, parts: strategy_plan(name, parts, machines), steps, rounds
-        )
+        from meshwright.bench.strategies.catalog import selected_strategies
+        from meshwright.bench.strategies.compare import Settings as Comparison
+        from meshwright.bench.strategies.compare import compare
+        from meshwright.bench.strategies.machines import is_local, machines_of_ranks, parse_precisions
+        from meshwright.bench.strategies.show import show
+
+        names, precisions = selected_strategies(only), parse_precisions(precision)
+        machines = machines_of_ranks(cluster or loaded_job.cluster, ranks)
+        comparison = Comparison(names, precisions, steps, rounds, 60 * minutes)
+        report = compare(loaded_job, machines, comparison, only_predict=not is_local(machines))
+    text = json.dumps(report.to_json())
+    if output:
+        from meshwright.files.storage import write_atomically
+
+        write_atomically(output, text)
     if as_json:
-        result = {
-            "rows": [asdict(row) for row in rows],
-            "summary": {row.strategy: round(row.ratio, 4) for row in rows},
-            "skipped": [asdict(strategy) for strategy in skipped],
-        }
-        print(json.dumps(result), flush=True)
-        return
-    for line in report_lines(rows, skipped):
-        print(line, flush=True)
+        print(text, flush=True)
+    else:
+        show(report, Console(width=None if sys.stdout.isatty() else 100))
 
 
 @bench.command()

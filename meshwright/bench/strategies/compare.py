@@ -1,0 +1,303 @@
+"""`meshwright bench strategies`: trains the same global batches with every strategy, in alternating rounds, and
+compares speed, loss, memory and communication with one device."""
+
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import TypeVar
+
+from torch import nn
+
+from meshwright.bench import figures
+from meshwright.bench.strategies.catalog import ALL_CORES, AUTO, DATA_PARALLEL, ON_ONE_DEVICE, PLAIN, SINGLE
+from meshwright.bench.strategies.data_parallel import predict_data_parallel
+from meshwright.bench.strategies.measure import Measurement, RunnableStrategy
+from meshwright.bench.strategies.plans import StrategyPlanner
+from meshwright.bench.strategies.request import Loop
+from meshwright.bench.strategies.rows import SkippedStrategy, StrategyReport, StrategyRow
+from meshwright.cluster.cluster import Cluster
+from meshwright.cluster.detect import check_is_local
+from meshwright.errors import InputError, MeshwrightError, Stopped
+from meshwright.job import Job
+from meshwright.plan import Plan
+from meshwright.progress import phase
+from meshwright.simulator.predict import Prediction
+from meshwright.train.check import check_job
+from meshwright.train.job_parts import JobParts
+from meshwright.train.torch_private import AnyBatchNorm
+
+# The loss after a few steps, relative: what the order of sums and the precision change. Measured over the ready jobs on
+# two ranks: at most 2e-6 in fp32, and 0.6% in bf16.
+LOSS_TOLERANCES = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 3e-2, "fp16": 3e-2, "fp8": 1e-1}
+_MEASURED_S = 0.8  # how long the timed steps of the single device take, if the number of steps is not given
+_FEWEST_STEPS, _MOST_STEPS = 3, 20
+_PROBED_STEPS = 2
+Value = TypeVar("Value")
+_START_UP_S = 1.5  # of the processes of one measurement, about
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is compared, and how long. `steps` is None if it is chosen from the speed of the single device. No round
+    begins if it would probably end after `limit_s`."""
+
+    strategies: Sequence[str]
+    precisions: Sequence[str]
+    steps: int | None
+    rounds: int
+    limit_s: float
+
+
+@dataclass
+class _Contestant:
+    """A strategy on a number of devices, in a precision: how it is run, what is predicted, and what was measured."""
+
+    strategy: str
+    ranks: int
+    runnable: RunnableStrategy
+    prediction: Prediction | float | None
+    note: str | None
+    measurements: list[Measurement] = field(default_factory=list)
+
+    @property
+    def precision(self) -> str:
+        return self.runnable.plan.numerics.precision
+
+    @property
+    def predicted_step_s(self) -> float | None:
+        return self.prediction.step_s if isinstance(self.prediction, Prediction) else self.prediction
+
+    @property
+    def how(self) -> str:
+        plan, parts = self.runnable.plan, self.runnable.parts
+        if self.strategy == DATA_PARALLEL:
+            return f"one process, {parts} {'GPUs' if self.runnable.device == 'cuda' else 'threads'} · {self.precision}"
+        if self.strategy == PLAIN:
+            return f"PyTorch without Meshwright · {self.precision}"
+        if self.strategy == ALL_CORES:
+            return f"one process, {self.runnable.threads} cores · {self.precision}"
+        return plan.summary()
+
+
+def compare(
+    job: Job, clusters: Mapping[int, Cluster], settings: Settings, *, only_predict: bool = False
+) -> StrategyReport:
+    """Compares strategies on `clusters`: the machines by number of devices, one device among them. A strategy that
+    cannot train this job is listed with the reason, and so is one whose training fails."""
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as folder:
+        short_job = _short_job(job, Path(folder))
+        parts = JobParts(short_job)
+        if not only_predict:
+            check_is_local(clusters[max(clusters)])
+            check_job(short_job, Plan(), clusters[1], parts)  # a mistake in the job is no reason to skip a strategy
+        contestants, skipped = _contestants(parts, clusters, settings, only_predict)
+        steps = None
+        if not only_predict:
+            parts.release()
+            steps = _measure(short_job, contestants, skipped, settings, Path(folder), begin)
+    rows = _rows(contestants, job.train.global_batch, only_predict)
+    name = clusters[max(clusters)].name
+    seconds = time.monotonic() - begin
+    return StrategyReport(job.name, name, job.train.global_batch, steps, seconds, tuple(rows), tuple(skipped))
+
+
+# ---- what is compared
+
+
+def _contestants(
+    parts: JobParts, clusters: Mapping[int, Cluster], settings: Settings, only_predict: bool
+) -> tuple[list[_Contestant], list[SkippedStrategy]]:
+    contestants: list[_Contestant] = []
+    skipped: list[SkippedStrategy] = []
+    largest = clusters[max(clusters)]
+    threads = max(1, largest.cores // largest.device_count) if largest.kind == "cpu" else None
+    for ranks, cluster in sorted(clusters.items()):
+        planner = StrategyPlanner(parts, cluster, threads)
+        for strategy in settings.strategies:
+            is_single = strategy in ON_ONE_DEVICE
+            if is_single != (ranks == 1) or (strategy == ALL_CORES and cluster.kind != "cpu"):
+                continue
+            # The automatic plan chooses its precision itself.
+            for precision in settings.precisions if strategy != AUTO else settings.precisions[:1]:
+                with phase(f"planning {strategy} on {ranks} {'device' if ranks == 1 else 'devices'}, {precision}"):
+                    try:
+                        contestants.append(_contestant(strategy, precision, planner, parts, only_predict))
+                    except InputError as error:
+                        skipped.append(SkippedStrategy(strategy, ranks, precision, str(error)))
+    return contestants, skipped
+
+
+def _contestant(
+    strategy: str, precision: str, planner: StrategyPlanner, parts: JobParts, only_predict: bool
+) -> _Contestant:
+    cluster, ranks = planner.cluster, planner.cluster.device_count
+    if strategy == DATA_PARALLEL:
+        if ranks == 1:
+            raise InputError("DataParallel needs several devices, but the cluster has one")
+        plan = planner.plan(SINGLE, precision)
+        runnable = RunnableStrategy("data parallel", plan, cluster.kind, planner.threads or cluster.cores, ranks)
+        note = _note(plan, runnable.loop, parts.model)
+        return _Contestant(strategy, ranks, runnable, predict_data_parallel(planner, plan), note)
+    plan = planner.plan(strategy, precision)
+    if not only_predict:
+        check_job(parts.job, plan, cluster, parts)
+    threads = plan.compute.threads or max(1, cluster.cores // plan.world_size)
+    loop: Loop = "plain" if strategy == PLAIN else "servers" if plan.gradients.servers else "session"
+    prediction = planner.predict(plan)
+    if only_predict and prediction is None:
+        raise InputError("it cannot be predicted")
+    runnable = RunnableStrategy(loop, plan, cluster.kind, threads)
+    return _Contestant(strategy, ranks, runnable, prediction, _note(plan, loop, parts.model))
+
+
+def _short_job(job: Job, folder: Path) -> Job:
+    """Returns the job without what is not training: evaluations, checkpoints, callbacks, metrics and TensorBoard, and
+    without the learning-rate schedule, whose warm-up would leave the loss as it is in the first steps."""
+    return job.model_copy(
+        update={
+            "data": job.data.model_copy(update={"eval": None, "workers": 0}),
+            "checkpoint": job.checkpoint.model_copy(update={"every_steps": None, "best": None}),
+            "log": job.log.model_copy(update={"tensorboard": False, "every_steps": 1}),
+            "schedule": None,
+            "callbacks": [],
+            "metrics": {},
+            "synthetic": {},
+            "plan": "auto",
+            "output": str(folder / "runs"),
+        }
+    )
+
+
+# ---- measuring
+
+
+def _measure(
+    job: Job,
+    contestants: list[_Contestant],
+    skipped: list[SkippedStrategy],
+    settings: Settings,
+    folder: Path,
+    begin: float,
+) -> int:
+    """Measures in rounds, each of which runs every contestant once; every second round goes in the opposite order.
+    Returns the number of timed steps. A contestant that fails (for lack of memory, for example) is moved to `skipped`,
+    and the others continue."""
+    reference = next(contestant for contestant in contestants if contestant.strategy == SINGLE)
+    with phase("measuring one device to choose the number of steps"):
+        probe = reference.runnable.measure(job, _PROBED_STEPS, 0, folder / "probe")
+    steps = settings.steps or min(_MOST_STEPS, max(_FEWEST_STEPS, round(_MEASURED_S / probe.step_s)))
+    for number in range(settings.rounds):
+        round_begin = time.monotonic()
+        ordered = contestants if number % 2 == 0 else contestants[::-1]
+        for position, contestant in enumerate(list(ordered)):
+            where = f"round {number + 1} of {settings.rounds}, {position + 1} of {len(ordered)}"
+            about_s = _START_UP_S + (steps + 2) * probe.step_s
+            with phase(f"{where}: {contestant.strategy}, {contestant.how}", about_s):
+                _measure_once(contestant, job, steps, number, folder / f"{number}-{position}", contestants, skipped)
+        now = time.monotonic()
+        if now - begin + (now - round_begin) > settings.limit_s:
+            break
+    return steps
+
+
+def _measure_once(
+    contestant: _Contestant,
+    job: Job,
+    steps: int,
+    number: int,
+    folder: Path,
+    contestants: list[_Contestant],
+    skipped: list[SkippedStrategy],
+) -> None:
+    sampled_steps = max(2, steps // 2) if number == 0 else 0  # what the processes do is recorded in the first round
+    try:
+        contestant.measurements.append(contestant.runnable.measure(job, steps, sampled_steps, folder))
+    except Stopped:
+        raise
+    except MeshwrightError as error:
+        if contestant.strategy == SINGLE:
+            raise
+        skipped.append(SkippedStrategy(contestant.strategy, contestant.ranks, contestant.precision, str(error)))
+        contestants.remove(contestant)
+
+
+# ---- rows
+
+
+def _rows(contestants: Sequence[_Contestant], global_batch: int, only_predict: bool) -> list[StrategyRow]:
+    singles = {c.precision: c for c in contestants if c.strategy == SINGLE}
+    first = next(iter(singles.values()), None)
+    rows = []
+    for contestant in contestants:
+        single = singles.get(contestant.precision) or first
+        assert single is not None
+        rows.append(_row(contestant, single, first or single, global_batch, only_predict))
+    return rows
+
+
+def _row(
+    contestant: _Contestant, single: _Contestant, first: _Contestant, global_batch: int, only_predict: bool
+) -> StrategyRow:
+    prediction, predicted_s = contestant.prediction, contestant.predicted_step_s
+    predicted_speedup = None
+    if predicted_s is not None and single.predicted_step_s is not None:
+        predicted_speedup = figures.speedup(single.predicted_step_s, predicted_s)
+    step_s = speedup = exchanged = shares = peak = rate = spread = loss = difference = tolerance = None
+    measured = contestant.measurements
+    if measured and not only_predict:
+        times = [measurement.step_s for measurement in measured]
+        step_s, spread = median(times), figures.spread(times)
+        rate = global_batch / step_s
+        speedup = figures.speedup(median(m.step_s for m in single.measurements), step_s)
+        exchanged = _first(measured, lambda m: m.exchanged_bytes)
+        shares = _first(measured, lambda m: m.shares)
+        peak = _first(measured, lambda m: m.peak_memory_bytes)
+        loss = _first(measured, lambda m: m.loss)
+        other = single if contestant is not single else first
+        expected = _first(other.measurements, lambda m: m.loss)
+        if loss is not None and expected is not None:
+            difference = abs(loss - expected) / max(abs(expected), 1e-12)
+            tolerance = max(LOSS_TOLERANCES[contestant.precision], LOSS_TOLERANCES[other.precision])
+    return StrategyRow(
+        strategy=contestant.strategy,
+        how=contestant.how,
+        ranks=contestant.ranks,
+        precision=contestant.precision,
+        samples_per_s=rate,
+        speedup=speedup,
+        efficiency=None if speedup is None else figures.efficiency(speedup, contestant.ranks),
+        exchanged_bytes=exchanged,
+        shares=shares,
+        peak_memory_bytes=peak,
+        predicted_step_s=predicted_s,
+        predicted_speedup=predicted_speedup,
+        predicted_memory_bytes=prediction.memory_bytes if isinstance(prediction, Prediction) else None,
+        measured_step_s=step_s,
+        spread=spread,
+        rounds=len(measured),
+        loss=loss,
+        loss_difference=difference,
+        loss_tolerance=tolerance,
+        loss_agrees=None if difference is None or tolerance is None else difference <= tolerance,
+        note=contestant.note,
+    )
+
+
+def _first(measurements: Sequence[Measurement], pick: Callable[[Measurement], Value | None]) -> Value | None:
+    return next((value for m in measurements if (value := pick(m)) is not None), None)
+
+
+def _note(plan: Plan, loop: Loop, model: nn.Module) -> str | None:
+    """Says why the loss of a strategy may differ from that of one device by design; None if it may not."""
+    if plan.gradients.updates != "synchronous":
+        return "asynchronous updates change the loss by design"
+    is_alone = plan.shares == 1 and loop == "session"
+    if not is_alone and any(isinstance(module, AnyBatchNorm) for module in model.modules()):
+        return "BatchNorm normalizes over fewer samples where the batch is divided"
+    if not is_alone and any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
+        return "dropout draws other numbers where the batch is divided, and in a plain loop"
+    return None
