@@ -43,7 +43,12 @@ def search_with_offload(inputs: PlanningInputs, profiles: Profiles) -> SearchRes
     if not preferred([(priced.plan, priced.prediction) for priced in (best, winner)]):
         return result
     others = sorted((*offloaded.ranked[1:], *result.ranked), key=lambda priced: priced.prediction.step_s)
-    return replace(offloaded, ranked=(winner, *others[: inputs.top - 1]), without_offload=best)
+    return replace(
+        offloaded,
+        ranked=(winner, *others[: inputs.top - 1]),
+        simulated=(*offloaded.simulated, *result.simulated),
+        without_offload=best,
+    )
 
 
 def _avoidable_s(best: PricedPlan) -> float:

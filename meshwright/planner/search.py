@@ -40,7 +40,7 @@ from meshwright.planner.inputs import NoPlanFits, PlanningInputs, accept_every_p
 from meshwright.planner.model_summary import ModelSummary
 from meshwright.planner.preference import preferred
 from meshwright.planner.profiles import Profiles
-from meshwright.planner.search_result import ExcludedPlan, PricedPlan, SearchResult
+from meshwright.planner.search_result import BoundedPlan, ExcludedPlan, PricedPlan, SearchResult, evenly
 from meshwright.simulator.predict import Prediction, predict_plan
 
 # Limits of the search, chosen to keep it short. They decide which candidates are simulated, and change no prediction.
@@ -64,6 +64,7 @@ class _PlanSearch:
                             plan, before division by the tensor axis
     smallest_not_fitting    by `Candidate.without_microbatch`, the smallest microbatch size that did not fit
     accepted_placements     by placement of branches, whether the executor accepts it
+    too_large               candidates that their memory bound excludes, with their bounds
     """
 
     inputs: PlanningInputs
@@ -75,6 +76,7 @@ class _PlanSearch:
     temporary_bytes: dict[str, float] = field(default_factory=dict)
     smallest_not_fitting: dict[tuple[Any, ...], int] = field(default_factory=dict)
     accepted_placements: dict[tuple[Any, ...], bool] = field(default_factory=dict)
+    too_large: "_Bounded" = field(default_factory=list)
 
     def price(self, candidate: Candidate) -> PricedPlan | None:
         """Simulates the candidate. Returns None if the executor cannot run its plan, or if the model cannot be traced
@@ -195,6 +197,8 @@ def search(inputs: PlanningInputs, profiles: Profiles) -> SearchResult:
         fastest=ranked[0],
         candidate_count=sum(result.candidate_count for result in results),
         priced_count=sum(result.priced_count for result in results),
+        simulated=tuple(priced for result in results for priced in result.simulated),
+        not_simulated=evenly([bounded for result in results for bounded in result.not_simulated]),
         seconds=perf_counter() - begin,
     )
 
@@ -224,7 +228,12 @@ def _search_precision(inputs: PlanningInputs, profiles: Profiles, precision: str
     fast = [best for best in family_bests if ranked and _step_s(best) <= _VARIED_FAMILIES_WITHIN * _step_s(ranked[0])]
     state.choose_compute({priced.candidate for priced in (*ranked[:_MOST_VARIED], *fast) if state.fits(priced)})
     family_bests, ranked = _family_bests(state, bounded), state.ranked()
-    return SearchResult(tuple(ranked), None, family_bests, tuple(excluded), summary, count, len(state.priced), 0.0)
+    others = evenly([item for item in (*bounded, *state.too_large) if item[0] not in state.priced])
+    return SearchResult(
+        *(tuple(ranked), None, family_bests, tuple(excluded), summary, count, len(state.priced), 0.0),
+        simulated=tuple(state.priced.values()),
+        not_simulated=tuple(BoundedPlan(candidate, b.guess_s, b.memory_bytes) for candidate, b in others),
+    )
 
 
 def _price_simpler(state: _PlanSearch, candidates: set[Candidate]) -> None:
@@ -301,6 +310,7 @@ def _candidates(state: _PlanSearch, precision: str) -> tuple[_Bounded, list[Excl
                     break
                 if bound.memory_bytes > inputs.capacity_bytes:
                     exclude(candidate, bound.memory_bytes)
+                    state.too_large.append((candidate, bound))
                     break  # the next candidates of the series need more
                 bounded.append((candidate, bound))
     families = {candidate.sizes.family for candidate, _ in bounded}

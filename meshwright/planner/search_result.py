@@ -1,12 +1,17 @@
 """The result of a search for plans: simulated plans, and plans that lower bounds have excluded."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from meshwright.plan import Plan
 from meshwright.planner.candidates import Candidate
 from meshwright.planner.model_summary import ModelSummary
 from meshwright.planner.preference import PredictedPlan
 from meshwright.simulator.predict import Prediction
+
+MOST_NOT_SIMULATED = 1500
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,15 @@ class ExcludedPlan:
 
 
 @dataclass(frozen=True)
+class BoundedPlan:
+    """A candidate that was not simulated, with a guess of its seconds per step, and a lower bound of its memory."""
+
+    candidate: Candidate
+    guess_s: float
+    memory_bytes: float
+
+
+@dataclass(frozen=True)
 class SearchResult:
     """The result of a search, which took `seconds`. `summary` describes the model.
 
@@ -46,6 +60,8 @@ class SearchResult:
                      that fit, or if none fits, the plan that needs the least memory
     excluded         of every family that needs too much memory according to its bounds, the plan that needs the least
     candidate_count  the number of candidates, of which `priced_count` were simulated
+    simulated        all plans that were simulated, in every precision
+    not_simulated    other candidates, at most `MOST_NOT_SIMULATED`, taken evenly from all of them
     without_offload  if plans with `memory.offload` won, the best plan without (offload.py); None if none fits
     """
 
@@ -57,4 +73,11 @@ class SearchResult:
     candidate_count: int
     priced_count: int
     seconds: float
+    simulated: tuple[PricedPlan, ...] = ()
+    not_simulated: tuple[BoundedPlan, ...] = ()
     without_offload: PricedPlan | None = None
+
+
+def evenly(items: Sequence[_Item]) -> tuple[_Item, ...]:
+    """At most `MOST_NOT_SIMULATED` of the items, at equal distances."""
+    return tuple(items[:: max(1, -(-len(items) // MOST_NOT_SIMULATED))])

@@ -17,7 +17,7 @@ from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.model_summary import ModelSummary
 from meshwright.planner.profiles import Profiles
 from meshwright.planner.search import search, summarize_model
-from meshwright.planner.search_result import PricedPlan, SearchResult
+from meshwright.planner.search_result import MOST_NOT_SIMULATED, PricedPlan, SearchResult, evenly
 from meshwright.profile.structure.splits import ParameterSplit, SplitGroup
 from meshwright.simulator.predict import predict_plan
 from tests.planner.cases import (
@@ -138,6 +138,18 @@ def test_plans_are_ranked_and_fit() -> None:
     assert all(priced.needed_bytes <= inputs.capacity_bytes for priced in result.ranked)
     assert all(priced.plan.world_size == 16 for priced in result.ranked)
     assert result.priced_count < result.candidate_count
+
+
+def test_every_simulated_plan_is_kept_and_a_bounded_number_of_the_others() -> None:
+    _, result = search_plans("2x8xA100-80GB", small_decoder(), 64, top=8)
+    simulated = {priced.candidate for priced in result.simulated}
+    others = {bounded.candidate for bounded in result.not_simulated}
+    assert len(simulated) == result.priced_count
+    assert {priced.candidate for priced in (*result.ranked, *result.family_bests)} <= simulated
+    assert not simulated & others
+    assert 0 < len(others) <= MOST_NOT_SIMULATED
+    assert all(bounded.guess_s > 0 for bounded in result.not_simulated)
+    assert len(evenly(range(10 * MOST_NOT_SIMULATED + 1))) <= MOST_NOT_SIMULATED
 
 
 @pytest.mark.parametrize(

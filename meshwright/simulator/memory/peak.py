@@ -18,7 +18,7 @@ figures are lower bounds, because fragmentation and the workspaces that convolut
 H200 the two added 3% to 69% to the allocated memory (validation/memory/one_gpu_h200.json).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -28,7 +28,7 @@ from meshwright.profile.optimizer import OptimizerCost
 from meshwright.profile.values import BatchPolynomial, ModelProfile, Parameter
 from meshwright.simulator.compute.host_work import captures_step
 from meshwright.simulator.memory.device_memory import DeviceMemory
-from meshwright.simulator.memory.replay import GatheredWeights, LiveBytes, MemoryMoment, PassPeaks, replay
+from meshwright.simulator.memory.replay import GatheredWeights, LiveBytes, MemoryMoment, Observer, PassPeaks, replay
 from meshwright.simulator.offload import host_bytes, offload_of
 from meshwright.simulator.pipeline.order import Action, Order, pipeline_order, stages_of_rank
 from meshwright.simulator.pipeline.stages import StageProfile, stage_profiles
@@ -60,33 +60,43 @@ def predict_memory(
     profile: ModelProfile, plan: Plan, batch: int, optimizer: OptimizerCost, device: DeviceMemory
 ) -> MemoryPrediction:
     """The peak memory of the rank that needs most, if every microbatch of a rank has `batch` samples."""
-    if places_branches(plan):
-        return _memory_with_branches(profile, plan, batch, optimizer, device)
+    return max(rank_memories(profile, plan, batch, optimizer, device), key=lambda memory: memory.allocated_bytes)
+
+
+def rank_memories(
+    profile: ModelProfile, plan: Plan, batch: int, optimizer: OptimizerCost, device: DeviceMemory
+) -> list[MemoryPrediction]:
+    """The peak memory of each pipeline rank; if ranks hold different branches, of each rank of the tensor axis."""
+    replays = [replay_rank(work, plan, batch, optimizer, device) for work in rank_works(profile, plan, batch)]
+    return [_rank_memory(rank, plan, batch, optimizer, device) for rank in replays]
+
+
+@dataclass(frozen=True)
+class RankStages:
+    """The pipeline stages of a rank by their numbers, and the actions that it runs in a step."""
+
+    stages: dict[int, StageProfile]
+    actions: Sequence[Action]
+
+
+def rank_works(profile: ModelProfile, plan: Plan, batch: int) -> list[RankStages]:
+    """What each pipeline rank holds and runs; if ranks hold different branches, each rank of the tensor axis."""
     ranks, schedule = plan.axes.pipeline, plan.pipeline.schedule
     if ranks > 1 and not plan.pipeline.cuts:
         raise InputError(f"the plan has a pipeline of {ranks} ranks but no cuts: its stages are not known")
-    stages = stage_profiles(split_profile(profile, plan), plan.pipeline.cuts)
     order = _order(plan)
-    predictions = []
-    for rank in range(ranks):
-        numbers = stages_of_rank(schedule, ranks, plan.stages_per_rank, rank) if ranks > 1 else (0,)
-        rank_stages = {number: stages[number] for number in numbers}
-        predictions.append(_rank_memory(rank_stages, order[rank], plan, batch, optimizer, device))
-    return max(predictions, key=lambda prediction: prediction.allocated_bytes)
-
-
-def _memory_with_branches(
-    profile: ModelProfile, plan: Plan, batch: int, optimizer: OptimizerCost, device: DeviceMemory
-) -> MemoryPrediction:
-    """The peak memory of the rank that needs most, if ranks hold different branches."""
-    results = BatchPolynomial(all_result_bytes(profile, plan, batch), 0.0)
-    shared_plan, order = plan_outside_branches(profile, plan), _order(plan)
-    predictions = []
-    for local in branch_rank_profiles(profile, plan):
-        (stage,) = stage_profiles(split_profile(local, shared_plan), ())
-        rank_stages = {0: replace(stage, received=results)}
-        predictions.append(_rank_memory(rank_stages, order[0], plan, batch, optimizer, device))
-    return max(predictions, key=lambda prediction: prediction.allocated_bytes)
+    if places_branches(plan):
+        results = BatchPolynomial(all_result_bytes(profile, plan, batch), 0.0)
+        shared_plan, works = plan_outside_branches(profile, plan), []
+        for local in branch_rank_profiles(profile, plan):
+            (stage,) = stage_profiles(split_profile(local, shared_plan), ())
+            works.append(RankStages({0: replace(stage, received=results)}, order[0]))
+        return works
+    stages = stage_profiles(split_profile(profile, plan), plan.pipeline.cuts)
+    numbers = (
+        [stages_of_rank(schedule, ranks, plan.stages_per_rank, rank) for rank in range(ranks)] if ranks > 1 else [(0,)]
+    )
+    return [RankStages({number: stages[number] for number in numbers[rank]}, order[rank]) for rank in range(ranks)]
 
 
 def _order(plan: Plan) -> Order:
@@ -101,14 +111,30 @@ def _order(plan: Plan) -> Order:
     return pipeline_order(plan.pipeline.schedule, ranks, stages, min(plan.pipeline.microbatches, ranks * enough))
 
 
-def _rank_memory(
-    stages: dict[int, StageProfile],
-    actions: Sequence[Action],
+@dataclass(frozen=True)
+class RankReplay:
+    """The replay of a rank: its `work`; the gradients of `earlier` microbatches, which are in memory during all passes;
+    the replayed `passes` of each stage; and the bytes in memory in the `optimizer` step. `has_buckets` says whether
+    gradients are in buckets."""
+
+    work: RankStages
+    earlier: LiveBytes
+    passes: dict[int, PassPeaks]
+    optimizer: LiveBytes
+    has_buckets: bool
+
+
+def replay_rank(
+    work: RankStages,
     plan: Plan,
     batch: int,
     optimizer: OptimizerCost,
     device: DeviceMemory,
-) -> MemoryPrediction:
+    observe: Observer | None = None,
+) -> RankReplay:
+    """Replays the passes of one microbatch on each stage of a rank. `observe` is called for each change of memory, with
+    the bytes of this pass alone."""
+    stages = work.stages
     trainable = [float(parameter.bytes) for parameter in _parameters(stages) if parameter.trainable]
     shard = plan.axes.shard
     gradients = LiveBytes(gradients=sum(trainable), rounding=sum(map(device.rounding, trainable)))
@@ -131,32 +157,52 @@ def _rank_memory(
             kept_gradient_bytes=earlier.gradients if whole_gradients else 0.0,
             gathering=_gathered_weights(stage, plan) if shard > 1 else None,
             workspaces=device.convolution_workspaces and plan.compute.layout == "contiguous",
+            observe=observe,
         )
         for number, stage in stages.items()
     }
-    peak = _peak_of_actions(stages, passes, actions, batch, earlier)
     optimizer_live = LiveBytes()
     if offload != "parameters":
         temporaries = optimizer if offload == "none" else replace(optimizer, temporary_ratio=0.0)
         optimizer_live = _optimizer_step([size / shard for size in trainable], temporaries, device)
-    peak = max(peak, MemoryMoment(optimizer_live, "optimizer step"), key=lambda moment: moment.live.total())
-    permanent, permanent_rounding = _permanent(stages, plan, batch, optimizer, device)
-    breakdown = {
-        **{name: round(size) for name, size in permanent.items()},
-        "gathered weights": round(peak.live.gathered),
-        "gradient buckets" if has_buckets else "gradients": round(peak.live.gradients),
-        "reduction buffers": round(peak.live.buckets),
-        "activations": round(peak.live.saved),
-        "temporaries": round(peak.live.temporary),
-        "allocator rounding": round(peak.live.rounding + permanent_rounding),
-    }
-    if shard == 1:
-        del breakdown["gathered weights"], breakdown["reduction buffers"]
+    return RankReplay(work, earlier, passes, optimizer_live, has_buckets)
+
+
+def _rank_memory(
+    rank: RankReplay, plan: Plan, batch: int, optimizer: OptimizerCost, device: DeviceMemory
+) -> MemoryPrediction:
+    stages = rank.work.stages
+    peak = _peak_of_actions(stages, rank.passes, rank.work.actions, batch, rank.earlier)
+    peak = max(peak, MemoryMoment(rank.optimizer, "optimizer step"), key=lambda moment: moment.live.total())
+    breakdown = live_by_kind(peak.live, rank, plan, batch, optimizer, device)
     allocated = sum(breakdown.values())
     reserved = ceil(allocated / device.segment) * device.segment if device.segment else allocated
-    weights_bytes = sum(parameter.bytes for parameter in _parameters(stages)) / shard
-    on_host = round(host_bytes(plan, weights_bytes, sum(trainable) / shard, optimizer)) if offload != "none" else 0
+    on_host = 0
+    if offload_of(plan, device.kind) != "none":
+        shard, parameters = plan.axes.shard, _parameters(stages)
+        weights_bytes = sum(parameter.bytes for parameter in parameters) / shard
+        trained_bytes = sum(parameter.bytes for parameter in parameters if parameter.trainable) / shard
+        on_host = round(host_bytes(plan, weights_bytes, trained_bytes, optimizer))
     return MemoryPrediction(breakdown, allocated, reserved, reserved + device.context_bytes, peak.where, on_host)
+
+
+def live_by_kind(
+    live: LiveBytes, rank: RankReplay, plan: Plan, batch: int, optimizer: OptimizerCost, device: DeviceMemory
+) -> dict[str, int]:
+    """All bytes in memory at one moment of a step, by kind: those that stay allocated, and `live`."""
+    permanent, permanent_rounding = _permanent(rank.work.stages, plan, batch, optimizer, device)
+    breakdown = {
+        **{name: round(size) for name, size in permanent.items()},
+        "gathered weights": round(live.gathered),
+        "gradient buckets" if rank.has_buckets else "gradients": round(live.gradients),
+        "reduction buffers": round(live.buckets),
+        "activations": round(live.saved),
+        "temporaries": round(live.temporary),
+        "allocator rounding": round(live.rounding + permanent_rounding),
+    }
+    if plan.axes.shard == 1:
+        del breakdown["gathered weights"], breakdown["reduction buffers"]
+    return breakdown
 
 
 def _parameters(stages: dict[int, StageProfile]) -> list[Parameter]:
@@ -171,23 +217,36 @@ def _peak_of_actions(
     batch: int,
     earlier: LiveBytes,
 ) -> MemoryMoment:
-    """The peak of a rank that runs these actions. The memory during an action is that of its pass, plus the gradients
-    of `earlier` microbatches, plus the tensors that other microbatches have saved. Saved tensors are assumed to stay
-    until the gradients of the weights are computed."""
+    """The peak of a rank that runs these actions."""
+    peak = MemoryMoment(earlier, "start")
+    for moment in action_peaks(stages, passes, actions, batch, earlier):
+        if moment.live.total() > peak.live.total():
+            peak = moment
+    return peak
+
+
+def action_peaks(
+    stages: dict[int, StageProfile],
+    passes: dict[int, PassPeaks],
+    actions: Sequence[Action],
+    batch: int,
+    earlier: LiveBytes,
+) -> Iterator[MemoryMoment]:
+    """Yields the moment of each action with most bytes in memory. The memory during an action is that of its pass, plus
+    the gradients of `earlier` microbatches, plus the tensors that other microbatches have saved. Saved tensors are
+    assumed to stay until the gradients of the weights are computed."""
     saved = {
         number: passes[number].saved.plus(LiveBytes(saved=stage.received.at(batch))) for number, stage in stages.items()
     }
-    live, peak = earlier, MemoryMoment(earlier, "start")
+    live = earlier
     for stage, _, kind in actions:
         moment = passes[stage].forward if kind == "forward" else passes[stage].backward
         others = live if kind == "forward" else live.plus(_negative(passes[stage].saved))
-        if (now := others.plus(moment.live)).total() > peak.live.total():
-            peak = MemoryMoment(now, moment.where)
+        yield MemoryMoment(others.plus(moment.live), moment.where)
         if kind == "forward":
             live = live.plus(saved[stage])
         elif kind != "input_backward":
             live = live.plus(_negative(saved[stage]))
-    return peak
 
 
 def _negative(live: LiveBytes) -> LiveBytes:

@@ -16,6 +16,9 @@ from typing import NamedTuple
 from meshwright.profile.values import MemoryChange, ModelProfile, TraceSegment
 
 Rounding = Callable[[float], float]
+Observer = Callable[[TraceSegment, MemoryChange, float, "LiveBytes"], None]
+"""Is called after every change of memory with its segment, the change, its bytes, and the bytes in memory then,
+including the workspace of the operator that runs."""
 
 
 @dataclass
@@ -105,15 +108,17 @@ def replay(
     kept_gradient_bytes: float,
     gathering: GatheredWeights | None = None,
     workspaces: bool = False,
+    observe: Observer | None = None,
 ) -> PassPeaks:
     """The peaks of both passes of a microbatch. If `kept_gradient_bytes` is above 0, gradients are in memory from the
     start (in buckets, or from earlier microbatches); a new gradient is then a temporary tensor that is added to them.
-    With `workspaces`, operators allocate the workspace that the profile states for them."""
-    adds_gradients = kept_gradient_bytes > 0
-    forward = _replay_pass(profile, "forward", batch, rounding, LiveBytes(), adds_gradients, gathering, workspaces)
+    With `workspaces`, operators allocate the workspace that the profile states for them. With `observe`, every block is
+    replayed, not only the first two and the last of equal ones."""
+    kept = (kept_gradient_bytes > 0, gathering, workspaces, observe)
+    forward = _replay_pass(profile, "forward", batch, rounding, LiveBytes(), *kept)
     saved = replace(forward.now, gathered=0.0)
     start = replace(forward.now)
-    backward = _replay_pass(profile, "backward", batch, rounding, start, adds_gradients, gathering, workspaces)
+    backward = _replay_pass(profile, "backward", batch, rounding, start, *kept)
     return PassPeaks(forward.peak, backward.peak, saved)
 
 
@@ -126,6 +131,7 @@ def _replay_pass(
     adds_gradients: bool,
     gathering: GatheredWeights | None,
     workspaces: bool,
+    observe: Observer | None,
 ) -> _ReplayState:
     state = _ReplayState(start, MemoryMoment(replace(start), f"start of {phase}"))
     for segment in profile.segments:
@@ -133,14 +139,14 @@ def _replay_pass(
             continue
         changes = [_scaled_change(change, segment, batch, rounding, workspaces) for change in segment.changes]
         before = replace(state.now)
-        for turn in range(min(segment.block_count, 3)):
-            if turn == 2:
+        for turn in range(min(segment.block_count, 3) if observe is None else segment.block_count):
+            if turn == 2 and observe is None:
                 # The blocks between the second and the last add as much as the second did, so the peak is in the last
                 # block or in the first two.
                 added = state.now.plus(before.scaled(-1.0))
                 state.now = state.now.plus(added.scaled(segment.block_count - 3.0))
             before = replace(state.now)
-            _replay_block(state, changes, phase, adds_gradients, gathering, profile.blocks)
+            _replay_block(state, segment, changes, adds_gradients, gathering, profile.blocks, observe)
             if gathering is not None and segment.blocks:
                 _send_gradients(state, gathering)  # each of the equal blocks sends its own gradients
     if gathering is not None:
@@ -150,11 +156,12 @@ def _replay_pass(
 
 def _replay_block(
     state: _ReplayState,
+    segment: TraceSegment,
     changes: list[_ScaledChange],
-    phase: str,
     adds_gradients: bool,
     gathering: GatheredWeights | None,
     blocks: tuple[str, ...],
+    observe: Observer | None,
 ) -> None:
     for scaled in changes:
         change = scaled.change
@@ -163,7 +170,10 @@ def _replay_block(
         _apply(state, scaled, adds_gradients)
         if state.now.total() + scaled.workspace_bytes > state.peak.live.total():
             now = replace(state.now, temporary=state.now.temporary + scaled.workspace_bytes)
-            state.peak = MemoryMoment(now, f"{phase} of {change.layer or 'the model'}")
+            state.peak = MemoryMoment(now, f"{segment.phase} of {change.layer or 'the model'}")
+        if observe is not None:
+            with_workspace = replace(state.now, temporary=state.now.temporary + scaled.workspace_bytes)
+            observe(segment, change, scaled.bytes, with_workspace)
         if change.role == "gradient" and adds_gradients:
             state.now.temporary -= scaled.bytes
             state.now.rounding -= scaled.rounding_bytes
