@@ -21,13 +21,13 @@ def path_option(name: str, metavar: str, help: str) -> Any:
     return typer.Option(name, metavar=metavar, help=help, parser=lambda text: user_path(text, name))
 
 
-def check_output(file: Path) -> None:
-    """Raises an `InputError` if the file of `--output` cannot be written because of its folder, before the command does
+def check_output(file: Path, option: str = "--output") -> None:
+    """Raises an `InputError` if the file of an option cannot be written because of its folder, before the command does
     its work."""
     if file.is_dir():
-        raise InputError(f"--output {file}: this is a folder: write the name of a file")
+        raise InputError(f"{option} {file}: this is a folder: write the name of a file")
     if not file.parent.is_dir():
-        raise InputError(f"--output {file}: there is no folder {file.parent}: create it first")
+        raise InputError(f"{option} {file}: there is no folder {file.parent}: create it first")
 
 
 def job_argument() -> Any:

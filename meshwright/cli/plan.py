@@ -41,6 +41,13 @@ def plan(
     output: Annotated[
         Path | None, path_option("--output", "FILE", "Write the best plan to this file, for --plan; replaces the file.")
     ] = None,
+    html: Annotated[
+        Path | None, path_option("--html", "FILE", "Write a page with charts and tables to this file.")
+    ] = None,
+    details: Annotated[
+        Path | None,
+        path_option("--details", "FILE", "Write what the page shows as JSON, from which report makes the page later."),
+    ] = None,
     top: Annotated[int, typer.Option(min=1, max=MOST_SHOWN_PLANS, help="How many plans to show.")] = 5,
     exact: Annotated[
         bool,
@@ -71,8 +78,9 @@ def plan(
     from meshwright.planner.inputs import with_measured_operators
     from meshwright.train.job_parts import JobParts
 
-    if output:
-        check_output(output)
+    for file, option in ((output, "--output"), (html, "--html"), (details, "--details")):
+        if file:
+            check_output(file, option)
     begin = perf_counter()
     loaded_job = _load(job, settings or [], global_batch, sequence, image)
     parts = JobParts(loaded_job)
@@ -82,6 +90,7 @@ def plan(
         given_plan = dimension_plan(parts, machines)
     notify = partial(print, file=sys.stderr)
     inputs, profiles = planning_inputs(parts, machines, allow="same" if exact else None, top=top, notify=notify)
+    result = None
     if given_plan:
         report = predict_given_plan(given_plan, with_measured_operators(inputs, profiles), profiles)
     else:
@@ -90,6 +99,11 @@ def plan(
     if output:
         report.ranked[0][0].save(output)
     seconds = round(perf_counter() - begin, 3)
+    if html or details:
+        from meshwright.report.plans.write import write_plan_files
+
+        title = job if is_model_name(job) else Path(job).stem
+        write_plan_files(report, result, inputs, profiles, title=title, seconds=seconds, html=html, details=details)
     if as_json:
         print(json.dumps({**report.to_dict(), "seconds": seconds}), flush=True)
     else:

@@ -20,6 +20,7 @@ from meshwright.planner.search import search, summarize_model
 from meshwright.planner.search_result import MOST_NOT_SIMULATED, PricedPlan, SearchResult, evenly
 from meshwright.profile.structure.splits import ParameterSplit, SplitGroup
 from meshwright.simulator.predict import predict_plan
+from meshwright.simulator.traffic import exchanges
 from tests.planner.cases import (
     ADAMW,
     MOMENTUM,
@@ -32,7 +33,6 @@ from tests.planner.cases import (
     search_plans,
     small_decoder,
 )
-from tests.simulator.traffic import exchanges
 
 PCIE = "8xV100@PCIe3-x16"
 

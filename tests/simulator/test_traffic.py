@@ -8,10 +8,10 @@ import torch
 from meshwright.plan import Plan
 from meshwright.profile.tracing.trace import trace_profile
 from meshwright.simulator.runtime import OUR_RUNTIME, Runtime
+from meshwright.simulator.traffic import Exchange, exchanges
 from meshwright.workloads.text.decoder import Decoder
 from tests.profile.models import scores_loss, small_model
 from tests.simulator.communication.test_exchange import BATCH, HIDDEN, LAYERS, LENGTH, ONE, traced
-from tests.simulator.traffic import Exchange, exchanges
 
 
 def weight_bytes() -> int:

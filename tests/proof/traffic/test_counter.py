@@ -24,11 +24,11 @@ from meshwright.profile.tracing.trace import trace_profile
 from meshwright.profile.values import ModelProfile
 from meshwright.simulator.memory.device_memory import CPU_MEMORY
 from meshwright.simulator.memory.peak import predict_memory
+from meshwright.simulator.traffic import exchanges
 from meshwright.train.session import Session
 from tests.proof.matrix import all_cases, plan_of
 from tests.proof.traffic.counter import CountedCollective, bytes_by_collective, count_traffic, local_bytes
 from tests.ranks import RankPool, ranks
-from tests.simulator.traffic import exchanges
 from tests.zoo import BATCH, ZOO, RandomSamples
 
 Key = tuple[str | None, str]

@@ -21,10 +21,10 @@ from meshwright.simulator.step import StepTime, predict_step
 from meshwright.simulator.tensor.branches import RankWork, branch_messages, branch_rank_profiles, synchronized_step_s
 from meshwright.simulator.tensor.messages import TensorMessage
 from meshwright.simulator.tensor.split_profile import split_profile
+from meshwright.simulator.traffic import exchanges
 from meshwright.train.session import Session
 from tests.proof.traffic.counter import bytes_by_collective, count_traffic, local_bytes
 from tests.ranks import RankPool
-from tests.simulator.traffic import exchanges
 from tests.train.one_process import world
 from tests.zoo import BATCH, ZOO, RandomSamples
 

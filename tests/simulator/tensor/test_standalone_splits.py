@@ -22,7 +22,7 @@ from meshwright.simulator.runtime import OUR_RUNTIME
 from meshwright.simulator.step import predict_step
 from meshwright.simulator.tensor.split_profile import replicate_split_parameters, split_profile, split_shares
 from meshwright.simulator.tensor.standalone_splits import with_standalone_splits
-from tests.simulator.traffic import Exchange, exchanges
+from meshwright.simulator.traffic import Exchange, exchanges
 
 RANKS, BATCH = 4, 8
 IN, WIDE, OUT = 48, 32, 12
