@@ -28,6 +28,7 @@ from meshwright.cli.options import (
     PlanFile,
     Settings,
     Trust,
+    check_output,
     job_argument,
     path_option,
 )
@@ -233,6 +234,13 @@ def prove(
         tuple[Path, Path] | None,
         typer.Option(metavar="RUN_A RUN_B", help="Compare two recorded runs of one job; RUN_A counts as correct."),
     ] = None,
+    output: Annotated[
+        Path | None,
+        path_option("--output", "FILE", "Write every comparison as JSON to this file, not to one in the runs folder."),
+    ] = None,
+    html: Annotated[
+        Path | None, path_option("--html", "FILE", "Write a page with a table of every comparison to this file.")
+    ] = None,
     trust: Trust = False,
     settings: Settings = None,
     as_json: AsJson = False,
@@ -246,14 +254,16 @@ def prove(
         raise InputError("prove needs a JOB, or two recorded runs: --against RUN_A RUN_B")
     if job is None and settings:
         raise InputError(f"--set {settings[0]}: with --against, give the JOB whose field it sets")
+    for file, option in ((output, "--output"), (html, "--html")):
+        if file:
+            check_output(file, option)
     loaded_job = load_plain_job(job, settings or [], "prove") if job is not None else None
     if against is not None:
-        from meshwright.proof.proof import save_proof
         from meshwright.proof.run_comparison import compare_runs as compare
 
         reference, compared = (user_path(run, "--against") for run in against)
         proof = compare(reference, compared, loaded_job, trust)
-        file = save_proof(proof, compared, "against")
+        folder, name = compared, "against"
     else:
         from meshwright.launch.local.fork_server import preloaded
 
@@ -262,7 +272,6 @@ def prove(
         with preloaded("meshwright.proof.record.rank"):
             from meshwright.auto.choose import plan_of_job
             from meshwright.cluster.detect import find_cluster
-            from meshwright.proof.proof import save_proof
             from meshwright.proof.prove import prove as run
             from meshwright.train.job_parts import JobParts
 
@@ -270,8 +279,16 @@ def prove(
             if proof_plan == "auto":
                 proof_plan = plan_of_job(parts, find_cluster(loaded_job.cluster), "auto").plan
             proof = run(loaded_job, proof_plan, ranks=ranks, steps=steps, dtype=dtype, dropout=dropout, parts=parts)
-        file = save_proof(proof, Path(loaded_job.output), loaded_job.name)
-    _print_proof(proof, file, as_json)
+        folder, name = Path(loaded_job.output), loaded_job.name
+    from meshwright.proof.proof import save_proof, write_proof
+
+    saved = write_proof(proof, output) if output else save_proof(proof, folder, name)
+    if html:
+        from meshwright.report.page import write_page
+        from meshwright.report.proof_page import proof_page
+
+        write_page(proof_page(proof.details(), name), html)
+    _print_proof(proof, saved, as_json)
     raise typer.Exit(proof.exit_code)
 
 

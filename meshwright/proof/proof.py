@@ -7,7 +7,7 @@ from typing import Any
 
 from meshwright.files.storage import output_error, write_atomically
 from meshwright.plan import Plan
-from meshwright.proof.compare.errors import Comparison, Difference
+from meshwright.proof.compare.errors import ComparedValue, Comparison, Difference
 from meshwright.train.output.metrics_log import finite_or_none
 
 
@@ -18,7 +18,7 @@ class Proof:
     `plan` is the plan that ran, on `ranks` ranks. If it is a shrunk version of the user's plan, `shrunk` is a sentence
     that says how its axes were changed; otherwise None. `tolerance_is` is the formula of the tolerance with its
     numbers, as text. `against` is the folder of the run that was taken as right, or None if the one-device reference
-    was.
+    was. `values` are all values that were compared, in the order in which they were.
     """
 
     plan: Plan
@@ -31,6 +31,7 @@ class Proof:
     notes: tuple[str, ...]
     shrunk: str | None = None
     against: str | None = None
+    values: tuple[ComparedValue, ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -86,6 +87,10 @@ class Proof:
                 "cause": first.cause,
                 "explanation": first.explanation,
                 "ruled_out": list(first.ruled_out),
+                "fitting": [
+                    {"cause": item.cause, "explanation": item.explanation, "residual": finite_or_none(item.residual)}
+                    for item in first.fitting
+                ],
             },
             "tolerance_is": self.tolerance_is,
             "dtype": self.dtype,
@@ -97,11 +102,25 @@ class Proof:
             "notes": list(self.notes),
         }
 
+    def details(self) -> dict[str, Any]:
+        """The JSON object that is saved: that of `to_dict`, and every compared value as a row of `compared`."""
+        rows = [
+            [value.step, value.what, value.parameter, value.rank, finite_or_none(value.error), value.tolerance]
+            for value in self.values
+        ]
+        columns = ["step", "what", "parameter", "rank", "error", "tolerance"]
+        return {**self.to_dict(), "kind": "proof", "compared": {"columns": columns, "rows": rows}}
+
+
+def write_proof(proof: Proof, path: Path) -> Path:
+    """Writes the proof with every compared value to a file. Returns the path."""
+    write_atomically(path, json.dumps(proof.details(), allow_nan=False))
+    return path
+
 
 def save_proof(proof: Proof, output: Path, name: str) -> Path:
     """Writes the proof to a new numbered file in the folder `output`, such as `runs/mnist-proof-0001.json`. Returns the
     path of the file."""
-    text = json.dumps(proof.to_dict(), indent=1)
     number = 1
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -115,7 +134,7 @@ def save_proof(proof: Proof, output: Path, name: str) -> Path:
     except OSError as error:
         raise output_error(error, output) from None
     try:
-        write_atomically(path, text)
+        write_proof(proof, path)
     except BaseException:
         path.unlink(missing_ok=True)
         raise

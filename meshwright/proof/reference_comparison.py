@@ -54,4 +54,5 @@ class ReferenceComparison(Generic[ReferenceType]):
             comparison=self.comparator.comparison,
             tolerance_is=tolerance_is,
             notes=tuple(self.notes),
+            values=tuple(self.comparator.values),
         )

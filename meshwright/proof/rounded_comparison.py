@@ -308,5 +308,6 @@ def with_exact_cause(proof: Proof, exact: Proof) -> Proof:
         first = replace(first, cause="low_precision", explanation=explanation)
     else:
         explanation = f"in {exact.dtype}: {exact_first.explanation}"
-        first = replace(first, cause=exact_first.cause, explanation=explanation, ruled_out=exact_first.ruled_out)
+        ruled_out, fitting = exact_first.ruled_out, exact_first.fitting
+        first = replace(first, cause=exact_first.cause, explanation=explanation, ruled_out=ruled_out, fitting=fitting)
     return replace(proof, comparison=replace(proof.comparison, first_difference=first))

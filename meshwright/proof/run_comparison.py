@@ -141,6 +141,7 @@ class _RunComparison:
             tolerance_is=str(self.tolerance),
             notes=_notes(self.reference, self.compared, self.request.steps, first.step if first else None),
             against=str(self.reference.folder.path),
+            values=tuple(self.comparator.values),
         )
 
     def _check_shapes(self, start: RecordedStep) -> None:

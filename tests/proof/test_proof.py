@@ -65,7 +65,7 @@ def test_the_headline_says_when_it_differs(step: int, what: str, words: str) -> 
 def test_each_proof_has_a_file_of_its_own(tmp_path: Path) -> None:
     paths = [save_proof(proof, tmp_path / "runs", "mnist") for proof in (RIGHT, WRONG)]
     assert [path.name for path in paths] == ["mnist-proof-0001.json", "mnist-proof-0002.json"]
-    assert json.loads(paths[1].read_text()) == WRONG.to_dict()
+    assert json.loads(paths[1].read_text()) == WRONG.details()
 
 
 def test_a_folder_that_cannot_be_written_is_an_input_error(tmp_path: Path) -> None:

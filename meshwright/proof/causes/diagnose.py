@@ -18,7 +18,7 @@ from meshwright.proof.causes.scale import scaled
 from meshwright.proof.causes.start import different_start
 from meshwright.proof.causes.targets import uneven_targets
 from meshwright.proof.causes.tied import tied_drift
-from meshwright.proof.compare.errors import Difference
+from meshwright.proof.compare.errors import Difference, ExaminedCause
 
 Hypothesis = Callable[[Evidence], Verdict | None]
 
@@ -68,5 +68,9 @@ def diagnose(evidence: Evidence, without: Cause | None = None) -> Difference:
     others = [verdict.cause for verdict in verdicts if verdict is not best]
     also = f" ({', '.join(others).replace('_', ' ')} would explain it, too, but no better)" if others else ""
     return replace(
-        evidence.difference, cause=best.cause, explanation=f"{best.explanation}{also}", ruled_out=tuple(ruled_out)
+        evidence.difference,
+        cause=best.cause,
+        explanation=f"{best.explanation}{also}",
+        ruled_out=tuple(ruled_out),
+        fitting=tuple(ExaminedCause(verdict.cause, verdict.explanation, verdict.residual) for verdict in verdicts),
     )

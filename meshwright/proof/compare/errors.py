@@ -33,13 +33,41 @@ COUNTER_OF: dict[ComparedKind, str] = {
 
 
 @dataclass(frozen=True)
+class ComparedValue:
+    """One loss, gradient, norm, buffer or weight that was compared: its error and the tolerance that applied to it. The
+    value is rank 0's, or that of another rank whose value differs from it."""
+
+    step: int
+    what: ComparedKind
+    parameter: str | None
+    rank: int
+    error: float
+    tolerance: float
+
+    @property
+    def is_equal(self) -> bool:
+        return self.error <= self.tolerance
+
+
+@dataclass(frozen=True)
+class ExaminedCause:
+    """A cause that would explain the first difference: a sentence with its numbers, and the residual, the error that
+    remains after the cause is taken into account."""
+
+    cause: str
+    explanation: str
+    residual: float
+
+
+@dataclass(frozen=True)
 class Difference:
     """The first value that differs by more than the tolerance.
 
     `parameter` is the name of the tensor. For a loss it is the first parameter in backward order whose gradient differs
     as well (None if none does); for a gradient norm it is None. `rank` is the rank whose value differs: 0, unless rank
     0's value is right. `cause`, `explanation` and `ruled_out` are empty until `diagnose` has looked for the cause. Then
-    they are the cause's name, a sentence with the numbers, and the names of the causes that do not fit.
+    they are the cause's name, a sentence with the numbers, and the names of the causes that do not fit. `fitting` are
+    all causes that fit, of which `cause` is the best.
     """
 
     step: int
@@ -50,6 +78,7 @@ class Difference:
     cause: str | None = None
     explanation: str | None = None
     ruled_out: tuple[str, ...] = ()
+    fitting: tuple[ExaminedCause, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -7,20 +7,28 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from meshwright.proof.compare.errors import SMALLEST_SCALE, ComparedKind, Comparison, layer_scales, scaled_error
+from meshwright.proof.compare.errors import (
+    SMALLEST_SCALE,
+    ComparedKind,
+    ComparedValue,
+    Comparison,
+    layer_scales,
+    scaled_error,
+)
 from meshwright.train.output.record_file import RecordedStep
 
 Tensors = dict[str, Tensor]
 
 
 class StepComparator:
-    """Compares recorded steps with expected ones, and collects the result in `comparison`. It compares rank 0's values,
-    and the values of other ranks that differ from rank 0's."""
+    """Compares recorded steps with expected ones, and collects the result in `comparison`, and every compared value in
+    `values`. It compares rank 0's values, and the values of other ranks that differ from rank 0's."""
 
     def __init__(self, model: nn.Module) -> None:
         self.parameters = [name for name, _ in model.named_parameters()]
         self.weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         self.comparison = Comparison()
+        self.values: list[ComparedValue] = []
         self._largest_loss = 0.0
 
     def raise_tolerance(self, tolerance: float) -> None:
@@ -76,6 +84,7 @@ class StepComparator:
     def add(self, step: int, what: ComparedKind, parameter: str | None, error: float, rank: int = 0) -> None:
         """Adds the error of one value to the comparison."""
         self.comparison = self.comparison.with_error(step, what, parameter, error, rank)
+        self.values.append(ComparedValue(step, what, parameter, rank, error, self.comparison.tolerance))
 
 
 def losses_by_rank(recorded: RecordedStep) -> list[tuple[int, Tensor]]:
