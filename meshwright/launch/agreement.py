@@ -2,7 +2,8 @@
 model, or wait for an operation that the others never start.
 
 Every rank writes a small record of texts to the store, and rank 0 compares all of them and writes the verdict, so each
-rank sends and reads as much whatever their number. Without a store, the records go through the process group.
+rank sends and reads as much whatever their number. Records and verdict are signed with the token of the run if another
+launcher has started the ranks. Without a store, the records go through the process group.
 """
 
 import hashlib
@@ -19,8 +20,8 @@ import torch.distributed as dist
 
 from meshwright.errors import CollectiveError, InputError
 from meshwright.exchange import all_gather_values
-from meshwright.launch.launchers.store import describe_ranks
-from meshwright.launch.network.machine import machine_name
+from meshwright.launch.token.admission import describe_ranks
+from meshwright.launch.token.signed_store import read, read_many, write
 
 Record = Mapping[str, str]
 
@@ -37,11 +38,11 @@ def agree(record: Record, rank: int, size: int, store: dist.Store | None, topic:
     elif rank == 0:
         others = _read_records(store, size, topic, timeout_s)
         problem = find_differences([dict(record), *others])
-        store.set(f"{topic}/verdict", json.dumps(problem))
+        write(store, f"{topic}/verdict", json.dumps(problem))
     else:
-        store.set(f"{topic}/{rank}", json.dumps(dict(record)))
+        write(store, f"{topic}/{rank}", json.dumps(dict(record)))
         store.wait([f"{topic}/verdict"], timedelta(seconds=timeout_s))
-        problem = json.loads(store.get(f"{topic}/verdict"))
+        problem = json.loads(read(store, f"{topic}/verdict"))
     if problem:
         raise InputError(problem)
 
@@ -57,7 +58,7 @@ def _read_records(store: dist.Store, size: int, topic: str, timeout_s: float) ->
         raise CollectiveError(
             f"{describe_ranks(missing)} joined, but did not say within {timeout_s:g} s which {topic} they have"
         ) from error
-    return [json.loads(value) for value in store.multi_get(list(keys.values()))]
+    return [json.loads(value) for value in read_many(store, list(keys.values()))]
 
 
 def find_differences(records: Sequence[Record]) -> str:
@@ -105,17 +106,3 @@ def versions() -> Record:
         "meshwright": metadata.version("meshwright"),
         "the code of meshwright": f"sha256 {code.hexdigest()[:12]}",
     }
-
-
-def count_local_ranks(store: dist.Store) -> None:
-    """Counts this rank among those of its machine."""
-    store.add(_machine_key(), 1)
-
-
-def read_local_ranks(store: dist.Store) -> int:
-    """Returns how many ranks have counted themselves on this machine."""
-    return store.add(_machine_key(), 0)
-
-
-def _machine_key() -> str:
-    return f"machine {machine_name()}"

@@ -13,6 +13,7 @@ from meshwright.launch.launchers.torch_variables import OWN_RANK, check_no_torch
 
 FOLDER = "MESHWRIGHT_FOLDER"  # the folder of the rank's log and heartbeat
 SPEAKER = "MESHWRIGHT_SPEAKER"  # the rank that prints to the terminal
+SESSION = "MESHWRIGHT_SESSION"  # what the launchers of several machines (`train --nodes`) have agreed on
 FORK_SERVER_PID = OWN_RANK  # the id of the process that forked this rank
 
 
@@ -65,6 +66,11 @@ def launched_rank_and_store() -> tuple[LaunchedRank, StorePlace]:
 def check_can_be_alone() -> None:
     """Raises an error if this process is no rank, and variables say that torchrun should have started it as one."""
     check_no_torchrun_is_missing(os.environ)
+
+
+def is_on_several_machines() -> bool:
+    """Whether this rank of meshwright's launcher is one of a run on several machines (`train --nodes`)."""
+    return SESSION in os.environ
 
 
 def store_address() -> tuple[str, int]:

@@ -21,7 +21,7 @@ from meshwright.launch.heartbeat import (
     heartbeat_file,
     read_heartbeat,
 )
-from meshwright.launch.output import log_file
+from meshwright.launch.output import log_file, print_to_user
 from meshwright.user_code import is_user_file
 
 if TYPE_CHECKING:
@@ -84,15 +84,25 @@ def failure_from_exception(error: BaseException, rank: int, attempt: int, heartb
 
 def write_record(store: "Store", failure: Failure) -> None:
     """Writes the record to the launcher's store, and returns when the store has it."""
+    from meshwright.launch.token.signed_store import write  # imports torch
+
     key = _record_key(failure.rank, failure.attempt)
-    store.set(key, json.dumps(asdict(failure)))
+    write(store, key, json.dumps(asdict(failure)))
     store.get(key)  # `set` does not wait for an answer, and the rank is about to end
 
 
 def read_record(store: "Store", rank: int, attempt: int) -> Failure | None:
     """Returns the rank's failure in this attempt; None if none was recorded."""
+    from meshwright.launch.token.signed_store import StrangerError, read  # imports torch
+
     key = _record_key(rank, attempt)
-    return Failure(**json.loads(store.get(key))) if store.check([key]) else None
+    if not store.check([key]):
+        return None
+    try:
+        return Failure(**json.loads(read(store, key)))
+    except StrangerError as error:
+        print_to_user(f"refused: {error}")
+        return None
 
 
 def delete_record(store: "Store", rank: int, attempt: int) -> None:

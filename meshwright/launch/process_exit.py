@@ -9,12 +9,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from typing import NoReturn
 
 from meshwright.errors import MeshwrightError
 from meshwright.launch import output
-from meshwright.launch.environment import Environment, store_address
+from meshwright.launch.environment import Environment
 from meshwright.launch.failure import Failure, failure_from_exception, write_record
 from meshwright.launch.heartbeat import Heartbeat
 
@@ -87,9 +86,9 @@ def record_failure_and_exit(error: BaseException, env: Environment, heartbeat: H
 
 def _send_to_launcher(failure: Failure) -> None:
     # Imported here, because it imports torch, and the command that forks the fork server must not have done that.
-    from meshwright.launch.loopback import connect_store
+    from meshwright.launch.token.machines import connect_launcher_store
 
-    write_record(connect_store(*store_address(), timedelta(seconds=_RECORD_S)), failure)
+    write_record(connect_launcher_store(_RECORD_S), failure)
 
 
 def _write_to_log(failure: Failure) -> None:

@@ -9,17 +9,19 @@ import torch.distributed as dist
 
 from meshwright.errors import InputError
 from meshwright.launch import environment, loopback
-from meshwright.launch.agreement import agree, count_local_ranks, read_local_ranks, versions
-from meshwright.launch.launchers.launched_rank import LaunchedRank
+from meshwright.launch.agreement import agree, versions
 from meshwright.launch.launchers.store import open_store
 from meshwright.launch.launchers.store_place import StorePlace
 from meshwright.launch.network.interface import use_interface, use_interface_towards
 from meshwright.launch.network.machine import rank_by_machine
+from meshwright.launch.token.admission import enter
+from meshwright.launch.token.run_token import find_token
+from meshwright.launch.token.signed_store import SignedStore
 from meshwright.launch.torch_private import add_gloo_for_cpu_tensors
 
 # A process that has left its group may join again: it uses the same store of another launcher's ranks, which it serves
 # if it is rank 0, and other keys in it.
-_stores: dict[StorePlace, dist.Store] = {}
+_stores: dict[StorePlace, SignedStore] = {}
 _joins = itertools.count()
 
 
@@ -51,8 +53,9 @@ def rank_count() -> int:
 def join(device: str, timeout_s: float) -> World:
     """Joins the process group that the environment variables describe. If this process is in a process group already,
     because the script, Ray Train or an earlier session has made it, that one is used. A process that no launcher
-    started and that is in no process group is a world of one rank. Ranks of another launcher than meshwright's first
-    agree on the versions of torch and meshwright; on several machines, they are numbered machine by machine."""
+    started and that is in no process group is a world of one rank. Ranks of another launcher than meshwright's, and
+    those on several machines, first show each other the token of the run, and agree on the versions of torch and
+    meshwright; on several machines, they are numbered machine by machine."""
     env = environment.read_environment()
     if dist.is_initialized():
         return _world_of_group(device, env)
@@ -62,7 +65,12 @@ def join(device: str, timeout_s: float) -> World:
         return World(0, 0, 1, 1, 0, torch_device, None)
     timeout, number, local_size = timedelta(seconds=timeout_s), env.rank, env.local_size
     if env.fork_server_pid is not None:
-        store = _attempts_own(loopback.connect_store(*environment.store_address(), timeout), env.attempt)
+        store: dist.Store = loopback.connect_store(*environment.store_address(), timeout)
+        # The store outlives a restart: without a prefix, new ranks would read the addresses of the previous attempt.
+        store = dist.PrefixStore(f"attempt{env.attempt}", store)
+        if environment.is_on_several_machines():
+            store = enter(store, find_token(False), env.rank, env.size, "train --nodes", timeout_s)
+            agree(versions(), env.rank, env.size, store, "versions", timeout_s)
     else:
         rank, place = environment.launched_rank_and_store()
         if rank.is_on_one_machine:
@@ -71,10 +79,11 @@ def join(device: str, timeout_s: float) -> World:
             use_interface_towards(place.host)
         if place not in _stores:
             _stores[place] = open_store(rank, place, timeout_s)
-        store = dist.PrefixStore(f"join{next(_joins)}", _attempts_own(_stores[place], env.attempt))
-        local_size = _agree_on_versions(rank, store, timeout_s)
+        store = _stores[place].part(f"attempt{env.attempt}/join{next(_joins)}")
+        agree(versions(), rank.rank, rank.size, store, "versions", timeout_s)
         if not rank.is_on_one_machine:
-            number = rank_by_machine(rank.rank, rank.size, store, timeout_s)
+            number, ranks_here = rank_by_machine(rank.rank, rank.size, store, timeout_s)
+            local_size = ranks_here if rank.counts_local_ranks else local_size
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if torch_device.type == "cuda" else "gloo",
         store=store,
@@ -83,20 +92,6 @@ def join(device: str, timeout_s: float) -> World:
         timeout=timeout,
     )
     return World(number, env.local_rank, env.size, local_size, env.attempt, torch_device, store)
-
-
-def _attempts_own(store: dist.Store, attempt: int) -> dist.Store:
-    """Returns the part of the store that this attempt uses. The store outlives a restart: without a prefix, new ranks
-    would read the addresses of the previous attempt."""
-    return dist.PrefixStore(f"attempt{attempt}", store)
-
-
-def _agree_on_versions(rank: LaunchedRank, store: dist.Store, timeout_s: float) -> int:
-    """Returns the number of ranks on this machine, when all ranks have agreed on their versions."""
-    if rank.counts_local_ranks:
-        count_local_ranks(store)
-    agree(versions(), rank.rank, rank.size, store, "versions", timeout_s)
-    return read_local_ranks(store) if rank.counts_local_ranks else rank.local_size
 
 
 def _world_of_group(device: str, env: environment.Environment) -> World:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.errors import InputError
-from meshwright.launch.agreement import agree, count_local_ranks, find_differences, read_local_ranks, versions
+from meshwright.launch.agreement import agree, find_differences, versions
 from meshwright.plan import Axes, Plan
 from meshwright.train.job_agreement import agree_on_job
 from tests.ranks import RankPool
@@ -49,13 +49,6 @@ def test_differences_are_grouped_and_limited() -> None:
 def test_the_versions_of_torch_and_meshwright_are_compared() -> None:
     assert versions()["torch"] == torch.__version__
     assert versions()["the code of meshwright"].startswith("sha256 ")
-
-
-def test_ranks_count_how_many_are_on_their_machine() -> None:
-    store = dist.HashStore()
-    for _ in range(3):
-        count_local_ranks(store)
-    assert read_local_ranks(store) == 3
 
 
 def differing_jobs(rank: int, size: int, change: dict[str, Any], plans: bool) -> str:

@@ -7,7 +7,6 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -15,82 +14,68 @@ from pathlib import Path
 import torch.distributed as dist
 
 from meshwright.errors import CollectiveError, InputError
+from meshwright.files.trust import sign
 from meshwright.launch.launchers.launched_rank import LaunchedRank
 from meshwright.launch.launchers.store_place import StorePlace
 from meshwright.launch.loopback import ADDRESS, connect_store, serve_store
+from meshwright.launch.token.admission import enter
+from meshwright.launch.token.run_token import find_token
+from meshwright.launch.token.signed_store import SignedStore
 
 _POLL_S = 0.05
 _CONNECT_S = 10.0  # to a port on this machine at which rank 0 listens already
-_MOST_NAMED = 8
+_LAUNCH = "launch"  # the key in the store of a text that only this store has
 
 
-def open_store(rank: LaunchedRank, place: StorePlace, timeout_s: float) -> dist.Store:
-    """Returns the store of the ranks. On rank 0, it returns when all ranks have connected."""
-    timeout = timedelta(seconds=timeout_s)
+def open_store(rank: LaunchedRank, place: StorePlace, timeout_s: float) -> SignedStore:
+    """Returns the store of the ranks, when this rank and rank 0 have shown each other that they have the token of the
+    run. On rank 0, it returns when all ranks have joined."""
     if place.file is not None:
-        if rank.rank != 0:
-            return _arrived(_store_of_file(place.file, timeout_s), rank.rank)
-        store, port = serve_store()
-        store.set("token", token := secrets.token_hex(16))
-        _write_port(place.file, port, token)
-    elif place.is_served or rank.rank != 0:
+        return _open_by_file(rank, place.file, timeout_s)
+    token = find_token(rank.is_on_one_machine)
+    if place.is_served or rank.rank != 0:
         host = ADDRESS if rank.is_on_one_machine and not place.is_served else place.host
-        store = connect_store(host, place.port, timeout)
+        store: dist.Store = connect_store(host, place.port, timedelta(seconds=timeout_s))
     else:
         store = _serve(rank, place)
+    if place.is_served:  # such a store outlives a restart
+        store = dist.PrefixStore(f"attempt{rank.attempt}", store)
+    return enter(store, token, rank.rank, rank.size, rank.launcher, timeout_s)
+
+
+def _open_by_file(rank: LaunchedRank, file: Path, timeout_s: float) -> SignedStore:
+    if rank.rank != 0:
+        store, token = _store_of_file(file, timeout_s)
+        return enter(store, token.encode(), rank.rank, rank.size, rank.launcher, timeout_s)
+    store, port = serve_store()
+    token = secrets.token_hex(16)
+    store.set(_LAUNCH, _launch_of(token))
+    _write_port(file, port, token)
     try:
-        # A store that the launcher serves outlives a restart.
-        arrivals = dist.PrefixStore(f"attempt{rank.attempt}", store) if place.is_served else store
-        _arrived(arrivals, rank.rank)
-        if rank.rank == 0:
-            _wait_for_ranks(arrivals, rank, timeout_s)
+        return enter(store, token.encode(), 0, rank.size, rank.launcher, timeout_s)
     finally:
-        if place.file is not None:
-            place.file.unlink(missing_ok=True)
-    return store
-
-
-def _arrived(store: dist.Store, rank: int) -> dist.Store:
-    store.set(f"arrived/{rank}", "1")
-    return store
-
-
-def _wait_for_ranks(store: dist.Store, rank: LaunchedRank, timeout_s: float) -> None:
-    keys = {other: f"arrived/{other}" for other in range(rank.size)}
-    try:
-        store.wait(list(keys.values()), timedelta(seconds=timeout_s))
-    except dist.DistError as error:
-        missing = [other for other, key in keys.items() if not store.check([key])]
-        raise CollectiveError(
-            f"rank 0 waited {timeout_s:g} s for the {rank.size} ranks of {rank.launcher}, and {describe_ranks(missing)}"
-            " did not join"
-        ) from error
-
-
-def describe_ranks(ranks: Iterable[int]) -> str:
-    """Returns `rank 3`, `ranks 3 and 5`, or the first ones and how many more there are."""
-    names = [str(rank) for rank in ranks]
-    if len(names) == 1:
-        return f"rank {names[0]}"
-    if len(names) > _MOST_NAMED:
-        return f"ranks {', '.join(names[:_MOST_NAMED])} and {len(names) - _MOST_NAMED} more"
-    return f"ranks {', '.join(names[:-1])} and {names[-1]}"
+        file.unlink(missing_ok=True)
 
 
 # ---- the port in a file
 
 
+def _launch_of(token: str) -> str:
+    return sign(token.encode(), b"launch")
+
+
 def _write_port(file: Path, port: int, token: str) -> None:
-    """Writes the port for the other ranks of this machine, and a random text that only this store has."""
+    """Writes the port and the token for the other ranks of this machine; only this user can read them."""
     draft = file.with_name(f"{file.name}-{os.getpid()}")
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as stream:
         json.dump({"port": port, "token": token}, stream)
     draft.replace(file)
 
 
-def _store_of_file(file: Path, timeout_s: float) -> dist.Store:
-    """Waits until rank 0 has written its port, and connects to it. A file of an earlier launch, whose rank 0 was killed
-    before it could remove it, has the port of no store, or of one without its token."""
+def _store_of_file(file: Path, timeout_s: float) -> tuple[dist.Store, str]:
+    """Waits until rank 0 has written its port, and connects to it. Returns the store and the token. A file of an
+    earlier launch, whose rank 0 was killed before it could remove it, has the port of no store, or of that of another
+    launch."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         with suppress(OSError, ValueError, KeyError, dist.DistError):
@@ -98,9 +83,10 @@ def _store_of_file(file: Path, timeout_s: float) -> dist.Store:
             address = (ADDRESS, int(content["port"]))
             socket.create_connection(address, _CONNECT_S).close()  # a TCPStore would try again for long
             store = connect_store(*address, timedelta(seconds=min(timeout_s, _CONNECT_S)))
-            if store.check(["token"]) and store.get("token").decode() == content["token"]:
+            token = str(content["token"])
+            if store.check([_LAUNCH]) and store.get(_LAUNCH) == _launch_of(token).encode():
                 store.set_timeout(timedelta(seconds=timeout_s))
-                return store
+                return store, token
         time.sleep(_POLL_S)
     raise CollectiveError(
         f"rank 0 did not write its port to {file} within {timeout_s:g} s: the ranks of a launch on one machine find"

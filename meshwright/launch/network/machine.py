@@ -8,10 +8,13 @@ machine by machine, before they make their process group. Most launchers number 
 import json
 import os
 import socket
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
+
+from meshwright.launch.token.signed_store import read, read_many, write
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
@@ -25,17 +28,23 @@ def machine_name() -> str:
     return f"{socket.gethostname()} {boot} {network}"
 
 
-def rank_by_machine(rank: int, size: int, store: dist.Store, timeout_s: float, machine: str | None = None) -> int:
-    """Returns the number that this rank has if all are numbered machine by machine: the machines in the order of their
-    lowest ranks, and the ranks of each in their order. All ranks call this. `machine` is this machine's name."""
-    store.set(f"machine/{rank}", machine or machine_name())
+def rank_by_machine(
+    rank: int, size: int, store: dist.Store, timeout_s: float, machine: str | None = None
+) -> tuple[int, int]:
+    """Returns the number that this rank has if all are numbered machine by machine, and how many ranks its machine has:
+    the machines in the order of their lowest ranks, and the ranks of each in their order. All ranks call this.
+    `machine` is this machine's name."""
+    here = machine or machine_name()
+    write(store, f"machine/{rank}", here)
     if rank == 0:
         keys = [f"machine/{other}" for other in range(size)]
         store.wait(keys, timedelta(seconds=timeout_s))
-        store.set("ranks by machine", json.dumps(order_by_machine([name.decode() for name in store.multi_get(keys)])))
-    store.wait(["ranks by machine"], timedelta(seconds=timeout_s))
-    order: list[int] = json.loads(store.get("ranks by machine"))
-    return order.index(rank) if order else rank
+        machines = [name.decode() for name in read_many(store, keys)]
+        write(store, "machines", json.dumps({"order": order_by_machine(machines), "ranks": Counter(machines)}))
+    store.wait(["machines"], timedelta(seconds=timeout_s))
+    result = json.loads(read(store, "machines"))
+    order: list[int] = result["order"]
+    return order.index(rank) if order else rank, result["ranks"][here]
 
 
 def order_by_machine(machines: list[str]) -> list[int]:

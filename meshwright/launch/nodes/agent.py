@@ -7,16 +7,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
+from meshwright.launch.environment import SESSION
 from meshwright.launch.failure import Failure, is_consequence, read_record
 from meshwright.launch.local.agent import POLL_S, Agent
 from meshwright.launch.local.fork_server import ForkedRank, ForkServer
 from meshwright.launch.nodes.rendezvous import NodeRendezvous
 from meshwright.launch.output import print_to_user
 from meshwright.launch.signals import StopRequest
+from meshwright.launch.token.machines import MachinesStore
+from meshwright.launch.token.signed_store import StrangerError
 from meshwright.launch.torch_private import elastic_processes_of
 
 _NO_FOLDER = Path("/dev/null/no folder")  # rank 0 chooses the folder of heartbeats, which this process does not know
@@ -31,13 +33,14 @@ class NodeAgent(Agent):
         self,
         spec: WorkerSpec,
         server: ForkServer,
-        store: dist.Store,
+        store: MachinesStore,
         grace_s: float,
         stop: StopRequest,
         rendezvous: NodeRendezvous,
     ) -> None:
         super().__init__(spec, server, store, _NO_FOLDER, grace_s, stop)
         self._rendezvous_handler = rendezvous
+        self._machines = store
         self._round = 0
         self._has_failed = False
 
@@ -46,7 +49,9 @@ class NodeAgent(Agent):
         return super()._start_workers(worker_group)
 
     def _start_rank(self, arguments: Sequence[str], environment: Mapping[str, str]) -> ForkedRank:
-        return super()._start_rank(arguments, {**environment, "TORCHELASTIC_RESTART_COUNT": str(self._round)})
+        return super()._start_rank(
+            arguments, {**environment, "TORCHELASTIC_RESTART_COUNT": str(self._round), SESSION: self._machines.session}
+        )
 
     @property
     def _attempt(self) -> int:
@@ -96,7 +101,7 @@ class NodeAgent(Agent):
         """Tells machine 0 that the ranks here have ended. Machine 0 waits for all others, because it has the store."""
         group = self._worker_group
         try:
-            self._records.set(f"end of node {group.group_rank} in attempt {self._round}", "1")
+            self._machines.write(f"end of node {group.group_rank} in attempt {self._round}", "1")
             if self._rendezvous_handler.node.rank:
                 return
             keys = [f"end of node {number} in attempt {self._round}" for number in range(group.group_world_size or 1)]
@@ -113,7 +118,13 @@ class NodeAgent(Agent):
     def result(self) -> dict[str, Any] | None:
         """Returns the result that rank 0 has written to the store; None if the run has not finished."""
         key = result_key(self._round)
-        result: dict[str, Any] | None = json.loads(self._records.get(key)) if self._records.check([key]) else None
+        if not self._machines.check([key]):
+            return None
+        try:
+            result: dict[str, Any] | None = json.loads(self._machines.read(key))
+        except StrangerError as error:
+            print_to_user(f"refused: {error}")
+            return None
         return result
 
 

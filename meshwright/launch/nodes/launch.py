@@ -3,13 +3,11 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGTERM
 from types import MappingProxyType
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -23,14 +21,17 @@ from meshwright.launch import environment as variables
 from meshwright.launch.failure import Failure, to_error
 from meshwright.launch.local.fork_server import ForkServer, fork_server
 from meshwright.launch.local.launch import quiet_elastic
-from meshwright.launch.loopback import connect_store
 from meshwright.launch.network.interface import interface_variables
 from meshwright.launch.nodes.agent import NodeAgent, result_key
 from meshwright.launch.nodes.rendezvous import Node, join_rendezvous, reach_store, serve_store
 from meshwright.launch.output import print_to_user
 from meshwright.launch.signals import StopRequest
+from meshwright.launch.token.machines import Greeter, MachinesStore, connect_launcher_store, read_greeting
+from meshwright.launch.token.run_token import find_token
+from meshwright.launch.token.signed_store import write
 
 _MONITOR_S = 0.1
+_RESULT_S = 60.0  # how long rank 0 waits for the launcher to take its result
 _LOGS = Path("logs of the run's folder")
 
 
@@ -68,13 +69,14 @@ def launch_node(
         quiet_elastic(),
         variables.environment_variables({**_rank_variables(node, settings), **environment}),
     ):
-        store = _meet(node, settings, check)
+        token = find_token(is_on_one_machine=False)
+        store, look = _meet(node, token, settings, check)
         for lost in range(1, settings.restarts + 2):
             if lost > 1 and node.rank:
-                store = _meet(node, settings, check)
+                store, look = _meet(node, token, settings, check)
             try:
                 with fork_server(module) as server:
-                    return _run(module, arguments, node, settings, store, server, stop, check)
+                    return _run(module, arguments, node, settings, store, server, stop, check, look)
             except RendezvousConnectionError:
                 who = f"machine 0, at {node.address}," if node.rank else "another machine"
                 if lost <= settings.restarts:
@@ -86,20 +88,24 @@ def write_result(result: Mapping[str, Any] | None) -> None:
     """Called by rank 0 at the end of its work: tells the launchers of all machines the result; None if the run was
     stopped before its end."""
     env = variables.read_environment()
-    store = connect_store(*variables.store_address(), timedelta(seconds=60))
+    store = connect_launcher_store(_RESULT_S)
     key = result_key(env.attempt)
-    store.set(key, json.dumps(result))
+    write(store, key, json.dumps(result))
     store.get(key)  # `set` does not wait for an answer, and the rank is about to end
 
 
-def _meet(node: Node, settings: NodeSettings, check: Callable[[], None]) -> dist.Store:
+def _meet(
+    node: Node, token: bytes, settings: NodeSettings, check: Callable[[], None]
+) -> tuple[MachinesStore, Callable[[], None]]:
+    """Returns the store of the machines, and what this machine has to call again and again."""
     if node.rank == 0:
-        store = serve_store(node.address)
+        greeter = Greeter(serve_store(node.address), token)
         if node.nodes.most > 1:
             print_to_user(f"node 0 of {node.nodes}: the others join at --rendezvous {node.address}")
-        return store
+        return greeter.signed, greeter.look
     print_to_user(f"node {node.rank} of {node.nodes}: joining at {node.address}")
-    return reach_store(node.address, settings.timeout_s, check)
+    store = reach_store(node.address, settings.timeout_s, check)
+    return read_greeting(store, token, node.rank, f"--rendezvous {node.address}", check), lambda: None
 
 
 def _run(
@@ -107,14 +113,15 @@ def _run(
     arguments: Sequence[str],
     node: Node,
     settings: NodeSettings,
-    store: dist.Store,
+    store: MachinesStore,
     server: ForkServer,
     stop: StopRequest,
     check: Callable[[], None],
+    look: Callable[[], None],
 ) -> dict[str, Any]:
     """Runs the ranks of this machine until those of all machines have finished. Raises a `RendezvousConnectionError` if
     the machine that has the store is lost."""
-    rendezvous = join_rendezvous(node, store, settings.timeout_s, check)
+    rendezvous = join_rendezvous(node, store, settings.timeout_s, check, look)
     spec = WorkerSpec(
         role="rank",
         local_world_size=node.local_ranks,

@@ -19,6 +19,7 @@ from meshwright.errors import InputError, RankError
 from meshwright.launch.loopback import connect_store
 from meshwright.launch.nodes.address import Address, NodeCount
 from meshwright.launch.nodes.rendezvous_state import JsonBackend
+from meshwright.launch.token.signed_store import SignedStore
 
 _ATTEMPT_S = 1.0  # how long one attempt to reach the store may take
 _LOST_S = 60.0  # how long an answer of the store may take
@@ -37,10 +38,12 @@ class Node:
 
 
 class NodeRendezvous(DynamicRendezvousHandler):
-    """Torch's rendezvous, except that ranks use its own store. `node` and `backend` are set by `join_rendezvous`."""
+    """Torch's rendezvous, except that ranks use its own store. `node`, `backend` and `signed`, its store, are set by
+    `join_rendezvous`."""
 
     node: Node
     backend: JsonBackend
+    signed: SignedStore
 
     def _create_tcp_store_server(self, master_addr: Any, master_port: Any) -> Any:
         return self._store  # torch would listen on every interface of this machine
@@ -68,16 +71,18 @@ class NodeRendezvous(DynamicRendezvousHandler):
 
     def _check_numbers(self, info: RendezvousInfo) -> None:
         """Raises an `InputError` on all machines if two have the same number."""
-        info.store.set(f"number of node {info.rank}", str(self.node.rank))
-        numbers = [int(info.store.get(f"number of node {place}")) for place in range(info.world_size)]
+        store = self.signed.part(f"round {self.round}")
+        store.write(f"number of node {info.rank}", str(self.node.rank))
+        numbers = [int(store.read(f"number of node {place}")) for place in range(info.world_size)]
         if repeated := sorted({number for number in numbers if numbers.count(number) > 1}):
             raise InputError(f"--node-rank {repeated[0]} was given on two machines: give each another number")
 
 
-def _check_command(node: Node, store: dist.Store) -> None:
+def _check_command(node: Node, store: SignedStore) -> None:
     """Raises an `InputError` if this machine's command differs from that of the machine that has come first."""
     for what, here in (("--nodes", str(node.nodes)), ("the job's name", node.job)):
-        there = store.compare_set(f"command: {what}", "", here).decode(errors="replace")
+        name = f"command: {what}"
+        there = store.checked(name, store.compare_set(name, "", store.signed(name, here))).decode()
         if there != here:
             raise InputError(
                 f"{what} is {here} here (--node-rank {node.rank}), but {there} on the machine that came first to"
@@ -85,10 +90,17 @@ def _check_command(node: Node, store: dist.Store) -> None:
             )
 
 
-def join_rendezvous(node: Node, store: dist.Store, timeout_s: float, check: Callable[[], None]) -> NodeRendezvous:
-    """Returns the rendezvous of the machines in a store. `check` is called while it waits for other machines."""
+def join_rendezvous(
+    node: Node,
+    store: SignedStore,
+    timeout_s: float,
+    check: Callable[[], None],
+    look: Callable[[], None] = lambda: None,
+) -> NodeRendezvous:
+    """Returns the rendezvous of the machines in a store. `check` is called while it waits for other machines, and
+    `look` every second, as long as it exists."""
     _check_command(node, store)
-    backend = JsonBackend(store, check)
+    backend = JsonBackend(store, check, look)
     handler: NodeRendezvous = NodeRendezvous.from_backend(
         run_id="meshwright",
         store=store,
@@ -98,7 +110,7 @@ def join_rendezvous(node: Node, store: dist.Store, timeout_s: float, check: Call
         local_addr=f"{node.rank:06d} {platform.node()}",  # machines are ordered by this text
         timeout=RendezvousTimeout(join=timedelta(seconds=timeout_s)),
     )
-    handler.node, handler.backend = node, backend
+    handler.node, handler.backend, handler.signed = node, backend, store
     return handler
 
 

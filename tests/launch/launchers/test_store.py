@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 from meshwright.errors import CollectiveError, InputError
 from meshwright.launch.launchers.launched_rank import LaunchedRank
-from meshwright.launch.launchers.store import describe_ranks, open_store
+from meshwright.launch.launchers.store import open_store
 from meshwright.launch.launchers.store_place import StorePlace, find_store_place
 from meshwright.launch.launchers.table import read_launched_rank
+from meshwright.launch.token.admission import describe_ranks
 from tests.launch.launchers.test_table import MPICH, OPEN_MPI, SRUN, TORCHRUN
 
 TIMEOUT_S = 30.0

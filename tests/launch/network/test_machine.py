@@ -22,8 +22,12 @@ def test_ranks_are_ordered_by_the_lowest_rank_of_their_machine(machines: str, or
     assert order_by_machine(list(machines)) == order
 
 
-@pytest.mark.parametrize(("machines", "numbers"), [("abab", [0, 2, 1, 3]), ("aabb", [0, 1, 2, 3])])
-def test_every_rank_gets_its_number_through_the_store(machines: str, numbers: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("machines", "numbers"), [("abab", [(0, 2), (2, 2), (1, 2), (3, 2)]), ("aaab", [(0, 3), (1, 3), (2, 3), (3, 1)])]
+)
+def test_every_rank_gets_its_number_and_the_size_of_its_machine_through_the_store(
+    machines: str, numbers: list[tuple[int, int]]
+) -> None:
     store = dist.HashStore()
     with ThreadPoolExecutor(len(machines)) as pool:
         given = pool.map(lambda rank: rank_by_machine(rank, len(machines), store, 10, machines[rank]), range(4))

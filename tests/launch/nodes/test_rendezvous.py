@@ -9,18 +9,25 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousStateError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState
 
 from meshwright.errors import InputError, RankError, Stopped
 from meshwright.launch.nodes.address import Address, NodeCount
 from meshwright.launch.nodes.rendezvous import Node, join_rendezvous, reach_store, serve_store
 from meshwright.launch.nodes.rendezvous_state import JsonBackend
+from meshwright.launch.token.signed_store import SignedStore
 from tests.launch.nodes.ports import free_port
+from tests.launch.token.stranger import put
 
 TWO = NodeCount(2, 2)
 
 
 def node(rank: int, nodes: NodeCount = TWO, job: str = "toy") -> Node:
     return Node(rank, nodes, Address("127.0.0.1", 29500), job, 1)
+
+
+def signed_store() -> SignedStore:
+    return SignedStore(dist.HashStore(), b"key")
 
 
 def do_nothing() -> None:
@@ -57,7 +64,7 @@ def test_a_store_that_nobody_serves_is_waited_for() -> None:
     with pytest.raises(Stopped):
         reach_store(address, 1000, stop)
     with pytest.raises(Stopped):
-        join_rendezvous(node(0), dist.HashStore(), 1000, stop).next_rendezvous()
+        join_rendezvous(node(0), signed_store(), 1000, stop).next_rendezvous()
 
 
 class Attack:
@@ -65,13 +72,46 @@ class Attack:
         return (pytest.fail, ("a stranger's pickle was executed",))
 
 
-@pytest.mark.parametrize("written", [pickle.dumps(Attack()), b"{}", b"[]", b'{"round": "x"}', b"\xff"])
-def test_what_a_stranger_writes_is_not_executed(written: bytes) -> None:
-    store = dist.HashStore()
+@pytest.mark.parametrize("written", [pickle.dumps(Attack()), b"{}", b"null", b'{"round": "x"}', b"\xff", None])
+def test_a_state_that_a_stranger_writes_repeats_or_deletes_is_replaced(
+    written: bytes | None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    store = signed_store()
     backend = JsonBackend(store, do_nothing)
-    store.set("rendezvous", written.decode("latin-1"))
-    with pytest.raises(RendezvousStateError, match="damaged"):
-        backend.get_state()
+    assert backend.get_state() is None
+    state = _RendezvousState()
+    for number in range(3):
+        state.round = number
+        earlier = store.get("rendezvous")
+        current = backend.get_state()
+        assert backend.set_state(pickle.dumps(state), current and current[1])
+    for stranger in (written, earlier):
+        if stranger is None:
+            store.delete_key("rendezvous")
+        else:
+            put(store, "rendezvous", stranger)
+        restored = backend.get_state()
+        assert restored is not None
+        assert pickle.loads(restored[0]).round == 2
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[-1] == "refused: a stranger has repeated an earlier state of the rendezvous"
+    assert written is None or "'rendezvous' in the store of the ranks was not written with the token" in lines[0]
+
+
+def test_a_machine_that_has_seen_no_state_waits_until_another_one_has_replaced_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = signed_store()
+    first, second = JsonBackend(store, do_nothing), JsonBackend(store, do_nothing)
+    written = first.set_state(pickle.dumps(_RendezvousState()))
+    assert written is not None
+    store.set("rendezvous", "of a stranger")
+    monkeypatch.setattr("time.sleep", lambda _: first.get_state())
+    assert second.get_state() == written[:2]
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    store.set("rendezvous", "of a stranger")
+    with pytest.raises(RendezvousStateError, match="a stranger writes the state of the rendezvous"):
+        JsonBackend(store, do_nothing).get_state()
 
 
 def meet(*nodes: Node) -> list[Any]:
@@ -79,9 +119,9 @@ def meet(*nodes: Node) -> list[Any]:
     round of each meeting, or the error that it raises."""
     address = Address("127.0.0.1", free_port())
     served = serve_store(address)
-    stores = [reach_store(address, 30, do_nothing) for _ in nodes]
+    stores = [SignedStore(reach_store(address, 30, do_nothing), b"key") for _ in nodes]
 
-    def join(machine: Node, store: dist.Store) -> Any:
+    def join(machine: Node, store: SignedStore) -> Any:
         rendezvous = join_rendezvous(machine, store, 30, do_nothing)
         try:
             first = rendezvous.next_rendezvous()
@@ -116,7 +156,7 @@ def test_a_number_that_two_machines_have_is_refused_on_both() -> None:
     ],
 )
 def test_a_command_that_differs_from_the_first_one_is_refused(other: Node, complaint: str) -> None:
-    store = dist.HashStore()
+    store = signed_store()
     join_rendezvous(node(0), store, 30, do_nothing)
     with pytest.raises(InputError, match=re.escape(complaint)):
         join_rendezvous(other, store, 30, do_nothing)

@@ -1,12 +1,15 @@
 """Two commands `meshwright train --nodes 2` on this machine train as one run, also when one of them is killed."""
 
 import signal
+import socket
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from meshwright.checkpoint.load import find_newest_valid
+from meshwright.launch.loopback import connect_store
 from meshwright.train.output.folder import RunFolder
 from tests.forking.forked import Process
 from tests.launch.nodes.ports import free_port
@@ -34,7 +37,8 @@ class Machines:
     """Starts the command of each machine, all of them on this one, with one rank each."""
 
     def __init__(self, folder: Path, nodes: str = "2", job: dict[str, Any] = TWO_RANKS) -> None:
-        self._options = ("--nodes", nodes, "--rendezvous", f"127.0.0.1:{free_port()}")
+        self.port = free_port()
+        self._options = ("--nodes", nodes, "--rendezvous", f"127.0.0.1:{self.port}")
         self._folder = folder
         self._job = job
         self.run = RunFolder(folder / "runs" / "toy-0001")
@@ -43,19 +47,41 @@ class Machines:
         return commands.start(self._folder, self._job, 1, *self._options, "--node-rank", str(node_rank))[0]
 
 
+def disturb(port: int) -> None:
+    """Does what a stranger can do who reaches the store: sends junk, and writes to all names that the launchers use."""
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(b"GET / HTTP/1.0\r\n\r\n" * 100)
+    store = connect_store("127.0.0.1", port, timedelta(seconds=30))
+    store.queue_push("refusals", "junk")
+    names = [name for name in store.list_keys() if name.rpartition("/")[2] in ("rendezvous", "greeting")]
+    assert len(names) == 2
+    for name in names:
+        store.set(name, "of a stranger")
+    store.set("rendezvous", '{"closed": true}')
+    store.set("failure of rank 1 in attempt 0", "{}")
+
+
 def finish(process: Process) -> tuple[str, str]:
     out, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
     return out, err
 
 
-def test_two_commands_train_as_one(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+def test_two_commands_train_as_one_whatever_a_stranger_does_in_their_store(
+    tmp_path: Path, undisturbed: dict[str, Any]
+) -> None:
     machines = Machines(tmp_path)
     second, first = machines.start(1), machines.start(0)
+    wait_for(machines.run, rank=1, step=2)
+    disturb(machines.port)
     result, err = commands.finish(first, STEPS)
     assert (result["run"], result["restarts"]) == (str(machines.run.path), 0)
     assert "training on 2 CPU ranks" in err
-    assert finish(second)[0] == "", "rank 0 prints the result"
+    assert "refused: a process that is no machine came without the token of this run" in err
+    out, other_err = finish(second)
+    assert out == "", "rank 0 prints the result"
+    refusal = "refused: 'rendezvous' in the store of the ranks was not written with the token of this run"
+    assert refusal in err + other_err, "whichever machine has seen it first"
     assert_same(final_state(machines.run), undisturbed)
 
 
