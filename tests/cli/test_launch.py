@@ -18,13 +18,17 @@ def test_only_the_file_is_on_stdout(folder: Path, run_command: RunCommand) -> No
     words = ("launch", "kubernetes", "job.yaml", "--plan", "plan.yaml", "--nodes", "2", "--image", "toy")
     printed = run_command(*words)
     assert printed.exit_code == 0, printed.stderr
-    trainer = yaml.safe_load(printed.stdout)["spec"]["trainer"]
+    secret, train_job = yaml.safe_load_all(printed.stdout)
+    trainer = train_job["spec"]["trainer"]
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 2)
     assert trainer["command"][4:] == ["train", "./job.yaml", "--resume=auto", "--plan=./plan.yaml"]
     written = run_command(*words, "--output", "job.k8s", "--json")
     result = json.loads(written.stdout)
     assert (result["file"], result["nodes"], result["ranks_per_node"]) == ("job.k8s", 2, 2)
-    assert (folder / "job.k8s").read_text() == printed.stdout
+    assert (folder / "job.k8s").stat().st_mode & 0o077 == 0, "it has a secret"
+    other_secret, same_train_job = yaml.safe_load_all((folder / "job.k8s").read_text())
+    assert same_train_job == train_job
+    assert other_secret["stringData"]["token"] != secret["stringData"]["token"]
 
 
 @pytest.mark.soak

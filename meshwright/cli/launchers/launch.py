@@ -1,6 +1,7 @@
 """`meshwright launch`: the file or the command that starts a job under Slurm, Kubernetes, torchrun or mpirun."""
 
 import json
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -119,7 +120,10 @@ def launch(
     request = LaunchRequest(loaded_job, chosen.summary(), layout, arguments, str(Path.cwd()), options)
     file = write_launch_file(program, request)
     if output:
+        previous = os.umask(0o077) if file.has_secret else None
         write_atomically(output, file.text)
+        if previous is not None:
+            os.umask(previous)
     if as_json:
         content = {"file": str(output)} if output else {"file": None, "text": file.text}
         numbers = {"nodes": layout.nodes, "ranks_per_node": layout.ranks_per_node}

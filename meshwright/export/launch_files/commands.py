@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Mapping
 
 from meshwright.errors import InputError
-from meshwright.export.launch_files.request import LaunchFile, LaunchRequest, python_module
+from meshwright.export.launch_files.request import TOKEN_ASSIGNMENT, LaunchFile, LaunchRequest, python_module
 
 
 def torchrun_command(request: LaunchRequest) -> LaunchFile:
@@ -36,13 +36,16 @@ def mpirun_command(request: LaunchRequest) -> LaunchFile:
     if layout.nodes > 1:
         address, _, port = _rendezvous(request, "mpirun").rpartition(":")
         variables |= {"MASTER_ADDR": address.strip("[]"), "MASTER_PORT": port}
-        options += ["--map-by", f"ppr:{layout.ranks_per_node}:node"]
+        options += ["--map-by", f"ppr:{layout.ranks_per_node}:node", "-x", "MESHWRIGHT_TOKEN"]
     if hosts := request.options.hosts:
         if len(hosts) != layout.nodes:
             raise InputError(f"--hosts names {len(hosts)} machines, but the ranks are on {layout.nodes}: name as many")
         options += ["-H", ",".join(f"{host}:{layout.ranks_per_node}" for host in hosts)]
     train = [*python_module("meshwright"), *request.arguments]
-    return LaunchFile(shlex.join(["mpirun", *options, *_with_variables(variables, train)]) + "\n", "sh FILE")
+    command = shlex.join(["mpirun", *options, *_with_variables(variables, train)])
+    if layout.nodes > 1:  # the secret must not be a word of the command, which everybody can see
+        command = f"{TOKEN_ASSIGNMENT} {command}"
+    return LaunchFile(command + "\n", "sh FILE")
 
 
 def _rendezvous(request: LaunchRequest, program: str) -> str:

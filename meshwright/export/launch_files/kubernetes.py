@@ -2,6 +2,7 @@
 The controller sets torchrun's variables (PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR, …)."""
 
 import re
+import secrets
 from typing import Any
 
 import yaml
@@ -28,8 +29,13 @@ def trainjob_manifest(request: LaunchRequest) -> LaunchFile:
         "numProcPerNode": layout.ranks_per_node,
         "resourcesPerNode": {"requests": resources, "limits": resources},
     }
-    if request.variables:
-        trainer["env"] = [{"name": name, "value": value} for name, value in request.variables.items()]
+    name = _resource_name(request.job.name)
+    environment: list[dict[str, Any]] = [{"name": key, "value": value} for key, value in request.variables.items()]
+    if layout.nodes > 1:
+        source = {"secretKeyRef": {"name": f"{name}-token", "key": "token"}}
+        environment.append({"name": "MESHWRIGHT_TOKEN", "valueFrom": source})
+    if environment:
+        trainer["env"] = environment
     spec: dict[str, Any] = {
         "runtimeRef": {"name": _RUNTIME},
         "trainer": trainer,
@@ -40,11 +46,25 @@ def trainjob_manifest(request: LaunchRequest) -> LaunchFile:
     manifest = {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
-        "metadata": {"name": _resource_name(request.job.name)},
+        "metadata": {"name": name},
         "spec": spec,
     }
-    comment = f"# {request.plan}: {layout.describe()}\n"
-    return LaunchFile(comment + _dump(manifest), "kubectl create -f FILE")
+    text = f"# {request.plan}: {layout.describe()}\n{_dump(manifest)}"
+    if layout.nodes > 1:
+        text = f"{_token_secret(name)}---\n{text}"
+    return LaunchFile(text, "kubectl create -f FILE", has_secret=layout.nodes > 1)
+
+
+def _token_secret(name: str) -> str:
+    """Returns the manifest of the secret that the pods share, by which their ranks tell each other from strangers."""
+    secret = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": f"{name}-token"},
+        "type": "Opaque",
+        "stringData": {"token": secrets.token_hex(16)},
+    }
+    return f"# The token of this run. Whoever can read this file can join the run.\n{_dump(secret)}"
 
 
 def _grace_period(seconds: int) -> dict[str, Any]:

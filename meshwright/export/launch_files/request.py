@@ -13,6 +13,8 @@ from meshwright.job import Job
 _INTERFACES = re.compile(r"[A-Za-z0-9][\w.:-]{0,31}(,[A-Za-z0-9][\w.:-]{0,31})*", re.ASCII)
 _PARTITIONS = re.compile(r"\w[\w.-]*(,\w[\w.-]*)*", re.ASCII)
 _TIME = re.compile(r"(?:(\d{1,5})-)?(\d{1,9})(?::(\d{1,6}))?(?::(\d{1,6}))?", re.ASCII)
+# For a shell: the token of the environment, or else a random one.
+TOKEN_ASSIGNMENT = "MESHWRIGHT_TOKEN=\"${MESHWRIGHT_TOKEN:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')}\""
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,12 @@ class LaunchRequest:
 
 @dataclass(frozen=True)
 class LaunchFile:
-    """The text of a launch file, and how to start the job with it, where FILE stands for the file."""
+    """The text of a launch file, and how to start the job with it, where FILE stands for the file. `has_secret` means
+    that only the user may read it."""
 
     text: str
     how_to_start: str
+    has_secret: bool = False
 
 
 def python_module(module: str) -> list[str]:

@@ -3,7 +3,7 @@
 import shlex
 from pathlib import Path
 
-from meshwright.export.launch_files.request import LaunchFile, LaunchRequest, python_module
+from meshwright.export.launch_files.request import TOKEN_ASSIGNMENT, LaunchFile, LaunchRequest, python_module
 
 _REQUEUE_S = 15  # what is left of the job's time when the ranks have saved, to queue it again
 _LONGEST_SIGNAL_S = 65_535  # of Slurm's option --signal
@@ -71,6 +71,8 @@ def slurm_script(request: LaunchRequest) -> LaunchFile:
         "#SBATCH --requeue",
         "",
         f"cd -- {shlex.quote(request.folder)} || exit 1",
+        # Each start has a secret of its own, by which its ranks tell each other from strangers. srun passes it on.
+        f"export {TOKEN_ASSIGNMENT}",
         *(f"export {name}={shlex.quote(value)}" for name, value in request.variables.items()),
         f"train=({shlex.join([*python_module('meshwright'), *request.arguments])})",
         f"runs={shlex.quote(str(Path(request.job.output, request.job.name)))}",

@@ -1,7 +1,11 @@
 """The torchrun and mpirun commands, split into words as a shell does."""
 
+import os
+import re
 import shlex
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -31,11 +35,28 @@ def test_mpirun() -> None:
     launcher = [sys.executable, "-m", "meshwright", *TRAIN]
     one = shlex.split(mpirun_command(request(layout=ONE_MACHINE)).text)
     assert one == ["mpirun", "-n", "2", "--bind-to", "none", *launcher]
-    several = shlex.split(mpirun_command(request(rendezvous="[fd00::1]:29500", hosts=("a", "b"))).text)
-    assert several == [
-        *("mpirun", "-n", "16", "--bind-to", "none", "--map-by", "ppr:8:node", "-H", "a:8,b:8"),
-        *("env", "MASTER_ADDR=fd00::1", "MASTER_PORT=29500", *launcher),
+    several = mpirun_command(request(rendezvous="[fd00::1]:29500", hosts=("a", "b"))).text
+    assert shlex.split(several[several.index("mpirun") :]) == [
+        *("mpirun", "-n", "16", "--bind-to", "none", "--map-by", "ppr:8:node", "-x", "MESHWRIGHT_TOKEN"),
+        *("-H", "a:8,b:8", "env", "MASTER_ADDR=fd00::1", "MASTER_PORT=29500", *launcher),
     ]
+
+
+def test_mpirun_passes_on_a_token_that_is_no_word_of_the_command(tmp_path: Path) -> None:
+    (tmp_path / "mpirun").write_text('#!/bin/sh\necho "$MESHWRIGHT_TOKEN" "$@"\n')
+    (tmp_path / "mpirun").chmod(0o755)
+    command = mpirun_command(request(rendezvous="a:1")).text
+
+    def token(**variables: str) -> str:
+        path = f"{tmp_path}:{os.environ['PATH']}"
+        run = subprocess.run(["sh", "-c", command], env={"PATH": path, **variables}, capture_output=True, text=True)
+        first, *words = run.stdout.split()
+        assert first not in words
+        return first
+
+    assert token(MESHWRIGHT_TOKEN="0123456789abcdef") == "0123456789abcdef"
+    assert re.fullmatch("[0-9a-f]{32}", token())
+    assert token() != token()
 
 
 def test_several_machines_need_an_address_and_as_many_hosts() -> None:

@@ -12,7 +12,9 @@ from tests.train.one_process import toy_job
 
 
 def manifest(**fields: Any) -> dict[str, Any]:
-    read: dict[str, Any] = yaml.safe_load(trainjob_manifest(request(**{"image": "registry/toy:1", **fields})).text)
+    text = trainjob_manifest(request(**{"image": "registry/toy:1", **fields})).text
+    *_, read = yaml.safe_load_all(text)
+    assert isinstance(read, dict)
     return read
 
 
@@ -28,13 +30,26 @@ def test_the_manifest_says_what_the_layout_says() -> None:
         "numNodes": 2,
         "numProcPerNode": 8,
         "resourcesPerNode": {"requests": resources, "limits": resources},
-        "env": [{"name": f"{library}_SOCKET_IFNAME", "value": "eth0"} for library in ("GLOO", "NCCL")],
+        "env": [
+            *({"name": f"{library}_SOCKET_IFNAME", "value": "eth0"} for library in ("GLOO", "NCCL")),
+            {"name": "MESHWRIGHT_TOKEN", "valueFrom": {"secretKeyRef": {"name": "toy-token", "key": "token"}}},
+        ],
     }
     (patch,) = read["spec"]["runtimePatches"]
     (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     assert node["name"] == "node"
     assert node["template"]["spec"]["template"]["spec"] == {"terminationGracePeriodSeconds": 30}
     assert read["spec"]["activeDeadlineSeconds"] == 90
+
+
+def test_pods_of_several_machines_share_a_random_secret() -> None:
+    secrets = [next(yaml.safe_load_all(trainjob_manifest(request(image="toy")).text)) for _ in range(2)]
+    assert [(secret["kind"], secret["metadata"]) for secret in secrets] == [("Secret", {"name": "toy-token"})] * 2
+    tokens = [secret["stringData"]["token"] for secret in secrets]
+    assert len({*tokens}) == 2
+    assert all(len(token) == 32 for token in tokens)
+    one_pod = trainjob_manifest(request(image="toy", layout=Layout(1, 2, on_gpus=True, cores_per_rank=4))).text
+    assert "token" not in one_pod.lower()
 
 
 @pytest.mark.parametrize("fields", [{}, {"time_s": 90, "interface": "eth0"}, {"arguments": ("train", HOSTILE)}])
