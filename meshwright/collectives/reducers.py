@@ -1,5 +1,7 @@
 """Makes the reducer that a plan names. For `auto` it chooses one by the devices and machines that the ranks run on."""
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 
@@ -7,6 +9,7 @@ from meshwright.collectives.native import NativeReducer
 from meshwright.collectives.reducer import Reducer
 from meshwright.collectives.scheduled import ScheduledReducer
 from meshwright.collectives.schedules.builders import SCHEDULES, build
+from meshwright.collectives.schedules.schedule import Schedule, placed
 from meshwright.collectives.shared_memory import storages
 from meshwright.collectives.shared_memory.reducer import SharedMemoryReducer
 from meshwright.collectives.shared_memory.segment import missing_on_this_system
@@ -39,7 +42,7 @@ def make_reducer(
     if algorithm == "shared_memory":
         return _shared_memory_reducer(group, machines, size_bytes), None
     assert algorithm in SCHEDULES
-    return ScheduledReducer(group, build(algorithm, group.size(), _ranks_per_machine(machines, algorithm))), None
+    return ScheduledReducer(group, _schedule_on(machines, algorithm)), None
 
 
 def _shared_memory_reducer(group: dist.ProcessGroup, machines: list[list[int]], size_bytes: int) -> Reducer:
@@ -58,13 +61,12 @@ def _shared_memory_reducer(group: dist.ProcessGroup, machines: list[list[int]], 
     return SharedMemoryReducer(group) if len(machines) == 1 else TwoLevelMemoryReducer(group, machines)
 
 
-def _ranks_per_machine(machines: list[list[int]], algorithm: str) -> list[int]:
-    """Returns the number of ranks of each machine. Raises `InputError` if the algorithm is `two_level` and the ranks
-    are not numbered machine by machine."""
+def _schedule_on(machines: list[list[int]], algorithm: str) -> Schedule:
+    """Returns the schedule for ranks on these machines. `two_level` is built for ranks that are numbered machine by
+    machine; if they are not, because the process group was made by someone else, it is moved to the ranks of each
+    machine."""
     ranks = [rank for machine in machines for rank in machine]
-    if algorithm == "two_level" and ranks != sorted(ranks):
-        raise InputError(
-            f"plan.gradients.algorithm is two_level, which needs ranks that are numbered machine by machine, but the"
-            f" machines have ranks {machines}: number them so, or choose ring"
-        )
-    return [len(machine) for machine in machines]
+    schedule = build(algorithm, len(ranks), [len(machine) for machine in machines])
+    if algorithm != "two_level" or ranks == sorted(ranks):
+        return schedule
+    return replace(schedule, rounds=tuple(placed(schedule, ranks, 0)))

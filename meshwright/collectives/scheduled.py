@@ -33,6 +33,7 @@ class ScheduledReducer(ThreadedReducer):
                 raise CollectiveError(f"{operation}: {missing_ranks.describe(error.peer)} ({error})") from error
 
         super().__init__(schedule.name, group, reduce)
+        self.schedule = schedule
 
 
 class MissingRankFinder:

@@ -1,18 +1,22 @@
 """Each algorithm of a plan has its reducer, for ranks on one machine and on two."""
 
 import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import pytest
 import torch
 
-from meshwright.collectives import reducers
 from meshwright.collectives.native import NativeReducer
 from meshwright.collectives.reducers import make_reducer
 from meshwright.collectives.scheduled import ScheduledReducer
-from meshwright.collectives.shared_memory import two_level as two_level_memory
+from meshwright.collectives.shared_memory import segment
 from meshwright.collectives.shared_memory.reducer import SharedMemoryReducer
-from meshwright.collectives.shared_memory.two_level import TwoLevelMemoryReducer, machines_of
+from meshwright.collectives.shared_memory.two_level import machines_of
 from meshwright.collectives.small_sums import make_small_sums
 from meshwright.errors import InputError
 from tests.collectives.world_group import world_group
@@ -49,16 +53,25 @@ def test_every_name_makes_its_reducer(three: RankPool, name: str) -> None:
         assert averages == pytest.approx([1.0, 3.0])
 
 
-def reduce_on_two_machines(rank: int, size: int) -> list[Any]:
-    """Reduces as if the ranks were on two machines. Returns whether the result of each step was right, then the reducer
-    and the reason for machines with different numbers of ranks, and the error for ranks that are not numbered machine
-    by machine."""
-    original = two_level_memory.machines_of
+@contextmanager
+def on_machines(rank: int, table: str) -> Iterator[list[list[int]]]:
+    """As if rank r were on the machine that the letter r of the table names. Yields the ranks of each machine."""
+    original = segment.this_process
+    segment.this_process = lambda: replace(original(), namespace=table[rank])
     try:
-        reducers.machines_of = lambda group: [[0, 1], [2, 3]]
-        memory, _ = make_reducer("auto", world_group(), CPU)
-        assert isinstance(memory, TwoLevelMemoryReducer)
-        results: list[Any] = []
+        yield [[r for r, name in enumerate(table) if name == machine] for machine in sorted(set(table))]
+    finally:
+        segment.this_process = original
+
+
+def reduce_on_two_machines(rank: int, size: int, table: str) -> tuple[str, list[bool]]:
+    """Returns the kind of the reducer of `auto`, and whether the result of each step was right."""
+    with on_machines(rank, table) as machines:
+        assert machines_of(world_group()) == machines
+        memory, reason = make_reducer("auto", world_group(), CPU)
+        if reason is not None:
+            return reason, []
+        results = []
         for step in range(3):
             buckets = [torch.arange(4001.0) * (rank + 1) + step, torch.full((3,), float(rank))]
             for number, bucket in enumerate(buckets):
@@ -67,24 +80,44 @@ def reduce_on_two_machines(rank: int, size: int) -> list[Any]:
             expected = torch.arange(4001.0) * 2.5 + step
             results.append(bool(torch.allclose(buckets[0], expected)) and buckets[1].tolist() == [1.5] * 3)
         memory.close()
-        reducers.machines_of = lambda group: [[0, 1, 2], [3]]
-        fallback, reason = make_reducer("auto", world_group(), CPU)
-        results += [type(fallback).__name__, reason]
-        reducers.machines_of = lambda group: [[0, 2], [1, 3]]
-        try:
-            make_reducer("two_level", world_group(), CPU)
-        except InputError as error:
-            results.append(str(error))
-        return results
-    finally:
-        reducers.machines_of = original
+        return type(memory).__name__, results
 
 
-def test_between_machines_memory_is_shared_within_each(four: RankPool) -> None:
-    for results in four.run(reduce_on_two_machines):
-        assert results[:4] == [True, True, True, "NativeReducer"]
-        assert results[4].startswith("machines with 3, 1 ranks cannot combine slices")
-        assert "numbered machine by machine" in results[5]
+@pytest.mark.parametrize("table", ["aabb", "abab"])
+def test_between_machines_memory_is_shared_within_each(four: RankPool, table: str) -> None:
+    assert four.run(reduce_on_two_machines, table) == [("TwoLevelMemoryReducer", [True] * 3)] * 4
+
+
+def test_with_unequal_machines_auto_uses_the_backend_and_says_why(four: RankPool) -> None:
+    for reason, _ in four.run(reduce_on_two_machines, "aaab"):
+        assert reason.startswith("machines with 3, 1 ranks cannot combine slices")
+
+
+def send_on_two_levels(rank: int, size: int, table: str) -> tuple[bool, list[list[tuple[int, int, int]]]]:
+    """Returns whether the mean was right, and the messages of each round: source, target and chunk."""
+    with on_machines(rank, table):
+        reducer, _ = make_reducer("two_level", world_group(), CPU)
+    assert isinstance(reducer, ScheduledReducer)
+    bucket = torch.arange(997.0) * (rank + 1)
+    reducer.start(bucket, 0)
+    reducer.finish()
+    reducer.close()
+    rounds = [[(s.source, s.target, s.chunk) for s in sends] for sends in reducer.schedule.rounds]
+    return bool(torch.allclose(bucket, torch.arange(997.0) * 2.5)), rounds
+
+
+@pytest.mark.parametrize("table", ["aabb", "abab", "abba", "aaab", "baaa"])
+def test_two_levels_are_the_machines_whatever_their_ranks_are(four: RankPool, table: str) -> None:
+    for is_mean, rounds in four.run(send_on_two_levels, table):
+        assert is_mean
+        crossing = [{table[source] != table[target] for source, target, _ in sends} for sends in rounds if sends]
+        levels = [is_across for is_across, _ in groupby(crossing)]
+        assert levels == [{False}, {True}, {False}]  # within machines, between them, within them
+        sent = Counter(
+            table[source] for sends in rounds for source, target, _ in sends if table[source] != table[target]
+        )
+        chunks = 1 + max(chunk for sends in rounds for _, _, chunk in sends)
+        assert sent == {"a": chunks, "b": chunks}  # 2(m - 1)/m of the tensor from each of the m = 2 machines
 
 
 def list_machines(rank: int, size: int) -> list[list[int]]:

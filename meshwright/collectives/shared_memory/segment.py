@@ -50,9 +50,9 @@ class SharedSegment(ctypes.Structure):
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """Identifies a process. Processes with the same `machine` and the same `namespace` use shared memory. The namespace
-    is that of PIDs, without which they could not open each other's memory, and that of the network: containers with
-    networks of their own are several machines, here as in plans."""
+    """Identifies a process. Processes with the same `machine` and `namespace` are on one machine and share memory. The
+    `namespace` is that of PIDs, without which they cannot open each other's memory, and that of the network: containers
+    with networks of their own are several machines, as for the planner and the order of ranks (launch/network)."""
 
     host: str
     machine: str  # the boot id of the kernel
@@ -77,7 +77,7 @@ def this_process() -> ProcessIdentity:
     return ProcessIdentity(
         host=os.uname().nodename,
         machine=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
-        namespace=" ".join(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net")),
+        namespace=f"{os.readlink('/proc/self/ns/pid')} {os.readlink('/proc/self/ns/net')}",
         pid=os.getpid(),
         start_time=_state_and_start_time(os.getpid())[1],
     )

@@ -62,8 +62,8 @@ class TwoLevelMemoryReducer(ThreadedReducer):
 
 
 def machines_of(group: dist.ProcessGroup) -> list[list[int]]:
-    """Returns, for each machine, the list of its ranks in the group. Containers that cannot share memory count as
-    different machines. All ranks of the group call this together."""
+    """Returns, for each machine, the list of its ranks in the group. Containers that cannot share memory, or
+    have networks of their own, count as different machines. All ranks of the group call this together."""
     process = segment.this_process()
     machine_of_rank = all_gather_values((process.machine, process.namespace), group)
     return [
