@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # Tests start many processes, which would otherwise compile the package again each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test check soak validate peers ray clean
+.PHONY: setup demo test check soak docs reference validate peers ray clean
 
 setup: $(VENV)/ready
 
@@ -39,6 +39,14 @@ test: check
 soak: setup
 	$(PYTEST) -m soak --durations 10 $(if $(SHARD),--shard $(SHARD))
 
+# The site of the documentation. Dead links and anchors are errors.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Writes the generated parts of docs/ again: the reference and the drawings.
+reference: setup
+	$(BIN)/python -m documentation
+
 # Predicts published training runs, prints a table and writes validation/report.md; ALL=1 predicts every row and writes
 # validation/report_all.md.
 validate: setup
@@ -66,4 +74,4 @@ ray: .venv-ray/ready
 	touch $@
 
 clean:
-	rm -rf .venv .venv-torch-* .venv-peers .venv-ray .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-torch-* .venv-peers .venv-ray site .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,7 +1,7 @@
 """Checks the table of levels in docs/design.md: a package imports only packages of lower levels, and no file imports
 itself through other files. The folders inside a package have an order, too; files directly in the package may be below
-its folders (shared values) or above them (code that combines them). Files and folders of the package, of `tests/` and
-of `validation/` are small enough to read as one."""
+its folders (shared values) or above them (code that combines them). Files and folders of the package, of `tests/`, of
+`validation/` and of `documentation/` are small enough to read as one."""
 
 import ast
 from collections.abc import Iterable, Iterator
@@ -265,7 +265,7 @@ def test_every_file_that_may_read_pickles_does() -> None:
     assert all(list(_pickle_reads(ast.walk(ast.parse((PACKAGE / file).read_text())))) for file in MAY_READ_PICKLES)
 
 
-@pytest.mark.parametrize("folder", ["tests", "validation"])
+@pytest.mark.parametrize("folder", ["tests", "validation", "documentation"])
 def test_files_and_folders_beside_the_package_are_small(folder: str) -> None:
     assert size_problems(REPOSITORY / folder) == []
 

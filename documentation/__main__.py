@@ -1,0 +1,26 @@
+"""Writes the generated files of `docs/`: `python -m documentation`. With `--check` it writes nothing, names the files
+that are not as they would be written, and exits with 1 if there are any."""
+
+import sys
+from pathlib import Path
+
+from documentation.generated import generated_files, stale_files
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def main() -> int:
+    if "--check" in sys.argv[1:]:
+        for name in (stale := stale_files(DOCS, generated_files())):
+            print(f"docs/{name} is not fresh: run python -m documentation")
+        return int(bool(stale))
+    for name, text in generated_files().items():
+        file = DOCS / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        print(f"docs/{name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

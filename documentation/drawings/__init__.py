@@ -1,0 +1,1 @@
+"""The drawings of the documentation, made from the schedules that run."""
