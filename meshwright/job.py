@@ -273,7 +273,13 @@ class Job(_Section):
 
 def load_job(path: str | Path, settings: Sequence[str] = (), text: str | None = None) -> Job:
     """Reads a job file. `settings` are overrides such as `train.epochs=3`, applied in order (`--set`). If `text` is not
-    None, it is the content of the file, which is then not read again."""
+    None, it is the content of the file, which is then not read again.
+
+    >>> import meshwright as mw
+    >>> job = mw.load_job("jobs/mnist.yaml", ["train.epochs=5"])
+    >>> job.name, job.train.epochs, job.train.global_batch
+    ('mnist', 5, 128)
+    """
     file = user_path(path, "the job file")
     raw = read_mapping(file, "job") if text is None else parse_mapping(text, file, "job")
     raw.setdefault("name", re.sub(r"[^\w.-]", "-", file.stem))
@@ -297,7 +303,12 @@ def parse_job(raw: Mapping[str, Any], folder: Path = Path(), source: str = "job"
 def load_plan(plan: str | Path | Mapping[str, Any], source: str = "plan", text: str | None = None) -> Plan:
     """Reads a plan from a YAML file, or from a mapping of its groups. `source` is named in errors about a mapping. For
     an unknown field, the `InputError` names the most similar known field. If `text` is not None, it is the content of
-    the file, which is then not read again."""
+    the file, which is then not read again.
+
+    >>> import meshwright as mw
+    >>> mw.load_plan({"axes": {"replicate": 4, "tensor": 2}, "numerics": {"precision": "bf16"}}).summary()
+    'replicate 4 × tensor 2 · bf16'
+    """
     if isinstance(plan, Mapping):
         return validate(Plan, dict(plan), source, prefix="plan")
     if not isinstance(plan, str | Path):

@@ -197,6 +197,13 @@ def best_plan(
     rank if there is neither. `device` is `cuda` or `cpu`; None means `cuda` if there is a GPU. Rank 0 searches, and all
     ranks get its plan; they call this together, and wait at most `timeout_s` for it. `check` raises an `InputError` for
     plans that the caller's training loop cannot run.
+
+    >>> import torch, meshwright as mw
+    >>> model = torch.nn.Linear(20, 5)
+    >>> batch = (torch.randn(8, 20), torch.zeros(8, dtype=torch.long))
+    >>> plan = mw.best_plan(model, batch, loss=torch.nn.functional.cross_entropy, global_batch=64, cluster="8xH100")
+    >>> plan.world_size
+    8
     """
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     world = join(kind, timeout_s)

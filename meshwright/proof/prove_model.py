@@ -54,6 +54,16 @@ def prove(
     in the folder `output`, unless that is None. `prepare_session` is a picklable function that every rank calls with
     its session before the first step; the reference does not call it. A test can use it to make the ranks train
     differently from one device.
+
+    >>> import torch, meshwright as mw
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> batch = (torch.randn(8, 4), torch.randn(8, 1))
+    >>> plan = mw.Plan.model_validate({"axes": {"replicate": 2}})
+    >>> loss = torch.nn.functional.mse_loss
+    >>> proof = mw.prove(model, batch, loss=loss, optimizer=optimizer, plan=plan, global_batch=8, steps=1)
+    >>> proof.equal, proof.ranks
+    (True, 2)
     """
     check_is_optimizer(optimizer)
     available = available_ranks(plan, ranks, device)

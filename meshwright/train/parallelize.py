@@ -52,6 +52,14 @@ def parallelize(
     None means `cuda` if there is a GPU. `sample_batch`, a batch of any size, is needed for plans that split or cut the
     model, or compute its loss in chunks. `timeout_s` is how long a rank waits for other ranks before it fails; a
     process group that the script has made keeps its own.
+
+    >>> import torch, meshwright as mw
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> session = mw.parallelize(model, optimizer, loss=torch.nn.functional.mse_loss)
+    >>> loss = session.step((torch.ones(8, 4), torch.zeros(8, 1)))
+    >>> session.steps
+    1
     """
     _check_arguments(model, optimizer, loss, clip_norm, on_nonfinite, seed, device, timeout_s)
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")

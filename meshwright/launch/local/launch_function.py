@@ -33,6 +33,14 @@ def launch(
 
     Raises RankError, with the rank's traceback, if the function raises an exception in a rank, if a rank dies, or after
     `timeout_s`; the other ranks are then ended. An interrupt ends all ranks.
+
+    >>> import meshwright as mw
+    >>> def rank_and_size():
+    ...     import os
+    ...
+    ...     return os.environ["RANK"], os.environ["WORLD_SIZE"]
+    >>> mw.launch(rank_and_size, ranks=2)
+    ('0', '2')
     """
     _check(function, ranks, timeout_s)
     # Imported here, because it imports torch, and `import meshwright` must not.
