@@ -183,9 +183,7 @@ class Checkpoint(_Section):
     are better; null means lower for losses, errors and perplexities, and higher otherwise. With `frozen: false`, frozen
     parameters are left out: a run that resumes gets them from `model` and `train.weights` again. `copy_to` is the URL
     of a folder to which every checkpoint is copied, such as s3://bucket/folder. With `asynchronous`, training goes on
-    as soon as a checkpoint is copied to memory. On a full disk, `on_full` ends the run (`stop`), or the checkpoint
-    waits for space while training goes on (`wait`).
-    """
+    as soon as a checkpoint is copied to memory. On a full disk, the run ends, or the checkpoint waits for space."""
 
     every_steps: Steps | None = 100
     keep: Count = 3

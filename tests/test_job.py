@@ -47,7 +47,7 @@ train: {epochs: 2, steps: 50, global_batch: 16, clip_norm: 1, seed: 3, weights: 
         loss_scale: {start: 256.0, interval: 100, hysteresis: 2, lowest: 1.0}}
 checkpoint: {every_steps: 7, keep: 2, best: accuracy, better: higher, frozen: false, copy_to: "s3://bucket/team",
              asynchronous: false, on_full: wait}
-log: {every_steps: 3, eval_every_steps: 9, tensorboard: false}
+log: {every_steps: 3, eval_every_steps: 9, tensorboard: false, profile_steps: [2, 4]}
 plan: {axes: {replicate: 2}, numerics: {precision: bf16}, compute: {threads: 1, layout: channels_last}}
 allow: changes
 tune: false
