@@ -8,9 +8,10 @@ from meshwright.export.launch_files.request import TOKEN_ASSIGNMENT, LaunchFile,
 _REQUEUE_S = 15  # what is left of the job's time when the ranks have saved, to queue it again
 _LONGEST_SIGNAL_S = 65_535  # of Slurm's option --signal
 
-# Slurm sends USR1 to this script before the time limit, and TERM when the job is cancelled or preempted; the ranks get
-# TERM from Slurm in the second case. A signal interrupts `wait`, but not the ranks that it waits for. The exit code of
-# the ranks is in a file, because bash 5.2 forgets that of a process which ends just when a signal interrupts `wait`.
+# Slurm sends USR1 to this script before the time limit, and TERM when the job is cancelled. The ranks get TERM from
+# Slurm in the second case, and when the job is preempted, of which this script is not told. A signal interrupts `wait`,
+# but not the ranks that it waits for. The exit code of the ranks is in a file, because bash 5.2 forgets that of a
+# process which ends just when a signal interrupts `wait`.
 _BODY = """\
 stop=
 exit_code=$(mktemp) || exit 1
@@ -43,7 +44,10 @@ is_finished() {
     done
     [ -e "$newest_run/result.json" ]
 }
-if [ "$stop" = requeue ] && ! is_finished; then
+# A job that is being preempted is still running, and Slurm takes it for finished if this script just ends. One that was
+# cancelled, or queued again by somebody, is not running any more.
+is_running() { [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; }
+if { [ -n "$stop" ] || [ "$code" -eq 0 ]; } && ! is_finished && is_running; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"

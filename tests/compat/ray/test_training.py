@@ -10,26 +10,27 @@ from pathlib import Path
 import pytest
 
 from meshwright.launch.loopback import interface
+from tests.forking.forked import Process, start_command
 
 REPOSITORY = Path(__file__).parents[3]
 RAY = Path(os.environ.get("MESHWRIGHT_TEST_RAY", REPOSITORY / ".venv-ray"))
+IS_INSTALLED = (RAY / "ready").exists() or "MESHWRIGHT_TEST_RAY" in os.environ
 NODES, JOBS = Path(__file__).with_name("two_nodes.py"), Path(__file__).with_name("jobs.py")
 STEPS, KILLED_RANK, KILLED_AT = 8, 1, 5
 JOB = (
-    *("jobs/mnist.yaml", "--json", "--plan", "{folder}/plan.yaml", "--set", "output={folder}/{name}"),
+    *("mnist", "--json", "--plan", "{folder}/plan.yaml", "--set", "output={folder}/{name}"),
     *("--set", "data.synthetic=true", "--set", f"train.steps={STEPS}", "--set", "train.global_batch=32"),
     *("--set", "checkpoint.every_steps=3"),
 )
 
 pytestmark = [
-    pytest.mark.soak,
     pytest.mark.timeout(900),  # Ray starts several processes for each run
-    pytest.mark.skipif(not (RAY / "bin" / "ray").exists(), reason="Ray is not installed: make ray"),
+    pytest.mark.skipif(not IS_INSTALLED, reason="Ray is not installed: make ray"),
 ]
 
 
 @pytest.fixture(scope="module")
-def variables() -> Iterator[Mapping[str, str]]:
+def variables(plain_process: tuple[Process, Path]) -> Iterator[Mapping[str, str]]:
     """Starts the Ray cluster, and yields the environment variables of processes that use it."""
     variables = {
         **os.environ,
@@ -50,11 +51,22 @@ def variables() -> Iterator[Mapping[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def plain_run(tmp_path_factory: pytest.TempPathFactory, variables: Mapping[str, str]) -> Path:
-    """Trains without Ray, and returns the run folder."""
-    return Path(str(train(tmp_path_factory.mktemp("plain"), "plain", variables)["run"]))
+def plain_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Process, Path]:
+    """Starts to train without Ray, while the cluster starts. Returns the process and the run folder."""
+    folder = tmp_path_factory.mktemp("plain")
+    return start_command(["train", *words_of_job(folder, "plain")]), folder / "plain" / "mnist-0001"
 
 
+@pytest.fixture(scope="module")
+def plain_run(plain_process: tuple[Process, Path]) -> Path:
+    """Returns the run folder of a run without Ray."""
+    process, run = plain_process
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    return run
+
+
+@pytest.mark.soak
 def test_a_job_ends_with_the_same_weights(tmp_path: Path, variables: Mapping[str, str], plain_run: Path) -> None:
     result = train(tmp_path, "ray", variables, "--on", "ray")
     assert (result["steps"], result["restarts"]) == (STEPS, 0)
@@ -62,7 +74,9 @@ def test_a_job_ends_with_the_same_weights(tmp_path: Path, variables: Mapping[str
     assert list((tmp_path / "ray" / ".ray").iterdir()) == [], "nothing of Ray's files is left"
 
 
-def test_a_killed_worker_is_started_again(tmp_path: Path, variables: Mapping[str, str], plain_run: Path) -> None:
+def test_a_job_whose_worker_is_killed_ends_with_the_same_weights(
+    tmp_path: Path, variables: Mapping[str, str], plain_run: Path
+) -> None:
     callback = {"call": f"{JOBS}:KillOnce", "rank": KILLED_RANK, "step": KILLED_AT, "file": str(tmp_path / "killed")}
     callbacks = ("--set", f"callbacks={json.dumps([callback])}")
     result = train(tmp_path, "ray", variables, "--on", "ray", "--workers", "2", *callbacks)
@@ -73,12 +87,14 @@ def test_a_killed_worker_is_started_again(tmp_path: Path, variables: Mapping[str
     assert final_state(run) == final_state(plain_run)
 
 
+@pytest.mark.soak
 def test_wrong_input_of_the_workers_ends_with_exit_code_2(tmp_path: Path, variables: Mapping[str, str]) -> None:
     process = run_command(tmp_path, "ray", variables, "--on", "ray", "--set", "model.width=3")
     assert process.returncode == 2, process.stderr
     assert "width" in process.stderr.splitlines()[-1]
 
 
+@pytest.mark.soak
 def test_a_users_own_loop_may_call_parallelize(tmp_path: Path, variables: Mapping[str, str]) -> None:
     command = [str(RAY / "bin" / "python"), str(JOBS), str(tmp_path)]
     process = subprocess.run(command, env=dict(variables), capture_output=True, text=True, timeout=300)
@@ -99,10 +115,13 @@ def train(folder: Path, name: str, variables: Mapping[str, str], *options: str) 
 def run_command(
     folder: Path, name: str, variables: Mapping[str, str], *options: str
 ) -> subprocess.CompletedProcess[str]:
-    (folder / "plan.yaml").write_text("axes: {replicate: 2}\ncompute: {threads: 1}\n")
-    words = [word.format(folder=folder, name=name) for word in JOB]
-    command = [str(RAY / "bin" / "python"), "-m", "meshwright", "train", *words, *options]
+    command = [str(RAY / "bin" / "python"), "-m", "meshwright", "train", *words_of_job(folder, name), *options]
     return subprocess.run(command, cwd=REPOSITORY, env=dict(variables), capture_output=True, text=True, timeout=400)
+
+
+def words_of_job(folder: Path, name: str) -> list[str]:
+    (folder / "plan.yaml").write_text("axes: {replicate: 2}\ncompute: {threads: 1}\n")
+    return [word.format(folder=folder, name=name) for word in JOB]
 
 
 def final_state(run: Path) -> list[bytes]:

@@ -2,7 +2,6 @@
 
 import os
 import shlex
-import signal
 import subprocess
 from pathlib import Path
 
@@ -54,13 +53,15 @@ printf '%s\\0' "${0##*/}" "$@" >>"$CALLS"; printf '\\n' >>"$CALLS"
 """
 
 
-def run_script(place: Path, step: str, folder: str = "work", **fields: object) -> tuple[int, list[list[str]]]:
-    """Runs the script for a folder of this name in `place`. Returns its exit code, and the words of each command
-    of Slurm that it called."""
+def run_script(
+    place: Path, step: str, folder: str = "work", state: str = "RUNNING", **fields: object
+) -> tuple[int, list[list[str]]]:
+    """Runs the script for a folder of this name in `place`. `state` is that of the job when the step has ended. Returns
+    its exit code, and the words of each command of Slurm that it called."""
     (place / folder).mkdir(exist_ok=True)
     programs = place / "programs"
     programs.mkdir(exist_ok=True)
-    for name, end in {"srun": step, "scancel": "", "scontrol": ""}.items():
+    for name, end in {"srun": step, "scancel": "", "scontrol": "", "squeue": f"echo {state}"}.items():
         (programs / name).write_text(_STAND_IN + end)
         (programs / name).chmod(0o755)
     calls = place / "calls"
@@ -78,9 +79,9 @@ SRUN = ["srun", "--kill-on-bad-exit=1", "--cpus-per-task=12"]
 
 def test_no_value_is_executed(tmp_path: Path) -> None:
     arguments = ("train", HOSTILE, f"--set=a={HOSTILE}")
-    code, calls = run_script(tmp_path, "exit 0", HOSTILE, arguments=arguments, job=toy_job(output=HOSTILE))
-    assert code == 0
-    assert [call[-len(arguments) :] for call in calls] == [[*arguments]]
+    code, calls = run_script(tmp_path, "exit 7", HOSTILE, arguments=arguments, job=toy_job(output=HOSTILE))
+    assert code == 7
+    assert {tuple(call[-len(arguments) :]) for call in calls} == {arguments}
     assert not list(tmp_path.rglob("pwned"))
     text = slurm_script(request(arguments=arguments)).text
     train = next(line for line in text.splitlines() if line.startswith("train=("))
@@ -99,25 +100,28 @@ _STOPPED = "kill -{signal} $(awk '{{print $4}}' /proc/$PPID/stat); exit 0"
 
 
 @pytest.mark.parametrize(
-    ("number", "result", "commands"),
+    ("step", "result", "state", "commands"),
     [
-        (signal.SIGUSR1, False, ["srun", "scancel", "scontrol"]),
-        (signal.SIGUSR1, True, ["srun", "scancel"]),  # finished after all
-        (signal.SIGTERM, False, ["srun"]),  # cancelled, or preempted: then Slurm queues the job again
+        (_STOPPED.format(signal=10), False, "RUNNING", ["srun", "scancel", "squeue", "scontrol"]),  # USR1: time is up
+        (_STOPPED.format(signal=10), True, "RUNNING", ["srun", "scancel"]),  # finished after all
+        (_STOPPED.format(signal=10), False, "COMPLETING", ["srun", "scancel", "squeue"]),  # cancelled meanwhile
+        (_STOPPED.format(signal=15), False, "COMPLETING", ["srun", "squeue"]),  # cancelled
+        ("exit 0", False, "RUNNING", ["srun", "squeue", "scontrol"]),  # preempted: the ranks have saved
+        ("exit 0", True, "RUNNING", ["srun"]),
     ],
 )
-def test_a_job_that_runs_out_of_time_is_queued_again(
-    tmp_path: Path, number: signal.Signals, result: bool, commands: list[str]
+def test_a_job_that_is_stopped_before_its_end_is_queued_again_unless_it_was_cancelled(
+    tmp_path: Path, step: str, result: bool, state: str, commands: list[str]
 ) -> None:
     for run in ("toy-0009", "toy-0010", "toy-x-0011"):
         (tmp_path / "work" / "runs" / run).mkdir(parents=True)
     (tmp_path / "work" / "runs" / ("toy-0010" if result else "toy-0009") / "result.json").touch()
-    code, calls = run_script(tmp_path, _STOPPED.format(signal=number.value))
+    code, calls = run_script(tmp_path, step, state=state)
     assert (code, [call[0] for call in calls]) == (0, commands)
     if "scancel" in commands:
         assert calls[1] == ["scancel", "--signal=TERM", "7"]
     if "scontrol" in commands:
-        assert calls[2] == ["scontrol", "requeue", "7"]
+        assert calls[-1] == ["scontrol", "requeue", "7"]
 
 
 def test_a_long_grace_period_stays_within_slurms_limit() -> None:

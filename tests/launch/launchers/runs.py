@@ -37,18 +37,18 @@ def write_job(folder: Path, name: str = "job.yaml", **changes: object) -> Path:
     return file
 
 
-def weights(folder: Path) -> dict[str, bytes]:
+def weights(folder: Path, steps: int = 3) -> dict[str, bytes]:
     """Returns the content of the last checkpoint's tensor files in the only run of the folder."""
     (run,) = (folder / "runs").iterdir()
-    return {file.name: file.read_bytes() for file in sorted((run / "checkpoints").glob("*-00000003/rank-*.bin"))}
+    return {file.name: file.read_bytes() for file in sorted((run / "checkpoints").glob(f"*-{steps:08d}/rank-*.bin"))}
 
 
-def train_with_own_ranks(folder: Path) -> dict[str, bytes]:
+def train_with_own_ranks(folder: Path, steps: int = 3) -> dict[str, bytes]:
     """Returns the weights that `meshwright train` gives with two ranks that it starts itself."""
-    process = start_command(["train", str(write_job(folder))])
+    process = start_command(["train", str(write_job(folder)), "--set", f"train.steps={steps}"])
     _, err = process.communicate(timeout=120)
     assert process.poll() == 0, err
-    return weights(folder)
+    return weights(folder, steps)
 
 
 def need(*programs: str) -> None:
@@ -56,6 +56,15 @@ def need(*programs: str) -> None:
     missing = [program for program in programs if shutil.which(program) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed")
+
+
+def need_slurm() -> None:
+    """Skips the test if Slurm's daemons cannot run here."""
+    need("slurmctld", "slurmd", "munged", "srun", "sbatch", "unshare", "ip")
+    if os.geteuid() != 0 or subprocess.run(["unshare", "-n", "true"], capture_output=True).returncode != 0:
+        pytest.skip("Slurm's daemons need root and a network namespace of their own, which this system does not permit")
+    if (os.cpu_count() or 1) < 2:
+        pytest.skip("Slurm gives two tasks two cores")
 
 
 def run(command: Sequence[str | Path], **variables: str) -> subprocess.CompletedProcess[str]:

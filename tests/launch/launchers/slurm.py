@@ -1,6 +1,6 @@
 """Runs a command with a Slurm of its own: `unshare -n python -m tests.launch.launchers.slurm FOLDER COMMAND…` starts
 munge, slurmctld and slurmd in a network of its own, which nothing outside can reach, and ends them after the command.
-Cgroups are not used, because containers do not permit them."""
+Cgroups are not used, because containers do not permit them. A job in the partition `urgent` preempts those in `all`."""
 
 import os
 import secrets
@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 START_S = 60.0
+GRACE_S = 60  # before a job that another one preempts is killed
 
 
 def main() -> int:
@@ -64,7 +65,10 @@ ReturnToService=2
 MpiDefault=none
 SwitchType=switch/none
 NodeName={host} NodeAddr=127.0.0.1 CPUs={os.cpu_count()} State=UNKNOWN
-PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime={GRACE_S}
+PartitionName=urgent Nodes={host} MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF
 """)
     return file
 

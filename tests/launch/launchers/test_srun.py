@@ -1,24 +1,18 @@
 """`srun -n 2 meshwright train` trains as two ranks under a real Slurm, with the weights that `meshwright train` gives,
 bit for bit. A batch script without srun is no rank: it starts its own."""
 
-import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launch.launchers.runs import TRAIN, need, run, train_with_own_ranks, weights, write_job
+from tests.launch.launchers.runs import TRAIN, need_slurm, run, train_with_own_ranks, weights, write_job
 
 
 @pytest.mark.soak
 def test_srun_and_a_batch_script_train_to_the_same_weights(tmp_path: Path) -> None:
-    need("slurmctld", "slurmd", "munged", "srun", "sbatch", "unshare", "ip")
-    if os.geteuid() != 0 or subprocess.run(["unshare", "-n", "true"], capture_output=True).returncode != 0:
-        pytest.skip("Slurm's daemons need root and a network namespace of their own, which this system does not permit")
-    if (os.cpu_count() or 1) < 2:
-        pytest.skip("Slurm gives two tasks two cores")
+    need_slurm()
     by_srun, by_batch = write_job(tmp_path / "srun"), write_job(tmp_path / "batch")
     batch = tmp_path / "batch.sh"
     batch.write_text(
