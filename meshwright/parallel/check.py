@@ -16,7 +16,7 @@ from meshwright.parallel.pipeline.stage_dataflow import cuts_of_plan
 from meshwright.parallel.tensor.split_modules import check_splits
 from meshwright.parallel.torch_private import AnyBatchNorm
 from meshwright.plan import Plan
-from meshwright.profile.structure.dataflow import ControlFlowError, Dataflow
+from meshwright.profile.structure.dataflow import ControlFlowError
 from meshwright.profile.structure.model_structure import ModelStructure
 from meshwright.profile.structure.splits import SplitGroup
 from meshwright.profile.structure.structure import Structure, untraced_structure
@@ -49,7 +49,7 @@ def checker_of_structure(structure: ModelStructure) -> Callable[[Plan], None]:
         check_cast(plan, model)
         if is_sparse():
             check_sparse(plan, model)
-        check_derivatives(plan, flow)
+        check_derivatives(plan, structure)
         if plan.compute.loss_chunks > 1:
             head_to_join(plan, model, flow)
         if needs_structure(plan):
@@ -71,15 +71,14 @@ def structure_for(plan: Plan, structure: ModelStructure) -> Structure:
         return untraced_structure(structure.model, str(error))
 
 
-def check_derivatives(plan: Plan, flow: Callable[[], Dataflow]) -> None:
+def check_derivatives(plan: Plan, structure: ModelStructure) -> None:
     """Raises an `InputError` if the forward pass of the model takes derivatives, and the plan recomputes selectively or
-    compiles blocks, through which torch cannot differentiate twice. `flow` records the forward pass; a model that
-    cannot be traced is not refused."""
+    compiles blocks, through which torch cannot differentiate twice. A model that cannot be traced is not refused."""
     recompute, compile_mode = plan.memory.recompute, plan.compute.compile
     if recompute != "selective" and compile_mode == "none":
         return
     try:
-        takes_derivatives = any(operator.in_backward for operator in flow().operators)
+        takes_derivatives = structure.takes_derivatives()
     except InputError:
         return
     if takes_derivatives:

@@ -7,10 +7,10 @@ bubble                            span - the work of the busiest rank - what tra
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from meshwright.simulator.communication.exchange import transfer_s
-from meshwright.simulator.pipeline.order import Action, Order, pipeline_order, stages_of_rank
+from meshwright.simulator.pipeline.order import Action, Order, PassKind, pipeline_order, stages_of_rank
 from meshwright.simulator.pipeline.stages import StageProfile
 from meshwright.simulator.pipeline.timeline import Timeline, timeline
 from meshwright.simulator.stage_time import StageTime
@@ -51,14 +51,10 @@ def _pipeline_time(times: Sequence[StageTime], stages: Sequence[StageProfile], i
     shape = _PipelineShape(schedule, ranks, per_rank, plan.pipeline.microbatches)
     numbers = [stages_of_rank(schedule, ranks, per_rank, rank) for rank in range(ranks)]
     transfers_s = _transfers_s(stages, numbers, inputs)
-    actions = _ActionTimes(times, transfers_s)
-    if inputs.runtime.waits_for_sends:
-        span_s, longest = _span(shape, actions.action_and_send_s, _no_transfer_s)
-    else:
-        span_s, longest = _span(shape, actions.action_s, actions.transfer_s)
+    spans = _pipeline_spans(shape, tuple(times), tuple(transfers_s), inputs.runtime.waits_for_sends)
+    span_s, span_without_transfers_s, longest = spans
     busy_s = [sum(times[s].forward_pass_s + times[s].backward_pass_s for s in rank_stages) for rank_stages in numbers]
     breakdown = _stages_breakdown([times[s] for s in numbers[busy_s.index(max(busy_s))]], shape.microbatches)
-    span_without_transfers_s, _ = _span(shape, actions.action_s, _no_transfer_s)
     breakdown["pipeline"] = max(0.0, span_s - span_without_transfers_s)
     breakdown["bubble"] = span_s - sum(breakdown.values())
     breakdown = {name: seconds * plan.memory.accumulation for name, seconds in breakdown.items()}
@@ -73,15 +69,23 @@ class _ActionTimes:
     times: Sequence[StageTime]
     transfers_s: Sequence[float]
 
-    def action_s(self, action: Action) -> float:
-        time = self.times[action.stage]
-        if action.kind == "forward":
-            return time.forward_pass_s
-        if action.kind == "backward":
-            return time.backward_pass_s
+    @cached_property
+    def _seconds(self) -> list[dict[PassKind, float]]:
+        """The seconds of each stage's actions by their kind. They are looked up for every microbatch."""
         # The first stage sends no gradient, so its whole backward pass computes gradients of weights.
-        share = _INPUT_GRADIENT_SHARE if action.stage else 0.0
-        return time.backward_pass_s * (share if action.kind == "input_backward" else 1 - share)
+        shares = [_INPUT_GRADIENT_SHARE if stage else 0.0 for stage in range(len(self.times))]
+        return [
+            {
+                "forward": time.forward_pass_s,
+                "backward": time.backward_pass_s,
+                "input_backward": time.backward_pass_s * share,
+                "weight_backward": time.backward_pass_s * (1 - share),
+            }
+            for time, share in zip(self.times, shares, strict=True)
+        ]
+
+    def action_s(self, action: Action) -> float:
+        return self._seconds[action[0]][action[2]]
 
     def action_and_send_s(self, action: Action) -> float:
         """Seconds of the action and of sending its result to the stage that needs it."""
@@ -138,6 +142,22 @@ class _PipelineShape:
 
     def order(self, microbatches: int) -> Order:
         return _order(self.schedule, self.ranks, self.stages_per_rank, microbatches)
+
+
+# Plans that the planner predicts one after the other often differ in nothing that a pass depends on.
+@lru_cache(maxsize=8)
+def _pipeline_spans(
+    shape: _PipelineShape, times: tuple[StageTime, ...], transfers_s: tuple[float, ...], waits_for_sends: bool
+) -> tuple[float, float, Timeline]:
+    """The seconds of all microbatches, the same without transfers between stages, and the timeline with transfers (see
+    `_span`)."""
+    actions = _ActionTimes(times, transfers_s)
+    if waits_for_sends:
+        span_s, longest = _span(shape, actions.action_and_send_s, _no_transfer_s)
+    else:
+        span_s, longest = _span(shape, actions.action_s, actions.transfer_s)
+    span_without_transfers_s, _ = _span(shape, actions.action_s, _no_transfer_s)
+    return span_s, span_without_transfers_s, longest
 
 
 @lru_cache(maxsize=64)

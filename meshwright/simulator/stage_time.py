@@ -62,7 +62,7 @@ def stage_times(
         key = (
             weights_bytes,
             _trained_bytes(local.profile),
-            *((s.phase, s.block_count, s.operators) for s in local.profile.segments),
+            *((s.phase, s.block_count, id(s.operators)) for s in local.profile.segments),
         )
         if key not in priced:
             priced[key] = _stage_time(whole.profile, local.profile, weights_bytes, inputs)

@@ -75,15 +75,17 @@ class StageDataflow:
 def cuts_of_plan(plan: Plan, structure: Structure) -> tuple[Cut, ...]:
     """The plan's cuts in the order of the stages. If the plan lists a module several times, because the model calls it
     several times, the n-th entry is the n-th possible cut after it."""
+    places: dict[str, list[int]] = {}
+    for place, cut in enumerate(structure.cuts):
+        places.setdefault(cut.after, []).append(place)
     times_listed: Counter[str] = Counter()
-    cuts = []
+    order = []
     for name in plan.pipeline.cuts:
-        cuts_after_name = [cut for cut in structure.cuts if cut.after == name]
-        if len(cuts_after_name) <= times_listed[name]:
+        if len(places.get(name, ())) <= times_listed[name]:
             raise InputError(_no_cut_message(name, structure))
-        cuts.append(cuts_after_name[times_listed[name]])
+        order.append(places[name][times_listed[name]])
         times_listed[name] += 1
-    order = [structure.cuts.index(cut) for cut in cuts]
+    cuts = tuple(structure.cuts[place] for place in order)
     if order != sorted(order):
         right = ", ".join(structure.cuts[place].after for place in sorted(order))
         raise InputError(f"plan.pipeline.cuts are not in the order in which the model runs: write {right}")
@@ -92,7 +94,7 @@ def cuts_of_plan(plan: Plan, structure: Structure) -> tuple[Cut, ...]:
             raise InputError(
                 f"plan.pipeline.cuts: nothing before the cut after {cut.after} is trained: choose a later cut"
             )
-    return tuple(cuts)
+    return cuts
 
 
 def _no_cut_message(name: str, structure: Structure) -> str:

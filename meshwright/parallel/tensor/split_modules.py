@@ -82,7 +82,7 @@ def _coupled_splits(model: nn.Module, plan: Plan, structure: Structure) -> Itera
     }
     split_as_group: set[str] = set()
     for group in structure.splits:
-        members = {split.module for split in group.splits}
+        members = {split.module for split in group.splits} if plan_splits else set()
         if members & plan_splits.keys():
             if all(s.module in plan_splits and _agrees(s, plan_splits[s.module].kind) for s in group.splits):
                 axes = {plan_splits[name].axis for name in members}
@@ -90,7 +90,7 @@ def _coupled_splits(model: nn.Module, plan: Plan, structure: Structure) -> Itera
                     split_as_group |= members
                     yield _checked_group(group, axes.pop(), plan)
             continue
-        if not any(_is_excluded(split, plan.modules) for split in group.splits):
+        if not plan.modules.splits or not any(_is_excluded(split, plan.modules) for split in group.splits):
             yield _checked_group(group, "tensor", plan)
     for name, plan_split in plan_splits.items():
         if name not in split_as_group:
@@ -120,8 +120,6 @@ def _agrees(split: ParameterSplit, kind: str) -> bool:
 
 def _is_excluded(split: ParameterSplit, modules: Modules) -> bool:
     """Whether the plan leaves the module, or one that encloses it, whole."""
-    if not modules.splits:
-        return False
     plan_splits = (modules.split_of(name) for name in enclosing_modules(split.module))
     return any(plan_split is not None and plan_split.kind == "none" for plan_split in plan_splits)
 

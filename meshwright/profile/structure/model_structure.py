@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import nn
 
+from meshwright.errors import InputError
+from meshwright.profile.equal_blocks import find_equal_blocks
 from meshwright.profile.structure.dataflow import Dataflow, record_dataflow
 from meshwright.profile.structure.structure import Structure, find_structure
 
@@ -21,6 +23,7 @@ class ModelStructure:
         self.target = target
         self._structures: dict[bool, Structure] = {}
         self._dataflows: dict[bool, Dataflow] = {}
+        self._takes_derivatives: bool | None = None
 
     def find(self, merge_equal_blocks: bool = True) -> Structure:
         """Returns the structure of the model. If `merge_equal_blocks` is False, every block is traced."""
@@ -41,3 +44,21 @@ class ModelStructure:
             flow = record_dataflow(self.model, self.sample, _SAMPLES, target=self.target, evaluating=evaluating)
             self._dataflows[evaluating] = flow
         return self._dataflows[evaluating]
+
+    def takes_derivatives(self) -> bool:
+        """Whether the forward pass takes derivatives (`torch.autograd.grad`). Of consecutive equal blocks only three
+        are traced. Raises `InputError` if the model cannot be traced."""
+        if self._takes_derivatives is None:
+            self._takes_derivatives = any(operator.in_backward for operator in self._short_dataflow().operators)
+        return self._takes_derivatives
+
+    def _short_dataflow(self) -> Dataflow:
+        """Returns the dataflow with three of consecutive equal blocks, if the model runs without the others."""
+        evaluating = self.find().found_in_evaluation
+        equal_blocks = find_equal_blocks(self.model)
+        if evaluating in self._dataflows or not equal_blocks:
+            return self.dataflow(evaluating)
+        try:
+            return record_dataflow(self.model, self.sample, _SAMPLES, equal_blocks, self.target, evaluating)
+        except (IndexError, InputError):
+            return self.dataflow(evaluating)

@@ -65,7 +65,7 @@ def memory_histories(
     for rank, work in enumerate(rank_works(profile, plan, batch)):
         recorder = _Recorder(profile, operator_s)
         observe = recorder.observe if timeline is None else None
-        replayed = replay_rank(work, plan, batch, optimizer, device, observe)
+        replayed = replay_rank(work, plan, batch, optimizer, device, observe=observe)
         if timeline is None:
             moments = [(at_s, where, replayed.earlier.plus(live)) for at_s, where, live in recorder.moments]
         else:

@@ -19,9 +19,10 @@ H200 the two added 3% to 69% to the allocated memory (validation/memory/one_gpu_
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil
 
+from meshwright.blocks.module_names import enclosing_modules
 from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.profile.optimizer import OptimizerCost
@@ -67,7 +68,10 @@ def rank_memories(
     profile: ModelProfile, plan: Plan, batch: int, optimizer: OptimizerCost, device: DeviceMemory
 ) -> list[MemoryPrediction]:
     """The peak memory of each pipeline rank; if ranks hold different branches, of each rank of the tensor axis."""
-    replays = [replay_rank(work, plan, batch, optimizer, device) for work in rank_works(profile, plan, batch)]
+    # The stages of ranks that hold different branches are not named after the segments of the whole model.
+    units = frozenset() if places_branches(plan) else frozenset(segment.unit for segment in profile.segments)
+    equal = _EqualStages(units)
+    replays = [replay_rank(work, plan, batch, optimizer, device, equal) for work in rank_works(profile, plan, batch)]
     return [_rank_memory(rank, plan, batch, optimizer, device) for rank in replays]
 
 
@@ -111,6 +115,25 @@ def _order(plan: Plan) -> Order:
     return pipeline_order(plan.pipeline.schedule, ranks, stages, min(plan.pipeline.microbatches, ranks * enough))
 
 
+@dataclass
+class _EqualStages:
+    """The replayed passes of stages, so that those of equal stages are replayed once. `units` are the blocks that the
+    segments of the model are named after (`TraceSegment.unit`)."""
+
+    units: frozenset[str] = frozenset()
+    known: dict[object, PassPeaks] = field(default_factory=dict)
+
+    def key(self, stage: StageProfile, gathering: GatheredWeights | None, adds_gradients: bool) -> object:
+        """Equal for equal stages. They share their tuples of operators and changes (stages.py); comparing what is in
+        them takes long."""
+        segments = tuple((s.phase, len(s.blocks), id(s.operators), id(s.changes)) for s in stage.profile.segments)
+        weights = None
+        if gathering is not None:
+            blocks = gathering.blocks
+            weights = gathering.root_bytes, *blocks.values(), *(name for name in blocks if name in self.units)
+        return segments, weights, adds_gradients
+
+
 @dataclass(frozen=True)
 class RankReplay:
     """The replay of a rank: its `work`; the gradients of `earlier` microbatches, which are in memory during all passes;
@@ -130,10 +153,11 @@ def replay_rank(
     batch: int,
     optimizer: OptimizerCost,
     device: DeviceMemory,
+    equal: _EqualStages | None = None,
     observe: Observer | None = None,
 ) -> RankReplay:
-    """Replays the passes of one microbatch on each stage of a rank. `observe` is called for each change of memory, with
-    the bytes of this pass alone."""
+    """Replays the passes of one microbatch on each stage of a rank. `equal` has the passes of other ranks' stages.
+    `observe` is called for each change of memory, with the bytes of this pass alone."""
     stages = work.stages
     trainable = [float(parameter.bytes) for parameter in _parameters(stages) if parameter.trainable]
     shard = plan.axes.shard
@@ -149,18 +173,23 @@ def replay_rank(
         earlier = LiveBytes()
     elif not whole_gradients and has_earlier_gradients:
         earlier = LiveBytes(gradients=gradients.gradients / shard, rounding=gradients.rounding)
-    passes = {
-        number: replay(
+    adds_gradients = whole_gradients and earlier.gradients > 0
+    passes = {}
+    for number, stage in stages.items():
+        gathering = _gathered_weights(stage, plan) if shard > 1 else None
+        key = equal.key(stage, gathering, adds_gradients) if equal else None
+        known = equal.known.get(key) if equal else None
+        passes[number] = known or replay(
             stage.profile,
             batch,
             device.rounding,
-            kept_gradient_bytes=earlier.gradients if whole_gradients else 0.0,
-            gathering=_gathered_weights(stage, plan) if shard > 1 else None,
+            adds_gradients=adds_gradients,
+            gathering=gathering,
             workspaces=device.convolution_workspaces and plan.compute.layout == "contiguous",
             observe=observe,
         )
-        for number, stage in stages.items()
-    }
+        if equal:
+            equal.known[key] = passes[number]
     optimizer_live = LiveBytes()
     if offload != "parameters":
         temporaries = optimizer if offload == "none" else replace(optimizer, temporary_ratio=0.0)
@@ -217,12 +246,31 @@ def _peak_of_actions(
     batch: int,
     earlier: LiveBytes,
 ) -> MemoryMoment:
-    """The peak of a rank that runs these actions."""
-    peak = MemoryMoment(earlier, "start")
-    for moment in action_peaks(stages, passes, actions, batch, earlier):
-        if moment.live.total() > peak.live.total():
-            peak = moment
-    return peak
+    """The largest of `action_peaks`. There are many actions, so this adds up whole bytes. What they consist of is
+    computed for the peak only."""
+    saved, added = _saved_and_added(stages, passes, batch)
+    saved_bytes = {number: round(live.total()) for number, live in saved.items()}
+    added_bytes = {key: round(live.total()) for key, live in added.items()}
+    in_flight = dict.fromkeys(stages, 0)
+    live_bytes = peak_bytes = 0
+    peak: tuple[int, str, dict[int, int]] | None = None
+    for stage, _, kind in actions:
+        phase = "forward" if kind == "forward" else "backward"
+        if (now_bytes := live_bytes + added_bytes[stage, phase]) > peak_bytes:
+            peak_bytes, peak = now_bytes, (stage, phase, dict(in_flight))
+        if kind == "forward":
+            in_flight[stage] += 1
+            live_bytes += saved_bytes[stage]
+        elif kind != "input_backward":
+            in_flight[stage] -= 1
+            live_bytes -= saved_bytes[stage]
+    if peak is None:
+        return MemoryMoment(earlier, "start")
+    stage, phase, microbatches = peak
+    live = earlier.plus(added[stage, phase])
+    for number, count in microbatches.items():
+        live = live.plus(saved[number].scaled(count))
+    return MemoryMoment(live, (passes[stage].forward if phase == "forward" else passes[stage].backward).where)
 
 
 def action_peaks(
@@ -235,18 +283,30 @@ def action_peaks(
     """Yields the moment of each action with most bytes in memory. The memory during an action is that of its pass, plus
     the gradients of `earlier` microbatches, plus the tensors that other microbatches have saved. Saved tensors are
     assumed to stay until the gradients of the weights are computed."""
-    saved = {
-        number: passes[number].saved.plus(LiveBytes(saved=stage.received.at(batch))) for number, stage in stages.items()
-    }
+    saved, added = _saved_and_added(stages, passes, batch)
     live = earlier
     for stage, _, kind in actions:
-        moment = passes[stage].forward if kind == "forward" else passes[stage].backward
-        others = live if kind == "forward" else live.plus(_negative(passes[stage].saved))
-        yield MemoryMoment(others.plus(moment.live), moment.where)
+        phase = "forward" if kind == "forward" else "backward"
+        where = (passes[stage].forward if phase == "forward" else passes[stage].backward).where
+        yield MemoryMoment(live.plus(added[stage, phase]), where)
         if kind == "forward":
             live = live.plus(saved[stage])
         elif kind != "input_backward":
             live = live.plus(_negative(saved[stage]))
+
+
+def _saved_and_added(
+    stages: dict[int, StageProfile], passes: dict[int, PassPeaks], batch: int
+) -> tuple[dict[int, LiveBytes], dict[tuple[int, str], LiveBytes]]:
+    """The bytes that a forward pass of each stage leaves in memory, and those that each pass adds at its peak. A
+    backward pass starts with the tensors that its own microbatch has saved, so these are counted once."""
+    saved = {
+        number: passes[number].saved.plus(LiveBytes(saved=stage.received.at(batch))) for number, stage in stages.items()
+    }
+    added = {(number, "forward"): peaks.forward.live for number, peaks in passes.items()}
+    for number, peaks in passes.items():
+        added[number, "backward"] = peaks.backward.live.plus(_negative(peaks.saved))
+    return saved, added
 
 
 def _negative(live: LiveBytes) -> LiveBytes:
@@ -254,10 +314,11 @@ def _negative(live: LiveBytes) -> LiveBytes:
 
 
 def _gathered_weights(stage: StageProfile, plan: Plan) -> GatheredWeights:
+    names = set(stage.profile.blocks)
     blocks: dict[str, float] = {}
     root_bytes = 0.0
     for parameter in stage.profile.parameters:
-        name = next((b for b in stage.profile.blocks if parameter.names[0].startswith(f"{b}.")), None)
+        name = next((module for module in enclosing_modules(parameter.names[0])[:-1] if module in names), None)
         if name is None:
             root_bytes += parameter.bytes
         else:

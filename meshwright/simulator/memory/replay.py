@@ -10,7 +10,7 @@ With a shard axis of n ranks, weights are all-gathered block by block, and 1/n o
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from meshwright.profile.values import MemoryChange, ModelProfile, TraceSegment
@@ -37,10 +37,24 @@ class LiveBytes:
         return self.gathered + self.gradients + self.buckets + self.saved + self.temporary + self.rounding
 
     def plus(self, other: "LiveBytes") -> "LiveBytes":
-        return LiveBytes(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(LiveBytes)})
+        return LiveBytes(
+            self.gathered + other.gathered,
+            self.gradients + other.gradients,
+            self.buckets + other.buckets,
+            self.saved + other.saved,
+            self.temporary + other.temporary,
+            self.rounding + other.rounding,
+        )
 
     def scaled(self, factor: float) -> "LiveBytes":
-        return LiveBytes(**{f.name: getattr(self, f.name) * factor for f in fields(LiveBytes)})
+        return LiveBytes(
+            self.gathered * factor,
+            self.gradients * factor,
+            self.buckets * factor,
+            self.saved * factor,
+            self.temporary * factor,
+            self.rounding * factor,
+        )
 
 
 @dataclass(frozen=True)
@@ -105,16 +119,16 @@ def replay(
     batch: int,
     rounding: Rounding,
     *,
-    kept_gradient_bytes: float,
+    adds_gradients: bool,
     gathering: GatheredWeights | None = None,
     workspaces: bool = False,
     observe: Observer | None = None,
 ) -> PassPeaks:
-    """The peaks of both passes of a microbatch. If `kept_gradient_bytes` is above 0, gradients are in memory from the
-    start (in buckets, or from earlier microbatches); a new gradient is then a temporary tensor that is added to them.
+    """The peaks of both passes of a microbatch. With `adds_gradients`, gradients are in memory from the start (in
+    buckets, or from earlier microbatches); a new gradient is then a temporary tensor that is added to them.
     With `workspaces`, operators allocate the workspace that the profile states for them. With `observe`, every block is
     replayed, not only the first two and the last of equal ones."""
-    kept = (kept_gradient_bytes > 0, gathering, workspaces, observe)
+    kept = (adds_gradients, gathering, workspaces, observe)
     forward = _replay_pass(profile, "forward", batch, rounding, LiveBytes(), *kept)
     saved = replace(forward.now, gathered=0.0)
     start = replace(forward.now)

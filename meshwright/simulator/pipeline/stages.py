@@ -102,21 +102,29 @@ def _cut_profile(profile: ModelProfile, stage_of: _StageOf, stages: int) -> list
         change_stages = [
             _change_stages(change, profile, operator_stages, stage_of, start, allocated) for change in segment.changes
         ]
+        numbers: list[list[int]] = [[] for _ in range(stages)]
+        for number, stage in enumerate(operator_stages):
+            numbers[stage].append(number)
+        changes: list[list[MemoryChange]] = [[] for _ in range(stages)]
+        for change, counts in zip(segment.changes, change_stages, strict=True):
+            for stage, count in counts.items():
+                changes[stage].append(replace(change, tensor_count=count))
+        parts: dict[object, TraceSegment] = {}  # equal parts are the same object
         for stage in range(stages):
-            numbers = [number for number, at in enumerate(operator_stages) if at == stage]
-            changes = [
-                replace(change, tensor_count=counts[stage])
-                for change, counts in zip(segment.changes, change_stages, strict=True)
-                if stage in counts
-            ]
-            if numbers or changes:
-                segments[stage].append(_restricted(segment, numbers, changes))
-    parameter_stages = [_parameter_stages(parameter, stage_of) for parameter in profile.parameters]
+            if numbers[stage] or changes[stage]:
+                key = tuple(numbers[stage]), tuple(changes[stage])
+                if key not in parts:
+                    parts[key] = _restricted(segment, numbers[stage], changes[stage])
+                segments[stage].append(parts[key])
+    parameters: list[list[Parameter]] = [[] for _ in range(stages)]
+    for parameter in profile.parameters:
+        for stage in _parameter_stages(parameter, stage_of):
+            parameters[stage].append(parameter)
     return [
         replace(
             profile,
             segments=tuple(segments[stage]),
-            parameters=tuple(p for p, at in zip(profile.parameters, parameter_stages, strict=True) if stage in at),
+            parameters=tuple(parameters[stage]),
             input_bytes=profile.input_bytes if stage in (0, stages - 1) else _NO_BYTES,
             buffer_bytes=profile.buffer_bytes // stages,
         )
@@ -128,24 +136,36 @@ def _cut_blocks(
     segment: TraceSegment, profile: ModelProfile, stage_of: _StageOf, stages: int
 ) -> Iterator[tuple[int, TraceSegment]]:
     """The parts of a segment of equal blocks that belong to each stage, each with the number of the stage. If a block
-    frees a tensor that no block allocated, the tensor is freed on the stage of the layer that allocated it."""
-    freed = {
-        stage: [c for c in segment.changes if _stage_outside_blocks(c, profile, stage_of) == stage]
-        for stage in range(stages)
-    }
+    frees a tensor that no block allocated, the tensor is freed on the stage of the layer that allocated it. Stages that
+    free no such tensor share one tuple of changes."""
+    units = [part.unit for part in profile.segments if part.blocks]
+    freed: dict[int, list[MemoryChange]] = {}
+    for change in segment.changes:
+        stage = _stage_outside_blocks(change, units, stage_of)
+        if stage is not None:
+            freed.setdefault(stage, []).append(change)
+    blocks_of_stage: dict[int, list[str]] = {}
+    for block in segment.blocks:
+        blocks_of_stage.setdefault(stage_of(block) or 0, []).append(block)
+
+    def changes_without(others: list[MemoryChange]) -> tuple[MemoryChange, ...]:
+        return tuple(change for change in segment.changes if change not in others) if others else segment.changes
+
+    without_freed = changes_without([change for changes in freed.values() for change in changes])
     for stage in range(stages):
-        blocks = tuple(block for block in segment.blocks if (stage_of(block) or 0) == stage)
-        if blocks:
-            others = [change for at, changes in freed.items() if at != stage for change in changes]
-            changes = tuple(change for change in segment.changes if change not in others)
-            yield stage, replace(segment, blocks=blocks, changes=changes)
-        elif freed[stage]:
+        if stage in blocks_of_stage:
+            changes = without_freed
+            if stage in freed:
+                changes = changes_without([c for at, changes in freed.items() if at != stage for c in changes])
+            yield stage, replace(segment, blocks=tuple(blocks_of_stage[stage]), changes=changes)
+        elif stage in freed:
             yield stage, replace(segment, blocks=(), operators=(), changes=tuple(freed[stage]))
 
 
-def _stage_outside_blocks(change: MemoryChange, profile: ModelProfile, stage_of: _StageOf) -> int | None:
-    """The stage of a tensor that was allocated outside of all equal blocks; None if a block allocated it."""
-    if any(segment.blocks and is_inside(change.layer, segment.unit) for segment in profile.segments):
+def _stage_outside_blocks(change: MemoryChange, units: list[str], stage_of: _StageOf) -> int | None:
+    """The stage of a tensor that was allocated outside of all equal blocks; None if a block allocated it. `units` are
+    the blocks that stand for the others in the segments of the model."""
+    if any(is_inside(change.layer, unit) for unit in units):
         return None
     return stage_of(change.layer)
 
