@@ -386,7 +386,8 @@ def _span_lower_bound(candidate: Candidate, seconds: _StageSeconds) -> float:
     """A lower bound of the seconds from the first forward pass to the last backward pass. `seconds` are those of each
     stage."""
     ranks, count = candidate.sizes.pipeline, candidate.microbatches
-    delays_weight_gradients = candidate.schedule == "zero_bubble"  # weight gradients fill the bubble
+    # Weight gradients fill the bubble, unless a backward pass is not split (`Runtime.splits_backward`).
+    delays_weight_gradients = candidate.schedule == "zero_bubble" and candidate.recompute == "none"
     span = delay = 0.0
     for rank in range(ranks):
         busy = sum(forward + backward for forward, backward in seconds[rank::ranks])

@@ -51,8 +51,8 @@ def _pipeline_time(times: Sequence[StageTime], stages: Sequence[StageProfile], i
     shape = _PipelineShape(schedule, ranks, per_rank, plan.pipeline.microbatches)
     numbers = [stages_of_rank(schedule, ranks, per_rank, rank) for rank in range(ranks)]
     transfers_s = _transfers_s(stages, numbers, inputs)
-    spans = _pipeline_spans(shape, tuple(times), tuple(transfers_s), inputs.runtime.waits_for_sends)
-    span_s, span_without_transfers_s, longest = spans
+    actions = _ActionTimes(tuple(times), tuple(transfers_s), inputs.runtime.splits_backward(plan))
+    span_s, span_without_transfers_s, longest = _pipeline_spans(shape, actions, inputs.runtime.waits_for_sends)
     busy_s = [sum(times[s].forward_pass_s + times[s].backward_pass_s for s in rank_stages) for rank_stages in numbers]
     breakdown = _stages_breakdown([times[s] for s in numbers[busy_s.index(max(busy_s))]], shape.microbatches)
     breakdown["pipeline"] = max(0.0, span_s - span_without_transfers_s)
@@ -64,16 +64,20 @@ def _pipeline_time(times: Sequence[StageTime], stages: Sequence[StageProfile], i
 @dataclass(frozen=True)
 class _ActionTimes:
     """Computes the seconds of a pipeline's actions and transfers. `times` are the times of one microbatch on each
-    stage, `transfers_s` the seconds of a message from each stage to the next stage."""
+    stage, `transfers_s` the seconds of a message from each stage to the next stage. Without `splits_backward`, an
+    `input_backward` action is the whole backward pass, and nothing is left to do for `weight_backward`."""
 
-    times: Sequence[StageTime]
-    transfers_s: Sequence[float]
+    times: tuple[StageTime, ...]
+    transfers_s: tuple[float, ...]
+    splits_backward: bool
 
     @cached_property
     def _seconds(self) -> list[dict[PassKind, float]]:
         """The seconds of each stage's actions by their kind. They are looked up for every microbatch."""
         # The first stage sends no gradient, so its whole backward pass computes gradients of weights.
         shares = [_INPUT_GRADIENT_SHARE if stage else 0.0 for stage in range(len(self.times))]
+        if not self.splits_backward:
+            shares = [1.0] * len(self.times)
         return [
             {
                 "forward": time.forward_pass_s,
@@ -147,11 +151,10 @@ class _PipelineShape:
 # Plans that the planner predicts one after the other often differ in nothing that a pass depends on.
 @lru_cache(maxsize=8)
 def _pipeline_spans(
-    shape: _PipelineShape, times: tuple[StageTime, ...], transfers_s: tuple[float, ...], waits_for_sends: bool
+    shape: _PipelineShape, actions: _ActionTimes, waits_for_sends: bool
 ) -> tuple[float, float, Timeline]:
     """The seconds of all microbatches, the same without transfers between stages, and the timeline with transfers (see
     `_span`)."""
-    actions = _ActionTimes(times, transfers_s)
     if waits_for_sends:
         span_s, longest = _span(shape, actions.action_and_send_s, _no_transfer_s)
     else:

@@ -115,6 +115,12 @@ class Runtime(BaseModel):
         Ours does, also with selective recomputation, which recomputes everything between the products."""
         return plan.memory.recompute != "none"
 
+    def splits_backward(self, plan: Plan) -> bool:
+        """Whether a schedule that computes the gradients of weights after those of inputs (zero_bubble, zbv) does so
+        under this plan. Ours runs the whole backward pass at once if blocks are recomputed or compiled, because both
+        would run twice in two parts (parallel/pipeline/pipeline.py)."""
+        return plan.memory.recompute == "none" and plan.compute.compile == "none"
+
     def host_wait_s(self, launch_s: float, device_s: float = 0.0) -> float:
         """Seconds that a device waits for its host in total. The host needs `launch_s` to launch work that keeps the
         device busy for `device_s`. Because the host launches ahead of the device, the device waits only for the

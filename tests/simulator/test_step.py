@@ -129,6 +129,16 @@ def test_stages_that_wait_for_their_sends_lose_more_time() -> None:
     assert spent(waits=True) == pytest.approx(4 / 3 * spent(waits=False), rel=0.1)
 
 
+def test_a_backward_pass_that_recomputes_blocks_is_not_split_to_fill_the_bubble() -> None:
+    def bubble_s(schedule: str, recompute: str) -> float:
+        groups = pipeline(16)
+        groups["pipeline"]["schedule"] = schedule
+        return step(**groups, memory={"recompute": recompute}).breakdown["bubble"]
+
+    assert bubble_s("zero_bubble", "none") < 0.7 * bubble_s("1f1b", "none")
+    assert bubble_s("zero_bubble", "full") == pytest.approx(bubble_s("1f1b", "full"))
+
+
 class SlowHost(Runtime):
     """A runtime whose host takes ten times as long to start operators."""
 
