@@ -12,6 +12,7 @@ from typing import BinaryIO, Protocol
 from meshwright.files.storage import writing
 
 START_UP = "start-up"
+PREPARE = "prepare"  # the beginning of a step, so short that only listeners are told
 
 # The same sequence number is written before and after the body. If a reader sees two numbers, it read during a write.
 _NUMBER = struct.Struct("<Q")
@@ -85,7 +86,8 @@ class Heartbeat:
     def update(self, step: int, activity: str) -> None:
         self.step = step
         self.activity = activity
-        self._write()
+        if activity != PREPARE:
+            self._write()
         for listener in self.listeners:
             listener.enter(step, activity)
 

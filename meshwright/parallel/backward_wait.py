@@ -4,20 +4,14 @@ which they were queued."""
 
 import time
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.collectives.wait_clock import WAIT_CLOCK
 from meshwright.parallel.torch_private import queue_backward_callback
 
 
-def run_backward(loss: Tensor, device: torch.device) -> None:
-    """Calls `loss.backward()`. A callback that is queued when it begins is called before those of DDP and FSDP2. On a
-    GPU, only the device waits, and nothing is counted."""
-    if device.type != "cpu" or not dist.is_initialized():
-        loss.backward()
-        return
+def run_backward(loss: Tensor) -> None:
+    """Calls `loss.backward()`. A callback that is queued when it begins is called before those of DDP and FSDP2."""
     computed: list[tuple[float, float]] = []  # when the gradients were computed, and the wait clock then
 
     def note_end() -> None:

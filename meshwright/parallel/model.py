@@ -27,6 +27,7 @@ from meshwright.parallel.replicate.local_steps import LocalSteps
 from meshwright.parallel.replicate.replicate import broadcast_buffers, forget_compressed_gradients
 from meshwright.parallel.tensor.dimension_partition import shard_input_columns
 from meshwright.parallel.tensor.shard_view import gather_shard_views
+from meshwright.parallel.torch_private import comm_hook_states
 from meshwright.parallel.weights.layout import ParameterLayout, TiedLayout
 from meshwright.parallel.weights.state import full_gradients, full_state
 from meshwright.plan import Plan
@@ -87,6 +88,13 @@ class ParallelModel:
         return self.make_averager() if self.make_averager else None
 
     @cached_property
+    def _waits_after_backward(self) -> bool:
+        """Whether the host waits for exchanges of torch's own at the end of a backward pass, whose time is counted. On
+        a GPU only the device waits; our own hooks of DDP count it themselves."""
+        averages = isinstance(self.runner, DistributedDataParallel) and not comm_hook_states(self.runner)
+        return self.device.type == "cpu" and (averages or self.plan.axes.shard > 1)
+
+    @cached_property
     def _power_iterations(self) -> list[Any]:
         return power_iterations(self.module)
 
@@ -105,7 +113,8 @@ class ParallelModel:
                 power_iteration = without_power_iteration(self._power_iterations) if number else nullcontext()
                 with self._gradient_synchronization(number == 0, number == last), power_iteration:
                     value = forward(example.arguments, example.keywords, example.target, samples > 0)
-                    run_backward(loss_of(number, value), self.device)
+                    loss = loss_of(number, value)
+                    run_backward(loss) if self._waits_after_backward else loss.backward()
 
     def _forward_of(self, loss_function: LossFunction) -> Callable[..., Any]:
         """Returns the function that computes the model's output and then the value of `loss_function`. It is compiled

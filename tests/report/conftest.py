@@ -61,10 +61,14 @@ def open_page(browser: Any) -> Iterator[Callable[..., OpenPage]]:
                 opened.problems.append(f"request for {wanted}")
                 route.abort()
 
+        def on_dialog(dialog: Any) -> None:
+            opened.problems.append("dialog")
+            dialog.dismiss()
+
         page.route("**/*", on_route)
         page.on("console", lambda message: opened.problems.append(f"console: {message.text}"))
         page.on("pageerror", lambda error: opened.problems.append(f"exception: {error}"))
-        page.on("dialog", lambda dialog: (opened.problems.append("dialog"), dialog.dismiss()))
+        page.on("dialog", on_dialog)
         page.goto(url)
         page.wait_for_selector(_DRAWN, state="attached", timeout=_LONGEST_WAIT_MS)
         return opened

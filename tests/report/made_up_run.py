@@ -12,7 +12,7 @@ from meshwright.cluster.names import cluster_from_name
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.plan import Axes, Plan
 from meshwright.report.run.page_values import page_values
-from meshwright.train.output.activity_times import times_file
+from meshwright.train.output.activity_times import SMALLEST_WINDOW, WINDOWS_BEFORE_DOUBLING, times_file
 from meshwright.train.output.folder import RunFolder
 
 BEGAN = 1_790_000_000.0
@@ -73,10 +73,10 @@ def _metrics(steps: int, name: str) -> Iterator[dict[str, Any]]:
 
 def _times(rank: int, steps: int, host: str) -> Iterator[dict[str, Any]]:
     yield {"start": 0, "step": 0, "time": BEGAN, "pid": 100 + rank, "host": host, "device": "H100"}
-    window, done = 10, 0
+    window, done = SMALLEST_WINDOW, 0
     slowness = 1.2 if rank == SLOW_RANK else 1.0
     while done < steps:
-        while done >= window * 1_000:
+        while done >= window * WINDOWS_BEFORE_DOUBLING:
             window *= 2
         done = min(done + window, steps)
         computing = 0.14 * slowness * (1 + 0.02 * math.sin(done + rank))

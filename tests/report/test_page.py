@@ -20,6 +20,7 @@ from meshwright.report.page import (
     Page,
     Section,
     Table,
+    TableCell,
     escaped_figure,
     render,
     script_json,
@@ -105,7 +106,7 @@ def full_page(tmp_path: Path) -> Path:
             figure([bars(HOSTILE, [HOSTILE, "b"], [1, 2], "%{x}: %{y}", colour(1))], axis("rank"), axis("time", "ms")),
         ),
     ]
-    rows = [
+    rows: list[list[TableCell]] = [
         [HOSTILE if number == 7 else f"layer.{number}", number * 1.5, Cell("ok", number, "good")]
         for number in range(90)
     ]

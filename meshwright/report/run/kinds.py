@@ -42,7 +42,7 @@ _PREDICTED = {
 
 @dataclass(frozen=True)
 class StepKinds:
-    """The mean seconds of a step by kind, of one rank in one window."""
+    """The mean seconds of a step by kind, in the order of `KINDS`, of one rank in one window."""
 
     rank: int
     step: int
@@ -91,12 +91,12 @@ def _blocked(window: Window) -> float:
 
 def mean_kinds(rows: Iterable[StepKinds]) -> dict[str, float]:
     """The mean seconds of a step by kind, over all steps of these rows; empty without rows."""
-    totals, steps = dict.fromkeys(KINDS, 0.0), 0
+    totals, steps = [0.0] * len(KINDS), 0
     for row in rows:
         steps += row.steps
-        for kind, seconds in row.seconds.items():
-            totals[kind] += seconds * row.steps
-    return {kind: total / steps for kind, total in totals.items()} if steps else {}
+        for number, seconds in enumerate(row.seconds.values()):  # in the order of KINDS
+            totals[number] += seconds * row.steps
+    return {kind: total / steps for kind, total in zip(KINDS, totals, strict=True)} if steps else {}
 
 
 def kinds_by_rank(windows: Sequence[Sequence[StepKinds]]) -> dict[int, dict[str, float]]:

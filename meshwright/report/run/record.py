@@ -5,6 +5,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -162,7 +163,7 @@ def _read_times(folder: Path) -> dict[int, RankTimes]:
         for line in _json_lines(folder / f"rank-{rank}.jsonl"):
             try:
                 _add_line(line, windows, events)
-            except (KeyError, TypeError, ValueError):
+            except (KeyError, TypeError, ValueError, AttributeError):
                 continue
         ranks[rank] = RankTimes(tuple(windows), tuple(events))
     return ranks
@@ -176,10 +177,9 @@ def _add_line(line: Mapping[str, Any], windows: list[Window], events: list[Event
     elif "event" in line:
         events.append(Event(str(line["event"]), step, moment, float(line["seconds"])))
     else:
-        seconds, device_seconds = (
-            {str(name): float(value) for name, value in dict(line.get(key, {})).items()}
-            for key in ("seconds", "device_seconds")
-        )
+        seconds, device_seconds = line["seconds"], line.get("device_seconds", {})
+        if not all(isinstance(value, float | int) for value in (*seconds.values(), *device_seconds.values())):
+            raise ValueError("seconds are numbers")
         windows.append(
             Window(step, max(1, int(line["steps"])), moment, seconds, int(line["peak_bytes"]), device_seconds)
         )
@@ -191,13 +191,18 @@ def _is_metric(entry: Mapping[str, Any]) -> bool:
 
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    for line in _read_bytes(path).splitlines():
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict):
-            yield value
+    lines = _read_bytes(path).splitlines()
+    try:
+        values = json.loads(b"[" + b",".join(lines) + b"]")  # several times faster than line by line
+    except (ValueError, RecursionError):
+        values = [value for line in lines for value in _json_value(line)]
+    yield from (value for value in values if isinstance(value, dict))
+
+
+def _json_value(line: bytes) -> Iterator[Any]:
+    """Yields the value of a line that can be read."""
+    with suppress(ValueError, RecursionError):
+        yield json.loads(line)
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
