@@ -65,7 +65,7 @@ FOLDERS = {
     "planner": ("explanation",),
     "profile": ("structure", "tracing"),
     "proof": ("reference", "record", "compare", "causes"),
-    "report": ("plans", "run"),
+    "report": ("benches", "plans", "run"),
     "simulator": ("compute", "tensor", "communication", "pipeline", "memory"),
     "train": ("loss", "step", "output", "callbacks", "servers", "tuning"),
     "workloads": ("text", "images", "segmentation", "recommender", "physics"),

@@ -12,6 +12,9 @@ from meshwright.limits import LARGEST_COUNT, MOST_RANKS_HERE
 
 MOST_REPETITIONS = 1_000_000
 DEFAULT_MINUTES = 4.0
+Output = Annotated[
+    Path | None, path_option("--output", "FILE", "Also write the JSON object to this file, for meshwright report.")
+]
 Rounds = Annotated[
     int,
     typer.Option(min=1, max=MOST_REPETITIONS, help="The number of alternating rounds. Medians are reported."),
@@ -43,7 +46,7 @@ def strategies(
     minutes: Annotated[
         float, typer.Option(min=0, help="Begin no further round that would end after this time.")
     ] = DEFAULT_MINUTES,
-    output: Annotated[Path | None, path_option("--output", "FILE", "Also write the JSON object to this file.")] = None,
+    output: Output = None,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
@@ -85,10 +88,7 @@ def strategies(
         comparison = Comparison(names, precisions, steps, rounds, 60 * minutes)
         report = compare(loaded_job, machines, comparison, only_predict=not is_local(machines))
     text = json.dumps(report.to_json())
-    if output:
-        from meshwright.files.storage import write_atomically
-
-        write_atomically(output, text)
+    _write(text, output)
     if as_json:
         print(text, flush=True)
     else:
@@ -114,6 +114,7 @@ def peers(
         Path | None,
         path_option("--python", "FILE", "The interpreter that has the peers; by default that of `make peers`."),
     ] = None,
+    output: Output = None,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
@@ -133,6 +134,8 @@ def peers(
     from meshwright.compat.lightning_job import load_plain_job
     from meshwright.launch.local.fork_server import preloaded
 
+    if output:
+        check_output(output)
     loaded_job = load_plain_job(job, settings or [], "bench")
     with preloaded("meshwright.train.rank"):
         from meshwright.bench.peers.catalog import find_interpreter, selected_peers
@@ -150,7 +153,9 @@ def peers(
             steps=steps,
             rounds=rounds,
         )
-    for line in [json.dumps(report.to_json())] if as_json else report_lines(report):
+    text = json.dumps(report.to_json())
+    _write(text, output)
+    for line in [text] if as_json else report_lines(report):
         print(line, flush=True)
 
 
@@ -176,6 +181,7 @@ def collectives(
     openmpi: Annotated[
         bool | None, typer.Option(help="Also measure OpenMPI; by default if mpirun and mpi4py are installed.")
     ] = None,
+    output: Output = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare every all-reduce algorithm with the backend's, and with a prediction from the speed of single messages.
@@ -197,6 +203,8 @@ def collectives(
     from meshwright.bench.collectives.show import show
     from meshwright.launch.world import is_launched
 
+    if output:
+        check_output(output)
     request = MeasurementRequest(nodes, parse_sizes(sizes), rounds, in_training=in_training)
     measured = measure_in_launched_ranks(request) if is_launched() else measure_in_new_ranks(request, ranks)
     if measured is None:  # every rank but the first
@@ -204,8 +212,10 @@ def collectives(
     rows = make_rows(measured)
     if openmpi or (openmpi is None and is_installed() and not is_launched()):
         rows = openmpi_rows(rows, rounds)
+    text = json.dumps(json_report(rows, measured))
+    _write(text, output)
     if as_json:
-        print(json.dumps(json_report(rows, measured)), flush=True)
+        print(text, flush=True)
     else:
         show(rows, measured, Console(width=None if sys.stdout.isatty() else 200))
 
@@ -218,6 +228,7 @@ def loading(
     rows: Annotated[
         int, typer.Option(min=1, max=LARGEST_COUNT, metavar="N", help="The number of rows in the NumPy array.")
     ] = 10_000_000,
+    output: Output = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare the loading of pictures with torchvision's loader, and measure the loading of rows of a large array."""
@@ -225,10 +236,22 @@ def loading(
 
     from meshwright.bench.loading import measure, report_lines
 
+    if output:
+        check_output(output)
     measured = measure(rounds, (0, 2), rows)
+    summary = {f"{row.what}, {row.workers} workers": row.ratio or row.samples_per_s for row in measured}
+    text = json.dumps({"rows": [asdict(row) for row in measured], "summary": summary})
+    _write(text, output)
     if as_json:
-        summary = {f"{row.what}, {row.workers} workers": row.ratio or row.samples_per_s for row in measured}
-        print(json.dumps({"rows": [asdict(row) for row in measured], "summary": summary}), flush=True)
+        print(text, flush=True)
         return
     for line in report_lines(measured):
         print(line, flush=True)
+
+
+def _write(text: str, output: Path | None) -> None:
+    """Writes the JSON object to the file of `--output`, if there is one."""
+    if output is not None:
+        from meshwright.files.storage import write_atomically
+
+        write_atomically(output, text)

@@ -8,7 +8,7 @@ from meshwright.cli.options import AsJson, check_output, path_argument, path_opt
 
 
 def report(
-    source: Annotated[Path, path_argument("RUN", "The run folder that train wrote.")],
+    source: Annotated[Path, path_argument("RUN|FILE", "A run folder, or a file that plan, prove or bench wrote.")],
     output: Annotated[
         Path | None,
         path_option("--output", "FILE", "The HTML file to write; by default report.html in the run folder."),
@@ -27,8 +27,8 @@ def report(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a page about a run: loss, throughput, where the time of every rank goes, memory, prediction, plan. It is
-    one file, which opens without a network."""
+    """Write a page about a run: loss, throughput, where the time of every rank goes, memory, prediction, plan; or about
+    a plan, a proof or a benchmark. It is one file, which opens without a network."""
     from meshwright.report.open import default_output, page_of
     from meshwright.report.page import write_page
 

@@ -36,6 +36,11 @@ def bandwidth_text(bytes_per_s: float) -> str:
     return f"{count_text(bytes_per_s)}B/s" if bytes_per_s >= 1e3 else f"{_digits(bytes_per_s)} B/s"
 
 
+def speed_text(per_second: float) -> str:
+    """Returns a speed such as `80,980` or `12.35`, without an exponent."""
+    return f"{per_second:,.0f}" if per_second >= 1000 else f"{per_second:.4g}"
+
+
 def _digits(number: float) -> str:
     """Three significant digits, without an exponent."""
     if abs(number) >= 100:

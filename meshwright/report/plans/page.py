@@ -11,7 +11,7 @@ from meshwright.report.plans.candidates import cloud_chart
 from meshwright.report.plans.memory import memory_parts
 from meshwright.report.plans.scaling import scaling_chart
 from meshwright.report.plans.step import TERMS, breakdown_chart, exchange_parts, timeline_chart
-from meshwright.report.units import bytes_text, seconds_text
+from meshwright.report.units import bytes_text, seconds_text, speed_text
 
 _NUMERICS = {"same": "no", "rounding": "last bits", "changes": "yes"}
 
@@ -88,7 +88,7 @@ def _summary(details: Mapping[str, Any]) -> list[Part]:
     device_bytes = (details.get("device_bytes") or [best["memory_bytes"]])[0]
     rows = [("predicted step", seconds_text(best["step_s"]))]
     if batch:
-        rows.append(("samples per second", f"{batch / best['step_s']:,.4g}"))
+        rows.append(("samples per second", speed_text(batch / best["step_s"])))
         rows.append(("global batch", f"{batch:,} samples"))
     rows.append(("memory of a device", bytes_text(device_bytes)))
     if details.get("capacity_bytes"):
@@ -130,7 +130,7 @@ def _plan_tables(details: Mapping[str, Any]) -> list[Part]:
             number + 1,
             entry["summary"],
             Cell(seconds_text(entry["step_s"]), entry["step_s"]),
-            Cell(f"{batch / entry['step_s']:,.4g}", batch / entry["step_s"]) if batch else None,
+            Cell(speed_text(batch / entry["step_s"]), batch / entry["step_s"]) if batch else None,
             Cell(bytes_text(size), size),
             Cell(f"{entry['step_s'] / ranked[0]['step_s'] - 1:+.1%}", entry["step_s"]),
         )
