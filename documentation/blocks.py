@@ -16,6 +16,8 @@ PAGE_DEFAULTS = {
     "docs/bench.md": "not run: benchmarks, which tests/bench runs with fewer steps and rounds",
     "docs/launch.md": "not run: several machines, or a scheduler; tests/cli and tests/launch start them on one",
     "docs/machines.md": "not run: several machines; tests/launch starts ranks with each launcher on one",
+    "docs/report.md": "not run: a run of the reader, or a browser; tests/report writes and opens such pages",
+    "docs/report_plans.md": "not run: a file of the reader; tests/report writes and opens such pages",
     "docs/ray.md": "not run: a Ray cluster; tests/compat/ray starts one",
 }
 _COMMENT = re.compile(r"<!-- (run by|run|file|output|not run)(?:: ?| )?(.*?) ?-->$")

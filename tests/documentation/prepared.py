@@ -1,6 +1,7 @@
 """The variables and files with which the blocks of a page are run."""
 
 import json
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import meshwright as mw
+from meshwright.torchvision_import import mend_torchvision
 
 
 def points(count: int) -> TensorDataset:
@@ -62,6 +64,12 @@ def _cluster(folder: Path) -> dict[str, Any]:
     return {}
 
 
+def _memory(folder: Path) -> dict[str, Any]:
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(20, 20), nn.ReLU()) for _ in range(4)))
+    model = nn.Sequential(OrderedDict(layers=layers, head=nn.Linear(20, 5)))
+    return {**_loop(), "model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+
+
 def _notebook(folder: Path) -> dict[str, Any]:
     return {**_loop(), "dataset": points(512)}
 
@@ -84,6 +92,7 @@ def _one_rank(folder: Path) -> dict[str, Any]:
 
 
 def _lightning(folder: Path) -> dict[str, Any]:
+    mend_torchvision()  # Lightning imports torchvision where it is installed
     from lightning.pytorch import LightningModule
 
     _write_files(folder, "my_module.py")
@@ -110,7 +119,7 @@ PREPARED: dict[str, Callable[[Path], dict[str, Any]]] = {
     "docs/deepspeed.md": _deepspeed,
     "docs/job.md": _job,
     "docs/lightning.md": _lightning,
-    "docs/memory.md": lambda folder: _loop(),
+    "docs/memory.md": _memory,
     "docs/notebook.md": _notebook,
     "docs/prove.md": _prove,
     "docs/transformers.md": _transformers,
