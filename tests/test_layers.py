@@ -52,6 +52,7 @@ LEVELS = {
     "limits": 0,
     "user_code": 0,
     "torchvision_import": 0,
+    "version": 0,
 }
 # The folders inside a package, from the lowest to the highest: each may import those before it.
 FOLDERS = {
@@ -65,7 +66,7 @@ FOLDERS = {
     "planner": ("explanation",),
     "profile": ("structure", "tracing"),
     "proof": ("reference", "record", "compare", "causes"),
-    "report": ("benches", "plans", "run"),
+    "report": ("run", "plans", "benches"),
     "simulator": ("compute", "tensor", "communication", "pipeline", "memory"),
     "train": ("loss", "step", "output", "callbacks", "servers", "tuning"),
     "workloads": ("text", "images", "segmentation", "recommender", "physics"),

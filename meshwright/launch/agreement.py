@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -22,6 +21,7 @@ from meshwright.errors import CollectiveError, InputError
 from meshwright.exchange import all_gather_values
 from meshwright.launch.token.admission import describe_ranks
 from meshwright.launch.token.signed_store import read, read_many, write
+from meshwright.version import VERSION
 
 Record = Mapping[str, str]
 
@@ -103,6 +103,6 @@ def versions() -> Record:
         code.update(hashlib.sha256(file.read_bytes()).digest())
     return {
         "torch": str(torch.__version__),  # plain text, and not its subclass
-        "meshwright": metadata.version("meshwright"),
+        "meshwright": VERSION,
         "the code of meshwright": f"sha256 {code.hexdigest()[:12]}",
     }

@@ -10,9 +10,8 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from markupsafe import Markup
 
 from meshwright.files.storage import write_atomically
 from meshwright.report.plotly_script import compressed_plotly
+from meshwright.version import VERSION
 
 # Texts with these keys in a figure are templates that only this package writes. plotly inserts escaped values in them.
 _TEMPLATE_KEYS = ("hovertemplate", "texttemplate")
@@ -114,7 +114,7 @@ class Page:
     subtitle: str
     sections: Sequence[Section]
     badge: str = ""
-    footer: str = field(default_factory=lambda: f"Written by meshwright {version('meshwright')}.")
+    footer: str = f"Written by meshwright {VERSION}."
 
     @property
     def charts(self) -> list[tuple[str, Chart]]:
