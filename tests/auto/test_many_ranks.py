@@ -140,7 +140,9 @@ def check_schedule(parallel: ParallelModel, pipeline_rank: int, job: PlannedJob)
     assert executor is not None
     assert tuple(stage.index for stage in executor.local_stages.stages) == rank_stages(pipeline_rank, job)
     runner = executor._runner_for([split_batch(job.sample, None)] * plan.pipeline.microbatches)
-    built = runner._schedule.pipeline_order_with_comms[pipeline_rank]
+    schedule: Any = runner._schedule
+    orders = getattr(schedule, "pipeline_order_with_comms", None) or schedule._get_pipeline_order()
+    built = [action for action in orders[pipeline_rank] if action is not None]
     sizes = plan.pipeline.schedule, plan.axes.pipeline, plan.stages_per_rank, plan.pipeline.microbatches
     actions = [(a.stage_index, a.microbatch_index, KINDS[a.computation_type]) for a in built if a.is_compute_op]
     assert actions == list(pipeline_order(*sizes)[pipeline_rank])
