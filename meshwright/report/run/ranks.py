@@ -125,7 +125,7 @@ def _device_table(run: RunRecord) -> Table:
         measured = [window.device_seconds for window in times.windows if window.device_seconds]
         means = [sum(seconds.get(name, 0.0) for seconds in measured) / max(1, len(measured)) * 1e3 for name in names]
         rows.append([rank, *means])
-    return Table(["rank", *(f"{name}, ms" for name in names)], rows, "On the device: one step of each window")
+    return Table(["rank", *(f"{name}, ms" for name in names)], rows, "On the device: one step of every fifth window")
 
 
 def _stragglers(

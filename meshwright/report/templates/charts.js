@@ -81,7 +81,8 @@ function drawCharts() {
 async function inflatePlotly() {
   const holder = document.getElementById("plotly");
   if (!holder) { root.dataset.charts = "drawn"; return; }
-  const bytes = Uint8Array.from(atob(holder.textContent), letter => letter.charCodeAt(0));
+  const letters = atob(holder.textContent), bytes = new Uint8Array(letters.length);
+  for (let index = 0; index < letters.length; index++) bytes[index] = letters.charCodeAt(index);
   holder.remove();
   const text = await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
   const script = document.createElement("script");

@@ -7,7 +7,8 @@ of the run, with one line for each window of steps, each checkpoint, each evalua
 
 The seconds are those between the changes of the heartbeat's activity. The time in which a rank was blocked in exchanges
 with other ranks is counted as `exchange` and not as the activity that it was blocked in. On a GPU, the activities are
-times of the host, which runs ahead of the device; a step of each window is timed on the device, too (`device_seconds`).
+times of the host, which runs ahead of the device; a step of every fifth window is timed on the device, too
+(`device_seconds`).
 
 Windows have at least 10 steps and become longer in long runs, so that the files stay small. All of it costs less than
 10 µs a step.
@@ -31,6 +32,7 @@ from meshwright.train.output.peak_memory import peak_memory_bytes
 
 SMALLEST_WINDOW = 10  # steps
 WINDOWS_BEFORE_DOUBLING = 200
+_WINDOWS_TIMED_ONCE = 5  # one step of so many windows is timed on a GPU, which costs it about 60 µs
 _EVENTS = frozenset(("save", "evaluate", "evaluate (combining)", "load checkpoint"))
 EXCHANGE = "exchange"
 
@@ -53,6 +55,7 @@ class ActivityTimes:
         self._blocked = WAIT_CLOCK.seconds
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._steps = 0
+        self._windows = 0
         self._is_started = False
         self._events = _DeviceTimes() if world.device.type == "cuda" else None
         self._file: TextIO | None = None
@@ -72,7 +75,7 @@ class ActivityTimes:
         else:
             self._seconds[last] += seconds
         self._step, self._activity, self._since, self._blocked = step, activity, now, blocked
-        if self._events is not None and self._steps == 0:
+        if self._events is not None and self._steps == 0 and self._windows % _WINDOWS_TIMED_ONCE == 0:
             self._events.mark(activity)
 
     def finish_step(self) -> None:
@@ -118,6 +121,7 @@ class ActivityTimes:
         self._write(line)
         self._seconds.clear()
         self._steps = 0
+        self._windows += 1
 
     def _write_start(self) -> None:
         name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else self._device.type

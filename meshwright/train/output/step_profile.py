@@ -84,7 +84,7 @@ class StepProfile:
         if self._device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
             record_memory_history(True)
-        self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+        self._profiler = torch.profiler.profile(activities=activities, record_shapes=True, acc_events=True)
         self._profiler.start()
         self._times.leave_out(time.perf_counter() - began)
 
