@@ -390,9 +390,9 @@ class Plan(_PlanGroup):
         """The plan of a DeepSpeed configuration, which is a path or a dict (docs/deepspeed.md)."""
         return cls.model_validate(plan_of_config(config, ranks))
 
-    def to_yaml(self) -> str:
-        """The plan as YAML text, which `load_plan` reads back."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+    def to_yaml(self, only_differences: bool = False) -> str:
+        """The plan, or only what differs from the defaults, as YAML text, which `load_plan` reads back as this plan."""
+        return yaml.safe_dump(self.model_dump(mode="json", exclude_defaults=only_differences), sort_keys=False)
 
     def save(self, path: Path) -> Self:
         """Writes the plan as a YAML file; returns the plan."""

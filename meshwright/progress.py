@@ -6,7 +6,9 @@ line for each phase that lasts longer than `SHOWN_AFTER_S`. A library that is im
 """
 
 import os
+import shutil
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -27,15 +29,27 @@ class _Display:
         self._is_terminal = stream.isatty()
         self._lock = threading.Lock()
         self._is_drawn = False
+        self._phases: list[object] = []  # the innermost last, each named by an object of its own
 
     @property
     def is_here(self) -> bool:
         return os.getpid() == self._pid
 
     @contextmanager
+    def still_phase(self, text: str) -> Iterator[None]:
+        """Shows the phase without a thread, on terminals only."""
+        if self._is_terminal:
+            self._draw(f"{text} …")
+        try:
+            yield
+        finally:
+            self.erase()
+
+    @contextmanager
     def phase(self, text: str, about_s: float | None) -> Iterator[None]:
         """Shows the phase while the context lasts. The thread that does so ends with it."""
         ended = threading.Event()
+        self._phases.append(ended)
         thread = threading.Thread(target=self._show, args=(text, about_s, ended), daemon=True, name="progress")
         thread.start()
         try:
@@ -43,6 +57,7 @@ class _Display:
         finally:
             ended.set()
             thread.join()
+            self._phases.remove(ended)
             self.erase()
 
     def erase(self) -> None:
@@ -57,17 +72,21 @@ class _Display:
         begin = time.monotonic()
         about = "" if about_s is None or about_s < SHOWN_AFTER_S else f", about {describe_seconds(about_s)}"
         if not self._is_terminal:
-            if not ended.wait(SHOWN_AFTER_S):
+            if not ended.wait(SHOWN_AFTER_S) and self._phases[-1] is ended:
                 self._write(f"{text}{about} …\n")
             return
         while not ended.wait(_REFRESH_S):
             elapsed_s = time.monotonic() - begin
             elapsed = f" {describe_seconds(elapsed_s)}" if elapsed_s >= 1 else ""
-            with self._lock, suppress(OSError, ValueError):
-                if not ended.is_set():
-                    self._stream.write(_ERASE_LINE + _cut(f"{text}{about} …{elapsed}", self._columns()))
-                    self._stream.flush()
-                    self._is_drawn = True
+            if self._phases[-1] is ended:
+                self._draw(f"{text}{about} …{elapsed}", ended)
+
+    def _draw(self, text: str, ended: threading.Event | None = None) -> None:
+        with self._lock, suppress(OSError, ValueError):
+            if ended is None or not ended.is_set():
+                self._stream.write(_ERASE_LINE + _cut(text, self._columns()))
+                self._stream.flush()
+                self._is_drawn = True
 
     def _write(self, text: str) -> None:
         with self._lock, suppress(OSError, ValueError):
@@ -82,7 +101,6 @@ class _Display:
 
 
 _display: _Display | None = None
-_depth = 0
 
 
 @contextmanager
@@ -97,26 +115,23 @@ def showing(stream: TextIO) -> Iterator[None]:
 
 
 @contextmanager
-def phase(text: str, about_s: float | None = None) -> Iterator[None]:
-    """Names what is done within the context, and about how many seconds it may take. A phase within another one is not
-    shown, because the outer one is named for the user."""
-    global _depth
-    if _display is None or not _display.is_here or _depth:
+def phase(text: str, about_s: float | None = None, *, forks: bool = False) -> Iterator[None]:
+    """Names what is done within the context, and about how many seconds it may take. Of phases within each other, the
+    innermost is shown. With `forks`, no thread is started, because this process is
+    forked within the context; such a phase is shown on terminals only."""
+    if _display is None or not _display.is_here:
         yield
         return
-    _depth += 1
-    try:
-        with _display.phase(text, about_s):
-            yield
-    finally:
-        _depth -= 1
+    with _display.still_phase(text) if forks else _display.phase(text, about_s):
+        yield
 
 
 def say(line: str) -> None:
-    """Prints a line to stderr, above the line of a phase."""
+    """Prints a line to stderr, above the line of a phase. On a terminal it is wrapped between words."""
     if _display is not None and _display.is_here:
         _display.erase()
-    print(line, file=sys.stderr, flush=True)
+    text = wrapped(line, shutil.get_terminal_size().columns) if sys.stderr.isatty() else line
+    print(text, file=sys.stderr, flush=True)
 
 
 def describe_seconds(seconds: float) -> str:
@@ -127,6 +142,18 @@ def describe_seconds(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min" + (f" {whole % 60} s" if whole % 60 else "")
     return f"{whole // 3600} h" + (f" {whole % 3600 // 60} min" if whole % 3600 // 60 else "")
+
+
+def wrapped(text: str, columns: int, indent: int = 2) -> str:
+    """Returns the text with lines of at most this length that break between words only; a longer word stays whole. What
+    continues a line is indented as much as the line, and by `indent` more."""
+    lines = []
+    for line in text.split("\n"):
+        margin = line[: len(line) - len(line.lstrip())]
+        lines += textwrap.wrap(
+            line, columns, subsequent_indent=margin + " " * indent, break_long_words=False, break_on_hyphens=False
+        ) or [""]
+    return "\n".join(lines)
 
 
 def _cut(text: str, columns: int) -> str:

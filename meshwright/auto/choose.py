@@ -27,6 +27,7 @@ from meshwright.planner.offload import search_with_offload as search
 from meshwright.planner.profiles import Profiles
 from meshwright.planner.search_result import PricedPlan, SearchResult
 from meshwright.profile.tracing.step import LossFunction
+from meshwright.progress import phase
 from meshwright.simulator.predict import Prediction, predict_plan
 from meshwright.train.build import construct_model
 from meshwright.train.job_parts import JobParts
@@ -51,9 +52,10 @@ def measured_search(inputs: PlanningInputs, profiles: Profiles) -> tuple[SearchR
     are measured, too, until the search finds one whose operators were measured before. Returns the result, and the
     inputs with the measured times."""
     if not is_this_machine(inputs.cluster):
-        return search(inputs, profiles), inputs
-    inputs = with_measured_operators(inputs, profiles, _MEASURE_OPERATORS_S)
-    result = search(inputs, profiles)
+        return _search(inputs, profiles), inputs
+    with phase("measuring the model's operators on this machine"):
+        inputs = with_measured_operators(inputs, profiles, _MEASURE_OPERATORS_S)
+    result = _search(inputs, profiles)
     measured: list[Plan] = []
     for _ in range(_MOST_MEASURED_PLANS):
         plan = result.ranked[0].plan
@@ -61,10 +63,16 @@ def measured_search(inputs: PlanningInputs, profiles: Profiles) -> tuple[SearchR
             break
         measured.append(plan)
         profile = profiles.get(plan.numerics.precision, plan.memory.recompute)
-        cluster = measure_model_operators(inputs.cluster, profile, plan, inputs.global_batch, _MEASURE_OPERATORS_S)
+        with phase(f"measuring the operators of {plan.summary()}"):
+            cluster = measure_model_operators(inputs.cluster, profile, plan, inputs.global_batch, _MEASURE_OPERATORS_S)
         inputs = replace(inputs, cluster=cluster)
-        result = search(inputs, profiles)
+        result = _search(inputs, profiles)
     return result, inputs
+
+
+def _search(inputs: PlanningInputs, profiles: Profiles) -> SearchResult:
+    with phase(f"searching for the fastest plan on {inputs.cluster.device_count:,} devices"):
+        return search(inputs, profiles)
 
 
 def _is_plain_replica(plan: Plan) -> bool:
@@ -126,7 +134,7 @@ def plan_of_job(parts: JobParts, cluster: Cluster, plan: "Plan | Literal['auto']
         if plan == "auto":
             # On GPUs, the operators are not measured: it would take memory of a device that the ranks need.
             measures = cluster.kind == "cpu"
-            result, inputs = measured_search(inputs, profiles) if measures else (search(inputs, profiles), inputs)
+            result, inputs = measured_search(inputs, profiles) if measures else (_search(inputs, profiles), inputs)
             best = result.ranked[0]
             line = describe_choice(result, inputs, profiles)
             return JobPlan(best.plan, best.prediction.step_s, line, is_searched=True, prediction=best.prediction)

@@ -20,6 +20,7 @@ from meshwright.planner.profiles import Profiles
 from meshwright.profile.optimizer import optimizer_cost
 from meshwright.profile.structure.model_structure import ModelStructure
 from meshwright.profile.tracing.step import LossFunction
+from meshwright.progress import phase
 from meshwright.train.build import build_data, sample_batch
 from meshwright.train.job_parts import JobParts
 from meshwright.train.step.optimizer import build_optimizer, can_fuse_on_gpus
@@ -38,7 +39,8 @@ def planning_inputs(
     job. If the sample batch is generated because the job's data are missing, `notify` is called with a sentence that
     says so."""
     job, on_gpu = parts.job, cluster.kind == "cuda"
-    training = planning_data(parts)
+    with phase("reading the data and building the model"):
+        training = planning_data(parts)
     structure, training_set = training.structure, training.training_set
     if training.is_generated and not job.data.synthetic:
         notify("data.root is not set: the shapes of a batch are taken from generated data")

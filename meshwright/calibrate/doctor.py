@@ -102,7 +102,7 @@ def problems(system: SystemState) -> Iterator[str]:
         )
     if system.load > system.cores + 0.5:
         yield (
-            f"{system.load:.1f} processes want to run on {system.cores} cores: measurements are slower than the machine"
+            f"{system.load:.1f} processes compete for {system.cores} cores, so measurements are slower than the machine"
             " is; stop other programs and measure again"
         )
     if system.shared_memory_bytes is not None and system.shared_memory_bytes < SHARED_MEMORY_BYTES:
@@ -120,7 +120,8 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
         yield f"  memory        {device['memory_bytes'] / 2**30:,.1f} GiB, {bandwidth}B/s"
         rates = "  ".join(f"{dtype} {unit_text(rate)}FLOP/s" for dtype, rate in device["rates"].items())
         yield f"  rates         {rates or 'not measured'}"
-        yield f"  launch        {device['launch_s'] * 1e6:.2f} µs, context {device['context_bytes'] / 2**20:,.0f} MiB"
+        yield f"  start         {device['launch_s'] * 1e6:.3g} µs for each operator"
+        yield f"  process       {device['context_bytes'] / 2**20:,.0f} MiB before it has any tensor"
         yield f"  instructions  {', '.join(device['instructions']) or 'none known'}"
         if device["operators_measured"]:
             yield f"  operators     {device['operators_measured']} measured"

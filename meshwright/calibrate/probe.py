@@ -26,6 +26,7 @@ from meshwright.cluster.curves import rising
 from meshwright.cluster.gpus import list_gpus
 from meshwright.errors import MeshwrightError
 from meshwright.files.storage import write_atomically
+from meshwright.progress import phase
 
 TIME_LIMIT_S = 600.0
 
@@ -53,13 +54,15 @@ class _ProbeRequest:
 def measure_machine(detected: Cluster) -> Cluster:
     """Returns the detected machine with measured constants and, if its devices are CPU cores, measured operators. This
     takes about ten seconds."""
-    return _measure(detected, thorough=False)
+    with phase("measuring this machine for the first time", 10):
+        return _measure(detected, thorough=False)
 
 
 def calibrate_machine(detected: Cluster) -> Cluster:
     """Returns the detected machine with measured constants, and with every collective and every class of operators
     measured for many shapes and dtypes. This takes a minute or two."""
-    return _measure(detected, thorough=True)
+    with phase("calibrating: measuring every class of operators", 90):
+        return _measure(detected, thorough=True)
 
 
 def _measure(detected: Cluster, thorough: bool) -> Cluster:

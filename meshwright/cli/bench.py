@@ -1,14 +1,15 @@
 """`meshwright bench`: measurements, each compared with a reference in the same run."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from meshwright.cli.options import AsJson, ClusterName, JobFile, Settings, check_output, path_option
+from meshwright.cli.text import console, print_lines
 from meshwright.limits import LARGEST_COUNT, MOST_RANKS_HERE
+from meshwright.progress import phase
 
 MOST_REPETITIONS = 1_000_000
 DEFAULT_MINUTES = 4.0
@@ -17,7 +18,9 @@ Output = Annotated[
 ]
 Rounds = Annotated[
     int,
-    typer.Option(min=1, max=MOST_REPETITIONS, help="The number of alternating rounds. Medians are reported."),
+    typer.Option(
+        min=1, max=MOST_REPETITIONS, metavar="N", help="The number of alternating rounds. Medians are reported."
+    ),
 ]
 
 bench = typer.Typer(help="Measure speed, and compare it with a reference in the same run.", no_args_is_help=True)
@@ -40,7 +43,9 @@ def strategies(
     ] = None,
     steps: Annotated[
         int | None,
-        typer.Option(min=2, max=MOST_REPETITIONS, help="The timed steps of one measurement; by default about 1 s."),
+        typer.Option(
+            min=2, max=MOST_REPETITIONS, metavar="N", help="The timed steps of one measurement; by default about 1 s."
+        ),
     ] = None,
     rounds: Rounds = 3,
     minutes: Annotated[
@@ -65,8 +70,8 @@ def strategies(
     hybrid         the best plan that combines several of these
     auto           the plan that `train` uses for a job with `plan: auto`
 
-    Strategies that cannot train this job are listed with the reason. On a cluster that is not this machine, such as
-    8xV100, all of this is predicted instead.
+    Strategies that cannot train this job are listed with the reason. For a
+    cluster that is not this machine, such as 8xV100-16GB, all is predicted.
     """
     from meshwright.compat.lightning_job import load_plain_job
     from meshwright.launch.local.fork_server import preloaded
@@ -75,8 +80,6 @@ def strategies(
         check_output(output)
     loaded_job = load_plain_job(job, settings or [], "bench")
     with preloaded("meshwright.bench.strategies.rank"):
-        from rich.console import Console
-
         from meshwright.bench.strategies.catalog import selected_strategies
         from meshwright.bench.strategies.compare import Settings as Comparison
         from meshwright.bench.strategies.compare import compare
@@ -92,7 +95,7 @@ def strategies(
     if as_json:
         print(text, flush=True)
     else:
-        show(report, Console(width=None if sys.stdout.isatty() else 100))
+        show(report, console())
 
 
 @bench.command()
@@ -128,8 +131,9 @@ def peers(
     deepspeed   DeepSpeed
     fsdp2       PyTorch's FSDP2 and torch.compile, applied by hand
 
-    Each is measured at its defaults and with the options that its documentation recommends for speed. Final losses must
-    agree. `make peers` installs the peers; those that are not installed are listed with the command that installs them.
+    Each is measured at its defaults and with the options that its
+    documentation recommends for speed. Final losses must agree. `make peers`
+    installs the peers; one that is missing is listed with the command.
     """
     from meshwright.compat.lightning_job import load_plain_job
     from meshwright.launch.local.fork_server import preloaded
@@ -155,8 +159,10 @@ def peers(
         )
     text = json.dumps(report.to_json())
     _write(text, output)
-    for line in [text] if as_json else report_lines(report):
-        print(line, flush=True)
+    if as_json:
+        print(text, flush=True)
+    else:
+        print_lines(report_lines(report))
 
 
 @bench.command()
@@ -186,11 +192,9 @@ def collectives(
 ) -> None:
     """Compare every all-reduce algorithm with the backend's, and with a prediction from the speed of single messages.
 
-    Ranks are started on this machine. If torchrun or another launcher started this command, its ranks are used instead,
-    and the first of them prints.
+    Ranks are started on this machine. If torchrun or another launcher starts
+    this command, its ranks are used instead, and the first of them prints.
     """
-    from rich.console import Console
-
     from meshwright.bench.collectives.compare import (
         json_report,
         make_rows,
@@ -206,7 +210,11 @@ def collectives(
     if output:
         check_output(output)
     request = MeasurementRequest(nodes, parse_sizes(sizes), rounds, in_training=in_training)
-    measured = measure_in_launched_ranks(request) if is_launched() else measure_in_new_ranks(request, ranks)
+    if is_launched():
+        measured = measure_in_launched_ranks(request)
+    else:
+        with phase(f"benching: collectives of {ranks} ranks in {rounds} rounds"):
+            measured = measure_in_new_ranks(request, ranks)
     if measured is None:  # every rank but the first
         return
     rows = make_rows(measured)
@@ -217,7 +225,7 @@ def collectives(
     if as_json:
         print(text, flush=True)
     else:
-        show(rows, measured, Console(width=None if sys.stdout.isatty() else 200))
+        show(rows, measured, console())
 
 
 @bench.command()
@@ -238,15 +246,15 @@ def loading(
 
     if output:
         check_output(output)
-    measured = measure(rounds, (0, 2), rows)
+    with phase("benching: loading pictures and rows"):
+        measured = measure(rounds, (0, 2), rows)
     summary = {f"{row.what}, {row.workers} workers": row.ratio or row.samples_per_s for row in measured}
     text = json.dumps({"rows": [asdict(row) for row in measured], "summary": summary})
     _write(text, output)
     if as_json:
         print(text, flush=True)
         return
-    for line in report_lines(measured):
-        print(line, flush=True)
+    print_lines(report_lines(measured))
 
 
 def _write(text: str, output: Path | None) -> None:

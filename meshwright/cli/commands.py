@@ -5,7 +5,7 @@ import errno
 import json
 import os
 import sys
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -35,11 +35,13 @@ from meshwright.cli.options import (
 from meshwright.cli.plan import plan
 from meshwright.cli.ready_jobs import job_title, ready_jobs
 from meshwright.cli.report import report
+from meshwright.cli.text import console, print_columns, print_lines, print_message
 from meshwright.cli.training import print_result, profile_settings, train_as_rank
 from meshwright.cli.watch import watch
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.files.user_path import user_path
 from meshwright.limits import MOST_DEVICES, MOST_RANKS_HERE
+from meshwright.progress import say, showing
 
 if TYPE_CHECKING:
     from meshwright.job import Job
@@ -80,9 +82,7 @@ def jobs(as_json: AsJson = False) -> None:
         rows = [{"name": name, "title": title, "file": str(ready_jobs()[name])} for name, title in titles.items()]
         print(json.dumps({"jobs": rows}), flush=True)
         return
-    width = max(map(len, titles))
-    for name, title in titles.items():
-        print(f"{name:<{width}}  {title}", flush=True)
+    print_columns(titles)
 
 
 @app.command()
@@ -132,7 +132,8 @@ def train(
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train a job on all devices of this machine. If torchrun, mpirun or srun started this command, train as a rank."""
+    """Train a job on all devices of this machine. If torchrun, mpirun or srun starts this command, each process that it
+    starts is one rank."""
     from meshwright.compat.lightning_job import is_module_job, load_train_job
     from meshwright.job import load_plan
     from meshwright.launch.environment import read_environment
@@ -172,7 +173,7 @@ def train(
             from meshwright.train.run import train as run
 
             machines = find_cluster(cluster or loaded_job.cluster)
-            resume = local_run(loaded_job, resume, lambda line: print(line, file=sys.stderr, flush=True))
+            resume = local_run(loaded_job, resume, say)
             parts = JobParts(loaded_job)
             chosen = plan_of_job(parts, machines, given_plan, resume)
             tunes = chosen.is_searched and loaded_job.tune
@@ -293,15 +294,13 @@ def prove(
 
 
 def _print_proof(proof: "Proof", file: Path, as_json: bool) -> None:
-    from rich.console import Console
-
     from meshwright.proof.show import show
 
     if as_json:
         print(json.dumps({**proof.to_dict(), "file": str(file)}), flush=True)
     else:
-        show(proof, Console(width=None if sys.stdout.isatty() else 200))
-        print(f"saved in {file}", flush=True)
+        show(proof, console())
+        print_lines([f"saved in {file}"])
 
 
 # The base class of typer's errors about a command line, which typer does not export.
@@ -335,8 +334,9 @@ def main() -> None:
     from meshwright.launch import environment
     from meshwright.launch.process_exit import skip_library_teardown
 
+    is_launched = environment.read_environment().launched
     try:
-        with skip_library_teardown() if environment.read_environment().launched else nullcontext():
+        with skip_library_teardown() if is_launched else showing(sys.stderr):
             exit_code = _run_command()
             sys.stdout.flush()
             sys.exit(exit_code)
@@ -344,12 +344,12 @@ def main() -> None:
         message = one_line(error.format_message()).removesuffix(".")
         if message and type(error).__name__ != "NoArgsIsHelpError":  # whose help text has been printed
             help_command = f"{error.ctx.command_path} --help" if error.ctx else "meshwright --help"
-            print(f"meshwright: {message} (`{help_command}` lists the options)", file=sys.stderr, flush=True)
+            print_message(f"meshwright: {message} (`{help_command}` lists the options)")
         sys.exit(error.exit_code)
     except MeshwrightError as error:
         sys.stdout.flush()
         message = one_line(str(error)) if isinstance(error, InputError) else str(error)
-        print(f"meshwright: {message}", file=sys.stderr, flush=True)
+        print_message(f"meshwright: {message}")
         sys.exit(error.exit_code)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from meshwright.cli.options import AsJson, path_option
+from meshwright.cli.text import print_lines
 from meshwright.errors import InputError
 
 
@@ -22,9 +23,11 @@ def doctor(
 ) -> None:
     """Measure the devices and links of this machine, print them, and report problems that hinder training. Started on
     several machines by torchrun or another launcher, measure the links between them, too."""
-    from meshwright.calibrate.doctor import calibrate_and_diagnose, diagnose, report_lines
     from meshwright.launch.environment import read_environment
+    from meshwright.progress import phase
 
+    with phase("importing PyTorch"):
+        from meshwright.calibrate.doctor import calibrate_and_diagnose, diagnose, report_lines
     if output and not calibrate:
         raise InputError(f"--output {output}: only --calibrate writes a file, so add it or leave --output out")
     if read_environment().launched:
@@ -36,8 +39,7 @@ def doctor(
     if as_json:
         print(json.dumps(diagnosis), flush=True)
         return
-    for line in report_lines(diagnosis):
-        print(line, flush=True)
+    print_lines(report_lines(diagnosis))
 
 
 def _diagnose_machines(as_json: bool) -> None:
@@ -55,7 +57,6 @@ def _diagnose_machines(as_json: bool) -> None:
         measured = measure_machines(world)
         if measured is not None:
             report = machines_report(measured, list(problems(inspect_system())))
-            for line in [json.dumps(report)] if as_json else machines_lines(report):
-                print(line, flush=True)
+            print_lines([json.dumps(report)] if as_json else machines_lines(report))
 
     run_rank(main, "cuda" if torch.cuda.device_count() else "cpu", timeout_s=600)

@@ -9,6 +9,7 @@ import typer
 
 from meshwright.cli.options import AsJson, Settings, Trust, check_output, path_argument, path_option
 from meshwright.cli.ready_jobs import complete_job, find_job
+from meshwright.cli.text import print_lines
 from meshwright.errors import InputError, did_you_mean
 from meshwright.limits import LARGEST_COUNT
 
@@ -61,7 +62,8 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write the weights of a run for use without Meshwright, and print how size and metrics change. Or write the
-    configuration with which deepspeed, accelerate or torchrun trains by a plan, and print what it cannot say."""
+    configuration with which deepspeed, accelerate or torchrun trains by a plan, and print what of the plan it cannot
+    express."""
     from meshwright.export.configurations.write import PROGRAMS
 
     if to in PROGRAMS:
@@ -81,8 +83,7 @@ def export(
     if as_json:
         print(json.dumps(exported.to_dict()), flush=True)
         return
-    for line in describe_export(exported):
-        print(line, flush=True)
+    print_lines(describe_export(exported))
 
 
 def _export_plan(
@@ -109,5 +110,4 @@ def _export_plan(
     if as_json:
         print(json.dumps(exported.to_dict()), flush=True)
         return
-    for line in exported.lines():
-        print(line, flush=True)
+    print_lines(exported.lines())

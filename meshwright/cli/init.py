@@ -48,7 +48,8 @@ def init(
     sequence: SequenceLength = None,
     image: ImageSize = None,
 ) -> None:
-    """Write a job file that plan, prove and train accept as it is, on generated data or digits, to be changed."""
+    """Write a job file to start from. plan, prove and train accept it as it is: it trains on generated data, or on the
+    digits that come with the package."""
     from meshwright.files.storage import write_atomically
 
     check_output(output)

@@ -59,7 +59,13 @@ Trust = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
 GlobalBatch = Annotated[
     int | None,
-    typer.Option("--global-batch", min=1, max=LARGEST_COUNT, metavar="N", help="Of a model: samples of a step; 256."),
+    typer.Option(
+        "--global-batch",
+        min=1,
+        max=LARGEST_COUNT,
+        metavar="N",
+        help="For a model: the samples of a step; by default 256.",
+    ),
 ]
 SequenceLength = Annotated[
     int | None,
@@ -68,10 +74,12 @@ SequenceLength = Annotated[
         min=1,
         max=LARGEST_COUNT,
         metavar="N",
-        help="Of a model: tokens of a sample; its own maximum.",
+        help="For a model: the tokens of a sample; by default the longest that it takes.",
     ),
 ]
 ImageSize = Annotated[
     int | None,
-    typer.Option("--image", min=1, max=LARGEST_COUNT, metavar="N", help="Of a model: width and height of a picture."),
+    typer.Option(
+        "--image", min=1, max=LARGEST_COUNT, metavar="N", help="For a model: the width and height of a picture."
+    ),
 ]

@@ -1,7 +1,6 @@
 """`meshwright plan`: the fastest plans for a job, or for a model that is named without a job."""
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +17,7 @@ from meshwright.cli.options import (
     path_option,
 )
 from meshwright.cli.ready_jobs import complete_job_or_model, find_job, is_model_name
+from meshwright.cli.text import console
 from meshwright.errors import InputError
 
 if TYPE_CHECKING:
@@ -59,24 +59,28 @@ def plan(
     global_batch: GlobalBatch = None,
     sequence: SequenceLength = None,
     image: ImageSize = None,
+    full: Annotated[
+        bool,
+        typer.Option("--full", help="Print all fields of the best plan, also those with default values."),
+    ] = False,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find the fastest plan for a job on any cluster, without using the cluster. Prints ranked plans, and why others
-    were rejected. A model is planned without a job, weights or network."""
-    from functools import partial
+    """Find the fastest plan for a job on any cluster. The cluster need not exist: steps are predicted, not run. Prints
+    ranked plans, and why others were rejected. For a model, neither a job nor weights nor a network are needed."""
     from time import perf_counter
 
-    from rich.console import Console
-
-    from meshwright.auto.choose import dimension_plan, measured_search
-    from meshwright.auto.inputs import planning_inputs
-    from meshwright.calibrate.probe import measure_machine
-    from meshwright.cluster.detect import find_cluster
     from meshwright.job import load_plan
-    from meshwright.planner.explanation.report import predict_given_plan, report_search, show
-    from meshwright.planner.inputs import with_measured_operators
-    from meshwright.train.job_parts import JobParts
+    from meshwright.progress import phase, say
+
+    with phase("importing PyTorch"):
+        from meshwright.auto.choose import dimension_plan, measured_search
+        from meshwright.auto.inputs import planning_inputs
+        from meshwright.calibrate.probe import measure_machine
+        from meshwright.cluster.detect import find_cluster
+        from meshwright.planner.explanation.report import predict_given_plan, report_search, show
+        from meshwright.planner.inputs import with_measured_operators
+        from meshwright.train.job_parts import JobParts
 
     for file, option in ((output, "--output"), (html, "--html"), (details, "--details")):
         if file:
@@ -88,14 +92,15 @@ def plan(
     machines = find_cluster(cluster or loaded_job.cluster, measure_machine)
     if given_plan is None and loaded_job.data.partition == "dimension":  # this partition determines the plan
         given_plan = dimension_plan(parts, machines)
-    notify = partial(print, file=sys.stderr)
-    inputs, profiles = planning_inputs(parts, machines, allow="same" if exact else None, top=top, notify=notify)
+    inputs, profiles = planning_inputs(parts, machines, allow="same" if exact else None, top=top, notify=say)
     result = None
     if given_plan:
-        report = predict_given_plan(given_plan, with_measured_operators(inputs, profiles), profiles)
+        with phase("predicting the plan"):
+            report = predict_given_plan(given_plan, with_measured_operators(inputs, profiles), profiles)
     else:
         result, inputs = measured_search(inputs, profiles)
-        report = report_search(result, inputs, profiles)
+        with phase("comparing with other precisions"):
+            report = report_search(result, inputs, profiles)
     if output:
         report.ranked[0][0].save(output)
     seconds = round(perf_counter() - begin, 3)
@@ -107,7 +112,7 @@ def plan(
     if as_json:
         print(json.dumps({**report.to_dict(), "seconds": seconds}), flush=True)
     else:
-        show(report, inputs, Console(width=None if sys.stdout.isatty() else 200), seconds)
+        show(report, inputs, console(), seconds, full)
 
 
 def _load(word: str, settings: list[str], global_batch: int | None, sequence: int | None, image: int | None) -> "Job":

@@ -3,6 +3,7 @@
 import json
 from typing import TYPE_CHECKING, Any, Literal
 
+from meshwright.cli.text import print_columns
 from meshwright.errors import InputError, MeshwrightError
 
 if TYPE_CHECKING:
@@ -68,6 +69,4 @@ def print_result(result: dict[str, Any], as_json: bool) -> None:
     if result["restarts"]:
         rows["restarts"] = str(result["restarts"])
     rows["run"] = result["run"]
-    width = max(map(len, rows))
-    for name, text in rows.items():  # not a rich table, which would cut a long path and read [..] in it as markup
-        print(f"{name:<{width}}  {text}", flush=True)
+    print_columns(rows)  # not a rich table, which would cut a long path and read [..] in it as markup

@@ -19,6 +19,7 @@ from meshwright.export.weights import copy_in_bf16, read_weights, size_bytes, wr
 from meshwright.files.pt_file import read_pt_file
 from meshwright.files.regular_file import find_unsafe_entry
 from meshwright.files.storage import output_error, replacing
+from meshwright.progress import phase
 from meshwright.train.build import build_data
 
 SUFFIXES = {
@@ -96,15 +97,19 @@ def export(
     problem = None if output else find_unsafe_entry(run, "export")
     if problem:
         raise InputError(f"{problem}, or choose a file with --output")
-    trained = read_run(run, step, settings, trust)
+    with phase("exporting: reading the run's checkpoint"):
+        trained = read_run(run, step, settings, trust)
     if to == "huggingface":
         check_model(trained.model)
     file = output or run / "export" / _file_name(trained.job.name, to, dynamic)
     eval_set, example_set = _data_sets(trained, to, limit)
-    before = measure(trained.model, trained.job, eval_set) if eval_set is not None else {}
+    with phase("exporting: evaluating the trained model"):
+        before = measure(trained.model, trained.job, eval_set) if eval_set is not None else {}
     _create_folder(file)
-    written = _write(trained, to, dynamic, example_set, file)
-    after = measure(written.model, trained.job, eval_set) if eval_set is not None else {}
+    with phase(f"exporting: writing {file.name}"):
+        written = _write(trained, to, dynamic, example_set, file)
+    with phase("exporting: evaluating what was written"):
+        after = measure(written.model, trained.job, eval_set) if eval_set is not None else {}
     unmeasured = () if eval_set is not None else (_why_unmeasured(limit),)
     return ExportResult(
         run=run,

@@ -14,6 +14,7 @@ from meshwright.profile.structure.model_structure import ModelStructure
 from meshwright.profile.tracing.real_steps import trace_or_measure_profile
 from meshwright.profile.tracing.step import LossFunction
 from meshwright.profile.values import ModelProfile
+from meshwright.progress import phase
 
 
 @dataclass
@@ -52,16 +53,17 @@ class Profiles:
         key = (precision, recompute)
         if key not in self._profiles:
             begin = perf_counter()
-            self._profiles[key], self.method = trace_or_measure_profile(
-                self.model,
-                self.sample,
-                self.loss,
-                precision=precision,
-                on_gpu=self.on_gpu,
-                target=self.target,
-                recompute=recompute,
-                with_structure=True,
-                model_structure=self.structure,
-            )
+            with phase(f"tracing a step of the model in {precision}"):
+                self._profiles[key], self.method = trace_or_measure_profile(
+                    self.model,
+                    self.sample,
+                    self.loss,
+                    precision=precision,
+                    on_gpu=self.on_gpu,
+                    target=self.target,
+                    recompute=recompute,
+                    with_structure=True,
+                    model_structure=self.structure,
+                )
             self.trace_s = perf_counter() - begin
         return self._profiles[key]

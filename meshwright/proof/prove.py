@@ -18,6 +18,7 @@ from meshwright.job import Job
 from meshwright.launch.local.launch import RankSettings, launch
 from meshwright.launch.world import World, is_launched
 from meshwright.plan import Plan
+from meshwright.progress import phase
 from meshwright.proof.exact_comparison import compare_exactly
 from meshwright.proof.proof import Proof
 from meshwright.proof.record.rank import REQUEST_FILE
@@ -64,7 +65,8 @@ def prove(
     available = available_ranks(plan, ranks, device)
     smaller, shrunk = shrink(with_fixed_precision(plan, dtype), available.count)
     cluster = detect() if available.device == "cuda" else detect_cpu()
-    check_job(job, smaller, cluster.with_device_count(available.count), parts)
+    with phase("checking the job and the plan"):
+        check_job(job, smaller, cluster.with_device_count(available.count), parts)
     parts.release()
     request = ProofRequest(job, smaller, steps, dtype, dropout, prepare_session)
     with work_folder(Path(job.output)) as folder:
@@ -117,13 +119,16 @@ def _launch_and_compare(request: ProofRequest, device: str, folder: Path) -> Pro
     write_request(request, folder / REQUEST_FILE)
     processes = request.plan.processes
     threads = request.plan.compute.threads or max(1, usable_cores() // request.plan.world_size)
-    launch(
-        "meshwright.proof.record.rank",
-        [str(folder.resolve()), device],
-        RankSettings(processes, device, threads, restarts=0),
-        folder / "logs",
-    )
-    return _compare_records(request, folder, torch.device(device))
+    steps = "1 step" if request.steps == 1 else f"{request.steps} steps"
+    with phase(f"proving: training {steps} in {processes} {'rank' if processes == 1 else 'ranks'}"):
+        launch(
+            "meshwright.proof.record.rank",
+            [str(folder.resolve()), device],
+            RankSettings(processes, device, threads, restarts=0),
+            folder / "logs",
+        )
+    with phase(f"proving: training {steps} on one device and comparing"):
+        return _compare_records(request, folder, torch.device(device))
 
 
 def _compare_records(request: ProofRequest, folder: Path, device: torch.device) -> Proof:

@@ -19,7 +19,8 @@ def _headline(proof: Proof) -> Text:
     plan = f"{proof.plan.summary()} on {proof.ranks} {_device_words(proof)}"
     first = proof.first_difference
     if first is None:
-        return Text(f"Equal: {plan} {_verdict(proof)}, {proof.steps} steps compared in {proof.dtype}", "green")
+        steps = "1 step" if proof.steps == 1 else f"{proof.steps} steps"
+        return Text(f"Equal: {plan} {_verdict(proof)}, {steps} compared in {proof.dtype}", "green")
     value = f"{first.what} of {first.parameter}" if first.parameter and first.what != "loss" else first.what
     when = f"after step {first.step}" if first.what in ("weight", "buffer") else f"in step {first.step}"
     when = "before the first step" if first.step == 0 else when

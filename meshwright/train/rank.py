@@ -2,6 +2,7 @@
 STEPS_TO_RECORD and PREDICTED_STEP_S (empty without a prediction) in `sys.argv`."""
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -9,10 +10,12 @@ import torch
 from meshwright.errors import InputError
 from meshwright.job import Job, load_job, load_plan
 from meshwright.launch.heartbeat import Heartbeat
+from meshwright.launch.output import terminal
 from meshwright.launch.rank import run_rank
 from meshwright.launch.signals import StopRequest
 from meshwright.launch.world import World
 from meshwright.plan import Plan
+from meshwright.progress import phase, showing
 from meshwright.train.job_session import build_session
 from meshwright.train.output.folder import RunFolder
 from meshwright.train.output.step_profile import record_times
@@ -39,7 +42,8 @@ def train_rank(
     if job.train.deterministic:
         torch.use_deterministic_algorithms(True)
     with StopRequest() as stop, record_times(folder, heartbeat, world, world.rank, job.log):
-        session = build_session(job, plan, world, lambda activity: heartbeat.update(session.steps, activity))
+        with showing(terminal()) if world.rank == 0 else nullcontext(), phase("building the model and dividing it"):
+            session = build_session(job, plan, world, lambda activity: heartbeat.update(session.steps, activity))
         return Trainer(job, session, world, folder, heartbeat, recorded_steps, predicted_step_s).run(stop)
 
 

@@ -3,7 +3,6 @@ returns the result."""
 
 import os
 import shutil
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ from meshwright.job import Job
 from meshwright.launch.environment import check_can_be_alone
 from meshwright.launch.local.launch import RankSettings, launch
 from meshwright.plan import Plan
+from meshwright.progress import phase, say
 from meshwright.train.check import check_job, check_rank_count
 from meshwright.train.job_parts import JobParts
 from meshwright.train.output.copies import check_copies
@@ -57,11 +57,13 @@ def train(
     parts = parts or JobParts(job)
     check_is_local(cluster)
     check_rank_count(plan, cluster)
-    choice = choose_precision(plan, job, cluster, parts)
+    with phase("checking the job and the plan"):
+        choice = choose_precision(plan, job, cluster, parts)
     if choice.reason:
-        _print_note(choice.reason)
+        say(choice.reason)
     plan = choice.plan
-    check_job(job, plan, cluster, parts)
+    with phase("checking the job and the plan"):
+        check_job(job, plan, cluster, parts)
     if recorded_steps and plan.gradients.servers:
         raise InputError(
             f"--record does not work with parameter servers, but plan.gradients.servers is {plan.gradients.servers}:"
@@ -74,12 +76,12 @@ def train(
     try:
         check_copies(folder, job.checkpoint.copy_to)
         if note:
-            _print_note(note)
+            say(note)
         if locked_run.note:
-            _print_note(locked_run.note)
-        if tunes and job.allow != "same" and (tuning := tune(plan, parts, cluster, predicted_step_s, _print_note)):
+            say(locked_run.note)
+        if tunes and job.allow != "same" and (tuning := tune(plan, parts, cluster, predicted_step_s, say)):
             plan = tuning.plan
-            _print_note(tuning.reason)
+            say(tuning.reason)
         values = page_values(plan) if page_values else None
         parts.release()
         write_job_and_plan(folder, job, plan, cluster)
@@ -124,7 +126,3 @@ def _rank_settings(job: Job, plan: Plan, cluster: Cluster) -> RankSettings:
     # rank `workers`, prints to the terminal. Without them, no rank can be restarted alone, and rank 0 prints.
     workers = plan.world_size if plan.gradients.servers else 0
     return RankSettings(plan.processes, cluster.kind, threads, job.train.restarts, job.train.grace_s, workers, workers)
-
-
-def _print_note(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

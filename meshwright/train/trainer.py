@@ -298,21 +298,18 @@ class Trainer:
         """Evaluates, logs the metrics, and saves a checkpoint if it is the best so far. Returns False if `stop`
         interrupted the evaluation; None for `stop` means that nothing can interrupt it."""
         self.meter.pause()
-        values = self.session.evaluate(
-            self.eval_set,
-            self.metrics,
-            self.job.train.global_batch,
-            self.loading,
-            (lambda: stop.requested) if stop else (lambda: False),
-        )
+        interrupted = (lambda: stop.requested) if stop else (lambda: False)
+        with self.display.activity("evaluating"):
+            values = self.session.evaluate(
+                self.eval_set, self.metrics, self.job.train.global_batch, self.loading, interrupted
+            )
         if values is None:
             return False
         step = self.session.steps
         self.last_evaluation = (step, values)
         self.display.line(f"evaluation after step {step}: {describe_metrics(values)}")
         if self.metrics_log:
-            epoch = self.session.position[0]
-            self.metrics_log.write("eval", step, epoch, dict(values))
+            self.metrics_log.write("eval", step, self.session.position[0], dict(values))
         step_after_evaluation(self.session, self.job.schedule.metric if self.job.schedule else None, values)
         self.callbacks.evaluation(values)
         name = self.job.checkpoint.best
@@ -352,7 +349,8 @@ class Trainer:
             "best": [self.best.step, self.best.value] if self.best else None,
             "left_out": sorted(map(list, self.left_out)),
         }
-        path = self.checkpoints.save(state, step, about, self.best, begin, wait=self.callbacks.handle("save"))
+        with self.display.activity("saving"):
+            path = self.checkpoints.save(state, step, about, self.best, begin, wait=self.callbacks.handle("save"))
         self.saved_step = step
         self.told_not_saved = False
         self.divergence.note_checkpoint()

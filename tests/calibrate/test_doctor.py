@@ -44,7 +44,7 @@ def calibrated(cluster: Cluster) -> Cluster:
         ({"nvidia_smi": True}, "is built without CUDA"),
         ({"nvidia_smi": True, "torch_cuda": "13.0"}, "sees no GPU"),
         ({"gpu_names": ("A", "B"), "visible_gpus": 2}, "GPUs differ (A, B)"),
-        ({"load": 12.3}, "12.3 processes want to run on 8 cores"),
+        ({"load": 12.3}, "12.3 processes compete for 8 cores"),
         ({"shared_memory_bytes": 64 * 2**20}, "/dev/shm has 64 MiB free"),
     ],
 )

@@ -9,7 +9,6 @@ from meshwright.cluster.detect import check_is_local, find_cluster
 from meshwright.errors import InputError, did_you_mean
 from meshwright.limits import MOST_DEVICES
 from meshwright.plan import NumericsGroup
-from meshwright.progress import phase
 
 _PRECISIONS = tuple(
     name for name in get_args(NumericsGroup.model_fields["precision"].annotation) if name not in ("auto", "fp8")
@@ -29,8 +28,7 @@ def parse_precisions(text: str) -> tuple[str, ...]:
 def machines_of_ranks(name: str, ranks: str | None) -> dict[int, Cluster]:
     """Returns the machines by number of devices: one device, and the numbers of `--ranks 1,2,4`, or all devices of the
     cluster with this name if `ranks` is None."""
-    with phase("measuring this machine", 10):
-        cluster = find_cluster(name, measure_machine)
+    cluster = find_cluster(name, measure_machine)
     counts = [cluster.device_count] if ranks is None else _parse_counts(ranks)
     return {count: _with_devices(cluster, count, ranks) for count in sorted({1, *counts})}
 

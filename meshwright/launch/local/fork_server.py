@@ -30,6 +30,7 @@ from meshwright.errors import RankError
 from meshwright.launch import environment as variables
 from meshwright.launch.failure import UNFINISHED
 from meshwright.launch.process_exit import exit_with_parent
+from meshwright.progress import phase
 
 _POLL_S = 0.02
 _STANDARD_STREAMS = (0, 1, 2)
@@ -148,7 +149,8 @@ def _fork(module: str) -> _ServerEnd:
     """Imports the module, and forks the server from this process, which is faster than starting a new one. In a process
     that cannot be forked the server is spawned instead."""
     can_fork = _can_fork()
-    importlib.import_module(module)
+    with phase("importing PyTorch, a few seconds", forks=True):
+        importlib.import_module(module)
     if not can_fork:
         return _spawn(module)
     ours, theirs = socket.socketpair()

@@ -16,7 +16,7 @@ _NOTABLE = 0.02  # communication with at least this share of the step is explain
 _COMMUNICATION = ("tensor", "pipeline", "replicate", "shard")
 _TERMS = {
     "compute": "computing",
-    "launch": "launching operators",
+    "launch": "starting operators",
     "bubble": "waiting in the pipeline bubble",
     "optimizer": "the optimizer's step",
     "input": "reading input",
@@ -74,7 +74,7 @@ def _headline(best: PricedPlan, result: SearchResult, inputs: PlanningInputs) ->
     unused = f" on {ranks} of {devices} devices (no axes over all of them divide this batch)" if ranks < devices else ""
     return (
         f"{best.plan.summary()}{unused} trains {inputs.global_batch} samples in {seconds(step_s)}"
-        f" ({inputs.global_batch / step_s:,.4g} samples per second). It is the {superlative} of"
+        f" ({rate(inputs.global_batch / step_s)} samples per second). It is the {superlative} of"
         f" {result.candidate_count:,} candidates, of which {result.priced_count} were simulated in full."
     )
 
@@ -83,7 +83,7 @@ def step_shares(plan: Plan, prediction: Prediction) -> str:
     """Returns a sentence with the shares of the step by term (computing, communication, ...), the largest first. They
     add up to 100%."""
     terms = sorted(prediction.breakdown.items(), key=lambda term: -term[1])
-    shares = _rounded_shares([value for _, value in terms])
+    shares = rounded_shares([value for _, value in terms], 1000)
     parts = [
         f"{share / 10:.1f}% {_term(plan, name)} ({seconds(value)})"
         for (name, value), share in zip(terms, shares, strict=True)
@@ -92,13 +92,13 @@ def step_shares(plan: Plan, prediction: Prediction) -> str:
     return f"The step is {', '.join(parts)}."
 
 
-def _rounded_shares(values: list[float]) -> list[int]:
-    """The share of each value in tenths of a percent, rounded such that all shares add up to 1,000."""
+def rounded_shares(values: list[float], whole: int) -> list[int]:
+    """The share of each value in parts of `whole` (100 for percent), rounded such that all shares add up to it."""
     total = sum(values) or 1.0
-    exact = [1000 * value / total for value in values]
+    exact = [whole * value / total for value in values]
     shares = [int(share) for share in exact]
     by_remainder = sorted(range(len(values)), key=lambda index: shares[index] - exact[index])
-    for index in by_remainder[: 1000 - sum(shares)]:
+    for index in by_remainder[: whole - sum(shares)]:
         shares[index] += 1
     return shares
 
@@ -176,8 +176,8 @@ def _wide_layers(best: PricedPlan, result: SearchResult, inputs: PlanningInputs)
         layers = _layer_shares(tuple(split.plan.modules.splits), summary)
         link = _link_of(best, "replicate", inputs)
         return [
-            f"{layers}, but splitting them is {slower:.1%} slower, as {_link_words(link)} combines their gradients in"
-            " time."
+            f"{layers}. Splitting them would make the step {slower:.1%} longer, because {_link_words(link)} combines"
+            " their gradients fast enough."
         ]
     return []
 
@@ -306,7 +306,7 @@ def _link_of(priced: PricedPlan, axis: str, inputs: PlanningInputs) -> Link:
 
 
 def _link_words(link: Link) -> str:
-    return f"{link.name} ({link.bandwidth_bytes_per_s / 1e9:.4g} GB/s per device)"
+    return f"{link.name} ({link.bandwidth_bytes_per_s / 1e9:.3g} GB/s per device)"
 
 
 def _runner_up(best: PricedPlan, result: SearchResult, inputs: PlanningInputs) -> list[str]:
@@ -348,7 +348,7 @@ def reason(priced: PricedPlan, best: PricedPlan, inputs: PlanningInputs) -> str:
 
 def too_large(needed_bytes: float, inputs: PlanningInputs, at_least: bool = False) -> str:
     return (
-        f"needs {'at least ' if at_least else ''}{gib(needed_bytes)}, more than the {gib(inputs.capacity_bytes)} of a"
+        f"needs {'at least ' if at_least else ''}{gib(needed_bytes)}, more than the {gib(inputs.capacity_bytes)} of one"
         f" {inputs.device.name} that a plan may use"
     )
 
@@ -366,8 +366,17 @@ def cost(priced: PricedPlan, inputs: PlanningInputs) -> str:
 
 
 def gib(size: float) -> str:
+    if size < _GIB:
+        return f"{size / 2**20:.3g} MiB"
     return f"{size / _GIB:.3g} GiB" if size < 1000 * _GIB else f"{size / _GIB:,.0f} GiB"
 
 
+def rate(value: float) -> str:
+    """A number of samples per second, without an exponent."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def seconds(value: float) -> str:
+    if value < 1e-3:
+        return f"{value * 1e6:.3g} µs"
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"

@@ -1,16 +1,26 @@
 """`PlanReport`: the output of `meshwright plan`, as JSON for scripts, or as a table and sentences for people."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from meshwright.cluster.cluster import BasedOn
 from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.planner.explanation.choice import describe_choice
-from meshwright.planner.explanation.explain import explain, gib, reason, seconds, step_shares, too_large
+from meshwright.planner.explanation.explain import (
+    explain,
+    gib,
+    rate,
+    reason,
+    rounded_shares,
+    seconds,
+    step_shares,
+    too_large,
+)
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.profiles import Profiles
 from meshwright.planner.search_result import SearchResult
@@ -84,8 +94,17 @@ def predict_given_plan(plan: Plan, inputs: PlanningInputs, profiles: Profiles) -
     return PlanReport(((plan, prediction),), tuple(sentences), (), 1)
 
 
+_HARDWARE: dict[BasedOn, str] = {
+    "measured": "this machine as it was measured",
+    "measured here, with the model's own shapes": "this machine, on which the model's own operators were measured",
+    "calibrated": "a calibration of the device (doctor --calibrate)",
+    "datasheet": "data sheets of the hardware",
+    "detected": "what is known of the hardware without measuring it",
+}
+
+
 def _basis(inputs: PlanningInputs, profiles: Profiles) -> str:
-    return f"Based on: {inputs.cluster.based_on} hardware, {profiles.method}."
+    return f"The prediction is based on {_HARDWARE[inputs.cluster.based_on]}, and on {profiles.method}."
 
 
 def _entry(plan: Plan, prediction: Prediction) -> dict[str, Any]:
@@ -103,41 +122,95 @@ def _plan_dict(plan: Plan) -> dict[str, Any]:
     return plan.model_dump(mode="json")
 
 
-def show(report: PlanReport, inputs: PlanningInputs, console: Console, took_s: float) -> None:
+def show(report: PlanReport, inputs: PlanningInputs, console: Console, took_s: float, full: bool = False) -> None:
     """Prints the choice, the ranked plans, the sentences, the rejected plans, and the best plan in the format of a plan
-    file. `took_s` is the time that the search took."""
+    file: the fields that differ from their defaults, or all with `full`. `took_s` is the time that the search took."""
     if report.choice:
-        console.print(f"{report.choice}\n", markup=False, highlight=False, soft_wrap=True)
-    console.print(_ranked_table(report, inputs))
+        _print_sentence(report.choice, console)
+        console.print()
+    for line in _narrow_table(report, inputs) if console.width < _WIDE else ():
+        _print_sentence(line, console)
+    if console.width >= _WIDE:
+        console.print(_ranked_table(report, inputs))
+    console.print()
     for line in report.explanation:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        _print_sentence(line, console)
     if report.rejected:
-        table = Table("rejected", "because", box=None, padding=(0, 2, 0, 0))
+        table = Table("rejected", "because", box=None, padding=(0, 2, 0, 0), header_style="bold")
         for plan, words in report.rejected:
             table.add_row(plan.summary(), words)
         console.print()
         console.print(table)
-    console.print(f"\n# the best plan, for train --plan FILE ({took_s:.1f} s)", markup=False, highlight=False)
-    print(report.ranked[0][0].to_yaml(), end="", file=console.file)
+    plan = report.ranked[0][0]
+    fields = "all fields" if full else "what differs from the defaults"
+    _print_sentence(f"\n# the best plan, for train --plan FILE: {fields} ({took_s:.1f} s)", console)
+    print(plan.to_yaml(only_differences=not full), end="", file=console.file)
+
+
+def _print_sentence(text: str, console: Console) -> None:
+    """Prints a sentence: wrapped between words on a terminal, as one line elsewhere."""
+    console.print(text, markup=False, highlight=False, soft_wrap=not console.is_terminal)
 
 
 def _ranked_table(report: PlanReport, inputs: PlanningInputs) -> Table:
-    table = Table("plan", "step", "samples/s", "memory", "compute", "exposed", "bubble", box=None, padding=(0, 2, 0, 0))
-    for row in _rows(report, inputs):
-        table.add_row(*row)
+    columns, rows = _cells(report, inputs)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("plan")
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    for (plan, _), row in zip(report.ranked, rows, strict=True):
+        table.add_row(plan.summary(), *row)
     return table
 
 
-def _rows(report: PlanReport, inputs: PlanningInputs) -> Iterator[tuple[str, ...]]:
-    for plan, prediction in report.ranked:
-        terms = prediction.breakdown
-        exposed = sum(terms[name] for name in ("tensor", "pipeline", "replicate", "shard"))
-        yield (
-            plan.summary(),
-            seconds(prediction.step_s),
-            f"{inputs.global_batch / prediction.step_s:,.4g}",
-            gib(prediction.memory.device_bytes),
-            f"{terms['compute'] / prediction.step_s:.0%}",
-            f"{exposed / prediction.step_s:.0%}",
-            f"{terms['bubble'] / prediction.step_s:.0%}",
+def _narrow_table(report: PlanReport, inputs: PlanningInputs) -> Iterator[str]:
+    """Yields the table for narrow terminals, in which each plan has a line of its own above its numbers."""
+    columns, rows = _cells(report, inputs)
+    widths = [max(len(row[index]) for row in (columns, *rows)) for index in range(len(columns))]
+
+    def line(cells: Sequence[str]) -> str:
+        return "  " + "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+
+    yield line(columns)
+    for (plan, _), row in zip(report.ranked, rows, strict=True):
+        yield plan.summary()
+        yield line(row)
+
+
+def _cells(report: PlanReport, inputs: PlanningInputs) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The columns of the table, and its rows. The columns after the memory are shares of the step. They add up to 100%;
+    columns without any share are left out."""
+    names = [name for name in _SHARES if any(_shares(prediction)[name] for _, prediction in report.ranked)]
+    rows = []
+    for _, prediction in report.ranked:
+        shares = _shares(prediction)
+        rows.append(
+            (
+                seconds(prediction.step_s),
+                rate(inputs.global_batch / prediction.step_s),
+                gib(prediction.memory.device_bytes),
+                *(f"{shares[name]}%" for name in names),
+            )
         )
+    return ("step", "samples/s", "memory", *names), rows
+
+
+_WIDE = 100  # columns of a terminal in which a plan and its numbers fit on one line
+
+# The columns of the table, and the terms of the prediction that each of them adds up. What is in none of them is other.
+_SHARES = {
+    "compute": ("compute",),
+    "start": ("launch",),
+    "exchange": ("tensor", "pipeline", "replicate", "shard"),
+    "bubble": ("bubble",),
+    "other": (),
+}
+
+
+def _shares(prediction: Prediction) -> dict[str, int]:
+    """The percentages of the step by column. They add up to 100."""
+    columns = {term: name for name, terms in _SHARES.items() for term in terms}
+    values = dict.fromkeys(_SHARES, 0.0)
+    for term, value in prediction.breakdown.items():
+        values[columns.get(term, "other")] += value
+    return dict(zip(values, rounded_shares(list(values.values()), 100), strict=True))

@@ -23,6 +23,7 @@ from meshwright.files.cache import cache_folder
 from meshwright.files.storage import write_atomically, writing
 from meshwright.job import Job
 from meshwright.plan import Compute, Plan
+from meshwright.progress import phase
 from meshwright.train.job_parts import JobParts
 from meshwright.train.tuning.measure import MeasuredSteps, StepMeasurer
 
@@ -103,7 +104,7 @@ class _Search:
                 was_cut_short = True
                 continue
             candidate = best_plan.model_copy(update={"compute": best_plan.compute.model_copy(update=change)})
-            measured = self._measure(candidate, name)
+            measured = self._measure(candidate, name, ready_s)
             if measured is not None and measured.step_s < (1 - _LEAST_GAIN) * best.step_s:
                 best, best_plan = measured, candidate
         if not was_cut_short:  # a longer run would measure more
@@ -122,9 +123,10 @@ class _Search:
     def _spent_s(self) -> float:
         return time.perf_counter() - self.begin
 
-    def _measure(self, plan: Plan, name: str) -> MeasuredSteps | None:
+    def _measure(self, plan: Plan, name: str, ready_s: float = _LEAST_BUDGET_S) -> MeasuredSteps | None:
         self.notify(f"tuning: measuring {name}")
-        result = self.measurer.measure(plan, max(_LEAST_BUDGET_S, 4 * (self.budget_s - self._spent_s)))
+        with phase(f"tuning: measuring {name}", ready_s):
+            result = self.measurer.measure(plan, max(_LEAST_BUDGET_S, 4 * (self.budget_s - self._spent_s)))
         if isinstance(result, str):
             self.notify(f"tuning: {name} is left out: {result}")
             return None

@@ -46,11 +46,23 @@ def test_a_bar_on_a_terminal_with_step_loss_and_speed() -> None:
 
 def test_lines_above_the_bar_are_shown_as_they_are() -> None:
     """A path may hold what rich takes for markup, and be longer than the terminal is wide."""
-    stream, text = Terminal(), "in /runs/[/red][bold]x:smile:/" + "long/" * 40
+    stream, path = Terminal(), "/runs/[/red][bold]x:smile:/" + "long/" * 40
     shown = make_display(stream, 100, 0)
-    shown.line(text)
+    shown.line(f"in {path}")
     shown.close()
-    assert text in stream.getvalue()
+    assert f"in\n  {path}" in stream.getvalue()
+
+
+def test_both_say_what_else_the_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, pipe = Terminal(), io.StringIO()
+    monkeypatch.setattr("meshwright.train.output.progress.SHOWN_AFTER_S", -1.0)
+    for stream in (terminal, pipe):
+        shown = make_display(stream, 100, 0)
+        with shown.activity("saving"):
+            pass
+        shown.close()
+    assert "saving" in terminal.getvalue()
+    assert pipe.getvalue() == "saving took 0 s\n"
 
 
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
