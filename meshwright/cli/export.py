@@ -12,6 +12,7 @@ from meshwright.cli.ready_jobs import complete_job, find_job
 from meshwright.cli.text import print_lines
 from meshwright.errors import InputError, did_you_mean
 from meshwright.limits import LARGEST_COUNT
+from meshwright.progress import phase
 
 
 def export(
@@ -71,9 +72,10 @@ def export(
             raise InputError(f"--to {to} writes no weights: leave out --dynamic, --step and --limit")
         _export_plan(source, to, output, job, cluster, settings or [], as_json)
         return
-    from meshwright.export.export import SUFFIXES
-    from meshwright.export.export import export as write
-    from meshwright.export.show import describe_export
+    with phase("importing PyTorch"):
+        from meshwright.export.export import SUFFIXES
+        from meshwright.export.export import export as write
+        from meshwright.export.show import describe_export
 
     if to not in SUFFIXES:
         raise InputError(f"--to {to}{did_you_mean(to, (*SUFFIXES, *PROGRAMS))}")

@@ -7,6 +7,7 @@ import typer
 
 from meshwright.cli.options import GlobalBatch, ImageSize, SequenceLength, check_output, path_option
 from meshwright.cli.ready_jobs import complete_job_or_model, find_job, is_model_name, ready_jobs
+from meshwright.cli.text import print_lines
 from meshwright.errors import InputError
 
 TEMPLATE = """\
@@ -66,7 +67,7 @@ def init(
                 raise InputError(f"{name} {value}: this option is for models such as hf:llama")
         text = TEMPLATE if model is None else _ready_job(model)
     write_atomically(output, text)
-    print(f"wrote {output}: try `meshwright plan {output}`, then `prove` and `train`", flush=True)
+    print_lines([f"wrote {output}: try `meshwright plan {output}`, then `prove` and `train`"])
 
 
 def _ready_job(name: str) -> str:

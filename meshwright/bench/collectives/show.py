@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from rich.box import HORIZONTALS
 from rich.console import Console
 from rich.table import Table
 
@@ -16,10 +17,13 @@ def show(rows: Sequence[CollectiveRow], measured: CollectiveMeasurements, consol
     stolen = f", {measured.stolen_cores:g} cores taken by the host" if measured.stolen_cores else ""
     table = Table(
         title=f"all-reduce of {ranks} ranks, {node_words}, {measured.cores} cores; medians of {rounds} rounds,"
-        f" load {measured.load[0]:g} to {measured.load[1]:g}{stolen}"
+        f" load {measured.load[0]:g} to {measured.load[1]:g}{stolen}",
+        box=HORIZONTALS,
+        padding=(0, 1, 0, 0),
     )
     for name in ("bytes", "algorithm", "time", "rounds", "bytes/s", "to native", "predicted", "error"):
-        table.add_column(name, justify="left" if name == "algorithm" else "right")
+        wraps = name in ("algorithm", "rounds")
+        table.add_column(name, justify="left" if name == "algorithm" else "right", no_wrap=not wraps)
     for index, row in enumerate(rows):
         is_last_of_size = index + 1 == len(rows) or rows[index + 1].bytes != row.bytes
         table.add_row(*_cells(row, measured), end_section=is_last_of_size)

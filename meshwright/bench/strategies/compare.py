@@ -14,7 +14,7 @@ from torch import nn
 from meshwright.bench import figures
 from meshwright.bench.strategies.catalog import ALL_CORES, AUTO, DATA_PARALLEL, ON_ONE_DEVICE, PLAIN, SINGLE
 from meshwright.bench.strategies.data_parallel import predict_data_parallel
-from meshwright.bench.strategies.measure import Measurement, RunnableStrategy
+from meshwright.bench.strategies.measure import Measurement, RunnableStrategy, Steps
 from meshwright.bench.strategies.plans import StrategyPlanner
 from meshwright.bench.strategies.request import Loop
 from meshwright.bench.strategies.rows import SkippedStrategy, StrategyReport, StrategyRow
@@ -33,8 +33,9 @@ from meshwright.train.torch_private import AnyBatchNorm
 # two ranks: at most 2e-6 in fp32, and 0.6% in bf16.
 LOSS_TOLERANCES = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 3e-2, "fp16": 3e-2, "fp8": 1e-1}
 _MEASURED_S = 0.8  # how long the timed steps of the single device take, if the number of steps is not given
-_FEWEST_STEPS, _MOST_STEPS = 3, 20
-_PROBED_STEPS = 2
+_FEWEST_STEPS, _MOST_STEPS = 2, 20
+_PROBE = Steps(warm_up=1, timed=2, sampled=0)
+_SLOW_STEP_S = 0.3  # a job with longer steps gets one step of warm-up, else two
 Value = TypeVar("Value")
 _START_UP_S = 1.5  # of the processes of one measurement, about
 
@@ -118,8 +119,7 @@ def _contestants(
     for ranks, cluster in sorted(clusters.items()):
         planner = StrategyPlanner(parts, cluster, threads)
         for strategy in settings.strategies:
-            is_single = strategy in ON_ONE_DEVICE
-            if is_single != (ranks == 1) or (strategy == ALL_CORES and cluster.kind != "cpu"):
+            if not _is_compared(strategy, cluster, is_only_one=largest.device_count == 1):
                 continue
             # The automatic plan chooses its precision itself.
             for precision in settings.precisions if strategy != AUTO else settings.precisions[:1]:
@@ -129,6 +129,16 @@ def _contestants(
                     except InputError as error:
                         skipped.append(SkippedStrategy(strategy, ranks, precision, str(error)))
     return contestants, skipped
+
+
+def _is_compared(strategy: str, cluster: Cluster, *, is_only_one: bool) -> bool:
+    """Whether a strategy is compared on this cluster. Strategies for one device are, on one device; the others on
+    several, unless there `is_only_one`, where they are listed with the reason why they cannot be run."""
+    if strategy in ON_ONE_DEVICE:
+        return cluster.device_count == 1
+    if strategy == ALL_CORES and cluster.kind != "cpu":
+        return False
+    return cluster.device_count > 1 or is_only_one
 
 
 def _contestant(
@@ -148,10 +158,12 @@ def _contestant(
     threads = plan.compute.threads or max(1, cluster.cores // plan.world_size)
     loop: Loop = "plain" if strategy == PLAIN else "servers" if plan.gradients.servers else "session"
     prediction = planner.predict(plan)
-    if only_predict and prediction is None:
-        raise InputError("it cannot be predicted")
-    runnable = RunnableStrategy(loop, plan, cluster.kind, threads)
-    return _Contestant(strategy, ranks, runnable, prediction, _note(plan, loop, parts.model))
+    note = _note(plan, loop, parts.model)
+    if only_predict:
+        if prediction is None:
+            raise InputError("it cannot be predicted")
+        note = planner.why_too_large(prediction)
+    return _Contestant(strategy, ranks, RunnableStrategy(loop, plan, cluster.kind, threads), prediction, note)
 
 
 def _short_job(job: Job, folder: Path) -> Job:
@@ -184,38 +196,37 @@ def _measure(
     begin: float,
 ) -> int:
     """Measures in rounds, each of which runs every contestant once; every second round goes in the opposite order.
-    Returns the number of timed steps. A contestant that fails (for lack of memory, for example) is moved to `skipped`,
-    and the others continue."""
+    What the processes do is recorded in the first round. Returns the number of timed steps. A contestant that fails
+    (for lack of memory, for example) is moved to `skipped`, and the others continue."""
     reference = next(contestant for contestant in contestants if contestant.strategy == SINGLE)
     with phase("measuring one device to choose the number of steps"):
-        probe = reference.runnable.measure(job, _PROBED_STEPS, 0, folder / "probe")
-    steps = settings.steps or min(_MOST_STEPS, max(_FEWEST_STEPS, round(_MEASURED_S / probe.step_s)))
+        probe = reference.runnable.measure(job, _PROBE, folder / "probe")
+    timed = settings.steps or min(_MOST_STEPS, max(_FEWEST_STEPS, round(_MEASURED_S / probe.step_s)))
     for number in range(settings.rounds):
         round_begin = time.monotonic()
         ordered = contestants if number % 2 == 0 else contestants[::-1]
         for position, contestant in enumerate(list(ordered)):
             where = f"round {number + 1} of {settings.rounds}, {position + 1} of {len(ordered)}"
-            about_s = _START_UP_S + (steps + 2) * probe.step_s
+            steps = Steps(1 if probe.step_s > _SLOW_STEP_S else 2, timed, max(1, timed // 2) if number == 0 else 0)
+            about_s = _START_UP_S + (steps.warm_up + steps.timed + steps.sampled) * probe.step_s
             with phase(f"{where}: {contestant.strategy}, {contestant.how}", about_s):
-                _measure_once(contestant, job, steps, number, folder / f"{number}-{position}", contestants, skipped)
+                _measure_once(contestant, job, steps, folder / f"{number}-{position}", contestants, skipped)
         now = time.monotonic()
         if now - begin + (now - round_begin) > settings.limit_s:
             break
-    return steps
+    return timed
 
 
 def _measure_once(
     contestant: _Contestant,
     job: Job,
-    steps: int,
-    number: int,
+    steps: Steps,
     folder: Path,
     contestants: list[_Contestant],
     skipped: list[SkippedStrategy],
 ) -> None:
-    sampled_steps = max(2, steps // 2) if number == 0 else 0  # what the processes do is recorded in the first round
     try:
-        contestant.measurements.append(contestant.runnable.measure(job, steps, sampled_steps, folder))
+        contestant.measurements.append(contestant.runnable.measure(job, steps, folder))
     except Stopped:
         raise
     except MeshwrightError as error:

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.bench.strategies.request import (
-    WARM_UP_STEPS,
     Loop,
     MeasurementRequest,
     ProcessAnswer,
@@ -37,6 +36,16 @@ class Measurement:
 
 
 @dataclass(frozen=True)
+class Steps:
+    """The steps of one measurement: those before the timed ones, the timed ones, and those after them in which the
+    processes record what they do."""
+
+    warm_up: int
+    timed: int
+    sampled: int
+
+
+@dataclass(frozen=True)
 class RunnableStrategy:
     """How the processes of a strategy are started: with which loop, under which plan, and with how many threads each.
     `parts` is the number of devices of DataParallel."""
@@ -51,12 +60,12 @@ class RunnableStrategy:
     def processes(self) -> int:
         return self.plan.processes if self.loop in ("session", "servers") else 1
 
-    def measure(self, job: Job, steps: int, sampled_steps: int, folder: Path) -> Measurement:
-        """Trains `steps` steps after those of the warm-up, and then `sampled_steps` in which the processes record what
-        they do. Files are written to `folder`, which is created."""
+    def measure(self, job: Job, steps: Steps, folder: Path) -> Measurement:
+        """Trains these steps. Files are written to `folder`, which is created."""
         folder.mkdir(parents=True)
-        MeasurementRequest(self.loop, self.device, steps, sampled_steps, self.parts).save(folder)
-        write_atomically(job_file(folder), _job_of_steps(job, WARM_UP_STEPS + steps).to_yaml())
+        request = MeasurementRequest(self.loop, self.device, steps.warm_up, steps.timed, steps.sampled, self.parts)
+        request.save(folder)
+        write_atomically(job_file(folder), _job_of_steps(job, steps.warm_up + steps.timed).to_yaml())
         write_atomically(plan_file(folder), self.plan.to_yaml())
         settings = RankSettings(
             self.processes, self.device, self.threads, restarts=0, grace_s=_GRACE_S, speaker=_NOBODY

@@ -12,6 +12,7 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.plan import STAGES_PER_RANK, Plan
 from meshwright.planner.candidates import AxisSizes, Candidate, plan_of
+from meshwright.planner.explanation.explain import too_large
 from meshwright.planner.inputs import PlanningInputs, with_measured_operators
 from meshwright.planner.model_summary import ModelSummary
 from meshwright.planner.offload import search_with_offload
@@ -45,6 +46,8 @@ class StrategyPlanner:
         if strategy == AUTO:
             return plan_of_job(self.parts, self.cluster, "auto").plan
         devices = self.cluster.device_count
+        if devices == 1 and strategy in (HYBRID, ALL_CORES):
+            raise InputError(f"{strategy} needs several devices, but the cluster has one")
         if strategy == HYBRID:
             plan = self._hybrid()
         elif strategy == ALL_CORES:
@@ -65,6 +68,12 @@ class StrategyPlanner:
             return predict_plan(cluster, profile, plan, inputs.global_batch, inputs.optimizer)
         except MeshwrightError:
             return None
+
+    def why_too_large(self, prediction: Prediction) -> str | None:
+        """Says that a plan needs more memory than a device has; None if it fits."""
+        inputs, _ = self.planning
+        needed_bytes = prediction.memory.device_bytes
+        return too_large(needed_bytes, inputs) if needed_bytes > inputs.capacity_bytes else None
 
     def _hybrid(self) -> Plan:
         """Returns the plan that is predicted to be the fastest of those that combine several kinds of parallelism."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from meshwright.bench.strategies.exchanged_bytes import ExchangeCounter
 from meshwright.bench.strategies.gpu_shares import gpu_time_shares
 from meshwright.bench.strategies.loops import Step, plain_steps, session_steps
-from meshwright.bench.strategies.request import WARM_UP_STEPS, MeasurementRequest, ProcessAnswer, job_file, plan_file
+from meshwright.bench.strategies.request import MeasurementRequest, ProcessAnswer, job_file, plan_file
 from meshwright.bench.strategies.time_samples import TimeSampler
 from meshwright.job import Job, load_job, load_plan
 from meshwright.launch.heartbeat import Heartbeat
@@ -32,7 +32,7 @@ def main() -> None:
         return
 
     def measure(world: World, heartbeat: Heartbeat) -> None:
-        count = WARM_UP_STEPS + request.steps + request.sampled_steps
+        count = request.warm_up_steps + request.steps + request.sampled_steps
         if request.loop == "session":
             step = session_steps(job, plan, world, count)
         else:
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def _measure(step: Step, request: MeasurementRequest, device: torch.device, plan: Plan) -> ProcessAnswer:
-    for _ in range(WARM_UP_STEPS):
+    for _ in range(request.warm_up_steps):
         float(step())  # reading the loss waits for the device
     if dist.is_initialized():
         dist.barrier()
@@ -97,11 +97,11 @@ def _run_with_servers(job: Job, plan: Plan, folder: Path, request: MeasurementRe
         def after_step() -> None:
             nonlocal steps
             steps += 1
-            if steps == WARM_UP_STEPS:
+            if steps == request.warm_up_steps:
                 counter.start()
             # After the last step the servers may have closed their connections, whose bytes are no longer counted.
-            if steps > WARM_UP_STEPS and (sent := counter.bytes() or 0.0) > 0:
-                exchanged.append(sent / (steps - WARM_UP_STEPS))
+            if steps > request.warm_up_steps and (sent := counter.bytes() or 0.0) > 0:
+                exchanged.append(sent / (steps - request.warm_up_steps))
 
         with TimeSampler() as sampler:
             train_worker(job, plan, RunFolder(folder), world, _ObservedHeartbeat(heartbeat, after_step))

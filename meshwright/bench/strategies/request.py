@@ -18,12 +18,14 @@ class MeasurementRequest:
     loop           which training loop runs the steps: a session under the plan, a plain PyTorch loop, the same with
                    DataParallel (loops.py), or workers and parameter servers
     parts          how many devices DataParallel uses
-    steps          the number of steps that are timed; before them, `WARM_UP_STEPS` are not
+    warm_up_steps  the number of steps before the timed ones
+    steps          the number of steps that are timed
     sampled_steps  the number of steps after them in which the process records what it does
     """
 
     loop: Loop
     device: str
+    warm_up_steps: int
     steps: int
     sampled_steps: int
     parts: int = 1
@@ -34,9 +36,6 @@ class MeasurementRequest:
     @staticmethod
     def load(folder: Path) -> "MeasurementRequest":
         return MeasurementRequest(**json.loads(_file(folder).read_text()))
-
-
-WARM_UP_STEPS = 2
 
 
 @dataclass(frozen=True)

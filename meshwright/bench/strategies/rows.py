@@ -26,7 +26,7 @@ class StrategyRow:
                          compared with fp32
     loss_tolerance       the largest difference that the numerics of the row explain
     loss_agrees          whether the difference is within the tolerance
-    note                 why the loss differs, if the strategy changes it by design
+    note                 why the loss differs by design; in a prediction, why the strategy does not fit
     """
 
     strategy: str

@@ -95,7 +95,7 @@ def _predicted_table(report: StrategyReport) -> Table:
             _ratio(row.predicted_speedup),
             _percent(efficiency),
             _seconds(row.predicted_step_s),
-            _bytes(row.predicted_memory_bytes),
+            _bytes(row.predicted_memory_bytes) + ("*" if row.note else ""),
         )
     return table
 
@@ -129,6 +129,9 @@ def _figure_lines(report: StrategyReport) -> Iterator[str]:
         yield f"Mixed-precision gain: {precision} is {gain:.2f} times as fast as fp32 (median over the strategies)."
     if summary["prediction_error_median"] is not None and report.is_measured:
         yield f"Predicted step times are {summary['prediction_error_median']:.0%} off (median)."
+    for row in report.rows if not report.is_measured else ():
+        if row.note is not None:
+            yield f"* {row.strategy} on {_ranks(row.ranks)} does not fit: it {row.note}."
     for row in report.rows:
         if row.loss_agrees is False:
             reason = row.note or f"more than the {row.loss_tolerance:.2%} that its numerics explain"

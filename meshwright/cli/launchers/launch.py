@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
@@ -12,8 +11,10 @@ import typer
 
 from meshwright.cli.options import AsJson, ClusterName, JobFile, PlanFile, Settings, check_output, path_option
 from meshwright.cli.ready_jobs import ready_jobs
+from meshwright.cli.text import print_lines
 from meshwright.errors import InputError, did_you_mean
 from meshwright.limits import LARGEST_COUNT, MOST_DEVICES
+from meshwright.progress import phase, say
 
 # The options that only some of the programs have.
 _ONLY_FOR = {
@@ -71,22 +72,23 @@ def launch(
 ) -> None:
     """Write the sbatch script, the Kubeflow TrainJob or the command that starts a job on several machines, with as many
     machines and ranks as its plan has. It is printed to stdout, or written to --output."""
-    from meshwright.auto.choose import plan_of_job
-    from meshwright.cluster.detect import find_cluster
-    from meshwright.compat.lightning_job import load_plain_job
-    from meshwright.export.launch_files.layout import lay_out
-    from meshwright.export.launch_files.request import (
-        LaunchOptions,
-        LaunchRequest,
-        check_interface,
-        check_partition,
-        parse_time,
-    )
-    from meshwright.export.launch_files.write import write_launch_file
-    from meshwright.files.storage import write_atomically
-    from meshwright.job import load_plan
-    from meshwright.launch.nodes.address import parse_address
-    from meshwright.train.job_parts import JobParts
+    with phase("importing PyTorch"):
+        from meshwright.auto.choose import plan_of_job
+        from meshwright.cluster.detect import find_cluster
+        from meshwright.compat.lightning_job import load_plain_job
+        from meshwright.export.launch_files.layout import lay_out
+        from meshwright.export.launch_files.request import (
+            LaunchOptions,
+            LaunchRequest,
+            check_interface,
+            check_partition,
+            parse_time,
+        )
+        from meshwright.export.launch_files.write import write_launch_file
+        from meshwright.files.storage import write_atomically
+        from meshwright.job import load_plan
+        from meshwright.launch.nodes.address import parse_address
+        from meshwright.train.job_parts import JobParts
 
     given = {
         "--partition": partition,
@@ -116,7 +118,7 @@ def launch(
         chosen, machines, nodes, gpus_per_node, cpus_per_rank, loaded_job.data.workers, is_searched=given_plan == "auto"
     )
     if not layout.on_gpus and machines.name == "local":
-        _print_note("cluster 'local' is this machine, which has no GPUs: for others, give --cluster or --gpus-per-node")
+        say("cluster 'local' is this machine, which has no GPUs: for others, give --cluster or --gpus-per-node")
     request = LaunchRequest(loaded_job, chosen.summary(), layout, arguments, str(Path.cwd()), options)
     file = write_launch_file(program, request)
     if output:
@@ -130,7 +132,7 @@ def launch(
         print(json.dumps({**content, "program": program, "plan": chosen.summary(), **numbers}), flush=True)
     elif output:
         how_to_start = file.how_to_start.replace("FILE", str(output))
-        print(f"{chosen.summary()} on {layout.describe()}: {how_to_start}", flush=True)
+        print_lines([f"{chosen.summary()} on {layout.describe()}: {how_to_start}"])
     else:
         print(file.text, end="", flush=True)
 
@@ -176,7 +178,3 @@ def _parse_hosts(text: str) -> tuple[str, ...]:
         if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,252}", host, re.ASCII):
             raise InputError(f"--hosts {text!r}: {host!r} is no host name: write names with commas between them")
     return hosts
-
-
-def _print_note(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

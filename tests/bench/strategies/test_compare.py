@@ -12,7 +12,7 @@ from torch import nn
 from meshwright.bench.strategies import compare as compare_module
 from meshwright.bench.strategies.compare import Settings, _note, compare
 from meshwright.bench.strategies.machines import is_local, machines_of_ranks
-from meshwright.bench.strategies.measure import Measurement, RunnableStrategy
+from meshwright.bench.strategies.measure import Measurement, RunnableStrategy, Steps
 from meshwright.bench.strategies.rows import StrategyReport
 from meshwright.bench.strategies.show import show
 from meshwright.errors import InputError, RankError, Stopped
@@ -53,7 +53,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     loss."""
     names: list[str] = []
 
-    def measure(strategy: RunnableStrategy, job: Job, steps: int, sampled_steps: int, folder: Path) -> Measurement:
+    def measure(strategy: RunnableStrategy, job: Job, steps: Steps, folder: Path) -> Measurement:
         if strategy.plan.axes.shard > 1:
             raise RankError("rank 1 ran out of memory")
         if folder.name != "probe":
@@ -97,6 +97,12 @@ def test_the_table_fits_and_breaks_no_word(ran: list[str], width: int) -> None:
     assert max(map(len, text.splitlines())) <= width
     for words in ("efficiency", "communicating", "asynchronous", "by design", "ran out of memory"):
         assert words in " ".join(text.split())
+
+
+def test_on_one_device_the_automatic_plan_is_compared_with_it(ran: list[str]) -> None:
+    report = compare(_job(), {1: cluster_of(1)}, _settings("replicate ring", "auto"))
+    assert [row.strategy for row in report.rows] == ["single device", "auto"]
+    assert report.skipped[0].reason == "replicate ring needs several devices, but the cluster has one"
 
 
 def test_no_round_begins_that_would_end_too_late(ran: list[str]) -> None:
