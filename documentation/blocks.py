@@ -103,8 +103,8 @@ def problems(block: Block) -> Iterator[str]:
             yield f"{block.place}: there is no test {block.detail}"
         elif Path(block.page).name not in test.read_text() and "reference/" not in block.page:
             yield f"{block.place}: {block.detail} does not name this page"
-    elif block.kind == "file" and not block.detail:
-        yield f"{block.place}: name the file"
+    elif block.kind == "file" and f"`{block.detail}`" not in (REPOSITORY / block.page).read_text():
+        yield f"{block.place}: the text has to tell the reader to write `{block.detail}`"
 
 
 def command_problems(block: Block) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """`Canvas`: an SVG file with the colours of the drawings. They follow the reader's light or dark theme, and are those
 that Okabe and Ito chose so that colour-blind readers can tell them apart."""
 
+from collections.abc import Sequence
 from html import escape
 
 Color = str  # the name of a variable of the style sheet
@@ -90,7 +91,7 @@ class Canvas:
 
     def line(
         self,
-        points: list[tuple[float, float]],
+        points: Sequence[tuple[float, float]],
         color: Color = "muted",
         *,
         width: float = 1.5,

@@ -102,7 +102,12 @@ def _lightning(folder: Path) -> dict[str, Any]:
 def _transformers(folder: Path) -> dict[str, Any]:
     from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
 
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     samples = [{"input_ids": torch.arange(8), "labels": torch.tensor(number % 2)} for number in range(8)]
     return {
         "model": BertForSequenceClassification(BertConfig(vocab_size=20, **sizes)),

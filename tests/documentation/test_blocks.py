@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +77,14 @@ def _written_commands() -> Iterator[tuple[str, str]]:
         yield from ((name, " ".join(code.split())) for code in re.findall(r"`(meshwright [^`]+)`", text))
 
 
+@cache
+def _command_line() -> Any:
+    return typer.main.get_command(app)
+
+
 def _parse(words: list[str]) -> None:
     """Parses a command as the command line does, without running it."""
-    command: Any = typer.main.get_command(app)
+    command = _command_line()
     context = None
     name = "meshwright"
     while hasattr(command, "get_command"):

@@ -1,8 +1,12 @@
-"""The Chinese README has the same blocks of code, commands, links and figures as the English one."""
+"""The Chinese README, and the Chinese first part of the tutorial, have the blocks of code, the commands and the figures
+of the English ones."""
 
 import re
 from pathlib import Path
 
+import yaml
+
+import meshwright
 from documentation.blocks import find_blocks
 
 REPOSITORY = Path(__file__).parents[2]
@@ -29,6 +33,16 @@ def test_both_have_the_same_blocks_of_code() -> None:
     assert chinese == english
 
 
+def test_the_chinese_tutorial_has_the_same_blocks_and_names() -> None:
+    names = ("docs/tutorial/mnist.md", "docs/tutorial/mnist.zh-CN.md")
+    english, chinese = ((REPOSITORY / name).read_text() for name in names)
+    assert [block.text for block in find_blocks(names[1], chinese)] == [
+        block.text for block in find_blocks(names[0], english)
+    ]
+    assert _codes(chinese) - {".venv", "meshwright"} == _codes(english)
+    assert chinese.count("\n## ") == english.count("\n## ")
+
+
 def _codes(readme: str) -> set[str]:
     return {" ".join(code.split()) for code in re.findall(r"`([^`]+)`", _text(readme))}
 
@@ -44,8 +58,16 @@ def test_both_have_the_same_figures() -> None:
 
 def test_both_have_the_same_links_and_sections() -> None:
     english, chinese = (
-        set(re.findall(r"\]\(([^)]*)\)", text)) - {"README.md", "README.zh-CN.md"} for text in (ENGLISH, CHINESE)
+        set(re.findall(r"\]\(([^)]*)\)", text)) - {"README.md", "README.zh-CN.md", "docs/tutorial/mnist.zh-CN.md"}
+        for text in (ENGLISH, CHINESE)
     )
     assert chinese == english
     assert CHINESE.count("\n## ") == ENGLISH.count("\n## ")
     assert CHINESE.count("\n| ") == ENGLISH.count("\n| ")
+
+
+def test_the_citation_and_the_changelog_are_of_this_version() -> None:
+    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
+    assert citation["version"] == meshwright.__version__
+    assert {"cff-version", "title", "message", "authors", "license"} <= set(citation)
+    assert f"\n## {meshwright.__version__}\n" in (REPOSITORY / "CHANGELOG.md").read_text()

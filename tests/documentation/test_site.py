@@ -9,8 +9,11 @@ import pytest
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from mkdocs.exceptions import Abort
+from playwright.sync_api import sync_playwright
 
 from documentation.site import adapt
+from meshwright.errors import InputError
+from meshwright.report.figures import find_browser
 
 REPOSITORY = Path(__file__).parents[2]
 _LOADED = re.compile(r'<(?:script|img|iframe|link)\b[^>]*?(?:src|href)="([^"]+)"')
@@ -68,6 +71,30 @@ def test_every_link_of_the_site_leads_to_a_file_and_an_anchor(site: Path) -> Non
             elif link.fragment and target in anchors and unquote(link.fragment) not in anchors[target]:
                 dead.append(f"{file.relative_to(site)}: {address}: there is no such anchor")
     assert dead == []
+
+
+def test_the_site_is_read_and_searched_from_the_disk(site: Path) -> None:
+    """In a browser: nothing is asked of the network, nothing goes wrong, and no page is wider than a phone."""
+    try:
+        program = find_browser()
+    except InputError as error:
+        pytest.skip(str(error))
+    problems: list[str] = []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 390, "height": 800})
+        page.on("request", lambda request: problems.append(request.url) if "file:" not in request.url[:5] else None)
+        page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        for name in ("zh-CN.html", "how_it_works/all_reduce.html", "index.html"):
+            page.goto((site / name).as_uri())
+            if page.evaluate("document.documentElement.scrollWidth > window.innerWidth"):
+                problems.append(f"{name} is wider than its window")
+        page.set_viewport_size({"width": 1300, "height": 800})
+        page.fill(".md-search__input", "bubble")
+        page.wait_for_selector(".md-search-result__item a[href*='pipelines.html']", state="attached")
+        browser.close()
+    assert problems == []
 
 
 def test_every_link_out_of_the_documentation_leads_to_a_file_of_the_repository() -> None:
