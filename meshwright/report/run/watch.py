@@ -24,7 +24,7 @@ from meshwright.report.run.page import run_page
 LOOPBACK = "127.0.0.1"
 _LOWEST_PRIORITY = 19
 _SHORTEST_AGE_S = 1.5  # a body younger than this is sent again
-_BUSY_SHARE = 0.05  # of the time may be spent making bodies
+_BUSY_SHARE = 0.02  # of the time may be spent making bodies
 _HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
