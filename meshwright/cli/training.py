@@ -1,6 +1,8 @@
 """What the commands that train have in common: training as a rank of a launcher, and printing the result of a run."""
 
 import json
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.cli.text import print_columns
@@ -24,7 +26,24 @@ def train_as_rank(
 
     machines = find_cluster(cluster or job.cluster)
     choice = plan_chooser(job) if plan == "auto" else plan
-    return train_as_launched_rank(job, choice, machines, resume, record)
+    result = train_as_launched_rank(job, choice, machines, resume, record)
+    if result is not None:
+        _store_page_values(job, machines, Path(result["run"]))
+    return result
+
+
+def _store_page_values(job: "Job", machines: "Cluster", run: Path) -> None:
+    """Writes page.json of a run whose ranks another launcher has started. It has no prediction, and no cluster if the
+    job's cluster does not describe the ranks."""
+    from meshwright.job import load_plan
+    from meshwright.train.job_parts import JobParts
+    from meshwright.train.output.folder import RunFolder, write_page_values
+
+    folder = RunFolder(run)
+    with suppress(MeshwrightError):  # the run is finished, whatever happens to its page
+        plan = load_plan(folder.plan)
+        cluster = machines if plan.processes <= machines.device_count else None
+        write_page_values(folder, values_of_run(cluster, JobParts(job), None, plan))
 
 
 def profile_settings(steps: str | None) -> list[str]:
@@ -38,7 +57,7 @@ def profile_settings(steps: str | None) -> list[str]:
 
 
 def values_of_run(
-    cluster: "Cluster", parts: "JobParts", prediction: "Prediction | None", plan: "Plan"
+    cluster: "Cluster | None", parts: "JobParts", prediction: "Prediction | None", plan: "Plan"
 ) -> dict[str, Any]:
     """Returns what the run's page.json holds. The plan is not drawn on a model that cannot be built here."""
     from meshwright.report.run.page_values import page_values

@@ -114,7 +114,7 @@ class ParallelModel:
                 with self._gradient_synchronization(number == 0, number == last), power_iteration:
                     value = forward(example.arguments, example.keywords, example.target, samples > 0)
                     loss = loss_of(number, value)
-                    run_backward(loss) if self._waits_after_backward else loss.backward()
+                    run_backward(loss) if self._waits_after_backward and loss.requires_grad else loss.backward()
 
     def _forward_of(self, loss_function: LossFunction) -> Callable[..., Any]:
         """Returns the function that computes the model's output and then the value of `loss_function`. It is compiled

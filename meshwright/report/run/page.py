@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from meshwright.report.charts import axis, colour, figure, line
+from meshwright.report.charts import axis, colour, figure, line, shortened
 from meshwright.report.cluster_drawing import cluster_drawing
 from meshwright.report.model_tree import model_tree
 from meshwright.report.page import Chart, Drawing, KeyFigures, Lines, Page, Part, Section, Table
@@ -147,7 +147,7 @@ def _loss(run: RunRecord) -> Iterator[Section]:
     for name in sorted({name for entry in evaluations for name in _metrics_of(entry)} - {"loss"}):
         steps, values = [e["step"] for e in evaluations], [e.get(name) for e in evaluations]
         trace = line(name, steps, values, hover, colour(2))
-        parts.append(Chart(name, figure([trace], axis("step"), axis(name)), 260))
+        parts.append(Chart(name, figure([trace], axis("step"), axis(shortened(name))), 260))
     rates = [e.get("lr") for e in train]
     if len(set(rates)) > 1:
         trace = line("learning rate", [e["step"] for e in train], rates, hover, colour(6))

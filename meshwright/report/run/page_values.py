@@ -15,10 +15,12 @@ _MOST_TIMELINE_EVENTS = 5_000
 
 
 def page_values(
-    cluster: Cluster, plan: Plan, model: nn.Module | None = None, prediction: Prediction | None = None
+    cluster: Cluster | None, plan: Plan, model: nn.Module | None = None, prediction: Prediction | None = None
 ) -> dict[str, Any]:
-    """Returns the content of page.json. The model may be on the meta device; without it, the plan is not drawn."""
-    values: dict[str, Any] = {"cluster": cluster_values(cluster, plan)}
+    """Returns the content of page.json. The model may be on the meta device. What is None is not drawn."""
+    values: dict[str, Any] = {}
+    if cluster is not None:
+        values["cluster"] = cluster_values(cluster, plan)
     if model is not None:
         values["modules"] = plan_on_modules(model, plan)
     if prediction is not None:
