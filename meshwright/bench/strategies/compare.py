@@ -4,7 +4,7 @@ compares speed, loss, memory and communication with one device."""
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import TypeVar
@@ -33,11 +33,10 @@ from meshwright.train.torch_private import AnyBatchNorm
 # two ranks: at most 2e-6 in fp32, and 0.6% in bf16.
 LOSS_TOLERANCES = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 3e-2, "fp16": 3e-2, "fp8": 1e-1}
 _MEASURED_S = 0.8  # how long the timed steps of the single device take, if the number of steps is not given
-_FEWEST_STEPS, _MOST_STEPS = 2, 20
-_PROBE = Steps(warm_up=1, timed=2, sampled=0)
+_MOST_STEPS, _FEWEST_WITH_RECORD = 20, 3
+_PROBE = Steps(warm_up=1, timed=1, sampled=0)
 _SLOW_STEP_S = 0.3  # a job with longer steps gets one step of warm-up, else two
 Value = TypeVar("Value")
-_START_UP_S = 1.5  # of the processes of one measurement, about
 
 
 @dataclass(frozen=True)
@@ -200,21 +199,37 @@ def _measure(
     (for lack of memory, for example) is moved to `skipped`, and the others continue."""
     reference = next(contestant for contestant in contestants if contestant.strategy == SINGLE)
     with phase("measuring one device to choose the number of steps"):
+        probe_begin = time.monotonic()
         probe = reference.runnable.measure(job, _PROBE, folder / "probe")
-    timed = settings.steps or min(_MOST_STEPS, max(_FEWEST_STEPS, round(_MEASURED_S / probe.step_s)))
+    start_up_s = time.monotonic() - probe_begin - 2 * probe.step_s
+    allowed_s = (settings.limit_s - (time.monotonic() - begin)) / len(contestants)
+    chosen = choose_steps(settings.steps, probe.step_s, start_up_s, allowed_s)
     for number in range(settings.rounds):
         round_begin = time.monotonic()
         ordered = contestants if number % 2 == 0 else contestants[::-1]
         for position, contestant in enumerate(list(ordered)):
             where = f"round {number + 1} of {settings.rounds}, {position + 1} of {len(ordered)}"
-            steps = Steps(1 if probe.step_s > _SLOW_STEP_S else 2, timed, max(1, timed // 2) if number == 0 else 0)
-            about_s = _START_UP_S + (steps.warm_up + steps.timed + steps.sampled) * probe.step_s
+            steps = chosen if number == 0 else replace(chosen, sampled=0, records_timed=False)
+            about_s = start_up_s + (steps.warm_up + steps.timed + steps.sampled) * probe.step_s
             with phase(f"{where}: {contestant.strategy}, {contestant.how}", about_s):
                 _measure_once(contestant, job, steps, folder / f"{number}-{position}", contestants, skipped)
         now = time.monotonic()
         if now - begin + (now - round_begin) > settings.limit_s:
             break
-    return timed
+    return chosen.timed
+
+
+def choose_steps(timed: int | None, step_s: float, start_up_s: float, allowed_s: float) -> Steps:
+    """Returns the steps of a measurement of the first round. `timed` is None if the user leaves their number to us.
+    `step_s` and `start_up_s` are the seconds of a step on one device, and of starting the processes; `allowed_s` are
+    those that one measurement may take, so that the first round is complete in time."""
+    warm_up = 1 if step_s > _SLOW_STEP_S else 2
+    if timed is None:
+        affordable = int((allowed_s - start_up_s) / step_s) - warm_up
+        if affordable < _FEWEST_WITH_RECORD:
+            return Steps(warm_up, timed=1, sampled=0, records_timed=True)
+        timed = max(1, min(_MOST_STEPS, round(_MEASURED_S / step_s), affordable - 1))
+    return Steps(warm_up, timed, sampled=max(1, timed // 2))
 
 
 def _measure_once(

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -47,15 +48,17 @@ def _measure(step: Step, request: MeasurementRequest, device: torch.device, plan
         float(step())  # reading the loss waits for the device
     if dist.is_initialized():
         dist.barrier()
-    counter = ExchangeCounter()
+    counter, sampler = ExchangeCounter(), TimeSampler()
+    records_timed = request.records_timed and device.type == "cpu" and dist.is_initialized()
     begin = time.perf_counter()
-    for _ in range(request.steps):
-        loss = step()
-    last_loss = float(loss)
+    with sampler if records_timed else nullcontext():
+        for _ in range(request.steps):
+            loss = step()
+        last_loss = float(loss)
     step_s = (time.perf_counter() - begin) / request.steps
     exchanged = None if device.type == "cuda" and dist.is_initialized() else counter.bytes()
     peak = peak_memory_bytes(device)
-    shares, sampler = None, TimeSampler()
+    shares = None
     if request.sampled_steps and device.type == "cuda":
         shares = gpu_time_shares(step, request.sampled_steps, is_pipeline=plan.axes.pipeline > 1)
     elif request.sampled_steps and dist.is_initialized():

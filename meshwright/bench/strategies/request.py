@@ -21,6 +21,7 @@ class MeasurementRequest:
     warm_up_steps  the number of steps before the timed ones
     steps          the number of steps that are timed
     sampled_steps  the number of steps after them in which the process records what it does
+    records_timed  the process records what it does in the timed steps
     """
 
     loop: Loop
@@ -29,6 +30,7 @@ class MeasurementRequest:
     steps: int
     sampled_steps: int
     parts: int = 1
+    records_timed: bool = False
 
     def save(self, folder: Path) -> None:
         _file(folder).write_text(json.dumps(asdict(self)))

@@ -10,7 +10,7 @@ from rich.console import Console
 from torch import nn
 
 from meshwright.bench.strategies import compare as compare_module
-from meshwright.bench.strategies.compare import Settings, _note, compare
+from meshwright.bench.strategies.compare import Settings, _note, choose_steps, compare
 from meshwright.bench.strategies.machines import is_local, machines_of_ranks
 from meshwright.bench.strategies.measure import Measurement, RunnableStrategy, Steps
 from meshwright.bench.strategies.rows import StrategyReport
@@ -97,6 +97,13 @@ def test_the_table_fits_and_breaks_no_word(ran: list[str], width: int) -> None:
     assert max(map(len, text.splitlines())) <= width
     for words in ("efficiency", "communicating", "asynchronous", "by design", "ran out of memory"):
         assert words in " ".join(text.split())
+
+
+def test_the_number_of_steps_follows_from_their_time() -> None:
+    assert choose_steps(None, step_s=0.01, start_up_s=1.0, allowed_s=10.0) == Steps(2, 20, 10)
+    assert choose_steps(None, step_s=0.4, start_up_s=1.0, allowed_s=10.0) == Steps(1, 2, 1)
+    assert choose_steps(None, step_s=3.0, start_up_s=1.0, allowed_s=10.0) == Steps(1, 1, 0, records_timed=True)
+    assert choose_steps(7, step_s=3.0, start_up_s=1.0, allowed_s=10.0) == Steps(1, 7, 3)
 
 
 def test_on_one_device_the_automatic_plan_is_compared_with_it(ran: list[str]) -> None:
