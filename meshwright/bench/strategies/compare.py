@@ -276,7 +276,7 @@ def _row(
     measured = contestant.measurements
     if measured and not only_predict:
         times = [measurement.step_s for measurement in measured]
-        step_s, spread = median(times), figures.spread(times)
+        step_s, spread = median(times), figures.spread(times) if len(times) > 1 else None
         rate = global_batch / step_s
         speedup = figures.speedup(median(m.step_s for m in single.measurements), step_s)
         exchanged = _first(measured, lambda m: m.exchanged_bytes)

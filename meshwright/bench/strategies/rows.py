@@ -20,7 +20,7 @@ class StrategyRow:
     shares               of the ranks' time: computing, communicating, waiting, bubble; they add up to 1
     peak_memory_bytes    of the process that needs most: resident on CPUs, allocated on GPUs
     measured_step_s      the median over the rounds of the seconds of a step
-    spread               (highest - lowest) / median of the rounds
+    spread               (highest - lowest) / median of the rounds; None for one round
     loss                 of the last timed step, which is the same step for all strategies
     loss_difference      relative, from the loss of the single device in the same precision; the single device itself is
                          compared with fp32

@@ -38,7 +38,8 @@ def _title(report: StrategyReport) -> str:
     rounds = max(row.rounds for row in report.rows)
     precision = "" if _has_precisions(report) else f" in {report.rows[0].precision}"
     return (
-        f"{report.job}: {report.global_batch:,} samples a step{precision}, {report.steps} timed steps, {rounds}"
+        f"{report.job}: {report.global_batch:,} samples a step{precision}, {report.steps} timed"
+        f" {'step' if report.steps == 1 else 'steps'}, {rounds}"
         f" {'round' if rounds == 1 else 'rounds'} in {describe_seconds(report.seconds)}"
     )
 
