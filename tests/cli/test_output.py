@@ -1,4 +1,5 @@
-"""`meshwright train` and `meshwright plan` print what scripts and people rely on."""
+"""`meshwright train` and `meshwright plan` print what scripts and people rely on. Commands write pages, and the files
+from which `report` makes the same pages."""
 
 import json
 import sys
@@ -15,7 +16,9 @@ from meshwright.auto.choose import JobPlan
 from meshwright.cli.training import print_result
 from meshwright.errors import Stopped
 from meshwright.job import load_plan
-from meshwright.plan import Plan
+from meshwright.plan import Axes, Plan
+from meshwright.proof.compare.errors import ComparedValue, Comparison
+from meshwright.proof.proof import Proof
 from tests.cli.commands import CommandResult, RefusalOf, RunCommand, file_names
 
 RESULT: dict[str, Any] = {
@@ -161,3 +164,36 @@ def test_a_plan_without_the_data_says_that_shapes_come_from_generated_data(
         if splits is not None:  # data that is partitioned by dimension determines the splits of the model
             assert best["modules"]["splits"] == splits
             assert best["axes"]["tensor"] == 2
+
+
+def test_report_makes_the_page_of_plan_from_its_details(folder: Path, run_command: RunCommand) -> None:
+    files = ("--html", "plan.html", "--details", "plan.json")
+    assert run_command("plan", "job.yaml", "--cluster", "2xH100", *files).exit_code == 0
+    assert json.loads((folder / "plan.json").read_text())["title"] == "job"
+    assert run_command("report", "plan.json", "--output", "again.html").exit_code == 0
+    assert (folder / "again.html").read_text() == (folder / "plan.html").read_text()
+
+
+def test_prove_writes_its_page_and_every_comparison(
+    folder: Path, run_command: RunCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = (ComparedValue(1, "loss", None, 0, 1e-14, 1e-11),)
+    comparison = Comparison().with_tolerance(1e-11).with_error(1, "loss", None, 1e-14)
+    proof = Proof(Plan(axes=Axes(replicate=2)), 2, "cpu", 1, "fp64", comparison, "tolerance", (), values=values)
+    monkeypatch.setattr("meshwright.proof.prove.prove", lambda *_, **__: proof)
+    Plan(axes=Axes(replicate=2)).save(folder / "plan.yaml")
+    result = run_command("prove", "job.yaml", "--plan", "plan.yaml", "--output", "proof.json", "--html", "proof.html")
+    assert result.exit_code == 0
+    assert json.loads((folder / "proof.json").read_text())["compared"]["rows"] == [[1, "loss", None, 0, 1e-14, 1e-11]]
+    assert "Proof of job" in (folder / "proof.html").read_text()
+    assert not list(folder.glob("runs/*proof*")), "--output replaces the file in the folder of runs"
+
+
+def test_files_that_cannot_be_written_are_refused_before_the_work(refusal_of: RefusalOf, folder: Path) -> None:
+    refusal = refusal_of("plan", "job.yaml", "--html", "missing/plan.html")
+    assert "--html missing/plan.html: there is no folder missing" in refusal
+    assert "--details ." in refusal_of("plan", "job.yaml", "--details", ".")
+    assert "--html missing/a.html" in refusal_of("prove", "job.yaml", "--html", "missing/a.html")
+    assert "there is no folder missing" in refusal_of("bench", "loading", "--output", "missing/bench.json")
+    (folder / "other.json").write_text('{"loss": 1}')
+    assert "neither a plan nor a proof nor a benchmark" in refusal_of("report", "other.json")

@@ -6,8 +6,8 @@ from typing import Any
 from meshwright.errors import InputError
 from meshwright.report.benches.strategies import strategy_sections
 from meshwright.report.charts import SERIES_COLOURS, axis, bars, colour, figure, line
+from meshwright.report.hover import hover_text, log_axis
 from meshwright.report.page import Cell, Chart, KeyFigures, Page, Section, Table
-from meshwright.report.plans.hover import hover_text, log_axis
 from meshwright.report.units import bandwidth_text, bytes_text, seconds_text, speed_text
 
 Row = Mapping[str, Any]
@@ -46,9 +46,9 @@ def _kind(report: Mapping[str, Any]) -> str:
     for kind, fields in _FIELDS.items():
         if rows and all(isinstance(row, dict) and all(field in row for field in fields) for row in rows):
             return kind
-    fields = ", ".join(rows[0]) if rows and isinstance(rows[0], dict) else "none"
+    names = ", ".join(rows[0]) if rows and isinstance(rows[0], dict) else "none"
     raise InputError(
-        f"the rows of this benchmark have the fields {fields}: there are pages of bench {', '.join(_FIELDS)} only"
+        f"the rows of this benchmark have the fields {names}: there are pages of bench {', '.join(_FIELDS)} only"
     )
 
 
@@ -63,7 +63,7 @@ def _collectives(report: Mapping[str, Any]) -> list[Section]:
     predicted = [row for row in rows if row.get("predicted_s")]
     unit = [row["predicted_s"] * 1e6 for row in predicted]
     limits = (min(times) * 1e6, max(times) * 1e6)
-    ticks = {"tickvals": sizes, "ticktext": [bytes_text(size) for size in sizes]}
+    ticks: dict[str, Any] = {"tickvals": sizes, "ticktext": [bytes_text(size) for size in sizes]}
     chart = Chart(
         "Time of an all-reduce over the size of the tensor",
         figure(

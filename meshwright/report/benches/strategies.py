@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from meshwright.report.charts import NEUTRAL, SERIES_COLOURS, axis, bars, colour, figure, line
+from meshwright.report.hover import hover_text, log_axis
 from meshwright.report.page import Cell, Chart, KeyFigures, Section, Table
-from meshwright.report.plans.hover import hover_text, log_axis
 from meshwright.report.units import bytes_text, seconds_text, speed_text
 
 _MOST_LINES = 9  # strategies whose scaling is drawn: the fastest

@@ -9,11 +9,12 @@ from meshwright.planner.explanation.explain import reason, too_large
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.search_result import SearchResult
 from meshwright.report.charts import BAD, MUTED, NEUTRAL, SERIES_COLOURS, axis, figure
+from meshwright.report.hover import hover_text, log_axis
 from meshwright.report.page import Chart
-from meshwright.report.plans.hover import hover_text, log_axis
 from meshwright.report.units import bytes_text, seconds_text
 
 GIB = 2**30
+_FAR = 4.0  # a limit that is so many times as high as the highest point is not drawn, as all points would lie at 0
 # How each group of candidates is drawn: its name, plotly's marker symbol, its size and its colour.
 _GROUPS = {
     "not simulated": ("circle-open", 5, NEUTRAL),
@@ -82,34 +83,46 @@ def cloud_chart(details: Mapping[str, Any]) -> Chart | None:
         return None
     times = [point["step_s"] for point in points]
     unit_s, unit = (1.0, "s") if max(times) >= 1 else (1e-3, "ms")
-    traces = [trace for group in _GROUPS if (trace := _trace(group, points, unit_s))]
     smallest, largest = min(times) / unit_s, max(times) / unit_s
     x = axis("predicted time of a step", unit, **(log_axis(smallest, largest) if largest > 5 * smallest else {}))
-    y = axis("memory of a device", "GiB", rangemode="tozero")
-    capacity = details.get("capacity_bytes")
-    layout: dict[str, Any] = {}
-    if capacity:
-        layout["shapes"] = [
-            {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": capacity / GIB, "y1": capacity / GIB}
-            | {"line": {"color": BAD, "dash": "dash", "width": 1.5}}
-        ]
-        layout["annotations"] = [
-            {"xref": "paper", "x": 1, "xanchor": "right", "y": capacity / GIB, "yanchor": "bottom", "showarrow": False}
-            | {"text": f"a plan may use {bytes_text(capacity)}", "font": {"color": BAD}}
-        ]
-        highest = max(capacity, *(point["memory_bytes"] for point in points if point["group"] != "too large"))
-        y["range"] = [0, 1.6 * highest / GIB]
+    fitting = [point["memory_bytes"] for point in points if point["group"] != "too large"]
+    capacity, highest = details.get("capacity_bytes"), max(fitting or [point["memory_bytes"] for point in points])
+    note, layout = "", {}
+    if capacity and capacity < _FAR * highest:
+        highest = max(highest, capacity)
+        layout = _capacity_line(capacity)
+    elif capacity:
+        note = f" Far above all points is the limit: a plan may use {bytes_text(capacity)}."
+    unit_bytes, bytes_unit = (GIB, "GiB") if highest >= GIB else (2**20, "MiB")
+    for shape in (*layout.get("shapes", ()), *layout.get("annotations", ())):
+        shape.update({key: shape[key] / unit_bytes for key in ("y", "y0", "y1") if key in shape})
+    y = axis("memory of a device", bytes_unit, range=[0, 1.2 * highest / unit_bytes])
+    units = (unit_s, unit, unit_bytes, bytes_unit)
+    traces = [trace for group in _GROUPS if (trace := _trace(group, points, *units))]
+    is_outside = any(point["memory_bytes"] > 1.2 * highest for point in points)
+    note += " Plans that need still more memory are above the picture; zoom out to see them." if is_outside else ""
     return Chart(
         "All candidates: time of a step against memory of a device",
         figure(traces, x, y, **layout),
         460,
         "Each point is a plan; hover over it, or tap it, to see the plan and why it was not chosen. Candidates that"
-        " were not simulated are at a guess of their time and a lower bound of their memory. Plans far above the"
-        " dashed line are outside of the picture; zoom out to see them.",
+        f" were not simulated are at a guess of their time and a lower bound of their memory.{note}",
     )
 
 
-def _trace(group: str, points: list[Mapping[str, Any]], unit_s: float) -> dict[str, Any] | None:
+def _capacity_line(capacity: float) -> dict[str, Any]:
+    """A dashed line at the memory that a plan may use, in bytes, with its text."""
+    line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": capacity, "y1": capacity}
+    text = {"xref": "paper", "x": 1, "xanchor": "right", "y": capacity, "yanchor": "bottom", "showarrow": False}
+    return {
+        "shapes": [line | {"line": {"color": BAD, "dash": "dash", "width": 1.5}}],
+        "annotations": [text | {"text": f"a plan may use {bytes_text(capacity)}", "font": {"color": BAD}}],
+    }
+
+
+def _trace(
+    group: str, points: list[Mapping[str, Any]], unit_s: float, unit: str, unit_bytes: float, bytes_unit: str
+) -> dict[str, Any] | None:
     members = [point for point in points if point["group"] == group]
     if not members:
         return None
@@ -120,10 +133,9 @@ def _trace(group: str, points: list[Mapping[str, Any]], unit_s: float) -> dict[s
         "mode": "markers",
         "name": f"{group} ({len(members):,})" if group != "chosen" else group,
         "x": [point["step_s"] / unit_s for point in members],
-        "y": [point["memory_bytes"] / GIB for point in members],
+        "y": [point["memory_bytes"] / unit_bytes for point in members],
         "customdata": [[hover_text(point["plan"]), hover_text(point["reason"])] for point in members],
-        "hovertemplate": "<b>%{customdata[0]}</b><br>%{x:.4g} "
-        + ("s" if unit_s == 1 else "ms")
-        + ", %{y:.3g} GiB<br>%{customdata[1]}<extra></extra>",
+        "hovertemplate": f"<b>%{{customdata[0]}}</b><br>%{{x:.4g}} {unit}, %{{y:.3g}} {bytes_unit}"
+        "<br>%{customdata[1]}<extra></extra>",
         "marker": {"symbol": symbol, "size": size, "color": colour, "opacity": 0.85, "line": line},
     }

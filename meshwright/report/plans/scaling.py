@@ -13,8 +13,8 @@ from meshwright.planner.profiles import Profiles
 from meshwright.planner.search import search
 from meshwright.planner.search_result import SearchResult
 from meshwright.report.charts import NEUTRAL, SERIES_COLOURS, axis, figure, line
+from meshwright.report.hover import hover_text, log_axis
 from meshwright.report.page import Chart
-from meshwright.report.plans.hover import hover_text, log_axis
 
 BUDGET_S = 12.0  # no further search is begun after this time
 

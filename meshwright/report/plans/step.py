@@ -8,8 +8,8 @@ from meshwright.plan import Plan
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.profile.values import ModelProfile
 from meshwright.report.charts import NEUTRAL, SERIES_COLOURS, axis, bars, colour, figure
+from meshwright.report.hover import hover_text
 from meshwright.report.page import Cell, Chart, Table
-from meshwright.report.plans.hover import hover_text
 from meshwright.report.units import bytes_text, seconds_text
 from meshwright.simulator.communication.collectives import collective_s
 from meshwright.simulator.communication.combining import combine_s
