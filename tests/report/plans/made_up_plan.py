@@ -19,7 +19,7 @@ from meshwright.report.plans.details import plan_details
 from tests.report.made_up_run import HOSTILE
 
 BLOCKS = 6
-PIPELINE = {
+PIPELINE: dict[str, Any] = {
     "axes": {"replicate": 2, "pipeline": 2},
     "pipeline": {"microbatches": 4, "cuts": [f"{HOSTILE}.2"]},
 }
