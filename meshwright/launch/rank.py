@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NoReturn
 
 import torch
@@ -47,7 +48,8 @@ def run_rank(
         explained = _explain(error) or explain_communication_error(error, world, heartbeat, timeout_s, heartbeat.folder)
         if explained is not None and explained is not error:
             explained.__cause__ = error
-        end(explained or error, env, heartbeat)
+        # The number in the process group, by which the logs are named; a launcher may have given another one.
+        end(explained or error, replace(env, rank=world.rank), heartbeat)
 
 
 def _explain(error: BaseException) -> MeshwrightError | None:

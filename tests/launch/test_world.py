@@ -3,13 +3,14 @@
 import json
 import subprocess
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from meshwright.errors import InputError
-from meshwright.launch.environment import environment_variables
+from meshwright.launch.environment import Environment, environment_variables
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.rank import run_rank
 from meshwright.launch.world import World, is_launched, join, leave
@@ -22,6 +23,24 @@ def torchrun(case: str, folder: Path) -> subprocess.CompletedProcess[str]:
     process = start("tests.forking.forked:torchrun", *command, "-m", "tests.launch.worker", case, str(folder))
     out, err = process.communicate(timeout=120)
     return subprocess.CompletedProcess(command, process.poll() or 0, out, err)
+
+
+def test_a_failed_rank_is_named_by_its_number_in_the_process_group() -> None:
+    class EndError(Exception):
+        pass
+
+    def renumbered(device: str, timeout_s: float) -> World:
+        return World(2, 0, 4, 2, 0, torch.device(device), None)
+
+    def fail(world: World, heartbeat: Heartbeat) -> None:
+        raise ValueError("wrong")
+
+    def end(error: BaseException, env: Environment, heartbeat: Heartbeat) -> NoReturn:
+        raise EndError(env.rank, str(error))
+
+    with environment_variables({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}), pytest.raises(EndError) as raised:
+        run_rank(fail, "cpu", 10, renumbered, end)
+    assert raised.value.args == (2, "wrong")
 
 
 @pytest.mark.soak

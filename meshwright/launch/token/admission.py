@@ -15,7 +15,7 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 import torch.distributed as dist
@@ -59,19 +59,28 @@ class _Door:
 
     def admit_all(self, launcher: str, timeout_s: float) -> SignedStore:
         deadline, poll_s = time.monotonic() + timeout_s, _FIRST_POLL_S
+        next_look = time.monotonic() + _RETRY_S
         missing = set(range(1, self._size))
         while missing:
             rank = self._next_rank()
             if rank in missing:
-                self._answer(rank)
-                missing -= {rank} if self._has_arrived(rank) else set()
+                missing -= self._attend([rank])
                 poll_s = _FIRST_POLL_S
+            elif time.monotonic() > next_look:  # a stranger may have emptied the queue
+                missing -= self._attend(sorted(missing))
+                next_look = time.monotonic() + _RETRY_S
             elif rank is None:
                 time.sleep(poll_s)
                 poll_s = min(2 * poll_s, _LAST_POLL_S)
             if missing and time.monotonic() > deadline:
                 raise CollectiveError(self._describe_missing(sorted(missing), launcher, timeout_s))
         return self._signed
+
+    def _attend(self, ranks: Sequence[int]) -> set[int]:
+        """Answers these ranks, and returns those of them that have arrived."""
+        for rank in ranks:
+            self._answer(rank)
+        return {rank for rank in ranks if self._has_arrived(rank)}
 
     def _next_rank(self) -> int | None:
         """Returns the next number in the queue, which anybody can have written: 0 if it is none; None if the queue is

@@ -35,6 +35,10 @@ class SignedStore(dist.PrefixStore):
         """Returns a part of the store with names of its own."""
         return SignedStore(self._whole, self._key, f"{self._scope}/{name}")
 
+    def secret(self, name: str) -> str:
+        """Returns a text that only processes of this run can know."""
+        return sign(self._key, f"secret\0{self._scope}\0{name}".encode())
+
     def write(self, name: str, value: str) -> None:
         self.set(name, self.signed(name, value))
 

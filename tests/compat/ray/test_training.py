@@ -4,7 +4,8 @@ user's `TorchTrainer` loop may call `mw.parallelize`. Ray runs in an environment
 import json
 import os
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,13 @@ REPOSITORY = Path(__file__).parents[3]
 RAY = Path(os.environ.get("MESHWRIGHT_TEST_RAY", REPOSITORY / ".venv-ray"))
 IS_INSTALLED = (RAY / "ready").exists() or "MESHWRIGHT_TEST_RAY" in os.environ
 NODES, JOBS = Path(__file__).with_name("two_nodes.py"), Path(__file__).with_name("jobs.py")
+PlainState = Callable[[], list[bytes]]
 STEPS, KILLED_RANK, KILLED_AT = 8, 1, 5
 JOB = (
     *("mnist", "--json", "--plan", "{folder}/plan.yaml", "--set", "output={folder}/{name}"),
     *("--set", "data.synthetic=true", "--set", f"train.steps={STEPS}", "--set", "train.global_batch=32"),
-    *("--set", "checkpoint.every_steps=3"),
+    *("--set", "checkpoint={every_steps: 3}", "--set", "data.eval=null", "--set", "metrics={}"),
+    *("--set", "log.tensorboard=false"),
 )
 
 pytestmark = [
@@ -58,24 +61,31 @@ def plain_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Process, Pa
 
 
 @pytest.fixture(scope="module")
-def plain_run(plain_process: tuple[Process, Path]) -> Path:
-    """Returns the run folder of a run without Ray."""
+def plain_state(plain_process: tuple[Process, Path]) -> PlainState:
+    """Returns a function that returns the end of a run without Ray, which goes on meanwhile."""
     process, run = plain_process
-    _, err = process.communicate(timeout=200)
-    assert process.returncode == 0, err
-    return run
+
+    @cache
+    def wait() -> list[bytes]:
+        _, err = process.communicate(timeout=200)
+        assert process.returncode == 0, err
+        return final_state(run)
+
+    return wait
 
 
 @pytest.mark.soak
-def test_a_job_ends_with_the_same_weights(tmp_path: Path, variables: Mapping[str, str], plain_run: Path) -> None:
+def test_a_job_ends_with_the_same_weights(
+    tmp_path: Path, variables: Mapping[str, str], plain_state: PlainState
+) -> None:
     result = train(tmp_path, "ray", variables, "--on", "ray")
     assert (result["steps"], result["restarts"]) == (STEPS, 0)
-    assert final_state(Path(str(result["run"]))) == final_state(plain_run)
+    assert final_state(Path(str(result["run"]))) == plain_state()
     assert list((tmp_path / "ray" / ".ray").iterdir()) == [], "nothing of Ray's files is left"
 
 
 def test_a_job_whose_worker_is_killed_ends_with_the_same_weights(
-    tmp_path: Path, variables: Mapping[str, str], plain_run: Path
+    tmp_path: Path, variables: Mapping[str, str], plain_state: PlainState
 ) -> None:
     callback = {"call": f"{JOBS}:KillOnce", "rank": KILLED_RANK, "step": KILLED_AT, "file": str(tmp_path / "killed")}
     callbacks = ("--set", f"callbacks={json.dumps([callback])}")
@@ -84,7 +94,7 @@ def test_a_job_whose_worker_is_killed_ends_with_the_same_weights(
     assert (result["steps"], result["restarts"]) == (STEPS, 1)
     run = Path(str(result["run"]))
     assert run.name == "mnist-0001", "the run was resumed, and not started again"
-    assert final_state(run) == final_state(plain_run)
+    assert final_state(run) == plain_state()
 
 
 @pytest.mark.soak

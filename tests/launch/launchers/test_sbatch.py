@@ -28,9 +28,9 @@ def test_a_job_that_is_queued_again_goes_on_and_one_that_is_cancelled_does_not(
     written = run([*launch, job, "--partition", "all", "--output", script])
     assert written.returncode == 0, written.stderr
     (tmp_path / "slurm").mkdir()
-    slurm = ["unshare", "-n", sys.executable, "-m", "tests.launch.launchers.slurm", tmp_path / "slurm"]
-    disturb = [sys.executable, "-m", "tests.launch.launchers.preemption", how, script, output]
-    result = run([*slurm, *disturb, tmp_path / "runs" / "digits-0001", str(DISTURBED_AT)])
+    slurm = ["unshare", "-n", sys.executable, "-m", "tests.launch.launchers.slurm", str(tmp_path / "slurm")]
+    disturb = [sys.executable, "-m", "tests.launch.launchers.preemption", how, str(script), str(output)]
+    result = run([*slurm, *disturb, str(tmp_path / "runs" / "digits-0001"), str(DISTURBED_AT)])
     printed = output.read_text()
     assert result.returncode == 0, result.stderr + printed
     assert "stopped after step" in printed, printed

@@ -16,8 +16,11 @@ from meshwright.compat.horovod.engine.frames import FrameReader, send_frame
 from meshwright.compat.horovod.engine.rendezvous import Placement
 from meshwright.compat.horovod.exceptions import HorovodInternalError
 from meshwright.launch.loopback import ADDRESS
+from meshwright.launch.output import print_to_user
+from meshwright.launch.token.signed_store import SignedStore, read, write
 
 _POLL_S, _ACCEPT_S, _GREETING_S = 0.01, 0.2, 10.0
+_LONGEST_GREETING = 1000
 _open_links: "weakref.WeakSet[ControlLinks]" = weakref.WeakSet()
 
 
@@ -61,11 +64,11 @@ def connect(placement: Placement, timeout_s: float, problem: Callable[[], str | 
         if time.monotonic() > deadline:
             raise HorovodInternalError(f"rank 0 did not call hvd.init() within {timeout_s:g} s")
         time.sleep(_POLL_S)
-    address, port, token = bytes(store.get("control")).decode().rsplit(":", 2)
+    address, port, token = read(store, "control").decode().rsplit(":", 2)
     try:
         connection = socket.create_connection((address, int(port)), timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        send_frame(connection, [token, rank])
+        send_frame(connection, [_secret(store) or token, rank])
         links = ControlLinks({0: connection})
         links.readers[0].one()
     except OSError as error:
@@ -82,12 +85,13 @@ def _check(problem: Callable[[], str | None]) -> None:
 def _accept_all(
     store: dist.Store, size: int, one_machine: bool, timeout_s: float, problem: Callable[[], str | None]
 ) -> ControlLinks:
-    token = secrets.token_hex(16)  # only ranks of this job can read it in the store
+    secret = _secret(store)
+    token = "" if secret else secrets.token_hex(16)  # in a store on the loopback address
     deadline = time.monotonic() + timeout_s
     connections: dict[int, socket.socket] = {}
     with socket.create_server((ADDRESS if one_machine else _own_address(), 0)) as listener:
         address, port = listener.getsockname()[:2]
-        store.set("control", f"{address}:{port}:{token}")
+        write(store, "control", f"{address}:{port}:{token}")
         while len(connections) < size - 1:
             _check(problem)
             if time.monotonic() > deadline:
@@ -95,19 +99,37 @@ def _accept_all(
                 raise HorovodInternalError(f"ranks {missing} did not call hvd.init() within {timeout_s:g} s")
             listener.settimeout(_ACCEPT_S)
             try:
-                connection, _ = listener.accept()
-                connection.settimeout(_GREETING_S)
-                sent, peer = FrameReader(connection).one()
-            except (TimeoutError, ConnectionError, ValueError, TypeError):
+                connection, (host, *_) = listener.accept()
+            except TimeoutError:
                 continue
-            if hmac.compare_digest(str(sent), token) and isinstance(peer, int):
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                connection.settimeout(None)
-                connections[peer] = connection
+            peer = _greeted_rank(connection, secret or token)
+            if peer is None or peer not in range(1, size) or peer in connections:
+                print_to_user(f"refused: a process on {host} connected to rank 0 without the token of this run")
+                connection.close()
+                continue
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.settimeout(None)
+            connections[peer] = connection
     links = ControlLinks(connections)
     for peer in connections:
         links.send(peer, {"connected": True})
     return links
+
+
+def _secret(store: dist.Store) -> str:
+    """Returns a text that only ranks of this run know; empty if their store is one of this machine."""
+    return store.secret("control") if isinstance(store, SignedStore) else ""
+
+
+def _greeted_rank(connection: socket.socket, token: str) -> int | None:
+    """Returns the rank that a new connection says it is; None if it does not know the token."""
+    connection.settimeout(_GREETING_S)
+    try:
+        sent, rank = FrameReader(connection, _LONGEST_GREETING).one()
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+    is_of_this_run = hmac.compare_digest(str(sent).encode(errors="replace"), token.encode())
+    return rank if is_of_this_run and type(rank) is int else None
 
 
 def _own_address() -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 _LENGTH = struct.Struct("!I")
 _CHUNK = 65536
+_MOST_BYTES = 1 << 30
 
 
 def send_frame(connection: socket.socket, value: Any) -> None:
@@ -16,10 +17,12 @@ def send_frame(connection: socket.socket, value: Any) -> None:
 
 
 class FrameReader:
-    """Reads the frames of one connection."""
+    """Reads the frames of one connection. One that is longer than `most_bytes`, or no JSON, is a `ValueError`, or the
+    end of the connection: the other side is none of ours."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, most_bytes: int = _MOST_BYTES) -> None:
         self._connection = connection
+        self._most_bytes = most_bytes
         self._data = bytearray()
 
     def available(self) -> list[Any] | None:
@@ -33,8 +36,11 @@ class FrameReader:
             return None
         self._data += received
         frames = []
-        while (frame := self._next()) is not None:
-            frames.append(frame)
+        try:
+            while (frame := self._next()) is not None:
+                frames.append(frame)
+        except (ValueError, RecursionError):
+            return None
         return frames
 
     def one(self) -> Any:
@@ -50,6 +56,8 @@ class FrameReader:
         if len(self._data) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._data)
+        if length > self._most_bytes:
+            raise ValueError(f"a message of {length:,} bytes: at most {self._most_bytes:,} are read")
         end = _LENGTH.size + length
         if len(self._data) < end:
             return None

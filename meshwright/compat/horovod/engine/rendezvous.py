@@ -15,6 +15,7 @@ from meshwright.launch.launchers.launched_rank import LaunchedRank
 from meshwright.launch.launchers.store import open_store
 from meshwright.launch.launchers.store_place import StorePlace
 from meshwright.launch.loopback import ADDRESS, connect_store, serve_store
+from meshwright.launch.token.signed_store import SignedStore
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def place(variables: HorovodVariables, attempt: str) -> Placement:
     two calls of `hvd.init()`."""
     store: dist.Store | None = None
     if variables.size > 1 and variables.store is not None:
-        store = dist.PrefixStore(attempt, _store_at(variables, variables.store))
+        store = _part(_store_at(variables, variables.store), attempt)
     return Placement(
         *(variables.rank, variables.size, variables.local_rank, variables.local_size),
         *(variables.cross_rank, variables.cross_size, store),
@@ -58,7 +59,7 @@ def place_among(placement: Placement, ranks: Sequence[int]) -> Placement:
         raise ValueError(f"hvd.init(comm={list(ranks)}): name each rank from 0 to {placement.size - 1} at most once")
     rank, size = ranks.index(placement.rank), len(ranks)
     place_of_ranks = f"ranks {','.join(map(str, ranks))}"
-    store = dist.PrefixStore(place_of_ranks, placement.store) if placement.store is not None else None
+    store = _part(placement.store, place_of_ranks) if placement.store is not None else None
     if placement.one_machine:
         return Placement(rank, size, rank, size, 0, 1, store)
     machines = [other // placement.local_size for other in ranks]
@@ -83,6 +84,10 @@ def place_in_communicator(communicator: Any, attempt: str, timeout_s: float) -> 
     port = communicator.bcast(_served_port() if rank == 0 else None, 0)
     store = dist.PrefixStore(f"communicator {attempt}", _store(ADDRESS, port, False, timeout_s))
     return Placement(rank, size, rank, size, 0, 1, store)
+
+
+def _part(store: dist.Store, name: str) -> dist.Store:
+    return store.part(name) if isinstance(store, SignedStore) else dist.PrefixStore(name, store)
 
 
 def _store_at(variables: HorovodVariables, place: StorePlace) -> dist.Store:

@@ -6,6 +6,7 @@ whose state the others get.
 """
 
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from meshwright.errors import InputError, RankError
 from meshwright.launch.horovod_variables import DRIVER, WORKER
 from meshwright.launch.local.rank_output import Screen
 from meshwright.launch.loopback import ADDRESS, serve_store
+from meshwright.launch.output import print_to_user
 
 _POLL_S = 0.1
 _DISCOVERY_S = 1.0
@@ -102,7 +104,7 @@ class ElasticJob:
             if self._attempt >= 0 and limit is not None and self._replaced >= limit:
                 break
             self._replaced += self._attempt >= 0
-            name = f"worker{self._started}"
+            name = f"worker{self._started} {secrets.token_hex(16)}"  # nobody else can say that he is this worker
             self._started += 1
             variables = {
                 **self._variables,
@@ -126,12 +128,17 @@ class ElasticJob:
             return
         for connection, reader in list(self._unclaimed):
             if connection is ready:
-                frames = reader.available() or []
+                frames = reader.available()
+                if frames == []:  # its first message has not arrived completely
+                    return
                 name = frames[0].get("worker") if frames and isinstance(frames[0], dict) else None
                 self._unclaimed.remove((connection, reader))
-                if name in self._workers:
+                if frames and isinstance(name, str) and name in self._workers:
                     self._workers[name].connection, self._workers[name].reader = connection, reader
                     self._workers[name].waits = any("join" in frame for frame in frames[1:])
+                else:
+                    print_to_user("refused: a process that is no worker of this job connected to it")
+                    connection.close()
                 return
         for worker in self._workers.values():
             if worker.connection is ready and worker.reader is not None:
