@@ -22,7 +22,7 @@ STEPS, KILLED_RANK, KILLED_AT = 8, 1, 5
 JOB = (
     *("mnist", "--json", "--plan", "{folder}/plan.yaml", "--set", "output={folder}/{name}"),
     *("--set", "data.synthetic=true", "--set", f"train.steps={STEPS}", "--set", "train.global_batch=32"),
-    *("--set", "checkpoint={every_steps: 3}", "--set", "data.eval=null", "--set", "metrics={}"),
+    *("--set", "checkpoint={{every_steps: 3}}", "--set", "data.eval=null", "--set", "metrics={{}}"),
     *("--set", "log.tensorboard=false"),
 )
 
