@@ -138,11 +138,45 @@ def test_doctor_measures_the_link_between_the_machines(
     assert load_cluster(str(file)).link is not None
 
 
-def test_ranks_that_a_launcher_numbers_across_machines_are_numbered_by_machine(
+# Each rank prints its numbers, the machines and the groups of its mesh, and how much of 8 MiB its machine sends when a
+# reducer averages them.
+PRINT_TIERS = """
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from meshwright.collectives.reducers import make_reducer
+from meshwright.collectives.shared_memory.two_level import machines_of
+from meshwright.launch.world import join, leave
+from meshwright.parallel.mesh import build_mesh
+from meshwright.plan import Plan
+
+world = join("cpu", 60)
+print("numbers", os.environ["RANK"], world.rank, flush=True)
+mesh = build_mesh(Plan.model_validate({"axes": {"replicate": 2, "tensor": 2}}), "cpu", world.size)
+groups = [dist.get_process_group_ranks(mesh.get_group(axis)) for axis in ("tensor", "replicate")]
+print("groups", world.rank, *groups, machines_of(dist.group.WORLD), flush=True)
+counter = next(file for file in Path("/sys/class/net").glob("*/statistics/tx_bytes") if file.parts[-3] != "lo")
+for algorithm in ("two_level", "auto"):
+    reducer, _ = make_reducer(algorithm, dist.group.WORLD, world.device)
+    dist.barrier()
+    before = int(counter.read_text())
+    bucket = torch.full((2**21,), float(world.rank))
+    reducer.start(bucket, 0)
+    reducer.finish()
+    dist.barrier()
+    share = (int(counter.read_text()) - before) / 2**23
+    print("sent", type(reducer).__name__, f"{share:.1f}", bool((bucket == 1.5).all()), flush=True)
+    reducer.close()
+leave()
+"""
+
+
+def test_ranks_that_a_launcher_numbers_across_machines_are_laid_out_by_machine(
     machines: tuple[Machine, Machine], tmp_path: Path
 ) -> None:
-    script = "import os\nfrom meshwright.launch.world import join, leave\n"
-    script += "world = join('cpu', 60)\nprint('numbers', os.environ['RANK'], world.rank, flush=True)\nleave()\n"
     processes = []
     for rank in range(4):
         machine = machines[rank % 2]
@@ -155,7 +189,23 @@ def test_ranks_that_a_launcher_numbers_across_machines_are_numbered_by_machine(
         }
         environment = {"MASTER_ADDR": machines[0].address, **{name: str(value) for name, value in variables.items()}}
         log = tmp_path / f"{rank}.log"
-        processes.append(machine.start(sys.executable, "-c", script, log=log, **environment))
+        processes.append(machine.start(sys.executable, "-c", PRINT_TIERS, log=log, **environment))
     assert [process.wait(100) for process in processes] == [0] * 4, logs(tmp_path)
-    said = sorted(line for line in logs(tmp_path).splitlines() if line.startswith("numbers"))
-    assert said == ["numbers 0 0", "numbers 1 2", "numbers 2 1", "numbers 3 3"]
+    lines = sorted(logs(tmp_path).splitlines())
+    assert [line for line in lines if line.startswith("numbers")] == [
+        "numbers 0 0",
+        "numbers 1 2",
+        "numbers 2 1",
+        "numbers 3 3",
+    ]
+    assert [line for line in lines if line.startswith("groups")] == [
+        "groups 0 [0, 1] [0, 2] [[0, 1], [2, 3]]",
+        "groups 1 [0, 1] [1, 3] [[0, 1], [2, 3]]",
+        "groups 2 [2, 3] [0, 2] [[0, 1], [2, 3]]",
+        "groups 3 [2, 3] [1, 3] [[0, 1], [2, 3]]",
+    ]
+    # Each of m = 2 machines sends 2(m - 1)/m of the tensor; a ring over these four ranks would send 1.5 times of it.
+    assert [line for line in lines if line.startswith("sent")] == [
+        *["sent ScheduledReducer 1.0 True"] * 4,
+        *["sent TwoLevelMemoryReducer 1.0 True"] * 4,
+    ]
