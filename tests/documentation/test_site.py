@@ -91,7 +91,11 @@ def test_the_site_is_read_and_searched_from_the_disk(site: Path) -> None:
             if page.evaluate("document.documentElement.scrollWidth > window.innerWidth"):
                 problems.append(f"{name} is wider than its window")
         page.set_viewport_size({"width": 1300, "height": 800})
-        page.fill(".md-search__input", "bubble")
+        page.focus(".md-search__input")
+        page.wait_for_function(
+            "document.querySelector('.md-search-result__meta').textContent.includes('Type to start')"
+        )
+        page.locator(".md-search__input").press_sequentially("bubble")  # the search reads what is typed, key by key
         page.wait_for_selector(".md-search-result__item a[href*='pipelines.html']", state="attached")
         browser.close()
     assert problems == []
