@@ -55,7 +55,10 @@ def test_a_wrong_model_makes_it_exit_3(tmp_path: Path, prove: Callable[..., Comm
     assert "wrong_samples" in first["ruled_out"]
     assert first["error"] == pytest.approx(0.01, rel=1e-3)
     saved = json.loads((tmp_path / "runs" / "faulty-proof-0001.json").read_text())
+    rows = saved.pop("compared")["rows"]
+    assert saved.pop("kind") == "proof"
     assert proof == {**saved, "file": str(tmp_path / "runs" / "faulty-proof-0001.json")}
+    assert len(rows) >= sum(proof["checked"].values()), "the file has every compared value"
 
 
 def test_a_wrong_job_leaves_no_files(tmp_path: Path, prove: Callable[..., CommandResult]) -> None:

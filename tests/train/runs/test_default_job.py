@@ -19,6 +19,8 @@ KEYS = [
     "restarts",
     "predicted_step_s",
     "measured_step_s",
+    "save_stall_s",
+    "save_s",
     "peak_memory_bytes",
 ]
 
