@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -109,25 +110,23 @@ class BackgroundSaver:
             return {"checksum": checksum, "objects": objects}
 
         try:
-            while not self._is_complete(started, write):
-                pass
+            self._complete(started, write)
             from_first_rank(published, self._group)
             self._published = PublishedSave(started.final, time.perf_counter() - begin)
         except BaseException as error:  # `finish` raises it
             self._error = error
 
-    def _is_complete(self, started: StartedSave, write: Callable[[Path], dict[str, Any]]) -> bool:
-        """Saves the checkpoint. If the disk is full and the job says so, it waits for space, and returns False."""
-        try:
-            complete_save(started, write, self._group)
-        except StorageError as error:
-            problem = error
-        else:
-            return True
-        if self._on_full != "wait":
-            raise problem
-        from_first_rank(lambda: self._wait_for_space(started, problem), self._group)
-        return False
+    def _complete(self, started: StartedSave, write: Callable[[Path], dict[str, Any]]) -> None:
+        """Writes and publishes the checkpoint. With `on_full="wait"` it waits for space on a full disk, and tries
+        again."""
+        while True:
+            try:
+                return complete_save(started, write, self._group)
+            except StorageError as error:
+                if self._on_full != "wait":
+                    raise
+                problem = error
+            from_first_rank(partial(self._wait_for_space, started, problem), self._group)
 
     def _wait_for_space(self, started: StartedSave, problem: StorageError) -> None:
         folder, needed = started.final.parent, started.size

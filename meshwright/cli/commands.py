@@ -7,7 +7,6 @@ import os
 import sys
 from contextlib import suppress
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,6 +41,7 @@ from meshwright.errors import InputError, MeshwrightError
 from meshwright.files.user_path import user_path
 from meshwright.limits import MOST_DEVICES, MOST_RANKS_HERE
 from meshwright.progress import say, showing
+from meshwright.version import VERSION
 
 if TYPE_CHECKING:
     from meshwright.job import Job
@@ -61,7 +61,7 @@ app.add_typer(data, name="data")
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"meshwright {version('meshwright')}", flush=True)
+        print(f"meshwright {VERSION}", flush=True)
         raise typer.Exit
 
 

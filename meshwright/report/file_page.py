@@ -31,22 +31,22 @@ def file_page(path: Path) -> Page:
         except MeshwrightError as error:
             raise InputError(f"{path}: this is no plan ({error}): {_ACCEPTED}") from None
     try:
-        return _page(value, path.stem)
+        return _page(value, path)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, ZeroDivisionError) as error:
         problem = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise InputError(f"{path}: the JSON is not complete ({problem}): write it again with this version") from None
 
 
-def _page(value: dict[str, Any], name: str) -> Page:
+def _page(value: dict[str, Any], path: Path) -> Page:
     if "equal" in value and "checked" in value:
-        return proof_page(value, name)
+        return proof_page(value, path.stem)
     if "best" in value and "ranked" in value:
         return plan_page(value)
     if is_bench(value):
-        return bench_page(value, name)
+        return bench_page(value, path.stem)
     fields = ", ".join(list(value)[:8]) or "no fields"
     raise InputError(
-        f"{name}: this JSON has {fields}, which is neither a plan nor a proof nor a benchmark: {_ACCEPTED}"
+        f"{path}: this JSON has {fields}, which is neither a plan nor a proof nor a benchmark: {_ACCEPTED}"
     )
 
 

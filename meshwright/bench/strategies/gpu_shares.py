@@ -1,11 +1,11 @@
 """What a GPU does in its steps, from a profile of its kernels by torch.profiler."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-Interval = tuple[float, float]
+from meshwright.bench.intervals import Interval, length, union
 
 
 def gpu_time_shares(step: Callable[[], Any], steps: int, *, is_pipeline: bool) -> dict[str, float] | None:
@@ -20,8 +20,8 @@ def gpu_time_shares(step: Callable[[], Any], steps: int, *, is_pipeline: bool) -
     if not kernels:
         return None
     spans = [(event.time_range.start, event.time_range.end) for event in kernels]
-    computing = _union(span for span, event in zip(spans, kernels, strict=True) if "nccl" not in event.name.lower())
-    busy = _union(spans)
+    computing = union(span for span, event in zip(spans, kernels, strict=True) if "nccl" not in event.name.lower())
+    busy = union(spans)
     return shares_of_spans(computing, busy, is_pipeline)
 
 
@@ -29,21 +29,7 @@ def shares_of_spans(computing: list[Interval], busy: list[Interval], is_pipeline
     """Returns the shares of the time from the first to the last moment of `busy`, the spans in which any kernel
     runs."""
     total = busy[-1][1] - busy[0][0]
-    computes, works = _length(computing) / total, _length(busy) / total
+    computes, works = length(computing) / total, length(busy) / total
     idle = {"waiting": 0.0, "bubble": 0.0}
     idle["bubble" if is_pipeline else "waiting"] = 1 - works
     return {"computing": computes, "communicating": works - computes, **idle}
-
-
-def _union(spans: Iterable[Interval]) -> list[Interval]:
-    joined: list[Interval] = []
-    for begin, end in sorted(spans):
-        if joined and begin <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
-        else:
-            joined.append((begin, end))
-    return joined
-
-
-def _length(spans: list[Interval]) -> float:
-    return sum(end - begin for begin, end in spans)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from meshwright.bench.intervals import Interval, length, union
 from meshwright.errors import InputError
 from meshwright.report.charts import axis, bars, colour, figure
 from meshwright.report.page import Chart, Lines, Part, Section, Table, TableCell
@@ -44,7 +45,6 @@ _DTYPE_BYTES = {
     "Float8_e4m3fn": 1,
     "Float8_e5m2": 1,
 }
-Spans = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -88,16 +88,16 @@ def profile_sections(run: RunRecord) -> Iterator[Section]:
 
 def _busy(events: Sequence[Any]) -> dict[str, float] | None:
     """What a GPU was busy with, in seconds; None without kernels of a GPU."""
-    computing: Spans = []
-    communicating: Spans = []
+    computing: list[Interval] = []
+    communicating: list[Interval] = []
     for event in events:
         if isinstance(event, dict) and event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             span = (event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)
             (communicating if _is_communication(event["name"]) else computing).append(span)
     if not computing:
         return None
-    every = _union([*computing, *communicating])
-    alone_s, exchange_s, any_s = _length(_union(computing)), _length(_union(communicating)), _length(every)
+    every = union([*computing, *communicating])
+    alone_s, exchange_s, any_s = length(union(computing)), length(union(communicating)), length(every)
     both_s = alone_s + exchange_s - any_s
     return {
         "computing alone": alone_s - both_s,
@@ -109,20 +109,6 @@ def _busy(events: Sequence[Any]) -> dict[str, float] | None:
 
 def _is_communication(name: str) -> bool:
     return name.lower().startswith(_COMMUNICATION)
-
-
-def _union(spans: Spans) -> Spans:
-    joined: Spans = []
-    for begin, end in sorted(spans):
-        if joined and begin <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
-        else:
-            joined.append((begin, end))
-    return joined
-
-
-def _length(spans: Spans) -> float:
-    return sum(end - begin for begin, end in spans)
 
 
 def _busy_chart(busy: dict[int, dict[str, float]]) -> Chart:
