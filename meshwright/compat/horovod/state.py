@@ -79,12 +79,12 @@ class Horovod:
         ranks: Sequence[int] = list(comm)
         return place_among(placement, ranks) if ranks else placement
 
-    def shutdown(self) -> None:
+    def shutdown(self, *, rejoins: bool = False) -> None:
         if self._engine is None:
             return
         engine, self._engine = self._engine, None
         with suppress(OSError):
-            self._retired += engine.close()
+            self._retired += engine.close(rejoins)
         self._placement = None
         self.timeline.close()
 

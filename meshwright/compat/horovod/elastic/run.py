@@ -32,7 +32,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                 except MismatchError:
                     raise
                 except HorovodInternalError:
-                    if link is None and horovod.is_initialized and horovod.engine.failure is not None:
+                    if link is None and not _all_can_rejoin():
                         raise  # no launcher that could start a worker again
                     state.restore()
                     skip_sync = False
@@ -47,8 +47,13 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
+def _all_can_rejoin() -> bool:
+    """Returns whether the other ranks will join again without a launcher: none has died or ended its script."""
+    return not horovod.is_initialized or horovod.engine.failure is None or horovod.engine.rank_0_rejoins
+
+
 def _reset() -> None:
     """Leaves the old ranks and joins the new ones."""
-    horovod.shutdown()
+    horovod.shutdown(rejoins=True)
     horovod.init()
     init_process_sets(None)

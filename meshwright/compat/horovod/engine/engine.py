@@ -65,6 +65,7 @@ class Engine:
         self._deferred = False
         self._urgent = self._leaving = self._woken = False
         self._failure: str | None = None
+        self._rejoins = self._rank_0_rejoins = False
         self._numbers: OrderedDict[Request, int] = OrderedDict()  # the numbers of requests that rank 0 knows
         self._next_number = 0
         self._by_number: dict[int, Operation] = {}
@@ -134,11 +135,16 @@ class Engine:
     def failure(self) -> str | None:
         return self._failure
 
-    def close(self) -> list[DataGroup]:
-        """Leaves the other ranks. Operations that are not finished fail, here and there. Returns connections that other
-        ranks may still read from."""
+    @property
+    def rank_0_rejoins(self) -> bool:
+        """Whether the failure is that rank 0 has left in order to call `hvd.init()` again."""
+        return self._rank_0_rejoins
+
+    def close(self, rejoins: bool) -> list[DataGroup]:
+        """Leaves the other ranks, and tells them whether this rank will call `hvd.init()` again. Unfinished operations
+        fail, here and there. Returns connections that other ranks may still read from."""
         with self._lock:
-            self._leaving = True
+            self._leaving, self._rejoins = True, rejoins
             self._wake()
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -258,6 +264,7 @@ class Engine:
             elif frame.get("leave"):
                 self._selector.unregister(self._links.connections[peer])
                 self._links.drop(peer)
+                self._rank_0_rejoins = frame["rejoins"]
                 self._fail(f"rank {peer} has shut down; call hvd.shutdown() on no rank before the others are done")
             else:
                 self._obey(frame)
@@ -285,7 +292,7 @@ class Engine:
                 self._links.send(rank, frame)
         if self._leaving:
             for rank in list(self._links.connections):
-                self._links.send(rank, {"leave": True})
+                self._links.send(rank, {"leave": True, "rejoins": self._rejoins})
         if 0 in frames:
             self._obey(frames[0])
 
