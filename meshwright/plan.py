@@ -1,219 +1,31 @@
 """`Plan`: how to train a model, with every choice spelled out. The planner writes plans, the trainer executes them, and
-both share this vocabulary. The module does not import torch.
-
-Each field is marked with its effect on the numerical result: `same` (equal up to the order of summation), `rounding`
-(other kernels, so the last bits may differ) or `changes` (different arithmetic).
-"""
+both share this vocabulary. The module does not import torch."""
 
 from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import Any, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic.fields import FieldInfo
+from pydantic import model_validator
 
 from meshwright.deepspeed_config.plan_groups import plan_of_config
 from meshwright.files.storage import write_atomically
-from meshwright.limits import (
-    MOST_DEVICES,
-    CountOrZero,
-    Devices,
-    LossChunks,
-    MessageBytes,
-    Microbatches,
-    ProcessesOrZero,
-    RankNumber,
-    Steps,
-    StepsOrZero,
-    Threads,
+from meshwright.limits import MOST_DEVICES
+from meshwright.plan_fields.effects import NUMERICS, Numerics, PlanGroup, effect
+from meshwright.plan_fields.groups import (
+    BUCKET_BYTES,
+    MIB,
+    STAGES_PER_RANK,
+    Axes,
+    Compute,
+    Gradients,
+    Memory,
+    Modules,
+    NumericsGroup,
+    Pipeline,
 )
 
-Numerics = Literal["same", "rounding", "changes"]
-NUMERICS: tuple[Numerics, ...] = ("same", "rounding", "changes")  # each includes the ones before it
-Algorithm = Literal["auto", "native", "ring", "tree", "halving_doubling", "two_level", "shared_memory"]
-MIB = 2**20
-BUCKET_BYTES = 25 * MIB  # the default of torch, too
-# The last axis varies fastest over the ranks: tensor ranks, which exchange the most bytes, are neighbours.
-MESH_ORDER = ("pipeline", "replicate", "shard", "tensor")
-STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "zbv": 2}  # the other schedules accept any number
 
-
-def _choice(default: Any, numerics: Numerics, **limits: Any) -> Any:
-    return Field(default=default, json_schema_extra={"numerics": numerics}, **limits)
-
-
-def _effect(field: FieldInfo) -> Numerics:
-    assert isinstance(field.json_schema_extra, dict)
-    return cast(Numerics, field.json_schema_extra["numerics"])
-
-
-class _PlanGroup(BaseModel):
-    """A frozen group of a plan's fields that refuses unknown ones."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Axes(_PlanGroup):
-    """The sizes of the device mesh's axes. Their product is the number of training ranks.
-
-    `replicate`: ranks that hold a full copy of the model and train on different samples. `shard`: ranks that train on
-    different samples and divide weights, gradients and optimizer state among them. `tensor`: ranks that train on the
-    same samples and divide the layers among them. `pipeline`: ranks that hold consecutive stages of the model.
-    """
-
-    replicate: Devices = _choice(1, "same")
-    shard: Devices = _choice(1, "same")
-    tensor: Devices = _choice(1, "same")
-    pipeline: Devices = _choice(1, "same")
-
-
-class Split(_PlanGroup):
-    """How one layer's weight is divided among ranks, and along which axis of the mesh.
-
-    `kind`: `column` divides the output features, `row` the input features, `vocabulary` the tokens of an embedding or
-    of an output layer; `none` leaves the layer undivided. With `axis: replicate` the batch is all-gathered before the
-    layer and scattered again after it. A few huge layers can thus be divided while the rest of the model is replicated.
-    """
-
-    kind: Literal["column", "row", "vocabulary", "none"]
-    axis: Literal["tensor", "replicate"] = "tensor"
-
-
-class Modules(_PlanGroup):
-    """How the layers are divided over the tensor axis.
-
-    `splits` maps module names to splits; in a name, `*` stands for one component between dots. Layers that are not
-    named are split along the tensor axis as the model's structure suggests. `sequence`: activations between split
-    layers are divided along the sequence dimension. `loss`: logits stay divided by vocabulary up to and including the
-    loss. `branches` maps the module names of towers or heads to the tensor-axis rank that computes them; the other
-    ranks receive the output.
-    """
-
-    splits: dict[str, Split] = _choice({}, "same")
-    sequence: bool = _choice(False, "same")
-    loss: bool = _choice(False, "same")
-    branches: dict[str, RankNumber] = _choice({}, "same")
-
-    def split_of(self, module: str) -> Split | None:
-        """The split that `splits` gives the module, by the first pattern that matches; None when no pattern does."""
-        components = module.split(".")
-        for pattern, split in self.splits.items():
-            patterns = pattern.split(".")
-            if len(patterns) == len(components) and all(
-                wanted in ("*", actual) for wanted, actual in zip(patterns, components, strict=True)
-            ):
-                return split
-        return None
-
-
-class Pipeline(_PlanGroup):
-    """How the stages of the pipeline axis are cut and scheduled.
-
-    `microbatches`: number of microbatches into which a rank's share of a step is cut for the pipeline. `cuts`: the
-    modules after which a new stage begins, so the number of cuts is ranks × stages per rank - 1. With `gpipe` and
-    `1f1b` every rank has one stage; with the other schedules it may have several.
-    """
-
-    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"] = _choice("1f1b", "same")
-    microbatches: Microbatches = _choice(1, "same")
-    cuts: tuple[str, ...] = _choice((), "same")
-
-
-class Memory(_PlanGroup):
-    """How the plan saves memory at the cost of communication or compute.
-
-    `sharding`: what the shard axis divides: with `optimizer` the optimizer state, with `gradients` also the gradients,
-    with `parameters` also the parameters. `recompute`: which activations of a block are computed again in the backward
-    pass: `none`; `selective`, all but those of matrix products and attention; `full`, all of them. `accumulation`:
-    number of microbatches that a rank computes one after another before gradients are combined. `offload`: what GPU
-    ranks keep in CPU memory: with `optimizer` the optimizer state, whose step runs there; with `parameters` all shards.
-    """
-
-    sharding: Literal["optimizer", "gradients", "parameters"] = _choice("parameters", "same")
-    recompute: Literal["none", "selective", "full"] = _choice("none", "same")
-    accumulation: Microbatches = _choice(1, "same")
-    offload: Literal["none", "optimizer", "parameters"] = _choice("none", "rounding")
-
-
-class NumericsGroup(_PlanGroup):
-    """In which precision the model computes.
-
-    `precision`: `fp32` keeps the dtypes that the model was built with. `tf32` does too, but multiplies matrices with
-    10-bit mantissas. `bf16` and `fp16` run the forward pass under autocast, `fp16` with a scaled loss. `fp8` is `bf16`
-    with the matrix products of linear layers in 8 bits. `auto` is replaced before the run by the precision that is
-    measured to be the fastest.
-    `cast`: what is rounded to `bf16` or `fp16`: the inputs of `operators` (autocast), or the `weights` before the
-    shard axis gathers them, while their fp32 originals stay sharded.
-    `batch_norm`: whether BatchNorm's statistics are taken over a rank's own microbatch (`local`) or over the
-    microbatches of all data-parallel ranks (`synchronized`).
-    """
-
-    precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "auto"] = _choice("fp32", "changes")
-    cast: Literal["operators", "weights"] = _choice("operators", "changes")
-    batch_norm: Literal["local", "synchronized"] = _choice("local", "changes")
-
-
-class Gradients(_PlanGroup):
-    """How the ranks of the replicate axis combine their gradients.
-
-    `algorithm`: the all-reduce algorithm; `auto` uses shared memory between CPU ranks of one machine, and the backend's
-    own all-reduce elsewhere. `bucket_bytes`: size of the buckets in which gradients are sent. `precision`: the dtype in
-    which they are sent; `fp32` means the parameters' own dtype. `powersgd_rank`: when above 0, PowerSGD compresses each
-    gradient to two factors of this rank. `local_steps`: number of steps that each rank takes alone before weights are
-    averaged (local SGD); in the first `local_after` steps, gradients are still averaged in every step.
-    `servers`: number of additional ranks that hold the parameters and the optimizer (parameter servers); 0 means none.
-    `updates`: the servers wait for the gradients of all workers (`synchronous`), of none (`asynchronous`), or let no
-    worker run ahead of the slowest one by more than `staleness` steps (`bounded`).
-    """
-
-    algorithm: Algorithm = _choice("auto", "same")
-    bucket_bytes: MessageBytes = _choice(BUCKET_BYTES, "same")
-    precision: Literal["fp32", "bf16", "fp16"] = _choice("fp32", "changes")
-    powersgd_rank: CountOrZero = _choice(0, "changes")
-    local_steps: Steps = _choice(1, "changes")
-    local_after: StepsOrZero = _choice(0, "changes")
-    servers: ProcessesOrZero = _choice(0, "same")
-    updates: Literal["synchronous", "asynchronous", "bounded"] = _choice("synchronous", "changes")
-    staleness: StepsOrZero = _choice(2, "changes")
-
-
-class Compute(_PlanGroup):
-    """How each rank runs its operators.
-
-    `layout`: memory format of image tensors. `convolutions`: which kernels compute the convolutions of CPU ranks:
-    torch's `default`, or `nnpack`, those of NNPACK with gradients as convolutions and matrix products. `compile`: what
-    `torch.compile` compiles: `none`, each of the model's `blocks` by itself, or the whole `model`. `compile_mode`: with
-    `max-autotune`, the compiler measures several kernels for each product. `cuda_graphs`: kernel launches are captured
-    once as a CUDA graph and replayed. `fused_optimizer`: one kernel updates many weights. `loss_chunks`: when above 1,
-    the head (the linear layer that computes the scores) is joined with the cross entropy, and the tokens of a
-    microbatch go through both in this many chunks, so that only the scores of one chunk are in memory. `threads`: CPU
-    threads per rank; null divides the machine's cores among its ranks.
-    """
-
-    layout: Literal["contiguous", "channels_last"] = _choice("contiguous", "rounding")
-    convolutions: Literal["default", "nnpack"] = _choice("default", "rounding")
-    compile: Literal["none", "blocks", "model"] = _choice("none", "rounding")
-    compile_mode: Literal["default", "max-autotune"] = _choice("default", "rounding")
-    cuda_graphs: bool = _choice(False, "rounding")
-    fused_optimizer: bool = _choice(False, "rounding")
-    loss_chunks: LossChunks = _choice(1, "rounding")
-    threads: Threads | None = _choice(None, "rounding")
-
-    @property
-    def image_kernels(self) -> Literal["contiguous", "channels_last", "nnpack"]:
-        """What decides the speed of operators on images: their memory format, or the kernels of their convolutions."""
-        return self.layout if self.convolutions == "default" else "nnpack"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_earlier_values_of_compile(cls, values: Any) -> Any:
-        """In plans that were saved before `compile_mode` existed, `compile` is the mode for the model's blocks."""
-        if isinstance(values, dict) and values.get("compile") in ("default", "max-autotune"):
-            return {**values, "compile": "blocks", "compile_mode": values["compile"]}
-        return values
-
-
-class Plan(_PlanGroup):
+class Plan(PlanGroup):
     """How to train a model on `processes` ranks. A plan is complete: executing it involves no further decision.
 
     It is validated when it is constructed, prints as one line (`summary`) and is written as YAML (`save`).
@@ -346,7 +158,7 @@ class Plan(_PlanGroup):
     def stays_within(self, allow: Numerics) -> bool:
         """Whether no field that differs from its default has a larger effect on the numerical result than `allow`."""
         return all(
-            getattr(group, name) == field.default or NUMERICS.index(_effect(field)) <= NUMERICS.index(allow)
+            getattr(group, name) == field.default or NUMERICS.index(effect(field)) <= NUMERICS.index(allow)
             for _, group in self
             for name, field in type(group).model_fields.items()
         )

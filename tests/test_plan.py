@@ -10,7 +10,8 @@ from pydantic import BaseModel, ValidationError
 
 from meshwright.errors import InputError
 from meshwright.job import load_plan
-from meshwright.plan import NUMERICS, Numerics, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.effects import NUMERICS, Numerics
 
 SIZES = st.integers(1, 8)
 PLANS = st.fixed_dictionaries(

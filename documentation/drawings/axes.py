@@ -1,7 +1,7 @@
 """Draws what each rank holds and trains on under each axis of a plan, and the whole mesh of a combined plan."""
 
 from documentation.drawings.canvas import PALETTE, Canvas
-from meshwright.plan import MESH_ORDER, Axes
+from meshwright.plan_fields.groups import MESH_ORDER, Axes
 
 _RANKS, _LAYERS = 4, 8
 _CELL, _ROW = 16, 40

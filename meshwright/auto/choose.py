@@ -20,7 +20,9 @@ from meshwright.exchange import broadcast_value
 from meshwright.job import Job, load_plan
 from meshwright.launch.world import World, join
 from meshwright.parallel.tensor.dimension_partition import dimension_partition_plan
-from meshwright.plan import Axes, Numerics, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.effects import Numerics
+from meshwright.plan_fields.groups import Axes
 from meshwright.planner.explanation.choice import describe_choice
 from meshwright.planner.inputs import PlanningInputs, with_measured_operators
 from meshwright.planner.offload import search_with_offload as search

@@ -14,7 +14,7 @@ from meshwright.call import bind
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.parallel.check import checker_of_structure
-from meshwright.plan import Numerics
+from meshwright.plan_fields.effects import Numerics
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.profiles import Profiles
 from meshwright.profile.optimizer import optimizer_cost

@@ -16,7 +16,7 @@ from meshwright.collectives.shared_memory.segment import missing_on_this_system
 from meshwright.collectives.shared_memory.two_level import TwoLevelMemoryReducer, machines_of
 from meshwright.errors import InputError
 from meshwright.exchange import all_gather_values
-from meshwright.plan import Algorithm
+from meshwright.plan_fields.groups import Algorithm
 
 
 def make_reducer(

@@ -17,7 +17,7 @@ from meshwright.collectives.shared_memory.reducer import SharedMemoryReducer
 from meshwright.collectives.shared_memory.steps import STAGE_UP_TO_BYTES
 from meshwright.collectives.wait_clock import WAIT_CLOCK
 from meshwright.errors import InputError
-from meshwright.plan import Algorithm
+from meshwright.plan_fields.groups import Algorithm
 
 
 class SmallSums(Protocol):

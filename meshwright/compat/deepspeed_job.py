@@ -8,7 +8,8 @@ from meshwright.deepspeed_config.batch import BatchSizes, complete
 from meshwright.deepspeed_config.config import DeepSpeedConfig, read_config, warn_about_keys
 from meshwright.deepspeed_config.plan_groups import data_ranks_of, plan_groups, refuse_sum
 from meshwright.errors import InputError
-from meshwright.job import Job, LearningRateSchedule, LossScaleSettings, Optimizer, load_plan
+from meshwright.job import Job, load_plan
+from meshwright.job_sections.sections import LearningRateSchedule, LossScaleSettings, Optimizer
 from meshwright.plan import Plan
 
 

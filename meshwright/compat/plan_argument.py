@@ -7,7 +7,8 @@ from typing import Any, Literal
 from meshwright.errors import InputError
 from meshwright.files.user_path import user_path
 from meshwright.job import load_plan
-from meshwright.plan import Axes, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Axes
 
 # None: every rank is a replica. `auto`: the fastest plan that the library's loop can run. Other texts are paths.
 PlanArgument = Plan | Mapping[str, Any] | str | Path | None

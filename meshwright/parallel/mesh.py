@@ -7,7 +7,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.errors import InputError
 from meshwright.parallel.torch_private import flatten_mesh
-from meshwright.plan import MESH_ORDER, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import MESH_ORDER
 
 _DATA_AXES = ("replicate", "shard")  # the axes whose ranks have different samples
 

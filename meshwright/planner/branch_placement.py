@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from meshwright.blocks.module_names import is_inside
-from meshwright.plan import Axes, Split
+from meshwright.plan_fields.groups import Axes, Split
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.model_summary import BranchGroup, ModelSummary, PieceSummary
 from meshwright.profile.structure.splits import SplitGroup

@@ -16,7 +16,8 @@ from math import gcd, isqrt
 from typing import Any, Literal
 
 from meshwright.errors import InputError
-from meshwright.plan import Axes, Compute, Memory, Modules, NumericsGroup, Pipeline, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Axes, Compute, Memory, Modules, NumericsGroup, Pipeline
 from meshwright.planner.branch_placement import (
     branch_ranks,
     can_be_split,

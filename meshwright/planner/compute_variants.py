@@ -26,7 +26,8 @@ from typing import Any
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import InputError
 from meshwright.limits import MOST_CHUNKS
-from meshwright.plan import MIB, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import MIB
 from meshwright.planner.inputs import PlanningInputs, fp32_image_kernels
 from meshwright.planner.preference import PredictedPlan, preferred
 from meshwright.profile.values import ModelProfile

@@ -10,7 +10,8 @@ from meshwright.calibrate.model_operators import BUDGET_S, is_this_machine, meas
 from meshwright.cluster.cluster import Cluster, Device
 from meshwright.dtypes import Dtype
 from meshwright.errors import InputError
-from meshwright.plan import Numerics, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.effects import Numerics
 from meshwright.planner.profiles import Profiles
 from meshwright.profile.optimizer import OptimizerCost
 from meshwright.profile.values import ModelProfile

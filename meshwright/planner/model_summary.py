@@ -10,7 +10,8 @@ from typing import Literal
 
 from meshwright.blocks.module_names import is_inside
 from meshwright.cluster.cluster import Device
-from meshwright.plan import Axes, Modules, Plan, Split
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Axes, Modules, Split
 from meshwright.planner.cuts import balanced
 from meshwright.profile.structure.splits import SplitGroup
 from meshwright.profile.structure.structure import Structure

@@ -10,7 +10,8 @@ from torch import nn
 from meshwright.calibrate.model_operators import measure_model_operators
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
-from meshwright.plan import Axes, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Axes
 from meshwright.profile.optimizer import optimizer_cost
 from meshwright.profile.tracing.real_steps import trace_or_measure_profile
 from meshwright.profile.tracing.step import LossFunction

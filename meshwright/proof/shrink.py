@@ -1,7 +1,8 @@
 """Makes a plan small enough for the available ranks: axes are divided by their factors, and none is reduced to one rank
 while another can still be divided."""
 
-from meshwright.plan import Axes, Pipeline, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Axes, Pipeline
 
 # The order in which axes are reduced to one rank. Axes with the simplest arithmetic come first, because the proof then
 # leaves out the least.

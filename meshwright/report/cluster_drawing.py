@@ -8,7 +8,8 @@ from typing import Any
 from markupsafe import Markup
 
 from meshwright.cluster.cluster import Cluster, Link
-from meshwright.plan import MESH_ORDER, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import MESH_ORDER
 from meshwright.report.page import Drawing
 from meshwright.report.units import bandwidth_text, bytes_text, seconds_text
 from meshwright.simulator.communication.placement import axis_groups

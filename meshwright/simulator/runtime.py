@@ -10,7 +10,8 @@ from typing import NamedTuple
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat
 
 from meshwright.cluster.cluster import Collective
-from meshwright.plan import Algorithm, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Algorithm
 from meshwright.profile.optimizer import OptimizerCost
 from meshwright.profile.values import ModelProfile
 from meshwright.simulator.compute.executed_profile import casts_weights, executed_profile

@@ -13,7 +13,8 @@ from meshwright.data.samples import collate_samples, dataset_size, read_first_sa
 from meshwright.errors import InputError, MeshwrightError, ModelConstructorError, did_you_mean
 from meshwright.files.remote_data import local_root
 from meshwright.files.weights_file import open_weights
-from meshwright.job import Job, Weights
+from meshwright.job import Job
+from meshwright.job_sections.sections import Weights
 from meshwright.parallel.weights.initialize import initialize_model
 from meshwright.parallel.weights.pretrained import PretrainedTensor, load_pretrained, match_tensors
 from meshwright.train.metrics import Metric

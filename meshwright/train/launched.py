@@ -20,7 +20,8 @@ from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.output import redirect
 from meshwright.launch.rank import run_rank
 from meshwright.launch.world import World
-from meshwright.plan import Axes, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Axes
 from meshwright.train.check import check_job
 from meshwright.train.job_agreement import agree_on_job
 from meshwright.train.output.copies import check_copies

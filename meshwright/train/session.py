@@ -19,7 +19,7 @@ from meshwright.checkpoint.state import State, model_state, optimizer_state
 from meshwright.data.loading import Batch, LoadingOptions, Microbatch, SampleShare, StreamState, train_batches
 from meshwright.data.prepared import refuse_loader
 from meshwright.errors import InputError
-from meshwright.job import LossScaleSettings
+from meshwright.job_sections.sections import LossScaleSettings
 from meshwright.launch.world import World
 from meshwright.parallel.apply import FillWeights, apply
 from meshwright.parallel.check import check_sparse

@@ -15,7 +15,8 @@ from meshwright.calibrate.model_operators import BASED_ON, is_this_machine, meas
 from meshwright.calibrate.operator_calls import CallBuilder, TensorPool
 from meshwright.cluster.cluster import Cluster, OperatorTime
 from meshwright.cluster.detect import detect_cpu, find_cluster
-from meshwright.plan import Axes, Compute, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Axes, Compute
 from meshwright.profile.tracing.trace import trace_profile
 from meshwright.profile.values import ModelProfile
 from meshwright.simulator.compute.lookup import classify_operator

@@ -16,7 +16,8 @@ from meshwright.auto.choose import JobPlan
 from meshwright.cli.training import print_result
 from meshwright.errors import Stopped
 from meshwright.job import load_plan
-from meshwright.plan import Axes, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Axes
 from meshwright.proof.compare.errors import ComparedValue, Comparison
 from meshwright.proof.proof import Proof
 from tests.cli.commands import CommandResult, RefusalOf, RunCommand, file_names

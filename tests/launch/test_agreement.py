@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from meshwright.errors import InputError
 from meshwright.launch.agreement import agree, find_differences, versions
-from meshwright.plan import Axes, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Axes
 from meshwright.train.job_agreement import agree_on_job
 from tests.ranks import RankPool
 from tests.train.one_process import toy_job, world

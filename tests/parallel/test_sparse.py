@@ -9,7 +9,8 @@ from torch.utils.data import TensorDataset
 
 from meshwright.errors import InputError
 from meshwright.parallel.check import check_sparse
-from meshwright.plan import Axes, Gradients, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Axes, Gradients
 from meshwright.train.session import Session
 from tests.ranks import run_ranks
 from tests.train.one_process import world

@@ -14,7 +14,9 @@ from meshwright.cluster.detect import find_cluster
 from meshwright.errors import InputError
 from meshwright.parallel.check import check_runnable
 from meshwright.parallel.compiled import compile_model
-from meshwright.plan import MIB, Numerics, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.effects import Numerics
+from meshwright.plan_fields.groups import MIB
 from meshwright.planner.compute_variants import ModelTraits, best_variant, plan_that_fits
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.profiles import Profiles

@@ -9,7 +9,8 @@ from torch import nn
 
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
-from meshwright.plan import Numerics, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.effects import Numerics
 from meshwright.planner import inputs as planning
 from meshwright.planner.inputs import PlanningInputs, with_measured_operators
 from meshwright.planner.profiles import Profiles

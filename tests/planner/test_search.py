@@ -10,7 +10,9 @@ import pytest
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import find_cluster
 from meshwright.errors import InputError
-from meshwright.plan import Axes, Numerics, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.effects import Numerics
+from meshwright.plan_fields.groups import Axes
 from meshwright.planner.bounds import BoundCalculator
 from meshwright.planner.explanation.explain import explain, step_shares
 from meshwright.planner.inputs import PlanningInputs

@@ -6,7 +6,8 @@ import pytest
 from torch import nn
 
 from meshwright.cluster.detect import find_cluster
-from meshwright.plan import Axes, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Axes
 from meshwright.report.cluster_drawing import cluster_drawing, cluster_values
 from meshwright.report.model_tree import model_tree
 from meshwright.report.plan_on_modules import MOST_NODES, plan_on_modules

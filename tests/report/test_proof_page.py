@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.plan import Axes, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Axes
 from meshwright.proof.compare.errors import ComparedKind, ComparedValue, Comparison, Difference, ExaminedCause
 from meshwright.proof.proof import Proof, write_proof
 from meshwright.report.file_page import file_page

@@ -9,7 +9,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from meshwright.errors import InputError
-from meshwright.job import Job, Weights
+from meshwright.job import Job
+from meshwright.job_sections.sections import Weights
 from meshwright.plan import Plan
 from meshwright.train.build import build_data, build_initialized_model, build_loading, build_metrics, load_weights
 from meshwright.train.job_parts import JobParts

@@ -15,7 +15,8 @@ from meshwright.errors import InputError, MeshwrightError, StorageError
 from meshwright.job import load_plan
 from meshwright.launch.peer_connection import PeerLostError
 from meshwright.launch.world import World
-from meshwright.plan import Axes, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Axes
 from meshwright.train import launched
 from tests.forking.forked import start
 from tests.ranks import RankPool

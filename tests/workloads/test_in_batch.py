@@ -9,7 +9,8 @@ from torch.utils.data import TensorDataset
 
 from meshwright.errors import InputError
 from meshwright.launch.world import World
-from meshwright.plan import Axes, Memory, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Axes, Memory
 from meshwright.train.session import Session
 from meshwright.workloads.in_batch import InBatchAccuracy, InBatchSoftmax
 from tests.ranks import run_ranks

@@ -25,7 +25,7 @@ from typing import Any
 from meshwright.cluster.catalog import find_link
 from meshwright.cluster.cluster import Cluster, Collective, Link
 from meshwright.cluster.names import cluster_from_name
-from meshwright.plan import Axes
+from meshwright.plan_fields.groups import Axes
 from meshwright.simulator.communication.collectives import (
     Algorithm,
     LinkEfficiencies,

@@ -18,7 +18,8 @@ from meshwright.bench.collectives.timing import time_against_reference
 from meshwright.collectives.reducer import Reducer
 from meshwright.launch.world import World
 from meshwright.parallel.replicate.replicate import ReducerHook
-from meshwright.plan import Axes, Gradients, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Axes, Gradients
 from meshwright.train.session import Session
 from meshwright.workloads.mnist import Net, digits
 

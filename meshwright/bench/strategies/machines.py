@@ -8,7 +8,7 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.detect import check_is_local, find_cluster
 from meshwright.errors import InputError, did_you_mean
 from meshwright.limits import MOST_DEVICES
-from meshwright.plan import NumericsGroup
+from meshwright.plan_fields.groups import NumericsGroup
 
 _PRECISIONS = tuple(
     name for name in get_args(NumericsGroup.model_fields["precision"].annotation) if name not in ("auto", "fp8")

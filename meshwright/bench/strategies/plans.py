@@ -10,7 +10,8 @@ from meshwright.auto.inputs import planning_inputs
 from meshwright.bench.strategies.catalog import ALL_CORES, AUTO, HYBRID, ON_ONE_DEVICE
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import InputError, MeshwrightError
-from meshwright.plan import STAGES_PER_RANK, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import STAGES_PER_RANK
 from meshwright.planner.candidates import AxisSizes, Candidate, plan_of
 from meshwright.planner.explanation.explain import too_large
 from meshwright.planner.inputs import PlanningInputs, with_measured_operators

@@ -12,7 +12,8 @@ from meshwright.compat.accelerate.plan_argument import check_plan
 from meshwright.compat.loaders import batch_of_first_samples
 from meshwright.compat.plan_argument import ignoring_accumulation, without_accumulation
 from meshwright.errors import InputError, MeshwrightError
-from meshwright.plan import Axes, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Axes
 
 
 def choose_plan(objects: tuple[Any, ...], ranks: int, split_batches: bool, device_type: str) -> Plan:

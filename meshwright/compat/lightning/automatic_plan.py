@@ -15,7 +15,8 @@ from meshwright.compat.plan_argument import ignoring_accumulation, without_accum
 from meshwright.data.randomness import preserve_generators
 from meshwright.errors import MeshwrightError
 from meshwright.launch.world import rank_count
-from meshwright.plan import Axes, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Axes
 
 
 class _TrainingStep(nn.Module):

@@ -26,7 +26,8 @@ from meshwright.parallel.precision import forward_precision, fp32_product_precis
 from meshwright.parallel.replicate.gradient_averaging import average_once
 from meshwright.parallel.replicate.replicate import broadcast_buffers
 from meshwright.parallel.torch_private import broadcast_coalesced
-from meshwright.plan import MIB, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import MIB
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # are never called themselves
 

@@ -10,7 +10,8 @@ from meshwright.compat.lightning_job import check_module_job
 from meshwright.errors import Stopped
 from meshwright.job import Job
 from meshwright.launch.local.launch import RankSettings, launch
-from meshwright.plan import Axes, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Axes
 from meshwright.train.check import check_devices, check_rank_count
 from meshwright.train.output.folder import lock_run_folder, read_result, write_job_and_plan
 from meshwright.train.run import DETERMINISTIC

@@ -4,7 +4,8 @@ from meshwright.blocks.module_names import is_inside
 from meshwright.errors import InputError
 from meshwright.parallel.pipeline.stage_dataflow import cuts_of_plan
 from meshwright.parallel.pipeline.stages import pipeline_ranks_of_stages
-from meshwright.plan import STAGES_PER_RANK, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import STAGES_PER_RANK
 from meshwright.profile.structure.cuts import Cut
 from meshwright.profile.structure.structure import Structure
 

@@ -24,7 +24,8 @@ from meshwright.parallel.torch_private import (
     ignore_in_ddp,
     silence_unused_parameters_warning,
 )
-from meshwright.plan import MIB, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import MIB
 
 DATA_AXES = ("replicate", "shard")
 

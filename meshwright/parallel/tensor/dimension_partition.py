@@ -12,7 +12,8 @@ from meshwright.batch import ModelBatch
 from meshwright.errors import InputError
 from meshwright.parallel.differentiable_collectives import AxisGroup
 from meshwright.parallel.tensor.shard_view import ShardSpec, ShardView
-from meshwright.plan import Axes, Modules, Plan, Split
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Axes, Modules, Split
 from meshwright.profile.structure.split_rules import DividedDimension
 
 

@@ -24,7 +24,8 @@ from meshwright.parallel.tensor.parameter_swap import (
 )
 from meshwright.parallel.tensor.shard_view import ShardKind, ShardSpec
 from meshwright.parallel.weights.layout import ParameterLayout, local_shard, shard_layout, whole_shape
-from meshwright.plan import Modules, Plan, Split
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Modules, Split
 from meshwright.profile.structure.split_rules import DividedDimension
 from meshwright.profile.structure.splits import ParameterSplit, SplitGroup
 from meshwright.profile.structure.structure import Structure

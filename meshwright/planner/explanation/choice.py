@@ -4,7 +4,9 @@ gains, and what it would gain if it might change the numerical result more (`all
 from dataclasses import replace
 
 from meshwright.errors import InputError
-from meshwright.plan import NUMERICS, Compute, Numerics, NumericsGroup, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.effects import NUMERICS, Numerics
+from meshwright.plan_fields.groups import Compute, NumericsGroup
 from meshwright.planner.compute_variants import best_variant, traits_of
 from meshwright.planner.explanation.explain import preference, seconds
 from meshwright.planner.inputs import PlanningInputs

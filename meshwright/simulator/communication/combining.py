@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, PositiveFloat
 from meshwright.cluster.cluster import Cluster, Node
 from meshwright.collectives.schedules.builders import build
 from meshwright.files.yaml_file import read_mapping, validate
-from meshwright.plan import Algorithm
+from meshwright.plan_fields.groups import Algorithm
 from meshwright.simulator.communication.collectives import collective_s
 from meshwright.simulator.communication.cpu_network import CpuNetwork, HostSpeed, LinkTier, SharedMemorySpeed
 from meshwright.simulator.communication.placement import RankGroup

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import InputError
-from meshwright.plan import MESH_ORDER, Axes
+from meshwright.plan_fields.groups import MESH_ORDER, Axes
 
 Ints = npt.NDArray[np.int64]
 

@@ -33,7 +33,8 @@ from dataclasses import dataclass, replace
 from meshwright.blocks.module_names import is_inside
 from meshwright.dtypes import ITEM_BYTES
 from meshwright.errors import InputError, did_you_mean
-from meshwright.plan import Modules, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Modules
 from meshwright.profile.values import MemoryChange, ModelProfile, Operator, Phase, TraceSegment
 from meshwright.simulator.tensor.messages import TensorMessage
 

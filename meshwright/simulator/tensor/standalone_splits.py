@@ -18,7 +18,8 @@ from math import prod
 from meshwright.blocks.module_names import is_inside
 from meshwright.dtypes import ITEM_BYTES
 from meshwright.errors import InputError, did_you_mean
-from meshwright.plan import Modules, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Modules
 from meshwright.profile.structure.splits import ParameterSplit, SplitGroup
 from meshwright.profile.values import (
     BatchPolynomial,

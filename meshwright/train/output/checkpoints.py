@@ -20,7 +20,7 @@ from meshwright.checkpoint.save import check_savable, clear_unfinished, prune
 from meshwright.checkpoint.state import GROUPS, ModelDescription, State, describe_model
 from meshwright.errors import CheckpointError
 from meshwright.files.storage import writing
-from meshwright.job import Checkpoint
+from meshwright.job_sections.sections import Checkpoint
 from meshwright.launch.world import World
 from meshwright.train.output.copies import CheckpointCopies
 from meshwright.train.output.folder import RunFolder

@@ -12,7 +12,7 @@ import torch
 
 from meshwright.errors import StorageError
 from meshwright.files.storage import replacing
-from meshwright.job import Log
+from meshwright.job_sections.sections import Log
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.world import World
 from meshwright.train.output.activity_times import SMALLEST_WINDOW, ActivityTimes

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from meshwright.errors import InputError
 from meshwright.job import Job
-from meshwright.plan import Axes, Gradients, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Axes, Gradients
 from meshwright.train.build import build_initialized_model, schedule_unit
 from meshwright.train.servers.assignment import ParameterRows, assign_parameters, is_elementwise
 from meshwright.train.session import MakeOptimizer, MakeSchedule

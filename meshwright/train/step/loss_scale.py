@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.errors import TrainingDiverged
-from meshwright.job import LossScaleSettings
+from meshwright.job_sections.sections import LossScaleSettings
 from meshwright.parallel.clip import group_by_dtype_and_device
 from meshwright.parallel.weights.layout import local_tensor
 from meshwright.train.torch_private import unscale_and_check_finite_

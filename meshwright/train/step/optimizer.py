@@ -11,7 +11,7 @@ from torch import nn
 
 from meshwright.call import build
 from meshwright.errors import InputError, did_you_mean
-from meshwright.job import Optimizer
+from meshwright.job_sections.sections import Optimizer
 from meshwright.parallel.weights.offload import state_device
 
 ParameterGroup = dict[str, Any]  # "names" of parameters, and the group's options

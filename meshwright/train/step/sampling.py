@@ -12,7 +12,8 @@ from meshwright.data.loading import is_stream
 from meshwright.data.samples import dataset_size, name_of
 from meshwright.data.sampling import WeightedSampling
 from meshwright.errors import InputError, MeshwrightError
-from meshwright.job import Data, Job
+from meshwright.job import Job
+from meshwright.job_sections.sections import Data
 from meshwright.user_code import first_line, raise_user_code_error
 
 

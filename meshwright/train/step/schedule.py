@@ -9,7 +9,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from meshwright.call import build
 from meshwright.errors import InputError
 from meshwright.exchange import broadcast_value
-from meshwright.job import Job, LearningRateSchedule
+from meshwright.job import Job
+from meshwright.job_sections.sections import LearningRateSchedule
 from meshwright.train.metrics import evaluated_value
 from meshwright.train.step_runner import StepRunner
 

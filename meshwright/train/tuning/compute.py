@@ -22,7 +22,8 @@ from meshwright.errors import StorageError
 from meshwright.files.cache import cache_folder
 from meshwright.files.storage import write_atomically, writing
 from meshwright.job import Job
-from meshwright.plan import Compute, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Compute
 from meshwright.progress import phase
 from meshwright.train.job_parts import JobParts
 from meshwright.train.tuning.measure import MeasuredSteps, StepMeasurer

@@ -23,7 +23,8 @@ from meshwright.bench.strategies.plans import strategy_plan
 from meshwright.cluster.catalog import find_link
 from meshwright.cluster.cluster import Cluster, Device, Node
 from meshwright.errors import InputError
-from meshwright.plan import Axes, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Axes
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.profiles import Profiles
 from meshwright.profile.optimizer import optimizer_cost

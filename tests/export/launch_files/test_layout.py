@@ -7,7 +7,8 @@ from meshwright.cluster.detect import detect_cpu
 from meshwright.cluster.names import cluster_from_name
 from meshwright.errors import InputError
 from meshwright.export.launch_files.layout import Layout, lay_out
-from meshwright.plan import Axes, Compute, Gradients, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Axes, Compute, Gradients
 
 SIXTEEN = Plan(axes=Axes(replicate=16))
 TWO_BY_EIGHT = cluster_from_name("2x8xH100")

@@ -16,7 +16,8 @@ from meshwright.parallel.attention_fastpath import without_attention_fastpath
 from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.pipeline.pipeline import PipelineExecutor
 from meshwright.parallel.pipeline.stages import LocalStages, cut_stages, recompute_stages
-from meshwright.plan import Axes, Memory, Pipeline, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Axes, Memory, Pipeline
 from meshwright.profile.structure.structure import Structure, find_structure
 from meshwright.simulator.pipeline.order import pipeline_order
 from tests.profile.models import small_model, token_batch

@@ -12,7 +12,8 @@ from meshwright.blocks.recompute import recompute_blocks
 from meshwright.errors import InputError
 from meshwright.parallel.tensor.shard_view import ShardView
 from meshwright.parallel.tensor.split_modules import split_modules
-from meshwright.plan import Axes, Modules, Plan, Split
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Axes, Modules, Split
 from meshwright.profile.structure.structure import find_structure
 from tests.parallel.tensor.models import NanoGPT, make, words
 from tests.ranks import RankPool

@@ -14,7 +14,8 @@ from meshwright.blocks.recompute import recompute_blocks
 from meshwright.parallel.tensor.shard_view import ShardView
 from meshwright.parallel.tensor.split_modules import split_modules
 from meshwright.parallel.weights.layout import gather_shards
-from meshwright.plan import Axes, Modules, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Axes, Modules
 from meshwright.profile.structure.structure import find_structure
 from tests.parallel.tensor.models import make
 from tests.ranks import RankPool

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright.parallel.tensor.split_modules import split_modules
 from meshwright.parallel.weights.layout import gather_shards
-from meshwright.plan import Axes, Modules, Plan, Split
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Axes, Modules, Split
 from meshwright.profile.structure.structure import find_structure
 from tests.parallel.tensor.models import Classifier
 from tests.ranks import RankPool, ranks

@@ -9,7 +9,8 @@ import pytest
 import meshwright.planner.explanation.choice
 import meshwright.planner.search
 from meshwright.cluster.detect import find_cluster
-from meshwright.plan import Numerics, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.effects import Numerics
 from meshwright.planner.explanation.choice import describe_choice
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.search import search

@@ -10,7 +10,7 @@ from meshwright.cluster.catalog import find_link
 from meshwright.cluster.cluster import COLLECTIVES, Cluster, Collective, Curve, Device, Link, Node
 from meshwright.cluster.names import cluster_from_name
 from meshwright.errors import InputError
-from meshwright.plan import Axes
+from meshwright.plan_fields.groups import Axes
 from meshwright.simulator.communication.collectives import (
     COMMUNICATION_SLOWDOWN,
     COMPUTE_SLOWDOWN,

@@ -5,7 +5,7 @@ import pytest
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.names import cluster_from_name
 from meshwright.errors import InputError
-from meshwright.plan import Axes
+from meshwright.plan_fields.groups import Axes
 from meshwright.simulator.communication.placement import RankGroup, axis_groups, group_of_axes, neighbour_groups
 
 

@@ -10,7 +10,8 @@ from meshwright.cluster.cluster import Cluster, Device, Node
 from meshwright.collectives.execute import SEGMENT_BYTES
 from meshwright.collectives.schedules.builders import SCHEDULES, build
 from meshwright.errors import InputError
-from meshwright.plan import Axes, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Axes
 from meshwright.simulator.communication.collectives import collective_s
 from meshwright.simulator.communication.combining import combine_s, cpu_network, fastest_algorithm, host_costs
 from meshwright.simulator.communication.cpu_network import CpuNetwork, HostSpeed, LinkTier, SharedMemorySpeed, rate_at

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshwright.collectives.wait_clock import WAIT_CLOCK
-from meshwright.job import Log
+from meshwright.job_sections.sections import Log
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.report.trace import read_trace
 from meshwright.train.output import activity_times

@@ -85,7 +85,8 @@ def train_on(disk: Path, ranks: int, action: str, **sections: dict[str, Any]) ->
     from meshwright.checkpoint.load import find_newest_valid
     from meshwright.cluster.detect import find_cluster
     from meshwright.job import Job
-    from meshwright.plan import Axes, Plan
+    from meshwright.plan import Plan
+    from meshwright.plan_fields.groups import Axes
     from meshwright.train.run import train
 
     data = {"train": {"call": "tests.train.runs.full_disk:DisturbedPoints", "disk": str(disk), "action": action}}

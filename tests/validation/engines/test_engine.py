@@ -6,7 +6,8 @@ import pytest
 
 from meshwright.cluster.names import cluster_from_name
 from meshwright.errors import InputError
-from meshwright.plan import Axes, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Axes
 from meshwright.simulator.communication.collectives import collective_s
 from meshwright.simulator.communication.exchange import gradient_exchange, transfer_s
 from meshwright.simulator.communication.placement import group_of_axes

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Literal
 
-from meshwright.plan import Axes, Compute, Gradients, Memory, Modules, NumericsGroup, Pipeline, Plan
+from meshwright.plan import Plan
+from meshwright.plan_fields.groups import Axes, Compute, Gradients, Memory, Modules, NumericsGroup, Pipeline
 from validation.runs.case import NotCovered
 
 ShardingLevel = Literal["optimizer", "gradients", "parameters"]
