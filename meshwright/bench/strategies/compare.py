@@ -15,7 +15,7 @@ from meshwright.bench import figures
 from meshwright.bench.strategies.catalog import ALL_CORES, AUTO, DATA_PARALLEL, ON_ONE_DEVICE, PLAIN, SINGLE
 from meshwright.bench.strategies.data_parallel import predict_data_parallel
 from meshwright.bench.strategies.measure import Measurement, RunnableStrategy, Steps
-from meshwright.bench.strategies.plans import StrategyPlanner
+from meshwright.bench.strategies.plans import NEEDS_SEVERAL_DEVICES, StrategyPlanner
 from meshwright.bench.strategies.request import Loop
 from meshwright.bench.strategies.rows import SkippedStrategy, StrategyReport, StrategyRow
 from meshwright.cluster.cluster import Cluster
@@ -146,7 +146,7 @@ def _contestant(
     cluster, ranks = planner.cluster, planner.cluster.device_count
     if strategy == DATA_PARALLEL:
         if ranks == 1:
-            raise InputError("DataParallel needs several devices, but the cluster has one")
+            raise InputError(NEEDS_SEVERAL_DEVICES)
         plan = planner.plan(SINGLE, precision)
         runnable = RunnableStrategy("data parallel", plan, cluster.kind, planner.threads or cluster.cores, ranks)
         note = _note(plan, runnable.loop, parts.model)

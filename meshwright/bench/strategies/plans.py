@@ -22,6 +22,7 @@ from meshwright.planner.search import summarize_model
 from meshwright.simulator.predict import Prediction, predict_plan
 from meshwright.train.job_parts import JobParts
 
+NEEDS_SEVERAL_DEVICES = "it needs several devices, but the cluster has one"
 _MEASURE_OPERATORS_S = 1.0
 _STAGES_PER_RANK = {**STAGES_PER_RANK, "interleaved_1f1b": 2, "zero_bubble": 1}
 Planning = Callable[[], tuple[PlanningInputs, Profiles]]
@@ -48,7 +49,7 @@ class StrategyPlanner:
             return plan_of_job(self.parts, self.cluster, "auto").plan
         devices = self.cluster.device_count
         if devices == 1 and strategy in (HYBRID, ALL_CORES):
-            raise InputError(f"{strategy} needs several devices, but the cluster has one")
+            raise InputError(NEEDS_SEVERAL_DEVICES)
         if strategy == HYBRID:
             plan = self._hybrid()
         elif strategy == ALL_CORES:
@@ -102,7 +103,7 @@ def strategy_plan(strategy: str, devices: int, planning: Planning) -> Plan:
     if strategy in ON_ONE_DEVICE:
         return Plan()
     if devices == 1:
-        raise InputError(f"{strategy} needs several devices, but the cluster has one")
+        raise InputError(NEEDS_SEVERAL_DEVICES)
     kind, _, variant = strategy.partition(" ")
     simple: dict[str, dict[str, Any]] = {
         "replicate": {"axes": {"replicate": devices}, "gradients": {"algorithm": variant}},

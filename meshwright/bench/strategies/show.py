@@ -27,9 +27,19 @@ def show(report: StrategyReport, console: Console) -> None:
     if report.skipped:
         console.print()
         table = _table("not run", "ranks", "because")
-        for strategy in report.skipped:
-            table.add_row(strategy.strategy, str(strategy.ranks), strategy.reason)
+        for (ranks, reason), names in _skipped_by_reason(report).items():
+            table.add_row(", ".join(names), str(ranks), reason)
         console.print(table)
+
+
+def _skipped_by_reason(report: StrategyReport) -> dict[tuple[int, str], list[str]]:
+    """The names of the strategies that were not run, each once, by the number of ranks and the reason."""
+    names: dict[tuple[int, str], list[str]] = {}
+    for skipped in report.skipped:
+        with_same_reason = names.setdefault((skipped.ranks, skipped.reason), [])
+        if skipped.strategy not in with_same_reason:
+            with_same_reason.append(skipped.strategy)
+    return names
 
 
 def _title(report: StrategyReport) -> str:

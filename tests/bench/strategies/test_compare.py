@@ -2,6 +2,7 @@
 trained with are named."""
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,14 @@ def test_the_number_of_steps_follows_from_their_time() -> None:
 def test_on_one_device_the_automatic_plan_is_compared_with_it(ran: list[str]) -> None:
     report = compare(_job(), {1: cluster_of(1)}, _settings("replicate ring", "auto"))
     assert [row.strategy for row in report.rows] == ["single device", "auto"]
-    assert report.skipped[0].reason == "replicate ring needs several devices, but the cluster has one"
+    assert report.skipped[0].reason == "it needs several devices, but the cluster has one"
+
+
+def test_strategies_that_are_not_run_for_the_same_reason_are_one_line(ran: list[str]) -> None:
+    settings = replace(_settings("replicate ring", "replicate tree"), precisions=("fp32", "bf16"))
+    text = _text(compare(_job(), {1: cluster_of(1)}, settings), 100)
+    assert text.count("it needs several devices") == 1
+    assert "replicate ring, replicate tree" in text
 
 
 def test_no_round_begins_that_would_end_too_late(ran: list[str]) -> None:
