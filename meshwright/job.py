@@ -55,9 +55,7 @@ class Job(Section):
     metrics: dict[str, Call] = Field(default={})
     optimizer: Optimizer
     schedule: LearningRateSchedule | None = None
-    callbacks: list[Call] = Field(
-        default=[]
-    )  # called as the run goes on, see train/callbacks/callbacks.py
+    callbacks: list[Call] = Field(default=[])  # called as the run goes on, see train/callbacks/callbacks.py
     train: Train = Train(epochs=1)
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()

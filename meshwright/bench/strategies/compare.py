@@ -33,8 +33,10 @@ from meshwright.train.torch_private import AnyBatchNorm
 # on two ranks differed by at most 2e-6; the tolerances of other precisions are not based on measurements.
 LOSS_TOLERANCES = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 3e-2, "fp16": 3e-2, "fp8": 1e-1}
 _MEASURED_S = 0.8  # how long the timed steps of the single device take, if the number of steps is not given
-_MOST_STEPS, _FEWEST_WITH_RECORD = 20, 3
-_PROBE = Steps(warm_up=1, timed=1, sampled=0)
+_MOST_STEPS, _FEWEST_WITH_RECORD = {"cpu": 20, "cuda": 50}, 3
+# A GPU captures CUDA graphs in the fourth step, and loads kernels in the first.
+_PROBE = {"cpu": Steps(warm_up=1, timed=1, sampled=0), "cuda": Steps(warm_up=3, timed=5, sampled=0)}
+_GPU_WARM_UP = 5
 _SLOW_STEP_S = 0.3  # a job with longer steps gets one step of warm-up, else two
 Value = TypeVar("Value")
 
@@ -200,10 +202,11 @@ def _measure(
     reference = next(contestant for contestant in contestants if contestant.strategy == SINGLE)
     with phase("measuring one device to choose the number of steps"):
         probe_begin = time.monotonic()
-        probe = reference.runnable.measure(job, _PROBE, folder / "probe")
-    start_up_s = time.monotonic() - probe_begin - 2 * probe.step_s
+        probe_steps = _PROBE[reference.runnable.device]
+        probe = reference.runnable.measure(job, probe_steps, folder / "probe")
+    start_up_s = time.monotonic() - probe_begin - (probe_steps.warm_up + probe_steps.timed) * probe.step_s
     allowed_s = (settings.limit_s - (time.monotonic() - begin)) / len(contestants)
-    chosen = choose_steps(settings.steps, probe.step_s, start_up_s, allowed_s)
+    chosen = choose_steps(settings.steps, probe.step_s, start_up_s, allowed_s, reference.runnable.device)
     for number in range(settings.rounds):
         round_begin = time.monotonic()
         ordered = contestants if number % 2 == 0 else contestants[::-1]
@@ -219,16 +222,17 @@ def _measure(
     return chosen.timed
 
 
-def choose_steps(timed: int | None, step_s: float, start_up_s: float, allowed_s: float) -> Steps:
+def choose_steps(timed: int | None, step_s: float, start_up_s: float, allowed_s: float, device: str) -> Steps:
     """Returns the steps of a measurement of the first round. `timed` is None if the user leaves their number to us.
     `step_s` and `start_up_s` are the seconds of a step on one device, and of starting the processes; `allowed_s` are
     those that one measurement may take, so that the first round is complete in time."""
-    warm_up = 1 if step_s > _SLOW_STEP_S else 2
+    cpu_warm_up = 1 if step_s > _SLOW_STEP_S else 2
+    warm_up = _GPU_WARM_UP if device == "cuda" else cpu_warm_up
     if timed is None:
         affordable = int((allowed_s - start_up_s) / step_s) - warm_up
         if affordable < _FEWEST_WITH_RECORD:
             return Steps(warm_up, timed=1, sampled=0, records_timed=True)
-        timed = max(1, min(_MOST_STEPS, round(_MEASURED_S / step_s), affordable - 1))
+        timed = max(1, min(_MOST_STEPS[device], round(_MEASURED_S / step_s), affordable - 1))
     return Steps(warm_up, timed, sampled=max(1, timed // 2))
 
 

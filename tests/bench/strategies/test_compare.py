@@ -3,6 +3,7 @@ trained with are named."""
 
 import io
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +103,15 @@ def test_the_table_fits_and_breaks_no_word(ran: list[str], width: int) -> None:
 
 
 def test_the_number_of_steps_follows_from_their_time() -> None:
-    assert choose_steps(None, step_s=0.01, start_up_s=1.0, allowed_s=10.0) == Steps(2, 20, 10)
-    assert choose_steps(None, step_s=0.4, start_up_s=1.0, allowed_s=10.0) == Steps(1, 2, 1)
-    assert choose_steps(None, step_s=3.0, start_up_s=1.0, allowed_s=10.0) == Steps(1, 1, 0, records_timed=True)
-    assert choose_steps(7, step_s=3.0, start_up_s=1.0, allowed_s=10.0) == Steps(1, 7, 3)
+    choose = partial(choose_steps, start_up_s=1.0, allowed_s=10.0, device="cpu")
+    assert choose(None, step_s=0.01) == Steps(2, 20, 10)
+    assert choose(None, step_s=0.4) == Steps(1, 2, 1)
+    assert choose(None, step_s=3.0) == Steps(1, 1, 0, records_timed=True)
+    assert choose(7, step_s=3.0) == Steps(1, 7, 3)
+
+
+def test_cuda_graphs_are_captured_before_the_timed_steps() -> None:
+    assert choose_steps(None, step_s=0.001, start_up_s=1.0, allowed_s=10.0, device="cuda") == Steps(5, 50, 25)
 
 
 def test_on_one_device_the_automatic_plan_is_compared_with_it(ran: list[str]) -> None:
