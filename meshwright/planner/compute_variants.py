@@ -157,6 +157,8 @@ def _compilations(plan: Plan, inputs: PlanningInputs, blocks: bool) -> _Choices:
         choices.append({"compute": {"compile": compiled}})
         if plan.axes.tensor == plan.axes.pipeline == 1:
             choices.append({"compute": {"compile": compiled, "cuda_graphs": True}})
+    if plan.compute.loss_chunks > 1:  # compiled code keeps fewer tensors, so that the plan may fit without chunks
+        choices += [{"compute": {**choice["compute"], "loss_chunks": 1}} for choice in choices]
     return choices
 
 

@@ -244,11 +244,18 @@ def test_a_loss_in_chunks_is_chosen_where_it_is_faster() -> None:
     assert choose({}, replace(H100, allow="same"), tokens=TOKENS, gains=CHUNKS) == {}
 
 
+def test_chunks_are_left_out_where_compiled_code_fits_without_them_and_is_faster() -> None:
+    in_chunks = {"compute": {"loss_chunks": 8}}
+    gains = {**GAINS, "loss_chunks 1": 0.2}
+    assert choose(in_chunks, tokens=TOKENS, gains=gains) == MODEL
+    assert choose(in_chunks, tokens=TOKENS, gains=gains, too_large="loss_chunks 1") == {**MODEL, "loss_chunks": 8}
+
+
 @cache
 def long_texts() -> Profiles:
     """The scores of one sample need more memory than a GPU has."""
     with torch.device("meta"):
-        model = Decoder(layers=1, hidden=64, heads=4, sequence=2**16, vocabulary=250_000, tied=False)
+        model = Decoder(layers=1, hidden=64, heads=4, sequence=2**16, vocabulary=400_000, tied=False)
         tokens = torch.empty(2, 2**16, dtype=torch.long)
     return Profiles(model, (tokens, tokens), NextTokenLoss())
 
