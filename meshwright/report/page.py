@@ -1,6 +1,6 @@
 """The frame of all pages: a page is a title and sections, a section is an explanation and parts, and a part is a chart,
-a table, a drawing or a list of key figures. `render` turns a page into one HTML file that opens from disk and requests
-nothing from a network.
+a table, a drawing, a tree or a list of key figures. `render` turns a page into one HTML file that opens from disk and
+requests nothing from a network.
 
 Everything that comes from a job or a run is escaped: text in HTML by jinja2, data in script elements by `script_json`,
 and text in charts, where plotly would interpret a few HTML tags, by `escaped_figure`.
@@ -76,6 +76,35 @@ class Drawing:
 
 
 @dataclass(frozen=True)
+class Phrase:
+    """A few words of a tree's line. `kind` is a class of the style sheet: `name`, `times`, `muted`, `label`, whose edge
+    has `colour`, or `exchange`."""
+
+    text: str
+    kind: str
+    colour: str = ""
+
+
+@dataclass(frozen=True)
+class TreeNode:
+    """A line of a tree with the lines below it, which are hidden at first unless `is_open`."""
+
+    phrases: Sequence[Phrase]
+    children: Sequence["TreeNode"] = ()
+    is_open: bool = True
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Nested lists that a pointer or a keyboard folds and unfolds. `description` says to a screen reader what it is."""
+
+    root: TreeNode
+    description: str
+    title: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class KeyFigures:
     """A few figures with their names, such as `("samples per second", "1,234")`."""
 
@@ -90,7 +119,7 @@ class Lines:
     title: str = ""
 
 
-Part = Chart | Table | Drawing | KeyFigures | Lines
+Part = Chart | Table | Drawing | Tree | KeyFigures | Lines
 
 
 @dataclass(frozen=True)
@@ -219,6 +248,7 @@ def _template(name: str) -> Any:
             "chart": lambda part: isinstance(part, Chart),
             "table": lambda part: isinstance(part, Table),
             "drawing": lambda part: isinstance(part, Drawing),
+            "tree": lambda part: isinstance(part, Tree),
             "key_figures": lambda part: isinstance(part, KeyFigures),
             "lines": lambda part: isinstance(part, Lines),
         }

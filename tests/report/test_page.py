@@ -18,9 +18,12 @@ from meshwright.report.page import (
     KeyFigures,
     Lines,
     Page,
+    Phrase,
     Section,
     Table,
     TableCell,
+    Tree,
+    TreeNode,
     escaped_figure,
     render,
     script_json,
@@ -112,10 +115,14 @@ def full_page(tmp_path: Path) -> Path:
     ]
     svg = Markup('<svg viewBox="0 0 100 20"><text x="0" y="15">{}</text></svg>').format(HOSTILE)
     drawing = Drawing(svg, HOSTILE, width_px=300)
+    leaf = TreeNode([Phrase(HOSTILE, "name"), Phrase("split over 2 ranks", "label", colour(1))])
+    inner = TreeNode([Phrase("block", "name")], [leaf], is_open=False)
+    tree = Tree(TreeNode([Phrase("model", "name")], [inner]), f"The modules of {HOSTILE}")
     page = page_of(
         *charts,
         Table(["name", "value", "state"], rows),
         drawing,
+        tree,
         Lines([HOSTILE]),
         KeyFigures([(HOSTILE, HOSTILE)]),
         title=HOSTILE,
@@ -154,6 +161,22 @@ def test_every_part_works_in_a_browser(full_page: Path, open_page: Callable[...,
     page.locator("#theme").click()
     page.wait_for_selector("html[data-theme=dark][data-charts=drawn]", state="attached")
     assert page.evaluate(ink) != before
+    assert opened.problems == []
+
+
+def test_a_screen_reader_sees_a_tree_and_the_keyboard_folds_it(full_page: Path, open_page: Callable[..., Any]) -> None:
+    opened = open_page(full_page)
+    tree = opened.page.locator(".part.tree")
+    assert tree.get_by_role("list", name=f"The modules of {HOSTILE}").count() == 1
+    assert tree.get_by_text("split over 2 ranks").is_hidden(), "the module around it is folded"
+    tree.locator("summary").nth(1).focus()
+    opened.page.keyboard.press("Enter")
+    assert tree.get_by_role("listitem").count() == 3
+    assert f"{HOSTILE} split over 2 ranks" in tree.get_by_role("listitem").last.inner_text().replace("\xa0", " ")
+    tree.get_by_role("button", name="Fold all", exact=True).press("Enter")
+    assert tree.get_by_role("listitem").count() == 2, "the modules of the first level stay visible"
+    tree.get_by_role("button", name="Unfold all").press("Enter")
+    assert tree.get_by_text("split over 2 ranks").is_visible()
     assert opened.problems == []
 
 

@@ -10,7 +10,7 @@ import yaml
 from meshwright.report.charts import axis, colour, figure, line, shortened
 from meshwright.report.cluster_drawing import cluster_drawing
 from meshwright.report.model_tree import model_tree
-from meshwright.report.page import Chart, Drawing, KeyFigures, Lines, Page, Part, Section, Table
+from meshwright.report.page import Chart, Drawing, KeyFigures, Lines, Page, Part, Section, Table, Tree
 from meshwright.report.run.kinds import kinds_of_windows
 from meshwright.report.run.prediction import prediction_sections
 from meshwright.report.run.profile import profile_sections
@@ -234,7 +234,7 @@ def _drawings(run: RunRecord) -> Iterator[Section]:
     )
 
 
-def _drawing(draw: Any, values: Any) -> Iterator[Drawing | Lines]:
+def _drawing(draw: Any, values: Any) -> Iterator[Drawing | Tree | Lines]:
     """Yields the drawing of values in page.json, or a line that says why there is none."""
     if values is None:
         yield Lines(["This run has not recorded it: runs of earlier versions, and some launchers, do not."])
