@@ -11,15 +11,6 @@ from typing import Literal
 
 REPOSITORY = Path(__file__).parents[1]
 Kind = Literal["run", "soak", "file", "run by", "output", "not run"]
-# Pages on which a block without a comment is taken to have this one.
-PAGE_DEFAULTS = {
-    "docs/bench.md": "not run: benchmarks, which tests/bench runs with fewer steps and rounds",
-    "docs/launch.md": "not run: several machines, or a scheduler; tests/cli and tests/launch start them on one",
-    "docs/machines.md": "not run: several machines; tests/launch starts ranks with each launcher on one",
-    "docs/report.md": "not run: a run of the reader, or a browser; tests/report writes and opens such pages",
-    "docs/report_plans.md": "not run: a file of the reader; tests/report writes and opens such pages",
-    "docs/ray.md": "not run: a Ray cluster; tests/compat/ray starts one",
-}
 _COMMENT = re.compile(r"<!-- (run by|run|file|output|not run)(?:: ?| )?(.*?) ?-->$")
 _FENCE = re.compile(r"```(\w*)")
 
@@ -79,7 +70,6 @@ def _begins_indented(lines: list[str], number: int) -> bool:
 
 
 def _block(page: str, number: int, language: str, text: str, comment: str) -> Block:
-    comment = comment or (f"<!-- {PAGE_DEFAULTS[page]} -->" if page in PAGE_DEFAULTS else "")
     match = _COMMENT.match(comment)
     kind, detail = match.groups() if match else (None, "")
     exit_code = 0

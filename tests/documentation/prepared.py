@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import yaml
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import meshwright as mw
+from documentation.blocks import REPOSITORY
 from meshwright.torchvision_import import mend_torchvision
 
 
@@ -61,6 +63,13 @@ def _cluster(folder: Path) -> dict[str, Any]:
         "kind: cuda\nmemory_bytes: 4e10\nbandwidth_bytes_per_s: 1e12\nrates: {fp32: 2e13, bf16: 2e14}\nlaunch_s: 5e-6\n"
     )
     (folder / "z900.yaml").write_text(f"name: z900\n{device}sources: {{}}\n")
+    return {}
+
+
+def _launch(folder: Path) -> dict[str, Any]:
+    """A job with a plan for 16 ranks, so that no plan has to be found."""
+    job = yaml.safe_load((REPOSITORY / "jobs" / "mnist.yaml").read_text())
+    (folder / "job.yaml").write_text(yaml.safe_dump({**job, "plan": {"axes": {"replicate": 16}}}))
     return {}
 
 
@@ -123,6 +132,7 @@ PREPARED: dict[str, Callable[[Path], dict[str, Any]]] = {
     "docs/cluster.md": _cluster,
     "docs/deepspeed.md": _deepspeed,
     "docs/job.md": _job,
+    "docs/launch.md": _launch,
     "docs/lightning.md": _lightning,
     "docs/memory.md": _memory,
     "docs/notebook.md": _notebook,
