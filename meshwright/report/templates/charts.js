@@ -24,7 +24,7 @@ function isNarrow(plot) { return plot.clientWidth < 560; }
 
 function layoutOf(figure, plot) {
   const ink = themeColour("var(--ink)"), muted = themeColour("var(--muted)"), grid = themeColour("var(--grid)");
-  const axis = {gridcolor: grid, linecolor: grid, zerolinecolor: grid, tickcolor: grid, automargin: true,
+  const axis = {gridcolor: grid, linecolor: grid, zerolinecolor: grid, tickcolor: grid, automargin: true, ticklabeloverflow: "allow",
     tickfont: {color: muted}, title: {standoff: 8}};
   const layout = withThemeColours(figure.layout || {}, false);
   const result = {
@@ -84,10 +84,16 @@ async function inflatePlotly() {
   const letters = atob(holder.textContent), bytes = new Uint8Array(letters.length);
   for (let index = 0; index < letters.length; index++) bytes[index] = letters.charCodeAt(index);
   holder.remove();
-  const text = await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+  const inflated = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
   const script = document.createElement("script");
-  script.textContent = text;
-  document.head.append(script);
+  // A script with an address is compiled on another thread, one without is not.
+  script.src = URL.createObjectURL(new Blob([await new Response(inflated).arrayBuffer()], {type: "text/javascript"}));
+  await new Promise((resolve, reject) => {
+    script.onload = resolve;
+    script.onerror = () => reject(new Error("its script was not loaded"));
+    document.head.append(script);
+  });
+  URL.revokeObjectURL(script.src);
   script.remove();
   plotly = window.Plotly;
   drawCharts();
@@ -119,6 +125,6 @@ setTheme();
 inflatePlotly().catch(error => {
   const notice = document.createElement("p");
   notice.className = "notice";
-  notice.textContent = `The charts cannot be drawn: this browser could not inflate the chart library (${error.message}).`;
+  notice.textContent = `The charts cannot be drawn: this browser could not load the chart library (${error.message}).`;
   document.getElementById("main").prepend(notice);
 });

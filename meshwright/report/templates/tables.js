@@ -2,12 +2,14 @@
 // Draws every table from its JSON. Cells are text nodes only, so names from a run cannot become HTML.
 const ROWS_AT_FIRST = 50;
 const ROWS_WITH_FILTER = 12;
+const NAMES = new Intl.Collator("en", {numeric: true});
+const WHOLE = new Intl.NumberFormat("en"), ROUNDED = new Intl.NumberFormat("en", {maximumSignificantDigits: 4});
 
 function cellText(cell) {
   if (cell === null) return "–";
   if (Array.isArray(cell)) return cell[0];
   if (typeof cell !== "number") return String(cell);
-  return Number.isInteger(cell) ? cell.toLocaleString("en") : cell.toLocaleString("en", {maximumSignificantDigits: 4});
+  return (Number.isInteger(cell) ? WHOLE : ROUNDED).format(cell);
 }
 
 function cellValue(cell) {
@@ -19,7 +21,7 @@ function compareCells(a, b) {
   const left = cellValue(a), right = cellValue(b);
   if (left === null || right === null) return (left === null) - (right === null);
   if (typeof left === "number" && typeof right === "number") return left - right;
-  return String(left).localeCompare(String(right), "en", {numeric: true});
+  return NAMES.compare(String(left), String(right));
 }
 
 function element(name, className, text) {
@@ -88,10 +90,10 @@ function setUpTable(part) {
     table.append(head, body);
     scroll.replaceChildren(table);
     if (tools.firstChild) {
-      tools.querySelector(".count").textContent = `${rows.length.toLocaleString("en")} of ${data.rows.length.toLocaleString("en")} rows`;
+      tools.querySelector(".count").textContent = `${WHOLE.format(rows.length)} of ${WHOLE.format(data.rows.length)} rows`;
       const more = tools.querySelector(".more");
       more.hidden = rows.length === count;
-      more.textContent = `Show all ${count.toLocaleString("en")}`;
+      more.textContent = `Show all ${WHOLE.format(count)}`;
     }
   };
   part.drawTable();
