@@ -45,15 +45,16 @@ def _node(node: Mapping[str, Any], depth: int) -> TreeNode:
 def _phrases(node: Mapping[str, Any]) -> list[Phrase]:
     copies = node.get("copies", 1)
     phrases = [Phrase(node["name"], "name")]
+    facts = []
     if copies > 1:
         phrases.insert(0, Phrase(f"{copies:,} × {node['class']}", "times"))
     elif node["class"] != node["name"]:
-        phrases.append(Phrase(node["class"], "muted"))
+        facts.append(node["class"])
     if node["parameters"]:
         each = " each" if copies > 1 else ""
-        phrases.append(
-            Phrase(f"{count_text(node['parameters'])} parameters, {bytes_text(node['bytes'])}{each}", "muted")
-        )
+        facts += [f"{count_text(node['parameters'])} parameters", f"{bytes_text(node['bytes'])}{each}"]
+    if facts:
+        phrases.append(Phrase(", ".join(map(str, facts)), "muted"))
     for kind, words in node.get("labels", ()):
         phrases.append(Phrase(words, "label", _COLOURS.get(kind, SERIES_COLOURS[7])))
     return phrases + [Phrase(words, "exchange") for words in node.get("exchanges", ())]

@@ -94,7 +94,8 @@ def _difference_words(details: Mapping[str, Any]) -> str:
 def _times(first: Mapping[str, Any], details: Mapping[str, Any]) -> str:
     if first["error"] is None or not details["tolerance"]:
         return "infinitely many times"
-    return f"{first['error'] / details['tolerance']:,.3g} times"
+    times = first["error"] / details["tolerance"]
+    return "more than a million times" if times > 1e6 else f"{times:,.3g} times"
 
 
 def _cause_tables(details: Mapping[str, Any]) -> Iterator[Part]:

@@ -36,7 +36,8 @@ def bench_page(report: Mapping[str, Any], name: str = "") -> Page:
         "peers": "Other libraries",
         "loading": "Loading",
     }
-    return Page(f"{titles[kind]}{job}", f"meshwright bench {kind}{f', {name}' if name else ''}", sections)
+    file = f", {name}" if name not in ("", kind) else ""
+    return Page(f"{titles[kind]}{job}", f"meshwright bench {kind}{file}", sections)
 
 
 def _kind(report: Mapping[str, Any]) -> str:
@@ -131,6 +132,9 @@ def _collective_trace(algorithm: str, members: Sequence[Row], number: int) -> di
     symbols = ("circle", "diamond", "square", "triangle-up", "cross", "x", "star", "hexagon")
     trace["marker"] = {"size": 7, "color": colour(number), "symbol": symbols[number % len(symbols)]}
     trace["mode"] = "lines+markers"
+    if algorithm == "auto":  # it lies on the line of the algorithm that it selects
+        trace["line"] = {"width": 1.75, "color": colour(number), "dash": "dot"}
+        trace["marker"] |= {"size": 12, "symbol": "circle-open"}
     return trace
 
 

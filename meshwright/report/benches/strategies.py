@@ -29,10 +29,11 @@ def strategy_sections(report: Mapping[str, Any]) -> list[Section]:
     shares = _shares_chart(rows)
     errors = _prediction_chart(rows)
     ranks = sorted({row["ranks"] for row in rows if row.get("ranks")})
-    devices = " and ".join(f"{number:,}" for number in ranks)
+    devices = _list([f"{number:,}" for number in ranks])
+    what = "Samples per second" if any(row.get("samples_per_s") for row in rows) else "Predicted steps per second"
     sections = [
         Section("Result", _words(report, devices), [_key_figures(report)]),
-        Section("Speed", "Samples per second of each strategy, on the same global batch.", [speed] if speed else []),
+        Section("Speed", f"{what} of each strategy, on the same global batch.", [speed] if speed else []),
         Section("Scaling", "The speed-up over one device.", [scaling] if scaling else []),
         Section("Where the time goes", "Shares of the time of all ranks.", [shares] if shares else []),
         Section(
@@ -67,14 +68,20 @@ def _words(report: Mapping[str, Any], devices: str) -> str:
     batch = f" with a global batch of {report['global_batch']:,} samples" if report.get("global_batch") else ""
     measured = any(row.get("measured_step_s") for row in report["rows"])
     how = "measured in alternating rounds" if measured else "predicted, as this machine does not have the devices"
-    return f"The same job was trained{batch} on {devices} devices with every strategy. Speeds are {how}."
+    noun = "device" if devices == "1" else "devices"
+    return f"The same job{batch} on {devices} {noun} with every strategy. Speeds are {how}."
+
+
+def _list(words: Sequence[str]) -> str:
+    """Words such as `1, 4 and 8`."""
+    return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
 
 def _key_figures(report: Mapping[str, Any]) -> KeyFigures:
     summary = report.get("summary") or {}
     rows: list[tuple[str, str]] = [(name, str(report[name])) for name in ("job", "cluster") if report.get(name)]
     if fastest := summary.get("fastest"):
-        name = f"{fastest['strategy']}, {fastest['ranks']} × {fastest['precision']}"
+        name = f"{fastest['strategy']} on {fastest['ranks']}, {fastest['precision']}".replace("_", " ")
         rows.append(("fastest", f"{name}: {seconds_text(fastest['step_s'])} a step"))
     rows += [(f"gain of {name} over fp32", f"{gain:.3g} ×") for name, gain in _items(summary, "mixed_precision_gain")]
     rows += [
@@ -132,7 +139,7 @@ def _speed_chart(rows: Sequence[Row]) -> Chart | None:
             barmode="group",
             showlegend=len(traces) > 1,
         ),
-        110 + 24 * len(names) * max(1, len(traces)),
+        110 + 24 * len(shown),
         "A strategy is named with its number of devices. The thin line is the spread of the rounds."
         if not predicted
         else "",
@@ -158,22 +165,32 @@ def _scaling_chart(rows: Sequence[Row]) -> Chart | None:
         )
         if members[0]["ranks"] > ranks[0] == 1:  # one device has a speed-up of 1 with every strategy
             members.insert(0, {"ranks": 1, field: 1.0})
-        name = f"{strategy} {precision}" if precision and len({key[1] for key in keys}) > 1 else strategy
+        name = strategy.replace("_", " ")
+        name = f"{name} {precision}" if precision and len({key[1] for key in keys}) > 1 else name
         trace = line(
             name, [row["ranks"] for row in members], [row[field] for row in members], "%{x} devices: %{y:.3g} times"
         )
-        trace["marker"] = {"size": 8, "symbol": _SYMBOLS[number // 8 % len(_SYMBOLS)], "color": colour(number)}
+        trace["marker"] = {"size": 8, "symbol": _SYMBOLS[number % len(_SYMBOLS)], "color": colour(number)}
         trace["line"] = {"width": 1.5, "color": colour(number), "dash": ("solid", "dot", "dashdot")[number // 8 % 3]}
         traces.append(trace)
-    x = axis("devices", type="log", tickmode="array", tickvals=ranks, ticktext=[f"{number:,}" for number in ranks])
+    x = axis("devices", tickmode="array", tickvals=ranks, ticktext=[f"{number:,}" for number in ranks])
     kind = "Measured" if measured else "Predicted"
     return Chart(
-        f"{kind} speed-up over one device in the same precision",
+        f"{kind} speed-up over one device",
         figure(traces, x, axis("speed-up", "times", rangemode="tozero"), showlegend=True),
         440,
-        "The dashed line is the ideal: as many times faster as there are devices."
+        _speedup_note(rows)
         + (f" The {_MOST_LINES} fastest of {len(keys)} strategies are drawn." if len(keys) > _MOST_LINES else ""),
     )
+
+
+def _speedup_note(rows: Sequence[Row]) -> str:
+    note = "The dashed line is the ideal: as many times faster as there are devices of the same precision."
+    alone = {row.get("precision") for row in rows if row["strategy"] == "single device"}
+    others = sorted({str(row.get("precision")) for row in rows} - {str(precision) for precision in alone})
+    if others and alone:
+        note += f" One device was not run in {_list(others)}: those strategies are compared with it in fp32."
+    return note
 
 
 def _shares_chart(rows: Sequence[Row]) -> Chart | None:

@@ -93,5 +93,5 @@ def _link_constants(link: Link) -> Iterator[tuple[str, str, str, str]]:
     if link.latency_s:
         yield link.name, "latency", seconds_text(link.latency_s), sources.get("latency_s", "")
     for collective, curves in link.curves.items():
-        words = f"{sum(len(curve.points) for curve in curves):,} times"
+        words = f"{sum(len(curve.points) for curve in curves):,} measured sizes"
         yield link.name, f"measured {collective.replace('_', '-')}", words, "; ".join({c.source for c in curves})

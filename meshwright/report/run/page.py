@@ -7,11 +7,12 @@ from typing import Any
 
 import yaml
 
-from meshwright.report.charts import axis, colour, figure, line, shortened
+from meshwright.report.charts import axis, colour, figure, line
 from meshwright.report.cluster_drawing import cluster_drawing
 from meshwright.report.model_tree import model_tree
-from meshwright.report.page import Chart, Drawing, KeyFigures, Lines, Page, Part, Section, Table, Tree
+from meshwright.report.page import Chart, Drawing, KeyFigures, Lines, Page, Section, Table, Tree
 from meshwright.report.run.kinds import kinds_of_windows
+from meshwright.report.run.losses import NOT_FINITE, NOT_METRICS, loss_sections
 from meshwright.report.run.prediction import prediction_sections
 from meshwright.report.run.profile import profile_sections
 from meshwright.report.run.ranks import rank_sections
@@ -22,7 +23,6 @@ _MOST_MARKS = 60
 _MOST_EVENTS = 3_000
 _LATEST_LINES = 25
 _SAVE_NAMES = {"save": "checkpoint saved", "evaluate": "evaluation", "load checkpoint": "checkpoint loaded"}
-_NOT_METRICS = ("kind", "step", "epoch", "time")
 
 
 def run_page(path: Path, live: bool = False) -> Page:
@@ -32,7 +32,7 @@ def run_page(path: Path, live: bool = False) -> Page:
     sections = [
         _summary(run),
         *([_now(run)] if live else []),
-        *_loss(run),
+        *loss_sections(run),
         *_throughput(run),
         *rank_sections(run, windows),
         *prediction_sections(run, windows),
@@ -57,7 +57,7 @@ def _summary(run: RunRecord) -> Section:
     train = run.entries("train")
     rows = [("steps", f"{run.step:,}")]
     loss = result.get("loss", train[-1].get("loss") if train else None)
-    rows.append(("training loss, last step", _number(loss)))
+    rows.append(("training loss, last step", NOT_FINITE if train and loss is None else _number(loss)))
     evaluations = run.entries("eval")
     metrics = result.get("metrics") or (_metrics_of(evaluations[-1]) if evaluations else {})
     rows += [(f"{name}, last evaluation", _number(value)) for name, value in sorted(metrics.items())]
@@ -83,7 +83,7 @@ def _number(value: Any) -> str:
 
 
 def _metrics_of(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in entry.items() if name not in _NOT_METRICS}
+    return {name: value for name, value in entry.items() if name not in NOT_METRICS}
 
 
 def _restarts(run: RunRecord) -> int:
@@ -120,7 +120,11 @@ def _clock(moment: float) -> str:
 
 
 def _metrics_line(entry: Mapping[str, Any]) -> str:
-    values = ", ".join(f"{name} {_number(value)}" for name, value in _metrics_of(entry).items() if value is not None)
+    values = ", ".join(
+        f"{name} {NOT_FINITE if value is None else _number(value)}"
+        for name, value in _metrics_of(entry).items()
+        if value is not None or name == "loss"
+    )
     return f"step {entry['step']} ({entry['kind']}): {values}"
 
 
@@ -130,35 +134,7 @@ def _event_line(event: Event) -> str:
     return f"step {event.step}: {_SAVE_NAMES.get(event.kind, event.kind)} in {seconds_text(event.seconds)}"
 
 
-# ---- loss and throughput
-
-
-def _loss(run: RunRecord) -> Iterator[Section]:
-    train, evaluations = run.entries("train"), run.entries("eval")
-    hover = "step %{x:,}: %{y:.5g}"
-    traces = [
-        line("training", [e["step"] for e in train], [e.get("loss") for e in train], hover, colour(0)),
-        line("evaluation", [e["step"] for e in evaluations], [e.get("loss") for e in evaluations], hover, colour(5)),
-    ]
-    parts: list[Part] = []
-    if train or evaluations:
-        shown = [trace for trace in traces if trace["x"]]
-        parts.append(Chart("Loss", figure(shown, axis("step"), axis("loss", "mean over samples"))))
-    for name in sorted({name for entry in evaluations for name in _metrics_of(entry)} - {"loss"}):
-        steps, values = [e["step"] for e in evaluations], [e.get(name) for e in evaluations]
-        trace = line(name, steps, values, hover, colour(2))
-        parts.append(Chart(name, figure([trace], axis("step"), axis(shortened(name))), 260))
-    rates = [e.get("lr") for e in train]
-    if len(set(rates)) > 1:
-        trace = line("learning rate", [e["step"] for e in train], rates, hover, colour(6))
-        parts.append(Chart("Learning rate", figure([trace], axis("step"), axis("learning rate")), 220))
-    if parts:
-        yield Section(
-            "Loss and metrics",
-            "The loss of every logged training step, and the metrics of every evaluation. In long runs, each stretch of"
-            " steps is shown by its smallest and its largest value, so that every spike is visible.",
-            parts,
-        )
+# ---- throughput
 
 
 def _throughput(run: RunRecord) -> Iterator[Section]:
@@ -256,15 +232,28 @@ def _history(run: RunRecord) -> Section:
         events = [event for event in first if event.kind in _SAVE_NAMES]
         for event in events[:: max(1, len(events) // _MOST_EVENTS)]:
             rows.append([_clock(event.time), event.step, min(run.ranks), _SAVE_NAMES[event.kind], event.seconds])
-    for entry in run.entries("skipped")[-1_000:]:
-        rows.append([_clock(entry["time"]), entry["step"], 0, "step skipped: not finite", None])
+    for first_skipped, last_skipped in _consecutive(run.entries("skipped"))[-_MOST_EVENTS:]:
+        steps = last_skipped["step"] - first_skipped["step"] + 1
+        words = f"{steps:,} steps skipped" if steps > 1 else "step skipped"
+        rows.append([_clock(first_skipped["time"]), first_skipped["step"], 0, f"{words}: loss {NOT_FINITE}", None])
     rows.sort(key=lambda row: (row[1], str(row[3])))
     header = ["time (UTC)", "after step", "rank", "what", "seconds"]
     return Section(
         "History",
-        "When ranks were started, and when checkpoints were saved and evaluations made.",
+        "When ranks were started, when checkpoints were saved and evaluations made, and which steps were skipped.",
         [Table(header, rows)] if rows else [],
     )
+
+
+def _consecutive(entries: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """The first and the last of entries whose steps follow each other."""
+    groups: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
+    for entry in entries:
+        if groups and entry["step"] == groups[-1][1]["step"] + 1:
+            groups[-1] = (groups[-1][0], entry)
+        else:
+            groups.append((entry, entry))
+    return groups
 
 
 def _job(run: RunRecord) -> Section:

@@ -84,7 +84,7 @@ def _time_by_kind(
     parts: list[Chart | Table] = [
         Chart(
             "Mean time of a step by rank",
-            figure(per_rank, _rank_axis(ranks), axis("time of a step", "ms"), barmode="stack", bargap=0.15),
+            figure(per_rank, _rank_axis(ranks), axis("time of a step", "ms"), barmode="stack", bargap=_bar_gap(ranks)),
         )
     ]
     if len(stretches) > 1:
@@ -105,6 +105,11 @@ def _time_by_kind(
 
 def _rank_axis(ranks: Sequence[int]) -> dict[str, Any]:
     return axis("rank", dtick=1) if len(ranks) <= 16 else axis("rank")
+
+
+def _bar_gap(ranks: Sequence[int]) -> float:
+    """The gap between bars as a share of their distance: bars of few ranks are not wider than a page needs."""
+    return max(0.15, 1 - 0.16 * len(ranks))
 
 
 def _share_table(windows: Sequence[Sequence[StepKinds]]) -> Table:
@@ -220,7 +225,7 @@ def _memory(run: RunRecord) -> Section:
         )
     largest = max(zip(peaks, ranks, strict=True))
     what = "resident memory of the process, with Python and libraries" if is_cpu else "memory allocated on the device"
-    layout = figure(traces, _rank_axis(ranks), axis("peak memory", "GiB"))
+    layout = figure(traces, _rank_axis(ranks), axis("peak memory", "GiB"), bargap=_bar_gap(ranks))
     return Section(
         "Memory",
         f"The peak of each rank: {what}. Rank {largest[1]} needs most, {bytes_text(largest[0])}.",

@@ -3,6 +3,7 @@ read are left out: a process may have been killed while it wrote them."""
 
 import json
 import os
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -83,10 +84,15 @@ class RunRecord:
 
     @property
     def state(self) -> str:
-        """`finished`, `running` or `not finished`."""
+        """`finished`, `running` or `not finished`. Whether a process runs can be seen only on its own machine; for
+        other machines, a recent heartbeat counts."""
         if self.result is not None:
             return "finished"
-        return "running" if time.time() - self.heartbeat_s < _RUNS_WITHIN_S else "not finished"
+        is_recent = time.time() - self.heartbeat_s < _RUNS_WITHIN_S
+        hosts = {event.host for times in self.ranks.values() for event in times.events if event.kind == "start"}
+        is_here = hosts == {socket.gethostname()}
+        is_gone = is_here and not any(_is_process(beat.pid) for beat in self.heartbeats.values())
+        return "running" if is_recent and not is_gone else "not finished"
 
     @property
     def step(self) -> int:
@@ -129,6 +135,16 @@ def read_run(path: Path) -> RunRecord:
         _read_json(folder.page) or {},
         _log_tail(folder.logs),
     )
+
+
+def _is_process(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:  # a process of another user
+        pass
+    return True
 
 
 def _read_plan(folder: RunFolder) -> Plan | None:

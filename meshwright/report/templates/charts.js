@@ -22,6 +22,13 @@ function withThemeColours(value, isColour) {
 
 function isNarrow(plot) { return plot.clientWidth < 560; }
 
+// On a narrow screen, the entries of a legend are below each other: the chart is higher by as much.
+function heightOf(figure, plot) {
+  const entries = (figure.data || []).filter(trace => trace.showlegend !== false).length;
+  const hasLegend = (figure.layout || {}).showlegend ?? entries > 1;
+  return Number(plot.parentElement.dataset.height) + (isNarrow(plot) && hasLegend ? 16 * Math.max(0, entries - 2) : 0);
+}
+
 function layoutOf(figure, plot) {
   const ink = themeColour("var(--ink)"), muted = themeColour("var(--muted)"), grid = themeColour("var(--grid)");
   const axis = {gridcolor: grid, linecolor: grid, zerolinecolor: grid, tickcolor: grid, automargin: true, ticklabeloverflow: "allow",
@@ -36,7 +43,7 @@ function layoutOf(figure, plot) {
     legend: {orientation: "h", traceorder: "normal", x: 0, xanchor: "left", y: 1.02, yanchor: "bottom", font: {color: ink}},
     modebar: {bgcolor: "rgba(0,0,0,0)", color: muted, activecolor: ink, orientation: "v"},
     ...layout,
-    autosize: true, height: Number(plot.parentElement.dataset.height),
+    autosize: true, height: heightOf(figure, plot),
   };
   for (const key of new Set(["xaxis", "yaxis", ...Object.keys(layout).filter(name => /^[xy]axis\d*$/.test(name))])) {
     const given = layout[key] || {};
@@ -52,6 +59,7 @@ function drawChart(part) {
   const plot = part.querySelector(".plot");
   if (!plotly || plot.dataset.drawn === root.dataset.theme + printing) return;
   const figure = part.figure || (part.figure = JSON.parse(part.querySelector("script").textContent));
+  plot.style.height = `${heightOf(figure, plot)}px`;
   plotly.react(plot, withThemeColours(figure.data || [], false), layoutOf(figure, plot),
     {responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"]});
   plot.dataset.drawn = root.dataset.theme + printing;

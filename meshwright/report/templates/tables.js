@@ -31,6 +31,15 @@ function element(name, className, text) {
   return node;
 }
 
+// The right edge of a table or drawing that goes on beyond it is faded.
+function showWhetherMore(scroll) {
+  scroll.classList.toggle("goes-on", scroll.scrollLeft + scroll.clientWidth < scroll.scrollWidth - 2);
+}
+const widths = new ResizeObserver(entries => { for (const entry of entries) showWhetherMore(entry.target); });
+document.addEventListener("scroll", event => {
+  if (event.target.matches?.(".table-scroll, .drawing-scroll")) showWhetherMore(event.target);
+}, {capture: true, passive: true});
+
 function setUpTable(part) {
   const data = JSON.parse(part.querySelector("script").textContent);
   const before = part.tableState || {};
@@ -89,6 +98,7 @@ function setUpTable(part) {
     }
     table.append(head, body);
     scroll.replaceChildren(table);
+    showWhetherMore(scroll);
     if (tools.firstChild) {
       tools.querySelector(".count").textContent = `${WHOLE.format(rows.length)} of ${WHOLE.format(data.rows.length)} rows`;
       const more = tools.querySelector(".more");
@@ -101,5 +111,6 @@ function setUpTable(part) {
 
 function setUpTables(root) {
   for (const part of root.querySelectorAll(".part.table")) setUpTable(part);
+  for (const scroll of root.querySelectorAll(".table-scroll, .drawing-scroll")) widths.observe(scroll);
 }
 setUpTables(document);

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from meshwright.errors import InputError
-from meshwright.report.page import Page, Table, render
+from meshwright.report.page import KeyFigures, Page, Table, render
 from meshwright.report.run.page import run_page
 from meshwright.train.output.folder import RunFolder
 from tests.report.made_up_run import HOSTILE, SLOW_RANK, make_run
@@ -69,6 +69,29 @@ def test_a_run_that_has_not_recorded_something_has_a_page(copy: Path, missing: s
 def test_a_damaged_page_json_is_said_and_not_fatal(copy: Path, content: str) -> None:
     RunFolder(copy).page.write_text(content)
     assert "Cluster" in titles(run_page(copy))
+
+
+def test_a_run_that_diverged_says_so_and_shows_the_steps_before(copy: Path) -> None:
+    loss = 1e12
+    with RunFolder(copy).metrics.open("a") as file:
+        for step in range(210, 250, 10):
+            entry = {"kind": "train", "step": step, "epoch": 0, "loss": loss if step == 210 else None, "time": 1.8e9}
+            file.write(json.dumps(entry) + "\n")
+        for step in (220, 221, 222, 230):
+            entry = {"kind": "skipped", "step": step, "epoch": 0, "loss": None, "skipped_steps": 1, "time": 1.8e9}
+            file.write(json.dumps(entry) + "\n")
+    RunFolder(copy).result.unlink()
+    page = run_page(copy)
+    assert isinstance(page.sections[0].parts[0], KeyFigures)
+    assert ("training loss, last step", "NaN or infinite") in page.sections[0].parts[0].rows
+    chart = dict(page.charts)["loss-and-metrics-loss"]
+    assert chart.figure["layout"]["yaxis"]["type"] == "log"
+    assert chart.figure["data"][-1]["x"] == [220, 230, 240]
+    assert "is NaN or infinite, the first of them step 220" in chart.note
+    history = next(section for section in page.sections if section.title == "History").parts[0]
+    assert isinstance(history, Table)
+    skipped = [(row[1], row[3]) for row in history.rows if "skipped" in str(row[3])]
+    assert skipped == [(220, "3 steps skipped: loss NaN or infinite"), (230, "step skipped: loss NaN or infinite")]
 
 
 def test_half_a_line_is_left_out(copy: Path) -> None:
