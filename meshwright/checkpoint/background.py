@@ -1,8 +1,8 @@
 """`BackgroundSaver`: saves checkpoints while training goes on.
 
 `begin` copies what this rank writes to memory of its own, and returns. A thread then writes that memory to the disk and
-publishes the checkpoint, as save.py describes it. Training waits for the copy only, and for the previous checkpoint if
-that is not published yet. A rank that is killed before the checkpoint is published leaves the previous one as it is.
+publishes the checkpoint, as save.py describes it. Training waits for the copy, and for the previous checkpoint if that
+is not published yet. A rank that is killed before the checkpoint is published leaves the previous one as it is.
 
 The threads of the ranks exchange messages through a process group of their own, because two threads must not use one
 group. The memory is kept for the next checkpoint: memory that is used for the first time takes longer to write to.
@@ -10,7 +10,7 @@ group. The memory is kept for the next checkpoint: memory that is used for the f
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.checkpoint.agreement import from_first_rank, on_all_ranks
-from meshwright.checkpoint.save import StartedSave, complete_save, start_save
+from meshwright.checkpoint.agreement import from_first_rank, gather_results
+from meshwright.checkpoint.save import Division, StartedSave, complete_save, start_save
 from meshwright.checkpoint.state import State
 from meshwright.checkpoint.writer import copy_pieces, objects_as_json, write_copied
 from meshwright.errors import StorageError
@@ -41,7 +41,8 @@ class PublishedSave:
 
 
 class BackgroundSaver:
-    """Saves one checkpoint at a time. All ranks make one together, and call `begin` and `finish` together."""
+    """Saves one checkpoint at a time. All ranks make one together, and call `begin` and `finish` together; `finish` has
+    to be called before the next `begin`."""
 
     def __init__(
         self, pinned: bool = False, on_full: Literal["stop", "wait"] = "stop", tell: Callable[[str], None] = print
@@ -54,25 +55,48 @@ class BackgroundSaver:
         self._on_full = on_full
         self._tell = tell
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._division: Division | None = None
         self._thread: threading.Thread | None = None
         self._published: PublishedSave | None = None
         self._error: BaseException | None = None
 
     def begin(
-        self, state: State, final: Path, step: int, about: dict[str, Any], published: Callable[[], None]
-    ) -> PublishedSave | None:
-        """Copies the state, and starts to save it to the folder `final`. Rank 0 calls `published` when the checkpoint
-        has this name, in another thread. Waits for the previous checkpoint first, and returns it as `finish` does."""
+        self,
+        state: State,
+        final: Path,
+        step: int,
+        about: dict[str, Any],
+        *,
+        prepare: Callable[[], None] = lambda: None,
+        examine: Callable[[Collection[str]], str | None] = lambda keys: None,
+        published: Callable[[], None] = lambda: None,
+    ) -> str | None:
+        """Copies the state, and starts to save it to the folder `final`. Rank 0 calls `prepare` first, and `published`
+        when the checkpoint has this name, in another thread. Each rank calls `examine` with the keys that it writes. If
+        that returns a text on any rank, nothing is saved, and all ranks return the first such text."""
+        assert self._thread is None, "finish has to be called first"
         begin = time.perf_counter()
-        previous = self.finish()
-        started = start_save(state, final, step, about)
-        file, objects = on_all_ranks(lambda: self._copy(state, started))
+        started = start_save(state, final, step, about, self._division, prepare)
+        self._division = started.division
+        file = torch.empty(0)
+        objects: dict[str, Any] = {}
+
+        def examine_and_copy() -> str | None:
+            nonlocal file, objects
+            problem = examine(dict.fromkeys(piece[0] for piece in started.division.share.pieces))
+            if problem is None:
+                file, objects = self._copy(state, started)
+            return problem
+
+        for problem in gather_results(examine_and_copy):
+            if problem is not None:
+                return str(problem)
         # A daemon, so that a rank that fails can exit; a run that ends waits for the thread.
         self._thread = threading.Thread(
             target=self._save, args=(started, file, objects, published, begin), name="checkpoint", daemon=True
         )
         self._thread.start()
-        return previous
+        return None
 
     def finish(self, limit_s: float | None = None) -> PublishedSave | None:
         """Waits until the last checkpoint is published, but not longer than `limit_s`; None means no limit. Returns it
@@ -89,13 +113,14 @@ class BackgroundSaver:
         return published
 
     def _copy(self, state: State, started: StartedSave) -> tuple[Tensor, dict[str, Any]]:
-        size = started.share.size
+        share = started.division.share
+        size = share.size
         if self._memory.numel() < size:
             self._memory = torch.empty(0, dtype=torch.uint8)  # frees the old memory first
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned, device="cpu")
         file = self._memory[:size]
-        copy_pieces(state, started.share, file)
-        return file, objects_as_json(state, started.share.objects)
+        copy_pieces(state, share, file)
+        return file, objects_as_json(state, share.objects)
 
     def _save(
         self,
@@ -106,7 +131,7 @@ class BackgroundSaver:
         begin: float,
     ) -> None:
         def write(path: Path) -> dict[str, Any]:
-            checksum = write_copied(path, file).model_dump() if started.share.pieces else None
+            checksum = write_copied(path, file).model_dump() if started.division.share.pieces else None
             return {"checksum": checksum, "objects": objects}
 
         try:

@@ -89,21 +89,30 @@ def _create_parents(final: Path) -> None:
 
 def _save(state: State, final: Path, step: int, about: dict[str, Any]) -> Path:
     started = start_save(state, final, step, about)
-    complete_save(started, lambda file: _write_share(file, state, started.share))
+    complete_save(started, lambda file: _write_share(file, state, started.division.share))
     return final
 
 
 @dataclass(frozen=True)
+class Division:
+    """What each rank writes of a state. `description` is what this rank has of it, as `describe` returns it. `share` is
+    what this rank writes. `descriptions` of all ranks, and their `plan`, are empty on ranks other than 0."""
+
+    description: str
+    descriptions: list[str]
+    plan: WritePlan
+    share: RankShare
+
+
+@dataclass(frozen=True)
 class StartedSave:
-    """A checkpoint for which the ranks have agreed on what each writes, and of which nothing is written yet. `plan` is
-    empty on ranks other than 0. `share` is what this rank writes."""
+    """A checkpoint for which the ranks have agreed on what each writes, and of which nothing is written yet."""
 
     final: Path
     step: int
     about: dict[str, Any]
     rank: int
-    plan: WritePlan
-    share: RankShare
+    division: Division
 
     @property
     def temporary(self) -> Path:
@@ -113,14 +122,29 @@ class StartedSave:
     @property
     def size(self) -> int:
         """The bytes of all ranks' files; only rank 0 knows it."""
-        return sum(share.size for share in self.plan.shares)
+        return sum(share.size for share in self.division.plan.shares)
 
 
-def start_save(state: State, final: Path, step: int, about: dict[str, Any]) -> StartedSave:
-    """Divides the state among the ranks. All ranks call this together."""
+def start_save(
+    state: State,
+    final: Path,
+    step: int,
+    about: dict[str, Any],
+    previous: Division | None = None,
+    prepare: Callable[[], None] = lambda: None,
+) -> StartedSave:
+    """Divides the state among the ranks. All ranks call this together. `previous` is how an earlier state was divided,
+    or None on all ranks: a state of the same tensors and objects is divided in the same way, which takes less time.
+    Rank 0 calls `prepare` before anything else."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    from_first_rank(lambda: _refuse_other_folder(final))
-    return StartedSave(final, step, about, rank, *_plan_share(state, rank))
+
+    def check_and_describe() -> str:
+        if rank == 0:
+            prepare()
+            _refuse_other_folder(final)
+        return describe(state)
+
+    return StartedSave(final, step, about, rank, _divide(check_and_describe, rank, previous))
 
 
 def complete_save(
@@ -178,19 +202,32 @@ def _refuse_other_folder(final: Path) -> None:
         raise InputError(f"{final} exists and is not a checkpoint: save to a path that does not exist")
 
 
-def _plan_share(state: State, rank: int) -> tuple[WritePlan, RankShare]:
-    """Returns the plan of all ranks, which is empty on ranks other than 0, and what this rank writes. Only rank 0 reads
-    the descriptions of all ranks, because that takes long for many tensors and ranks."""
-    descriptions = gather_results(lambda: describe(state))
+def _divide(describe_state: Callable[[], str], rank: int, previous: Division | None) -> Division:
+    """Returns what each rank writes. Only rank 0 reads the descriptions of all ranks, because that takes long for many
+    tensors and ranks. A rank whose description is that of `previous` sends None instead of it."""
+    description = ""
+
+    def describe_change() -> str | None:
+        nonlocal description
+        description = describe_state()
+        return None if previous is not None and previous.description == description else description
+
+    changes = gather_results(describe_change)
+    if previous is not None and all(change is None for change in changes):
+        return previous
+    descriptions: list[str] = []
     plan = WritePlan({}, [])
 
     def plan_on_first_rank() -> list[str]:
-        nonlocal plan
+        nonlocal descriptions, plan
+        unchanged = previous.descriptions if previous is not None else changes
+        descriptions = [old if new is None else new for old, new in zip(unchanged, changes, strict=True)]
         plan = plan_files(descriptions)
         return [share_to_text(share) for share in plan.shares[1:]]
 
     shares_of_others = from_first_rank(plan_on_first_rank)
-    return plan, plan.shares[0] if rank == 0 else read_share(shares_of_others[rank - 1])
+    share = plan.shares[0] if rank == 0 else read_share(shares_of_others[rank - 1])
+    return Division(description, descriptions, plan, share)
 
 
 def _prepare(temporary: Path, needed: int) -> None:
@@ -211,7 +248,7 @@ def _complete(started: StartedSave, written: list[dict[str, Any]]) -> None:
     """Writes index and manifest, and publishes the checkpoint. `written` is what `write` returned on each rank."""
     temporary, final = started.temporary, started.final
     objects = {key: value for share in written for key, value in share["objects"].items()}
-    text = json.dumps({"tensors": started.plan.tensors, "objects": objects}, separators=(",", ":"))
+    text = json.dumps({"tensors": started.division.plan.tensors, "objects": objects}, separators=(",", ":"))
     index = parse_index(text, final)  # what cannot be read again must not be published
     problem = check_contents(index.tensors, {key: from_json(value) for key, value in index.objects.items()})
     if problem is not None:

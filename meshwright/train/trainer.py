@@ -25,7 +25,7 @@ from meshwright.train.build import build_data, build_loading, build_metrics
 from meshwright.train.callbacks.callbacks import Callbacks, build_callbacks
 from meshwright.train.callbacks.run import CallbackRun
 from meshwright.train.metrics import evaluated_value
-from meshwright.train.output.checkpoints import BestCheckpoint, RunCheckpoints, SavedCheckpoint
+from meshwright.train.output.checkpoints import BestCheckpoint, NotFiniteError, RunCheckpoints, SavedCheckpoint
 from meshwright.train.output.folder import RunFolder
 from meshwright.train.output.metrics_log import MetricsLog, finite_or_none
 from meshwright.train.output.peak_memory import largest_peak_memory_bytes
@@ -335,12 +335,6 @@ class Trainer:
         self.meter.pause()
         self.heartbeat.update(step, "save")
         state = self.session.state()
-        nonfinite = self.checkpoints.find_nonfinite(state)
-        if nonfinite is not None:
-            if not self.told_not_saved:
-                self.display.line(f"step {step} is not saved: {nonfinite} is not finite")
-            self.told_not_saved = True
-            return False
         about = {
             **self.session.about(),
             "plan": self.session.plan.model_dump(),
@@ -349,8 +343,14 @@ class Trainer:
             "best": [self.best.step, self.best.value] if self.best else None,
             "left_out": sorted(map(list, self.left_out)),
         }
-        with self.display.activity("saving"):
-            path = self.checkpoints.save(state, step, about, self.best, begin, wait=self.callbacks.handle("save"))
+        try:
+            with self.display.activity("saving"):
+                path = self.checkpoints.save(state, step, about, self.best, begin, wait=self.callbacks.handle("save"))
+        except NotFiniteError as name:
+            if not self.told_not_saved:
+                self.display.line(f"step {step} is not saved: {name} is not finite")
+            self.told_not_saved = True
+            return False
         self.saved_step = step
         self.told_not_saved = False
         self.divergence.note_checkpoint()

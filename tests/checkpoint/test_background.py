@@ -15,6 +15,7 @@ from meshwright.checkpoint import background
 from meshwright.checkpoint.background import BackgroundSaver
 from meshwright.checkpoint.load import find_newest_valid
 from meshwright.checkpoint.manifest import checkpoint_name
+from meshwright.checkpoint.reader import open_checkpoint, verify
 from meshwright.checkpoint.save import clear_unfinished, save
 from meshwright.errors import StorageError
 from meshwright.launch.world import World
@@ -36,9 +37,9 @@ def a_state(value: float = 1.0) -> dict[str, Any]:
     }
 
 
-def begin(saver: BackgroundSaver, folder: Path, state: dict[str, Any], step: int = 3) -> Any:
+def begin(saver: BackgroundSaver, folder: Path, state: dict[str, Any], step: int = 3, **calls: Any) -> str | None:
     about = {**ABOUT, "step": step, "position": [0, step]}
-    return saver.begin(state, folder / checkpoint_name(step), step, about, lambda: None)
+    return saver.begin(state, folder / checkpoint_name(step), step, about, **calls)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -76,6 +77,46 @@ def test_the_files_of_two_ranks_are_those_of_a_save_at_once(two: RankPool, tmp_p
     assert len(files(tmp_path / "later")) == 4, "each rank has written a file"
 
 
+def refused_on_one_rank(rank: int, size: int, folder: str) -> list[Any]:
+    """The second rank's part of the state must not be saved. Both ranks write a tensor."""
+    state = {name: torch.full((7,), 1.0) for name in ("model/first", "model/second")}
+    state |= {"schedule": None, "optimizer_groups": []}
+    saver = BackgroundSaver()
+    keys: list[str] = []
+    problem = begin(saver, Path(folder), state, examine=lambda names: keys.extend(names) or ("bad" if rank else None))
+    refused = [keys, problem, saver.finish(), Path(folder, checkpoint_name(3)).exists()]
+    begin(saver, Path(folder), state)
+    saver.finish()
+    return refused
+
+
+def test_a_state_that_one_rank_refuses_is_saved_by_none(two: RankPool, tmp_path: Path) -> None:
+    expected = [[["model/first"], "bad", None, False], [["model/second"], "bad", None, False]]
+    assert two.run(refused_on_one_rank, str(tmp_path)) == expected
+    assert len(files(tmp_path)) == 4, "the next one is saved"
+
+
+def states_that_change(rank: int, size: int, folder: str) -> None:
+    """Saves states of the same tensors, of other values, and of other tensors on one rank, with one saver."""
+    saver = BackgroundSaver()
+    for step in (1, 2, 3):
+        state: dict[str, Any] = {"model/a": torch.full((4,), float(step)), "schedule": step, "optimizer_groups": []}
+        if step == 3 and rank == 1:
+            state["model/b"] = torch.arange(3.0)
+        begin(saver, Path(folder), state, step)
+        saver.finish()
+
+
+def test_a_state_of_other_tensors_is_divided_again(two: RankPool, tmp_path: Path) -> None:
+    two.run(states_that_change, str(tmp_path))
+    for step, names in ((1, ["model/a"]), (2, ["model/a"]), (3, ["model/a", "model/b"])):
+        path = tmp_path / checkpoint_name(step)
+        with open_checkpoint(path, verify(path)) as reader:
+            assert list(reader.tensors) == names
+            assert reader.objects["schedule"] == step
+        assert (path / "rank-00000.bin").read_bytes() == torch.full((4,), float(step)).numpy().tobytes()
+
+
 def test_training_may_change_the_state_after_the_copy(tmp_path: Path) -> None:
     for name in ("at once", "later"):
         (tmp_path / name).mkdir()
@@ -83,13 +124,14 @@ def test_training_may_change_the_state_after_the_copy(tmp_path: Path) -> None:
     state = a_state()
     saver = BackgroundSaver()
     begin(saver, tmp_path / "later", a_state(5.0), 2)  # its memory is used again
+    saver.finish()
     begin(saver, tmp_path / "later", state)
     state["model/weight"].zero_()
     saver.finish()
     assert files(tmp_path / "later") == files(tmp_path / "at once")
 
 
-def test_the_next_checkpoint_waits_for_the_previous_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_is_published_when_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     may_write = threading.Event()
     write = background.write_copied
     monkeypatch.setattr(background, "write_copied", lambda *args: (may_write.wait(), write(*args))[1])
@@ -98,10 +140,10 @@ def test_the_next_checkpoint_waits_for_the_previous_one(tmp_path: Path, monkeypa
     assert saver.finish(limit_s=0.01) is None
     assert not (tmp_path / checkpoint_name(1)).exists()
     may_write.set()
-    previous = begin(saver, tmp_path, a_state(), 2)
-    assert previous.path == tmp_path / checkpoint_name(1)
-    assert previous.path.exists()
-    saver.finish()
+    published = saver.finish()
+    assert published is not None
+    assert published.path == tmp_path / checkpoint_name(1)
+    assert published.path.exists()
 
 
 def test_a_checkpoint_that_cannot_be_written_fails_at_the_next_call(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from meshwright.job_sections.sections import Checkpoint
 from meshwright.launch.world import World
 from meshwright.train.output.copies import CheckpointCopies
 from meshwright.train.output.folder import RunFolder
-from meshwright.train.step.nonfinite import find_nonfinite_key, infinite_keys, nonfinite_keys
+from meshwright.train.step.nonfinite import infinite_keys, nonfinite_keys
 
 LOWER_IS_BETTER = ("loss", "error", "perplexity")
 RUNNING_STATISTICS = ("running_mean", "running_var")  # buffers of normalization layers
@@ -44,6 +44,10 @@ class SavedCheckpoint:
 
     path: Path
     manifest: Manifest
+
+
+class NotFiniteError(Exception):
+    """A checkpoint was not saved, because the weight, buffer or optimizer entry of this name is NaN or infinite."""
 
 
 class RunCheckpoints:
@@ -80,12 +84,12 @@ class RunCheckpoints:
         if not self._options.frozen and module is not None:
             self._frozen_at_start = without_frozen(state, module)[FROZEN]
 
-    def find_nonfinite(self, state: State) -> str | None:
-        """Returns the name of a weight, buffer or optimizer entry that has become NaN or infinite, the same on all
-        ranks; None if all are finite. Infinite numbers in buffers are left out, except in running statistics."""
-        allowed = {*self._nonfinite_at_start, *_infinite_buffers(state)}
-        key = find_nonfinite_key(state, allowed, self._world.size)
-        return None if key is None else key.removeprefix("model/")
+    def _find_nonfinite(self, state: State, keys: Collection[str]) -> str | None:
+        """Returns the name of a weight, buffer or optimizer entry of these keys that has become NaN or infinite on this
+        rank; None if all are finite. Infinite numbers in buffers are left out, except in running statistics."""
+        nonfinite = nonfinite_keys({key: state[key] for key in keys}, self._nonfinite_at_start)
+        allowed = _infinite_buffers(state, nonfinite)
+        return next((key.removeprefix("model/") for key in nonfinite if key not in allowed), None)
 
     def save(
         self,
@@ -96,19 +100,27 @@ class RunCheckpoints:
         begin: float | None = None,
         wait: bool = True,
     ) -> Path:
-        """Copies the state and starts to save it, and returns the path that the checkpoint will have. Old checkpoints
-        are deleted when it is published. `best` is the best one so far, or None. `begin` is the time
-        (`time.perf_counter`) at which training stopped for this; None means now. With `wait`, or `asynchronous: false`
-        in the job, the checkpoint is published when this returns."""
+        """Copies the state and starts to save it, and returns the path that the checkpoint will have. Raises a
+        `NotFiniteError` on all ranks if a weight, buffer or optimizer entry has become NaN or infinite: such a
+        checkpoint would replace one that is good. Old checkpoints are deleted when it is published. `best` is the best
+        one so far, or None. `begin` is the time (`time.perf_counter`) at which training stopped for this; None means
+        now. With `wait`, or `asynchronous: false` in the job, the checkpoint is published when this returns."""
         begin = time.perf_counter() if begin is None else begin
-        from_first_rank(self._create_folder)
+        self.finish()
         path = self._folder / checkpoint_name(step)
         is_best = best is not None and best.step == step
-        self._note(
-            self._saver.begin(
-                self._without_frozen(state), path, step, about, lambda: self._link_and_prune(path, is_best)
-            )
+        nonfinite = self._saver.begin(
+            self._without_frozen(state),
+            path,
+            step,
+            about,
+            prepare=self._create_folder,
+            # Each rank looks at what it writes, so that each number is read once and not on every replica.
+            examine=lambda keys: self._find_nonfinite(state, keys),
+            published=lambda: self._link_and_prune(path, is_best),
         )
+        if nonfinite is not None:
+            raise NotFiniteError(nonfinite)
         if wait or not self._options.asynchronous:
             self.finish()
         self._stalls_s.append(time.perf_counter() - begin)
@@ -231,12 +243,12 @@ def is_lower_better(metric: str, better: Literal["lower", "higher"] | None) -> b
     return better == "lower" if better else any(word in metric.lower() for word in LOWER_IS_BETTER)
 
 
-def _infinite_buffers(state: State) -> set[str]:
-    """Returns the keys of the buffers in which this rank has infinite numbers and no NaN, without running statistics. A
-    mask of -inf that the first forward pass fills is such a buffer. Whatever of the model no optimizer updates counts
-    as a buffer: a frozen weight that is infinite was so from the start."""
+def _infinite_buffers(state: State, keys: Collection[str]) -> set[str]:
+    """Returns those of the keys that are buffers in which this rank has infinite numbers and no NaN, without running
+    statistics. A mask of -inf that the first forward pass fills is such a buffer. Whatever of the model no optimizer
+    updates counts as a buffer: a frozen weight that is infinite was so from the start."""
     updated = {f"model/{name}" for group in state.get(GROUPS) or () for name in group["names"]}
-    buffers = {key: value for key, value in state.items() if key.startswith("model/") and key not in updated}
+    buffers = {key: state[key] for key in keys if key.startswith("model/") and key not in updated}
     return {key for key in infinite_keys(buffers) if not key.endswith(RUNNING_STATISTICS)}
 
 

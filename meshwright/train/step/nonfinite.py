@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.checkpoint.chunks import local_value
-from meshwright.exchange import all_gather_values
 from meshwright.parallel.clip import group_by_dtype_and_device
 from meshwright.parallel.model import ParallelModel
 from meshwright.parallel.weights.layout import local_tensor
@@ -98,16 +97,6 @@ def infinite_keys(state: Mapping[str, Any]) -> list[str]:
     """Returns the keys of a checkpoint's tensors in which this rank has infinite numbers and no NaN."""
     tensors = {key: _floating_point(state[key]) for key in nonfinite_keys(state)}
     return [key for key, tensor in tensors.items() if tensor is not None and not bool(tensor.isnan().any())]
-
-
-def find_nonfinite_key(state: Mapping[str, Any], without: Collection[str], ranks: int) -> str | None:
-    """Returns the key of a checkpoint's tensor that is not finite on some rank, without those in `without`; None if all
-    are finite. All ranks call this together, and the answer is the same on all."""
-    local_keys = nonfinite_keys(state, without)
-    if not on_any_rank(bool(local_keys), ranks):
-        return None
-    keys_of_ranks = all_gather_values(local_keys[:1]) if ranks > 1 else [local_keys]
-    return next(keys[0] for keys in keys_of_ranks if keys)
 
 
 def _floating_point(value: Any) -> Tensor | None:
