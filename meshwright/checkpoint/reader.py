@@ -16,7 +16,7 @@ from meshwright.checkpoint.contents import check_contents
 from meshwright.checkpoint.dcp_format import METADATA, DcpCheckpoint
 from meshwright.checkpoint.files import CheckpointFiles
 from meshwright.checkpoint.index import INDEX, Piece, SavedTensor, check_places, parse_index
-from meshwright.checkpoint.manifest import Manifest, read_manifest
+from meshwright.checkpoint.manifest import Manifest, read_manifest, step_of
 from meshwright.errors import CheckpointError
 from meshwright.plain_values import DamagedValueError, from_json
 
@@ -103,6 +103,36 @@ def verify(folder: Path) -> Manifest:
         if isinstance(reader, DcpCheckpoint):
             reader.verify_tensors()
     return manifest
+
+
+class VerifiedCheckpoints:
+    """Remembers which checkpoints are good. A checkpoint is read again only if one of its files has another size, time
+    of change or inode than when it was found to be good, or written."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, list[tuple[str, int, int, int]]] = {}
+
+    def note(self, folder: Path) -> None:
+        """Notes that a checkpoint was just written, with the checksums of what was to be written."""
+        self._known[folder] = _file_states(folder)
+
+    def is_good(self, folder: Path) -> bool:
+        states = _file_states(folder)
+        if self._known.get(folder) == states:
+            return True
+        try:
+            is_good = verify(folder).step == step_of(folder.name)
+        except CheckpointError:
+            is_good = False
+        if is_good:
+            self._known[folder] = states
+        return is_good
+
+
+def _file_states(folder: Path) -> list[tuple[str, int, int, int]]:
+    """Name, size, time of change and inode of each file."""
+    states = [(path.name, path.lstat()) for path in sorted(folder.iterdir())]
+    return [(name, state.st_size, state.st_mtime_ns, state.st_ino) for name, state in states]
 
 
 def plan_transfers(reader: CheckpointReader, key: str, chunks: Mapping[Box, Tensor]) -> list[Transfer]:

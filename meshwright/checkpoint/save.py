@@ -43,6 +43,7 @@ from meshwright.checkpoint.manifest import (
     step_of,
     write_manifest,
 )
+from meshwright.checkpoint.reader import VerifiedCheckpoints
 from meshwright.checkpoint.state import State
 from meshwright.checkpoint.writer import (
     RankShare,
@@ -174,14 +175,22 @@ def check_savable(state: State) -> None:
     on_all_ranks(check)
 
 
-def prune(folder: Path, keep: int, newest: str, *also: str | None) -> None:
-    """Deletes old checkpoints, but not the last `keep` of those up to the one named `newest`, and not those named
-    `also`. Checkpoints after `newest` are damaged. They stay and are not counted, because otherwise a good checkpoint
-    would be deleted in their place. One rank calls this."""
+def prune(folder: Path, keep: int, newest: str, *also: str | None, verified: VerifiedCheckpoints | None = None) -> None:
+    """Deletes old checkpoints, but not the last `keep` good ones of those up to the one named `newest`, and not those
+    named `also`. Damaged checkpoints are not counted, because otherwise a good one would be deleted in their place:
+    those after `newest` stay, and so do those that are newer than the oldest one that is kept. `verified` remembers
+    which ones were good. One rank calls this."""
+    verified = verified or VerifiedCheckpoints()
     newest_step = step_of(newest)
     assert newest_step is not None
     old = [path for step, path in checkpoints_in(folder).items() if step <= newest_step]
-    for path in old[:-keep]:
+    good = 0
+    while old and good < keep:
+        # Nothing can be deleted if as many as are kept, or fewer, are left; then they need not be verified.
+        if good + len(old) <= keep:
+            return
+        good += verified.is_good(old.pop())
+    for path in old:
         if path.name not in also:
             _discard(path)
 

@@ -16,6 +16,7 @@ from meshwright.checkpoint.background import BackgroundSaver, PublishedSave
 from meshwright.checkpoint.frozen import FROZEN, without_frozen
 from meshwright.checkpoint.load import difference, find_newest_valid
 from meshwright.checkpoint.manifest import Manifest, checkpoint_name
+from meshwright.checkpoint.reader import VerifiedCheckpoints
 from meshwright.checkpoint.save import check_savable, clear_unfinished, prune
 from meshwright.checkpoint.state import GROUPS, ModelDescription, State, describe_model
 from meshwright.errors import CheckpointError
@@ -61,6 +62,7 @@ class RunCheckpoints:
         self._copies = None if url is None else CheckpointCopies(run_folder, url, options.keep)
         self._tell = tell
         self._saver = BackgroundSaver(world.device.type == "cuda", options.on_full, tell)
+        self._verified = VerifiedCheckpoints()
         self._stalls_s: list[float] = []  # how long training waited for each checkpoint
         self._publish_s: list[float] = []  # how long each checkpoint took until it was published
         self._run_folder = run_folder
@@ -163,7 +165,8 @@ class RunCheckpoints:
             best_name = link.readlink().name if link.is_symlink() else None
             with self._copies.lock if self._copies else nullcontext():
                 copied_now = self._copies.uploading if self._copies else None
-                prune(self._folder, self._options.keep, newest.name, best_name, copied_now)
+                self._verified.note(newest)
+                prune(self._folder, self._options.keep, newest.name, best_name, copied_now, verified=self._verified)
         if self._copies:
             self._copies.begin(newest.name)
 

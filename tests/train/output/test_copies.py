@@ -13,6 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from meshwright.checkpoint.copy import COPY, copied_steps, delete_copy, download_checkpoint, read_copy
 from meshwright.checkpoint.manifest import FileChecksum, signed_text
+from meshwright.checkpoint.reader import VerifiedCheckpoints
 from meshwright.errors import CheckpointError, InputError, MeshwrightError, RemoteStorageError, StorageError
 from meshwright.files.remote import RemoteFolder, open_remote
 from meshwright.job import Job
@@ -112,8 +113,8 @@ def test_a_checkpoint_that_is_being_copied_is_not_deleted(
     was_kept: list[bool] = []
     prune, upload = checkpoints.prune, RemoteFolder.upload
 
-    def noted_prune(folder: Path, keep: int, newest: str, *also: str | None) -> None:
-        prune(folder, keep, newest, *also)
+    def noted_prune(folder: Path, keep: int, newest: str, *also: str | None, verified: VerifiedCheckpoints) -> None:
+        prune(folder, keep, newest, *also, verified=verified)
         if newest == "step-00000006":
             was_kept.append((folder / "step-00000002").is_dir())
             saved_three.set()
