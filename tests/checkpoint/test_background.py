@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import threading
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +80,16 @@ def test_the_files_of_two_ranks_are_those_of_a_save_at_once(two: RankPool, tmp_p
 
 def refused_on_one_rank(rank: int, size: int, folder: str) -> list[Any]:
     """The second rank's part of the state must not be saved. Both ranks write a tensor."""
-    state = {name: torch.full((7,), 1.0) for name in ("model/first", "model/second")}
+    state: dict[str, Any] = {name: torch.full((7,), 1.0) for name in ("model/first", "model/second")}
     state |= {"schedule": None, "optimizer_groups": []}
     saver = BackgroundSaver()
     keys: list[str] = []
-    problem = begin(saver, Path(folder), state, examine=lambda names: keys.extend(names) or ("bad" if rank else None))
+
+    def examine(names: Collection[str]) -> str | None:
+        keys.extend(names)
+        return "bad" if rank else None
+
+    problem = begin(saver, Path(folder), state, examine=examine)
     refused = [keys, problem, saver.finish(), Path(folder, checkpoint_name(3)).exists()]
     begin(saver, Path(folder), state)
     saver.finish()
