@@ -1,21 +1,27 @@
-"""What `meshwright doctor` shows: the measured devices and links of this machine, and problems that hinder training."""
+"""What `meshwright doctor` shows: the measured devices and links of this machine, its versions, network and disk, and
+problems that hinder training."""
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from meshwright.calibrate.probe import calibrate_machine, measure_machine
+from meshwright.calibrate.system.disk import OutputDisk, disk_problems, inspect_disk
+from meshwright.calibrate.system.network import Network, inspect_network, network_problems
+from meshwright.calibrate.system.versions import Versions, find_versions, version_problems
 from meshwright.cluster.cache import calibrated_file, save_device, save_measured
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.cores import usable_cores
 from meshwright.cluster.detect import detect, find_cluster
 from meshwright.cluster.gpus import list_gpus
 
+RUNS = Path("runs")  # a job's default output
 SHARED_MEMORY_BYTES = 2**30  # loader workers and ranks pass tensors to each other through it
 
 
@@ -35,12 +41,15 @@ class SystemState:
     cores: int
     load: float
     shared_memory_bytes: int | None
+    versions: Versions
+    network: Network
+    disk: OutputDisk
 
 
-def diagnose(measuring: Callable[[Cluster], Cluster] = measure_machine) -> dict[str, Any]:
-    """Returns a report about this machine with the keys `devices`, `links` and `problems`. The machine is measured if
-    the cache has no earlier measurement."""
-    return _report(find_cluster("local", measuring))
+def diagnose(output: Path = RUNS, measuring: Callable[[Cluster], Cluster] = measure_machine) -> dict[str, Any]:
+    """Returns a report about this machine with the keys `devices`, `links`, `versions`, `network`, `disk` and
+    `problems`. The machine is measured if the cache has no earlier measurement. `output` is the folder of runs."""
+    return _report(find_cluster("local", measuring), output)
 
 
 def calibrate_and_diagnose(
@@ -54,20 +63,27 @@ def calibrate_and_diagnose(
     file = save_device(node.device, output or calibrated_file(node.device.name))
     without_operators = node.model_copy(update={"device": node.device.model_copy(update={"operators": ()})})
     save_measured(detected, cluster.model_copy(update={"nodes": (without_operators,)}))
-    return {**_report(cluster.model_copy(update={"based_on": "calibrated"})), "file": str(file)}
+    return {**_report(cluster.model_copy(update={"based_on": "calibrated"}), RUNS), "file": str(file)}
 
 
-def _report(cluster: Cluster) -> dict[str, Any]:
+def _report(cluster: Cluster, output: Path) -> dict[str, Any]:
     devices, links = [], []
     for node in cluster.nodes:
         device = node.device.model_dump(mode="json", exclude={"operators"})
         counts = {"count": node.count, "cores": node.cores, "operators_measured": len(node.device.operators)}
         devices.append({**device, **counts, "based_on": cluster.based_on})
         links.append({**node.link.model_dump(mode="json"), "within": "node"})
-    return {"devices": devices, "links": links, "problems": list(problems(inspect_system()))}
+    return {"devices": devices, "links": links, **system_report(output)}
 
 
-def inspect_system() -> SystemState:
+def system_report(output: Path) -> dict[str, Any]:
+    """The keys `versions`, `network`, `disk` and `problems` of a report. `output` is the folder of runs."""
+    system = inspect_system(output)
+    parts = {name: asdict(getattr(system, name)) for name in ("versions", "network", "disk")}
+    return {**json.loads(json.dumps(parts)), "problems": list(problems(system))}
+
+
+def inspect_system(output: Path) -> SystemState:
     shared = Path("/dev/shm")
     return SystemState(
         compiler=any(shutil.which(name) for name in ("c++", "g++", "clang++")),
@@ -78,6 +94,9 @@ def inspect_system() -> SystemState:
         cores=usable_cores(),
         load=os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0,
         shared_memory_bytes=shutil.disk_usage(shared).free if shared.is_dir() else None,
+        versions=find_versions(),
+        network=inspect_network(),
+        disk=inspect_disk(output),
     )
 
 
@@ -110,6 +129,9 @@ def problems(system: SystemState) -> Iterator[str]:
             f"/dev/shm has {system.shared_memory_bytes / 2**20:,.0f} MiB free, where loader workers and ranks share"
             " memory: give it 1 GiB or more (docker run --shm-size=1g)"
         )
+    yield from version_problems(system.versions)
+    yield from network_problems(system.network)
+    yield from disk_problems(system.disk)
 
 
 def report_lines(report: dict[str, Any]) -> Iterator[str]:
@@ -131,12 +153,33 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
             for curve in curves:
                 points = "  ".join(f"{size_text(size)} {seconds * 1e6:,.0f} µs" for size, seconds in curve["points"])
                 yield f"  {collective}, {curve['ranks']} ranks: {points}"
+    yield from _system_lines(report)
     for problem in report["problems"]:
         yield f"problem: {problem}"
     if not report["problems"]:
         yield "no problems found"
     if "file" in report:
         yield f"calibrated: {report['file']}"
+
+
+def _system_lines(report: dict[str, Any]) -> Iterator[str]:
+    if "versions" in report:
+        yield "versions: " + ", ".join(
+            f"{name.replace('_', ' ')} {value}" for name, value in report["versions"].items() if value
+        )
+    if "network" in report:
+        network = report["network"]
+        yield (
+            f"network: ranks of this machine use {network['local']}, ranks of several machines"
+            f" {network['between'] or 'nothing: there is no default route'}"
+        )
+    if "disk" in report:
+        disk = report["disk"]
+        speed = "" if disk["bytes_per_s"] is None else f", writes {unit_text(disk['bytes_per_s'])}B/s"
+        yield (
+            f"disk of {disk['folder']}: {disk['kind'] or 'unknown'} mounted at {disk['mount_point']},"
+            f" {unit_text(disk['free_bytes'])}B free{speed}"
+        )
 
 
 def unit_text(number: float) -> str:

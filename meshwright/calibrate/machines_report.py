@@ -14,15 +14,15 @@ _SLOW = 0.7  # a link with less than this share of the others' bandwidth is name
 _SKEW_S = 1.0  # clocks that differ by more confuse logs and the ages of heartbeats
 
 
-def machines_report(measured: Machines, problems: Sequence[str]) -> dict[str, Any]:
-    """`machines`, `odd` (a line for each machine that differs from the others in something), `links` and `problems`, as
-    plain values. `problems` are those of the first machine."""
+def machines_report(measured: Machines, system: dict[str, Any]) -> dict[str, Any]:
+    """`machines`, `odd` (a line for each machine that differs from the others in something) and `links`, as plain
+    values; and `system`, which `system_report` returned on the first machine."""
     link = measured.cluster.link
     return {
         "machines": [asdict(machine) for machine in measured.machines],
         "odd": list(odd_ones(measured.machines)),
         "links": [] if link is None else [{**link.model_dump(mode="json"), "within": "machines"}],
-        "problems": list(problems),
+        **system,
     }
 
 
@@ -73,7 +73,7 @@ def machines_lines(report: dict[str, Any]) -> Iterator[str]:
             )
     for line in report["odd"]:
         yield f"odd: {line}"
-    yield from report_lines({"devices": [], "links": report["links"], "problems": report["problems"]})
+    yield from report_lines({**report, "devices": []})
 
 
 def _name(machine: Machine) -> str:

@@ -38,7 +38,7 @@ def test_the_machine_that_differs_is_named(values: dict[str, object], line: str)
 
 
 def test_the_report_shows_machines_links_and_problems() -> None:
-    report = machines_report(Machines((USUAL, OTHERS[0]), detect_cpu()), ["no compiler"])
+    report = machines_report(Machines((USUAL, OTHERS[0]), detect_cpu()), {"problems": ["no compiler"]})
     lines = list(machines_lines(report))
     assert lines[:2] == [
         "a (ranks 0–1): H100, 64 cores, torch 2.13.0, driver 580.1",

@@ -56,7 +56,7 @@ def interface_towards(host: str) -> str | None:
     if address is None:
         return None
     if address.is_loopback:
-        return loopback.interface() if _is_loopback_itself(host) else _default_interface()
+        return loopback.interface() if _is_loopback_itself(host) else default_interface()
     return _interface_of(address)
 
 
@@ -112,8 +112,13 @@ def _addresses_6() -> dict[str, str]:
     return addresses
 
 
-def _default_interface() -> str | None:
-    """The interface of the default route with the lowest metric."""
+def named_interfaces() -> dict[str, str]:
+    """The interfaces that the variables of Gloo and NCCL name, by variable."""
+    return {variable: value for variable in VARIABLES if (value := os.environ.get(variable))}
+
+
+def default_interface() -> str | None:
+    """The interface of the default route with the lowest metric; None if there is none."""
     try:
         rows = [line.split() for line in _ROUTES.read_text().splitlines()[1:]]
     except OSError:
