@@ -18,6 +18,7 @@ REPOSITORY = Path(__file__).parents[1]
 LEVELS = {
     "cli": 8,
     "report": 7,
+    "selftest": 7,
     "proof": 6,
     "bench": 6,
     "export": 6,
@@ -59,6 +60,7 @@ LEVELS = {
 # The folders inside a package, from the lowest to the highest: each may import those before it.
 FOLDERS = {
     "bench": ("collectives", "peers", "strategies"),
+    "calibrate": ("system",),
     "cli": ("launchers",),
     "collectives": ("schedules", "shared_memory"),
     "compat": ("accelerate", "deepspeed", "horovod", "lightning", "ray", "transformers"),

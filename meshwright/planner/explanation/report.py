@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.cluster.cluster import BasedOn
+from meshwright.cluster.selftest_record import untested_parts
 from meshwright.errors import InputError
 from meshwright.plan import Plan
 from meshwright.planner.explanation.choice import describe_choice
@@ -31,16 +32,21 @@ from meshwright.simulator.predict import Prediction, predict_plan
 class PlanReport:
     """The result of a search, or of one given plan: the best plans with their predictions (the fastest first),
     sentences about the best plan, and rejected plans with the reasons. `candidate_count` is the number of plans that
-    were considered. `choice` is the line about the best plan at the top (choice.py), empty for a given plan."""
+    were considered. `choice` is the line about the best plan at the top (choice.py), empty for a given plan. `untested`
+    are the parts of each ranked plan that have never run on several GPUs of this kind (cluster/selftest_record.py)."""
 
     ranked: tuple[tuple[Plan, Prediction], ...]
     explanation: tuple[str, ...]
     rejected: tuple[tuple[Plan, str], ...]
     candidate_count: int
     choice: str = ""
+    untested: tuple[tuple[str, ...], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        ranked = [_entry(plan, prediction) for plan, prediction in self.ranked]
+        ranked = [
+            {**_entry(plan, prediction), "untested": list(parts)}
+            for (plan, prediction), parts in zip(self.ranked, self.untested, strict=True)
+        ]
         return {
             "choice": self.choice,
             "best": ranked[0],
@@ -62,12 +68,14 @@ def report_search(result: SearchResult, inputs: PlanningInputs, profiles: Profil
         if priced.candidate not in ranked
     ]
     rejected += [(plan.plan, too_large(plan.needed_bytes, inputs, at_least=True)) for plan in result.excluded]
+    untested = tuple(untested_parts(priced.plan, inputs.cluster) for priced in result.ranked)
     return PlanReport(
         tuple((priced.plan, priced.prediction) for priced in result.ranked),
-        (*explain(result, inputs), _basis(inputs, profiles)),
+        (*explain(result, inputs), _basis(inputs, profiles), *_untested_sentence(untested[0], inputs)),
         tuple(rejected),
         result.candidate_count,
         describe_choice(result, inputs, profiles),
+        untested,
     )
 
 
@@ -90,8 +98,9 @@ def predict_given_plan(plan: Plan, inputs: PlanningInputs, profiles: Profiles) -
     needed_bytes = prediction.memory.device_bytes
     if needed_bytes > inputs.capacity_bytes:
         sentences.append(f"It does not fit: it {too_large(needed_bytes, inputs)}.")
-    sentences.append(_basis(inputs, profiles))
-    return PlanReport(((plan, prediction),), tuple(sentences), (), 1)
+    untested = untested_parts(plan, cluster)
+    sentences += [_basis(inputs, profiles), *_untested_sentence(untested, inputs)]
+    return PlanReport(((plan, prediction),), tuple(sentences), (), 1, untested=(untested,))
 
 
 _HARDWARE: dict[BasedOn, str] = {
@@ -105,6 +114,20 @@ _HARDWARE: dict[BasedOn, str] = {
 
 def _basis(inputs: PlanningInputs, profiles: Profiles) -> str:
     return f"The prediction is based on {_HARDWARE[inputs.cluster.based_on]}, and on {profiles.method}."
+
+
+def _untested_sentence(parts: Sequence[str], inputs: PlanningInputs) -> Iterator[str]:
+    """Yields the sentence about the parts of the best plan that are untested, if there are any."""
+    if parts:
+        device = inputs.cluster.nodes[0].device.name
+        yield (
+            f"Untested (*) on several {device}: {', '.join(parts)}. `meshwright doctor --selftest` on a machine with"
+            f" several {device} proves in a few minutes what it can run there."
+        )
+
+
+def _mark(plan: Plan, untested: Sequence[str]) -> str:
+    return f"{plan.summary()} *" if untested else plan.summary()
 
 
 def _entry(plan: Plan, prediction: Prediction) -> dict[str, Any]:
@@ -158,8 +181,8 @@ def _ranked_table(report: PlanReport, inputs: PlanningInputs) -> Table:
     table.add_column("plan")
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
-    for (plan, _), row in zip(report.ranked, rows, strict=True):
-        table.add_row(plan.summary(), *row)
+    for (plan, _), row, untested in zip(report.ranked, rows, report.untested, strict=True):
+        table.add_row(_mark(plan, untested), *row)
     return table
 
 
@@ -172,8 +195,8 @@ def _narrow_table(report: PlanReport, inputs: PlanningInputs) -> Iterator[str]:
         return "  " + "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
 
     yield line(columns)
-    for (plan, _), row in zip(report.ranked, rows, strict=True):
-        yield plan.summary()
+    for (plan, _), row, untested in zip(report.ranked, rows, report.untested, strict=True):
+        yield _mark(plan, untested)
         yield line(row)
 
 
