@@ -59,7 +59,7 @@ LEVELS = {
 }
 # The folders inside a package, from the lowest to the highest: each may import those before it.
 FOLDERS = {
-    "bench": ("collectives", "peers", "strategies"),
+    "bench": ("collectives", "faults", "peers", "strategies"),
     "calibrate": ("system",),
     "cli": ("launchers",),
     "collectives": ("schedules", "shared_memory"),

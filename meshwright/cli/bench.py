@@ -6,12 +6,13 @@ from typing import Annotated, Literal
 
 import typer
 
-from meshwright.cli.options import AsJson, ClusterName, JobFile, Settings, check_output, path_option
+from meshwright.cli.options import AsJson, ClusterName, JobFile, PlanFile, Settings, check_output, path_option
 from meshwright.cli.text import console, print_lines
 from meshwright.limits import LARGEST_COUNT, MOST_RANKS_HERE
 from meshwright.progress import phase
 
 MOST_REPETITIONS = 1_000_000
+MOST_KILLS = 10_000
 DEFAULT_MINUTES = 4.0
 Output = Annotated[
     Path | None, path_option("--output", "FILE", "Also write the JSON object to this file, for meshwright report.")
@@ -255,6 +256,56 @@ def loading(
         print(text, flush=True)
         return
     print_lines(report_lines(measured))
+
+
+@bench.command()
+def faults(
+    job: JobFile,
+    kills: Annotated[int, typer.Option(min=1, max=MOST_KILLS, metavar="N", help="How many ranks to kill.")] = 10,
+    without_spare: Annotated[
+        int,
+        typer.Option(min=0, max=MOST_KILLS, metavar="N", help="Kills of another run without the spare process."),
+    ] = 3,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST_COUNT, help="Decides which ranks are killed, and when.")] = 0,
+    plan: PlanFile = None,
+    cluster: ClusterName = None,
+    keep: Annotated[
+        Path | None, path_option("--keep", "FOLDER", "Keep the runs in this folder; by default they are deleted.")
+    ] = None,
+    output: Output = None,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Kill ranks of a job at random moments, and measure how long it takes until it goes on.
+
+    Ranks are killed between steps and inside of them, in saves, evaluations,
+    starts and restarts. The run has to end by itself, without a checkpoint
+    lost, with bitwise the weights of an undisturbed run, and without leaving
+    processes or files; otherwise the exit code is 3. The job is trained three
+    times: undisturbed, with kills, and with kills but without the spare
+    process (train.spare). Checkpoints are saved every 10 steps, and
+    evaluations are every 40, unless --set says otherwise.
+    """
+    import tempfile
+
+    from meshwright.bench.faults.measure import FaultRequest, measure
+    from meshwright.compat.lightning_job import load_plain_job
+
+    if output:
+        check_output(output)
+    name = load_plain_job(job, settings or [], "bench").name
+    plan_file = str(plan) if plan else None
+    request = FaultRequest(str(job), name, plan_file, cluster, settings or [], kills, without_spare, seed)
+    with tempfile.TemporaryDirectory(prefix="meshwright-faults-") as folder:
+        report = measure(request, Path(keep or folder), phase)
+    text = json.dumps(report.to_json())
+    _write(text, output)
+    if as_json:
+        print(text, flush=True)
+    else:
+        print_lines(report.lines())
+    if not report.is_good:
+        raise typer.Exit(3)
 
 
 def _write(text: str, output: Path | None) -> None:

@@ -164,7 +164,7 @@ def train(
         train_on_nodes(request, loaded_job, given_plan, nodes, node_rank, rendezvous)
         return
     else:
-        with preloaded("meshwright.train.rank"):
+        with preloaded("meshwright.train.rank", loaded_job.train.spare):
             from meshwright.auto.choose import plan_of_job
             from meshwright.cli.training import values_of_run
             from meshwright.cluster.detect import find_cluster

@@ -146,6 +146,7 @@ class Train(Section):
     timeout_s: Timeout = 600  # how long a rank waits for the others
     restarts: CountOrZero = 3  # how often failed ranks are started again
     grace_s: Timeout = 30  # how long ranks may take to save after a stop signal
+    spare: bool = True  # whether a process that has imported all that ranks need waits to start them again
 
     @model_validator(mode="before")
     @classmethod

@@ -14,6 +14,7 @@ from meshwright.launch.launchers.torch_variables import OWN_RANK, check_no_torch
 FOLDER = "MESHWRIGHT_FOLDER"  # the folder of the rank's log and heartbeat
 SPEAKER = "MESHWRIGHT_SPEAKER"  # the rank that prints to the terminal
 SESSION = "MESHWRIGHT_SESSION"  # what the launchers of several machines (`train --nodes`) have agreed on
+RESTART = "MESHWRIGHT_RESTART"  # when the failure was noticed after which this rank is started, and when it is started
 FORK_SERVER_PID = OWN_RANK  # the id of the process that forked this rank
 
 
@@ -56,6 +57,25 @@ def read_environment() -> Environment:
     )
 
 
+@dataclass(frozen=True)
+class RestartTimes:
+    """When the launcher noticed a failure, and when it started this rank again, both as `time.time` returns them."""
+
+    noticed: float
+    started: float
+
+
+def restart_times() -> RestartTimes | None:
+    """Returns when meshwright's launcher has started this rank again; None if that was not after a failure."""
+    text = os.environ.get(RESTART)
+    return None if text is None else RestartTimes(*map(float, text.split()))
+
+
+def fork_server_pid() -> int | None:
+    """Returns the id of the process that forked this rank; None if another launcher than meshwright's started it."""
+    return int(os.environ[FORK_SERVER_PID]) if FORK_SERVER_PID in os.environ else None
+
+
 def launched_rank_and_store() -> tuple[LaunchedRank, StorePlace]:
     """Returns this rank of another launcher than meshwright's, and where its store is."""
     rank = read_launched_rank(os.environ)
@@ -76,6 +96,11 @@ def is_on_several_machines() -> bool:
 def store_address() -> tuple[str, int]:
     """Returns the address of the store that meshwright's launcher serves."""
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+
+def all_variables() -> dict[str, str]:
+    """Returns all environment variables, for a command that is started with some others."""
+    return dict(os.environ)
 
 
 def python_path_with(folder: Path) -> str:

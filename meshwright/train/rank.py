@@ -2,6 +2,7 @@
 STEPS_TO_RECORD and PREDICTED_STEP_S (empty without a prediction) in `sys.argv`."""
 
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 
 from meshwright.errors import InputError
 from meshwright.job import Job, load_job, load_plan
+from meshwright.launch.environment import restart_times
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.output import terminal
 from meshwright.launch.rank import run_rank
@@ -18,6 +20,7 @@ from meshwright.plan import Plan
 from meshwright.progress import phase, showing
 from meshwright.train.job_session import build_session
 from meshwright.train.output.folder import RunFolder
+from meshwright.train.output.recovery import record_recovery
 from meshwright.train.output.step_profile import record_times
 from meshwright.train.servers.rank import run_rank_with_servers
 from meshwright.train.trainer import Trainer
@@ -31,9 +34,10 @@ def train_rank(
     heartbeat: Heartbeat,
     recorded_steps: int = 0,
     predicted_step_s: float | None = None,
+    began: float | None = None,
 ) -> bool:
     """Trains as this rank of the world. Returns True if the run is finished, and False if it was stopped before its
-    end."""
+    end. `began` is when this process began to run as a rank (`time.time`); None if that is not known."""
     if plan.gradients.servers:
         raise InputError(
             f"the plan ({plan.summary()}) has parameter servers, which `meshwright train` starts only if no launcher"
@@ -41,13 +45,20 @@ def train_rank(
         )
     if job.train.deterministic:
         torch.use_deterministic_algorithms(True)
-    with StopRequest() as stop, record_times(folder, heartbeat, world, world.rank, job.log):
+    restart = restart_times() if world.rank == 0 else None
+    with (
+        StopRequest() as stop,
+        record_times(folder, heartbeat, world, world.rank, job.log),
+        record_recovery(restart, began, world, folder, heartbeat, lambda line: trainer.display.line(line)),
+    ):
         with showing(terminal()) if world.rank == 0 else nullcontext(), phase("building the model and dividing it"):
             session = build_session(job, plan, world, lambda activity: heartbeat.update(session.steps, activity))
-        return Trainer(job, session, world, folder, heartbeat, recorded_steps, predicted_step_s).run(stop)
+        trainer = Trainer(job, session, world, folder, heartbeat, recorded_steps, predicted_step_s)
+        return trainer.run(stop)
 
 
 def main() -> None:
+    began = time.time()
     folder, device, recorded_steps = RunFolder(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])
     predicted_step_s = float(sys.argv[4]) if sys.argv[4] else None
     job, plan = load_job(folder.job), load_plan(folder.plan)
@@ -56,7 +67,7 @@ def main() -> None:
         return
 
     def train(world: World, heartbeat: Heartbeat) -> None:
-        train_rank(job, plan, folder, world, heartbeat, recorded_steps, predicted_step_s)
+        train_rank(job, plan, folder, world, heartbeat, recorded_steps, predicted_step_s, began)
 
     run_rank(train, device, job.train.timeout_s)
 

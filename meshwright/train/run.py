@@ -125,4 +125,5 @@ def _rank_settings(job: Job, plan: Plan, cluster: Cluster) -> RankSettings:
     # With parameter servers, each worker (ranks below `workers`) can be restarted alone, and the first server, which is
     # rank `workers`, prints to the terminal. Without them, no rank can be restarted alone, and rank 0 prints.
     workers = plan.world_size if plan.gradients.servers else 0
-    return RankSettings(plan.processes, cluster.kind, threads, job.train.restarts, job.train.grace_s, workers, workers)
+    limits = (job.train.restarts, job.train.grace_s)
+    return RankSettings(plan.processes, cluster.kind, threads, *limits, workers, workers, job.train.spare)

@@ -31,6 +31,7 @@ from meshwright.train.output.metrics_log import MetricsLog, finite_or_none
 from meshwright.train.output.peak_memory import largest_peak_memory_bytes
 from meshwright.train.output.progress import Display, SilentDisplay, describe_metrics, make_display
 from meshwright.train.output.recording import record_steps
+from meshwright.train.output.recovery import recovery_figures
 from meshwright.train.output.throughput import ThroughputMeter, describe_wait
 from meshwright.train.step.divergence import DivergenceMonitor
 from meshwright.train.step.job_length import JobLength
@@ -215,6 +216,7 @@ class Trainer:
             "predicted_step_s": self.predicted_step_s,
             "measured_step_s": self.meter.step_s,
             **self.checkpoints.median_times(),
+            **recovery_figures(self.folder),
             "peak_memory_bytes": self._peak_memory_bytes(),
             **({} if stopped is None else {"stopped": stopped}),
         }

@@ -141,6 +141,12 @@ class Process:
         if self.poll() is None:
             os.kill(self.pid, number)
 
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self) -> int:
+        return self._process.wait()
+
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """Waits for the end, and returns what it printed to stdout and stderr."""
         self._process.wait(timeout)
@@ -156,7 +162,12 @@ def start(function: str, *arguments: str) -> Process:
     """Starts a process that calls `function`, written as `module:name`, with these arguments. It can fork its own
     process, as one can that has not imported torch."""
     folder = Path(tempfile.mkdtemp(dir=_outputs().name))
-    stdout, stderr = folder / "stdout", folder / "stderr"
+    return _start(function, arguments, os.environ, folder / "stdout", folder / "stderr")
+
+
+def _start(
+    function: str, arguments: Sequence[str], variables: Mapping[str, str], stdout: Path, stderr: Path
+) -> Process:
     with open(os.devnull) as nothing, stdout.open("w") as out, stderr.open("w") as err:
         process = fork(
             "tests.forking.forked:call",
@@ -164,6 +175,7 @@ def start(function: str, *arguments: str) -> Process:
             stdin=nothing.fileno(),
             stdout=out.fileno(),
             stderr=err.fileno(),
+            variables=variables,
         )
     return Process(process, stdout, stderr)
 
@@ -171,6 +183,11 @@ def start(function: str, *arguments: str) -> Process:
 def start_command(words: Sequence[str]) -> Process:
     """Starts `meshwright` with these words."""
     return start("tests.forking.forked:run_command", *words)
+
+
+def start_command_with(words: Sequence[str], variables: Mapping[str, str], stdout: Path, stderr: Path) -> Process:
+    """Starts `meshwright` with these words and environment variables. Its output goes to these files."""
+    return _start("tests.forking.forked:run_command", words, variables, stdout, stderr)
 
 
 def call(function: str, *arguments: str) -> None:

@@ -50,7 +50,7 @@ def train_on_nodes(
             " private network, and a free port there"
         )
     address = parse_address(rendezvous)
-    with preloaded("meshwright.train.rank"):
+    with preloaded("meshwright.train.rank", job.train.spare):
         from meshwright.cluster.detect import find_cluster
         from meshwright.launch.nodes.launch import NodeSettings, launch_node
         from meshwright.launch.nodes.rendezvous import Node
@@ -63,7 +63,7 @@ def train_on_nodes(
             "meshwright.cli.launchers.nodes",
             [json.dumps(asdict(request))],
             Node(rank, nodes, address, job.name, local_ranks),
-            NodeSettings(threads, job.train.restarts, job.train.grace_s, job.train.timeout_s),
+            NodeSettings(threads, job.train.restarts, job.train.grace_s, job.train.timeout_s, job.train.spare),
             DETERMINISTIC if job.train.deterministic else {},
         )
 

@@ -31,7 +31,9 @@ def train_module(job: Job, plan: Plan | Literal["auto"], cluster: Cluster, resum
         launch(
             "meshwright.compat.lightning.rank",
             [str(folder.path.resolve()), cluster.kind],
-            RankSettings(plan.processes, cluster.kind, threads, job.train.restarts, job.train.grace_s, 0, 0),
+            RankSettings(
+                plan.processes, cluster.kind, threads, job.train.restarts, job.train.grace_s, spare=job.train.spare
+            ),
             folder.logs,
             DETERMINISTIC if job.train.deterministic else {},
         )

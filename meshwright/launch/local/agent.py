@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from meshwright.errors import Stopped
+from meshwright.launch.environment import RESTART
 from meshwright.launch.failure import Failure, first_cause, is_consequence, repeats, to_error
 from meshwright.launch.local.fork_server import ForkedRank, ForkServer
 from meshwright.launch.loopback import ADDRESS
@@ -98,12 +99,17 @@ class Agent(LocalElasticAgent):
         self._folder = folder
         self._grace_s = grace_s
         self._stop = stop
+        self._noticed: float | None = None  # when the last failure was noticed, until ranks are started again
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         with elastic_starts_ranks_with(self._start_rank):
-            return super()._start_workers(worker_group)
+            started = super()._start_workers(worker_group)
+        self._noticed = None
+        return started
 
     def _start_rank(self, arguments: Sequence[str], environment: Mapping[str, str]) -> ForkedRank:
+        if self._noticed is not None:
+            environment = {**environment, RESTART: f"{self._noticed} {time.time()}"}
         return self._server.start_rank(str(self._worker_group.spec.entrypoint), arguments, environment)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
@@ -120,6 +126,7 @@ class Agent(LocalElasticAgent):
             self._stop_ranks()
         exits = self._exits()
         if any(exits.values()):
+            self._noticed = time.time()
             previous, self.failure = self.failure, self._find_cause()
             self._kill_ranks()
             if self.failure is not None and (self.failure.final or repeats(self.failure, previous)):

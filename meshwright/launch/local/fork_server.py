@@ -7,6 +7,9 @@ milliseconds, also after a restart. It starts no thread and runs no operation of
 Requests and answers are JSON on a pair of sockets. A request for a rank also passes the launcher's standard streams,
 which may have changed since the server was started. The ranks are children of the server, so the launcher asks it for
 their exit codes. The kernel kills the server when the launcher dies, and the ranks when the server dies.
+
+A server that has imported the ranks' module is a spare: after a failure, ranks need no imports. `spare=False` makes a
+server that has imported nothing of it (`train.spare: false`).
 """
 
 import gc
@@ -73,6 +76,7 @@ class ForkServer:
     """The launcher's end of a fork server. A server that has died is replaced when the next rank is started."""
 
     def __init__(self, module: str, end: "_ServerEnd | None" = None) -> None:
+        """`module` is what the server imports before it forks; nothing if it is empty."""
         self._module = module
         self._end = end or _spawn(module)
         self._lock = threading.Lock()
@@ -136,7 +140,7 @@ class _ServerEnd:
 
 
 def _spawn(module: str) -> _ServerEnd:
-    """Starts a new Python process, which imports the module before it forks."""
+    """Starts a new Python process, which imports the module, unless its name is empty, before it forks."""
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-m", "meshwright.launch.local.fork_server", str(theirs.fileno()), str(os.getpid())]
     with theirs:
@@ -177,10 +181,14 @@ _preloaded: ForkServer | None = None
 
 
 @contextmanager
-def preloaded(module: str) -> Iterator[None]:
+def preloaded(module: str, spare: bool = True) -> Iterator[None]:
     """Imports the module, and keeps a fork server for all launches within the context. A command opens the context
-    before it imports torch, so that the server can be forked from the command's own process."""
+    before it imports torch, so that the server can be forked from the command's own process. Without `spare`, launches
+    start servers of their own."""
     global _preloaded
+    if not spare:
+        yield
+        return
     previous, _preloaded = _preloaded, ForkServer(module, _fork(module))
     try:
         yield
@@ -190,12 +198,13 @@ def preloaded(module: str) -> Iterator[None]:
 
 
 @contextmanager
-def fork_server(module: str) -> Iterator[ForkServer]:
-    """Yields the preloaded fork server, or a new one that ends with the context."""
-    if _preloaded is not None:
+def fork_server(module: str, spare: bool = True) -> Iterator[ForkServer]:
+    """Yields the preloaded fork server, or a new one that ends with the context. Without `spare`, it is one that has
+    not imported the module."""
+    if _preloaded is not None and spare:
         yield _preloaded
         return
-    server = ForkServer(module)
+    server = ForkServer(module if spare else "")
     try:
         yield server
     finally:
@@ -358,8 +367,9 @@ def _become_rank(command: Sequence[str], environment: Mapping[str, str], finishe
 def main() -> None:
     descriptor, launcher, module = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     exit_with_parent(launcher)
-    with suppress(BaseException):  # the rank that imports it again reports the error
-        importlib.import_module(module)
+    if module:
+        with suppress(BaseException):  # the rank that imports it again reports the error
+            importlib.import_module(module)
     _serve(socket.socket(fileno=descriptor))
 
 

@@ -27,7 +27,7 @@ class RankSettings:
     """How ranks are started. `count` is their number, and `threads` the number of threads of each. `restarts` is the
     number of restarts allowed. `grace_s` is how long ranks may take to save and exit after a stop request. When one of
     the first `expendable` ranks dies, it alone is started again, and the other ranks go on. `speaker` is the rank that
-    prints to the terminal."""
+    prints to the terminal. With `spare`, a process that has imported what ranks need waits to start them again."""
 
     count: int
     device: str
@@ -36,6 +36,7 @@ class RankSettings:
     grace_s: float = 30.0
     expendable: int = 0
     speaker: int = 0
+    spare: bool = True
 
 
 def launch(
@@ -62,7 +63,7 @@ def launch(
         StopRequest((SIGTERM, SIGINT, SIGHUP)) as stop,
         quiet_elastic(),
         variables.environment_variables({**_rank_variables(ranks, folder), **environment}),
-        fork_server(module) as server,
+        fork_server(module, ranks.spare) as server,
     ):
         spec = WorkerSpec(
             role="rank",

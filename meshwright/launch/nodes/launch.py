@@ -38,12 +38,13 @@ _LOGS = Path("logs of the run's folder")
 @dataclass(frozen=True)
 class NodeSettings:
     """How the ranks of this machine are started: `threads` of each, how often all may be restarted, how long they may
-    take to save, and how long machines wait for each other."""
+    take to save, how long machines wait for each other, and whether a spare process waits to start ranks again."""
 
     threads: int
     restarts: int
     grace_s: float
     timeout_s: float
+    spare: bool = True
 
 
 def launch_node(
@@ -75,7 +76,7 @@ def launch_node(
             if lost > 1 and node.rank:
                 store, look = _meet(node, token, settings, check)
             try:
-                with fork_server(module) as server:
+                with fork_server(module, settings.spare) as server:
                     return _run(module, arguments, node, settings, store, server, stop, check, look)
             except RendezvousConnectionError:
                 who = f"machine 0, at {node.address}," if node.rank else "another machine"

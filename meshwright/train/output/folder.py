@@ -8,7 +8,7 @@ runs/mnist-0001/
   events/               TensorBoard
   checkpoints/          step-…, and the link `best`
   logs/                 one file per rank
-  times/                one file per rank: what its time was spent on
+  times/                one file per rank: what its time was spent on; recoveries.jsonl: how long recoveries took
   record/               the first steps, with `train --record`
   copies.json           the name and the number that its copies have, with `checkpoint.copy_to`
   page.json             what its page shows besides measurements: prediction, cluster, plan on the model
@@ -39,7 +39,9 @@ from meshwright.train.output.origin import ORIGIN_FILE, origin_text, read_run_fi
 MAY_CHANGE = {
     "": ("name", "metrics", "callbacks", "checkpoint", "log", "plan", "allow", "tune", "cluster", "output"),
     "data": ("eval", "workers", "pin_memory"),
-    "train": ("epochs", "steps", "timeout_s", "restarts", "grace_s", "deterministic", "weights", "on_nonfinite"),
+    "train": (
+        *("epochs", "steps", "timeout_s", "restarts", "grace_s", "spare", "deterministic", "weights", "on_nonfinite"),
+    ),
 }
 
 
@@ -60,6 +62,10 @@ class RunFolder:
     @property
     def times(self) -> Path:
         return self.path / "times"
+
+    @property
+    def recoveries(self) -> Path:
+        return self.times / "recoveries.jsonl"
 
     @property
     def metrics(self) -> Path:

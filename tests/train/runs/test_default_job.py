@@ -21,6 +21,9 @@ KEYS = [
     "measured_step_s",
     "save_stall_s",
     "save_s",
+    "recovery_s",
+    "recovery_parts_s",
+    "spare_memory_bytes",
     "peak_memory_bytes",
 ]
 

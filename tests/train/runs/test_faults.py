@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.bench.faults.inject import kill
+from meshwright.bench.faults.moments import wait_for
 from meshwright.checkpoint.load import find_newest_valid, load
 from meshwright.job import parse_job
 from meshwright.train.output.folder import RunFolder
 from tests.forking.forked import Process
 from tests.ranks import run_ranks
 from tests.train import commands, one_process
-from tests.train.kill import kill_at, wait_for
 from tests.train.toy import Net
 
 STEPS = 51  # three epochs of 17 batches, the last of them short
@@ -96,7 +97,7 @@ def a_random_moment(seed: int, ranks: int) -> tuple[int, int, str]:
 MOMENTS = [
     pytest.param(2, 1, 14, "save", id="2 ranks, inside a save"),
     pytest.param(3, 1, 14, "save", id="3 ranks, inside a save", marks=pytest.mark.soak),
-    pytest.param(3, 2, 10, "evaluate", id="3 ranks, inside an evaluation", marks=pytest.mark.soak),
+    pytest.param(3, 2, 10, "evaluation", id="3 ranks, inside an evaluation", marks=pytest.mark.soak),
     pytest.param(4, 0, 23, "backward", id="4 ranks", marks=pytest.mark.soak),
     *(
         pytest.param(
@@ -114,7 +115,7 @@ def test_a_killed_rank_costs_one_restart_and_changes_no_bit(
 ) -> None:
     expected = undisturbed(ranks)
     process, folder = start(tmp_path, ranks)
-    kill_at(folder, rank, step, doing)
+    kill(rank).at(step).during(doing).inject(folder)
     assert finish(process)["restarts"] == 1
     assert_same(final_state(folder), expected)
 

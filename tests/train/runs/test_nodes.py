@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.bench.faults.moments import wait_for
 from meshwright.checkpoint.load import find_newest_valid
 from meshwright.launch.loopback import connect_store
 from meshwright.train.output.folder import RunFolder
@@ -15,7 +16,6 @@ from tests.forking.forked import Process
 from tests.launch.nodes.ports import free_port
 from tests.ranks import run_ranks
 from tests.train import commands
-from tests.train.kill import wait_for
 from tests.train.runs.test_faults import JOB, STEPS, assert_same, final_state, train_on_rank
 
 TWO_RANKS: dict[str, Any] = {

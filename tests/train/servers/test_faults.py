@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.bench.faults.inject import kill
+from meshwright.bench.faults.moments import wait_for
 from meshwright.checkpoint.load import find_newest_valid, load
 from meshwright.launch.heartbeat import heartbeat_file, read_heartbeat
 from meshwright.train.output.folder import RunFolder
 from tests.forking.forked import Process
 from tests.launch.processes import is_alive, tree, wait_until
 from tests.train import commands
-from tests.train.kill import kill_at, wait_for
 from tests.train.runs.test_faults import JOB
 from tests.train.toy import Net
 
@@ -58,7 +59,7 @@ def test_the_run_continues_without_a_killed_worker_until_it_is_back(tmp_path: Pa
     gate = tmp_path / "gate"
     gradients = {"servers": 1 + (updates == "bounded"), "updates": updates, "staleness": 1}
     process, folder = start(tmp_path, gradients, data=gated(gate, 16 * 20))
-    killed = kill_at(folder, rank=1, step=5, doing="backward")
+    killed = kill(rank=1).at(step=5).during("backward").inject(folder).seen
     wait_for(folder, rank=0, step=min(15, killed.step + 5))
     last_seen_at = heartbeat_file(folder.logs, 1)
 
@@ -85,7 +86,7 @@ def test_the_run_continues_without_a_killed_worker_until_it_is_back(tmp_path: Pa
 def test_without_restarts_the_others_finish_alone(tmp_path: Path) -> None:
     changes: Any = {"train": {**JOB["train"], "restarts": 0}}
     process, folder = start(tmp_path, {"servers": 1}, **changes)
-    kill_at(folder, rank=1, step=5)
+    kill(rank=1).at(step=5).inject(folder)
     result, err = commands.finish(process, STEPS)
     assert "the others go on without it" in err
     assert "the mean is over the samples of the others" in err
@@ -97,7 +98,7 @@ def test_a_killed_server_costs_a_restart_of_all_and_changes_no_bit(tmp_path: Pat
     undisturbed, calm = start(tmp_path / "calm", {"servers": 2})
     commands.finish(undisturbed, STEPS)
     process, folder = start(tmp_path / "broken", {"servers": 2})
-    kill_at(folder, rank=3, step=12)
+    kill(rank=3).at(step=12).inject(folder)
     result, err = commands.finish(process, STEPS)
     assert "rank 3 was killed by SIGKILL" in err
     assert "all ranks start again" in err
