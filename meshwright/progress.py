@@ -144,6 +144,9 @@ def describe_seconds(seconds: float) -> str:
     return f"{whole // 3600} h" + (f" {whole % 3600 // 60} min" if whole % 3600 // 60 else "")
 
 
+NO_BREAK = "\u00a0"  # a space between a number and its unit, at which no line is wrapped
+
+
 def wrapped(text: str, columns: int, indent: int = 2) -> str:
     """Returns the text with lines of at most this length that break between words only; a longer word stays whole. What
     continues a line is indented as much as the line, and by `indent` more."""

@@ -20,6 +20,7 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.cores import usable_cores
 from meshwright.cluster.detect import detect, find_cluster
 from meshwright.cluster.gpus import list_gpus
+from meshwright.progress import NO_BREAK
 
 RUNS = Path("runs")  # a job's default output
 SHARED_MEMORY_BYTES = 2**30  # loader workers and ranks pass tensors to each other through it
@@ -140,7 +141,7 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
         yield f"{device['count']} × {device['name']} ({device['kind']}, {device['cores']} cores), {device['based_on']}"
         bandwidth = unit_text(device["bandwidth_bytes_per_s"])
         yield f"  memory        {device['memory_bytes'] / 2**30:,.1f} GiB, {bandwidth}B/s"
-        rates = "  ".join(f"{dtype} {unit_text(rate)}FLOP/s" for dtype, rate in device["rates"].items())
+        rates = "  ".join(_whole(f"{dtype} {unit_text(rate)}FLOP/s") for dtype, rate in device["rates"].items())
         yield f"  rates         {rates or 'not measured'}"
         yield f"  start         {device['launch_s'] * 1e6:.3g} µs for each operator"
         yield f"  process       {device['context_bytes'] / 2**20:,.0f} MiB before it has any tensor"
@@ -151,8 +152,8 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
         yield f"{link['name']}: {unit_text(link['bandwidth_bytes_per_s'])}B/s, {link['latency_s'] * 1e6:,.1f} µs"
         for collective, curves in link["curves"].items():
             for curve in curves:
-                points = "  ".join(f"{size_text(size)} {seconds * 1e6:,.0f} µs" for size, seconds in curve["points"])
-                yield f"  {collective}, {curve['ranks']} ranks: {points}"
+                points = (_whole(f"{size_text(size)} {seconds * 1e6:,.0f} µs") for size, seconds in curve["points"])
+                yield f"  {collective}, {curve['ranks']} ranks: {'  '.join(points)}"
     yield from _system_lines(report)
     for problem in report["problems"]:
         yield f"problem: {problem}"
@@ -180,6 +181,11 @@ def _system_lines(report: dict[str, Any]) -> Iterator[str]:
             f"disk of {disk['folder']}: {disk['kind'] or 'unknown'} mounted at {disk['mount_point']},"
             f" {unit_text(disk['free_bytes'])}B free{speed}"
         )
+
+
+def _whole(text: str) -> str:
+    """The text as one that is not wrapped on a terminal."""
+    return text.replace(" ", NO_BREAK)
 
 
 def unit_text(number: float) -> str:

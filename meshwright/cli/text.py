@@ -8,7 +8,7 @@ from typing import TextIO
 
 from rich.console import Console
 
-from meshwright.progress import wrapped
+from meshwright.progress import NO_BREAK, wrapped
 
 _WIDTH_OF_PIPES = 100  # of tables, unless COLUMNS says otherwise
 _HEIGHT = 24
@@ -26,10 +26,11 @@ def console() -> Console:
 
 def print_lines(lines: Iterable[str], file: TextIO | None = None, indent: int = 2) -> None:
     """Prints the lines, each as soon as it is there. On a terminal, long ones are wrapped, and what continues a line is
-    indented by `indent`."""
+    indented by `indent`. Lines do not break at `NO_BREAK`, which is printed as a space."""
     stream = file or sys.stdout
     for line in lines:
-        print(wrapped(line, width(), indent) if stream.isatty() else line, file=stream, flush=True)
+        text = wrapped(line, width(), indent) if stream.isatty() else line
+        print(text.replace(NO_BREAK, " "), file=stream, flush=True)
 
 
 def print_columns(rows: Mapping[str, str]) -> None:

@@ -196,9 +196,23 @@ def test_people_see_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     measured = _measurements({"native": {1024: [1.0, 2.0]}, "shared_memory": {1024: [0.5, 0.6]}})
     show(make_rows(measured), measured, Console(width=200))
     printed = capsys.readouterr().out
-    assert "auto (shared_memory)" in printed
-    assert "1 KiB" in printed
-    assert (size(100), size(3 * 2**20), seconds(2e-6), seconds(0.5)) == ("100 B", "3 MiB", "2.0 µs", "0.50 s")
+    assert "auto is shared_memory" in printed
+    assert "1 KiB  shared memory" in printed
+    assert "500–600 ms" in printed
+    assert (size(100), size(3 * 2**20), seconds(2e-6), seconds(2.5)) == ("100 B", "3 MiB", "2.00 µs", "2.50 s")
+
+
+def test_the_table_breaks_between_words_on_a_narrow_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    times = {"native": {1024: [1e-3, 2e-3]}, "halving_doubling": {1024: [12.34e-3, 56.78e-3]}}
+    measured = _measurements(times)
+    show(make_rows(measured), measured, Console(width=80))
+    printed = capsys.readouterr().out
+    assert "12.3–56.8 ms" in printed, "rounds are on one line"
+    assert "halving " in printed
+    assert "doubling" in printed
+    assert max(map(len, printed.splitlines())) <= 80
 
 
 def test_sizes_are_read_with_their_units() -> None:

@@ -20,13 +20,13 @@ def show(rows: Sequence[CollectiveRow], measured: CollectiveMeasurements, consol
         f" load {measured.load[0]:g} to {measured.load[1]:g}{stolen}",
         box=HORIZONTALS,
         padding=(0, 1, 0, 0),
+        pad_edge=False,
     )
-    for name in ("bytes", "algorithm", "time", "rounds", "bytes/s", "to native", "predicted", "error"):
-        wraps = name in ("algorithm", "rounds")
-        table.add_column(name, justify="left" if name == "algorithm" else "right", no_wrap=not wraps)
+    for name in ("bytes", "algorithm", "time", "rounds", "bytes/s", "× native", "predicted", "error"):
+        table.add_column(name, justify="left" if name == "algorithm" else "right", no_wrap=name != "algorithm")
     for index, row in enumerate(rows):
         is_last_of_size = index + 1 == len(rows) or rows[index + 1].bytes != row.bytes
-        table.add_row(*_cells(row, measured), end_section=is_last_of_size)
+        table.add_row(*_cells(row), end_section=is_last_of_size)
     console.print(table)
     for name, reason in measured.unavailable.items():
         console.print(f"{name} not run: {reason}", markup=False)
@@ -36,15 +36,14 @@ def show(rows: Sequence[CollectiveRow], measured: CollectiveMeasurements, consol
         _show_training(measured.training, console)
 
 
-def _cells(row: CollectiveRow, measured: CollectiveMeasurements) -> list[str]:
-    name = f"auto ({measured.auto_algorithm})" if row.algorithm == "auto" else row.algorithm
+def _cells(row: CollectiveRow) -> list[str]:
     ratio = "" if row.ratio_to_native is None else f"{row.ratio_to_native:.3g}"
     predicted, error = "", ""
     if row.predicted_s is not None:
         predicted, error = seconds(row.predicted_s), f"{row.predicted_s / row.time_s - 1:+.0%}"
-    spread = f"{seconds(row.spread[0])} to {seconds(row.spread[1])}"
-    speed = f"{row.bandwidth_bytes_per_s / 1e9:.3g} GB/s"
-    return [size(row.bytes), name, seconds(row.time_s), spread, speed, ratio, predicted, error]
+    name = row.algorithm.replace("_", " ")  # wraps between words
+    speed = bandwidth(row.bandwidth_bytes_per_s)
+    return [size(row.bytes), name, seconds(row.time_s), _range(*row.spread), speed, ratio, predicted, error]
 
 
 def summary_lines(findings: dict[str, Any]) -> list[str]:
@@ -87,8 +86,8 @@ def _show_training(training: dict[str, Any], console: Console) -> None:
         table.add_column(name, justify="left" if name == "algorithm" else "right")
     for row in training["rows"]:
         ratio = "" if row["ratio_to_native"] is None else f"{row['ratio_to_native']:.3g}"
-        spread = f"{seconds(row['spread_lost_s'][0])} to {seconds(row['spread_lost_s'][1])}"
-        table.add_row(row["algorithm"], seconds(row["time_s"]), seconds(row["lost_s"]), spread, ratio)
+        name, spread = row["algorithm"].replace("_", " "), _range(*row["spread_lost_s"])
+        table.add_row(name, seconds(row["time_s"]), seconds(row["lost_s"]), spread, ratio)
     console.print(table)
     for session in training["sessions"]:
         console.print(
@@ -99,9 +98,30 @@ def _show_training(training: dict[str, Any], console: Console) -> None:
 
 
 def seconds(value: float) -> str:
-    if abs(value) >= 0.1:
-        return f"{value:.2f} s"
-    return f"{value * 1e3:.2f} ms" if abs(value) >= 1e-3 else f"{value * 1e6:.1f} µs"
+    unit_s, unit = _unit(value)
+    return f"{_digits(value / unit_s)} {unit}"
+
+
+def _range(low: float, high: float) -> str:
+    """Two durations in the unit of the longer one, such as `0.83–1.39 ms`."""
+    unit_s, unit = _unit(high)
+    return f"{_digits(low / unit_s)}–{_digits(high / unit_s)} {unit}"
+
+
+def _unit(value: float) -> tuple[float, str]:
+    return (1.0, "s") if abs(value) >= 1 else (1e-3, "ms") if abs(value) >= 1e-3 else (1e-6, "µs")
+
+
+def bandwidth(bytes_per_s: float) -> str:
+    for unit, name in ((1e9, "GB/s"), (1e6, "MB/s")):
+        if bytes_per_s >= unit:
+            return f"{_digits(bytes_per_s / unit)} {name}"
+    return f"{_digits(bytes_per_s / 1e3)} kB/s"
+
+
+def _digits(value: float) -> str:
+    """Three digits, without an exponent."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
 
 
 def size(count: int) -> str:

@@ -2,6 +2,7 @@
 // Draws every table from its JSON. Cells are text nodes only, so names from a run cannot become HTML.
 const ROWS_AT_FIRST = 50;
 const ROWS_WITH_FILTER = 12;
+const LONG_TEXT = 24;  // characters; longer texts get a column of some width on a phone, too
 const NAMES = new Intl.Collator("en", {numeric: true});
 const WHOLE = new Intl.NumberFormat("en"), ROUNDED = new Intl.NumberFormat("en", {maximumSignificantDigits: 4});
 
@@ -92,7 +93,8 @@ function setUpTable(part) {
       const line = element("tr");
       row.forEach((cell, column) => {
         const tone = Array.isArray(cell) ? cell[2] : "";
-        line.append(element("td", [numeric[column] ? "number" : "", tone].join(" ").trim(), cellText(cell)));
+        const text = cellText(cell), kind = numeric[column] ? "number" : text.length > LONG_TEXT ? "long" : "";
+        line.append(element("td", [kind, tone].join(" ").trim(), text));
       });
       body.append(line);
     }

@@ -124,12 +124,21 @@ def test_strategies_that_are_only_predicted_are_shown_as_such() -> None:
     page = bench_page({"kind": "strategies", "rows": rows, "summary": {}})
     assert [chart.title for chart in charts(page)] == [
         "Predicted steps per second",
-        "Predicted speed-up over one device in the same precision",
+        "Predicted speed-up over one device",
     ]
     assert "predicted" in page.sections[0].explanation
     table = page.sections[-1].parts[0]
     assert isinstance(table, Table)
     assert table.rows[0][3] is None
+
+
+def test_a_precision_in_which_one_device_was_not_run_is_named() -> None:
+    report = strategies()
+    assert "compared with it in fp32" not in charts(bench_page(report))[1].note
+    report["rows"].append({**strategy("auto", 4, 0.01), "precision": "bf16"})
+    assert "One device was not run in bf16: those strategies are compared with it in fp32" in (
+        charts(bench_page(report))[1].note
+    )
 
 
 @pytest.mark.parametrize("report", [collectives, peers, loading])
