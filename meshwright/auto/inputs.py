@@ -58,6 +58,7 @@ def planning_inputs(
         check_plan=checker_of_structure(structure),
         epoch_samples=len(training_set) if hasattr(training_set, "__len__") and not training.is_generated else None,
         can_fuse_optimizer=on_gpu and _can_fuse(optimizer, structure.model),
+        checkpoint_copies=job.checkpoint.asynchronous,
     )
     loss = bind(job.loss, "loss") if job.loss else None
     profiles = parts.once(f"profiles for {cluster.kind}", lambda: _profiles(structure, loss, on_gpu))

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.checkpoint.agreement import from_first_rank, gather_results
-from meshwright.checkpoint.save import Division, StartedSave, complete_save, start_save
+from meshwright.checkpoint.save import Division, StartedSave, complete_save, start_save, write_share
 from meshwright.checkpoint.state import State
 from meshwright.checkpoint.writer import copy_pieces, objects_as_json, write_copied
 from meshwright.errors import StorageError
@@ -45,15 +45,21 @@ class BackgroundSaver:
     to be called before the next `begin`."""
 
     def __init__(
-        self, pinned: bool = False, on_full: Literal["stop", "wait"] = "stop", tell: Callable[[str], None] = print
+        self,
+        pinned: bool = False,
+        on_full: Literal["stop", "wait"] = "stop",
+        tell: Callable[[str], None] = print,
+        copies: bool = True,
     ) -> None:
         """`pinned`: tensors are on a GPU. With `on_full="wait"`, a checkpoint waits for space on a full disk; `tell`
-        then tells the user, on rank 0."""
+        then tells the user, on rank 0. Without `copies`, `begin` writes the state itself, and returns when that is
+        published."""
         is_alone = not dist.is_initialized() or dist.get_world_size() == 1
         self._group = None if is_alone else dist.new_group(backend="gloo", timeout=_LONGEST_WAIT)
         self._pinned = pinned
         self._on_full = on_full
         self._tell = tell
+        self._copies = copies
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._division: Division | None = None
         self._thread: threading.Thread | None = None
@@ -78,22 +84,24 @@ class BackgroundSaver:
         begin = time.perf_counter()
         started = start_save(state, final, step, about, self._division, prepare)
         self._division = started.division
-        file = torch.empty(0)
-        objects: dict[str, Any] = {}
+        write = partial(write_share, state=state, share=started.division.share)
 
         def examine_and_copy() -> str | None:
-            nonlocal file, objects
+            nonlocal write
             problem = examine(dict.fromkeys(piece[0] for piece in started.division.share.pieces))
-            if problem is None:
-                file, objects = self._copy(state, started)
+            if problem is None and self._copies:
+                write = partial(_write_copy, *self._copy(state, started))
             return problem
 
         for problem in gather_results(examine_and_copy):
             if problem is not None:
                 return str(problem)
+        if not self._copies:
+            self._save(started, write, published, begin)
+            return None
         # A daemon, so that a rank that fails can exit; a run that ends waits for the thread.
         self._thread = threading.Thread(
-            target=self._save, args=(started, file, objects, published, begin), name="checkpoint", daemon=True
+            target=self._save, args=(started, write, published, begin), name="checkpoint", daemon=True
         )
         self._thread.start()
         return None
@@ -125,15 +133,10 @@ class BackgroundSaver:
     def _save(
         self,
         started: StartedSave,
-        file: Tensor,
-        objects: dict[str, Any],
+        write: Callable[[Path], dict[str, Any]],
         published: Callable[[], None],
         begin: float,
     ) -> None:
-        def write(path: Path) -> dict[str, Any]:
-            checksum = write_copied(path, file).model_dump() if started.division.share.pieces else None
-            return {"checksum": checksum, "objects": objects}
-
         try:
             self._complete(started, write)
             from_first_rank(published, self._group)
@@ -160,3 +163,8 @@ class BackgroundSaver:
         self._tell(f"the checkpoint of step {started.step} waits for space: {problem}")
         while not has_space(folder, needed):
             time.sleep(_POLL_S)
+
+
+def _write_copy(copy: Tensor, objects: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Writes the copy of this rank's pieces. Returns what `write_share` returns."""
+    return {"checksum": write_copied(path, copy).model_dump() if copy.numel() else None, "objects": objects}

@@ -90,7 +90,7 @@ def _create_parents(final: Path) -> None:
 
 def _save(state: State, final: Path, step: int, about: dict[str, Any]) -> Path:
     started = start_save(state, final, step, about)
-    complete_save(started, lambda file: _write_share(file, state, started.division.share))
+    complete_save(started, lambda file: write_share(file, state, started.division.share))
     return final
 
 
@@ -152,7 +152,7 @@ def complete_save(
     started: StartedSave, write: Callable[[Path], dict[str, Any]], group: dist.ProcessGroup | None = None
 ) -> None:
     """Writes and publishes a checkpoint. All ranks call this together. `write` writes this rank's file, and returns its
-    checksum and the objects of this rank, as `_write_share` does. `group` is as in `gather_results`."""
+    checksum and the objects of this rank, as `write_share` does. `group` is as in `gather_results`."""
     temporary = started.temporary
     from_first_rank(lambda: _prepare(temporary, started.size), group)
     try:
@@ -246,7 +246,7 @@ def _prepare(temporary: Path, needed: int) -> None:
         temporary.mkdir()
 
 
-def _write_share(file: Path, state: State, share: RankShare) -> dict[str, Any]:
+def write_share(file: Path, state: State, share: RankShare) -> dict[str, Any]:
     """Writes this rank's file, if it has any pieces. Returns its size and checksum, and the objects of this rank."""
     objects = objects_as_json(state, share.objects)
     checksum = write_pieces(file, state, share).model_dump() if share.pieces else None

@@ -203,13 +203,15 @@ class Link(_FrozenValue):
 
 
 class Node(_FrozenValue):
-    """`number` equal machines. Each has `count` devices connected by `link`, and CPU `cores` that its ranks share."""
+    """`number` equal machines. Each has `count` devices connected by `link`, and CPU `cores` that its ranks share.
+    `host_memory_bytes` is the CPU memory of a machine with GPUs; None if it is not known."""
 
     device: Device
     count: Devices
     link: Link
     cores: Cores
     number: Devices = 1
+    host_memory_bytes: MemoryBytes | None = None
 
 
 class Cluster(_FrozenValue):

@@ -70,7 +70,7 @@ def _detect_gpus(count: int) -> Cluster:
     gpu = min(gpus, key=lambda gpu: gpu.memory_bytes) if gpus else None
     entry = entry_reported_as(gpu.name) if gpu else None
     if entry:
-        node = Node(device=entry.device, count=count, link=find_link(entry.within), cores=usable_cores())
+        node = _gpu_node(entry.device, count, find_link(entry.within))
         return Cluster(name="local", nodes=(node,), based_on="datasheet")
     device = Device(
         name=gpu.name if gpu else "GPU",
@@ -78,8 +78,13 @@ def _detect_gpus(count: int) -> Cluster:
         memory_bytes=gpu.memory_bytes if gpu else 0,
         sources={"memory_bytes": "detected: nvidia-smi"} if gpu else {},
     )
-    node = Node(device=device, count=count, link=Link(name="unknown"), cores=usable_cores())
+    node = _gpu_node(device, count, Link(name="unknown"))
     return Cluster(name="local", nodes=(node,), based_on="detected")
+
+
+def _gpu_node(device: Device, count: int, link: Link) -> Node:
+    """This machine with its GPUs."""
+    return Node(device=device, count=count, link=link, cores=usable_cores(), host_memory_bytes=memory_bytes())
 
 
 def _measured(detected: Cluster, measure: Measure | None) -> Cluster:

@@ -15,6 +15,7 @@ from meshwright.plan_fields.effects import Numerics
 from meshwright.planner.profiles import Profiles
 from meshwright.profile.optimizer import OptimizerCost
 from meshwright.profile.values import ModelProfile
+from meshwright.simulator.runtime import OUR_RUNTIME, Runtime
 
 # The share of a device's memory that a plan leaves free for what is not simulated, such as fragmentation and the
 # workspaces of convolutions. This is a chosen value. `python -m validation` prints how many published runs are, with
@@ -49,6 +50,7 @@ class PlanningInputs:
     compares_samples  the loss compares all samples of the global batch; a rank's share is therefore one microbatch
     epoch_samples     the number of samples in an epoch; None where it is not known
     offload           what plans keep in CPU memory (offload.py)
+    checkpoint_copies  ranks keep a copy of the last checkpoint in CPU memory (`checkpoint.asynchronous`)
     can_fuse_optimizer  the optimizer has a fused implementation on these devices, and does not use it yet
     """
 
@@ -65,6 +67,12 @@ class PlanningInputs:
     epoch_samples: int | None = None
     can_fuse_optimizer: bool = False
     offload: Literal["none", "optimizer", "parameters"] = "none"
+    checkpoint_copies: bool = False
+
+    @property
+    def runtime(self) -> Runtime:
+        """How the run executes plans, as far as it affects time and memory."""
+        return OUR_RUNTIME.model_copy(update={"checkpoint_copies": self.checkpoint_copies})
 
     @property
     def device(self) -> Device:

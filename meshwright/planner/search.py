@@ -107,7 +107,9 @@ class _PlanSearch:
 
     def predict(self, plan: Plan) -> Prediction:
         inputs, profile = self.inputs, self.profiles.get(plan.numerics.precision, plan.memory.recompute)
-        return predict_plan(inputs.cluster, profile, plan, inputs.global_batch, inputs.optimizer)
+        return predict_plan(
+            inputs.cluster, profile, plan, inputs.global_batch, inputs.optimizer, runtime=inputs.runtime
+        )
 
     def choose_compute(self, candidates: Iterable[Candidate]) -> None:
         """Replaces the plans of these candidates by the best of their variants (compute_variants.py)."""

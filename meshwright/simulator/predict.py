@@ -64,7 +64,8 @@ def plan_memory(
     samples = _microbatch_samples(plan, global_batch)
     profile = compiled_profile(chunked_profile(profile, plan.compute.loss_chunks), plan, samples)
     optimizer = optimizer.fused() if plan.compute.fused_optimizer else optimizer
-    inputs = runtime.memory_inputs(profile, plan, optimizer, device_memory(cluster))
+    device = device_memory(cluster, runtime.checkpoint_copies)
+    inputs = runtime.memory_inputs(profile, plan, optimizer, device)
     return predict_memory(inputs.profile, plan, samples, inputs.optimizer, inputs.device)
 
 
@@ -73,13 +74,13 @@ def _microbatch_samples(plan: Plan, global_batch: int) -> int:
     return -(-global_batch // plan.shares)
 
 
-def device_memory(cluster: Cluster) -> DeviceMemory:
+def device_memory(cluster: Cluster, checkpoint_copies: bool = False) -> DeviceMemory:
     """The memory properties of the cluster's kind of device. `context_bytes` is that of the cluster's first device if
     it is known."""
     if cluster.kind != "cuda":
-        return CPU_MEMORY
-    context = cluster.nodes[0].device.context_bytes
-    return replace(CUDA_MEMORY, context_bytes=context or CUDA_MEMORY.context_bytes)
+        return CPU_MEMORY.with_checkpoint_copies(checkpoint_copies)
+    context = cluster.nodes[0].device.context_bytes or CUDA_MEMORY.context_bytes
+    return replace(CUDA_MEMORY, context_bytes=context).with_checkpoint_copies(checkpoint_copies)
 
 
 def check_size(plan: Plan, cluster: Cluster, global_batch: int) -> None:

@@ -68,7 +68,7 @@ class Runtime(BaseModel):
     can hide; `tensor_overlap` is the share of tensor-parallel messages that is hidden. Adding the gradients of one more
     microbatch moves `accumulate_bytes_per_weight` (12: two fp32 numbers are read, one is written). With
     `waits_for_sends` a stage continues only when the tensor that it sent has arrived. `tf32_convolutions`: fp32
-    convolutions run in tf32."""
+    convolutions run in tf32. With `checkpoint_copies` ranks keep a copy of the last checkpoint in CPU memory."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -84,6 +84,7 @@ class Runtime(BaseModel):
     gather_overlap: NonNegativeFloat = 1.0
     tensor_overlap: NonNegativeFloat = 0.0
     waits_for_sends: bool = False
+    checkpoint_copies: bool = False
 
     def executed_profile(self, profile: ModelProfile) -> ModelProfile:
         """The profile with only those operators that this program executes, from which time is predicted."""

@@ -67,7 +67,7 @@ class StrategyPlanner:
             cluster = inputs.cluster
             if devices < cluster.device_count:
                 cluster = cluster.with_device_count(devices)
-            return predict_plan(cluster, profile, plan, inputs.global_batch, inputs.optimizer)
+            return predict_plan(cluster, profile, plan, inputs.global_batch, inputs.optimizer, runtime=inputs.runtime)
         except MeshwrightError:
             return None
 

@@ -48,7 +48,9 @@ def _fastest_with(
 
     def predict(plan: Plan) -> Prediction:
         profile = profiles.get(plan.numerics.precision, plan.memory.recompute)
-        return predict_plan(inputs.cluster, profile, plan, inputs.global_batch, inputs.optimizer)
+        return predict_plan(
+            inputs.cluster, profile, plan, inputs.global_batch, inputs.optimizer, runtime=inputs.runtime
+        )
 
     options = []
     for precision in larger.precisions_to_try():

@@ -2,6 +2,7 @@
 
 from meshwright.cluster.cluster import Link
 from meshwright.plan import Plan
+from meshwright.planner.explanation.host_memory import host_memory
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.model_summary import ModelSummary
 from meshwright.planner.preference import describe_preference
@@ -42,6 +43,7 @@ def explain(result: SearchResult, inputs: PlanningInputs) -> list[str]:
         *_memory(best, result.summary, inputs),
     ]
     sentences += _offload(best, result)
+    sentences += host_memory(best.plan, best.prediction, inputs)
     sentences += _wide_layers(best, result, inputs)
     sentences += _branches(best, result, inputs)
     sentences += _axes(best, inputs)
@@ -147,10 +149,7 @@ def _offload(best: PricedPlan, result: SearchResult) -> list[str]:
     if without is not None:
         longer = without.prediction.step_s / best.prediction.step_s - 1
         reason = f"the best plan without that, {without.plan.summary()}, takes {longer:.1%} longer"
-    return [
-        f"{tensors} in CPU memory, because {reason}. A rank needs {gib(best.prediction.memory.host_bytes)} of it, which"
-        " is not checked."
-    ]
+    return [f"{tensors} in CPU memory, because {reason}. A rank needs {gib(best.prediction.memory.host_bytes)} of it."]
 
 
 def _wide_layers(best: PricedPlan, result: SearchResult, inputs: PlanningInputs) -> list[str]:

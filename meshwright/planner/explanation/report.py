@@ -22,6 +22,7 @@ from meshwright.planner.explanation.explain import (
     step_shares,
     too_large,
 )
+from meshwright.planner.explanation.host_memory import host_memory
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.planner.profiles import Profiles
 from meshwright.planner.search_result import SearchResult
@@ -90,7 +91,7 @@ def predict_given_plan(plan: Plan, inputs: PlanningInputs, profiles: Profiles) -
             f" {devices} devices: choose axes whose product is {devices}, or another cluster"
         )
     profile = profiles.get(plan.numerics.precision, plan.memory.recompute)
-    prediction = predict_plan(cluster, profile, plan, inputs.global_batch, inputs.optimizer)
+    prediction = predict_plan(cluster, profile, plan, inputs.global_batch, inputs.optimizer, runtime=inputs.runtime)
     sentences = [
         f"{plan.summary()} trains {inputs.global_batch} samples in {seconds(prediction.step_s)}.",
         step_shares(plan, prediction),
@@ -98,6 +99,7 @@ def predict_given_plan(plan: Plan, inputs: PlanningInputs, profiles: Profiles) -
     needed_bytes = prediction.memory.device_bytes
     if needed_bytes > inputs.capacity_bytes:
         sentences.append(f"It does not fit: it {too_large(needed_bytes, inputs)}.")
+    sentences += host_memory(plan, prediction, inputs)
     untested = untested_parts(plan, cluster)
     sentences += [_basis(inputs, profiles), *_untested_sentence(untested, inputs)]
     return PlanReport(((plan, prediction),), tuple(sentences), (), 1, untested=(untested,))

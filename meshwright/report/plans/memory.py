@@ -30,7 +30,7 @@ _ROLES = {"saved": "activation"}
 def memory_values(profile: ModelProfile, plan: Plan, prediction: Prediction, inputs: PlanningInputs) -> dict[str, Any]:
     """Returns the memory of the rank that needs most over one step, what is alive at its peak, and the peak of each
     pipeline rank, as plain values."""
-    batch, device = prediction.batch_per_rank, device_memory(inputs.cluster)
+    batch, device = prediction.batch_per_rank, device_memory(inputs.cluster, inputs.checkpoint_copies)
     optimizer = inputs.optimizer.fused() if plan.compute.fused_optimizer else inputs.optimizer
     executed = compiled_profile(chunked_profile(profile, plan.compute.loss_chunks), plan, batch)
     _, speeds = slowest_device(inputs.cluster, plan, OUR_RUNTIME)

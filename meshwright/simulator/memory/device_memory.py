@@ -1,7 +1,8 @@
 """What the allocator, the matrix library and the driver of a kind of device add to the memory of tensors."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
+from typing import Self
 
 from meshwright.cluster.cluster import DeviceKind
 
@@ -16,7 +17,8 @@ class DeviceMemory:
     `context_bytes` for its driver, and what is lost because the allocator rounds sizes up to a multiple of `granule`
     bytes. CUDA's allocator takes the memory of large tensors from the device in multiples of `segment` bytes (0 if
     there are none); a remainder of at most 1 MiB stays with the tensor. With `convolution_workspaces`, convolutions
-    allocate the workspace that the profile states for them."""
+    allocate the workspace that the profile states for them. With `checkpoint_copies`, a rank keeps a copy of its part
+    of the last checkpoint in CPU memory (checkpoint_copy.py)."""
 
     kind: DeviceKind = "cpu"
     granule: int = 1
@@ -24,6 +26,10 @@ class DeviceMemory:
     workspace_bytes: int = 0
     context_bytes: int = 0
     convolution_workspaces: bool = False
+    checkpoint_copies: bool = False
+
+    def with_checkpoint_copies(self, checkpoint_copies: bool) -> Self:
+        return replace(self, checkpoint_copies=checkpoint_copies)
 
     def rounding(self, size: float) -> float:
         """The bytes that the allocator adds to a tensor of this size."""

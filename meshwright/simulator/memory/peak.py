@@ -2,6 +2,7 @@
 freed.
 
     allocated = weights + buffers + inputs + optimizer state + workspace                       _permanent
+              + on CPU ranks, the copy of a checkpoint that is being written                   checkpoint_copy.py
               + with a CUDA graph of the step, its copies of inputs and workspace              _permanent
               + max over the step of  gathered weights + gradients + buckets                   replay.py
                                     + activations of the microbatches in flight + temporaries + rounding
@@ -18,7 +19,7 @@ figures are lower bounds, because fragmentation and the workspaces that convolut
 H200 the two added 3% to 69% to the allocated memory (validation/memory/one_gpu_h200.json).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 
@@ -28,6 +29,7 @@ from meshwright.plan import Plan
 from meshwright.profile.optimizer import OptimizerCost
 from meshwright.profile.values import BatchPolynomial, ModelProfile, Parameter
 from meshwright.simulator.compute.host_work import captures_step
+from meshwright.simulator.memory.checkpoint_copy import copy_bytes, whole_bytes
 from meshwright.simulator.memory.device_memory import DeviceMemory
 from meshwright.simulator.memory.replay import GatheredWeights, LiveBytes, MemoryMoment, Observer, PassPeaks, replay
 from meshwright.simulator.offload import host_bytes, offload_of
@@ -47,7 +49,8 @@ class MemoryPrediction:
     """The predicted peak memory of a rank. `breakdown` has the bytes in memory at the peak, which add up to
     `allocated_bytes`. `reserved_bytes` is what the allocator takes from the device for them, `device_bytes` also
     includes the driver's context, and `peak_at` names the part of the step in which the peak occurs. `host_bytes` is
-    the CPU memory that a rank on a GPU needs for what the plan keeps there (`memory.offload`)."""
+    the CPU memory that a rank on a GPU needs for what the plan keeps there (`memory.offload`), and for the copy of a
+    checkpoint that is being written; `copy_bytes` is that copy, also on CPU ranks."""
 
     breakdown: dict[str, int]
     allocated_bytes: int
@@ -55,6 +58,7 @@ class MemoryPrediction:
     device_bytes: int
     peak_at: str
     host_bytes: int = 0
+    copy_bytes: int = 0
 
 
 def predict_memory(
@@ -77,10 +81,17 @@ def rank_memories(
 
 @dataclass(frozen=True)
 class RankStages:
-    """The pipeline stages of a rank by their numbers, and the actions that it runs in a step."""
+    """The pipeline stages of a rank by their numbers, the actions that it runs in a step, and the bytes of each
+    parameter of the whole model."""
 
     stages: dict[int, StageProfile]
     actions: Sequence[Action]
+    whole: Mapping[str, float]
+
+    def copy_bytes(self, plan: Plan, optimizer: OptimizerCost) -> float:
+        """The bytes of a copy of what this rank writes of a checkpoint."""
+        buffers = float(sum(stage.profile.buffer_bytes for stage in self.stages.values()))
+        return copy_bytes(_parameters(self.stages), buffers, plan, optimizer, self.whole)
 
 
 def rank_works(profile: ModelProfile, plan: Plan, batch: int) -> list[RankStages]:
@@ -88,19 +99,21 @@ def rank_works(profile: ModelProfile, plan: Plan, batch: int) -> list[RankStages
     ranks, schedule = plan.axes.pipeline, plan.pipeline.schedule
     if ranks > 1 and not plan.pipeline.cuts:
         raise InputError(f"the plan has a pipeline of {ranks} ranks but no cuts: its stages are not known")
-    order = _order(plan)
+    order, whole = _order(plan), whole_bytes(profile)
     if places_branches(plan):
         results = BatchPolynomial(all_result_bytes(profile, plan, batch), 0.0)
         shared_plan, works = plan_outside_branches(profile, plan), []
         for local in branch_rank_profiles(profile, plan):
             (stage,) = stage_profiles(split_profile(local, shared_plan), ())
-            works.append(RankStages({0: replace(stage, received=results)}, order[0]))
+            works.append(RankStages({0: replace(stage, received=results)}, order[0], whole))
         return works
     stages = stage_profiles(split_profile(profile, plan), plan.pipeline.cuts)
     numbers = (
         [stages_of_rank(schedule, ranks, plan.stages_per_rank, rank) for rank in range(ranks)] if ranks > 1 else [(0,)]
     )
-    return [RankStages({number: stages[number] for number in numbers[rank]}, order[rank]) for rank in range(ranks)]
+    return [
+        RankStages({number: stages[number] for number in numbers[rank]}, order[rank], whole) for rank in range(ranks)
+    ]
 
 
 def _order(plan: Plan) -> Order:
@@ -212,7 +225,12 @@ def _rank_memory(
         weights_bytes = sum(parameter.bytes for parameter in parameters) / shard
         trained_bytes = sum(parameter.bytes for parameter in parameters if parameter.trainable) / shard
         on_host = round(host_bytes(plan, weights_bytes, trained_bytes, optimizer))
-    return MemoryPrediction(breakdown, allocated, reserved, reserved + device.context_bytes, peak.where, on_host)
+    copied = round(rank.work.copy_bytes(plan, optimizer)) if device.checkpoint_copies else 0
+    if device.kind != "cpu":
+        on_host += copied
+    return MemoryPrediction(
+        breakdown, allocated, reserved, reserved + device.context_bytes, peak.where, on_host, copied
+    )
 
 
 def live_by_kind(
@@ -220,6 +238,8 @@ def live_by_kind(
 ) -> dict[str, int]:
     """All bytes in memory at one moment of a step, by kind: those that stay allocated, and `live`."""
     permanent, permanent_rounding = _permanent(rank.work.stages, plan, batch, optimizer, device)
+    if device.checkpoint_copies and device.kind == "cpu":
+        permanent["checkpoint copy"] = rank.work.copy_bytes(plan, optimizer)
     breakdown = {
         **{name: round(size) for name, size in permanent.items()},
         "gathered weights": round(live.gathered),

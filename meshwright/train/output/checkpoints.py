@@ -61,7 +61,7 @@ class RunCheckpoints:
         url = options.copy_to if world.rank == 0 else None
         self._copies = None if url is None else CheckpointCopies(run_folder, url, options.keep)
         self._tell = tell
-        self._saver = BackgroundSaver(world.device.type == "cuda", options.on_full, tell)
+        self._saver = BackgroundSaver(world.device.type == "cuda", options.on_full, tell, options.asynchronous)
         self._verified = VerifiedCheckpoints()
         self._stalls_s: list[float] = []  # how long training waited for each checkpoint
         self._publish_s: list[float] = []  # how long each checkpoint took until it was published
