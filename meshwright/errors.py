@@ -32,7 +32,10 @@ class RankError(MeshwrightError):
 
 
 class CollectiveError(MeshwrightError):
-    """Ranks lost contact with each other. The message says which rank, at which step and in which operation."""
+    """Ranks lost contact with each other. The message says which rank, at which step and in which operation. `report`
+    is the path of a file with the stacks of all ranks, if they could be collected."""
+
+    report: str | None = None
 
 
 class CheckpointError(MeshwrightError):

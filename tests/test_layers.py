@@ -65,7 +65,7 @@ FOLDERS = {
     "collectives": ("schedules", "shared_memory"),
     "compat": ("accelerate", "deepspeed", "horovod", "lightning", "ray", "transformers"),
     "export": ("configurations", "launch_files"),
-    "launch": ("token", "network", "launchers", "local", "nodes"),
+    "launch": ("token", "network", "launchers", "stall", "local", "nodes"),
     "parallel": ("weights", "tensor", "pipeline", "branches", "replicate", "chunked_loss"),
     "planner": ("explanation",),
     "profile": ("structure", "tracing"),

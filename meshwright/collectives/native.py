@@ -1,5 +1,7 @@
 """`NativeReducer`: averages gradients with the all-reduce of the backend (Gloo, NCCL), as DDP does by default."""
 
+from collections import deque
+
 import torch.distributed as dist
 from torch import Tensor
 
@@ -11,7 +13,11 @@ class NativeReducer:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._pending: list[tuple[dist.Work, int]] = []
+        self._pending: deque[tuple[dist.Work, int]] = deque()
+
+    @property
+    def awaited(self) -> int | None:
+        return next((bucket for _, bucket in self._pending), None)
 
     def start(self, flat: Tensor, bucket: int) -> None:
         flat.div_(self._group.size())
@@ -23,12 +29,13 @@ class NativeReducer:
             self._pending.append((work, bucket))
 
     def finish(self) -> None:
-        pending, self._pending = self._pending, []
-        for work, bucket in pending:
+        while self._pending:
+            work, bucket = self._pending[0]
             try:
                 work.wait()
             except RuntimeError as error:
                 raise self._failure(bucket, error) from error
+            self._pending.popleft()
 
     def close(self) -> None:
         self._pending.clear()

@@ -14,6 +14,11 @@ class Reducer(Protocol):
         """Starts to average `flat`, which is bucket number `bucket` of the step, in place. Returns without waiting for
         the result."""
 
+    @property
+    def awaited(self) -> int | None:
+        """The first bucket that was started and is not averaged, also after an error; None if there is none. Any thread
+        may read it."""
+
     def finish(self) -> None:
         """Waits until all buckets that were started are averaged. Their results are bitwise equal on all ranks."""
 

@@ -19,6 +19,8 @@ from meshwright.collectives.wait_clock import WAIT_CLOCK
 from meshwright.errors import InputError
 from meshwright.plan_fields.groups import Algorithm
 
+SUMS = "sum of losses or counts over the ranks"
+
 
 class SmallSums(Protocol):
     """Sums small tensors over the ranks of a group."""
@@ -41,7 +43,7 @@ class NativeSmallSums:
         work = dist.all_reduce(numbers, group=self._group, async_op=True)
 
         def result() -> Tensor:
-            with WAIT_CLOCK.blocked():
+            with WAIT_CLOCK.blocked(SUMS):
                 work.wait()
             return numbers
 
@@ -66,7 +68,7 @@ class SharedMemorySums:
         self._number += 1
 
         def result() -> Tensor:
-            with WAIT_CLOCK.blocked():
+            with WAIT_CLOCK.blocked(SUMS):
                 self._memory.finish()
             return numbers
 

@@ -22,6 +22,7 @@ class ThreadedReducer:
         self._reduce = reduce
         self._queue: SimpleQueue[tuple[Tensor, int] | None] = SimpleQueue()
         self._change = threading.Condition()
+        self.awaited: int | None = None  # the bucket that the thread averages
         self._unfinished = 0  # number of buckets that were started and are not finished
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._work, name=f"{name} all-reduce", daemon=True)
@@ -55,8 +56,10 @@ class ThreadedReducer:
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
             error: Exception | None = None
+            self.awaited = item[1]
             try:
                 self._reduce(*item)
+                self.awaited = None
             except Exception as caught:
                 error = caught
             with self._change:

@@ -1,8 +1,6 @@
 """Turns errors of Gloo, NCCL and the store into one line that names the ranks which are missing or late."""
 
-import os
 import re
-import sys
 import traceback
 from pathlib import Path
 
@@ -11,9 +9,18 @@ import torch.distributed as dist
 from meshwright.errors import CollectiveError
 from meshwright.launch.failure import NO_ANSWER
 from meshwright.launch.heartbeat import Heartbeat, HeartbeatRecord, describe_progress, heartbeat_file, read_heartbeat
+from meshwright.launch.stall.collection import Finding
+from meshwright.launch.stall.process_state import is_alive
+from meshwright.launch.stall.watchdog import Watchdog
 from meshwright.launch.world import World
 
 _TIMEOUT_MESSAGE = re.compile(r"timed? ?out", re.IGNORECASE)
+# What our own collectives say if a rank is late, and what they and Gloo say if ranks do not exchange the same.
+_LATE_MESSAGE = re.compile(
+    rf"did not come within|does not answer|gave up waiting|timed? ?out|{NO_ANSWER}", re.IGNORECASE
+)
+_MISMATCH_MESSAGE = re.compile(r"\bbrought \d+ elements")
+_GLOO_MISMATCH_MESSAGE = re.compile(r"enforce fail|preamble", re.IGNORECASE)
 _COMMUNICATION_MESSAGE = re.compile(
     r"gloo|nccl|ProcessGroup|connectFullMesh|TCPStore|c10d|timeout caused pair closure"
     r"|Connection (closed by peer|reset|refused)|Broken pipe|Socket closed|Timed out waiting",
@@ -23,15 +30,25 @@ _MOST_NAMED = 3
 
 
 def explain_communication_error(
-    error: BaseException, world: World, heartbeat: Heartbeat, timeout_s: float, folder: Path | None
+    error: BaseException,
+    world: World,
+    heartbeat: Heartbeat,
+    timeout_s: float,
+    folder: Path | None,
+    watchdog: Watchdog | None = None,
 ) -> CollectiveError | None:
     """Returns an error that says which operation failed and which ranks are missing or late; None if the error has
-    nothing to do with communication."""
+    nothing to do with communication. With a watchdog, it asks all ranks what they are doing if one of them is late or
+    exchanges something else, and writes a report."""
+    root = error if isinstance(error, CollectiveError) else communication_error(error)
+    if root is None or getattr(root, "report", None) is not None:
+        return root if isinstance(root, CollectiveError) else None
+    if watchdog is not None:
+        explained = _explain_by_watchdog(error, root, timeout_s, watchdog, bool(_gone_ranks(world, folder)))
+        if explained is not None:
+            return explained
     if isinstance(error, CollectiveError):
         return error
-    root = communication_error(error)
-    if root is None:
-        return None
     step = f"step {heartbeat.step}, " if heartbeat.step >= 0 else ""
     timed_out = isinstance(root, TimeoutError) or bool(_TIMEOUT_MESSAGE.search(str(root)))
     problem = f"{NO_ANSWER} {timeout_s:g} s" if timed_out else "the connection broke"
@@ -39,6 +56,38 @@ def explain_communication_error(
         f"rank {world.rank}, {step}{_operation(error, heartbeat.activity)} ({heartbeat.activity}): {problem}"
         f"{_others(world, heartbeat, folder)}"
     )
+
+
+def _explain_by_watchdog(
+    error: BaseException, root: BaseException, timeout_s: float, watchdog: Watchdog, is_gone: bool
+) -> CollectiveError | None:
+    """Returns an error with the first line of a report; None if the error is another one than a timeout or a
+    mismatch, or if a rank that could not answer is gone, unless another rank has written a report before."""
+    finding = watchdog.recent_finding()
+    if finding is not None:
+        return _error_of(finding)
+    message = str(root)
+    is_ours = isinstance(root, CollectiveError)
+    given = message if is_ours and _MISMATCH_MESSAGE.search(message) else None
+    is_late = isinstance(root, TimeoutError) or bool(_LATE_MESSAGE.search(message))
+    if is_gone or not (is_late or given or (not is_ours and _GLOO_MISMATCH_MESSAGE.search(message))):
+        return None
+    finding = watchdog.find_cause(error, f"{NO_ANSWER} {timeout_s:g} s" if is_late else "", given)
+    return None if finding is None else _error_of(finding)
+
+
+def _error_of(finding: Finding) -> CollectiveError:
+    error = CollectiveError(finding.line)
+    error.report = str(finding.report) if finding.report else None
+    return error
+
+
+def _gone_ranks(world: World, folder: Path | None) -> list[int]:
+    """Returns the ranks on this machine whose process is gone, by their heartbeats. They cannot answer."""
+    if folder is None or world.local_size < world.size:
+        return []
+    peers = {rank: read_heartbeat(heartbeat_file(folder, rank)) for rank in range(world.size)}
+    return [rank for rank, peer in peers.items() if peer and peer.attempt == world.attempt and not is_alive(peer.pid)]
 
 
 def communication_error(error: BaseException) -> BaseException | None:
@@ -78,7 +127,7 @@ def _others(world: World, heartbeat: Heartbeat, folder: Path | None) -> str:
         peer = read_heartbeat(heartbeat_file(folder, rank))
         if peer is None or peer.attempt != world.attempt:
             not_started.append(f"rank {rank} was not seen yet")
-        elif not _is_alive(peer):
+        elif not is_alive(peer.pid):
             gone.append(f"rank {rank} is gone, last seen{_where(peer)}")
         elif (peer.step, peer.activity) != (heartbeat.step, heartbeat.activity):
             elsewhere.append((peer.step, f"rank {rank} was last seen{_where(peer)}"))
@@ -91,17 +140,3 @@ def _others(world: World, heartbeat: Heartbeat, folder: Path | None) -> str:
 
 def _where(peer: HeartbeatRecord) -> str:
     return f" at step {peer.step} in {peer.activity}" if peer.step >= 0 else describe_progress(peer.step, peer.activity)
-
-
-def _is_alive(peer: HeartbeatRecord) -> bool:
-    """Whether the process of a rank on this machine is running."""
-    try:
-        os.kill(peer.pid, 0)
-        if sys.platform != "linux":  # there is no /proc, which tells zombies
-            return True
-        state = Path(f"/proc/{peer.pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except PermissionError:
-        return True
-    except (OSError, IndexError):
-        return False
-    return state not in ("Z", "X")

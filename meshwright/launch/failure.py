@@ -38,7 +38,7 @@ _LONGEST_MESSAGE = 1000
 class Failure:
     """Why one rank failed, as the rank tells the launcher. `kind` is the class name of the exception, or SIGNAL, EXIT
     or EARLY_END. `step` and `doing` are the step and activity of the last heartbeat. `final` means that a restart would
-    only repeat the failure."""
+    only repeat the failure. `report` is the path of a file with the stacks of all ranks, if there is one."""
 
     rank: int
     attempt: int
@@ -49,6 +49,7 @@ class Failure:
     doing: str
     time: float
     final: bool
+    report: str | None = None
 
     @property
     def line(self) -> str:
@@ -79,6 +80,7 @@ def failure_from_exception(error: BaseException, rank: int, attempt: int, heartb
         time=time.time(),
         final=isinstance(error, InputError | StorageError | TrainingDiverged)
         or (not isinstance(error, CollectiveError) and heartbeat.completed == 0),
+        report=error.report if isinstance(error, CollectiveError) else None,
     )
 
 
@@ -147,7 +149,10 @@ def to_error(failure: Failure, folder: Path) -> MeshwrightError:
         return TrainingDiverged(failure.message)
     count = failure.attempt
     restarts = f"after {count} restart{'s' if count > 1 else ''}; " if count else ""
-    error = RankError(f"{failure.line}\n{restarts}its log: {log_file(folder, failure.rank)}")
+    files = (
+        f"the report of all ranks: {failure.report}" if failure.report else f"its log: {log_file(folder, failure.rank)}"
+    )
+    error = RankError(f"{failure.line}\n{restarts}{files}")
     if failure.traceback:
         error.add_note(failure.traceback)
     return error

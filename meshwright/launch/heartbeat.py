@@ -1,5 +1,5 @@
-"""`Heartbeat`: which step a rank is at and what it is doing, in a small file. Other processes can read the file even
-after the rank was killed."""
+"""`Heartbeat`: which step a rank is at, what it is doing, and where it is if that takes long, in a small file. Other
+processes can read the file even after the rank was killed."""
 
 import mmap
 import os
@@ -16,20 +16,33 @@ PREPARE = "prepare"  # the beginning of a step, so short that only listeners are
 
 # The same sequence number is written before and after the body. If a reader sees two numbers, it read during a write.
 _NUMBER = struct.Struct("<Q")
-_BODY = struct.Struct("<qqqq48s")  # pid, attempt, step, completed, activity
-_WHOLE = struct.Struct("<Qqqqq48sQ")
+_PLACE_BYTES = 200
+_BODY = struct.Struct(f"<qqqq48s{_PLACE_BYTES}s")  # pid, attempt, step, completed, activity, place
+_WHOLE = struct.Struct(f"<Qqqqq48s{_PLACE_BYTES}sQ")
 
 
 @dataclass(frozen=True)
 class HeartbeatRecord:
     """A rank's heartbeat as another process reads it. `step` is -1 before the first step, `activity` is a word such as
-    `backward`, and `completed` is the number of steps completed in this attempt."""
+    `backward`, and `completed` is the number of steps completed in this attempt. `place` is the exchange that the rank
+    waits in, or the function that it is in; empty if its activity has begun less than about a second ago."""
 
     pid: int
     attempt: int
     step: int
     activity: str
     completed: int
+    place: str = ""
+
+
+class ExchangeNames(Protocol):
+    """Says in words what the ranks of a model exchange."""
+
+    def waiting(self) -> str | None:
+        """What this process is blocked in, or has failed in; None if it does not wait in an exchange of its own."""
+
+    def name(self, operation: str, elements: int) -> str | None:
+        """What a collective of torch with so many elements exchanges; None if the model does not know it."""
 
 
 class HeartbeatListener(Protocol):
@@ -48,12 +61,16 @@ class Heartbeat:
         self.step = -1
         self.activity = START_UP
         self.completed = 0
+        self.changes = 0  # counts all calls of `update`, `finish_step` and `go_on`
+        self.device = "cpu"
+        self.exchanges: ExchangeNames | None = None  # of the model that the rank trains, as soon as it has one
         self.folder: Path | None = None
         self.listeners: list[HeartbeatListener] = []
         self._attempt = attempt
         self._file: BinaryIO | None = None
         self._pid = os.getpid()
         self._sequence = 0
+        self._place = b""
 
     @classmethod
     def in_folder(cls, folder: Path, rank: int, attempt: int) -> "Heartbeat":
@@ -86,6 +103,8 @@ class Heartbeat:
     def update(self, step: int, activity: str) -> None:
         self.step = step
         self.activity = activity
+        self.changes += 1
+        self._place = b""
         if activity != PREPARE:
             self._write()
         for listener in self.listeners:
@@ -95,18 +114,29 @@ class Heartbeat:
         """Counts one more completed step of this attempt. Before the first one, an exception other than a communication
         error ends the run without a restart."""
         self.completed += 1
+        self.changes += 1
         self._write()
         for listener in self.listeners:
             listener.finish_step()
+
+    def go_on(self) -> None:
+        """Notes that the rank makes progress within a long activity, such as an evaluation."""
+        self.changes += 1
+
+    def note_place(self, place: str) -> None:
+        """Writes where the rank is. The watchdog calls this if the activity takes long."""
+        encoded = place.encode()[:_PLACE_BYTES]
+        if encoded != self._place:
+            self._place = encoded
+            self._write()
 
     def _write(self) -> None:
         if self._file is None:
             return
         self._sequence += 1
         number = self._sequence
-        record = _WHOLE.pack(
-            number, self._pid, self._attempt, self.step, self.completed, self.activity.encode(), number
-        )
+        activity = self.activity.encode()
+        record = _WHOLE.pack(number, self._pid, self._attempt, self.step, self.completed, activity, self._place, number)
         with suppress(OSError):
             os.pwrite(self._file.fileno(), record, 0)
 
@@ -126,14 +156,14 @@ def read_heartbeat(path: Path) -> HeartbeatRecord | None:
                 # The writer writes front to back, and this reads back to front. Therefore, if both numbers are equal,
                 # no write happened in between.
                 (after,) = _NUMBER.unpack_from(memory, _NUMBER.size + _BODY.size)
-                pid, attempt, step, completed, activity = _BODY.unpack_from(memory, _NUMBER.size)
+                pid, attempt, step, completed, activity, place = _BODY.unpack_from(memory, _NUMBER.size)
                 (before,) = _NUMBER.unpack_from(memory, 0)
                 if before == after:
                     break
     except (OSError, ValueError):
         return None
-    text = activity.rstrip(b"\0").decode(errors="ignore")
-    return HeartbeatRecord(pid, attempt, step, text, completed) if before else None
+    texts = [text.rstrip(b"\0").decode(errors="ignore") for text in (activity, place)]
+    return HeartbeatRecord(pid, attempt, step, texts[0], completed, texts[1]) if before else None
 
 
 def describe_progress(step: int, activity: str) -> str:

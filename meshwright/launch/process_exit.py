@@ -75,6 +75,8 @@ def record_failure_and_exit(error: BaseException, env: Environment, heartbeat: H
     if env.fork_server_pid is None:  # meshwright's own launcher prints the first cause itself
         with suppress(OSError, ValueError):
             print(failure.line, file=output.stderr())
+            if failure.report:
+                print(f"the report of all ranks: {failure.report}", file=output.stderr())
     else:
         with suppress(Exception):  # the launcher is gone
             _send_to_launcher(failure)

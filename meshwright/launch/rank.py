@@ -7,12 +7,14 @@ from typing import NoReturn
 
 import torch
 
-from meshwright.errors import MeshwrightError, RankError, UserCodeError
+from meshwright.errors import CollectiveError, MeshwrightError, RankError, UserCodeError
 from meshwright.launch import environment
 from meshwright.launch.communication_errors import explain_communication_error
 from meshwright.launch.heartbeat import Heartbeat
-from meshwright.launch.output import redirect
+from meshwright.launch.output import redirect, terminal
 from meshwright.launch.process_exit import record_failure_and_exit
+from meshwright.launch.stall.collection import Finding
+from meshwright.launch.stall.watchdog import Watchdog, make_watchdog
 from meshwright.launch.world import World, join, leave
 from meshwright.user_code import describe_error, exits_become_errors, user_position
 
@@ -36,20 +38,44 @@ def run_rank(
         return
     heartbeat = Heartbeat.in_memory(env.attempt)
     world = World(env.rank, env.local_rank, env.size, env.local_size, env.attempt, torch.device("cpu"), None)
+    watchdog: Watchdog | None = None
     try:
         if env.folder is not None:
             redirect(env.folder, env.rank, env.attempt, env.speaker)
             heartbeat.move_to(env.folder, env.rank)
         world = join(device, timeout_s)
+        watchdog = _start_watchdog(world, heartbeat, timeout_s, lambda error: end(error, env, heartbeat))
         with exits_become_errors():
             main(world, heartbeat)
+        if watchdog is not None:
+            watchdog.close()
         leave()
     except BaseException as error:
-        explained = _explain(error) or explain_communication_error(error, world, heartbeat, timeout_s, heartbeat.folder)
+        explained = _explain(error) or explain_communication_error(
+            error, world, heartbeat, timeout_s, heartbeat.folder, watchdog
+        )
         if explained is not None and explained is not error:
             explained.__cause__ = error
         # The number in the process group, by which the logs are named; a launcher may have given another one.
         end(explained or error, replace(env, rank=world.rank), heartbeat)
+
+
+def _start_watchdog(
+    world: World, heartbeat: Heartbeat, timeout_s: float, end: Callable[[BaseException], object]
+) -> Watchdog | None:
+    """Starts the watchdog of this rank. If it finds that no rank makes progress, it tells the user, and the run goes
+    on. `end` is called if a thread of a library ends the process."""
+
+    def tell(finding: Finding) -> None:
+        where = f"; the report of all ranks: {finding.report}" if finding.report else ""
+        print(f"warning: {finding.line}{where}", file=terminal(), flush=True)
+
+    def end_with(finding: Finding) -> None:
+        error = CollectiveError(finding.line)
+        error.report = str(finding.report) if finding.report else None
+        end(error)
+
+    return make_watchdog(world, world.store, heartbeat, timeout_s, tell, end_with)
 
 
 def _explain(error: BaseException) -> MeshwrightError | None:

@@ -84,3 +84,27 @@ def elastic_starts_ranks_with(start: Callable[[tuple[str, ...], Mapping[str, str
 def elastic_processes_of(context: Any) -> dict[int, Any]:
     """Returns the processes of elastic's process context by local rank; empty if it has started none."""
     return {} if context is None else {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
+
+
+def another_connection(store: Any) -> dist.Store:
+    """Returns the same store through another connection. The type stubs of torch lack this method."""
+    store = store.clone()
+    assert isinstance(store, dist.Store)
+    return store
+
+
+def default_store() -> dist.Store | None:
+    """Returns the store of the default process group; None without one."""
+    return distributed_c10d._get_default_store() if dist.is_initialized() else None
+
+
+def flight_recorder_dumps() -> list[str]:
+    """Returns what torch has recorded of the last collectives of this process, as JSON: of Gloo, and of NCCL in builds
+    that have it. Torch keeps the last 2000 unless TORCH_FR_BUFFER_SIZE says otherwise."""
+    dumps: list[str] = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(torch._C._distributed_c10d, name, None)
+        if dump is not None:
+            text = dump(includeCollectives=True, onlyActive=False)
+            dumps.append(text.decode() if isinstance(text, bytes) else text)
+    return dumps

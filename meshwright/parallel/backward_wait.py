@@ -7,6 +7,7 @@ import time
 from torch import Tensor
 
 from meshwright.collectives.wait_clock import WAIT_CLOCK
+from meshwright.parallel.replicate.bucket_names import GRADIENT_EXCHANGE
 from meshwright.parallel.torch_private import queue_backward_callback
 
 
@@ -16,9 +17,11 @@ def run_backward(loss: Tensor) -> None:
 
     def note_end() -> None:
         computed.append((time.perf_counter(), WAIT_CLOCK.seconds))
+        WAIT_CLOCK.exchange = GRADIENT_EXCHANGE
 
     loss.register_hook(lambda _: queue_backward_callback(note_end))
     loss.backward()
+    WAIT_CLOCK.exchange = None
     if computed:
         computed_at, blocked = computed[0]
         WAIT_CLOCK.seconds += time.perf_counter() - computed_at - (WAIT_CLOCK.seconds - blocked)

@@ -79,6 +79,19 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
 
+# ---- buckets of DDP (exchange_names.py)
+
+
+def ddp_buckets(model: DistributedDataParallel) -> list[list[Tensor]]:
+    """The parameters of each bucket, as DDP has assigned them when it was made."""
+    parameters = [parameter for parameter in model._module_parameters if parameter.requires_grad]
+    limits = [sys.maxsize]
+    if model.find_unused_parameters and not model.static_graph:
+        limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, model.bucket_bytes_cap]
+    indices, _ = dist._compute_bucket_assignment_by_size(parameters, limits, [False] * len(parameters))
+    return [[parameters[index] for index in bucket] for bucket in reversed(indices)]
+
+
 # ---- FSDP2 (shard.py)
 
 

@@ -6,20 +6,26 @@ from collections.abc import Callable, Mapping
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, NoReturn
+from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from meshwright.collectives.torch_private import group_timeout_s
 from meshwright.errors import InputError
 from meshwright.job import load_plan
-from meshwright.launch.world import join
+from meshwright.launch.heartbeat import Heartbeat
+from meshwright.launch.world import World, join
 from meshwright.limits import is_number
+from meshwright.parallel.exchange_names import ModelExchanges
 from meshwright.plan import Plan
 from meshwright.profile.optimizer import check_is_optimizer
 from meshwright.train.job_agreement import agree_on_plan
 from meshwright.train.loss.loss import LossFunction
 from meshwright.train.session import Session
+from meshwright.train.step.explained_errors import Explainer
 from meshwright.train.step.optimizer import rebuild_optimizer
 
 
@@ -68,6 +74,14 @@ def parallelize(
         plan = load_plan(plan, "parallelize")
     plan = plan or Plan.model_validate({"axes": {"replicate": world.size}})
     agree_on_plan(plan, world, timeout_s)
+    heartbeat = Heartbeat.in_memory(world.attempt)
+    explainer = Explainer(world, heartbeat, _group_timeout_s(world, timeout_s))
+    made: list[ref[Session]] = []  # weak, because the session holds `report`
+
+    def report(activity: str) -> None:
+        session = made[0]() if made else None
+        heartbeat.update(session.steps if session else 0, activity)
+
     # Parameters are matched by name, because a plan may replace the parameter objects that the template refers to.
     names = {id(p): name for name, p in model.named_parameters()}
     session = Session(
@@ -82,11 +96,21 @@ def parallelize(
         seed=seed,
         target=target,
         sample=sample_batch,
+        report=report,
     )
+    made.append(ref(session))
+    session.explainer = explainer
+    heartbeat.exchanges = ModelExchanges(session.parallel)
     if optimizer is not None:
         _mark_used(optimizer)
     session.checks_first_batch = True
     return session
+
+
+def _group_timeout_s(world: World, timeout_s: float) -> float:
+    """A process group that the script has made keeps its own timeout."""
+    group = dist.group.WORLD if dist.is_initialized() else None
+    return timeout_s if group is None or world.store is not None else group_timeout_s(group)
 
 
 def _check_arguments(

@@ -16,6 +16,7 @@ from meshwright.launch.output import terminal
 from meshwright.launch.rank import run_rank
 from meshwright.launch.signals import StopRequest
 from meshwright.launch.world import World
+from meshwright.parallel.exchange_names import ModelExchanges
 from meshwright.plan import Plan
 from meshwright.progress import phase, showing
 from meshwright.train.job_session import build_session
@@ -53,6 +54,7 @@ def train_rank(
     ):
         with showing(terminal()) if world.rank == 0 else nullcontext(), phase("building the model and dividing it"):
             session = build_session(job, plan, world, lambda activity: heartbeat.update(session.steps, activity))
+        heartbeat.exchanges = ModelExchanges(session.parallel)
         trainer = Trainer(job, session, world, folder, heartbeat, recorded_steps, predicted_step_s)
         return trainer.run(stop)
 

@@ -34,6 +34,7 @@ from meshwright.train.metrics import Metric, MetricTotals
 from meshwright.train.step.batch import cut_share
 from meshwright.train.step.cuda_graphs import StepGraphs
 from meshwright.train.step.evaluation import Evaluator, combine_totals
+from meshwright.train.step.explained_errors import explains_errors
 from meshwright.train.step.forward_backward import ForwardBackward
 from meshwright.train.step.loss_scale import DEFAULTS, LossScale
 from meshwright.train.step.nonfinite import NonFiniteCheck
@@ -108,10 +109,8 @@ class Session(OwnLoop):
         self._schedule_per = schedule_per
         data_ranks = data_group(self._parallel.mesh, plan)
         self._gather_samples = GatherSamples(data_ranks) if data_ranks is not None else None
-        super().__init__(self._parallel, self._loss_finder.over_ranks(self._gather_samples), seed, target)
-        self._clip_norm = clip_norm
-        self._frozen = frozen
-        self._report = report
+        super().__init__(self._parallel, self._loss_finder.over_ranks(self._gather_samples), seed, target, report)
+        self._clip_norm, self._frozen = clip_norm, frozen
         self.on_gradients: Callable[[], None] | None = None
         # In fp16, a gradient that is not finite only means that the loss scale is too large, and it reacts to that.
         check = NonFiniteCheck(self._parallel, world.size, with_gradients=self.loss_scale is None)
@@ -176,7 +175,7 @@ class Session(OwnLoop):
         loading = loading or LoadingOptions()
         if loading.partition == "batch":  # with the other partitions, a rank may not be able to read every sample
             self._check_same_samples(dataset, loading)
-        if loading.partition == "sample":  # a run that is resumed on other ranks keeps its parts
+        elif loading.partition == "sample":  # a run that is resumed on other ranks keeps its parts
             self.parts = self.parts or loading.parts or self._share().ranks
             loading = replace(loading, parts=self.parts)
         return train_batches(
@@ -192,12 +191,13 @@ class Session(OwnLoop):
             stream_state=self.stream_state,
         )
 
+    @explains_errors
     def step(self, batch: Any) -> Tensor:
         """Makes one optimizer step on a `Batch` that `batches` yielded, on a batch of a prepared loader, or on this
         rank's share of a global batch from another loader. Returns the mean loss of the global batch, which is the same
         on every rank."""
-        # Random numbers depend only on the seed, the step and the data rank. Therefore evaluations and restarts do not
-        # change them, and ranks that compute the same activations use the same dropout masks.
+        # Random numbers depend only on the seed, the step and the data rank. Evaluations and restarts do not change
+        # them, and ranks that compute the same activations use the same dropout masks.
         states = self.generators.seed(step_seed(self.seed, self.steps, self._share().rank))
         try:
             return self._step(batch)
@@ -215,8 +215,7 @@ class Session(OwnLoop):
         microbatches, samples = (batch.microbatches, batch.samples) if has_position else self._microbatches(batch)
         self._try_loss(microbatches[0].data)
         examples = [(self._example(part.data, part.width), part.samples) for part in microbatches]
-        if self.plan.axes.pipeline > 1:
-            # A short batch may have too few microbatches for the schedule: its last one is repeated with weight 0.
+        if self.plan.axes.pipeline > 1:  # a short batch may have too few: the last one is repeated with weight 0
             examples += [(examples[-1][0], 0)] * (self.plan.microbatches - len(examples))
         if self._graphs is not None:
             loss = self._graphs(examples, samples, self.loss_scale.value if self.loss_scale else None)
@@ -287,6 +286,7 @@ class Session(OwnLoop):
 
     # ---- evaluation
 
+    @explains_errors
     def evaluate(
         self,
         dataset: Any,
@@ -338,28 +338,28 @@ class Session(OwnLoop):
         """The contents of a checkpoint by key: tensors of the model and the optimizer, `schedule` and `loss_scale`."""
         self._parallel.align_buffers()
         self._parallel.reshard()
-        schedule = self.schedule.state_dict() if self.schedule else None
         return {
             **model_state(self.module, self._parallel.layouts),
             **optimizer_state(self.module, self.optimizer, *self._parallel.weight_division),
-            "schedule": schedule,
+            "schedule": self.schedule.state_dict() if self.schedule else None,
             "loss_scale": self.loss_scale.state_dict() if self.loss_scale else None,
         }
 
     def about(self) -> dict[str, Any]:
         """What a checkpoint's manifest says about its position in the run: `step`, `position`, `seed`, `skipped`, and
         `parts` and `stream` if they are not None. Seed and step determine all random numbers."""
-        position, skipped = list(self.position), self.skipped_steps
-        about = {"step": self.steps, "position": position, "seed": self.seed, "skipped": skipped}
+        about = {"step": self.steps, "position": [*self.position], "seed": self.seed, "skipped": self.skipped_steps}
         stream = {"stream": [self.stream_state.before, self.stream_state.digest]} if self.stream_state else {}
         return about | ({"parts": self.parts} if self.parts else {}) | stream
 
+    @explains_errors
     def save(self, path: str | Path, frozen: bool = True) -> Path:
         """Writes a checkpoint to the folder `path`, and returns it. With `frozen=False` it does not hold the frozen
         parameters: `load` needs a model that has them already. All ranks must call this together."""
         state = self.state() if frozen else without_frozen(self.state(), self.module)
         return save_at(state, Path(path), self.steps, self.about())
 
+    @explains_errors
     def load(self, path: str | Path) -> None:
         """Verifies a checkpoint of any plan and resumes from it. All ranks must call this together."""
         self.restore(Path(path), read_manifest_once(Path(path)))
@@ -373,8 +373,8 @@ class Session(OwnLoop):
             self.schedule.load_state_dict(objects["schedule"])
         if self.loss_scale and objects.get("loss_scale"):
             self.loss_scale.load_state_dict(objects["loss_scale"])
-        if self.plan.compute.fused_optimizer:
-            use_fused_kernels(self.optimizer)  # the saved state may be of an optimizer that was not fused
+        if self.plan.compute.fused_optimizer:  # the saved state may be of an optimizer that was not fused
+            use_fused_kernels(self.optimizer)
         self.steps = int(about["step"])
         self.seed = int(about["seed"])  # order and random numbers continue as in the saved run
         self.position = (int(about["position"][0]), int(about["position"][1]))

@@ -94,6 +94,10 @@ class SharedMemoryReducer:
     def start(self, flat: Tensor, bucket: int) -> None:
         self._start(flat, bucket, ALL_REDUCE, mean=self._mean)
 
+    @property
+    def awaited(self) -> int | None:
+        return next((bucket for _, bucket, _ in self._pending), None)
+
     def finish(self) -> None:
         self._wait(self._started)
 

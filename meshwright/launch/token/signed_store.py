@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from meshwright.errors import CollectiveError
 from meshwright.files.trust import is_signed_by, sign
+from meshwright.launch.torch_private import another_connection
 
 _SIGNATURE_DIGITS = 64
 _PREFIX_DIGITS = 32
@@ -34,6 +35,10 @@ class SignedStore(dist.PrefixStore):
     def part(self, name: str) -> "SignedStore":
         """Returns a part of the store with names of its own."""
         return SignedStore(self._whole, self._key, f"{self._scope}/{name}")
+
+    def clone(self) -> "SignedStore":
+        """Returns the same store through another connection."""
+        return SignedStore(another_connection(self._whole), self._key, self._scope)
 
     def secret(self, name: str) -> str:
         """Returns a text that only processes of this run can know."""

@@ -8,7 +8,7 @@ parameter that a rank did not use counts as zeros; one that no rank used has no 
 """
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -19,13 +19,18 @@ from torch import Tensor, nn
 from meshwright.collectives.native import NativeReducer
 from meshwright.collectives.reducer import Reducer
 from meshwright.collectives.wait_clock import WAIT_CLOCK
+from meshwright.parallel.replicate.bucket_names import describe_bucket
 
 
 class GradientAverager:
     """Averages gradients over ranks, in buckets. Wrap each microbatch in `averaging`, or call `finish` after the last
     one."""
 
-    def __init__(self, buckets: "list[_Bucket]", reducer: Reducer, *, overlap: bool) -> None:
+    def __init__(
+        self, buckets: "list[_Bucket]", reducer: Reducer, *, overlap: bool, names: Mapping[int, str] | None = None
+    ) -> None:
+        """`names` are those of the parameters by their ids, for messages."""
+        self._names = names or {}
         self._buckets = buckets
         self._reducer = reducer
         weakref.finalize(self, reducer.close)
@@ -53,11 +58,17 @@ class GradientAverager:
         for bucket in self._buckets[self._next_bucket :]:
             bucket.collect()
             self._send(bucket)
-        with WAIT_CLOCK.blocked():
+        with WAIT_CLOCK.blocked(self._awaited):
             self._reducer.finish()
         for bucket in self._buckets:
             bucket.finish()
         self._next_bucket = 0
+
+    def _awaited(self) -> str:
+        """The exchange that this rank waits for, in words."""
+        number = self._reducer.awaited
+        in_bucket = {id(parameter) for parameter in self._buckets[number].parameters} if number is not None else set()
+        return describe_bucket(number, [name for key, name in self._names.items() if key in in_bucket])
 
     def _send(self, bucket: "_Bucket") -> None:
         bucket.pack()
@@ -149,7 +160,8 @@ def gradient_averager(
     `reduce_dtype`, or where that is None in their own type."""
     parameters = [p for name, p in module.named_parameters() if p.requires_grad and name not in skip]
     buckets = [_Bucket(bucket, reduce_dtype) for bucket in assign_buckets(parameters, bucket_bytes)]
-    return GradientAverager(buckets, reducer, overlap=overlap)
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return GradientAverager(buckets, reducer, overlap=overlap, names=names)
 
 
 def average_once(parameters: Sequence[nn.Parameter], groups: Sequence[dist.ProcessGroup]) -> None:

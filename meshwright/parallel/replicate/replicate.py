@@ -1,7 +1,8 @@
 """The replicate axis: every rank holds the whole model, and DDP averages gradients during the backward pass."""
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from meshwright.collectives.small_sums import SharedMemorySums, SmallSums
 from meshwright.collectives.wait_clock import WAIT_CLOCK
 from meshwright.errors import InputError
 from meshwright.parallel.precision import gradient_reduce_dtype
+from meshwright.parallel.replicate.bucket_names import describe_bucket
 from meshwright.parallel.replicate.process_group import GroupWithSharedSums
 from meshwright.parallel.torch_private import (
     broadcast_coalesced,
@@ -76,7 +78,8 @@ def _register_hook(model: DistributedDataParallel, group: dist.ProcessGroup, pla
         state = power_sgd.PowerSGDState(group, gradients.powersgd_rank, start_powerSGD_iter=POWER_SGD_AFTER)
         model.register_comm_hook(state, power_sgd.powerSGD_hook if _is_nccl(group) else _power_sgd_one_at_a_time)
     elif reduce_dtype is not None or not isinstance(reducer, NativeReducer):
-        model.register_comm_hook(None, ReducerHook(reducer, reduce_dtype, group).run)
+        names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+        model.register_comm_hook(None, ReducerHook(reducer, reduce_dtype, group, names).run)
         weakref.finalize(model, reducer.close)
 
 
@@ -109,19 +112,28 @@ def _is_nccl(group: dist.ProcessGroup) -> bool:
 class ReducerHook:
     """A DDP communication hook that averages buckets with a `Reducer`. Each bucket is started when it is ready, in
     DDP's order; the call for the last bucket waits for all of them. Gradients are sent as `reduce_dtype`, or in their
-    own dtype if that is None."""
+    own dtype if that is None. `names` are those of the parameters by their ids, for messages."""
 
     def __init__(
-        self, reducer: Reducer, reduce_dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None
+        self,
+        reducer: Reducer,
+        reduce_dtype: torch.dtype | None = None,
+        group: dist.ProcessGroup | None = None,
+        names: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self._reducer = reducer
         self._group = group
         self._reduce_dtype = reduce_dtype
         self._send_buffers: dict[int, Tensor] = {}  # by bucket, where `reduce_dtype` is not None
+        self._names = names
+        self._bucket_names: dict[int, list[str]] = {}
         self._started: list[tuple[torch.futures.Future[Tensor], Tensor, Tensor]] = []
 
     def run(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         gradients, number = bucket.buffer(), bucket.index()
+        if number not in self._bucket_names:
+            in_bucket = {id(parameter) for parameter in bucket.parameters()}
+            self._bucket_names[number] = [name for key, name in self._names.items() if key in in_bucket]
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         if gradients.layout != torch.strided:
             future.set_result(self._sparse_mean(gradients))
@@ -152,10 +164,15 @@ class ReducerHook:
 
     def _finish(self) -> None:
         started, self._started = self._started, []
-        with WAIT_CLOCK.blocked():
+        with WAIT_CLOCK.blocked(self._awaited):
             self._reducer.finish()
         for future, gradients, send_buffer in started:
             future.set_result(gradients if send_buffer is gradients else gradients.copy_(send_buffer))
+
+    def _awaited(self) -> str:
+        """The exchange that this rank waits for, in words."""
+        number = self._reducer.awaited
+        return describe_bucket(number, self._bucket_names.get(number, ()) if number is not None else ())
 
 
 def broadcast_buffers(module: nn.Module, mesh: DeviceMesh) -> None:

@@ -11,7 +11,7 @@ gradient             = mean of these over the data ranks                        
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import ref
@@ -33,6 +33,7 @@ from meshwright.parallel.model import ParallelModel
 from meshwright.plan import Plan
 from meshwright.train.loss.loss import Loss
 from meshwright.train.step.batch import move_to_device, samples_in
+from meshwright.train.step.explained_errors import Explainer, explains_errors
 from meshwright.train.step.randomness import StepGenerators
 from meshwright.train.step.remote_optimizer import RemoteOptimizer
 
@@ -41,9 +42,18 @@ class OwnLoop:
     """Forward and backward passes that a user's loop calls. `steps` is the number of optimizer steps so far. The random
     numbers of forward passes depend on it and on `seed`."""
 
-    def __init__(self, parallel: ParallelModel, loss: Loss, seed: int, target: str | None) -> None:
-        """`target` is the key of the target in batches that are dicts."""
+    def __init__(
+        self,
+        parallel: ParallelModel,
+        loss: Loss,
+        seed: int,
+        target: str | None,
+        report: Callable[[str], None] = lambda activity: None,
+    ) -> None:
+        """`target` is the key of the target in batches that are dicts. `report` is called with what the rank is
+        doing."""
         self._parallel = parallel
+        self._report = report
         self._loss = loss
         self._target = target
         self.seed = seed
@@ -53,6 +63,7 @@ class OwnLoop:
         self.remote_optimizer: RemoteOptimizer | None = None
         self.checks_first_batch = False  # whether the first batch of another loader is compared between ranks
         self.seeds_passes = True  # whether `model` seeds the generators; otherwise it draws from them as they are
+        self.explainer: Explainer | None = None
         self._synchronizes = True
         self._prepared_share: PreparedShare | None = None  # what the loop of a prepared loader trains on at the moment
         self._forward_passes = 0  # since the last optimizer step
@@ -64,6 +75,7 @@ class OwnLoop:
         """The same as `model`."""
         return self.model(*arguments, **keywords)
 
+    @explains_errors
     def model(self, *arguments: Any, **keywords: Any) -> Any:
         """Calls the parallel model and returns its output, in the plan's precision. Any number of calls, also of other
         sessions' models, may come before a backward pass. Random numbers such as dropout masks depend on the session's
@@ -72,11 +84,13 @@ class OwnLoop:
             self._check_plan("model")
         seed = derive_seed(self.seed, "forward", self.steps, self._forward_passes, self._parallel.position.data_rank)
         if torch.is_grad_enabled():
+            self._report("forward")
             self._has_own_passes = True
             self._forward_passes += 1
         with self.generators.seeded(seed) if self.seeds_passes else nullcontext():
             return self._parallel.forward(*arguments, **keywords)
 
+    @explains_errors
     def forward(self, batch: Any) -> Tensor:
         """Calls the model and the loss function with this rank's share of a global batch. Returns the mean loss over
         the global batch, the same on every rank. `backward` of it gives the gradient of that mean."""
@@ -93,6 +107,7 @@ class OwnLoop:
         """Finds out with the first batch what the loss is a mean over, if no sample batch was there before. All ranks
         call this together."""
 
+    @explains_errors
     def mean(self, value: Tensor, count: "int | float | Tensor | None" = None) -> Tensor:
         """Returns the mean over the samples of all data ranks, the same on every rank, of a `value` that is the mean
         over this rank's samples. The backward pass of the result gives the gradient of that mean, also if ranks have
@@ -129,6 +144,7 @@ class OwnLoop:
         mean: Tensor = _GlobalMean.apply(value, weight * ranks / divisor, sums[0] / divisor)
         return mean
 
+    @explains_errors
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Runs the backward pass of a loss. The gradients of this session's parameters are then the mean over the data
         ranks of what was accumulated in them; within `no_sync`, they are not combined. A loss of `forward` or `mean`
@@ -141,6 +157,7 @@ class OwnLoop:
                 f"session.backward takes a loss with a gradient, one number, and this is {_describe_loss(loss)}: give"
                 " what session.forward or session.mean returned"
             )
+        self._report("backward")
         self._parallel.backward(loss, synchronize=self._synchronizes, retain_graph=retain_graph)
         self._gradients_are_combined = self._synchronizes
 
@@ -154,6 +171,7 @@ class OwnLoop:
         finally:
             self._synchronizes = before
 
+    @explains_errors
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scales the gradients so that the norm of the whole model's gradient is at most `max_norm`. Returns the norm
         before, the same on every rank. All ranks call this together, after the last `backward` of a step."""

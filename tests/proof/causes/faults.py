@@ -127,6 +127,8 @@ class NoAveragerReduction(InjectedFault):
 class _NoReducer:
     """A reducer that does nothing."""
 
+    awaited = None
+
     def start(self, flat: Tensor, bucket: int) -> None: ...
 
     def finish(self) -> None: ...

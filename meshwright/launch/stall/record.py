@@ -1,0 +1,100 @@
+"""`RankRecord`: what one rank is doing when progress stops, as it tells the other ranks."""
+
+import json
+import sys
+import threading
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from meshwright.launch.heartbeat import Heartbeat
+from meshwright.launch.stall.flight_recorder import CollectiveCall, parse_calls, plain_calls, recorded_calls
+from meshwright.launch.stall.position import find_position, format_stack, stack_of, stack_of_error
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What a rank is doing. `exchange` is the exchange with other ranks that it waits in, in words; empty if it does
+    not wait. `place` is the function that it is in. `calls` are the last collectives that torch has recorded. `stacks`
+    are the Python stacks of its threads."""
+
+    rank: int
+    step: int
+    activity: str
+    module: str
+    exchange: str
+    place: str
+    calls: tuple[CollectiveCall, ...]
+    stacks: str
+
+    @property
+    def pending_calls(self) -> list[CollectiveCall]:
+        return [call for call in self.calls if not call.is_done]
+
+    def call(self, group: str, number: int) -> CollectiveCall | None:
+        same = (call for call in self.calls if (call.group, call.number) == (group, number))
+        return next((call for call in same if not call.is_point_to_point), None)
+
+    def to_json(self) -> str:
+        return json.dumps({**asdict(self), "calls": plain_calls(self.calls)})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "RankRecord":
+        values: dict[str, Any] = json.loads(text)
+        return cls(**{**values, "calls": parse_calls(values["calls"])})
+
+
+def record_of_thread(rank: int, heartbeat: Heartbeat, thread: int, error: BaseException | None = None) -> RankRecord:
+    """Returns what this rank is doing: where the thread with this number is, or where it raised `error`."""
+    frames = sys._current_frames()
+    stack = stack_of(frames.get(thread)) if error is None else stack_of_error(innermost(error).__traceback__)
+    position = find_position(stack)
+    calls = tuple(recorded_calls())
+    if error is not None:
+        calls = _with_failed_call(calls, position.operation)
+    pending = [call for call in calls if not call.is_done]
+    names = heartbeat.exchanges
+    waiting = names.waiting() if names is not None else None
+    is_waiting = bool(waiting or position.operation or (heartbeat.device == "cuda" and pending))
+    exchange = ""
+    if is_waiting:
+        exchange = _name_by_model(pending, heartbeat) or waiting or position.exchange
+        exchange = exchange or f"{pending[0] if pending else position.operation} called in {position.place}"
+    stacks = f"the thread that trains:\n{format_stack(stack)}" + "".join(
+        f"{name}:\n{format_stack(stack_of(frames[number]))}"
+        for number, name in _other_threads(thread)
+        if number in frames
+    )
+    return RankRecord(
+        rank, heartbeat.step, heartbeat.activity, position.module, exchange, position.place, calls, stacks
+    )
+
+
+def _with_failed_call(calls: tuple[CollectiveCall, ...], operation: str) -> tuple[CollectiveCall, ...]:
+    """Returns the calls with the last one of this operation as not done: torch counts a collective that has failed as
+    done."""
+    failed = max((number for number, call in enumerate(calls) if call.operation == operation), default=None)
+    return tuple(replace(call, is_done=False) if number == failed else call for number, call in enumerate(calls))
+
+
+def innermost(error: BaseException) -> BaseException:
+    """Returns the first exception in the chain of causes that led to this one."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _name_by_model(pending: list[CollectiveCall], heartbeat: Heartbeat) -> str | None:
+    """Returns the first pending collective that the model knows, such as that of a bucket of gradients."""
+    if heartbeat.exchanges is None:
+        return None
+    names = (heartbeat.exchanges.name(call.operation, call.elements) for call in pending)
+    return next(filter(None, names), None)
+
+
+def _other_threads(thread: int) -> list[tuple[int, str]]:
+    current = threading.get_ident()
+    return [
+        (other.ident, f"thread {other.name}")
+        for other in threading.enumerate()
+        if other.ident is not None and other.ident not in (thread, current)
+    ]

@@ -1,0 +1,104 @@
+"""In a user's own loop, an error of communication in a method of the session becomes one that says which rank is stuck.
+Under `meshwright train`, launch/rank.py does the same."""
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from weakref import finalize, ref
+
+from meshwright.errors import CollectiveError
+from meshwright.launch.communication_errors import explain_communication_error
+from meshwright.launch.heartbeat import Heartbeat
+from meshwright.launch.stall.collection import Finding
+from meshwright.launch.stall.watchdog import Watchdog, make_watchdog
+from meshwright.launch.torch_private import default_store
+from meshwright.launch.world import World
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+class Explainer:
+    """Explains errors of communication with the help of a watchdog."""
+
+    def __init__(self, world: World, heartbeat: Heartbeat, timeout_s: float) -> None:
+        self._world = world
+        self._heartbeat = heartbeat
+        self._timeout_s = timeout_s
+        self._watchdog: Watchdog | None = make_watchdog(
+            world, world.store or default_store(), heartbeat, timeout_s, _warn, _print
+        )
+        if self._watchdog is not None:
+            finalize(self, self._watchdog.stop)
+            _explain_uncaught(self)
+
+    def explain(self, error: BaseException) -> CollectiveError | None:
+        """Returns an error that says which rank is stuck; None if the error has nothing to do with communication."""
+        if self._watchdog is None:
+            return None
+        return explain_communication_error(
+            error, self._world, self._heartbeat, self._timeout_s, self._heartbeat.folder, self._watchdog
+        )
+
+
+class Explaining(Protocol):
+    """A class with methods that exchange something with other ranks. `explainer` is None outside of user's own
+    loops."""
+
+    explainer: Explainer | None
+
+
+ExplainingT = TypeVar("ExplainingT", bound=Explaining)
+
+
+def explains_errors(
+    method: Callable[Concatenate[ExplainingT, Parameters], Result],
+) -> Callable[Concatenate[ExplainingT, Parameters], Result]:
+    """Lets a method raise a `CollectiveError` that names the rank that is stuck, in place of an error of torch."""
+
+    @wraps(method)
+    def explained(self: ExplainingT, *arguments: Parameters.args, **keywords: Parameters.kwargs) -> Result:
+        try:
+            return method(self, *arguments, **keywords)
+        except Exception as error:
+            problem = None if self.explainer is None else self.explainer.explain(error)
+            if problem is None or problem is error:
+                raise
+            raise _with_report(problem) from error
+
+    return explained
+
+
+def _with_report(error: CollectiveError) -> CollectiveError:
+    if error.report:
+        error.add_note(f"the report of all ranks: {error.report}")
+    return error
+
+
+def _explain_uncaught(explainer: Explainer) -> None:
+    """Adds an explanation to an error of communication that ends the program, such as that of a collective which the
+    user's loop calls itself."""
+    weak, previous = ref(explainer), sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
+        explainer = weak()
+        if explainer is not None and not isinstance(error, CollectiveError) and not hasattr(error, "__notes__"):
+            explained = explainer.explain(error)
+            if explained is not None:
+                error.add_note(str(explained))
+                if explained.report:
+                    error.add_note(f"the report of all ranks: {explained.report}")
+        return previous(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def _warn(finding: Finding) -> None:
+    _print(finding, "warning: ")
+
+
+def _print(finding: Finding, kind: str = "") -> None:
+    where = f"\nthe report of all ranks: {finding.report}" if finding.report else ""
+    print(f"{kind}{finding.line}{where}", file=sys.stderr, flush=True)

@@ -1,0 +1,115 @@
+"""Planted hangs and mismatches: the error, which is the first line of a report with the stacks of all ranks, names the
+rank that is stuck and its place, under our launcher and in a user's own loop under torchrun."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.forking.environment import REPOSITORY
+from tests.forking.forked import start as start_process
+from tests.train.commands import start
+
+TIMEOUT_S = 6.0  # joining may take as long where cores are busy
+BUCKET = r"gradient exchange of blocks\.0\.linear to head \(bucket 0\)"
+IN_BLOCK = r"do_fault \(planted\.py, line \d+\), in the forward pass of blocks\.1"
+SUM = "sum of losses or counts over the ranks"
+NO_ANSWER = r" \(no answer within 6 s\)"
+
+# By fault, the line that users see.
+LINES = {
+    "hang": rf"rank 1 has not entered the {BUCKET} at step 2; rank 0 waits there; rank 1 is in {IN_BLOCK}{NO_ANSWER}",
+    "data": rf"rank 1 has not entered the {SUM} at step \d+; rank 0 waits there; rank 1 is in"
+    rf" Points\.read_slowly \(planted\.py, line \d+\), called by DataLoader\.__next__( at step \d+)?{NO_ANSWER}",
+    "skip": rf"rank 1 has not entered the all-reduce of 3 float32 values called in {IN_BLOCK} at step 2; rank 0 waits"
+    rf" there; rank 1 waits in the {BUCKET}{NO_ANSWER}",
+    "order": rf"rank 1 calls all-reduce of 5 float32 values in {IN_BLOCK}, where rank 0 calls all-reduce of 2 int64"
+    rf" values in {IN_BLOCK}, at step 2: the dtype and shape of collective \d+ of this group must be the same .*",
+    "operation": rf"rank 1 calls broadcast of 4 float32 values in {IN_BLOCK}, where rank 0 calls all-reduce of 4 float32"
+    rf" values in {IN_BLOCK}, at step 2: the operation of collective \d+ of this group must be the same .*",
+    "shape": rf"rank 1 calls all-reduce of 700 float32 values in {IN_BLOCK}, where rank 0 calls all-reduce of 500"
+    rf" float32 values in {IN_BLOCK}, at step 2: the shape of collective \d+ of this group must be the same .*",
+    "dtype": rf"rank 1 calls all-reduce of 500 float64 values in {IN_BLOCK}, where rank 0 calls all-reduce of 500"
+    rf" float32 values in {IN_BLOCK}, at step 2: the dtype of collective \d+ of this group must be the same .*",
+    "left out": rf"rank 1 has not entered the {SUM} at step 3; rank 0 waits there; rank 1 waits in the broadcast of 1"
+    rf" int64 value called in DataLoader\.__next__ at step 2{NO_ANSWER}",
+}
+
+
+def job(fault: str, **plan: Any) -> dict[str, Any]:
+    data = {"call": "tests.train.stalls.planted:Points"}
+    model = {"call": "tests.train.stalls.planted:Net"}
+    return {
+        "name": "toy",
+        "model": model if fault == "data" else {**model, "fault": fault},
+        "data": {"train": {**data, "sample": 300} if fault == "data" else data, "workers": 0},
+        "loss": {"call": "torch.nn.functional:cross_entropy"},
+        "optimizer": {"call": "torch.optim:SGD", "lr": 0.1},
+        "train": {"epochs": 1, "global_batch": 16, "timeout_s": TIMEOUT_S, "restarts": 0},
+        "checkpoint": {"every_steps": None},
+        "plan": plan or {"axes": {"replicate": 2}},
+    }
+
+
+def check(line: str, pattern: str, report: Path) -> None:
+    assert re.fullmatch(pattern, line), line
+    first, *rest = report.read_text().splitlines()
+    assert first == line
+    for rank in (0, 1):
+        stack = "\n".join(rest).partition(f"--- rank {rank}\n")[2].partition("--- rank")[0]
+        assert 'planted.py", line' in stack or "session.py" in stack or "forward_backward.py" in stack
+
+
+def train(folder: Path, fault: str, **plan: Any) -> tuple[str, Path]:
+    """Trains the job with this fault. Returns the line that it fails with, and the report."""
+    process, _ = start(folder, job(fault, **plan), 2)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1, err
+    line = next(line for line in err.splitlines() if line.startswith("meshwright: "))
+    report = next(line for line in err.splitlines() if line.startswith("the report of all ranks: "))
+    return line.removeprefix("meshwright: "), Path(report.partition(": ")[2])
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["hang", *(pytest.param(fault, marks=pytest.mark.soak) for fault in LINES if fault not in ("hang", "left out"))],
+)
+def test_a_job_names_the_rank_and_its_place(tmp_path: Path, fault: str) -> None:
+    line, report = train(tmp_path, fault)
+    assert report.parent == tmp_path / "runs" / "toy-0001" / "logs"
+    check(line, LINES[fault], report)
+
+
+@pytest.mark.parametrize(
+    "fault", ["order", *(pytest.param(fault, marks=pytest.mark.soak) for fault in LINES if fault != "order")]
+)
+def test_a_loop_under_torchrun_names_the_rank_and_its_place(
+    tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    words = ["--standalone", "--nproc-per-node", "2", "--log-dir", str(tmp_path / "elastic")]
+    script = str(REPOSITORY / "tests" / "train" / "stalls" / "loop.py")
+    process = start_process("tests.forking.forked:torchrun", *words, script, fault, str(TIMEOUT_S))
+    _, err = process.communicate(timeout=120)
+    assert process.returncode != 0
+    lines = [re.sub(r"^(\[rank\d\]: )?(meshwright\.errors\.CollectiveError: )?", "", line) for line in err.splitlines()]
+    line = next((line for line in lines if re.fullmatch(LINES[fault], line)), err)
+    report = next(line for line in lines if line.startswith("the report of all ranks: "))
+    check(line, LINES[fault], Path(report.partition(": ")[2]))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("plan", "exchange"),
+    [
+        ({"axes": {"replicate": 2}, "gradients": {"algorithm": "native"}}, BUCKET),
+        ({"axes": {"replicate": 2}, "gradients": {"algorithm": "ring"}}, BUCKET),
+        ({"axes": {"shard": 2}}, r"all-gather of the weights of \S+|reduce-scatter of the gradients of .+"),
+        ({"axes": {"tensor": 2}}, r"exchange of a split layer of blocks\.1\S*"),
+        ({"axes": {"pipeline": 2}, "memory": {"accumulation": 2}}, "send or receive of the pipeline"),
+    ],
+)
+def test_every_kind_of_plan_names_what_is_waited_for(tmp_path: Path, plan: dict[str, Any], exchange: str) -> None:
+    line, report = train(tmp_path, "hang", **plan)
+    check(line, rf"rank 1 has not entered the ({exchange}) at step 2; rank 0 waits there; rank 1 is in .*", report)
