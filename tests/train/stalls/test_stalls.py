@@ -26,8 +26,8 @@ LINES = {
     rf" there; rank 1 waits in the {BUCKET}{NO_ANSWER}",
     "order": rf"rank 1 calls all-reduce of 5 float32 values in {IN_BLOCK}, where rank 0 calls all-reduce of 2 int64"
     rf" values in {IN_BLOCK}, at step 2: the dtype and shape of collective \d+ of this group must be the same .*",
-    "operation": rf"rank 1 calls broadcast of 4 float32 values in {IN_BLOCK}, where rank 0 calls all-reduce of 4 float32"
-    rf" values in {IN_BLOCK}, at step 2: the operation of collective \d+ of this group must be the same .*",
+    "operation": rf"rank 1 calls broadcast of 4 float32 values in {IN_BLOCK}, where rank 0 calls all-reduce of 4"
+    rf" float32 values in {IN_BLOCK}, at step 2: the operation of collective \d+ of this group must be the same .*",
     "shape": rf"rank 1 calls all-reduce of 700 float32 values in {IN_BLOCK}, where rank 0 calls all-reduce of 500"
     rf" float32 values in {IN_BLOCK}, at step 2: the shape of collective \d+ of this group must be the same .*",
     "dtype": rf"rank 1 calls all-reduce of 500 float64 values in {IN_BLOCK}, where rank 0 calls all-reduce of 500"
