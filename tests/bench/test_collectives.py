@@ -205,7 +205,8 @@ def test_people_see_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_table_breaks_between_words_on_a_narrow_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
-    times = {"native": {1024: [1e-3, 2e-3]}, "halving_doubling": {1024: [12.34e-3, 56.78e-3]}}
+    slow = {1024: [12.34e-3, 56.78e-3]}
+    times = {"native": {1024: [1e-3, 2e-3]}, "halving_doubling": slow, "shared_memory": {1024: [1e-6, 2e-6]}}
     measured = _measurements(times)
     show(make_rows(measured), measured, Console(width=80))
     printed = capsys.readouterr().out
