@@ -6,7 +6,7 @@ from typing import Any
 from meshwright.plan import Plan
 from meshwright.planner.inputs import PlanningInputs
 from meshwright.profile.values import ModelProfile, Operator
-from meshwright.report.charts import BAD, INK, axis, bars, colour, figure
+from meshwright.report.charts import BAD, INK, NEUTRAL, SERIES_COLOURS, axis, bars, figure
 from meshwright.report.page import Cell, Chart, Table
 from meshwright.report.plans.step import time_unit
 from meshwright.report.units import bytes_text
@@ -25,6 +25,18 @@ _MOST_ALIVE = 20
 _SMALL = 0.005  # kinds that never reach this share of the peak are drawn as one
 _OTHER = "other"
 _ROLES = {"saved": "activation"}
+# A kind has the same colour on every page. Kinds that are not listed here have the last ones.
+_COLOURS = {
+    "weights": SERIES_COLOURS[0],
+    "optimizer state": SERIES_COLOURS[1],
+    "gradients": SERIES_COLOURS[2],
+    "gradient buckets": SERIES_COLOURS[2],
+    "activations": SERIES_COLOURS[4],
+    "temporaries": SERIES_COLOURS[5],
+    "allocator rounding": NEUTRAL,
+    _OTHER: SERIES_COLOURS[7],
+}
+_FURTHER_COLOURS = (SERIES_COLOURS[3], SERIES_COLOURS[6])
 
 
 def memory_values(profile: ModelProfile, plan: Plan, prediction: Prediction, inputs: PlanningInputs) -> dict[str, Any]:
@@ -112,6 +124,10 @@ def _merged(series: Mapping[str, list[float]], peak: float) -> dict[str, list[fl
     return {name: sizes for name, sizes in merged.items() if any(sizes)}
 
 
+def _colour(kind: str, number: int) -> str:
+    return _COLOURS.get(kind) or _FURTHER_COLOURS[number % len(_FURTHER_COLOURS)]
+
+
 def _history_chart(values: Mapping[str, Any], details: Mapping[str, Any]) -> Chart:
     points = values["points"]
     totals = [sum(sizes) for sizes in zip(*points["bytes"].values(), strict=True)]
@@ -127,8 +143,8 @@ def _history_chart(values: Mapping[str, Any], details: Mapping[str, Any]) -> Cha
             "y": sizes,
             "customdata": points["where"],
             "stackgroup": "memory",
-            "line": {"width": 0.5, "color": colour(number), "shape": "hv"},
-            "fillcolor": colour(number),
+            "line": {"width": 0.5, "color": _colour(name, number), "shape": "hv"},
+            "fillcolor": _colour(name, number),
             "hovertemplate": f"%{{fullData.name}}: %{{y:.3g}} GiB<br>%{{customdata}}, %{{x:.4g}} {unit}<extra></extra>",
         }
         for number, (name, sizes) in enumerate(_merged(points["bytes"], totals[peak]).items())
@@ -162,7 +178,7 @@ def _ranks_chart(values: Mapping[str, Any], details: Mapping[str, Any]) -> Chart
     series = {kind: [rank["breakdown"].get(kind, 0) for rank in ranks] for kind in kinds}
     names = [f"rank {number}" for number in range(len(ranks))]
     traces = [
-        bars(name, names, sizes, "%{x}: %{y:.3g} GiB", colour(number))
+        bars(name, names, sizes, "%{x}: %{y:.3g} GiB", _colour(name, number))
         for number, (name, sizes) in enumerate(_merged(series, peak).items())
     ]
     layout: dict[str, Any] = {"barmode": "stack", "showlegend": True}

@@ -230,6 +230,8 @@ def exchange_parts(details: Mapping[str, Any]) -> list[Chart | Table]:
     names = [_bin_name(number) for number in range(len(_SIZES) + 1)]
     used = sorted({_bin(item["bytes"]) for item in items})
     shown = range(used[0], used[-1] + 1)
+    largest = sum(item["bytes"] * item["count"] for item in items)
+    unit_bytes, unit = (2**30, "GiB") if largest >= 4 * 2**30 else (2**20, "MiB")
     traces = []
     for number, (mesh_axis, collective) in enumerate(kinds):
         sums = dict.fromkeys(shown, 0.0)
@@ -240,8 +242,8 @@ def exchange_parts(details: Mapping[str, Any]) -> list[Chart | Table]:
             bars(
                 f"{collective.replace('_', '-')} over {mesh_axis}",
                 [names[place] for place in shown],
-                [sums[place] / 2**20 for place in shown],
-                "messages of %{x}: %{y:,.4g} MiB per step",
+                [sums[place] / unit_bytes for place in shown],
+                f"messages of %{{x}}: %{{y:,.4g}} {unit} per step",
                 colour(number),
             )
         )
@@ -250,7 +252,7 @@ def exchange_parts(details: Mapping[str, Any]) -> list[Chart | Table]:
         figure(
             traces,
             axis("size of one message", type="category"),
-            axis("exchanged per step", "MiB"),
+            axis("exchanged per step", unit),
             barmode="stack",
             bargap=max(0.2, 1 - 0.16 * len(shown)),
             showlegend=True,
