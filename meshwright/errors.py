@@ -31,6 +31,10 @@ class RankError(MeshwrightError):
     """A rank failed. The message says which rank, what it was doing, and with which error it failed."""
 
 
+class OutOfMemory(RankError):
+    """A rank ran out of memory. The message says where, how much it wanted and what was in memory by kind."""
+
+
 class CollectiveError(MeshwrightError):
     """Ranks lost contact with each other. The message says which rank, at which step and in which operation. `report`
     is the path of a file with the stacks of all ranks, if they could be collected."""

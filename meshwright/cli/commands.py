@@ -37,7 +37,7 @@ from meshwright.cli.report import report
 from meshwright.cli.text import console, print_columns, print_lines, print_message
 from meshwright.cli.training import print_result, profile_settings, train_as_rank
 from meshwright.cli.watch import watch
-from meshwright.errors import InputError, MeshwrightError
+from meshwright.errors import InputError, MeshwrightError, OutOfMemory
 from meshwright.files.user_path import user_path
 from meshwright.limits import MOST_DEVICES, MOST_RANKS_HERE
 from meshwright.progress import say, showing
@@ -166,7 +166,7 @@ def train(
     else:
         with preloaded("meshwright.train.rank", loaded_job.train.spare):
             from meshwright.auto.choose import plan_of_job
-            from meshwright.cli.training import values_of_run
+            from meshwright.cli.training import values_of_run, with_smaller_plan
             from meshwright.cluster.detect import find_cluster
             from meshwright.train.job_parts import JobParts
             from meshwright.train.output.remote_run import local_run
@@ -178,9 +178,12 @@ def train(
             chosen = plan_of_job(parts, machines, given_plan, resume)
             tunes = chosen.is_searched and loaded_job.tune
             shown = partial(values_of_run, machines, parts, chosen.prediction)
-            result = run(
-                loaded_job, chosen.plan, machines, resume, chosen.step_s, record, chosen.line, parts, tunes, shown
-            )
+            try:
+                result = run(
+                    loaded_job, chosen.plan, machines, resume, chosen.step_s, record, chosen.line, parts, tunes, shown
+                )
+            except OutOfMemory as error:
+                raise with_smaller_plan(error, loaded_job, machines, chosen) from error
     if result is not None:
         print_result(result, as_json)
 

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.cli.text import print_columns
-from meshwright.errors import InputError, MeshwrightError
+from meshwright.errors import InputError, MeshwrightError, OutOfMemory
 
 if TYPE_CHECKING:
+    from meshwright.auto.choose import JobPlan
     from meshwright.cluster.cluster import Cluster
     from meshwright.job import Job
     from meshwright.plan import Plan
@@ -67,6 +68,29 @@ def values_of_run(
     except MeshwrightError:
         model = None
     return page_values(cluster, plan, model, prediction)
+
+
+def with_smaller_plan(error: OutOfMemory, job: "Job", cluster: "Cluster", chosen: "JobPlan") -> OutOfMemory:
+    """Returns the error with what was predicted, and with the fastest plan that is predicted to need less memory."""
+    from meshwright.auto.smaller_plan import plan_with_less_memory
+    from meshwright.launch.stall.out_of_memory import format_bytes
+    from meshwright.train.job_parts import JobParts
+
+    if chosen.prediction is None:
+        return OutOfMemory(f"{error}\nthere is no prediction: meshwright plan shows the memory of other plans")
+    memory = chosen.prediction.memory
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory.breakdown.items() if size)
+    text = f"predicted were {format_bytes(chosen.prediction.memory_bytes)}: {parts}"
+    smaller = None
+    with suppress(MeshwrightError):
+        smaller = plan_with_less_memory(JobParts(job), cluster, chosen.prediction)
+    if smaller is None:
+        return OutOfMemory(f"{error}\n{text}\nno plan is predicted to need much less on {cluster.name}")
+    needs = format_bytes(smaller.prediction.memory_bytes)
+    return OutOfMemory(
+        f"{error}\n{text}\nthe fastest plan that needs at least a tenth less is {smaller.plan.summary()}, with {needs}"
+        f" and {smaller.prediction.step_s:.3g} s a step"
+    )
 
 
 def print_result(result: dict[str, Any], as_json: bool) -> None:

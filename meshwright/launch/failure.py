@@ -7,12 +7,20 @@ import signal
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright import errors
-from meshwright.errors import CollectiveError, InputError, MeshwrightError, RankError, StorageError, TrainingDiverged
+from meshwright.errors import (
+    CollectiveError,
+    InputError,
+    MeshwrightError,
+    OutOfMemory,
+    RankError,
+    StorageError,
+    TrainingDiverged,
+)
 from meshwright.launch.heartbeat import (
     START_UP,
     Heartbeat,
@@ -116,12 +124,23 @@ def _record_key(rank: int, attempt: int) -> str:
     return f"failure of rank {rank} in attempt {attempt}"
 
 
-def first_cause(store: "Store", folder: Path, attempt: int, exits: Mapping[int, int]) -> Failure | None:
+def first_cause(
+    store: "Store", folder: Path, attempt: int, exits: Mapping[int, int], memory_was_full: bool = False
+) -> Failure | None:
     """Returns the failure that most likely caused the failures of the other ranks; None if no rank failed. `store` has
     the ranks' records, and `folder` their logs and heartbeats. `exits` are the exit codes by rank, negative for
-    signals."""
+    signals. `memory_was_full`: the system has killed a process for this reason since the ranks were started."""
     failures = [_failure_from_exit(store, folder, rank, attempt, code) for rank, code in exits.items() if code != 0]
+    if memory_was_full:
+        failures = [_with_reason(failure) if failure.kind == SIGNAL else failure for failure in failures]
     return min(failures, key=lambda failure: (_cause_order(failure), failure.time), default=None)
+
+
+def _with_reason(failure: Failure) -> Failure:
+    """Returns the failure of a rank that may have been killed because memory was full."""
+    if failure.message != signal.SIGKILL.name:
+        return failure
+    return replace(failure, message=f"{failure.message}, which the system sends when memory is full and did just then,")
 
 
 def is_consequence(failure: Failure) -> bool:
@@ -134,6 +153,8 @@ def repeats(failure: Failure, previous: Failure | None) -> bool:
     restart would fail again."""
     if previous is None or failure.kind == SIGNAL or (failure.kind, failure.step) != (previous.kind, previous.step):
         return False
+    if failure.kind == OutOfMemory.__name__:  # what was in use may differ
+        return True
     if is_consequence(failure):  # a connection can break for any reason, but a repeated timeout is a hang
         return NO_ANSWER in failure.message and NO_ANSWER in previous.message
     return failure.message == previous.message
@@ -152,7 +173,8 @@ def to_error(failure: Failure, folder: Path) -> MeshwrightError:
     files = (
         f"the report of all ranks: {failure.report}" if failure.report else f"its log: {log_file(folder, failure.rank)}"
     )
-    error = RankError(f"{failure.line}\n{restarts}{files}")
+    kind = OutOfMemory if failure.kind == OutOfMemory.__name__ else RankError
+    error = kind(f"{failure.line}\n{restarts}{files}")
     if failure.traceback:
         error.add_note(failure.traceback)
     return error

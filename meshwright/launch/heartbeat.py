@@ -4,6 +4,7 @@ processes can read the file even after the rank was killed."""
 import mmap
 import os
 import struct
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +65,8 @@ class Heartbeat:
         self.changes = 0  # counts all calls of `update`, `finish_step` and `go_on`
         self.device = "cpu"
         self.exchanges: ExchangeNames | None = None  # of the model that the rank trains, as soon as it has one
+        # Returns the bytes in memory by kind, such as weights; None before the rank has a model.
+        self.memory: Callable[[], Mapping[str, int]] | None = None
         self.folder: Path | None = None
         self.listeners: list[HeartbeatListener] = []
         self._attempt = attempt

@@ -7,13 +7,14 @@ from typing import NoReturn
 
 import torch
 
-from meshwright.errors import CollectiveError, MeshwrightError, RankError, UserCodeError
+from meshwright.errors import CollectiveError, MeshwrightError, OutOfMemory, RankError, UserCodeError
 from meshwright.launch import environment
 from meshwright.launch.communication_errors import explain_communication_error
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.output import redirect, terminal
 from meshwright.launch.process_exit import record_failure_and_exit
 from meshwright.launch.stall.collection import Finding
+from meshwright.launch.stall.out_of_memory import describe_out_of_memory, is_out_of_memory
 from meshwright.launch.stall.watchdog import Watchdog, make_watchdog
 from meshwright.launch.world import World, join, leave
 from meshwright.user_code import describe_error, exits_become_errors, user_position
@@ -51,7 +52,7 @@ def run_rank(
             watchdog.close()
         leave()
     except BaseException as error:
-        explained = _explain(error) or explain_communication_error(
+        explained = _explain(error, heartbeat) or explain_communication_error(
             error, world, heartbeat, timeout_s, heartbeat.folder, watchdog
         )
         if explained is not None and explained is not error:
@@ -78,9 +79,11 @@ def _start_watchdog(
     return make_watchdog(world, world.store, heartbeat, timeout_s, tell, end_with)
 
 
-def _explain(error: BaseException) -> MeshwrightError | None:
-    """Returns an error in words for an exception of the user's code that has no message or a misleading one, and for
-    the death of a process that loads data. Returns None for other exceptions."""
+def _explain(error: BaseException, heartbeat: Heartbeat) -> MeshwrightError | None:
+    """Returns an error in words for an exception of the user's code that has no message or a misleading one, for memory
+    that is full, and for the death of a process that loads data. Returns None for other exceptions."""
+    if is_out_of_memory(error):
+        return OutOfMemory(describe_out_of_memory(error, heartbeat))
     if isinstance(error, UserCodeError):
         return error
     if isinstance(error, (StopIteration, GeneratorExit, SystemExit, KeyboardInterrupt)) and user_position(error):

@@ -24,6 +24,7 @@ from meshwright.plan import Plan
 from meshwright.profile.optimizer import check_is_optimizer
 from meshwright.train.job_agreement import agree_on_plan
 from meshwright.train.loss.loss import LossFunction
+from meshwright.train.output.peak_memory import memory_by_kind
 from meshwright.train.session import Session
 from meshwright.train.step.explained_errors import Explainer
 from meshwright.train.step.optimizer import rebuild_optimizer
@@ -76,11 +77,15 @@ def parallelize(
     agree_on_plan(plan, world, timeout_s)
     heartbeat = Heartbeat.in_memory(world.attempt)
     explainer = Explainer(world, heartbeat, _group_timeout_s(world, timeout_s))
-    made: list[ref[Session]] = []  # weak, because the session holds `report`
+    this: ref[Session] | None = None  # weak, because the session holds `report`
 
     def report(activity: str) -> None:
-        session = made[0]() if made else None
+        session = this() if this is not None else None
         heartbeat.update(session.steps if session else 0, activity)
+
+    def memory() -> dict[str, int]:
+        session = this() if this is not None else None
+        return memory_by_kind(session.module, session.optimizer, world.device) if session else {}
 
     # Parameters are matched by name, because a plan may replace the parameter objects that the template refers to.
     names = {id(p): name for name, p in model.named_parameters()}
@@ -98,9 +103,10 @@ def parallelize(
         sample=sample_batch,
         report=report,
     )
-    made.append(ref(session))
+    this = ref(session)
     session.explainer = explainer
     heartbeat.exchanges = ModelExchanges(session.parallel)
+    heartbeat.memory = memory
     if optimizer is not None:
         _mark_used(optimizer)
     session.checks_first_batch = True

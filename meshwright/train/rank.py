@@ -4,6 +4,7 @@ STEPS_TO_RECORD and PREDICTED_STEP_S (empty without a prediction) in `sys.argv`.
 import sys
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from meshwright.plan import Plan
 from meshwright.progress import phase, showing
 from meshwright.train.job_session import build_session
 from meshwright.train.output.folder import RunFolder
+from meshwright.train.output.peak_memory import memory_by_kind
 from meshwright.train.output.recovery import record_recovery
 from meshwright.train.output.step_profile import record_times
 from meshwright.train.servers.rank import run_rank_with_servers
@@ -55,6 +57,7 @@ def train_rank(
         with showing(terminal()) if world.rank == 0 else nullcontext(), phase("building the model and dividing it"):
             session = build_session(job, plan, world, lambda activity: heartbeat.update(session.steps, activity))
         heartbeat.exchanges = ModelExchanges(session.parallel)
+        heartbeat.memory = partial(memory_by_kind, session.module, session.optimizer, world.device)
         trainer = Trainer(job, session, world, folder, heartbeat, recorded_steps, predicted_step_s)
         return trainer.run(stop)
 

@@ -33,6 +33,7 @@ from meshwright.train.output.progress import Display, SilentDisplay, describe_me
 from meshwright.train.output.recording import record_steps
 from meshwright.train.output.recovery import recovery_figures
 from meshwright.train.output.throughput import ThroughputMeter, describe_wait
+from meshwright.train.output.times.stragglers import StragglerWatch
 from meshwright.train.step.divergence import DivergenceMonitor
 from meshwright.train.step.job_length import JobLength
 from meshwright.train.step.schedule import step_after_evaluation
@@ -76,6 +77,7 @@ class Trainer:
         self.divergence = DivergenceMonitor(job.train.on_nonfinite)
         self.left_out: set[tuple[int, int]] = set()  # the epoch and index of batches that are not trained on
         self.callbacks = Callbacks(build_callbacks(job), CallbackRun(job, session, world, folder), self._report)
+        self.stragglers = StragglerWatch(folder.times, world.size)
         self.told_not_saved = False  # whether the user knows that the weights are not finite
 
     def run(self, stop: StopRequest) -> bool:
@@ -217,8 +219,9 @@ class Trainer:
             "measured_step_s": self.meter.step_s,
             **self.checkpoints.median_times(),
             **recovery_figures(self.folder),
-            "peak_memory_bytes": self._peak_memory_bytes(),
+            "peak_memory_bytes": largest_peak_memory_bytes(self.world),
             **({} if stopped is None else {"stopped": stopped}),
+            **self.stragglers.result(),
         }
 
     # ---- logs
@@ -236,6 +239,8 @@ class Trainer:
         self.heartbeat.update(steps, "log")
         values = {"loss": loss, "lr": self.session.optimizer.param_groups[0]["lr"], "samples_per_s": rate}
         self.metrics_log.write("train", steps, batch.epoch, values)
+        if straggler := self.stragglers.look():
+            self.display.line(f"warning: {straggler}")
 
     # ---- steps that are not finite
 
@@ -392,6 +397,3 @@ class Trainer:
         kind = "GPU" if self.world.device.type == "cuda" else "CPU rank"
         plural = "s" if self.world.size > 1 else ""
         return f"{self.world.size} {kind}{plural} ({self.session.plan.summary()}) in {self.folder.path}"
-
-    def _peak_memory_bytes(self) -> int:
-        return largest_peak_memory_bytes(self.world)

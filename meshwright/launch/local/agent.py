@@ -25,6 +25,7 @@ from meshwright.launch.local.fork_server import ForkedRank, ForkServer
 from meshwright.launch.loopback import ADDRESS
 from meshwright.launch.output import clear_progress, print_to_user
 from meshwright.launch.signals import StopRequest
+from meshwright.launch.stall.out_of_memory import killed_for_memory
 from meshwright.launch.torch_private import elastic_processes_of, elastic_starts_ranks_with
 
 POLL_S = 0.02
@@ -100,6 +101,7 @@ class Agent(LocalElasticAgent):
         self._grace_s = grace_s
         self._stop = stop
         self._noticed: float | None = None  # when the last failure was noticed, until ranks are started again
+        self._killed_before = killed_for_memory()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         with elastic_starts_ranks_with(self._start_rank):
@@ -157,7 +159,7 @@ class Agent(LocalElasticAgent):
 
     def _cause(self, exits: dict[int, int | None]) -> Failure | None:
         codes = {rank: code for rank, code in exits.items() if code is not None}
-        return first_cause(self._records, self._folder, self._attempt, codes)
+        return first_cause(self._records, self._folder, self._attempt, codes, killed_for_memory() > self._killed_before)
 
     @property
     def _attempt(self) -> int:

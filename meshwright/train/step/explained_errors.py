@@ -10,8 +10,9 @@ from weakref import finalize, ref
 
 from meshwright.errors import CollectiveError
 from meshwright.launch.communication_errors import explain_communication_error
-from meshwright.launch.heartbeat import Heartbeat
+from meshwright.launch.heartbeat import Heartbeat, describe_progress
 from meshwright.launch.stall.collection import Finding
+from meshwright.launch.stall.out_of_memory import describe_out_of_memory, is_out_of_memory
 from meshwright.launch.stall.watchdog import Watchdog, make_watchdog
 from meshwright.launch.torch_private import default_store
 from meshwright.launch.world import World
@@ -42,6 +43,11 @@ class Explainer:
             error, self._world, self._heartbeat, self._timeout_s, self._heartbeat.folder, self._watchdog
         )
 
+    def add_memory(self, error: Exception) -> None:
+        """Adds to an error about full memory which rank it is, where it was, and what was in memory by kind."""
+        where = describe_progress(self._heartbeat.step, self._heartbeat.activity)
+        error.add_note(f"rank {self._world.rank}{where}: {describe_out_of_memory(error, self._heartbeat)}")
+
 
 class Explaining(Protocol):
     """A class with methods that exchange something with other ranks. `explainer` is None outside of user's own
@@ -63,6 +69,9 @@ def explains_errors(
         try:
             return method(self, *arguments, **keywords)
         except Exception as error:
+            if self.explainer is not None and is_out_of_memory(error):
+                self.explainer.add_memory(error)
+                raise  # of the same class, because loops catch it and try a smaller batch
             problem = None if self.explainer is None else self.explainer.explain(error)
             if problem is None or problem is error:
                 raise

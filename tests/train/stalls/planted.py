@@ -29,7 +29,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self._calls += self.training
-        if self._fault and self.training and self._calls == self._step + 1 and dist.is_initialized():
+        if self._fault and self.training and self._calls == self._step + 1 and "RANK" in os.environ:
             do_fault(self._fault, is_rank(self._rank))
         out: Tensor = torch.relu(self.linear(x))
         return out
@@ -57,6 +57,8 @@ def do_fault(fault: str, is_here: bool) -> None:
         case "memory":
             if is_here:
                 torch.empty(2**60, dtype=torch.uint8)
+        case "gpu memory":
+            torch.empty(2**50, dtype=torch.uint8, device="cuda")
         case "python memory":
             if is_here:
                 bytearray(2**60)

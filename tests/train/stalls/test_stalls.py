@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.forking.environment import REPOSITORY
 from tests.forking.forked import start as start_process
@@ -14,16 +15,18 @@ from tests.train.commands import start
 TIMEOUT_S = 6.0  # joining may take as long where cores are busy
 BUCKET = r"gradient exchange of blocks\.0\.linear to head \(bucket 0\)"
 IN_BLOCK = r"do_fault \(planted\.py, line \d+\), in the forward pass of blocks\.1"
+# Rank 0 comes to the gradients only if rank 1 has taken part in the sum of counts before.
 SUM = "sum of losses or counts over the ranks"
 NO_ANSWER = r" \(no answer within 6 s\)"
 
 # By fault, the line that users see.
 LINES = {
-    "hang": rf"rank 1 has not entered the {BUCKET} at step 2; rank 0 waits there; rank 1 is in {IN_BLOCK}{NO_ANSWER}",
+    "hang": rf"rank 1 has not entered the ({BUCKET}|{SUM}) at step 2; rank 0 waits there; rank 1 is in"
+    rf" {IN_BLOCK}{NO_ANSWER}",
     "data": rf"rank 1 has not entered the {SUM} at step \d+; rank 0 waits there; rank 1 is in"
     rf" Points\.read_slowly \(planted\.py, line \d+\), called by DataLoader\.__next__( at step \d+)?{NO_ANSWER}",
     "skip": rf"rank 1 has not entered the all-reduce of 3 float32 values called in {IN_BLOCK} at step 2; rank 0 waits"
-    rf" there; rank 1 waits in the {BUCKET}{NO_ANSWER}",
+    rf" there; rank 1 waits in the ({BUCKET}|{SUM}){NO_ANSWER}",
     "order": rf"rank 1 calls all-reduce of 5 float32 values in {IN_BLOCK}, where rank 0 calls all-reduce of 2 int64"
     rf" values in {IN_BLOCK}, at step 2: the dtype and shape of collective \d+ of this group must be the same .*",
     "operation": rf"rank 1 calls broadcast of 4 float32 values in {IN_BLOCK}, where rank 0 calls all-reduce of 4"
@@ -88,9 +91,10 @@ def test_a_loop_under_torchrun_names_the_rank_and_its_place(
     tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.chdir(REPOSITORY)
     words = ["--standalone", "--nproc-per-node", "2", "--log-dir", str(tmp_path / "elastic")]
-    script = str(REPOSITORY / "tests" / "train" / "stalls" / "loop.py")
-    process = start_process("tests.forking.forked:torchrun", *words, script, fault, str(TIMEOUT_S))
+    script = ["-m", "tests.train.stalls.loop"]
+    process = start_process("tests.forking.forked:torchrun", *words, *script, fault, str(TIMEOUT_S))
     _, err = process.communicate(timeout=120)
     assert process.returncode != 0
     lines = [re.sub(r"^(\[rank\d\]: )?(meshwright\.errors\.CollectiveError: )?", "", line) for line in err.splitlines()]
@@ -112,4 +116,34 @@ def test_a_loop_under_torchrun_names_the_rank_and_its_place(
 )
 def test_every_kind_of_plan_names_what_is_waited_for(tmp_path: Path, plan: dict[str, Any], exchange: str) -> None:
     line, report = train(tmp_path, "hang", **plan)
-    check(line, rf"rank 1 has not entered the ({exchange}) at step 2; rank 0 waits there; rank 1 is in .*", report)
+    waits = rf"rank 1 has not entered the ({exchange}|{SUM}) at step 2; rank 0 waits there; rank 1 is in .*"
+    check(line, waits, report)
+
+
+@pytest.mark.parametrize("fault", ["memory", pytest.param("python memory", marks=pytest.mark.soak)])
+def test_out_of_memory_says_where_and_what_was_in_use(tmp_path: Path, fault: str) -> None:
+    process, _ = start(tmp_path, job(fault), 2)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    (line, _, predicted, smaller) = err[err.index("meshwright: ") :].splitlines()[:4]
+    wanted = r": it wanted 1\.0 EiB more" if fault == "memory" else ""
+    assert re.fullmatch(
+        rf"meshwright: rank 1 failed at step 2 \(forward\): out of memory in {IN_BLOCK}{wanted}; in use were .*:"
+        r" weights .*, gradients .*, optimizer state .*, activations and others .*",
+        line,
+    ), line
+    assert predicted.startswith("predicted were "), err
+    assert smaller.startswith(("the fastest plan that needs at least a tenth less is ", "no plan is predicted to need"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_out_of_memory_on_a_gpu_says_what_was_in_use(tmp_path: Path) -> None:
+    on_one_gpu = {**job("memory", axes={}), "cluster": "local", "allow": "same"}
+    on_one_gpu["model"] = {"call": "tests.train.stalls.planted:Net", "fault": "gpu memory", "rank": 0}
+    process, _ = start(tmp_path, on_one_gpu, 1)
+    _, err = process.communicate(timeout=300)
+    line = err[err.index("meshwright: ") :].splitlines()[0]
+    assert re.search(
+        r"rank 0 failed at step 2 \(forward\): out of memory in .*: it wanted .* more; in use were ", line
+    ), err
+    assert ", optimizer state " in line
