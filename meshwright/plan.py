@@ -42,7 +42,7 @@ class Plan(PlanGroup):
     @model_validator(mode="after")
     def _axes_have_a_possible_number_of_ranks(self) -> Self:
         if self.world_size > MOST_DEVICES:
-            axes = " × ".join(f"{name}({size})" for name, size in self.axes.model_dump().items() if size > 1)
+            axes = " × ".join(f"{name}({size})" for name, size in self.axes.factors.items())
             raise ValueError(f"axes: {axes} = {self.world_size:,} ranks: at most {MOST_DEVICES:,}")
         return self
 
@@ -60,7 +60,8 @@ class Plan(PlanGroup):
     def _gradient_methods_are_compatible(self) -> Self:
         """Parameter servers, local steps and PowerSGD each replace the all-reduce of replicas, so a plan may choose
         only one of them, and only without other axes."""
-        gradients, only_replicas = self.gradients, self.world_size == self.axes.replicate
+        gradients = self.gradients
+        only_replicas = self.world_size == self.axes.replicate and self.axes.expert == 1
         is_chosen = {
             "servers": gradients.servers > 0,
             "local_steps": gradients.local_steps > 1,
@@ -125,7 +126,7 @@ class Plan(PlanGroup):
 
     @property
     def data_ranks(self) -> int:
-        """Number of ranks that train on different samples. Ranks that differ only in their tensor or pipeline
+        """Number of ranks that train on different samples. Ranks that differ only in their context, tensor or pipeline
         coordinate train on the same samples."""
         return self.axes.replicate * self.axes.shard
 
@@ -137,7 +138,7 @@ class Plan(PlanGroup):
     @property
     def world_size(self) -> int:
         """Number of training ranks; parameter servers are not counted."""
-        return self.data_ranks * self.axes.tensor * self.axes.pipeline
+        return self.data_ranks * self.axes.context * self.axes.tensor * self.axes.pipeline
 
     @property
     def compile_obstacle(self) -> str | None:
@@ -166,11 +167,12 @@ class Plan(PlanGroup):
     def summary(self) -> str:
         """The plan in one line, with the fields that differ from their defaults, such as
         `replicate 4 × tensor 2 · bf16 · 1f1b/8 · recompute full`."""
-        axes = [f"{name} {size}" for name, size in self.axes.model_dump().items() if size > 1]
+        axes = [f"{name} {size}" for name, size in self.axes.factors.items()]
         numerics, memory, gradients, compute = self.numerics, self.memory, self.gradients, self.compute
         mode = "" if compute.compile_mode == "default" else f" {compute.compile_mode}"
         bound = f" {gradients.staleness}" if gradients.updates == "bounded" else ""
         choices = [
+            (self.axes.expert > 1, f"experts over {self.axes.expert}"),
             (numerics.cast != "operators", f"{numerics.precision} weights"),
             (any(split.axis == "replicate" for split in self.modules.splits.values()), "wide layers split"),
             (self.modules.sequence, "sequence"),

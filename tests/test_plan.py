@@ -16,7 +16,7 @@ from meshwright.plan_fields.effects import NUMERICS, Numerics
 SIZES = st.integers(1, 8)
 PLANS = st.fixed_dictionaries(
     {
-        "axes": st.fixed_dictionaries(dict.fromkeys(("replicate", "shard", "tensor", "pipeline"), SIZES)),
+        "axes": st.fixed_dictionaries(dict.fromkeys(("replicate", "shard", "context", "tensor", "pipeline"), SIZES)),
         "modules": st.fixed_dictionaries(
             {
                 "splits": st.dictionaries(st.sampled_from(["fc1", "blocks.*.up"]), st.just({"kind": "column"})),
@@ -51,7 +51,7 @@ def test_a_plan_is_read_back_unchanged_from_its_file(tmp_path_factory: pytest.Te
 @given(PLANS)
 def test_the_product_of_the_axes_is_the_number_of_ranks(plan: Plan) -> None:
     axes = plan.axes
-    assert plan.world_size == axes.replicate * axes.shard * axes.tensor * axes.pipeline
+    assert plan.world_size == axes.replicate * axes.shard * axes.context * axes.tensor * axes.pipeline
 
 
 @pytest.mark.parametrize(
@@ -60,6 +60,7 @@ def test_the_product_of_the_axes_is_the_number_of_ranks(plan: Plan) -> None:
         ({}, "one rank · fp32"),
         ({"axes": {"replicate": 4, "tensor": 2}, "numerics": {"precision": "bf16"}}, "replicate 4 × tensor 2 · bf16"),
         ({"memory": {"accumulation": 2}}, "one rank · fp32 · accumulate 2"),
+        ({"axes": {"shard": 4, "context": 2, "expert": 2}}, "shard 4 × context 2 · fp32 · experts over 2"),
         (
             {"axes": {"pipeline": 2, "shard": 2}, "pipeline": {"microbatches": 8}, "memory": {"sharding": "gradients"}},
             "shard 2 × pipeline 2 · fp32 · 1f1b/8 · shard gradients",
@@ -128,6 +129,10 @@ def test_a_plan_cannot_be_changed() -> None:
             {"axes": {"pipeline": 2}, "pipeline": {"cuts": ["a", "b", "c"]}},
             "1f1b runs 1 stage per rank, but 3 cuts make 4 stages for 2 ranks: choose cuts that make 2 stages",
         ),
+        (
+            {"axes": {"replicate": 2, "shard": 3, "expert": 4}},
+            "axes.expert is 4, which does not divide replicate(2) × shard(3) = 6 ranks",
+        ),
         (7, "plan is 7: write 'auto', a file, or the plan's groups"),
     ],
 )
@@ -166,6 +171,8 @@ def test_every_field_is_documented_with_its_numerics_mark() -> None:
             "gradients.servers is 1, which works with the replicate axis",
         ),
         ({"axes": {"tensor": 2}, "gradients": {"local_steps": 4}}, "gradients.local_steps is 4"),
+        ({"axes": {"context": 2}, "gradients": {"local_steps": 4}}, "gradients.local_steps is 4"),
+        ({"axes": {"replicate": 2, "expert": 2}, "gradients": {"powersgd_rank": 4}}, "gradients.powersgd_rank is 4"),
         ({"gradients": {"servers": 1, "powersgd_rank": 2}}, "exclude each other"),
         ({"gradients": {"powersgd_rank": 2, "precision": "bf16"}}, "gradients.precision is bf16"),
         ({"gradients": {"updates": "asynchronous"}}, "set gradients.servers"),

@@ -100,6 +100,7 @@ def needs_structure(plan: Plan) -> bool:
 
 def check_runnable(plan: Plan) -> None:
     """Raises an `InputError` if the plan contradicts itself, so that no model can run with it."""
+    _check_axes(plan)
     _check_precision(plan)
     check_loss_chunks(plan)
     _check_convolutions(plan)
@@ -118,6 +119,14 @@ def check_runnable(plan: Plan) -> None:
             f" a pipeline does not support, but the plan is {plan.summary()}: remove the branches, or set axes.pipeline"
             " to 1"
         )
+
+
+def _check_axes(plan: Plan) -> None:
+    for axis in ("context", "expert"):
+        if (size := getattr(plan.axes, axis)) > 1:
+            raise InputError(
+                f"plan.axes.{axis} is {size}, which cannot be executed yet: set axes.{axis} to 1, use other axes"
+            )
 
 
 def _check_convolutions(plan: Plan) -> None:

@@ -23,6 +23,7 @@ class MeshPosition:
 
     data_rank: int
     pipeline: int
+    context: int
     tensor: int
     first_of_data_rank: bool
     reports_loss: bool
@@ -45,13 +46,14 @@ def position_in_mesh(mesh: DeviceMesh | None, plan: Plan) -> MeshPosition:
     def coordinate(axis: str) -> int:
         return mesh.get_local_rank(axis) if mesh is not None and getattr(plan.axes, axis) > 1 else 0
 
-    tensor, pipeline = coordinate("tensor"), coordinate("pipeline")
+    context, tensor, pipeline = coordinate("context"), coordinate("tensor"), coordinate("pipeline")
     return MeshPosition(
         data_rank=coordinate("replicate") * plan.axes.shard + coordinate("shard"),
         pipeline=pipeline,
+        context=context,
         tensor=tensor,
-        first_of_data_rank=tensor == 0 and pipeline == 0,
-        reports_loss=tensor == 0 and pipeline == last_stage(plan),
+        first_of_data_rank=context == 0 and tensor == 0 and pipeline == 0,
+        reports_loss=context == 0 and tensor == 0 and pipeline == last_stage(plan),
     )
 
 

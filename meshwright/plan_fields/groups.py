@@ -1,6 +1,6 @@
 """The groups of a plan's fields. Each field is marked with its effect on the numerical result."""
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import model_validator
 
@@ -21,23 +21,45 @@ from meshwright.plan_fields.effects import PlanGroup, choice
 Algorithm = Literal["auto", "native", "ring", "tree", "halving_doubling", "two_level", "shared_memory"]
 MIB = 2**20
 BUCKET_BYTES = 25 * MIB  # the default of torch, too
-# The last axis varies fastest over the ranks: tensor ranks, which exchange the most bytes, are neighbours.
-MESH_ORDER = ("pipeline", "replicate", "shard", "tensor")
+# The last axis varies fastest over the ranks: tensor ranks, which exchange the most bytes, are neighbours. `expert` is
+# no axis of the mesh: it divides the ranks of `replicate` and `shard` into groups.
+MESH_ORDER = ("pipeline", "replicate", "shard", "context", "tensor")
 STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "zbv": 2}  # the other schedules accept any number
 
 
 class Axes(PlanGroup):
-    """The sizes of the device mesh's axes. Their product is the number of training ranks.
+    """The sizes of the device mesh's axes. Their product, without `expert`, is the number of training ranks.
 
     `replicate`: ranks that hold a full copy of the model and train on different samples. `shard`: ranks that train on
-    different samples and divide weights, gradients and optimizer state among them. `tensor`: ranks that train on the
-    same samples and divide the layers among them. `pipeline`: ranks that hold consecutive stages of the model.
+    different samples and divide weights, gradients and optimizer state among them. `context`: ranks that train on
+    different tokens of the same samples, and exchange the keys and values of attention. `tensor`: ranks that train on
+    the same samples and divide the layers among them. `pipeline`: ranks that hold consecutive stages of the model.
+    `expert`: how many of the ranks of `replicate` × `shard`, which it has to divide, share the experts of a mixture.
+    Each holds a part of the experts and computes it for the tokens of all of them.
     """
 
     replicate: Devices = choice(1, "same")
     shard: Devices = choice(1, "same")
+    context: Devices = choice(1, "same")
     tensor: Devices = choice(1, "same")
     pipeline: Devices = choice(1, "same")
+    expert: Devices = choice(1, "same")
+
+    @property
+    def factors(self) -> dict[str, int]:
+        """The sizes above 1 of the axes whose product is the number of training ranks."""
+        return {name: size for name, size in self.model_dump(exclude={"expert"}).items() if size > 1}
+
+    @model_validator(mode="after")
+    def _data_ranks_divide_into_groups_of_experts(self) -> Self:
+        data_ranks = self.replicate * self.shard
+        if data_ranks % self.expert:
+            raise ValueError(
+                f"axes.expert is {self.expert}, which does not divide replicate({self.replicate}) ×"
+                f" shard({self.shard}) = {data_ranks} ranks, over which experts are divided: choose a divisor of"
+                f" {data_ranks}"
+            )
+        return self
 
 
 class Split(PlanGroup):

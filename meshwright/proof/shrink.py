@@ -1,23 +1,26 @@
 """Makes a plan small enough for the available ranks: axes are divided by their factors, and none is reduced to one rank
 while another can still be divided."""
 
+from math import gcd, prod
+
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import Axes, Pipeline
 
 # The order in which axes are reduced to one rank. Axes with the simplest arithmetic come first, because the proof then
 # leaves out the least.
-_REMOVAL_ORDER = ("replicate", "shard", "tensor", "pipeline")
+_REMOVAL_ORDER = ("replicate", "shard", "context", "tensor", "pipeline")
 
 
 def shrink(plan: Plan, ranks: int) -> tuple[Plan, str | None]:
     """Returns a plan of at most `ranks` ranks, and a sentence that says how it was shrunk. A plan that fits is returned
     unchanged, with None instead of the sentence."""
     sizes = plan.axes.model_dump()
-    while _product(sizes) > ranks:
+    while prod(sizes[axis] for axis in _REMOVAL_ORDER) > ranks:
         axis = _axis_to_divide(sizes)
         sizes[axis] = _smaller(axis, sizes[axis])
     if sizes == plan.axes.model_dump():
         return plan, None
+    sizes["expert"] = gcd(plan.axes.expert, sizes["replicate"] * sizes["shard"])
     smaller = _with_axes(plan, Axes(**sizes))
     change = f"{_axes_text(plan)} to {_axes_text(smaller)}"
     return smaller, f"{change}: {ranks} ranks are available, the plan has {plan.world_size}"
@@ -64,11 +67,4 @@ def _pipeline(plan: Plan, ranks: int) -> Pipeline:
 
 
 def _axes_text(plan: Plan) -> str:
-    return " × ".join(f"{name} {size}" for name, size in plan.axes.model_dump().items() if size > 1) or "one rank"
-
-
-def _product(sizes: dict[str, int]) -> int:
-    product = 1
-    for size in sizes.values():
-        product *= size
-    return product
+    return " × ".join(f"{name} {size}" for name, size in plan.axes.factors.items()) or "one rank"

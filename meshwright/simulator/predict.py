@@ -84,7 +84,14 @@ def device_memory(cluster: Cluster, checkpoint_copies: bool = False) -> DeviceMe
 
 
 def check_size(plan: Plan, cluster: Cluster, global_batch: int) -> None:
-    """Raises InputError where the cluster has too few devices for the plan, or the batch too few samples."""
+    """Raises InputError where the cluster has too few devices for the plan, or the batch too few samples, or where the
+    plan has an axis that is not predicted."""
+    for axis in ("context", "expert"):
+        if (size := getattr(plan.axes, axis)) > 1:
+            raise InputError(
+                f"plan.axes.{axis} is {size}, which cannot be predicted yet: set axes.{axis} to 1, and use the other"
+                " axes"
+            )
     if plan.world_size > cluster.device_count:
         raise InputError(
             f"the plan ({plan.summary()}) is for {plan.world_size} ranks, but the cluster '{cluster.name}' has"

@@ -119,7 +119,7 @@ def check_servers(plan: Plan) -> None:
 
 def check_devices(plan: Plan, cluster: Cluster) -> None:
     if plan.world_size > cluster.device_count:
-        axes = " × ".join(f"{name}({size})" for name, size in plan.axes.model_dump().items() if size > 1)
+        axes = " × ".join(f"{name}({size})" for name, size in plan.axes.factors.items())
         kind = "GPUs" if cluster.kind == "cuda" else "CPU cores"
         share_cores = f", or use --cluster {plan.world_size}xcpu to let several ranks share a core"
         raise InputError(

@@ -103,3 +103,9 @@ def test_models_that_take_derivatives_refuse_what_torch_cannot_differentiate_twi
 def test_nnpack_is_refused_with_what_would_not_use_it(other: dict[str, str], message: str) -> None:
     with pytest.raises(InputError, match=message):
         check_runnable(Plan.model_validate({"compute": {"convolutions": "nnpack", **other}}))
+
+
+@pytest.mark.parametrize("axes", [{"context": 2}, {"replicate": 2, "expert": 2}])
+def test_axes_that_cannot_be_executed_yet_are_refused(axes: dict[str, int]) -> None:
+    with pytest.raises(InputError, match=r"is 2, which cannot be executed yet: set axes\..* to 1"):
+        check_runnable(Plan.model_validate({"axes": axes}))

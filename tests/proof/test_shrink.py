@@ -9,7 +9,7 @@ from meshwright.proof.shrink import shrink
 
 
 def axes(**sizes: int) -> dict[str, int]:
-    return {"replicate": 1, "shard": 1, "tensor": 1, "pipeline": 1, **sizes}
+    return {"replicate": 1, "shard": 1, "context": 1, "tensor": 1, "pipeline": 1, "expert": 1, **sizes}
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,7 @@ def axes(**sizes: int) -> dict[str, int]:
         ({"replicate": 2, "tensor": 2, "pipeline": 2}, 4, {"tensor": 2, "pipeline": 2}),
         ({"replicate": 3}, 2, {"replicate": 2}),
         ({"tensor": 3}, 2, {}),
+        ({"shard": 8, "context": 8, "expert": 8}, 8, {"shard": 2, "context": 4, "expert": 2}),
         ({"tensor": 6}, 4, {"tensor": 3}),
         ({"replicate": 2, "shard": 2}, 1, {}),
         ({"replicate": 7, "shard": 5}, 9, {"replicate": 2, "shard": 2}),

@@ -46,7 +46,7 @@ def check_plan(plan: Plan) -> None:
 
 def _why_not(plan: Plan) -> str | None:
     """Returns why a loop of Accelerate cannot run the plan, and what to change; None if it can."""
-    axes = [axis for axis in ("tensor", "pipeline") if getattr(plan.axes, axis) > 1]
+    axes = [axis for axis in ("context", "tensor", "pipeline", "expert") if getattr(plan.axes, axis) > 1]
     if axes:
         return f"axes.{axes[0]} is {getattr(plan.axes, axes[0])}: choose a plan of replicas and shards"
     if plan.modules.splits or plan.modules.branches:

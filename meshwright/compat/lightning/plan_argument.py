@@ -57,7 +57,7 @@ def check_options(options: Iterable[str]) -> None:
 
 def check_loop_plan(plan: Plan) -> None:
     """Raises an `InputError` if Lightning's training loop cannot run the plan on a whole module."""
-    axes = [axis for axis in ("tensor", "pipeline") if getattr(plan.axes, axis) > 1]
+    axes = [axis for axis in ("context", "tensor", "pipeline", "expert") if getattr(plan.axes, axis) > 1]
     if axes or plan.modules.splits or plan.modules.branches:
         what = f"axes.{axes[0]} is {getattr(plan.axes, axes[0])}" if axes else "it divides layers"
         raise InputError(
