@@ -143,6 +143,8 @@ class Plan(PlanGroup):
     @property
     def compile_obstacle(self) -> str | None:
         """Why nothing of a model can be compiled under this plan; None if its parts can be."""
+        if self.axes.expert > 1:
+            return "models whose experts are divided over ranks are not compiled"
         if any(split.axis == "replicate" and split.kind != "none" for split in self.modules.splits.values()):
             return "layers that are split over the replicate axis are not compiled"
         if self.axes.tensor > 1 and self.modules.branches:

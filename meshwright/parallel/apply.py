@@ -33,6 +33,10 @@ from meshwright.parallel.branches.check import check_branches, has_assigned_bran
 from meshwright.parallel.check import check_cast, check_runnable, check_structure, needs_structure, structure_for
 from meshwright.parallel.chunked_loss.head import head_to_join, join_head_with_loss
 from meshwright.parallel.compiled import Compilation, compile_model
+from meshwright.parallel.expert.average import averager_of_experts_and_others
+from meshwright.parallel.expert.check import check_experts
+from meshwright.parallel.expert.divide import divide_experts
+from meshwright.parallel.expert.loads import ExpertLoads
 from meshwright.parallel.float8 import convert_linears_to_float8
 from meshwright.parallel.mesh import build_mesh, data_group, position_in_mesh
 from meshwright.parallel.model import MakeAverager, ParallelModel
@@ -59,14 +63,15 @@ FillWeights = Callable[[nn.Module, Mapping[str, ParameterLayout]], None]
 class _LocalModel:
     """This rank's part of the model. `module` contains all of its modules: the user's model, or with a pipeline those
     of the rank's stages. `models` are the modules whose layers are split and wrapped: the user's model, or with a
-    pipeline the model of each stage. `layouts` has, by name, the layouts of parameters that are split or lie in a
-    branch."""
+    pipeline the model of each stage. `layouts` has, by name, the layouts of parameters that are split, lie in a branch
+    or belong to experts that are divided over ranks."""
 
     module: nn.Module
     models: list[nn.Module]
     stages: LocalStages | None
     branches: AssignedBranches | None
     layouts: dict[str, ParameterLayout]
+    expert_loads: ExpertLoads | None
 
 
 def apply(
@@ -87,6 +92,7 @@ def apply(
     # A plan that cannot run is refused before anything is changed.
     check_runnable(plan)
     check_cast(plan, module)
+    check_experts(plan, module)
     # The mesh before all else: every later step communicates over one of its axes.
     mesh = build_mesh(plan, device.type, world_size)
     position = position_in_mesh(mesh, plan)
@@ -129,6 +135,7 @@ def apply(
         local_steps,
         sums,
         compilation,
+        local.expert_loads,
     )
 
 
@@ -151,9 +158,9 @@ def _divide(
     *,
     move: bool,
 ) -> _LocalModel:
-    """Assigns branches to ranks and splits layers. Returns this rank's part of the model. With `move`, the weights that
-    stay on this rank move to the device. They move after stages are cut and branches are assigned, so that weights of
-    other ranks are never moved."""
+    """Assigns branches to ranks, splits layers and divides experts. Returns this rank's part of the model. With `move`,
+    the weights that stay on this rank move to the device. They move after stages are cut and branches are assigned, so
+    that weights of other ranks are never moved."""
     # Ranks know the layouts of all branches, also of those that lie on other ranks.
     branches = assign_branches(module, plan, _required(mesh), device) if has_assigned_branches(plan) else None
     local_module = stages.module if stages else module
@@ -165,7 +172,10 @@ def _divide(
     layouts: dict[str, ParameterLayout] = dict(branches.layouts) if branches else {}
     if structure and mesh:
         layouts |= split_modules(models, plan, structure, mesh)
-    return _LocalModel(local_module, models, stages, branches, layouts)
+    # Experts after other layers: the split layers of a list of experts are on their ranks already.
+    experts = divide_experts(models, plan, _required(mesh)) if plan.axes.expert > 1 else None
+    layouts |= experts.layouts if experts else {}
+    return _LocalModel(local_module, models, stages, branches, layouts, experts.loads if experts else None)
 
 
 def _replace_forward_passes(
@@ -220,6 +230,8 @@ def _shard_or_replicate(
             shard(model, _required(mesh), plan, per_block=shards_blocks)
         if fill is not None:
             fill(local.module, local.layouts)
+    elif plan.axes.expert > 1:
+        return local.module, averager_of_experts_and_others(plan, local.module, _required(mesh), local.layouts, device)
     elif plan.axes.replicate > 1:
         return _replicate(plan, local.module, _required(mesh), local.layouts, _required(sums), device)
     return local.module, None

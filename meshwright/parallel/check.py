@@ -11,6 +11,7 @@ from torch import nn
 from meshwright.errors import InputError
 from meshwright.parallel.branches.check import check_branches, has_assigned_branches, without_branch_splits
 from meshwright.parallel.chunked_loss.head import check_loss_chunks, head_to_join
+from meshwright.parallel.expert.check import check_expert_axis, check_experts
 from meshwright.parallel.pipeline.check import check_pipeline
 from meshwright.parallel.pipeline.stage_dataflow import cuts_of_plan
 from meshwright.parallel.tensor.split_modules import check_splits
@@ -47,6 +48,7 @@ def checker_of_structure(structure: ModelStructure) -> Callable[[Plan], None]:
     def check(plan: Plan) -> None:
         check_runnable(plan)
         check_cast(plan, model)
+        check_experts(plan, model)
         if is_sparse():
             check_sparse(plan, model)
         check_derivatives(plan, structure)
@@ -122,11 +124,11 @@ def check_runnable(plan: Plan) -> None:
 
 
 def _check_axes(plan: Plan) -> None:
-    for axis in ("context", "expert"):
-        if (size := getattr(plan.axes, axis)) > 1:
-            raise InputError(
-                f"plan.axes.{axis} is {size}, which cannot be executed yet: set axes.{axis} to 1, use other axes"
-            )
+    if (size := plan.axes.context) > 1:
+        raise InputError(
+            f"plan.axes.context is {size}, which cannot be executed yet: set axes.context to 1, use other axes"
+        )
+    check_expert_axis(plan)
 
 
 def _check_convolutions(plan: Plan) -> None:

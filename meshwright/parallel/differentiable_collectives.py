@@ -115,6 +115,11 @@ def average_gradient(x: Tensor, group: AxisGroup) -> Tensor:
     return _apply(_ScaleGradient, x, 1 / group.size) if _needs_gradient(x) else x
 
 
+def scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """Returns `x`. In the backward pass, the gradient is multiplied by `factor`."""
+    return _apply(_ScaleGradient, x, factor) if _needs_gradient(x) else x
+
+
 def _apply(function: type[torch.autograd.Function], x: Tensor, *args: Any) -> Tensor:
     if has_torch_function_unary(x):  # a mode that records functions (tensor/local_graph.py)
         recorded: Tensor = handle_torch_function(_apply, (x,), function, x, *args)
@@ -197,7 +202,7 @@ def concatenate_shards(shards: Sequence[Tensor], ranges: ShardRanges) -> Tensor:
 
 def reduce_scatter_tensor(x: Tensor, ranges: ShardRanges, group: AxisGroup) -> Tensor:
     """This rank's shard of the sum over the ranks."""
-    if not _has_every_collective(x, group):
+    if not has_every_collective(x, group):
         return slice_of_rank(all_reduce_tensor(x, group), ranges, group.rank)
     longest = max(ranges.length(rank) for rank in range(group.size))
     shards = [_padded(slice_of_rank(x, ranges, rank), ranges.dim, longest) for rank in range(group.size)]
@@ -208,7 +213,7 @@ def reduce_scatter_tensor(x: Tensor, ranges: ShardRanges, group: AxisGroup) -> T
 
 
 def _all_to_all_tensor(x: Tensor, source: ShardRanges, target: ShardRanges, group: AxisGroup) -> Tensor:
-    if not _has_every_collective(x, group):
+    if not has_every_collective(x, group):
         return slice_of_rank(all_gather_tensor(x, source, group), target, group.rank)
     sent = [slice_of_rank(x, target, rank).flatten() for rank in range(group.size)]
     shapes = []
@@ -234,7 +239,7 @@ def _padded(x: Tensor, dim: int, length: int) -> Tensor:
     return padded
 
 
-def _has_every_collective(x: Tensor, group: AxisGroup) -> bool:
+def has_every_collective(x: Tensor, group: AxisGroup) -> bool:
     """Whether the group's backend has reduce-scatter and all-to-all for this tensor's device."""
     return not x.is_cuda or dist.get_backend(group.process_group) == "nccl"
 

@@ -1,5 +1,6 @@
 """The plan's axes as a `DeviceMesh` with named dimensions, and this rank's position in it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -10,7 +11,7 @@ from meshwright.parallel.torch_private import flatten_mesh
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import MESH_ORDER
 
-_DATA_AXES = ("replicate", "shard")  # the axes whose ranks have different samples
+DATA_AXES = ("replicate", "shard", "expert")  # the axes of the mesh whose ranks have different samples
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,18 @@ class MeshPosition:
     reports_loss: bool
 
 
+def mesh_axes(plan: Plan) -> dict[str, int]:
+    """The sizes of the mesh's axes that are larger than one, in their order. The expert axis takes its ranks from the
+    shard axis, or if there is none from the replicate axis."""
+    sizes = {name: getattr(plan.axes, name) for name in MESH_ORDER}
+    if (experts := plan.axes.expert) > 1:
+        sizes["shard" if plan.axes.shard > 1 else "replicate"] //= experts
+    sizes["expert"] = experts
+    after_shard = MESH_ORDER.index("shard") + 1
+    order = (*MESH_ORDER[:after_shard], "expert", *MESH_ORDER[after_shard:])
+    return {name: sizes[name] for name in order if sizes[name] > 1}
+
+
 def build_mesh(plan: Plan, device_type: str, world_size: int) -> DeviceMesh | None:
     """Returns a mesh of the axes that are larger than one; None if there is only one rank."""
     if plan.world_size != world_size:
@@ -36,19 +49,25 @@ def build_mesh(plan: Plan, device_type: str, world_size: int) -> DeviceMesh | No
             f"the plan ({plan.summary()}) is for {plan.world_size} ranks, but there are {world_size}: start"
             f" {plan.world_size} ranks (torchrun --nproc-per-node {plan.world_size}), or use a plan for {world_size}"
         )
-    axes = {name: size for name in MESH_ORDER if (size := getattr(plan.axes, name)) > 1}
+    axes = mesh_axes(plan)
     if not axes:
         return None
     return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
+def has_axis(mesh: DeviceMesh | None, axis: str) -> bool:
+    """Whether the mesh has this axis; an axis of one rank is left out."""
+    return mesh is not None and axis in (mesh.mesh_dim_names or ())
+
+
 def position_in_mesh(mesh: DeviceMesh | None, plan: Plan) -> MeshPosition:
     def coordinate(axis: str) -> int:
-        return mesh.get_local_rank(axis) if mesh is not None and getattr(plan.axes, axis) > 1 else 0
+        return mesh.get_local_rank(axis) if mesh is not None and has_axis(mesh, axis) else 0
 
     context, tensor, pipeline = coordinate("context"), coordinate("tensor"), coordinate("pipeline")
+    shards = mesh_axes(plan).get("shard", 1)
     return MeshPosition(
-        data_rank=coordinate("replicate") * plan.axes.shard + coordinate("shard"),
+        data_rank=(coordinate("replicate") * shards + coordinate("shard")) * plan.axes.expert + coordinate("expert"),
         pipeline=pipeline,
         context=context,
         tensor=tensor,
@@ -66,9 +85,13 @@ def last_stage(plan: Plan) -> int:
 def data_group(mesh: DeviceMesh | None, plan: Plan) -> dist.ProcessGroup | None:
     """The group of the ranks that hold the same part of the model as this rank and have different samples; None if
     there is no other such rank."""
-    axes = tuple(axis for axis in _DATA_AXES if getattr(plan.axes, axis) > 1)
-    if mesh is None or not axes:
+    if mesh is None or not any(has_axis(mesh, axis) for axis in DATA_AXES):
         return None
-    if len(axes) == 1:
-        return mesh.get_group(axes[0])
-    return flatten_mesh(mesh[axes], "data").get_group()
+    return joined_axes(mesh, DATA_AXES, "data").get_group()
+
+
+def joined_axes(mesh: DeviceMesh, axes: Sequence[str], name: str) -> DeviceMesh:
+    """A mesh with a single axis of the ranks of those of these axes that the mesh has. If it has only one of them, it
+    keeps its own name; otherwise it is called `name`."""
+    present = tuple(axis for axis in axes if has_axis(mesh, axis))
+    return mesh[present[0]] if len(present) == 1 else flatten_mesh(mesh[present], name)

@@ -19,6 +19,7 @@ from meshwright.parallel.attention_fastpath import without_attention_fastpath
 from meshwright.parallel.backward_wait import run_backward
 from meshwright.parallel.clip import clip_
 from meshwright.parallel.compiled import Compilation
+from meshwright.parallel.expert.loads import ExpertLoads
 from meshwright.parallel.mesh import MeshPosition
 from meshwright.parallel.pipeline.pipeline import PipelineExecutor
 from meshwright.parallel.precision import forward_precision, fp32_product_precision
@@ -62,13 +63,14 @@ class ParallelModel:
     local_steps: LocalSteps | None = None
     sums: SmallSums | None = None  # sums of a few numbers over all ranks; None on a single rank
     compilation: Compilation = field(default_factory=Compilation)
+    expert_loads: ExpertLoads | None = None  # how evenly routers use experts that are divided over ranks
 
     @property
     def needs_equal_batch_counts(self) -> bool:
         """Whether data ranks communicate in a forward pass. If they do, all of them have to run equally many
         batches."""
         split_over_replicate = any(layout.axis == "replicate" for layout in self.layouts.values())
-        return self.plan.axes.shard > 1 or split_over_replicate
+        return self.plan.axes.shard > 1 or self.plan.axes.expert > 1 or split_over_replicate
 
     @property
     def weight_division(self) -> tuple[dict[str, ParameterLayout], tuple[TiedLayout, ...], DeviceMesh | None]:
@@ -84,7 +86,7 @@ class ParallelModel:
 
     @cached_property
     def gradient_averager(self) -> GradientAverager | None:
-        """Averages the gradients of replicas. With DDP, only backward passes of a user's own loop need it."""
+        """Averages the gradients of data ranks. With DDP, only backward passes of a user's own loop need it."""
         return self.make_averager() if self.make_averager else None
 
     @cached_property

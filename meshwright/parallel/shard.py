@@ -36,6 +36,8 @@ from meshwright.blocks.module_names import is_inside
 from meshwright.blocks.recompute import find_blocks
 from meshwright.errors import InputError
 from meshwright.output_trees import register_dataclasses
+from meshwright.parallel.expert.divide import divided_layers, divided_parameters
+from meshwright.parallel.mesh import has_axis, joined_axes
 from meshwright.parallel.pipeline.check import shared_between_stages_error
 from meshwright.parallel.pipeline.remote_modules import RemoteModule
 from meshwright.parallel.precision import sharding_policy
@@ -75,7 +77,8 @@ def shard(module: nn.Module, mesh: DeviceMesh, plan: Plan, *, per_block: bool = 
     already_sharded = next((name for name, p in module.named_parameters() if isinstance(p, DTensor)), None)
     if already_sharded is not None:
         raise shared_between_stages_error(already_sharded.removeprefix("model."), plan)
-    data_mesh = mesh["replicate", "shard"] if plan.axes.replicate > 1 else mesh["shard"]
+    data_mesh = _sharding_mesh(mesh, ("shard", "expert"))
+    whole_experts = _shard_experts(module, mesh, plan)
     for parameter in module.parameters():
         if not parameter.is_contiguous():  # FSDP2 shards rows
             parameter.data = parameter.data.contiguous()
@@ -90,9 +93,10 @@ def shard(module: nn.Module, mesh: DeviceMesh, plan: Plan, *, per_block: bool = 
             reshard_after_forward=reshard_blocks,
             mp_policy=policy,
             offload_policy=offload,
-            ignored_params=_unshardable(block.parameters()),
+            ignored_params=_unshardable(block.parameters()) | whole_experts,
         )
     in_blocks = {p for block in module.modules() if isinstance(block, FSDPModule) for p in block.parameters()}
+    in_blocks |= whole_experts
     # The root unit is needed at the end of the forward pass and again at the beginning of the backward pass. Therefore
     # FSDP2's default (None) leaves it gathered in between.
     module.register_forward_hook(_register_dataclasses)
@@ -102,7 +106,7 @@ def shard(module: nn.Module, mesh: DeviceMesh, plan: Plan, *, per_block: bool = 
         reshard_after_forward=None if reshard_blocks else False,
         mp_policy=policy,
         offload_policy=offload,
-        ignored_params=_unshardable(p for p in module.parameters() if p not in in_blocks),
+        ignored_params=_unshardable(p for p in module.parameters() if p not in in_blocks) | whole_experts,
     )
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
@@ -112,6 +116,33 @@ def shard(module: nn.Module, mesh: DeviceMesh, plan: Plan, *, per_block: bool = 
                 group.post_backward = _PostBackward(unit, group)
     if hooks:
         _keep_gradient_hooks(module, hooks)
+
+
+def _sharding_mesh(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
+    """The mesh over which FSDP2 shards, with these axes joined, and with the replicate axis if there is one."""
+    sharding = joined_axes(mesh, axes, "shard_and_expert")
+    if not has_axis(mesh, "replicate"):
+        return sharding
+    assert sharding.mesh_dim_names is not None
+    return mesh["replicate", sharding.mesh_dim_names[0]]
+
+
+def _shard_experts(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> set[nn.Parameter]:
+    """Shards experts that are divided over the expert axis over the rest of the shard axis. Returns the weights of
+    experts that stay whole, because the expert axis is the whole shard axis; `finish_step` averages their gradients
+    over the replicate axis."""
+    if plan.axes.expert == 1:
+        return set()
+    if not has_axis(mesh, "shard"):
+        return set(divided_parameters(module))
+    for layer in divided_layers(module):
+        fully_shard(
+            layer,
+            mesh=_sharding_mesh(mesh, ("shard",)),
+            reshard_after_forward=plan.memory.sharding == "parameters",
+            mp_policy=sharding_policy(plan),
+        )
+    return set()
 
 
 def _register_dataclasses(unit: nn.Module, inputs: Any, output: Any) -> None:
@@ -193,12 +224,15 @@ def finish_step(module: nn.Module) -> None:
     """Averages the gradients of weights that FSDP2 does not shard, and sets the gradients of weights that no rank has
     used to None. Every data rank calls this after a step's last backward pass."""
     groups = _data_groups(module)
+    experts = set(divided_parameters(module))
     sharded = [parameter for group in _parameter_groups(module) for parameter in group.fsdp_params]
     sharded = [parameter for parameter in sharded if parameter.sharded_param.requires_grad]
     used = {parameter for group in _parameter_groups(module) for parameter in group.post_backward.used}
     for group in _parameter_groups(module):
         group.post_backward.used.clear()
-    average_once([p for p in module.parameters() if p.requires_grad and not isinstance(p, DTensor)], groups)
+    whole = [p for p in module.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+    average_once([parameter for parameter in whole if parameter not in experts], groups)
+    average_once([parameter for parameter in whole if parameter in experts], groups[:-1])  # over the replicate axis
     if not sharded:
         return
     users = torch.tensor([parameter in used for parameter in sharded], dtype=torch.int32)
@@ -351,8 +385,8 @@ def _parameter_groups(module: nn.Module) -> Iterator[Any]:
 
 
 def _data_groups(module: nn.Module) -> list[dist.ProcessGroup]:
-    """The process groups of the data axes (replicate, shard) that FSDP2 was given; empty if nothing is sharded."""
-    for group in _parameter_groups(module):
-        mesh: DeviceMesh = group.mesh_info.mesh
-        return [mesh.get_group(axis) for axis in range(mesh.ndim)]
-    return []
+    """The process groups of the data axes (replicate, and the ranks over which weights are sharded) that FSDP2 was
+    given; empty if nothing is sharded. Those of experts, which are smaller, are not meant."""
+    meshes: list[DeviceMesh] = [group.mesh_info.mesh for group in _parameter_groups(module)]
+    largest = max(meshes, key=lambda mesh: mesh.size(), default=None)
+    return [largest.get_group(axis) for axis in range(largest.ndim)] if largest is not None else []

@@ -11,13 +11,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.errors import InputError
+from meshwright.profile.experts import route_evenly
 from meshwright.profile.torch_private import FakeTensorMode, tree_leaves, tree_map
 from meshwright.user_code import user_position
 
 
-def fake_model(model: nn.Module, mode: FakeTensorMode, skipped: Iterable[str] = ()) -> nn.Module:
+def fake_model(model: nn.Module, mode: FakeTensorMode, skipped: Iterable[str] = (), batch: int = 1) -> nn.Module:
     """A copy of the model on fake CPU tensors, in which tied weights are still tied. The model itself is not changed.
-    The modules named in `skipped` are not copied: `nn.Identity` takes their place."""
+    The modules named in `skipped` are not copied: `nn.Identity` takes their place. Mixtures of experts route evenly;
+    the rows of an expert are a multiple of `batch`."""
     memo: dict[int, Any] = {id(model.get_submodule(name)): nn.Identity() for name in skipped}
     skipped_ids = {id(module) for name in skipped for module in model.get_submodule(name).modules()}
     with mode:
@@ -29,7 +31,9 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, skipped: Iterable[str] = 
                 memo.setdefault(id(parameter), nn.Parameter(fake, requires_grad=parameter.requires_grad))
             for buffer in module.buffers(recurse=False):
                 memo.setdefault(id(buffer), torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu"))
-    return copy.deepcopy(model, memo)
+    copied = copy.deepcopy(model, memo)
+    route_evenly(copied, batch)
+    return copied
 
 
 class FakeRules(TorchFunctionMode):

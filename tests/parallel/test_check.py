@@ -1,5 +1,7 @@
 """An error about a plan that cannot run on a model names what can run instead."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -105,7 +107,51 @@ def test_nnpack_is_refused_with_what_would_not_use_it(other: dict[str, str], mes
         check_runnable(Plan.model_validate({"compute": {"convolutions": "nnpack", **other}}))
 
 
-@pytest.mark.parametrize("axes", [{"context": 2}, {"replicate": 2, "expert": 2}])
+@pytest.mark.parametrize("axes", [{"context": 2}])
 def test_axes_that_cannot_be_executed_yet_are_refused(axes: dict[str, int]) -> None:
     with pytest.raises(InputError, match=r"is 2, which cannot be executed yet: set axes\..* to 1"):
         check_runnable(Plan.model_validate({"axes": axes}))
+
+
+class Mixture(nn.Module):
+    """Experts as a list of modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 6)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = self.router(x).argmax(-1)
+        mixed = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            (rows,) = torch.where(chosen == number)
+            mixed = mixed.index_add(0, rows, expert(x[rows]))
+        return mixed
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({"axes": {"replicate": 4, "expert": 4}}, "the model has 6 experts: choose 1, 2, 3, 6"),
+        ({"axes": {"replicate": 2, "shard": 3, "expert": 2}}, "axes.expert has to divide axes.shard"),
+        ({"axes": {"shard": 4, "expert": 2}}, "a list of modules, .* set it to 2, or axes.expert to 1"),
+        (
+            {
+                "axes": {"replicate": 2, "expert": 2, "pipeline": 2},
+                "pipeline": {"schedule": "zbv", "cuts": ["a", "b", "c"], "microbatches": 2},
+            },
+            "pipeline.schedule is zbv, .* choose gpipe, 1f1b or interleaved_1f1b",
+        ),
+    ],
+)
+def test_an_expert_axis_that_cannot_run_is_refused_with_what_can(plan: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        check_plan(Plan.model_validate(plan), Mixture(), torch.zeros(2, 8))
+
+
+def test_an_expert_axis_needs_experts() -> None:
+    plan = Plan.model_validate({"axes": {"replicate": 2, "expert": 2}})
+    with pytest.raises(InputError, match=r"axes\.expert is 2, but the model has no experts"):
+        check_plan(plan, nn.Linear(8, 8), torch.zeros(2, 8))
+    check_plan(plan, Mixture(), torch.zeros(2, 8))

@@ -16,6 +16,7 @@ from meshwright.parallel.pipeline.remote_modules import tensors_in
 from meshwright.parallel.pipeline.stage_dataflow import CallKey, StageDataflow, TensorPosition
 from meshwright.parallel.pipeline.transport import ActivationSpec, activation_spec
 from meshwright.parallel.torch_private import FakeTensorMode, tree_flatten, tree_map
+from meshwright.profile.experts import route_evenly
 from meshwright.profile.fake import FakeRules
 
 _MAX_CACHED = 64  # input signatures: batches of many sequence lengths would fill the memory
@@ -37,6 +38,7 @@ class ShapeInference:
         # A stage's real tensors meet the fake outputs of remote modules: the result is a fake tensor.
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.fake_model = copy_with_tensors(meta_model, lambda tensor: self._fake(tensor, device))
+        route_evenly(self.fake_model, batch=1)
         self._dataflow = dataflow
         self._cache: dict[Hashable, InferredShapes] = {}
         self._device = device

@@ -17,6 +17,7 @@ from meshwright.collectives.reducer import Reducer
 from meshwright.collectives.small_sums import SharedMemorySums, SmallSums
 from meshwright.collectives.wait_clock import WAIT_CLOCK
 from meshwright.errors import InputError
+from meshwright.parallel.mesh import DATA_AXES
 from meshwright.parallel.precision import gradient_reduce_dtype
 from meshwright.parallel.replicate.bucket_names import describe_bucket
 from meshwright.parallel.replicate.process_group import GroupWithSharedSums
@@ -28,8 +29,6 @@ from meshwright.parallel.torch_private import (
 )
 from meshwright.plan import Plan
 from meshwright.plan_fields.groups import MIB
-
-DATA_AXES = ("replicate", "shard")
 
 
 def replicate(

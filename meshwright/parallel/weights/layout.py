@@ -48,8 +48,9 @@ def whole_on_one_rank(value: Any, axis: str) -> WholeOnOneRank:
 
 
 def axis_with_different_names(layouts: Mapping[str, ParameterLayout], mesh: DeviceMesh | None) -> str | None:
-    """The axis whose ranks hold tensors of different names: the pipeline axis, or the tensor axis where branches are on
-    different ranks. None where all ranks have the same names."""
+    """The axis whose ranks hold tensors of different names: the pipeline axis, the tensor axis where branches are on
+    different ranks, or the expert axis where experts are modules of a list. None where all ranks have the same
+    names."""
     if mesh is not None and "pipeline" in (mesh.mesh_dim_names or ()):
         return "pipeline"
     return next((layout.axis for layout in layouts.values() if isinstance(layout, WholeOnOneRank)), None)

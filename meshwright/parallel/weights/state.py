@@ -101,7 +101,7 @@ def _gather_all(
     descriptions = _gather_descriptions(local_descriptions, group)
     for name in dict.fromkeys(name for of_rank in descriptions for name in of_rank):
         layout = layouts.get(name)
-        if axis == "tensor" and not isinstance(layout, WholeOnOneRank):  # outside of branches all ranks have it
+        if axis != "pipeline" and not isinstance(layout, WholeOnOneRank):  # outside of branches all ranks have it
             whole = _gather(local[name], layout, mesh)
         else:
             source = next(rank for rank, of_rank in enumerate(descriptions) if name in of_rank)

@@ -257,7 +257,7 @@ def record_dataflow(
     """Records one forward pass with `size` samples. The skipped blocks of `equal_blocks` do not run; all other modules
     appear under their names in `model`. If `evaluating` is True, the model is in evaluation mode."""
     mode = FakeTensorMode()
-    fake = fake_model(model, mode, skipped_blocks(equal_blocks))
+    fake = fake_model(model, mode, skipped_blocks(equal_blocks), size)
     names = {module: name for name, module in fake.named_modules()}
     parameters = dict(fake.named_parameters())
     buffers = dict(fake.named_buffers())

@@ -122,7 +122,7 @@ def _record_dataflow_of_step(
 ) -> Dataflow:
     """Returns the dataflow of the forward pass including the loss."""
     mode = FakeTensorMode()
-    fake = fake_model(model, mode, skipped_blocks(equal_blocks))
+    fake = fake_model(model, mode, skipped_blocks(equal_blocks), size)
     names = {module: name for name, module in fake.named_modules()}
     recorder = DataflowRecorder()
     for name, parameter in fake.named_parameters():

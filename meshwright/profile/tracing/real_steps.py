@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from meshwright.blocks.recompute import Recompute, find_blocks
 from meshwright.dtypes import HALF_DTYPES
 from meshwright.errors import InputError
+from meshwright.profile.experts import find_expert_layers, routed_note
 from meshwright.profile.fake import tensor_bytes
 from meshwright.profile.structure.model_structure import ModelStructure
 from meshwright.profile.tracing.real_tensors import (
@@ -77,7 +78,8 @@ def trace_or_measure_profile(
         except InputError:
             raise error from None  # the first error names the module, and a batch that does not fit fails in both
         return profile, f"measured steps at {_batches(profile)}"
-    return profile, f"traced steps at {_batches(profile)}"
+    routed = routed_note(find_expert_layers(model))
+    return profile, f"traced steps at {_batches(profile)}{f', {routed}' if routed else ''}"
 
 
 def _batches(profile: ModelProfile) -> str:

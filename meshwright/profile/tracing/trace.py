@@ -159,7 +159,7 @@ class _FakeStep:
 
     def _trace(self, size: int, equal_blocks: tuple[EqualBlocks, ...]) -> StepTrace:
         mode = FakeTensorMode()
-        fake = fake_model(self.model, mode, skipped_blocks(equal_blocks))
+        fake = fake_model(self.model, mode, skipped_blocks(equal_blocks), size)
         names = {module: name for name, module in fake.named_modules()}
         remove_skipped_blocks(fake, equal_blocks)
         batch = fake_batch(self.sample, size, mode)

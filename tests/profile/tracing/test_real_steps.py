@@ -53,20 +53,20 @@ class Looping(nn.Module):
 
 
 class Routed(nn.Module):
-    """Sends each sample to one of its experts."""
+    """Sends each sample to one of its parts, which are not known as experts by their name."""
 
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.Linear(8, 3)
-        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.parts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, expert_of_sample = self.router(x).softmax(-1).max(-1)
+        weight, part_of_sample = self.router(x).softmax(-1).max(-1)
         out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            (rows,) = torch.where(expert_of_sample == number)
+        for number, part in enumerate(self.parts):
+            (rows,) = torch.where(part_of_sample == number)
             if len(rows):
-                out = out.index_add(0, rows, expert(x[rows]) * weight[rows, None])
+                out = out.index_add(0, rows, part(x[rows]) * weight[rows, None])
         return out
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -86,6 +87,40 @@ CASES = {
         "causal",
         "model.layers.0",
     ),
+    "qwen3 mixture": Case(
+        lambda: _build(
+            "Qwen3MoeForCausalLM",
+            "Qwen3MoeConfig",
+            **DECODER,
+            head_dim=8,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+        ),
+        "causal",
+        "model.layers.0",
+    ),
+    "deepseek": Case(  # a dense layer, then one with shared experts and routing by groups
+        lambda: _build(
+            "DeepseekV3ForCausalLM",
+            "DeepseekV3Config",
+            **DECODER,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            n_group=2,
+            topk_group=1,
+            first_k_dense_replace=1,
+            q_lora_rank=8,
+            kv_lora_rank=8,
+            qk_rope_head_dim=4,
+            qk_nope_head_dim=4,
+            v_head_dim=8,
+        ),
+        "causal",
+        "model.layers.0",
+    ),
+    "listed experts": Case(lambda: ListedMixture(), "causal", None),
     "whisper": Case(
         lambda: _build(
             "WhisperForConditionalGeneration",
@@ -110,6 +145,35 @@ CASES = {
         None,
     ),
 }
+
+
+class ListedMixture(nn.Module):
+    """A mixture as many users write it: a list of modules, each called on the rows that are routed to it. Experts
+    without rows are left out. A model with its own loss, as those of transformers."""
+
+    def __init__(self, width: int = 16, experts: int = 4) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, width)
+        self.router = nn.Linear(width, experts)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 24), nn.GELU(), nn.Linear(24, width)) for _ in range(experts)
+        )
+        self.head = nn.Linear(width, WORDS)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.words(input_ids)
+        x = x + self.mix(x.flatten(0, 1)).view_as(x) * attention_mask[..., None]
+        logits = self.head(x)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+    def mix(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(2)
+        mixed = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows, choice = torch.where(chosen == number)
+            if len(rows):
+                mixed = mixed.index_add(0, rows, expert(x[rows]) * weights[rows, choice, None])
+        return mixed
 
 
 def build(name: str) -> nn.Module:

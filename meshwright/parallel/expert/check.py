@@ -1,0 +1,91 @@
+"""Checks whether the expert axis of a plan can run, in general and on a given model. Errors say what can run
+instead."""
+
+from torch import nn
+
+from meshwright.errors import InputError
+from meshwright.plan import Plan
+from meshwright.profile.experts import ExpertLayer, find_expert_layers, parameter_names
+
+
+def check_expert_axis(plan: Plan) -> None:
+    """Raises an `InputError` if the expert axis does not go together with the rest of the plan."""
+    axes, ranks = plan.axes, plan.axes.expert
+    if ranks == 1:
+        return
+    if axes.shard > 1 and axes.shard % ranks:
+        raise InputError(
+            f"plan.axes.expert is {ranks} and plan.axes.shard is {axes.shard}: next to a shard axis, experts are"
+            f" divided over its ranks, so axes.expert has to divide axes.shard: choose a divisor of {axes.shard}, or"
+            f" set axes.shard to {ranks * max(1, axes.shard // ranks)}"
+        )
+    conflicts = (
+        (axes.context > 1, f"axes.context is {axes.context}", "set axes.context to 1"),
+        (
+            plan.pipeline.schedule in ("zero_bubble", "zbv") and axes.pipeline > 1,
+            f"pipeline.schedule is {plan.pipeline.schedule}, which runs the backward pass in two parts",
+            "choose gpipe, 1f1b or interleaved_1f1b",
+        ),
+        (
+            any(split.axis == "replicate" and split.kind != "none" for split in plan.modules.splits.values()),
+            "modules.splits splits a layer over the replicate axis",
+            "remove the split",
+        ),
+        (
+            plan.memory.offload == "parameters",
+            "memory.offload is parameters",
+            "set memory.offload to optimizer or none",
+        ),
+        (plan.numerics.cast == "weights", "numerics.cast is weights", "set numerics.cast to operators"),
+        (plan.numerics.precision == "fp8", "numerics.precision is fp8", "choose bf16"),
+        (plan.compute.cuda_graphs, "compute.cuda_graphs is true", "set compute.cuda_graphs to false"),
+    )
+    for conflicting, what, instead in conflicts:
+        if conflicting:
+            raise InputError(
+                f"plan.axes.expert is {ranks}, but plan.{what}, and they do not go together: {instead}, or set"
+                " axes.expert to 1"
+            )
+
+
+def check_experts(plan: Plan, model: nn.Module) -> None:
+    """Raises an `InputError` if the plan's expert axis cannot divide the experts of the model."""
+    ranks = plan.axes.expert
+    if ranks == 1:
+        return
+    layers = find_expert_layers(model)
+    if not layers:
+        raise InputError(
+            f"plan.axes.expert is {ranks}, but the model has no experts: a module with weights of shape (experts, …, …)"
+            " and a number num_experts that is called with tokens, expert numbers and weights, or a list of equal"
+            " modules that has 'expert' in its name: set axes.expert to 1"
+        )
+    for layer in layers:
+        if layer.experts % ranks:
+            divisors = [str(size) for size in range(1, layer.experts + 1) if layer.experts % size == 0]
+            raise InputError(
+                f"plan.axes.expert is {ranks}, but {layer.module or 'the model'} has {layer.experts} experts: choose"
+                f" {', '.join(divisors[:12])}"
+            )
+        if layer.kind == "list" and (plan.axes.pipeline > 1 or plan.axes.shard > ranks):
+            field = "pipeline" if plan.axes.pipeline > 1 else "shard"
+            raise InputError(
+                f"the experts of {layer.module or 'the model'} are a list of modules, of which each rank holds other"
+                f" ones, which does not go together with axes.{field} {getattr(plan.axes, field)}: set it to"
+                f" {1 if field == 'pipeline' else ranks}, or axes.expert to 1"
+            )
+        _check_untied(model, layer)
+
+
+def _check_untied(model: nn.Module, layer: ExpertLayer) -> None:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    tied = [group for group in names.values() if len(group) > 1]
+    for name in parameter_names(model, layer):
+        for group in tied:
+            if name in group:
+                raise InputError(
+                    f"{name} is the same weight as {next(other for other in group if other != name)}, and experts with"
+                    " shared weights cannot be divided: set axes.expert to 1"
+                )

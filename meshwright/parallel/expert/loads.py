@@ -1,0 +1,78 @@
+"""`ExpertLoads`: how many tokens the routers of this rank sent to each expert, and whether a router is skewed.
+
+load of expert e        its tokens · experts / all routed tokens: 1 if routing is even         relative_loads()
+load of rank r          the mean load of its experts: what the slowest rank waits for          rank_loads()
+"""
+
+from collections.abc import Mapping
+
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.parallel.differentiable_collectives import AxisGroup
+
+SKEWED = 3.0  # times the even share
+
+
+class ExpertLoads:
+    """Counts the tokens that were routed to each expert in training, by layer."""
+
+    def __init__(self, group: AxisGroup, data_group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._data_group = data_group
+        self._counts: dict[str, Tensor] = {}
+
+    def add(self, layer: str, counts: Tensor, training: bool) -> None:
+        """Adds the number of tokens of each expert of the layer. Evaluation is not counted."""
+        if training:
+            earlier = self._counts.get(layer)
+            self._counts[layer] = counts.clone() if earlier is None else earlier.add_(counts)
+
+    def reset(self) -> None:
+        self._counts.clear()
+
+    def counts(self) -> dict[str, list[int]]:
+        """The number of tokens of each expert since the last `reset`, over all data ranks, by layer. All ranks of the
+        same pipeline stage call this together."""
+        result: dict[str, list[int]] = {}
+        for layer, local in self._counts.items():
+            total = local.clone()
+            if self._data_group is not None:
+                dist.all_reduce(total, group=self._data_group)
+            result[layer] = total.tolist()
+        return result
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks over which the experts are divided."""
+        return self._group.size
+
+
+def relative_loads(counts: list[int]) -> list[float]:
+    """The tokens of each expert as a multiple of its even share; all 0 if there were none."""
+    total = sum(counts)
+    return [count * len(counts) / total if total else 0.0 for count in counts]
+
+
+def rank_loads(counts: list[int], ranks: int) -> list[float]:
+    """The tokens of each rank's experts as a multiple of the rank's even share."""
+    local = len(counts) // ranks
+    return relative_loads([sum(counts[begin : begin + local]) for begin in range(0, len(counts), local)])
+
+
+def skew_warning(counts: Mapping[str, list[int]], ranks: int) -> str | None:
+    """A sentence about the layer whose router is the most uneven; None if no expert gets more than `SKEWED` times its
+    share, or fewer than 4 experts can."""
+    loads = {layer: max(relative_loads(of_layer)) for layer, of_layer in counts.items() if len(of_layer) > SKEWED}
+    layer = max(loads, key=lambda name: loads[name], default=None)
+    if layer is None or loads[layer] <= SKEWED:
+        return None
+    expert = counts[layer].index(max(counts[layer]))
+    slowest = max(rank_loads(counts[layer], ranks))
+    skewed = sum(load > SKEWED for load in loads.values())
+    return (
+        f"the router of {layer} is skewed: expert {expert} of {len(counts[layer])} gets {loads[layer]:.1f} times its"
+        f" even share of tokens, and the busiest of {ranks} ranks computes {slowest:.1f} times the mean"
+        f" ({skewed} of {len(loads)} layers have such an expert): the others wait for it. A router loss, or a smaller"
+        " axes.expert, evens it out"
+    )

@@ -1,0 +1,60 @@
+"""Mixtures of experts, unedited, train the same under plans with an expert axis: in fp64 with experts in their eager
+form, a loop over the used ones. Batches are padded, some labels are ignored, the last batch is short and gradients are
+clipped."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.proof.models.test_transformers import prove_plan
+from tests.ranks import RankPool, ranks
+from tests.soaked import all_but
+
+MIXTURES = ("mixtral", "qwen3 mixture", "deepseek")
+TWICE = {"memory": {"accumulation": 2}}
+STAGES = {"pipeline": {"cuts": ["model.layers.0"], "microbatches": 2}}
+PLANS: dict[str, dict[str, Any]] = {
+    "R2E2": {"axes": {"replicate": 2, "expert": 2}, **TWICE},
+    "S2E2": {"axes": {"shard": 2, "expert": 2}, **TWICE},
+    "R4E2": {"axes": {"replicate": 4, "expert": 2}},
+    "R4E4": {"axes": {"replicate": 4, "expert": 4}},
+    "S4E2": {"axes": {"shard": 4, "expert": 2}, **TWICE},
+    "S4E2 gradients": {"axes": {"shard": 4, "expert": 2}, "memory": {"accumulation": 2, "sharding": "gradients"}},
+    "R2S2E2": {"axes": {"replicate": 2, "shard": 2, "expert": 2}},
+    "R2T2E2": {"axes": {"replicate": 2, "tensor": 2, "expert": 2}},
+    "S2T2E2 sequence": {"axes": {"shard": 2, "tensor": 2, "expert": 2}, "modules": {"sequence": True}},
+    "R2P2E2": {"axes": {"replicate": 2, "pipeline": 2, "expert": 2}, **STAGES},
+    "S2P2E2": {"axes": {"shard": 2, "pipeline": 2, "expert": 2}, **STAGES},
+    "S4T2E2": {"axes": {"shard": 4, "tensor": 2, "expert": 2}},
+    "R2S2P2E2": {"axes": {"replicate": 2, "shard": 2, "pipeline": 2, "expert": 2}, **STAGES},
+}
+OF_LISTS = ("R2E2", "S2E2", "R4E2", "R4E4", "R2S2E2")
+EACH = [f"{name}: {plan}" for name in MIXTURES for plan in PLANS] + [f"listed experts: {plan}" for plan in OF_LISTS]
+QUICK = {"mixtral: R2E2", "deepseek: S4E2", "qwen3 mixture: R2P2E2", "listed experts: R2S2E2"}
+
+
+def world_size(plan: str) -> int:
+    axes = {**PLANS[plan]["axes"], "expert": 1}
+    size = 1
+    for factor in axes.values():
+        size *= factor
+    return size
+
+
+@pytest.mark.parametrize("case", all_but(QUICK, sorted(EACH, key=lambda case: world_size(case.split(": ")[1]))))
+def test_a_mixture_of_experts_is_proved(two: RankPool, four: RankPool, case: str, tmp_path: Path) -> None:
+    name, plan = case.split(": ")
+    size = world_size(plan)
+    with ranks(size) as pool:
+        proof = {2: two, 4: four}.get(size, pool).run(prove_plan, name, PLANS[plan], tmp_path)[0]
+    assert proof["equal"], proof["first_difference"]
+    assert proof["max_relative_error"] <= 1e-9
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("plan", ["R2E2", "S2E2"])
+def test_experts_are_also_proved_with_their_grouped_product_in_fp32(two: RankPool, plan: str, tmp_path: Path) -> None:
+    proof = two.run(prove_plan, "mixtral", PLANS[plan], tmp_path, "fp32")[0]
+    assert proof["equal"], proof["first_difference"]
+    assert not any("eager" in note for note in proof["notes"])
